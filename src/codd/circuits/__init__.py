@@ -1,0 +1,17 @@
+"""What the joint prior is, and its exact queries. Knows nothing of language models."""
+
+from codd.circuits.builders import balanced_tree as balanced_tree
+from codd.circuits.builders import chain as chain
+from codd.circuits.builders import independent_mixture as independent_mixture
+from codd.circuits.evidence import Evidence as Evidence
+from codd.circuits.evidence import Kind as Kind
+from codd.circuits.evidence import SparsePotentials as SparsePotentials
+from codd.circuits.graph import Circuit as Circuit
+from codd.circuits.hmm import HMM as HMM
+from codd.circuits.nodes import leaf as leaf
+from codd.circuits.nodes import mixture as mixture
+from codd.circuits.nodes import product as product
+from codd.circuits.results import BestPath as BestPath
+from codd.circuits.results import Flows as Flows
+from codd.circuits.results import JointStep as JointStep
+from codd.circuits.results import Samples as Samples

@@ -1,0 +1,303 @@
+"""What is known about a window: hard, soft, sparse soft, missing and latent evidence in one frozen type.
+
+A batch of B windows of L positions. Each position is of exactly one kind:
+
+====================  ==========================================================================
+observed              the token is given; the weight of every other token is zero
+dense soft            a weight for each of the V tokens, as log-potentials or as raw logits
+sparse soft           weights for K tokens, and the mass of all the others in one number
+missing               every token has weight one
+====================  ==========================================================================
+
+The potential of an observed position is ignored: it is the same for all latent states, so it cancels in every
+posterior and in every conditional probability.
+"""
+
+import math
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+
+import torch
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
+
+from codd.errors import InvalidEvidence
+
+
+class Kind(IntEnum):
+    """How a position is known."""
+
+    OBSERVED = 0
+    DENSE = 1
+    SPARSE = 2
+    MISSING = 3
+
+
+def _finite(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    return torch.where(x > -math.inf, x, 0)
+
+
+def log_softmax(x: Float[Tensor, "*rows V"]) -> Float[Tensor, "*rows V"]:
+    """The usual one, except that a row of -inf stays -inf instead of becoming NaN."""
+    return x - _finite(x.logsumexp(-1, keepdim=True))
+
+
+@dataclass(frozen=True, eq=False)
+class SparsePotentials:
+    """The weights of K candidate tokens a position, and the total weight of the V - K others.
+
+    The tail is spread evenly over the tokens that are not listed. With exact top-k weights the leaf value of a state
+    then differs from the dense one by at most ``min(tail * max E, min_k w_k * (1 - sum_k E[i, id_k]))``, which
+    ``HMM.log_partition_bounds`` turns into an interval that is certain to hold the dense answer.
+    """
+
+    ids: Int[Tensor, "B L K"]
+    log_weights: Float[Tensor, "B L K"]
+    log_tail: Float[Tensor, "B L"] | None = None
+
+    def __post_init__(self) -> None:
+        """Check that the three tensors fit together."""
+        if self.ids.ndim != 3 or self.ids.shape != self.log_weights.shape:
+            raise InvalidEvidence(
+                f"sparse ids and log_weights must both be (B, L, K), found {tuple(self.ids.shape)} and "
+                f"{tuple(self.log_weights.shape)}"
+            )
+        if self.ids.dtype.is_floating_point or self.ids.dtype == torch.bool:
+            raise InvalidEvidence(f"sparse ids must be integers, found {self.ids.dtype}")
+        object.__setattr__(self, "ids", self.ids.long())  # what PyTorch indexes with
+        if self.log_tail is not None and self.log_tail.shape != self.ids.shape[:2]:
+            raise InvalidEvidence(
+                f"log_tail must be (B, L) = {tuple(self.ids.shape[:2])}, found {tuple(self.log_tail.shape)}"
+            )
+        if self.ids.device.type == "cpu" and bool((self.ids.sort(-1).values.diff(dim=-1) == 0).any()):
+            raise InvalidEvidence("the sparse ids of a position must differ from each other: a token is listed twice")
+
+    @classmethod
+    def from_logits(cls, logits: Float[Tensor, "B L V"], k: int, temperature: float = 1.0) -> "SparsePotentials":
+        """Keep the k most probable tokens of ``softmax(logits / temperature)`` and the mass of the rest."""
+        if not 1 <= k <= logits.shape[-1]:
+            raise InvalidEvidence(f"k must be between 1 and V = {logits.shape[-1]}, found {k}")
+        if not 0 < temperature < math.inf:
+            raise InvalidEvidence(f"temperature must be positive and finite, found {temperature}")
+        scaled = logits.float() / temperature if logits.dtype != torch.float64 else logits / temperature
+        top, ids = scaled.topk(k, dim=-1)
+        total = scaled.logsumexp(-1)
+        tail = scaled.scatter(-1, ids, -math.inf).logsumexp(-1) - total
+        return cls(ids, top - total.unsqueeze(-1), tail)
+
+    def log_tail_weight(self, vocab_size: int) -> Float[Tensor, "B L"]:
+        """The log-weight of each token that is not listed."""
+        rest = vocab_size - self.ids.shape[-1]
+        if self.log_tail is None or rest <= 0:
+            return torch.full_like(self.log_weights[..., 0], -math.inf)
+        return self.log_tail - math.log(rest)
+
+
+@dataclass(frozen=True, eq=False)
+class Evidence:
+    """What is known about B windows of L positions; see the module for the kinds of evidence.
+
+    ``log_potentials`` are used as they are (they need not be normalised); ``logits`` mean
+    ``softmax(logits / temperature)`` and are never expanded to a (B, L, V) log-softmax. ``temperature`` is one number
+    or one a sequence. ``missing`` marks positions without evidence although potentials are given; when dense and
+    sparse potentials are both given, ``dense`` says which positions use the dense ones.
+    """
+
+    tokens: Int[Tensor, "B L"] | None = None
+    observed: Bool[Tensor, "B L"] | None = None
+    log_potentials: Float[Tensor, "B L V"] | None = None
+    latent_log_potentials: Float[Tensor, "B L N"] | None = None
+    logits: Float[Tensor, "B L V"] | None = None
+    temperature: float | Float[Tensor, " B"] = 1.0
+    sparse: SparsePotentials | None = None
+    missing: Bool[Tensor, "B L"] | None = None
+    dense: Bool[Tensor, "B L"] | None = None
+    kind: Int[Tensor, "B L"] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Check shapes, types and devices, and decide the kind of every position."""
+        shape, device = self._frame()
+        self._check_members(shape, device)
+        if self.tokens is not None:
+            object.__setattr__(self, "tokens", self.tokens.long())  # what PyTorch indexes with
+        object.__setattr__(self, "kind", self._kinds(shape, device))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(B, L)."""
+        return self.kind.shape[0], self.kind.shape[1]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the evidence lives."""
+        return self.kind.device
+
+    @property
+    def potentials(self) -> Float[Tensor, "B L V"] | None:
+        """The dense potentials as given: log-potentials, or raw logits."""
+        return self.logits if self.log_potentials is None else self.log_potentials
+
+    @property
+    def normalised(self) -> bool:
+        """Whether the dense potentials are logits, to be tempered and normalised."""
+        return self.logits is not None
+
+    def rows(self, kind: Kind) -> Bool[Tensor, "B L"]:
+        """The positions of one kind."""
+        return self.kind == kind
+
+    def inverse_temperature(self) -> Float[Tensor, "B"]:
+        """1 / temperature of each sequence."""
+        if isinstance(self.temperature, Tensor):
+            return 1.0 / self.temperature
+        return torch.full((self.shape[0],), 1.0 / self.temperature, device=self.device)
+
+    def scaled(self, dtype: torch.dtype | None = None) -> Float[Tensor, "B L V"]:
+        """The dense potentials over the temperature, not normalised, in float32 or better."""
+        potentials = self.potentials
+        assert potentials is not None
+        potentials = potentials.to(dtype or (torch.float64 if potentials.dtype == torch.float64 else torch.float32))
+        if isinstance(self.temperature, Tensor):
+            return potentials / self.temperature.to(potentials.dtype)[:, None, None]
+        return potentials if self.temperature == 1.0 else potentials / self.temperature
+
+    def dense_log_weights(self, vocab_size: int) -> Float[Tensor, "B L V"]:
+        """The log-weight of every token at every position in float64, whatever the kind: for the reference paths."""
+        out = torch.zeros(*self.shape, vocab_size, dtype=torch.float64, device=self.device)
+        if self.potentials is not None:
+            weights = self.scaled(torch.float64)
+            weights = log_softmax(weights) if self.normalised else weights
+            out = torch.where(self.rows(Kind.DENSE)[..., None], weights, out)
+        if self.sparse is not None:
+            tail = self.sparse.log_tail_weight(vocab_size).double()
+            listed = tail[..., None].expand_as(out).scatter(-1, self.sparse.ids, self.sparse.log_weights.double())
+            out = torch.where(self.rows(Kind.SPARSE)[..., None], listed, out)
+        if self.tokens is not None:
+            hit = torch.arange(vocab_size, device=self.device) == self.tokens[..., None]
+            hard = torch.zeros_like(out).masked_fill(~hit, -math.inf)
+            out = torch.where(self.rows(Kind.OBSERVED)[..., None], hard, out)
+        return out
+
+    def log_weights_of(self, ids: Int[Tensor, "B L"], vocab_size: int) -> Float[Tensor, "B L"]:
+        """The log-weight of one token a position (zero where observed or missing). Differentiable."""
+        at = ids.clamp(0, vocab_size - 1)[..., None]
+        out = torch.zeros(self.shape, device=self.device)
+        if self.potentials is not None:
+            scaled = self.scaled()
+            weights = scaled.gather(-1, at)[..., 0]
+            if self.normalised:  # the gradient of a row of -inf would be NaN
+                empty = (scaled == -math.inf).all(-1, keepdim=True)
+                weights = weights - scaled.masked_fill(empty, 0).logsumexp(-1)
+            out = torch.where(self.rows(Kind.DENSE), weights, out)
+        if self.sparse is not None:
+            hit = self.sparse.ids == at
+            listed = torch.where(hit, self.sparse.log_weights, -math.inf).amax(-1)
+            tail = self.sparse.log_tail_weight(vocab_size)
+            out = torch.where(self.rows(Kind.SPARSE), torch.where(hit.any(-1), listed, tail), out)
+        return out
+
+    def select(self, sequences: Shaped[Tensor, " S"]) -> "Evidence":
+        """The evidence of some sequences only (indices or a boolean mask)."""
+        return self._map(lambda x: x[sequences])
+
+    def to(self, device: torch.device | str) -> "Evidence":
+        """The same evidence on another device."""
+        return self._map(lambda x: x.to(device))
+
+    def _map(self, f) -> "Evidence":  # type: ignore[no-untyped-def]  # a tensor function, local to this file
+        names = ("tokens", "observed", "log_potentials", "latent_log_potentials", "logits", "missing", "dense")
+        changes = {n: f(v) for n in names if (v := getattr(self, n)) is not None}
+        if isinstance(self.temperature, Tensor):
+            changes["temperature"] = f(self.temperature)
+        if self.sparse is not None:
+            s = self.sparse
+            changes["sparse"] = SparsePotentials(
+                f(s.ids), f(s.log_weights), None if s.log_tail is None else f(s.log_tail)
+            )
+        return replace(self, **changes)
+
+    def _frame(self) -> tuple[tuple[int, int], torch.device]:
+        """(B, L) and the device, from whatever was given."""
+        sparse = None if self.sparse is None else self.sparse.ids
+        given = (self.tokens, self.log_potentials, self.logits, sparse, self.latent_log_potentials, self.missing)
+        first = next((x for x in given if x is not None), None)
+        if first is None:
+            raise InvalidEvidence(
+                "empty evidence: give tokens, log_potentials, logits, sparse, latent_log_potentials or missing, "
+                "so that the batch and the length are known"
+            )
+        if first.ndim < 2:
+            raise InvalidEvidence(f"evidence needs a batch and a length, (B, L, ...), found shape {tuple(first.shape)}")
+        return (first.shape[0], first.shape[1]), first.device
+
+    def _check_members(self, shape: tuple[int, int], device: torch.device) -> None:
+        members = {
+            "tokens": (self.tokens, 2),
+            "observed": (self.observed, 2),
+            "log_potentials": (self.log_potentials, 3),
+            "logits": (self.logits, 3),
+            "latent_log_potentials": (self.latent_log_potentials, 3),
+            "missing": (self.missing, 2),
+            "dense": (self.dense, 2),
+        }
+        if self.sparse is not None:
+            s = self.sparse
+            members |= {"sparse.ids": (s.ids, 3), "sparse.log_weights": (s.log_weights, 3), "log_tail": (s.log_tail, 2)}
+        for name, (value, ndim) in members.items():
+            if value is None:
+                continue
+            if value.ndim != ndim or tuple(value.shape[:2]) != shape:
+                wanted = f"({shape[0]}, {shape[1]}{', *' if ndim == 3 else ''})"
+                raise InvalidEvidence(f"{name} must have shape {wanted}, found {tuple(value.shape)}")
+            if value.device != device:
+                raise InvalidEvidence(f"{name} is on {value.device}, the rest of the evidence on {device}: move it")
+        for name in ("observed", "missing", "dense"):
+            value = getattr(self, name)
+            if value is not None and value.dtype != torch.bool:
+                raise InvalidEvidence(f"{name} must be a boolean mask, found {value.dtype}")
+        for name in ("log_potentials", "logits", "latent_log_potentials"):
+            value = getattr(self, name)
+            if value is not None and not value.dtype.is_floating_point:
+                raise InvalidEvidence(f"{name} must be floating point, found {value.dtype}")
+        if self.tokens is not None and (self.tokens.dtype.is_floating_point or self.tokens.dtype == torch.bool):
+            raise InvalidEvidence(f"tokens must be integer ids, found {self.tokens.dtype}")
+        if self.tokens is None and self.observed is not None:
+            raise InvalidEvidence("observed says which tokens are given, but tokens is None")
+        if self.log_potentials is not None and self.logits is not None:
+            raise InvalidEvidence("give log_potentials (used as they are) or logits (tempered, normalised), not both")
+        if self.dense is not None and (self.potentials is None or self.sparse is None):
+            raise InvalidEvidence("dense chooses between dense and sparse potentials: give both, or drop it")
+        self._check_temperature(shape)
+
+    def _check_temperature(self, shape: tuple[int, int]) -> None:
+        if isinstance(self.temperature, Tensor):
+            if self.temperature.shape != shape[:1]:
+                raise InvalidEvidence(
+                    f"a temperature a sequence must have shape ({shape[0]},), found {tuple(self.temperature.shape)}"
+                )
+            on_cpu = self.temperature.device.type == "cpu"  # elsewhere, looking would wait for the device
+            wrong = [t for t in self.temperature.tolist() if not 0 < t < math.inf] if on_cpu else []
+        else:
+            wrong = [] if 0 < self.temperature < math.inf else [self.temperature]
+        if wrong:
+            raise InvalidEvidence(f"temperature must be positive and finite, found {wrong[0]}")
+        if self.logits is None and (isinstance(self.temperature, Tensor) or self.temperature != 1.0):
+            raise InvalidEvidence("temperature divides logits; log_potentials are used as they are. Give logits")
+
+    def _kinds(self, shape: tuple[int, int], device: torch.device) -> Int[Tensor, "B L"]:
+        if self.potentials is not None:
+            base = Kind.DENSE
+        elif self.sparse is not None:
+            base = Kind.SPARSE
+        else:
+            base = Kind.MISSING
+        kind = torch.full(shape, int(base), dtype=torch.int8, device=device)
+        if self.dense is not None:
+            kind.masked_fill_(~self.dense, int(Kind.SPARSE))
+        if self.missing is not None:
+            kind.masked_fill_(self.missing, int(Kind.MISSING))
+        if self.observed is not None:
+            kind.masked_fill_(self.observed, int(Kind.OBSERVED))
+        elif self.tokens is not None:
+            kind.fill_(int(Kind.OBSERVED))
+        return kind

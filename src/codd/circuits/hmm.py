@@ -1,0 +1,468 @@
+"""The hidden Markov model: the chain-shaped circuit that is used in practice."""
+
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from codd.circuits import gradients, inference, sampling, storage
+from codd.circuits.evidence import Evidence, Kind
+from codd.circuits.ops.backend import backend_for
+from codd.circuits.parameters import Emission, Transition, check_rows
+from codd.circuits.pyjuice import read_jpc
+from codd.circuits.results import BestPath, Flows, JointStep, Samples
+from codd.errors import FormatError, ImpossibleEvidence, InvalidCircuit, InvalidEvidence
+
+if TYPE_CHECKING:
+    from codd.circuits.graph import Circuit
+
+LogTransition = Float[Tensor, "*steps N N"] | tuple[Float[Tensor, "*steps N R"], Float[Tensor, "*steps R N"]]
+
+
+class HMM:
+    """A hidden Markov model with N states over V tokens.
+
+    ``log_initial`` (N,), ``log_transition`` (N, N) with a row for each state that is left, ``log_emission`` (N, V), all
+    log-probabilities. A transition may be a pair (N, R), (R, N) of low rank R, whose product is never formed in the
+    message passing. Tables with a leading axis, (L - 1, N, N) and (L, N, V), give each position its own parameters and
+    fix the length; otherwise any length is served, and ``window`` notes the one that the circuit was made for.
+
+    Results have the type of the parameters: float32, or float64 for study. The tensors may require gradients.
+    """
+
+    def __init__(
+        self,
+        log_initial: Float[Tensor, " N"],
+        log_transition: LogTransition,
+        log_emission: Float[Tensor, "*L N V"],
+        *,
+        window: int | None = None,
+        validate: bool = True,
+    ) -> None:
+        """Check that shapes, devices and types fit and (unless told not to) that every row is a distribution."""
+        factors = log_transition if isinstance(log_transition, tuple) else (log_transition,)
+        self.log_initial = log_initial
+        self.transition = Transition(tuple(factors))
+        self.emission = Emission(log_emission)
+        self._check_shapes()
+        if window is not None and (window < 1 or self.length not in (None, window)):
+            served = "at least 1" if self.length is None else self.length
+            raise InvalidCircuit(f"window is {window}, but the circuit serves {served} position(s)")
+        self.window = self.length if window is None else window
+        if validate:
+            check_rows("log_initial", log_initial)
+            names = ("log_transition",) if len(factors) == 1 else ("log_transition[0]", "log_transition[1]")
+            for name, factor in zip(names, factors, strict=True):
+                check_rows(name, factor)
+            check_rows("log_emission", self.emission.log, self.emission.compact)
+
+    @classmethod
+    def random(
+        cls,
+        num_states: int,
+        vocab_size: int,
+        seed: int = 0,
+        *,
+        rank: int | None = None,
+        length: int | None = None,
+        scale: float = 1.0,
+        dtype: torch.dtype = torch.float32,
+    ) -> "HMM":
+        """Rows are softmaxes of normal numbers times ``scale``; ``rank`` and ``length`` choose the other layouts."""
+        _check_sizes(num_states, vocab_size)
+        generator = torch.Generator().manual_seed(seed)
+
+        def table(*shape: int) -> Tensor:
+            return (torch.randn(*shape, generator=generator, dtype=torch.float64) * scale).log_softmax(-1).to(dtype)
+
+        steps = () if length is None else (length - 1,)
+        places = () if length is None else (length,)
+        transition: LogTransition = (
+            table(*steps, num_states, num_states)
+            if rank is None
+            else (table(*steps, num_states, rank), table(*steps, rank, num_states))
+        )
+        return cls(table(num_states), transition, table(*places, num_states, vocab_size))
+
+    @classmethod
+    def neutral(cls, num_states: int, vocab_size: int, *, dtype: torch.dtype = torch.float32) -> "HMM":
+        """The null circuit: every string has the same probability, so coupling with it changes nothing."""
+        _check_sizes(num_states, vocab_size)
+
+        def uniform(*shape: int) -> Tensor:
+            return torch.zeros(*shape, dtype=dtype).log_softmax(-1)
+
+        return cls(uniform(num_states), uniform(num_states, num_states), uniform(num_states, vocab_size))
+
+    @classmethod
+    def from_pyjuice(cls, path: str | PathLike[str]) -> "HMM":
+        """Read an HMM saved by PyJuice (.jpc). Nothing in the file is run; see codd.circuits.pyjuice."""
+        found = read_jpc(path)
+        return cls(found.initial.log(), found.transition.log(), found.emission.log(), window=found.length)
+
+    @property
+    def num_states(self) -> int:
+        """N."""
+        return self.log_initial.shape[0]
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self.emission.stored.shape[-1]
+
+    @property
+    def length(self) -> int | None:
+        """The only length that is served, or None: any."""
+        if self.emission.per_position:
+            return self.emission.stored.shape[0]
+        return self.transition.log_factors[0].shape[0] + 1 if self.transition.per_position else None
+
+    @property
+    def homogeneous(self) -> bool:
+        """Whether all positions share their parameters."""
+        return not (self.transition.per_position or self.emission.per_position)
+
+    @property
+    def num_latents(self) -> int:
+        """N, under the name that all circuits share."""
+        return self.num_states
+
+    @property
+    def log_transition(self) -> LogTransition:
+        """The transition as given: one table, or a pair of low rank."""
+        factors = self.transition.log_factors
+        return factors[0] if len(factors) == 1 else (factors[0], factors[1])
+
+    @property
+    def log_emission(self) -> Float[Tensor, "*L N V"]:
+        """The emission table as log-probabilities."""
+        return self.emission.log
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of results."""
+        return self.log_initial.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self.log_initial.device
+
+    def __repr__(self) -> str:
+        """Sizes and layout in one line."""
+        parts = [f"num_states={self.num_states}", f"vocab_size={self.vocab_size}"]
+        if self.window is not None:
+            parts.append(f"{'window' if self.length is None else 'length'}={self.window}")
+        if self.transition.low_rank:
+            parts.append(f"rank={self.transition.log_factors[0].shape[-1]}")
+        if self.emission.compact:
+            parts.append("emission=bfloat16")
+        return f"HMM({', '.join(parts)}, {str(self.dtype).removeprefix('torch.')}, {self.device})"
+
+    def to(
+        self,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        emission: torch.dtype | None = None,
+    ) -> "HMM":
+        """The same circuit elsewhere, in float32 or float64, or with the emission kept as bfloat16 probabilities."""
+        for name, given, allowed in (
+            ("dtype", dtype, (torch.float32, torch.float64)),
+            ("emission", emission, (torch.bfloat16, torch.float32, torch.float64)),
+        ):
+            if given is not None and given not in allowed:
+                raise InvalidCircuit(f"{name} must be one of {', '.join(map(str, allowed))}, found {given}")
+        dtype = dtype or self.dtype
+        if emission == torch.bfloat16 and not self.emission.compact:
+            table = self.emission.log.exp().to(torch.bfloat16)
+        elif self.emission.compact and emission in (None, torch.bfloat16) and dtype == torch.float32:
+            table = self.emission.stored
+        else:
+            table = self.emission.log.to(dtype)
+        factors = [f.to(device, dtype) for f in self.transition.log_factors]
+        transition: LogTransition = factors[0] if len(factors) == 1 else (factors[0], factors[1])
+        initial = self.log_initial.to(device, dtype)
+        return type(self)(initial, transition, table.to(device), window=self.window, validate=False)
+
+    # Queries. B sequences of L positions; everything is exact, up to the rounding of the circuit's type.
+
+    def log_partition(self, ev: Evidence) -> Float[Tensor, " B"]:
+        """log Z of circuit times evidence; -inf where the evidence is impossible. Differentiable."""
+        self._check(ev)
+        return gradients.log_partition(self, ev) if gradients.wanted(self, ev) else inference.log_partition(self, ev)
+
+    def log_partition_bounds(self, ev: Evidence) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"]]:
+        """An interval that holds log Z of the dense evidence from which exact top-k potentials were taken."""
+        self._check(ev)
+        return inference.partition_bounds(self, ev)
+
+    def log_prob(self, ids: Int[Tensor, "B L"]) -> Float[Tensor, " B"]:
+        """log p(ids)."""
+        return self.log_partition(Evidence(tokens=ids))
+
+    def conditional_log_prob(self, ids: Int[Tensor, "B L"], ev: Evidence) -> Float[Tensor, " B"]:
+        """log-probability of ids at the positions that are not observed, given the evidence. Differentiable.
+
+        Normalised: summed over all completions it is one. What ids says at observed positions is ignored.
+        """
+        self._check(ev)
+        if ids.shape != ev.shape:
+            raise InvalidEvidence(f"ids must have the evidence's shape {ev.shape}, found {tuple(ids.shape)}")
+        hidden = ~ev.rows(Kind.OBSERVED)
+        full = ids if ev.tokens is None else torch.where(hidden, ids, ev.tokens)
+        hard = Evidence(tokens=full, latent_log_potentials=ev.latent_log_potentials)
+        given = torch.where(hidden, ev.log_weights_of(full, self.vocab_size), 0).sum(-1).to(self.dtype)
+        joint = self.log_partition(hard) + given
+        total = self.log_partition(ev)
+        return torch.where(total > -torch.inf, joint - total, -torch.inf)
+
+    def posterior(self, ev: Evidence) -> Float[Tensor, "B L N"]:
+        """log p(z_t | evidence)."""
+        self._check(ev)
+        return inference.posterior(self, ev)
+
+    def filter(self, ev: Evidence) -> Float[Tensor, "B L N"]:
+        """log p(z_t | evidence at positions up to t)."""
+        self._check(ev)
+        return inference.filtered(self, ev)[0]
+
+    def marginals(self, ev: Evidence, candidates: Int[Tensor, "B L K"] | None = None) -> Float[Tensor, "B L V"]:
+        """log p(x_t | evidence) of every token, or only of the candidates: then (B, L, K)."""
+        self._check(ev)
+        if candidates is not None:
+            _check_ids("candidates", candidates, self.vocab_size)
+            candidates = candidates.long()
+        return inference.marginals(self, ev, candidates)
+
+    def max_product(self, ev: Evidence) -> BestPath:
+        """Tokens and latents that are most probable together, and the logarithm of their weight."""
+        self._check(ev)
+        return BestPath(*inference.best_path(self, ev))
+
+    def sample(
+        self,
+        ev: Evidence,
+        *,
+        generator: torch.Generator | None = None,
+        num_samples: int | None = None,
+        check: bool | None = None,
+    ) -> Samples:
+        """Exact joint samples of latents and tokens; with ``num_samples`` the two get a leading sample axis.
+
+        Evidence of probability zero raises ImpossibleEvidence. On a GPU that check waits for the device: pass
+        ``check=False`` to skip it (it is skipped by itself inside a CUDA graph) and look at ``log_partition`` later.
+        """
+        self._check(ev)
+        count = 1 if num_samples is None else num_samples
+        uniforms = torch.rand(*ev.shape[:1], count, ev.shape[1], 2, generator=generator, device=ev.device)
+        latents, log_z = inference.sample_latents(self, ev, uniforms[..., 0])
+        _check_possible(log_z, check)
+        tokens = torch.stack(
+            [sampling.tokens_given(self, ev, latents[:, s], uniforms[:, s, :, 1]) for s in range(count)]
+        )
+        paths = latents.transpose(0, 1)
+        return Samples(tokens, paths, log_z) if num_samples is not None else Samples(tokens[0], paths[0], log_z)
+
+    def sample_latents(
+        self, ev: Evidence, *, generator: torch.Generator | None = None, check: bool | None = None
+    ) -> Int[Tensor, "B L"]:
+        """Exact samples of the latent path alone."""
+        self._check(ev)
+        uniforms = torch.rand(*ev.shape[:1], 1, ev.shape[1], generator=generator, device=ev.device)
+        latents, log_z = inference.sample_latents(self, ev, uniforms)
+        _check_possible(log_z, check)
+        return latents[:, 0]
+
+    def sample_unconditional(
+        self, num_samples: int, length: int | None = None, *, generator: torch.Generator | None = None
+    ) -> Samples:
+        """Strings from the circuit itself, (num_samples, length)."""
+        length = length if length is not None else self.window
+        if length is None:
+            raise InvalidEvidence("this HMM serves any length: say which one to sample, length=...")
+        return self.sample(
+            Evidence(missing=torch.ones(num_samples, length, dtype=torch.bool, device=self.device)),
+            generator=generator,
+        )
+
+    def conditional_scores(self, ev: Evidence, latents: Int[Tensor, "B L"]) -> Float[Tensor, "B L V"]:
+        """log w_t(v) + log E[z_t, v]: the scores of all tokens once the latents are known, not normalised.
+
+        An observed position has 0 at its token and -inf elsewhere.
+        """
+        self._check(ev)
+        return backend_for(ev.device, self.dtype).scores(self.emission, ev, latents).to(self.dtype)
+
+    def joint_step(
+        self, ev: Evidence, *, generator: torch.Generator | None = None, uniforms: Float[Tensor, "B L"] | None = None
+    ) -> JointStep:
+        """What one denoising step needs: a latent path from its posterior and the scores of all tokens given it.
+
+        On a GPU this is five launches without host synchronisation, and can be captured in a CUDA graph. Evidence of
+        probability zero does not raise here: its log_partition is -inf.
+        """
+        self._check(ev)
+        if uniforms is None:
+            uniforms = torch.rand(ev.shape, generator=generator, device=ev.device)
+        backend = backend_for(ev.device, self.dtype)
+        if backend.joint_step is not None and self._plain and ev.sparse is None:
+            return JointStep(*backend.joint_step(self.emission, self.transition, self.log_initial, ev, uniforms))
+        latents, log_z = inference.sample_latents(self, ev, uniforms[:, None])
+        return JointStep(latents[:, 0], self.conditional_scores(ev, latents[:, 0]), log_z)
+
+    @property
+    def _plain(self) -> bool:
+        """One dense transition and one emission table: what the fused kernels serve."""
+        return self.homogeneous and not self.transition.low_rank
+
+    def flows(self, ev: Evidence, weights: Float[Tensor, " B"] | None = None) -> Flows:
+        """Expected counts summed over the batch, each sequence with its weight: d sum(w log Z) / d log-parameters."""
+        self._check(ev)
+        initial, steps, emission = inference.expected_counts(self, ev, weights)
+        return Flows(initial, steps[0] if len(steps) == 1 else (steps[0], steps[1]), emission)
+
+    def as_circuit(self, length: int | None = None) -> "Circuit":
+        """The same distribution as a general circuit over ``length`` positions, in float64, its rows summing to one."""
+        from codd.circuits.builders import chain
+
+        length = length if length is not None else self.window
+        if length is None:
+            raise InvalidCircuit("this HMM serves any length: say which one the circuit should have, length=...")
+        tables = (self.log_initial.double(), self.transition.dense_log, self.log_emission.double())
+        initial, transition, emission = (x.detach().log_softmax(-1) for x in tables)
+        return chain(initial, transition, emission, length)
+
+    # Storage, in the hub's conventions.
+
+    def save(self, folder: str | PathLike[str]) -> Path:
+        """Write config.json and circuit.safetensors, atomically."""
+        names = ("log_transition",) if not self.transition.low_rank else ("log_transition_left", "log_transition_right")
+        tensors = dict(zip(names, self.transition.log_factors, strict=True))
+        tensors["log_initial"] = self.log_initial
+        tensors["emission" if self.emission.compact else "log_emission"] = self.emission.stored
+        config = {"circuit": "hmm", "num_states": self.num_states, "vocab_size": self.vocab_size, "window": self.window}
+        return storage.write_folder(folder, config, {k: v.detach().cpu().contiguous() for k, v in tensors.items()})
+
+    @classmethod
+    def load(
+        cls, source: str | PathLike[str], *, device: torch.device | str = "cpu", revision: str | None = None
+    ) -> "HMM":
+        """Read a folder or a hub id written by ``save`` or ``push_to_hub``."""
+        config, tensors = storage.read_folder(source, device=device, revision=revision)
+        if config.get("circuit") != "hmm":
+            raise FormatError(f"{source} holds a circuit of type {config.get('circuit')!r}, expected 'hmm'")
+        try:
+            transition: LogTransition = (
+                tensors["log_transition"]
+                if "log_transition" in tensors
+                else (tensors["log_transition_left"], tensors["log_transition_right"])
+            )
+            emission = tensors["emission"] if "emission" in tensors else tensors["log_emission"]
+            return cls(tensors["log_initial"], transition, emission, window=config.get("window"))
+        except KeyError as missing:
+            raise FormatError(f"{source}: circuit.safetensors has no tensor {missing}") from None
+
+    def save_pretrained(self, folder: str | PathLike[str], **_: Any) -> Path:
+        """``save`` under the hub's name."""
+        return self.save(folder)
+
+    @classmethod
+    def from_pretrained(cls, source: str | PathLike[str], **options: Any) -> "HMM":
+        """``load`` under the hub's name."""
+        return cls.load(source, **options)
+
+    def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
+        """Upload the two files to a hub repository, which is made if it does not exist."""
+        import tempfile
+
+        with tempfile.TemporaryDirectory() as folder:
+            self.save(folder)
+            return storage.push_folder(folder, repo_id, private=private, token=token)
+
+    # Checks.
+
+    def _check_shapes(self) -> None:
+        n = self.log_initial.shape[0] if self.log_initial.ndim == 1 else -1
+        if n < 1:
+            raise InvalidCircuit(f"log_initial must be (N,) with N >= 1, found shape {tuple(self.log_initial.shape)}")
+        factors = self.transition.log_factors
+        shapes = [tuple(f.shape) for f in factors]
+        joined = len(factors) == 1 or (len(factors) == 2 and factors[0].shape[-1] == factors[1].shape[-2])
+        if (
+            not joined
+            or any(f.ndim not in (2, 3) or f.ndim != factors[0].ndim for f in factors)
+            or (factors[0].shape[-2] != n or factors[-1].shape[-1] != n)
+        ):
+            raise InvalidCircuit(
+                f"log_transition must be ({n}, {n}), a pair ({n}, R), (R, {n}), or either with a leading L - 1; "
+                f"found {' and '.join(map(str, shapes))} with log_initial of shape ({n},)"
+            )
+        emission = self.emission.stored
+        if emission.ndim not in (2, 3) or emission.shape[-2] != n:
+            raise InvalidCircuit(f"log_emission must be ({n}, V) or (L, {n}, V), found {tuple(emission.shape)}")
+        if self.emission.per_position and self.transition.per_position and emission.shape[0] != shapes[0][0] + 1:
+            raise InvalidCircuit(
+                f"log_emission has {emission.shape[0]} positions and log_transition {shapes[0][0]} steps: "
+                "there must be one step fewer than positions"
+            )
+        tables = (self.log_initial, *factors)
+        if any(x.dtype not in (torch.float32, torch.float64) or x.dtype != tables[0].dtype for x in tables) or (
+            self.emission.dtype != tables[0].dtype
+        ):
+            raise InvalidCircuit(
+                "parameters must all be float32 (the emission may be bfloat16 probabilities) or all float64, found "
+                + ", ".join(str(x.dtype) for x in (*tables, emission))
+            )
+        if any(x.device != emission.device for x in tables):
+            raise InvalidCircuit(
+                "parameters are on different devices: "
+                + ", ".join(sorted({str(x.device) for x in (*tables, emission)}))
+            )
+
+    def _check(self, ev: Evidence) -> None:
+        if ev.device != self.device:
+            raise InvalidEvidence(f"the evidence is on {ev.device}, the circuit on {self.device}: move one of them")
+        if ev.shape[1] < 1 or (self.length is not None and ev.shape[1] != self.length):
+            wanted = "at least 1" if self.length is None else str(self.length)
+            raise InvalidEvidence(f"the evidence has {ev.shape[1]} positions, the circuit serves {wanted}")
+        if ev.potentials is not None and ev.potentials.shape[-1] != self.vocab_size:
+            raise InvalidEvidence(
+                f"the potentials are over {ev.potentials.shape[-1]} tokens, the circuit over {self.vocab_size}"
+            )
+        latent = ev.latent_log_potentials
+        if latent is not None and latent.shape[-1] != self.num_states:
+            raise InvalidEvidence(
+                f"latent_log_potentials are over {latent.shape[-1]} states, the circuit has {self.num_states}"
+            )
+        if ev.device.type == "cpu":  # elsewhere, looking at values would wait for the device
+            if ev.tokens is not None:
+                _check_ids("observed tokens", ev.tokens[ev.rows(Kind.OBSERVED)], self.vocab_size)
+            if ev.sparse is not None:
+                _check_ids("sparse ids", ev.sparse.ids, self.vocab_size)
+
+
+def _check_sizes(num_states: int, vocab_size: int) -> None:
+    if num_states < 1 or vocab_size < 1:
+        raise InvalidCircuit(f"num_states and vocab_size must be positive, found {num_states} and {vocab_size}")
+
+
+def _check_ids(name: str, ids: Int[Tensor, "..."], vocab_size: int) -> None:
+    if ids.numel() == 0:
+        return
+    low, high = (int(x) for x in torch.aminmax(ids))
+    if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
+        raise InvalidEvidence(f"{name} must be in 0..{vocab_size - 1}, found {wrong}")
+
+
+def _check_possible(log_z: Float[Tensor, " B"], check: bool | None) -> None:
+    capturing = log_z.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if check is False or (check is None and capturing):
+        return
+    impossible = log_z == -torch.inf
+    if bool(impossible.any()):
+        raise ImpossibleEvidence(impossible.nonzero()[:, 0].tolist())

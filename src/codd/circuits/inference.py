@@ -1,0 +1,235 @@
+"""The queries of an HMM, written once for every implementation of the operations.
+
+Each query is a function of the circuit, the evidence and a backend. ``exactly`` runs it on the fast backend and asks
+the reference again about the sequences in which float32 may have lost something (CPU only: on a GPU looking would
+mean waiting for the device).
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from codd.circuits.evidence import Evidence
+from codd.circuits.ops.backend import EAGER, REFERENCE, Backend, backend_for
+from codd.circuits.ops.chain import eager as chain_eager
+from codd.circuits.ops.leaf import eager as leaf_eager
+from codd.circuits.ops.path import eager as path_eager
+from codd.circuits.ops.path import reference as path_reference
+from codd.circuits.ops.scaled import Scaled
+from codd.errors import InvalidEvidence
+
+if TYPE_CHECKING:
+    from codd.circuits.hmm import HMM
+
+Doubt: TypeAlias = Bool[Tensor, " B"] | None
+Answer: TypeAlias = tuple[tuple[Tensor, ...], Doubt]
+Pick: TypeAlias = Callable[[Tensor], Tensor]
+Query: TypeAlias = Callable[[Evidence, Backend, Pick], Answer]
+"""Gets the evidence, the backend, and what selects the same sequences from any other batch-first tensor."""
+
+
+@torch.no_grad()
+def exactly(hmm: "HMM", ev: Evidence, query: Query) -> tuple[Tensor, ...]:
+    """Answer a query whose results have the batch first, with the doubtful sequences answered by the reference."""
+    out, doubt = query(ev, backend_for(ev.device, hmm.dtype), lambda x: x)
+    if doubt is not None:
+        index = doubt.nonzero()[:, 0]
+        exact, _ = query(ev.select(index), REFERENCE, lambda x: x[index])
+        for fast, slow in zip(out, exact, strict=True):
+            fast[index] = slow.to(fast.dtype)
+    return tuple(x.to(hmm.dtype) if x.dtype.is_floating_point else x for x in out)
+
+
+def _leaf(hmm: "HMM", ev: Evidence, backend: Backend) -> tuple[Scaled, float, Doubt]:
+    """The leaf values, the smallest of them, and the sequences in doubt; NaN is an error. (Elsewhere than on the CPU
+    nothing is looked at.)
+    """
+    leaf = backend.leaf_values(hmm.emission, ev)
+    if leaf.values.device.type != "cpu":
+        return leaf, 0.0, None
+    smallest = float(leaf.values.min())
+    if smallest != smallest:
+        wrong = leaf.values.isnan().any(-1)
+        b, t = wrong.nonzero()[0].tolist()
+        raise InvalidEvidence(
+            f"the potentials of sequence {b}, position {t} hold NaN or +inf ({int(wrong.sum())} such position(s)); "
+            "log-potentials must be finite or -inf"
+        )
+    if not backend.checked or smallest >= leaf_eager.FLUSH:
+        return leaf, smallest, None
+    return leaf, smallest, leaf_eager.lost_terms(hmm.emission, ev, leaf)
+
+
+def _doubt(hmm: "HMM", leaf: Scaled, message: Scaled, reverse: bool, backend: Backend, smallest: float = 0.0) -> Doubt:
+    if not backend.checked or leaf.values.device.type != "cpu":
+        return None
+    start = None if reverse else hmm.log_initial
+    return chain_eager.lost_terms(hmm.transition, start, leaf, message, reverse, smallest)
+
+
+def _faint(q: Scaled, log_partition: Float[Tensor, " B"], backend: Backend) -> Doubt:
+    """The sequences that are possible although forward times backward has all but vanished somewhere."""
+    if not backend.checked or q.values.device.type != "cpu":
+        return None
+    faint = (q.values.sum(-1) < leaf_eager.FLUSH).any(-1) & (log_partition > -torch.inf)
+    return faint if bool(faint.any()) else None
+
+
+def _either(*doubts: Doubt) -> Doubt:
+    out: Doubt = None
+    for doubt in doubts:
+        if doubt is not None:
+            out = doubt if out is None else out | doubt
+    return out
+
+
+def _root(hmm: "HMM", target: Scaled) -> Float[Tensor, " B"]:
+    """log Z from leaf times backward message at the first position."""
+    # Through logarithms: an improbable start times an improbable leaf would leave the range of float32.
+    first = Scaled(target.values[:, 0:1], target.log_scale[:, 0:1]).log()[:, 0]
+    return (first + hmm.log_initial.detach()).logsumexp(-1)
+
+
+def backward_pass(hmm: "HMM", ev: Evidence, backend: Backend) -> tuple[Scaled, Float[Tensor, " B"], Doubt]:
+    """Leaf times backward message at every position, log Z, and the sequences in doubt."""
+    leaf, smallest, doubt = _leaf(hmm, ev, backend)
+    backward = backend.messages(hmm.transition, None, leaf, True)
+    target = leaf * backward
+    return target, _root(hmm, target), _either(doubt, _doubt(hmm, leaf, backward, True, backend, smallest))
+
+
+def smooth(
+    hmm: "HMM", ev: Evidence, backend: Backend
+) -> tuple[Scaled, Scaled, Scaled, Scaled, Float[Tensor, " B"], Doubt]:
+    """Leaf values, forward and backward messages, the product of the three, log Z, and the sequences in doubt."""
+    leaf, smallest, doubt = _leaf(hmm, ev, backend)
+    forward = backend.messages(hmm.transition, hmm.log_initial, leaf, False)
+    backward = backend.messages(hmm.transition, None, leaf, True)
+    doubt = _either(doubt, _doubt(hmm, leaf, forward, False, backend, smallest))
+    doubt = _either(doubt, _doubt(hmm, leaf, backward, True, backend, smallest))
+    q, value = forward * leaf * backward, _root(hmm, leaf * backward)
+    return leaf, forward, backward, q, value, _either(doubt, _faint(q, value, backend))
+
+
+def log_partition(hmm: "HMM", ev: Evidence) -> Float[Tensor, " B"]:
+    """log Z of circuit times evidence."""
+
+    def query(ev: Evidence, backend: Backend, pick: Pick) -> Answer:
+        _, value, doubt = backward_pass(hmm, ev, backend)
+        return (value,), doubt
+
+    return exactly(hmm, ev, query)[0]
+
+
+def filtered(hmm: "HMM", ev: Evidence) -> tuple[Float[Tensor, "B L N"], Float[Tensor, " B"]]:
+    """log p(z_t | evidence up to t), and log Z."""
+
+    def query(ev: Evidence, backend: Backend, pick: Pick) -> Answer:
+        leaf, smallest, doubt = _leaf(hmm, ev, backend)
+        forward = backend.messages(hmm.transition, hmm.log_initial, leaf, False)
+        alpha = forward * leaf
+        last = Scaled(alpha.values[:, -1:], alpha.log_scale[:, -1:]).log_sum()[:, 0]
+        return (alpha.log_normalised(), last), _either(doubt, _doubt(hmm, leaf, forward, False, backend, smallest))
+
+    log, value = exactly(hmm, ev, query)
+    return log, value
+
+
+def posterior(hmm: "HMM", ev: Evidence) -> Float[Tensor, "B L N"]:
+    """log p(z_t | evidence)."""
+
+    def query(ev: Evidence, backend: Backend, pick: Pick) -> Answer:
+        _, _, _, q, _, doubt = smooth(hmm, ev, backend)
+        return (q.log_normalised(),), doubt
+
+    return exactly(hmm, ev, query)[0]
+
+
+def marginals(hmm: "HMM", ev: Evidence, candidates: Int[Tensor, "B L K"] | None = None) -> Float[Tensor, "B L V"]:
+    """log p(x_t | evidence), for all tokens or for the candidates."""
+
+    def query(ev: Evidence, backend: Backend, pick: Pick) -> Answer:
+        leaf, _, _, q, _, doubt = smooth(hmm, ev, backend)
+        wanted = None if candidates is None else pick(candidates)
+        return (backend.token_marginals(hmm.emission, ev, leaf, q, wanted),), doubt
+
+    return exactly(hmm, ev, query)[0]
+
+
+def sample_latents(
+    hmm: "HMM", ev: Evidence, uniforms: Float[Tensor, "B S L"]
+) -> tuple[Int[Tensor, "B S L"], Float[Tensor, " B"]]:
+    """Latent paths from p(z | evidence), one for each row of uniforms, and log Z."""
+
+    def query(ev: Evidence, backend: Backend, pick: Pick) -> Answer:
+        target, value, doubt = backward_pass(hmm, ev, backend)
+        paths = backend.sample_path(hmm.transition, hmm.log_initial, target, pick(uniforms).transpose(0, 1))
+        return (paths.transpose(0, 1), value), doubt
+
+    paths, value = exactly(hmm, ev, query)
+    return paths, value
+
+
+@torch.no_grad()
+def expected_counts(
+    hmm: "HMM", ev: Evidence, weights: Float[Tensor, " B"] | None
+) -> tuple[Float[Tensor, " N"], tuple[Tensor, ...], Float[Tensor, "*L N V"]]:
+    """Flows of the initial distribution, of each transition factor and of the emission, summed over the batch."""
+
+    def flows(ev: Evidence, backend: Backend, weights: Tensor | None) -> tuple[tuple[Tensor, ...], Doubt]:
+        leaf, forward, backward, q, value, doubt = smooth(hmm, ev, backend)
+        if doubt is not None:
+            keep = (~doubt).to(hmm.dtype)
+            weights = keep if weights is None else weights * keep
+        first = q.normalised()[:, 0].to(hmm.dtype)
+        initial = first.sum(0) if weights is None else weights.to(hmm.dtype) @ first
+        steps = backend.transition_flow(hmm.transition, forward, leaf, backward, value, weights)
+        return (initial, *steps, backend.emission_flow(hmm.emission, ev, leaf, q, weights)), doubt
+
+    out, doubt = flows(ev, backend_for(ev.device, hmm.dtype), weights)
+    if doubt is not None:
+        exact, _ = flows(ev.select(doubt), REFERENCE, None if weights is None else weights[doubt])
+        out = tuple(a + b.to(a.dtype) for a, b in zip(out, exact, strict=True))
+    out = tuple(x.to(hmm.dtype) for x in out)
+    return out[0], out[1:-1], out[-1]
+
+
+@torch.no_grad()
+def best_path(hmm: "HMM", ev: Evidence) -> tuple[Int[Tensor, "B L"], Int[Tensor, "B L"], Float[Tensor, " B"]]:
+    """Tokens and latents that maximise circuit times evidence together, and the logarithm of that value."""
+    values, tokens = leaf_eager.leaf_max(hmm.emission, ev)
+    find = path_reference.best_path if hmm.dtype == torch.float64 else path_eager.best_path
+    latents, value = find(hmm.transition, hmm.log_initial, values)
+    return tokens.gather(-1, latents[..., None])[..., 0], latents, value.to(hmm.dtype)
+
+
+@torch.no_grad()
+def partition_bounds(hmm: "HMM", ev: Evidence) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"]]:
+    """An interval for log Z of the dense evidence that the sparse potentials were taken from."""
+    if ev.sparse is None:
+        exact = log_partition(hmm, ev)
+        return exact, exact
+    ends, doubt = _bounds(hmm, ev, EAGER)
+    if doubt is not None:
+        ends, _ = _bounds(hmm, ev, REFERENCE)
+    return ends
+
+
+def _bounds(hmm: "HMM", ev: Evidence, backend: Backend) -> tuple[tuple[Tensor, Tensor], Doubt]:
+    assert ev.sparse is not None
+    lower, _, doubt = _leaf(hmm, replace(ev, sparse=replace(ev.sparse, log_tail=None)), backend)
+    log_upper = torch.logaddexp(lower.log(), leaf_eager.log_tail_excess(hmm.emission, ev))
+    upper = leaf_eager.exponentials(log_upper) if backend.checked else Scaled.from_log(log_upper)
+    if backend.checked and upper.values.device.type == "cpu":
+        faint = ((upper.values < leaf_eager.FLUSH) & (log_upper > -torch.inf)).flatten(1).any(-1)
+        doubt = _either(doubt, faint if bool(faint.any()) else None)
+    ends = []
+    for leaf in (lower, upper):
+        backward = backend.messages(hmm.transition, None, leaf, True)
+        doubt = _either(doubt, _doubt(hmm, leaf, backward, True, backend))
+        ends.append(_root(hmm, leaf * backward).to(hmm.dtype))
+    return (ends[0], ends[1]), doubt

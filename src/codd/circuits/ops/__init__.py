@@ -1,0 +1,12 @@
+"""The operations of the engine, each in three implementations behind one signature.
+
+``backend_for`` picks one by device, once; ``use`` overrides the choice, for tests and for study:
+
+    with ops.use("reference"):
+        hmm.log_partition(evidence)
+"""
+
+from codd.circuits.ops.backend import Backend as Backend
+from codd.circuits.ops.backend import backend_for as backend_for
+from codd.circuits.ops.backend import use as use
+from codd.circuits.ops.scaled import Scaled as Scaled

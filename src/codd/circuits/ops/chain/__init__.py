@@ -1,0 +1,1 @@
+"""Messages along the chain, and the expected transitions."""

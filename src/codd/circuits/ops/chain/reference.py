@@ -1,0 +1,60 @@
+"""Messages along the chain in float64 logarithms, one position after the other."""
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from codd.circuits.ops.scaled import Scaled
+from codd.circuits.parameters import Transition
+
+
+def _step(transition: Transition, t: int) -> Float[Tensor, "N N"]:
+    """log p(z at t + 1 | z at t)."""
+    return transition.dense_log[t] if transition.per_position else transition.dense_log
+
+
+def messages(transition: Transition, start: Float[Tensor, " N"] | None, leaf: Scaled, reverse: bool) -> Scaled:
+    """Forward: log p(z_t, evidence before t), from log ``start``. Reverse: log p(evidence after t | z_t)."""
+    log_leaf = leaf.log().double()
+    length = log_leaf.shape[1]
+    first = torch.zeros_like(log_leaf[:, 0]) if start is None else start.detach().double().expand_as(log_leaf[:, 0])
+    out = [first]
+    for k in range(length - 1):
+        t = length - 1 - k if reverse else k
+        matrix = _step(transition, t - 1 if reverse else t)
+        incoming = out[-1] + log_leaf[:, t]
+        terms = incoming[:, None, :] + matrix if reverse else incoming[:, :, None] + matrix
+        out.append(terms.logsumexp(-1 if reverse else -2))
+    return Scaled.from_log(torch.stack(out[::-1] if reverse else out, 1))
+
+
+def transition_flow(
+    transition: Transition,
+    forward: Scaled,
+    leaf: Scaled,
+    backward: Scaled,
+    log_partition: Float[Tensor, " B"],
+    weights: Float[Tensor, " B"] | None,
+) -> tuple[Float[Tensor, "*steps _ _"], ...]:
+    """Expected number of uses of each entry of each factor, summed over the batch with the given weights."""
+    source = (forward * leaf).log().double()
+    target = (leaf * backward).log().double()
+    batch, length, _ = source.shape
+    share = torch.ones(batch, dtype=torch.float64, device=source.device) if weights is None else weights.double()
+    factors = [f.detach().double() for f in transition.log_factors]
+    out = [torch.zeros_like(f) for f in factors]
+    for b in range(batch):
+        if log_partition[b] == -torch.inf:
+            continue
+        for t in range(length - 1):
+            at = [f[t] if transition.per_position else f for f in factors]
+            left, right = source[b, t], target[b, t + 1] - log_partition[b].double()
+            for k, factor in enumerate(at):
+                before, after = left, right
+                for f in at[:k]:
+                    before = (before[:, None] + f).logsumexp(0)
+                for f in reversed(at[k + 1 :]):
+                    after = (f + after).logsumexp(1)
+                flow = share[b] * (before[:, None] + factor + after).exp()
+                out[k][t if transition.per_position else ...] += flow
+    return tuple(out)

@@ -1,0 +1,354 @@
+"""Leaf values and what hangs on them as matrix products, in the circuit's own precision, on any device.
+
+On the CPU only the rows that need an operation take part in it. On other devices choosing rows would wait for the
+device, so all rows take part and the result is selected.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
+from torch.nn.functional import embedding_bag
+
+from codd.circuits.evidence import Evidence, Kind
+from codd.circuits.ops.scaled import Scaled
+from codd.circuits.parameters import Emission
+
+FLUSH = 1e-30
+"""A leaf value under this may have lost terms to the smallest number of float32."""
+
+
+class Rows:
+    """The positions of one kind: a list of them on the CPU, all rows with a mask elsewhere.
+
+    Tensors are taken in the order of the batch; what is written may lie in memory in any order.
+    """
+
+    def __init__(self, mask: Bool[Tensor, "B L"]):
+        """Find the rows."""
+        self.mask = mask
+        self.listed = mask.device.type == "cpu"
+        self.index = mask.nonzero(as_tuple=True) if self.listed else ()
+        self.all = not self.listed or len(self.index[0]) == mask.numel()
+
+    def __len__(self) -> int:
+        """How many rows ``take`` gives."""
+        return len(self.index[0]) if self.listed else self.mask.numel()
+
+    def __bool__(self) -> bool:
+        """Whether there are any (elsewhere than on the CPU: perhaps)."""
+        return not self.listed or len(self.index[0]) > 0
+
+    def take(self, x: Shaped[Tensor, "B L *K"]) -> Shaped[Tensor, "R *K"]:
+        """These rows of a tensor, one after the other."""
+        return x.reshape(-1, *x.shape[2:]) if self.all else x[self.index]
+
+    def put(self, out: Shaped[Tensor, "B L *K"], values: Shaped[Tensor, "R *K"]) -> None:
+        """Write values for these rows."""
+        if self.listed and not self.all:
+            out[self.index] = values
+            return
+        full = values.reshape(out.shape)
+        if self.listed:
+            out.copy_(full)
+        else:
+            out.copy_(torch.where(self.mask.reshape(*self.mask.shape, *[1] * (out.ndim - 2)), full, out))
+
+
+def _tables(emission: Emission, ev: Evidence) -> Iterator[tuple[Emission, Bool[Tensor, "B L"] | None]]:
+    """Each emission table with the positions that it serves (None: all of them)."""
+    if not emission.per_position:
+        yield emission, None
+        return
+    for t in range(ev.shape[1]):
+        here = torch.zeros(ev.shape, dtype=torch.bool, device=ev.device)
+        here[:, t] = True
+        yield emission.at(t), here
+
+
+def _rows(ev: Evidence, kind: Kind, here: Bool[Tensor, "B L"] | None) -> Rows:
+    mask = ev.rows(kind)
+    return Rows(mask if here is None else mask & here)
+
+
+def dense_weights(ev: Evidence, rows: Rows, dtype: torch.dtype) -> tuple[Float[Tensor, "R V"], Float[Tensor, " R"]]:
+    """The dense potentials of some rows as weights that sum to one, and the logarithm of what they summed to.
+
+    Logits sum to one by definition (0). A row without any possible token gives weights of zero.
+    """
+    potentials = ev.potentials
+    assert potentials is not None
+    x = rows.take(potentials).to(dtype)
+    if isinstance(ev.temperature, Tensor):
+        x = x / rows.take(ev.temperature.to(dtype)[:, None].expand(ev.shape))[:, None]
+    elif ev.temperature != 1.0:
+        x = x / ev.temperature
+    p = x.softmax(-1)
+    top = x.amax(-1)
+    empty = top == -torch.inf
+    if p.device.type != "cpu" or bool(empty.any()):
+        p = p.masked_fill(empty[:, None], 0.0)
+    if ev.normalised:
+        return p, torch.zeros_like(top)
+    return p, torch.where(empty, 0, top - p.amax(-1).log())
+
+
+def _observed(table: Emission, ev: Evidence, rows: Rows) -> Float[Tensor, "R N"]:
+    assert ev.tokens is not None
+    tokens = rows.take(ev.tokens)
+    if not rows.listed:  # tokens of other rows may be a mask id outside the table
+        tokens = tokens.clamp(0, table.stored.shape[-1] - 1)
+    return table.columns[tokens]
+
+
+def sparse_weights(
+    ev: Evidence, rows: Rows, vocab: int, dtype: torch.dtype
+) -> tuple[Int[Tensor, "R K"], Float[Tensor, "R K"], Float[Tensor, " R"], Float[Tensor, " R"]]:
+    """Listed ids, their weights, the weight of every other token, and the logarithm of the scale taken out of both."""
+    assert ev.sparse is not None
+    listed = rows.take(ev.sparse.log_weights).to(dtype)
+    tail = rows.take(ev.sparse.log_tail_weight(vocab)).to(dtype)
+    top = torch.maximum(listed.amax(-1), tail)
+    finite = torch.where(top > -torch.inf, top, 0)
+    return rows.take(ev.sparse.ids), (listed - finite[:, None]).exp_(), (tail - finite).exp_(), finite
+
+
+def _sparse(table: Emission, ev: Evidence, rows: Rows) -> tuple[Float[Tensor, "R N"], Float[Tensor, " R"]]:
+    """sum_k E[:, id_k] w_k, and the tail spread evenly over what the listed tokens leave of each row."""
+    columns = table.columns
+    ids, weights, tail, log_scale = sparse_weights(ev, rows, columns.shape[0], columns.dtype)
+    # sum_k E w_k + tail (1 - sum_k E) = tail + sum_k E (w_k - tail): one pass over the listed rows.
+    listed = embedding_bag(ids, columns, per_sample_weights=weights - tail[:, None], mode="sum")
+    values = (listed + tail[:, None]).clamp_min_(0)
+    if rows.listed:  # what the two leave of each other is noise: ask the reference, which sums over all tokens
+        noise = tail * (1e4 * torch.finfo(values.dtype).eps)
+        values = values.masked_fill_(values < noise[:, None], 0)
+    return values, log_scale
+
+
+def leaf_values(emission: Emission, ev: Evidence) -> Scaled:
+    """sum_v E[i, v] w_t(v) at every position, scaled so that the largest entry of a row is one.
+
+    Observed rows are one look-up, missing rows nothing.
+    """
+    batch, length = ev.shape
+    states, dtype = emission.stored.shape[-2], emission.dtype
+    if ev.potentials is None and ev.sparse is None and ev.tokens is None and ev.latent_log_potentials is not None:
+        return exponentials(ev.latent_log_potentials.to(dtype))
+    # Position-major in memory, as the chain will read it.
+    out = torch.ones(length, batch, states, dtype=dtype, device=ev.device).transpose(0, 1)
+    scale = torch.zeros(batch, length, dtype=dtype, device=ev.device)
+    for table, here in _tables(emission, ev):
+        if ev.potentials is not None and (rows := _rows(ev, Kind.DENSE, here)):
+            weights, log_total = dense_weights(ev, rows, dtype)
+            rows.put(out, weights @ table.columns)
+            rows.put(scale, log_total)
+        if ev.sparse is not None and (rows := _rows(ev, Kind.SPARSE, here)):
+            values, log_total = _sparse(table, ev, rows)
+            rows.put(out, values)
+            rows.put(scale, log_total)
+        if ev.tokens is not None and (rows := _rows(ev, Kind.OBSERVED, here)):
+            rows.put(out, _observed(table, ev, rows))
+    leaf = Scaled(out, scale[..., None])
+    if ev.latent_log_potentials is not None:
+        leaf = leaf * exponentials(ev.latent_log_potentials.to(dtype))
+    return _rescaled(leaf)
+
+
+def _rescaled(leaf: Scaled) -> Scaled:
+    """The same with the largest entry of each row at one.
+
+    On the CPU a row that is small throughout stays so: it may have lost digits, which ``lost_terms`` then sees.
+    """
+    values = leaf.values.transpose(0, 1)
+    top = values.amax(-1, keepdim=True)
+    top.masked_fill_(top <= (FLUSH if top.device.type == "cpu" else 0), 1)
+    return Scaled(values.div_(top).transpose(0, 1), leaf.log_scale + top.log().transpose(0, 1))
+
+
+def exponentials(log: Float[Tensor, "B L N"]) -> Scaled:
+    """Exponentials with the largest of each row taken out; position-major in memory."""
+    log = log.transpose(0, 1)
+    top = log.amax(-1, keepdim=True)
+    top = torch.where(top > -torch.inf, top, 0)
+    return Scaled((log - top).exp_().transpose(0, 1), top.transpose(0, 1))
+
+
+def lost_terms(emission: Emission, ev: Evidence, leaf: Scaled) -> Bool[Tensor, " B"] | None:
+    """The sequences in which a leaf value that is not zero may have been lost to underflow; None if there are none."""
+    small = leaf.values < FLUSH
+    if ev.latent_log_potentials is not None:
+        small &= ev.latent_log_potentials > -torch.inf
+    else:
+        small &= ~ev.rows(Kind.OBSERVED)[..., None]
+    small &= (ev.kind != Kind.MISSING)[..., None] | (ev.latent_log_potentials is not None)
+    lost = _observed_faintly(emission, ev)
+    if bool(small.any()):
+        support = _support(emission, ev, small.any(-1))
+        lost |= (small & support).flatten(1).any(-1)
+    return lost if bool(lost.any()) else None
+
+
+def _observed_faintly(emission: Emission, ev: Evidence) -> Bool[Tensor, " B"]:
+    """The sequences with a token that some state emits with less than the smallest number."""
+    out = torch.zeros(ev.shape[0], dtype=torch.bool, device=ev.device)
+    if ev.tokens is None or emission.compact:
+        return out
+    smallest = torch.finfo(emission.dtype).tiny
+    for table, here in _tables(emission, ev):
+        rows = _rows(ev, Kind.OBSERVED, here)
+        tokens = rows.take(ev.tokens)
+        log = table.stored.detach()[:, tokens].T
+        faint = ((log > -torch.inf) & (table.columns[tokens] < smallest)).any(-1)
+        out[rows.index[0][faint]] = True
+    return out
+
+
+def _support(emission: Emission, ev: Evidence, suspects: Bool[Tensor, "B L"]) -> Bool[Tensor, "B L N"]:
+    """Whether a state has any token that the evidence allows, at suspect positions (elsewhere: yes)."""
+    out = torch.ones(*ev.shape, emission.stored.shape[-2], dtype=torch.bool, device=ev.device)
+    possible = (ev.dense_log_weights(emission.stored.shape[-1]) > -torch.inf).to(emission.dtype)
+    for b, t in suspects.nonzero().tolist():
+        out[b, t] = (emission.at(t).support.to(emission.dtype) @ possible[b, t]) > 0
+    return out
+
+
+def _cavity(ev: Evidence, leaf: Scaled, posterior: Scaled) -> tuple[Float[Tensor, "B L N"], Float[Tensor, "B L"]]:
+    """q_t(i) over the token part of the leaf value, and the logarithm of its scale.
+
+    Multiplied with E[i, v] and the weight of v it is p(z_t = i, x_t = v | evidence).
+    """
+    q, values, scale = posterior.normalised(), leaf.values, -leaf.log_scale
+    if ev.latent_log_potentials is not None:
+        latent = exponentials(ev.latent_log_potentials.to(values.dtype))
+        q, scale = q * latent.values, scale + latent.log_scale
+    return torch.where(values > 0, q / values, 0), scale[..., 0]
+
+
+class _Weights(NamedTuple):
+    """The weights of the tokens of some rows, up to a scale: all of them, or listed ones and one for all others."""
+
+    full: Float[Tensor, "R V"] | None
+    ids: Int[Tensor, "R K"] | None
+    listed: Float[Tensor, "R K"] | None
+    rest: Float[Tensor, " R"]
+    log_scale: Float[Tensor, " R"]
+
+    def log_of(self, vocab: int, candidates: Int[Tensor, "R K"] | None) -> Float[Tensor, "R K"]:
+        """Log-weights (without the scale) of all tokens or of the candidates."""
+        full = self.full if self.full is not None else self.rest[:, None].expand(-1, vocab)
+        if self.ids is not None and self.listed is not None:
+            full = full.scatter(-1, self.ids, self.listed)
+        return (full if candidates is None else full.gather(-1, candidates)).log()
+
+
+def _weights(ev: Evidence, kind: Kind, rows: Rows, vocab: int, dtype: torch.dtype) -> _Weights:
+    if kind == Kind.DENSE:
+        full, log_scale = dense_weights(ev, rows, dtype)
+        return _Weights(full, None, None, torch.zeros_like(log_scale), log_scale)
+    if kind == Kind.SPARSE:
+        ids, listed, tail, log_scale = sparse_weights(ev, rows, vocab, dtype)
+        return _Weights(None, ids, listed, tail, log_scale)
+    one = torch.ones(len(rows), dtype=dtype, device=ev.device)
+    if kind == Kind.MISSING:
+        return _Weights(None, None, None, one, torch.zeros_like(one))
+    assert ev.tokens is not None
+    tokens = rows.take(ev.tokens).long().clamp(0, vocab - 1)[:, None]
+    return _Weights(None, tokens, one[:, None], torch.zeros_like(one), torch.zeros_like(one))
+
+
+def _present(ev: Evidence) -> list[Kind]:
+    """The kinds of evidence that the fields at hand can hold."""
+    have = {Kind.DENSE: ev.potentials, Kind.SPARSE: ev.sparse, Kind.OBSERVED: ev.tokens}
+    return [Kind.MISSING, *(kind for kind, field in have.items() if field is not None)]
+
+
+def token_marginals(
+    emission: Emission, ev: Evidence, leaf: Scaled, posterior: Scaled, candidates: Int[Tensor, "B L K"] | None = None
+) -> Float[Tensor, "B L V"]:
+    """log p(x_t = v | evidence), for all tokens or for the candidates."""
+    vocab, dtype = emission.stored.shape[-1], emission.dtype
+    inner, inner_scale = _cavity(ev, leaf, posterior)
+    width = vocab if candidates is None else candidates.shape[-1]
+    out = torch.empty(*ev.shape, width, dtype=dtype, device=ev.device)
+    for table, here in _tables(emission, ev):
+        for kind in _present(ev):
+            if not (rows := _rows(ev, kind, here)):
+                continue
+            weights = _weights(ev, kind, rows, vocab, dtype)
+            ids = None if candidates is None else rows.take(candidates)
+            c = rows.take(inner)
+            expected = c @ table.columns.T if ids is None else (table.columns[ids] @ c[:, :, None])[..., 0]
+            scale = rows.take(inner_scale) + weights.log_scale
+            rows.put(out, expected.log() + weights.log_of(vocab, ids) + scale[:, None])
+    alive = (posterior.values > 0).any(-1)
+    return out.masked_fill_(~alive[..., None], -torch.inf)
+
+
+def emission_flow(
+    emission: Emission, ev: Evidence, leaf: Scaled, posterior: Scaled, weights: Float[Tensor, " B"] | None
+) -> Float[Tensor, "*L N V"]:
+    """Expected number of times that each state emits each token: E times (cavity, transposed, times weights)."""
+    vocab, dtype = emission.stored.shape[-1], emission.dtype
+    inner, inner_scale = _cavity(ev, leaf, posterior)
+    if weights is not None:  # a sequence without weight may hold infinities: it is answered elsewhere
+        share = weights.to(dtype)[:, None, None]
+        inner = torch.where(share != 0, inner * share, 0)
+    tables = []
+    for table, here in _tables(emission, ev):
+        flow = torch.zeros(table.stored.shape, dtype=dtype, device=ev.device)
+        counts = torch.zeros(flow.shape[1], flow.shape[0], dtype=dtype, device=ev.device)
+        for kind in _present(ev):
+            if not (rows := _rows(ev, kind, here)):
+                continue
+            w = _weights(ev, kind, rows, vocab, dtype)
+            share = (rows.take(inner_scale) + w.log_scale).exp()
+            c = rows.take(inner) * torch.where(share < torch.inf, share, 0)[:, None]
+            c = c if rows.listed else torch.where(rows.mask.reshape(-1, 1), c, 0)
+            if w.full is not None:
+                flow += c.T @ w.full
+                continue
+            flow += (c * w.rest[:, None]).sum(0)[:, None]
+            if w.ids is not None and w.listed is not None:
+                extra = (w.listed - w.rest[:, None])[..., None] * c[:, None]
+                counts.index_add_(0, w.ids.flatten(), extra.flatten(0, 1))
+        tables.append((flow + counts.T) * table.linear.to(dtype))
+    return torch.stack(tables) if emission.per_position else tables[0]
+
+
+def leaf_max(emission: Emission, ev: Evidence) -> tuple[Float[Tensor, "B L N"], Int[Tensor, "B L N"]]:
+    """max_v (log E[i, v] + log w_t(v)) plus the latent potential, and the token that reaches it."""
+    weights = ev.dense_log_weights(emission.stored.shape[-1]).to(emission.dtype)
+    states = emission.stored.shape[-2]
+    values = torch.empty(*ev.shape, states, dtype=emission.dtype, device=ev.device)
+    tokens = torch.empty(*ev.shape, states, dtype=torch.int64, device=ev.device)
+    for t in range(ev.shape[1]):
+        table = emission.at(t).log.detach()
+        for b in range(ev.shape[0]):  # the (N, V) sum of one row is as large as the table itself
+            values[b, t], tokens[b, t] = (table + weights[b, t]).max(-1)
+    if ev.latent_log_potentials is not None:
+        values = values + ev.latent_log_potentials.to(values.dtype)
+    return values, tokens
+
+
+def log_tail_excess(emission: Emission, ev: Evidence) -> Float[Tensor, "B L N"]:
+    """The logarithm of the most that the tokens outside the lists can add to a leaf value; -inf where none are sparse.
+
+    The mass of the tail is at most ``tail * max E`` under a state, and, as no token outside the list weighs more than
+    the lightest inside, at most that weight times the emission that the list leaves over.
+    """
+    sparse, dtype = ev.sparse, emission.dtype
+    assert sparse is not None
+    if sparse.log_tail is None:
+        return torch.full((*ev.shape, emission.stored.shape[-2]), -torch.inf, dtype=dtype, device=ev.device)
+    mass, lightest = sparse.log_tail.to(dtype), sparse.log_weights.amin(-1).to(dtype)
+    columns = []
+    for t in range(ev.shape[1]):
+        table = emission.at(t)
+        # The difference is rounded, so it is given the benefit of the doubt.
+        left = (1 - table.columns[sparse.ids[:, t]].sum(-2)).clamp_min(0) + 4 * torch.finfo(dtype).eps
+        columns.append(torch.minimum(mass[:, t, None] + table.row_max.log(), lightest[:, t, None] + left.log()))
+    out = torch.where(ev.rows(Kind.SPARSE)[..., None], torch.stack(columns, 1), -torch.inf)
+    return out if ev.latent_log_potentials is None else out + ev.latent_log_potentials.to(dtype)

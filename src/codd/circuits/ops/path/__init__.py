@@ -1,0 +1,1 @@
+"""Latent paths: sampled, and the most probable one."""

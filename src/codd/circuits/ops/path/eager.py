@@ -1,0 +1,92 @@
+"""Latent paths: four small operations a position."""
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+from codd.circuits.ops.scaled import Scaled
+from codd.circuits.parameters import Transition
+
+_BELOW_ONE = 1 - 2**-23  # keeps u * total strictly under the total, so that the state found has weight
+FLUSH = 1e-30
+"""Weights that sum to less than this may have lost terms to the smallest number of float32."""
+
+
+def sample_path(
+    transition: Transition, start: Float[Tensor, " N"], target: Scaled, uniforms: Float[Tensor, "S B L"]
+) -> Int[Tensor, "S B L"]:
+    """Draw z from p(z | evidence), given ``target`` = leaf times backward message and one uniform a position."""
+    weights = target.values.transpose(0, 1)
+    thresholds = (uniforms.to(weights.dtype) * _BELOW_ONE).permute(2, 0, 1).contiguous()
+    first = start.detach().to(weights.dtype).exp()
+    if weights.device.type == "cpu":
+        return torch.from_numpy(_walk(transition, start.detach(), weights, thresholds)).permute(1, 2, 0)
+    length, samples, batch = thresholds.shape
+    path = torch.empty(length, samples, batch, dtype=torch.int64, device=weights.device)
+    rows = first.expand(samples, batch, -1)
+    for t in range(length):
+        cumulative = (rows * weights[t]).cumsum(-1)
+        passed = cumulative <= thresholds[t][..., None] * cumulative[..., -1:]
+        path[t] = passed.sum(-1).clamp_max_(weights.shape[-1] - 1)
+        if t + 1 < length:
+            rows = (transition.dense[t] if transition.per_position else transition.dense)[path[t]]
+    return path.permute(1, 2, 0)
+
+
+def _walk(
+    transition: Transition,
+    start: Float[Tensor, " N"],
+    weights: Float[Tensor, "L B N"],
+    thresholds: Float[Tensor, "L S B"],
+) -> NDArray[np.int64]:
+    """The same walk through NumPy, whose calls cost a third of PyTorch's on rows this short."""
+    table, target, limits = transition.dense.numpy(), weights.numpy(), thresholds.numpy()
+    length, samples, batch = limits.shape
+    states = target.shape[-1]
+    path = np.empty((length, samples, batch), dtype=np.int64)
+    first = start.to(weights.dtype).exp().numpy()
+    rows = np.broadcast_to(first, (samples, batch, states)).copy()
+    cumulative = np.empty_like(rows)
+    for t in range(length):
+        if t > 0:
+            np.take(table[t - 1] if transition.per_position else table, path[t - 1], axis=0, out=rows, mode="clip")
+        np.multiply(rows, target[t], out=rows)
+        np.add.accumulate(rows, axis=-1, out=cumulative)
+        faint = cumulative[..., -1] < FLUSH
+        if faint.any():  # two small numbers met: multiply them as logarithms
+            s, b = faint.nonzero()
+            step = table[t - 1] if transition.per_position else table
+            with np.errstate(divide="ignore"):
+                source = start.double().numpy() if t == 0 else np.log(step[path[t - 1, s, b]].astype(np.float64))
+                cumulative[s, b] = _cumulative(source + np.log(target[t, b].astype(np.float64)))
+        limit = limits[t][..., None] * cumulative[..., -1:]
+        np.argmax(cumulative > limit, axis=-1, out=path[t])
+    return path
+
+
+def _cumulative(log_weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Cumulative weights of rows of logarithms, the largest weight at one; rows of zeros stay so."""
+    top = log_weights.max(-1, keepdims=True)
+    out: NDArray[np.float64] = np.exp(log_weights - np.where(top > -np.inf, top, 0)).cumsum(-1)
+    return out
+
+
+def best_path(
+    transition: Transition, start: Float[Tensor, " N"], log_leaf: Float[Tensor, "B L N"]
+) -> tuple[Int[Tensor, "B L"], Float[Tensor, " B"]]:
+    """The path that maximises start, transitions and leaf values, and the logarithm of its value (Viterbi)."""
+    table = transition.dense.log() if transition.low_rank else transition.log_factors[0].detach()
+    leaf = log_leaf.unbind(1)
+    score = start.detach().to(table.dtype) + leaf[0]
+    back = []
+    for t in range(1, len(leaf)):
+        best, arg = (score[:, :, None] + (table[t - 1] if transition.per_position else table)).max(1)
+        back.append(arg)
+        score = best + leaf[t]
+    value, state = score.max(-1)
+    path = [state]
+    for arg in reversed(back):
+        path.append(arg.gather(1, path[-1][:, None])[:, 0])
+    return torch.stack(path[::-1], 1), value

@@ -1,0 +1,50 @@
+"""Latent paths in float64 logarithms, one position after the other: sampled, and the most probable one."""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from codd.circuits.ops.scaled import Scaled
+from codd.circuits.parameters import Transition
+
+
+def draw(weights: Float[Tensor, "... K"], uniform: Float[Tensor, "..."]) -> Int[Tensor, "..."]:
+    """The first index whose cumulative weight passes ``uniform`` times the total: inverse-CDF sampling."""
+    cumulative = weights.cumsum(-1).contiguous()
+    threshold = (uniform.to(weights.dtype)[..., None] * cumulative[..., -1:] * (1 - 2**-23)).contiguous()
+    return torch.searchsorted(cumulative, threshold, right=True)[..., 0].clamp_max_(weights.shape[-1] - 1)
+
+
+def sample_path(
+    transition: Transition, start: Float[Tensor, " N"], target: Scaled, uniforms: Float[Tensor, "S B L"]
+) -> Int[Tensor, "S B L"]:
+    """Draw z from p(z | evidence), given ``target`` = leaf times backward message and one uniform a position."""
+    log_target = target.log().double()
+    logits = start.detach().double() + log_target[:, 0].expand(uniforms.shape[0], -1, -1)
+    path: list[Tensor] = []
+    for t in range(log_target.shape[1]):
+        if t > 0:
+            table = transition.dense_log[t - 1] if transition.per_position else transition.dense_log
+            logits = table[path[-1]] + log_target[:, t]
+        path.append(draw(logits.softmax(-1).nan_to_num(0.0), uniforms[..., t]))
+    return torch.stack(path, -1)
+
+
+def best_path(
+    transition: Transition, start: Float[Tensor, " N"], log_leaf: Float[Tensor, "B L N"]
+) -> tuple[Int[Tensor, "B L"], Float[Tensor, " B"]]:
+    """The path that maximises start, transitions and leaf values, and the logarithm of its value (Viterbi)."""
+    log_leaf = log_leaf.double()
+    length = log_leaf.shape[1]
+    score = start.detach().double() + log_leaf[:, 0]
+    back = []
+    for t in range(1, length):
+        table = transition.dense_log[t - 1] if transition.per_position else transition.dense_log
+        best, arg = (score[:, :, None] + table).max(1)
+        back.append(arg)
+        score = best + log_leaf[:, t]
+    value, state = score.max(-1)
+    path = [state]
+    for arg in reversed(back):
+        path.append(arg.gather(1, path[-1][:, None])[:, 0])
+    return torch.stack(path[::-1], 1), value

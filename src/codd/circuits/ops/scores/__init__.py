@@ -1,0 +1,1 @@
+"""The scores of all tokens once the latent path is known."""

@@ -1,0 +1,168 @@
+"""The two parameter tables of an HMM, with the layouts that the operations read."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from codd.errors import InvalidCircuit
+
+_TOLERANCE, _COMPACT_TOLERANCE = 1e-4, 4e-3
+"""How far a row's sum may be from one; float32 rows of 150,000 entries, or rows rounded to bfloat16, stay inside."""
+
+
+def check_rows(name: str, log_table: Float[Tensor, "*rows K"], compact: bool = False) -> None:
+    """Raise unless every row of a table of log-probabilities is a distribution."""
+    if not log_table.dtype.is_floating_point:
+        raise InvalidCircuit(f"{name} must be floating point log-probabilities, found {log_table.dtype}")
+    if log_table.shape[-1] == 0:
+        raise InvalidCircuit(f"{name} has empty rows: shape {tuple(log_table.shape)}")
+    sums = log_table.detach().double().logsumexp(-1)
+    wrong = ~(sums.abs() <= (_COMPACT_TOLERANCE if compact else _TOLERANCE))
+    if bool(wrong.any()):
+        where = tuple(wrong.nonzero()[0].tolist())
+        value = sums[where].exp().item()
+        found = "holds NaN" if value != value else f"sums to {value:.6g}"
+        row = f"row {', '.join(map(str, where))} of {name}" if where else name
+        raise InvalidCircuit(
+            f"{row} {found}, but the probabilities of a row must sum to 1 ({int(wrong.sum())} such row(s)). "
+            "Parameters are log-probabilities: pass tensor.log_softmax(-1), or probabilities.log()"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Emission:
+    """p(token | state): one table (N, V), or one a position (L, N, V).
+
+    ``stored`` holds log-probabilities in float32 or float64, or probabilities in bfloat16. (Rounding logarithms to
+    bfloat16 would cost up to 6% a factor; rounding the probabilities costs 0.4%.)
+    """
+
+    stored: Float[Tensor, "*L N V"]
+
+    @property
+    def compact(self) -> bool:
+        """Whether the table is kept as bfloat16 probabilities."""
+        return self.stored.dtype == torch.bfloat16
+
+    @property
+    def per_position(self) -> bool:
+        """Whether each position has a table of its own."""
+        return self.stored.ndim == 3
+
+    @cached_property
+    def log(self) -> Float[Tensor, "*L N V"]:
+        """Log-probabilities, float32 or float64."""
+        return self.stored.float().log() if self.compact else self.stored
+
+    @cached_property
+    def linear(self) -> Float[Tensor, "*L N V"]:
+        """Probabilities as the GPU kernels read them: bfloat16 if so stored."""
+        return self.stored if self.compact else self.stored.detach().exp()
+
+    @cached_property
+    def support(self) -> Bool[Tensor, "*L N V"]:
+        """Which entries are not zero, also where the probability is too small for a number other than zero."""
+        return self.stored > (0 if self.compact else -torch.inf)
+
+    @cached_property
+    def columns(self) -> Float[Tensor, "*L V N"]:
+        """Probabilities with the states contiguous: an observed or listed token is then one row."""
+        full = self.linear.float() if self.compact else self.linear
+        return full.transpose(-1, -2).contiguous()
+
+    @cached_property
+    def row_max(self) -> Float[Tensor, "*L N"]:
+        """The largest probability of each state, for the bound on a sparse tail."""
+        return self.linear.amax(-1).to(self.dtype)
+
+    def rows(self, states: Int[Tensor, " R"], positions: Int[Tensor, " R"]) -> Float[Tensor, "R V"]:
+        """The distributions of some states, each at its position."""
+        table = self.linear[positions, states] if self.per_position else self.linear[states]
+        return table.to(self.dtype)
+
+    def log_rows(self, states: Int[Tensor, " R"], positions: Int[Tensor, " R"]) -> Float[Tensor, "R V"]:
+        """The same as log-probabilities."""
+        table = self.log.detach()
+        return table[positions, states] if self.per_position else table[states]
+
+    def entries(
+        self, states: Int[Tensor, " R"], positions: Int[Tensor, " R"], ids: Int[Tensor, "R K"]
+    ) -> Float[Tensor, "R K"]:
+        """The probabilities of some tokens under some states."""
+        index = (states[:, None], ids)
+        return (self.linear[positions[:, None], *index] if self.per_position else self.linear[index]).to(self.dtype)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of results: float32, or float64 if the table is."""
+        return torch.float32 if self.compact else self.stored.dtype
+
+    def at(self, position: int) -> "Emission":
+        """The table of one position."""
+        if not self.per_position:
+            return self
+        table = self._positions
+        return table[position]
+
+    @cached_property
+    def _positions(self) -> list["Emission"]:
+        return [Emission(table) for table in self.stored]
+
+
+@dataclass(frozen=True, eq=False)
+class Transition:
+    """p(next state | state) as a product of stochastic matrices: one dense factor, or two of low rank.
+
+    Each factor is (rows, columns), or (L - 1, rows, columns) with entry t leading from position t to t + 1.
+    """
+
+    log_factors: tuple[Float[Tensor, "*steps _ _"], ...]
+
+    @property
+    def per_position(self) -> bool:
+        """Whether each step has matrices of its own."""
+        return self.log_factors[0].ndim == 3
+
+    @property
+    def low_rank(self) -> bool:
+        """Whether the matrix is kept as a product of two thin ones."""
+        return len(self.log_factors) > 1
+
+    @cached_property
+    def linear(self) -> tuple[Float[Tensor, "*steps _ _"], ...]:
+        """The factors as probabilities."""
+        return tuple(f.detach().exp() for f in self.log_factors)
+
+    @cached_property
+    def support(self) -> tuple[Bool[Tensor, "*steps _ _"], ...]:
+        """Which entries are not zero, also where the probability is too small for a number other than zero."""
+        return tuple(f.detach() > -torch.inf for f in self.log_factors)
+
+    @cached_property
+    def transposed(self) -> tuple[Float[Tensor, "*steps _ _"], ...]:
+        """The transposed factors, contiguous, in the order in which a backward message meets them."""
+        return tuple(f.transpose(-1, -2).contiguous() for f in reversed(self.linear))
+
+    @cached_property
+    def dense_log(self) -> Float[Tensor, "*steps N N"]:
+        """The whole matrix as log-probabilities in float64: for the reference path and for conversion."""
+        out = self.log_factors[0].double()
+        for factor in self.log_factors[1:]:
+            out = (out[..., :, :, None] + factor.double()[..., None, :, :]).logsumexp(-2)
+        return out
+
+    @cached_property
+    def dense(self) -> Float[Tensor, "*steps N N"]:
+        """The whole matrix as probabilities."""
+        out = self.linear[0]
+        for factor in self.linear[1:]:
+            out = out @ factor
+        return out.contiguous()
+
+    @cached_property
+    def dense_transposed(self) -> Float[Tensor, "*steps N N"]:
+        """The transposed whole matrix, contiguous."""
+        return self.dense.transpose(-1, -2).contiguous()

@@ -1,0 +1,346 @@
+"""Reading the hidden Markov models that PyJuice saves (``.jpc``) without running anything that such a file contains.
+
+A ``.jpc`` is a pickle of a list of dicts, and a pickle is a program that may call whatever it names. Here it is not
+given to ``pickle``: a small machine executes only the instructions that build plain data. Names are never imported or
+looked up; the few that arrays and leaves need stand for functions of this module, which only record their arguments.
+"""
+
+import io
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy.typing import NDArray
+from torch import Tensor
+
+from codd.circuits.pickles import ARRAY_CALLS, LEAF_CALLS, Array, Latin1, LeafRecord, Machine, is_int
+from codd.errors import FormatError
+
+_ROW_TOLERANCE = 1e-4
+# Tied or sparse nodes may expand on reading. A small file must not be able to ask for all of the memory.
+_MAX_EXPANSION, _FREE_EXPANSION = 64, 2**26
+
+
+@dataclass(frozen=True, eq=False)
+class JpcHMM:
+    """An HMM as a ``.jpc`` file holds it: probabilities, neither renormalised nor smoothed.
+
+    ``transition`` and ``emission`` have a leading axis of positions where the file does not tie them: entry t of the
+    transition leads from position t to t + 1 (for a single position there is none, and the shape is (0, N, N)).
+    """
+
+    initial: Float[Tensor, " N"]
+    transition: Float[Tensor, "*steps N N"]
+    emission: Float[Tensor, "*positions N V"]
+    length: int
+    homogeneous: bool
+    leaf_class: str
+
+
+def read_jpc(path: str | os.PathLike[str]) -> JpcHMM:
+    """Read the HMM in a ``.jpc`` file; whatever the file holds, nothing of it is run.
+
+    Raises UnsafePickle if the file names anything but NumPy arrays and PyJuice's categorical leaves, and FormatError
+    if it is damaged or is not a normalised chain.
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            calls = {**ARRAY_CALLS, ("_codecs", "encode"): Latin1(len(data))}
+            return _extract_hmm(_parse_nodes(Machine(calls).run(data, len(data))))
+    except FormatError as error:
+        raise type(error)(f"{path}: {error}") from error.__cause__
+    except MemoryError as error:
+        raise FormatError(f"{path}: there is not enough memory for the circuit that it describes.") from error
+    except (OSError, ValueError) as error:  # a missing file, a folder, an empty file
+        raise FormatError(f"{path}: cannot be read: {error}. Expected a circuit saved by pyjuice.save.") from error
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Node:
+    """One entry of the file: a vector of nodes in blocks, with its children and (if not tied) its parameters."""
+
+    index: int
+    kind: str
+    blocks: int
+    block_size: int
+    children: tuple[int, ...]
+    edges: NDArray[Any] | None
+    params: NDArray[Any] | None
+    source: int | None
+    variable: int | None
+    leaf: LeafRecord | None
+
+    @property
+    def size(self) -> int:
+        return self.blocks * self.block_size
+
+    def __str__(self) -> str:
+        return f"entry {self.index} ({self.kind})"
+
+
+def _parse_nodes(entries: object) -> list[_Node]:
+    if not isinstance(entries, list) or not entries or not all(type(entry) is dict for entry in entries):
+        raise FormatError("expected a list of dicts, one for each node of a circuit; this is not a PyJuice circuit.")
+    leaves: dict[bytes, LeafRecord] = {}
+    return [_parse_node(index, entry, len(entries), leaves) for index, entry in enumerate(entries)]
+
+
+def _parse_node(index: int, entry: dict[str, object], total: int, leaves: dict[bytes, LeafRecord]) -> _Node:
+    kind = entry.get("type")
+    if not isinstance(kind, str) or kind not in ("Input", "Product", "Sum"):
+        raise FormatError(f"entry {index} has no type; expected 'Input', 'Product' or 'Sum'.")
+    where = f"entry {index} ({kind})"
+    if "external_params" in entry:
+        raise FormatError(f"{where} has external_params, which are not supported. Save the circuit without them.")
+    children = entry.get("chs")
+    # Children before parents: this also rules out cycles.
+    if not isinstance(children, tuple | list) or not all(is_int(c) and 0 <= c < index for c in children):
+        raise FormatError(f"{where}: 'chs' must be a tuple of indices of earlier entries.")
+    if kind == "Input" and children:
+        raise FormatError(f"{where} has children; expected none.")
+    source = entry.get("source_node")
+    if source is not None and not (is_int(source) and 0 <= source < total and source != index):
+        raise FormatError(f"{where}: 'source_node' must be the index of another entry.")
+    params = _array(entry, "params", where, "f") if kind != "Product" and source is None else None
+    if params is not None and entry.get("zero_param_mask") is not None:
+        mask = _array(entry, "zero_param_mask", where, "b")
+        if mask.shape != params.shape:
+            raise FormatError(f"{where}: 'zero_param_mask' has not the shape of 'params'.")
+    blocks, block_size = _sizes(entry, where)
+    return _Node(
+        index=index,
+        kind=kind,
+        blocks=blocks,
+        block_size=block_size,
+        children=tuple(children),
+        edges=None if kind == "Input" else _array(entry, "edge_ids", where, "i"),
+        params=params,
+        source=source,
+        variable=_variable(entry, where, total) if kind == "Input" else None,
+        leaf=_leaf(entry, where, leaves) if kind == "Input" else None,
+    )
+
+
+def _sizes(entry: dict[str, object], where: str) -> tuple[int, int]:
+    """The number of blocks and their size, under the names of today's PyJuice or of an older one."""
+    for blocks_key, size_key in (("num_node_blocks", "block_size"), ("num_node_groups", "group_size")):
+        if blocks_key in entry:
+            blocks, size = entry[blocks_key], entry.get(size_key)
+            break
+    else:
+        blocks, size = entry.get("num_nodes"), 1
+    if not (is_int(blocks) and is_int(size) and 0 < blocks < 2**31 and 0 < size < 2**31):
+        raise FormatError(f"{where}: 'num_node_blocks' and 'block_size' must be there, as positive integers.")
+    return blocks, size
+
+
+def _array(entry: dict[str, object], key: str, where: str, kind: str) -> NDArray[Any]:
+    value = entry.get(key)
+    if not isinstance(value, Array):
+        raise FormatError(f"{where}: {key!r} is missing or is not an array.")
+    array = value.numpy()
+    if array.dtype.kind != kind:
+        names = {"f": "float32", "i": "int64", "b": "bool"}
+        raise FormatError(f"{where}: {key!r} has dtype {array.dtype}; expected {names[kind]}.")
+    return array
+
+
+def _variable(entry: dict[str, object], where: str, total: int) -> int:
+    scope = entry.get("scope")
+    if not isinstance(scope, tuple | list) or len(scope) != 1 or not (is_int(scope[0]) and 0 <= scope[0] < total):
+        raise FormatError(f"{where}: 'scope' must be a list of one variable, below the number of entries.")
+    return scope[0]
+
+
+def _leaf(entry: dict[str, object], where: str, leaves: dict[bytes, LeafRecord]) -> LeafRecord:
+    dist = entry.get("dist")
+    if not isinstance(dist, bytes):
+        raise FormatError(f"{where}: 'dist' is missing or is not bytes.")
+    if dist not in leaves:
+        try:
+            leaf = Machine(LEAF_CALLS).run(io.BytesIO(dist), len(dist))
+        except FormatError as error:
+            raise type(error)(f"{where}: 'dist': {error}") from error.__cause__
+        if not isinstance(leaf, LeafRecord) or leaf.num_cats is None or not 0 < leaf.num_cats < 2**31:
+            raise FormatError(f"{where}: 'dist' is not a leaf distribution with a number of categories.")
+        leaves[dist] = leaf
+    return leaves[dist]
+
+
+def _extract_hmm(nodes: list[_Node]) -> JpcHMM:
+    inputs, sums = _walk(nodes)
+    emitters = [_owner(nodes, node) for node in inputs]
+    movers = [_owner(nodes, node) for node in sums]
+    emissions = {node.index: _emission(node) for node in set(emitters)}
+    transitions = {node.index: _dense(node, _only_child(nodes, node)) for node in set(movers)}
+    initial = _dense(nodes[-1], _only_child(nodes, nodes[-1]))
+    n = initial.shape[1]
+    leaf = inputs[0].leaf
+    assert leaf is not None
+    return JpcHMM(
+        initial=torch.from_numpy(initial[0]),
+        transition=_join(transitions, movers) if movers else torch.zeros(0, n, n),
+        emission=_join(emissions, emitters),
+        length=len(inputs),
+        homogeneous=len(transitions) <= 1 and len(emissions) == 1,
+        leaf_class=leaf.class_name,
+    )
+
+
+def _walk(nodes: list[_Node]) -> tuple[list[_Node], list[_Node]]:
+    """Follow the chain from the root: the inputs of all positions, and the sums between them."""
+    root = nodes[-1]
+    if root.kind != "Sum" or root.size != 1:
+        raise FormatError(f"not an HMM: the root, {root}, must be a single sum node, but has {root.size} node(s).")
+    inputs: list[_Node] = []
+    sums: list[_Node] = []
+    product = _only_child(nodes, root)
+    while True:
+        children = [nodes[child] for child in product.children]
+        kinds = sorted(child.kind for child in children)
+        if product.kind != "Product" or kinds not in (["Input"], ["Input", "Sum"]):
+            found = f"{product} over {', '.join(kinds[:4]) or 'nothing'}"
+            raise FormatError(
+                f"not a chain: expected a Product over an Input and a Sum (or the last Input), found {found}."
+            )
+        _check_product(product, children)
+        inputs.append(next(child for child in children if child.kind == "Input"))
+        if len(children) == 1:
+            break
+        sums.append(next(child for child in children if child.kind == "Sum"))
+        product = _only_child(nodes, sums[-1])
+        if product.size != sums[-1].size:
+            raise FormatError(
+                f"not an HMM: {sums[-1]} has {sums[-1].size} nodes, but {product} below has {product.size}."
+            )
+    _check_inputs(inputs)
+    if len(nodes) != 3 * len(inputs):
+        raise FormatError(
+            f"not a chain: {len(inputs)} positions take {3 * len(inputs)} entries, but the file has {len(nodes)}."
+        )
+    return inputs, sums
+
+
+def _only_child(nodes: list[_Node], node: _Node) -> _Node:
+    if len(node.children) != 1:
+        raise FormatError(f"not a chain: {node} must have one child, a Product, but has {len(node.children)} children.")
+    return nodes[node.children[0]]
+
+
+def _check_product(product: _Node, children: list[_Node]) -> None:
+    """Node i of the product must multiply the nodes i of its children."""
+    for child in children:
+        if (child.blocks, child.block_size) != (product.blocks, product.block_size):
+            raise FormatError(f"not an HMM: {product} and its child, {child}, differ in their blocks.")
+    edges = product.edges
+    assert edges is not None
+    shape = (product.blocks, len(children))
+    if edges.shape != shape or not bool((edges == np.arange(product.blocks)[:, None]).all()):
+        raise FormatError(f"not an HMM: 'edge_ids' of {product} must pair equal blocks, in an array of shape {shape}.")
+
+
+def _check_inputs(inputs: list[_Node]) -> None:
+    variables = [node.variable for node in inputs]
+    if variables != list(range(len(inputs))):
+        position = next(t for t, variable in enumerate(variables) if t != variable)
+        raise FormatError(
+            f"not an HMM from left to right: position {position} of the chain holds variable {variables[position]}; "
+            f"expected the variables 0 to {len(inputs) - 1} in order, each once."
+        )
+    if len({(node.leaf.class_name, node.leaf.num_cats) for node in inputs if node.leaf}) != 1:
+        raise FormatError("the inputs differ in their leaf class or number of categories; expected one kind of leaf.")
+
+
+def _owner(nodes: list[_Node], node: _Node) -> _Node:
+    """The node whose parameters ``node`` uses: itself, unless it is tied."""
+    if node.source is None:
+        return node
+    owner = nodes[node.source]
+    below = [[(nodes[c].blocks, nodes[c].block_size) for c in end.children] for end in (node, owner)]
+    same = (
+        owner.params is not None
+        and (owner.kind, owner.blocks, owner.block_size) == (node.kind, node.blocks, node.block_size)
+        and below[0] == below[1]
+        and (node.edges is None or owner.edges is None or np.array_equal(node.edges, owner.edges))
+    )
+    if not same:
+        raise FormatError(f"{node} is tied to {owner}, which does not own parameters for the same edges.")
+    return owner
+
+
+def _emission(node: _Node) -> NDArray[np.float32]:
+    assert node.params is not None
+    assert node.leaf is not None
+    assert node.leaf.num_cats is not None
+    n, v = node.size, node.leaf.num_cats
+    if node.params.shape != (n * v,):
+        raise FormatError(
+            f"{node}: {n} states over {v} categories need 'params' of shape {(n * v,)}; found {node.params.shape}."
+        )
+    matrix = np.empty((n, v), dtype=np.float32)
+    _copy(node.params.reshape(n, v), matrix, ...)
+    return _checked_rows(matrix, node)
+
+
+def _dense(node: _Node, child: _Node) -> NDArray[np.float32]:
+    """The whole matrix of a sum: the file has its blocks, and blocks that are not there are zero."""
+    edges, params = node.edges, node.params
+    if params is None:
+        raise FormatError(f"{node} has no parameters of its own; expected 'params'.")
+    assert edges is not None
+    if edges.ndim != 2 or len(edges) != 2:
+        raise FormatError(f"{node}: 'edge_ids' must have shape (2, edges); found {edges.shape}.")
+    shape = (edges.shape[1], node.block_size, child.block_size)
+    if params.shape != shape:
+        raise FormatError(f"{node}: 'params' must have shape {shape}; found {params.shape}.")
+    rows, columns = edges.astype(np.int64)
+    if min(rows.min(), columns.min()) < 0 or rows.max() >= node.blocks or columns.max() >= child.blocks:
+        raise FormatError(f"{node}: 'edge_ids' points at blocks that do not exist.")
+    if len(np.unique(rows * child.blocks + columns)) != len(rows):
+        raise FormatError(f"{node}: 'edge_ids' has a pair of blocks twice.")
+    _check_expansion(node.size * child.size, params.size)
+    matrix = np.zeros((node.blocks, node.block_size, child.blocks, child.block_size), dtype=np.float32)
+    _copy(params, matrix, (rows, slice(None), columns))
+    return _checked_rows(matrix.reshape(node.size, child.size), node)
+
+
+def _copy(values: NDArray[Any], matrix: NDArray[np.float32], where: Any) -> None:
+    with np.errstate(over="ignore"):  # a float64 that is too large becomes inf, and is then refused as not finite
+        matrix[where] = values
+
+
+def _checked_rows(matrix: NDArray[np.float32], node: _Node) -> NDArray[np.float32]:
+    if not bool(np.isfinite(matrix).all()) or bool((matrix < 0).any()):
+        raise FormatError(f"{node}: 'params' has values that are negative or not finite; expected probabilities.")
+    sums = matrix.sum(axis=-1, dtype=np.float64)
+    worst = int(np.abs(sums - 1).argmax())
+    if abs(sums[worst] - 1) > _ROW_TOLERANCE:
+        raise FormatError(
+            f"{node}: the probabilities of node {worst} sum to {sums[worst]:.6g}; expected 1 within "
+            f"{_ROW_TOLERANCE:g}. Normalise the circuit in PyJuice and save it again."
+        )
+    return matrix
+
+
+def _join(matrices: dict[int, NDArray[np.float32]], owners: list[_Node]) -> Tensor:
+    """One matrix if all positions share it, otherwise one for each position."""
+    steps = [matrices[owner.index] for owner in owners]
+    if len(matrices) == 1:
+        return torch.from_numpy(steps[0])
+    size = steps[0].size
+    _check_expansion(len(steps) * size, len(matrices) * size)
+    return torch.from_numpy(np.stack(steps))
+
+
+def _check_expansion(needed: int, stored: int) -> None:
+    if needed > max(_MAX_EXPANSION * stored, _FREE_EXPANSION):
+        raise FormatError(
+            f"{stored} parameters in the file would grow to {needed}; codd holds matrices densely and stops at "
+            f"{_MAX_EXPANSION} times."
+        )

@@ -1,0 +1,277 @@
+"""How every circuit is kept: a folder with ``circuit.safetensors`` and ``config.json``, here or on the hub.
+
+The configuration is stored twice: as ``config.json``, for people and for the hub, and in the metadata of the
+safetensors file, which is what a reader believes. So the atomic replacement of one file exchanges the whole circuit.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import secrets
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from codd.errors import CoddError, FormatError, MissingDependency
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "circuit.safetensors"
+FORMAT = "codd-circuit"
+FORMAT_VERSION = 1
+
+_METADATA_KEY = "codd_config"
+_RESERVED = ("format", "format_version", "tensors", "sha256")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def write_folder(folder: str | os.PathLike[str], config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
+    """Write a circuit; a folder that holds one already holds either the old or the new one at every moment.
+
+    ``config`` is anything JSON can hold. The format, its version, and the names, shapes and dtypes of the tensors are
+    added to it.
+    """
+    if clash := [key for key in _RESERVED if key in config]:
+        raise FormatError(f"the configuration may not have the keys {', '.join(clash)}: the format uses them itself.")
+    folder = Path(folder)
+    tensors = _standalone(tensors)
+    described = {"format": FORMAT, "format_version": FORMAT_VERSION, **config, "tensors": _describe(tensors)}
+    metadata = {_METADATA_KEY: json.dumps(described, allow_nan=False)}
+
+    folder.mkdir(parents=True, exist_ok=True)
+    suffix = f".{secrets.token_hex(4)}.tmp"
+    weights, text = folder / f".{WEIGHTS_FILE}{suffix}", folder / f".{CONFIG_FILE}{suffix}"
+    try:
+        # Both files are complete on the disk before either takes its place: a full disk changes nothing.
+        _write_weights(weights, tensors, metadata)
+        _write_text(text, json.dumps({**described, "sha256": _sha256(weights)}, indent=2) + "\n")
+        os.replace(weights, folder / WEIGHTS_FILE)
+        os.replace(text, folder / CONFIG_FILE)
+        _sync_folder(folder)
+    finally:
+        for temporary in (weights, text):
+            with contextlib.suppress(OSError):  # the error that brought us here says more
+                temporary.unlink(missing_ok=True)
+    return folder
+
+
+def read_folder(
+    path_or_hub_id: str | os.PathLike[str], *, revision: str | None = None, device: str | torch.device = "cpu"
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read a circuit from a local folder, or from the hub if there is no such folder and the text is like "user/name".
+
+    Returns the configuration and the tensors as they were given to ``write_folder``. ``revision`` (a branch, tag or
+    commit) applies to the hub only.
+    """
+    folder = local_folder(path_or_hub_id, revision)
+    config = _read_config(folder)
+    described, tensors = _read_weights(folder / WEIGHTS_FILE)
+    _check_config_belongs(folder, config, described)
+    _check_tensors(folder / WEIGHTS_FILE, described["tensors"], tensors)
+    given = {key: value for key, value in described.items() if key not in _RESERVED}
+    return given, {name: tensor.to(device) for name, tensor in tensors.items()}
+
+
+def push_folder(
+    folder: str | os.PathLike[str],
+    repo_id: str,
+    *,
+    private: bool = False,
+    token: str | None = None,
+    commit_message: str = "Upload a codd circuit",
+) -> str:
+    """Upload the two files of a circuit to the hub, into a new repository if need be; returns the commit's address."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FormatError(f"{folder}: there is no such folder. Save the circuit first.")
+    read_folder(folder)  # a damaged circuit is noticed here rather than by whoever downloads it
+    if _read_config(folder).get("sha256") != _sha256(folder / WEIGHTS_FILE):
+        raise FormatError(
+            f"{folder}: {CONFIG_FILE} and {WEIGHTS_FILE} do not belong together: writing them was interrupted. "
+            "Save the circuit again before uploading it."
+        )
+    hub = _hub()
+    try:
+        api = hub.HfApi(token=token)
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        commit = api.upload_folder(
+            repo_id=repo_id,
+            folder_path=str(folder),
+            allow_patterns=[CONFIG_FILE, WEIGHTS_FILE],
+            commit_message=commit_message,
+        )
+    except Exception as error:  # the hub's own errors and, by its version, those of requests or httpx
+        raise CoddError(
+            f"could not upload {folder} to {repo_id!r} on the hub: {_brief(error)} "
+            "Check the connection, the name, and that the token (or `hf auth login`) may write there."
+        ) from error
+    return str(commit.commit_url)
+
+
+def _standalone(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous tensors on the CPU, none of which shares its memory: safetensors takes no others."""
+    alone: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in sorted(tensors.items()):  # the same circuit gives the same bytes
+        tensor = tensor.detach().cpu().contiguous()
+        address = tensor.untyped_storage().data_ptr()
+        alone[name] = tensor.clone() if address in seen else tensor
+        seen.add(address)
+    return alone
+
+
+def _describe(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
+    return {
+        name: {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+        for name, tensor in tensors.items()
+    }
+
+
+def _write_weights(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    with path.open("xb") as file:
+        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+    try:
+        save_file(tensors, path, metadata=metadata)
+        path.chmod(mode)  # safetensors makes files that only their owner can read; ours follow the umask
+    except SafetensorError as error:
+        raise OSError(f"{path}: could not be written: {error}") from error
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+
+
+def _write_text(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the two renames last through a power failure, where the system can."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def local_folder(path_or_hub_id: str | os.PathLike[str], revision: str | None = None) -> Path:
+    """The folder of a circuit on this machine; one that is on the hub is downloaded first."""
+    path = Path(path_or_hub_id)
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise FormatError(f"{path}: is a file. Give the folder that holds {CONFIG_FILE} and {WEIGHTS_FILE}.")
+    if isinstance(path_or_hub_id, str) and _HUB_ID.fullmatch(path_or_hub_id):
+        return _download(path_or_hub_id, revision)
+    raise FormatError(f"{path}: there is no such folder, and this is not the name of a hub repository (user/name).")
+
+
+def _download(repo_id: str, revision: str | None) -> Path:
+    hub = _hub()
+    try:
+        return Path(hub.snapshot_download(repo_id, revision=revision, allow_patterns=[CONFIG_FILE, WEIGHTS_FILE]))
+    except Exception as error:  # the hub's own errors and, by its version, those of requests or httpx
+        at = f" at revision {revision!r}" if revision else ""
+        raise FormatError(
+            f"{repo_id!r}: there is no such folder here, and the hub gave no such repository{at}: {_brief(error)} "
+            "Check the name and the connection, or give the path of a local folder."
+        ) from error
+
+
+def _hub() -> Any:
+    try:
+        import huggingface_hub
+    except ImportError as error:
+        raise MissingDependency("the hub needs the package huggingface_hub: pip install codd[hub]") from error
+    return huggingface_hub
+
+
+def _brief(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:300] if lines else 'no details'}"
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG_FILE
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        raise FormatError(
+            f"{path}: is missing, so that this is not a circuit, or the writing of it was interrupted. "
+            "Give the folder of a saved circuit, or save it again."
+        ) from None
+    except OSError as error:
+        raise FormatError(f"{path}: cannot be read: {error}") from error
+    return _parse_config(text, str(path))
+
+
+def _parse_config(text: bytes | str, where: str) -> dict[str, Any]:
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{where}: is not JSON ({_brief(error)}). Download or save the circuit again.") from error
+    if not isinstance(config, dict) or config.get("format") != FORMAT:
+        raise FormatError(f'{where}: is not of a codd circuit; expected an object with "format": "{FORMAT}".')
+    version = config.get("format_version")
+    if type(version) is not int or version < 1:
+        raise FormatError(f"{where}: has no format_version; expected a number from 1 to {FORMAT_VERSION}.")
+    if version > FORMAT_VERSION:
+        raise FormatError(
+            f"{where}: has format version {version}, but this codd reads versions up to {FORMAT_VERSION}. Upgrade codd."
+        )
+    if not isinstance(config.get("tensors"), dict):
+        raise FormatError(f"{where}: does not list its tensors. Download or save the circuit again.")
+    return config
+
+
+def _read_weights(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The configuration in the metadata, and all tensors."""
+    if not path.is_file():
+        raise FormatError(f"{path}: is missing. Give the folder of a saved circuit, or download it again.")
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            text = (file.metadata() or {}).get(_METADATA_KEY)
+            if text is None:
+                raise FormatError(f"{path}: is a safetensors file of something else; expected one that codd wrote.")
+            names = file.keys()  # a method of the file, which is no dict
+            return _parse_config(text, f"{path} (metadata)"), {name: file.get_tensor(name) for name in names}
+    except (SafetensorError, OSError) as error:
+        raise FormatError(
+            f"{path}: is truncated, damaged or not a safetensors file ({_brief(error)}). Download or save it again."
+        ) from error
+
+
+def _check_config_belongs(folder: Path, config: dict[str, Any], described: dict[str, Any]) -> None:
+    """A configuration that was edited by hand is an error; one that an interrupted overwrite left behind is not."""
+    plain = {key: value for key, value in config.items() if key != "sha256"}
+    if plain != described and config.get("sha256") == _sha256(folder / WEIGHTS_FILE):
+        raise FormatError(
+            f"{folder / CONFIG_FILE}: was changed after the circuit was saved, and no longer agrees with the copy in "
+            f"{WEIGHTS_FILE}, which counts. Undo the change, or save the circuit again with the configuration wanted."
+        )
+
+
+def _check_tensors(path: Path, listed: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    found = _describe(tensors)
+    if missing := sorted(listed.keys() - found.keys()):
+        raise FormatError(f"{path}: lacks the tensor(s) {', '.join(missing)} that its configuration lists.")
+    if unknown := sorted(found.keys() - listed.keys()):
+        raise FormatError(f"{path}: has the tensor(s) {', '.join(unknown)} that its configuration does not list.")
+    for name, description in found.items():
+        if listed[name] != description:
+            raise FormatError(f"{path}: tensor {name} is {description}, but its configuration says {listed[name]}.")

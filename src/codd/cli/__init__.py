@@ -1,0 +1,153 @@
+"""The command line: ``codd VERB``. One module a verb; this one finds it, runs it, and turns errors into exit codes.
+
+Nothing here imports torch, so that ``codd --help`` and usage errors answer at once. To add a verb, write
+``codd/cli/NAME.py`` with what `Verb` says and give it a line in `VERBS`.
+"""
+
+import argparse
+import importlib
+import io
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
+
+from codd.cli import console
+from codd.errors import CoddError
+
+VERBS = {
+    "demo": "a worked example of the circuit engine, in a few seconds and without a network",
+    "convert": "turn a PyJuice file (.jpc) into a codd circuit, running nothing of it",
+    "info": "describe a circuit folder, a hub id or a .jpc file",
+    "bench": "what the engine costs on this machine, side by side with other libraries",
+}
+
+FAILED, USAGE, BUG, INTERRUPTED = 1, 2, 70, 130
+"""Exit codes. 70 is EX_SOFTWARE of sysexits.h; 130 is what a shell reports for Ctrl-C."""
+
+
+class Verb(Protocol):
+    """What the module of a verb holds."""
+
+    NAME: str
+    HELP: str
+    """A paragraph: what the verb does and what it prints."""
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Add the arguments, and an example as the epilog."""
+
+    def run(self, args: argparse.Namespace) -> int:
+        """Do it; the exit code."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb and return the exit code: 0 on success only."""
+    try:
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            # A name that the terminal cannot show is no reason to fail. Python does the same for stderr by itself.
+            sys.stdout.reconfigure(errors="backslashreplace")
+        code = _run(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()  # here, where a closed pipe can still be handled
+    except BrokenPipeError:
+        _discard_stdout()
+        return FAILED
+    return code
+
+
+def load(name: str) -> Verb:
+    """The module of a verb."""
+    return cast(Verb, importlib.import_module(f"codd.cli.{name}"))
+
+
+def _run(argv: Sequence[str]) -> int:
+    debug = "--debug" in argv  # until it is parsed
+    try:
+        top = _parser()
+        if not argv:
+            top.print_help(sys.stderr)
+            return USAGE
+        first = top.parse_args(argv)
+        verb = load(first.verb)
+        args = _verb_parser(verb).parse_args(first.arguments)
+        debug = first.debug or args.debug
+        return verb.run(args)
+    except SystemExit as stop:  # argparse after --help, --version (0) and usage errors (2); rich at a closed pipe (1)
+        return stop.code if isinstance(stop.code, int) else FAILED
+    except BrokenPipeError:
+        raise
+    except KeyboardInterrupt:
+        return _fail("interrupted", INTERRUPTED, debug)
+    except (CoddError, OSError) as error:
+        return _fail(_describe(error), FAILED, debug)
+    except Exception as error:
+        found = f"{type(error).__name__}: {error}"
+        hint = "please report it with the traceback above" if debug else "run it again with --debug for the traceback"
+        return _fail(f"this is a bug in codd ({found}); {hint}", BUG, debug)
+
+
+def _parser() -> argparse.ArgumentParser:
+    """The first of two parsers: which verb. Its arguments are left to a parser that only that verb fills."""
+    width = max(map(len, VERBS))
+    verbs = "\n".join(f"  {name:<{width}}  {line}" for name, line in VERBS.items())
+    parser = argparse.ArgumentParser(
+        prog="codd",
+        usage="codd [-h] [--version] [--debug] VERB ...",
+        description="A joint output distribution for any diffusion language model: exact probabilistic circuits,\n"
+        "multiplied into the network's factorized logits.",
+        epilog=f"verbs:\n{verbs}\n\n`codd VERB --help` explains a verb and gives an example; start with `codd demo`.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    _add_debug(parser)
+    parser.add_argument("verb", choices=VERBS, metavar="VERB", help="what to do, see below")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def _verb_parser(verb: Verb) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"codd {verb.NAME}",
+        description=verb.HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    verb.configure(parser)
+    _add_debug(parser)
+    return parser
+
+
+def _add_debug(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+
+class _Version(argparse.Action):
+    """Look the version up only when it is asked for: reading package metadata takes a while."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib.metadata import version
+
+        print(f"codd {version('codd')}")
+        parser.exit()
+
+
+def _fail(message: str, code: int, debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    console.error(message)
+    return code
+
+
+def _describe(error: CoddError | OSError) -> str:
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return str(error) or type(error).__name__
+
+
+def _discard_stdout() -> None:
+    """Whoever read our output has gone; without this, Python complains when it flushes at exit."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError):  # not a real file, as in tests
+        sys.stdout = io.StringIO()

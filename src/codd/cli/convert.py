@@ -1,0 +1,104 @@
+"""``codd convert``: a PyJuice file becomes a circuit folder."""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+
+from codd.circuits import HMM
+from codd.circuits.storage import CONFIG_FILE, FORMAT, WEIGHTS_FILE
+from codd.cli import console
+from codd.errors import CoddError
+
+NAME = "convert"
+HELP = """\
+Reads a hidden Markov model that PyJuice saved (.jpc) and writes it as a codd circuit: a folder with
+config.json and circuit.safetensors, which codd.HMM.load reads. A .jpc is a pickle, and a pickle is a
+program; here nothing of it is run, and a file that asks for anything but plain arrays is refused.
+
+Prints the number of states and tokens, the window, whether all positions share their parameters
+(homogeneous), and the bytes of both forms."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Two paths, and how to write."""
+    parser.epilog = """\
+examples:
+  codd convert model.jpc circuit/
+  codd convert model.jpc circuit/ --dtype bfloat16    # half the size; probabilities rounded by up to 0.4%"""
+    parser.add_argument("source", metavar="IN.jpc", type=Path, help="the file that PyJuice saved")
+    parser.add_argument("folder", metavar="OUT_DIR", type=Path, help="the folder to write; made if need be")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="how to keep the emission table, by far the largest (default: float32, which is exact)",
+    )
+    parser.add_argument("--force", action="store_true", help="replace a circuit that OUT_DIR holds already")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Convert and say what was written."""
+    _check_target(args.folder, args.force)
+    with console.working(f"reading {args.source}"):
+        hmm = HMM.from_pyjuice(args.source)
+    if args.dtype == "bfloat16":
+        hmm = hmm.to(emission=torch.bfloat16)
+    with console.working(f"writing {args.folder}"):
+        folder = hmm.save(args.folder)
+    report = {
+        "input": str(args.source),
+        "output": str(folder),
+        "num_states": hmm.num_states,
+        "vocab_size": hmm.vocab_size,
+        "window": hmm.window,
+        "homogeneous": hmm.homogeneous,
+        "emission_dtype": args.dtype,
+        "bytes_in": args.source.stat().st_size,
+        "bytes_out": sum((folder / name).stat().st_size for name in (CONFIG_FILE, WEIGHTS_FILE)),
+        "pickle_executed": False,
+    }
+    if args.json:
+        console.as_json(report)
+    else:
+        _print(report, hmm)
+    return 0
+
+
+def _print(report: dict[str, object], hmm: HMM) -> None:
+    serves = "the circuit serves any length" if hmm.length is None else "the circuit serves this length only"
+    console.fields(
+        f"{report['input']} -> {report['output']}",
+        {
+            "states": f"{hmm.num_states:,}",
+            "tokens": f"{hmm.vocab_size:,}",
+            "window": f"{hmm.window} positions; {serves}",
+            "homogeneous": "yes" if report["homogeneous"] else "no: positions have parameters of their own",
+            "emission": report["emission_dtype"],
+            "read": console.size(int(str(report["bytes_in"]))),
+            "written": console.size(int(str(report["bytes_out"]))),
+            "safety": "the file is a pickle; nothing of it was run",
+        },
+    )
+
+
+def _check_target(folder: Path, force: bool) -> None:
+    """Before the work: will writing replace something?"""
+    if folder.exists() and not folder.is_dir():
+        raise CoddError(f"{folder}: is a file; give the name of a folder to write the circuit to")
+    present = [name for name in (CONFIG_FILE, WEIGHTS_FILE) if (folder / name).exists()]
+    if present and not force:
+        raise CoddError(f"{folder}: holds {' and '.join(present)} already; give another folder, or --force to replace")
+    if CONFIG_FILE in present and _is_foreign(folder / CONFIG_FILE):
+        raise CoddError(f"{folder / CONFIG_FILE}: belongs to something that is no circuit; give another folder")
+
+
+def _is_foreign(config: Path) -> bool:
+    """Whether --force would destroy, say, the configuration of a language model."""
+    try:
+        found = json.loads(config.read_bytes())
+    except ValueError:  # a circuit that was damaged may be replaced
+        return False
+    return not isinstance(found, dict) or found.get("format") != FORMAT

@@ -1,0 +1,1 @@
+"""Measurements: what the joint layer costs, and (later) what it gains."""

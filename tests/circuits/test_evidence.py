@@ -1,0 +1,284 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import KINDS, generator, make_evidence, shape_checks, token_log_weights
+from torch.autograd import gradcheck
+from torch.testing import assert_close
+
+from codd.circuits import Evidence, SparsePotentials
+from codd.circuits.evidence import Kind
+from codd.errors import InvalidEvidence
+
+INF = math.inf
+B, L, V, N = 2, 3, 5, 4
+IDS = torch.zeros(B, L, dtype=torch.int64)
+MASK = torch.zeros(B, L, dtype=torch.bool)
+SOFT = torch.zeros(B, L, V)
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+FIELDS = ("tokens", "observed", "log_potentials", "latent_log_potentials", "logits", "missing", "dense", "kind")
+
+
+def some_sparse(k: int = 2) -> SparsePotentials:
+    return SparsePotentials(torch.arange(k).expand(B, L, k).contiguous(), torch.zeros(B, L, k))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def unchecked():
+    with shape_checks(False):
+        yield
+
+
+# Kinds.
+
+
+def test_the_kind_of_every_position():
+    ev = Evidence(
+        tokens=torch.zeros(1, 5, dtype=torch.int64),
+        observed=torch.tensor([[True, False, False, False, True]]),
+        missing=torch.tensor([[False, True, False, False, True]]),
+        dense=torch.tensor([[True, True, True, False, False]]),
+        logits=torch.zeros(1, 5, V),
+        sparse=SparsePotentials(torch.zeros(1, 5, 1, dtype=torch.int64), torch.zeros(1, 5, 1)),
+    )
+    wanted = [Kind.OBSERVED, Kind.MISSING, Kind.DENSE, Kind.SPARSE, Kind.OBSERVED]
+    assert ev.kind.tolist() == [[int(k) for k in wanted]]
+    assert ev.rows(Kind.DENSE).tolist() == [[False, False, True, False, False]]
+    assert ev.shape == (1, 5)
+
+
+@pytest.mark.parametrize(
+    ("ev", "kind"),
+    [
+        (Evidence(tokens=IDS), Kind.OBSERVED),
+        (Evidence(tokens=IDS, observed=MASK), Kind.MISSING),
+        (Evidence(log_potentials=SOFT), Kind.DENSE),
+        (Evidence(tokens=IDS, observed=MASK, logits=SOFT), Kind.DENSE),
+        (Evidence(sparse=some_sparse()), Kind.SPARSE),
+        (Evidence(logits=SOFT, sparse=some_sparse()), Kind.DENSE),
+        (Evidence(missing=MASK), Kind.MISSING),
+        (Evidence(latent_log_potentials=SOFT), Kind.MISSING),
+    ],
+)
+def test_a_field_alone_decides_the_kind(ev, kind):
+    assert bool((ev.kind == kind).all())
+
+
+# What the weights are.
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dense_log_weights_are_what_the_fields_say(kind):
+    ev = make_evidence(kind, (3, 4), N, V, seed=3)
+    assert_close(ev.dense_log_weights(V), token_log_weights(ev, V), **EXACT)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_weights_of_a_token_are_its_column(kind):
+    ev = make_evidence(kind, (3, 4), N, V, seed=4)
+    ids = torch.randint(V, (3, 4), generator=generator(0))
+    wanted = token_log_weights(ev, V).gather(-1, ids[..., None])[..., 0]
+    wanted = torch.where(ev.rows(Kind.OBSERVED), 0, wanted)
+    assert_close(ev.log_weights_of(ids, V).double(), wanted, **EXACT)
+
+
+def test_log_weights_of_a_token_are_differentiable():
+    ids = torch.tensor([[0, 2, 4], [1, 1, 3]])
+    dense = torch.tensor([[True, False, True], [False, True, False]])
+    listed = torch.tensor([[0, 1]]).expand(B, L, 2).contiguous()
+
+    def f(logits, weights, tail):
+        sparse = SparsePotentials(listed, weights, tail)
+        return Evidence(logits=logits, temperature=0.7, sparse=sparse, dense=dense).log_weights_of(ids, V)
+
+    g = generator(0)
+    inputs = [torch.randn(B, L, *k, generator=g, dtype=torch.float64).requires_grad_() for k in ((V,), (2,), ())]
+    assert gradcheck(f, inputs)
+    potentials = torch.randn(B, L, V, generator=g, dtype=torch.float64).requires_grad_()
+    assert gradcheck(lambda x: Evidence(log_potentials=x).log_weights_of(ids, V), (potentials,))
+
+
+def test_a_row_without_any_token_has_no_weight_and_no_nan():
+    logits = torch.full((1, 2, V), -INF, requires_grad=True)
+    ev = Evidence(logits=logits)
+    assert bool((ev.dense_log_weights(V) == -INF).all())
+    weights = ev.log_weights_of(torch.zeros(1, 2, dtype=torch.int64), V)
+    assert bool((weights == -INF).all())
+    (gradient,) = torch.autograd.grad(weights.nan_to_num(neginf=0.0).sum(), logits)
+    assert not gradient.isnan().any()
+
+
+def test_temperatures_divide_logits_sequence_by_sequence():
+    logits = torch.randn(B, L, V, generator=generator(0), dtype=torch.float64)
+    each = Evidence(logits=logits, temperature=torch.tensor([0.5, 2.0]))
+    for b, temperature in enumerate((0.5, 2.0)):
+        alone = Evidence(logits=logits[b : b + 1], temperature=temperature)
+        assert_close(each.dense_log_weights(V)[b], alone.dense_log_weights(V)[0], **EXACT)
+    assert each.inverse_temperature().tolist() == [2.0, 0.5]
+    assert Evidence(logits=logits, temperature=4.0).inverse_temperature().tolist() == [0.25, 0.25]
+
+
+# Selection and transport.
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("index", [[2, 0], [1, 1, 1], [], [True, False, True]], ids=str)
+def test_select_takes_whole_sequences(kind, index):
+    ev = make_evidence(kind, (3, 4), N, V, seed=5)
+    index = torch.tensor(index, dtype=torch.bool if index and isinstance(index[0], bool) else torch.int64)
+    part = ev.select(index)
+    for name in FIELDS:
+        value = getattr(ev, name)
+        assert (getattr(part, name) is None) == (value is None)
+        assert value is None or torch.equal(getattr(part, name), value[index])
+    assert_close(part.dense_log_weights(V), ev.dense_log_weights(V)[index], **EXACT)
+    if isinstance(ev.temperature, torch.Tensor):
+        assert torch.equal(part.temperature, ev.temperature[index])
+    else:
+        assert part.temperature == ev.temperature
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_to_moves_every_tensor(kind):
+    ev = make_evidence(kind, (3, 4), N, V)
+    moved = ev.to("meta")
+    assert moved.device.type == "meta"
+    held = [getattr(moved, name) for name in FIELDS]
+    if ev.sparse is not None:
+        held += [moved.sparse.ids, moved.sparse.log_weights, moved.sparse.log_tail]
+    assert all(x.device.type == "meta" for x in held if x is not None)
+    same = ev.to("cpu")
+    assert_close(same.dense_log_weights(V), ev.dense_log_weights(V), **EXACT)
+
+
+def test_evidence_cannot_be_changed():
+    ev = Evidence(tokens=IDS)
+    with pytest.raises(AttributeError):
+        ev.tokens = IDS
+
+
+# Sparse potentials.
+
+
+@given(st.integers(1, 9), st.integers(0, 1000), st.sampled_from([0.3, 1.0, 2.5]), st.data())
+@settings(max_examples=60, deadline=None)
+def test_top_k_keeps_exact_weights_and_the_exact_mass_of_the_rest(vocab, seed, temperature, data):
+    k = data.draw(st.integers(1, vocab))
+    logits = torch.randn(B, L, vocab, generator=generator(seed), dtype=torch.float64) * 4
+    sparse = SparsePotentials.from_logits(logits, k, temperature)
+    exact = (logits / temperature).softmax(-1)
+    assert_close(sparse.log_weights.exp(), exact.sort(-1, descending=True).values[..., :k], **EXACT)
+    assert_close(sparse.log_weights.exp(), exact.gather(-1, sparse.ids), **EXACT)
+    assert_close(sparse.log_tail.exp(), exact.scatter(-1, sparse.ids, 0.0).sum(-1), **EXACT)
+    assert_close(sparse.log_weights.exp().sum(-1) + sparse.log_tail.exp(), torch.ones(B, L).double(), **EXACT)
+
+
+def test_a_tail_far_below_the_top_is_not_rounded_away():
+    logits = torch.tensor([[[50.0, 0.0, 0.0, 0.0]]])
+    sparse = SparsePotentials.from_logits(logits, 1)
+    assert_close(sparse.log_tail, torch.tensor([[math.log(3.0) - 50.0]]), rtol=1e-6, atol=0)
+
+
+def test_half_precision_logits_are_summed_in_float32():
+    logits = torch.randn(B, L, 300, generator=generator(0)).to(torch.bfloat16)
+    sparse = SparsePotentials.from_logits(logits, 10)
+    wanted = SparsePotentials.from_logits(logits.double(), 10)
+    assert sparse.log_weights.dtype == sparse.log_tail.dtype == torch.float32
+    assert_close(sparse.log_tail.double(), wanted.log_tail, rtol=1e-5, atol=1e-5)
+
+
+def test_the_tail_is_spread_over_what_is_not_listed():
+    sparse = SparsePotentials(IDS[..., None], torch.zeros(B, L, 1), torch.full((B, L), 2.0))
+    assert_close(sparse.log_tail_weight(5), torch.full((B, L), 2.0 - math.log(4.0)))
+    assert bool((sparse.log_tail_weight(1) == -INF).all())
+    assert bool((some_sparse().log_tail_weight(5) == -INF).all())
+
+
+def test_masses_add_up_to_the_tail():
+    ev = make_evidence("sparse_tail", (B, L), N, V, seed=1)
+    others = ev.dense_log_weights(V).scatter(-1, ev.sparse.ids, -INF).logsumexp(-1)
+    assert_close(others, ev.sparse.log_tail, **EXACT)
+
+
+# Bad input.
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({}, "empty evidence: give tokens, log_potentials"),
+        ({"observed": MASK}, "empty evidence"),
+        ({"tokens": IDS[0]}, r"needs a batch and a length.*\(3,\)"),
+        ({"tokens": IDS[..., None]}, r"tokens must have shape \(2, 3\), found \(2, 3, 1\)"),
+        ({"tokens": IDS.float()}, r"tokens must be integer ids, found torch.float32"),
+        ({"tokens": MASK}, r"tokens must be integer ids, found torch.bool"),
+        ({"tokens": IDS, "observed": MASK[:, :2]}, r"observed must have shape \(2, 3\), found \(2, 2\)"),
+        ({"tokens": IDS, "observed": IDS}, "observed must be a boolean mask, found torch.int64"),
+        ({"tokens": IDS, "missing": IDS}, "missing must be a boolean mask, found torch.int64"),
+        ({"logits": SOFT, "observed": MASK}, "observed says which tokens are given, but tokens is None"),
+        ({"log_potentials": SOFT[0]}, r"log_potentials must have shape \(3, 5, \*\), found \(3, 5\)"),
+        ({"tokens": IDS, "logits": SOFT[:1]}, r"logits must have shape \(2, 3, \*\), found \(1, 3, 5\)"),
+        ({"tokens": IDS, "log_potentials": SOFT[:, :2]}, r"log_potentials must have shape \(2, 3, \*\)"),
+        ({"tokens": IDS, "latent_log_potentials": SOFT[:1]}, r"latent_log_potentials must have shape \(2, 3, \*\)"),
+        ({"tokens": IDS, "missing": MASK[:1]}, r"missing must have shape \(2, 3\)"),
+        ({"log_potentials": SOFT.long()}, "log_potentials must be floating point, found torch.int64"),
+        ({"logits": SOFT.bool()}, "logits must be floating point, found torch.bool"),
+        ({"latent_log_potentials": SOFT.int()}, "latent_log_potentials must be floating point, found torch.int32"),
+        ({"logits": SOFT, "log_potentials": SOFT}, "not both"),
+        ({"logits": SOFT, "dense": MASK}, "dense chooses between dense and sparse"),
+        ({"sparse": some_sparse(), "dense": MASK}, "dense chooses between dense and sparse"),
+        ({"logits": SOFT, "sparse": some_sparse(), "dense": IDS}, "dense must be a boolean mask"),
+        ({"tokens": IDS[:, :2], "sparse": some_sparse()}, r"sparse.ids must have shape \(2, 2, \*\)"),
+        ({"tokens": IDS, "logits": SOFT.to("meta")}, "logits is on meta, the rest of the evidence on cpu"),
+        ({"tokens": IDS, "observed": MASK.to("meta")}, "observed is on meta"),
+        ({"logits": SOFT, "temperature": 0.0}, r"temperature must be positive and finite, found 0\.0"),
+        ({"logits": SOFT, "temperature": -1.0}, r"positive and finite, found -1\.0"),
+        ({"logits": SOFT, "temperature": INF}, "positive and finite, found inf"),
+        ({"logits": SOFT, "temperature": math.nan}, "positive and finite, found nan"),
+        ({"logits": SOFT, "temperature": torch.tensor([1.0, 0.0])}, r"positive and finite, found 0\.0"),
+        ({"logits": SOFT, "temperature": torch.tensor([1.0, INF])}, "positive and finite, found inf"),
+        ({"logits": SOFT, "temperature": torch.ones(3)}, r"shape \(2,\), found \(3,\)"),
+        ({"log_potentials": SOFT, "temperature": 0.5}, "Give logits"),
+        ({"log_potentials": SOFT, "temperature": torch.ones(2)}, "Give logits"),
+        ({"tokens": IDS, "temperature": 0.5}, "Give logits"),
+    ],
+)
+def test_bad_evidence_is_named(fields, named):
+    with pytest.raises(InvalidEvidence, match=named):
+        Evidence(**fields)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ((IDS, torch.zeros(B, L)), r"must both be \(B, L, K\), found \(2, 3\)"),
+        ((IDS[..., None], torch.zeros(B, L, 2)), r"found \(2, 3, 1\) and \(2, 3, 2\)"),
+        ((torch.zeros(B, L, 1), torch.zeros(B, L, 1)), "sparse ids must be integers, found torch.float32"),
+        ((MASK[..., None], torch.zeros(B, L, 1)), "sparse ids must be integers, found torch.bool"),
+        ((IDS[..., None], torch.zeros(B, L, 1), torch.zeros(B)), r"log_tail must be \(B, L\) = \(2, 3\), found \(2,\)"),
+        ((torch.zeros(B, L, 2, dtype=torch.int64), torch.zeros(B, L, 2)), "a token is listed twice"),
+        ((torch.tensor([[[3, 1, 3]]]), torch.zeros(1, 1, 3)), "a token is listed twice"),
+    ],
+)
+def test_bad_sparse_potentials_are_named(arguments, named):
+    with pytest.raises(InvalidEvidence, match=named):
+        SparsePotentials(*arguments)
+
+
+@pytest.mark.parametrize("k", [0, -1, 6])
+def test_k_must_fit_the_vocabulary(k):
+    with pytest.raises(InvalidEvidence, match=f"k must be between 1 and V = 5, found {k}"):
+        SparsePotentials.from_logits(SOFT, k)
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, INF, math.nan])
+def test_the_temperature_of_sparse_potentials_must_be_positive(temperature):
+    with pytest.raises(InvalidEvidence, match="temperature must be positive and finite"):
+        SparsePotentials.from_logits(SOFT, 2, temperature)
+
+
+def test_a_device_of_sparse_potentials_is_checked_too():
+    with pytest.raises(InvalidEvidence, match=r"sparse.ids is on meta"):
+        Evidence(tokens=IDS, sparse=SparsePotentials(IDS[..., None].to("meta"), torch.zeros(B, L, 1).to("meta")))

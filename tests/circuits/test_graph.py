@@ -1,0 +1,673 @@
+import itertools
+import math
+import random
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from enumeration import (
+    all_strings,
+    chi_square_p_value,
+    enumerate_completions,
+    log_normalise,
+    string_log_weights,
+    token_marginals,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.testing import assert_close
+
+from codd.circuits.evidence import Evidence, SparsePotentials
+from codd.circuits.graph import Circuit
+from codd.circuits.nodes import Leaf, Mixture, Node, Product, leaf, mixture, product, topological_order
+from codd.errors import ImpossibleEvidence, InvalidCircuit, InvalidEvidence
+
+INF = math.inf
+
+
+def close(found: Tensor, wanted: Tensor, atol: float = 1e-10) -> None:
+    assert found.dtype == torch.float64
+    assert_close(found, wanted, rtol=1e-13, atol=atol)
+
+
+def log(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64).log()
+
+
+def cities() -> Circuit:
+    """San (0) or New (1), then Diego (0) or York (1)."""
+    west = product([leaf(0, [0.9, 0.1]), leaf(1, [0.8, 0.2])])
+    east = product([leaf(0, [0.3, 0.7]), leaf(1, [0.25, 0.75])])
+    return Circuit(mixture([west, east], weights=[0.6, 0.4]))
+
+
+def random_circuit(seed: int, sizes: tuple[int, ...], depth: int = 2) -> Circuit:
+    """A smooth, decomposable graph with shared nodes and zeros; variable t has sizes[t] tokens."""
+    rng = random.Random(seed)
+    pool: dict[frozenset[int], list[Node]] = {}
+
+    def simplex(n: int) -> list[float]:
+        raw = [rng.random() * (rng.random() > 0.15) for _ in range(n)]
+        raw[rng.randrange(n)] += 0.3
+        return [x / sum(raw) for x in raw]
+
+    def make(scope: frozenset[int], budget: int) -> Node:
+        known = pool.setdefault(scope, [])
+        if len(known) > 1 and rng.random() < 0.3:
+            return rng.choice(known)
+        node: Node
+        if budget > 0 and rng.random() < 0.6:
+            children = [make(scope, budget - 1) for _ in range(rng.randint(1, 3))]
+            node = mixture(children, weights=simplex(len(children)))
+        elif len(scope) == 1:
+            (variable,) = scope
+            node = leaf(variable, simplex(sizes[variable]))
+        else:
+            names = rng.sample(sorted(scope), len(scope))
+            cut = rng.randint(1, len(names) - 1)
+            node = product([make(frozenset(part), budget) for part in (names[:cut], names[cut:])])
+        known.append(node)
+        return node
+
+    everything = frozenset(range(len(sizes)))
+    return Circuit(mixture([make(everything, depth) for _ in range(2)], weights=simplex(2)))
+
+
+class Tree(NamedTuple):
+    """One way to walk a circuit: the leaf of each variable, and the product of the weights on the way."""
+
+    leaves: dict[int | str, Leaf]
+    log_weight: float
+
+
+def trees(node: Node) -> list[Tree]:
+    """The circuit multiplied out: an implementation that shares nothing with the passes."""
+    if isinstance(node, Leaf):
+        return [Tree({node.variable: node}, 0.0)]
+    below = [trees(child) for child in node.children]
+    if isinstance(node, Mixture):
+        weights = node.log_weights.tolist()
+        return [Tree(t.leaves, w + t.log_weight) for w, ts in zip(weights, below, strict=True) for t in ts]
+    parts = itertools.product(*below)
+    return [Tree({v: n for t in ts for v, n in t.leaves.items()}, sum(t.log_weight for t in ts)) for ts in parts]
+
+
+class Truth(NamedTuple):
+    """Everything about a circuit and evidence, from the walks multiplied out."""
+
+    joint: Tensor  # (B, T, M) log-weight of walk and string
+    latents: Tensor  # (T, L) leaf numbers of each walk
+    strings: Tensor  # (M, L)
+
+    @property
+    def log_partition(self) -> Tensor:
+        return self.joint.flatten(1).logsumexp(-1)
+
+    @property
+    def table(self) -> Tensor:
+        return log_normalise(self.joint.logsumexp(1))
+
+    def posterior(self, num_latents: int) -> Tensor:
+        return token_marginals(self.latents, log_normalise(self.joint.logsumexp(2)), num_latents)
+
+
+def truth(circuit: Circuit, ev: Evidence) -> Truth:
+    walks = trees(circuit.root)
+    made = {id(n): n for walk in walks for n in walk.leaves.values()}.values()
+    numbered = {v: sorted((n for n in made if n.variable == v), key=lambda n: n.created) for v in circuit.variables}
+    latents = torch.tensor([[numbered[v].index(walk.leaves[v]) for v in circuit.variables] for walk in walks])
+    strings = all_strings(circuit.vocab_size, circuit.length)
+    joint = string_log_weights(strings, ev.dense_log_weights(circuit.vocab_size))[:, None]
+    if ev.latent_log_potentials is not None:
+        joint = joint + string_log_weights(latents, ev.latent_log_potentials.double())[..., None]
+    rows = []
+    for walk in walks:
+        row = torch.full((len(strings),), walk.log_weight, dtype=torch.float64)
+        for t, v in enumerate(circuit.variables):
+            probs = torch.full((circuit.vocab_size,), -INF, dtype=torch.float64)
+            probs[: len(walk.leaves[v].log_probs)] = walk.leaves[v].log_probs
+            row = row + probs[strings[:, t]]
+        rows.append(row)
+    return Truth(joint + torch.stack(rows), latents, strings)
+
+
+def missing(batch: int, length: int) -> Evidence:
+    return Evidence(missing=torch.ones(batch, length, dtype=torch.bool))
+
+
+def random_evidence(kind: str, circuit: Circuit, seed: int = 0, batch: int = 3) -> Evidence:
+    g = torch.Generator().manual_seed(seed)
+    length, vocab, leaves = circuit.length, circuit.vocab_size, circuit.num_latents
+    soft = torch.randn(batch, length, vocab, generator=g, dtype=torch.float64) * 2
+    tokens = torch.randint(vocab, (batch, length), generator=g)
+    observed = torch.rand(batch, length, generator=g) < 0.4
+    latent = torch.randn(batch, length, leaves, generator=g, dtype=torch.float64)
+    holes = torch.rand(batch, length, vocab, generator=g) < 0.25
+    sparse = SparsePotentials.from_logits(soft, max(1, vocab - 2))
+    return {
+        "missing": lambda: missing(batch, length),
+        "observed": lambda: Evidence(tokens=tokens, observed=observed),
+        "soft": lambda: Evidence(log_potentials=soft),
+        "zeros": lambda: Evidence(log_potentials=soft.masked_fill(holes, -INF)),
+        "logits": lambda: Evidence(logits=soft, temperature=0.7, tokens=tokens, observed=observed),
+        "sparse": lambda: Evidence(sparse=sparse, tokens=tokens, observed=observed),
+        "latent": lambda: Evidence(latent_log_potentials=latent),
+        "all": lambda: Evidence(
+            tokens=tokens,
+            observed=observed,
+            log_potentials=soft,
+            sparse=sparse,
+            dense=holes[..., 0],
+            missing=holes[..., -1],
+            latent_log_potentials=latent.masked_fill(latent < -1.2, -INF),
+        ),
+    }[kind]()
+
+
+KINDS = ("missing", "observed", "soft", "zeros", "logits", "sparse", "latent", "all")
+SIZES = ((2, 2), (3, 3, 3), (2, 4, 3), (2, 2, 2, 2))
+CASES = [(seed, SIZES[seed % len(SIZES)]) for seed in (0, 1, 2, 3, 4, 5, 6, 15)]
+
+
+@pytest.fixture(params=CASES, ids=lambda case: f"seed{case[0]}-sizes{case[1]}")
+def circuit(request: pytest.FixtureRequest) -> Circuit:
+    seed, sizes = request.param
+    return random_circuit(seed, sizes)
+
+
+def test_the_random_circuits_share_nodes_and_have_zeros() -> None:
+    def parents(c: Circuit) -> int:
+        edges = [child for node in topological_order(c.root) for child in node.children]
+        return max(edges.count(child) for child in edges)
+
+    circuits = [random_circuit(*case) for case in CASES]
+    assert max(map(parents, circuits)) >= 3
+    assert any(bool((c.leaf_log_probs[:, 0] == -INF).any()) for c in circuits)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_random_evidence_is_mostly_possible(kind: str) -> None:
+    circuits = [random_circuit(*case) for case in CASES]
+    possible = torch.cat([c.log_partition(random_evidence(kind, c)) > -INF for c in circuits])
+    assert float(possible.double().mean()) > 0.4
+
+
+def check_all_queries(circuit: Circuit, ev: Evidence) -> None:
+    """Every deterministic query against the circuit multiplied out."""
+    exact = truth(circuit, ev)
+    possible = exact.log_partition > -INF
+    close(circuit.log_partition(ev), exact.log_partition)
+    close(circuit.posterior(ev), exact.posterior(circuit.num_latents))
+    close(circuit.marginals(ev), token_marginals(exact.strings, exact.table, circuit.vocab_size))
+    best = circuit.max_product(ev)
+    close(best.log_value, exact.joint.flatten(1).amax(-1))
+    for b in possible.nonzero().flatten().tolist():
+        same_latents = (exact.latents == best.latents[b]).all(-1)
+        same_string = (exact.strings == best.tokens[b]).all(-1)
+        close(exact.joint[b][same_latents][:, same_string].max(), best.log_value[b])
+    for m in range(0, len(exact.strings), 5):
+        ids = exact.strings[m].expand(ev.shape)
+        observed = ev.kind == 0
+        whole = ids if ev.tokens is None else torch.where(observed, ev.tokens, ids)
+        index = (exact.strings == whole[:, None]).all(-1).int().argmax(-1)
+        close(circuit.conditional_log_prob(ids, ev), exact.table[torch.arange(ev.shape[0]), index])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_queries_equal_the_circuit_multiplied_out(circuit: Circuit, kind: str) -> None:
+    check_all_queries(circuit, random_evidence(kind, circuit))
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10**6), st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple), st.sampled_from(KINDS))
+def test_queries_on_drawn_circuits(seed: int, sizes: tuple[int, ...], kind: str) -> None:
+    drawn = random_circuit(seed, sizes)
+    check_all_queries(drawn, random_evidence(kind, drawn, seed, batch=2))
+
+
+def test_log_prob_is_a_distribution_and_agrees_with_enumeration(circuit: Circuit) -> None:
+    strings = all_strings(circuit.vocab_size, circuit.length)
+    exact = truth(circuit, missing(1, circuit.length))
+    close(circuit.log_prob(strings), exact.joint.logsumexp(1)[0])
+    close(circuit.log_prob(strings).logsumexp(0), torch.zeros((), dtype=torch.float64))
+    ev = random_evidence("logits", circuit, seed=5)
+    listed = enumerate_completions(circuit.log_prob, circuit.vocab_size, circuit.length, ev)
+    close(circuit.log_partition(ev), listed.log_partition)
+    close(circuit.marginals(ev), listed.marginals)
+    close(listed.log_table, truth(circuit, ev).table)
+
+
+class TestCities:
+    """Numbers computed by hand."""
+
+    def test_log_prob(self) -> None:
+        ids = torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1]])
+        close(cities().log_prob(ids), log(0.462, 0.198, 0.118, 0.222))
+
+    def test_observed(self) -> None:
+        san = Evidence(tokens=torch.tensor([[0, 99]]), observed=torch.tensor([[True, False]]))
+        close(cities().log_partition(san), log(0.66))
+        close(cities().marginals(san)[0], torch.stack([log(1, 0), log(0.7, 0.3)]))
+        close(cities().posterior(san)[0], log(9 / 11, 2 / 11).expand(2, 2))
+        close(cities().conditional_log_prob(torch.tensor([[55, 0]]), san), log(0.7))
+
+    def test_soft(self) -> None:
+        ev = Evidence(log_potentials=torch.stack([log(2, 1), log(1, 3)])[None])
+        close(cities().log_partition(ev), log(2.896))
+        close(cities().marginals(ev)[0, 0], log(2.112 / 2.896, 0.784 / 2.896))
+        close(cities().conditional_log_prob(torch.tensor([[1, 1]]), ev), log(0.666 / 2.896))
+
+    def test_sparse(self) -> None:
+        # The tail of the second position is 1.5 + 1.5 on the only token that is not listed: weights (1, 3) again.
+        sparse = SparsePotentials(
+            torch.tensor([[[0], [0]]]), torch.stack([log(2), log(1)])[None], torch.stack([log(1)[0], log(3)[0]])[None]
+        )
+        close(cities().log_partition(Evidence(sparse=sparse)), log(2.896))
+
+    def test_latent(self) -> None:
+        # Twice the weight for the first leaf of the first variable: only walks through `west` gain.
+        ev = Evidence(latent_log_potentials=torch.stack([log(2, 1), log(1, 1)])[None])
+        close(cities().log_partition(ev), log(1.6))
+        close(cities().posterior(ev)[0], log(0.75, 0.25).expand(2, 2))
+
+    def test_best(self) -> None:
+        found = cities().max_product(missing(1, 2))
+        close(found.log_value, log(0.432))
+        assert found.tokens.tolist() == [[0, 0]]
+        assert found.latents.tolist() == [[0, 0]]
+        york = cities().max_product(Evidence(tokens=torch.tensor([[0, 1]]), observed=torch.tensor([[False, True]])))
+        close(york.log_value, log(0.21))
+        assert (york.tokens.tolist(), york.latents.tolist()) == ([[1, 1]], [[1, 1]])
+
+    def test_flows(self) -> None:
+        c = cities()
+        flows = c.flows(Evidence(tokens=torch.tensor([[0, 0], [1, 1]])), weights=torch.tensor([2.0, 1.0]))
+        west = 2 * 0.432 / 0.462 + 0.012 / 0.222
+        assert isinstance(c.root, Mixture)
+        close(flows.mixtures[c.root], torch.tensor([west, 3 - west], dtype=torch.float64))
+        first = next(n for n in flows.leaves if n.variable == 0)
+        close(flows.leaves[first], torch.tensor([2 * 0.432 / 0.462, 0.012 / 0.222], dtype=torch.float64))
+
+    def test_scores_given_the_latents(self) -> None:
+        ev = Evidence(
+            log_potentials=torch.stack([log(2, 1), log(1, 3)])[None],
+            tokens=torch.tensor([[0, 1]]),
+            observed=torch.tensor([[False, True]]),
+        )
+        scores = cities().conditional_scores(ev, torch.tensor([[1, 0]]))
+        close(scores[0], torch.stack([log(0.6, 0.7), log(0, 1)]))
+        with pytest.raises(InvalidEvidence, match=r"latents\[0, 1\] = 2.*has 2 leaves"):
+            cities().conditional_scores(ev, torch.tensor([[1, 2]]))
+
+    def test_sizes(self) -> None:
+        c = cities()
+        assert (c.length, c.vocab_size, c.num_latents, c.variables) == (2, 2, 2, (0, 1))
+        assert "variables=2, nodes=7, edges=6" in repr(c)
+        close(c.leaf_log_probs.exp()[1], torch.tensor([[0.8, 0.2], [0.25, 0.75]], dtype=torch.float64))
+
+
+def rebuilt(circuit: Circuit, target: Leaf | Mixture, entry: int, shift: float) -> Circuit:
+    """The circuit with one log-parameter moved by less than what validation tolerates."""
+
+    def moved(node: Leaf | Mixture, values: Tensor) -> Tensor:
+        values = values.clone()
+        if node is target:
+            values[entry] += shift
+        return values
+
+    order = topological_order(circuit.root)
+    new: dict[Node, Node] = {}
+    for n in sorted((n for n in order if isinstance(n, Leaf)), key=lambda n: n.created):
+        new[n] = leaf(n.variable, log_probs=moved(n, n.log_probs))
+    for n in order:
+        if isinstance(n, Product):
+            new[n] = product([new[c] for c in n.children])
+        elif isinstance(n, Mixture):
+            new[n] = mixture([new[c] for c in n.children], log_weights=moved(n, n.log_weights))
+    return Circuit(new[circuit.root], circuit.variables)
+
+
+@pytest.mark.parametrize("kind", ["soft", "all"])
+@pytest.mark.parametrize("case", CASES[1:4], ids=str)
+def test_flows_are_the_gradient_of_log_partition(case: tuple[int, tuple[int, ...]], kind: str) -> None:
+    circuit = random_circuit(*case)
+    ev = random_evidence(kind, circuit, seed=2, batch=8)
+    ev = ev.select(circuit.log_partition(ev) > -INF)
+    assert ev.shape[0] > 0
+    weights = torch.linspace(0.5, 2.0, ev.shape[0], dtype=torch.float64)
+    flows = circuit.flows(ev, weights)
+    nodes = topological_order(circuit.root)
+    assert set(flows.mixtures) | set(flows.leaves) == {n for n in nodes if not isinstance(n, Product)}
+    eps = 4e-7
+    for node, found in (flows.mixtures | flows.leaves).items():
+        for entry in range(len(found)):
+            up, down = (rebuilt(circuit, node, entry, s).log_partition(ev) @ weights for s in (eps, -eps))
+            assert float(found[entry]) == pytest.approx(float((up - down) / (2 * eps)), abs=2e-8)
+
+
+def test_flows_count_every_position_once(circuit: Circuit) -> None:
+    ev = random_evidence("logits", circuit)
+    possible = int((circuit.log_partition(ev) > -INF).sum())
+    flows = circuit.flows(ev)
+    for variable in circuit.variables:
+        total = sum(float(x.sum()) for n, x in flows.leaves.items() if n.variable == variable)
+        assert total == pytest.approx(possible, abs=1e-10)
+
+
+class TestSampling:
+    def test_strings_and_latents_are_exact(self) -> None:
+        c = random_circuit(10, (2, 4, 3))
+        ev = random_evidence("latent", c, batch=2)
+        soft = random_evidence("soft", c, batch=2).log_potentials
+        assert soft is not None
+        ev = Evidence(log_potentials=soft / 2, latent_log_potentials=ev.latent_log_potentials)
+        n = 20_000
+        drawn = c.sample(ev, torch.Generator().manual_seed(0), num_samples=n)
+        assert drawn.tokens.shape == drawn.latents.shape == (n, 2, 3)
+        close(drawn.log_partition, c.log_partition(ev))
+        exact = truth(c, ev)
+        # Walks with the same leaves cannot be told apart by their latents: add them up.
+        paths, where = exact.latents.unique(dim=0, return_inverse=True)
+        joint = log_normalise(exact.joint.flatten(1)).reshape(exact.joint.shape)
+        for b in range(2):
+            table = torch.stack([joint[b][where == i].logsumexp(0) for i in range(len(paths))])
+            path = (drawn.latents[:, b, None] == paths).all(-1).int().argmax(-1)
+            string = (drawn.tokens[:, b, None] == exact.strings).all(-1).int().argmax(-1)
+            counts = torch.bincount(path * len(exact.strings) + string, minlength=table.numel())
+            assert chi_square_p_value(counts, table.flatten()) > 1e-3
+            assert chi_square_p_value(counts, table.flip(0).flatten()) < 1e-9
+            assert chi_square_p_value(counts.reshape(table.shape).sum(0), exact.table[b]) > 1e-3
+
+    def test_latents_follow_the_posterior(self, circuit: Circuit) -> None:
+        ev = missing(1, circuit.length)
+        drawn = circuit.sample(ev, torch.Generator().manual_seed(1), num_samples=4000)
+        for t in range(circuit.length):
+            counts = torch.bincount(drawn.latents[:, 0, t], minlength=circuit.num_latents)
+            assert chi_square_p_value(counts, circuit.posterior(ev)[0, t]) > 1e-4
+
+    def test_unconditional(self) -> None:
+        drawn = cities().sample_unconditional(20_000, torch.Generator().manual_seed(3))
+        assert drawn.tokens.shape == drawn.latents.shape == (20_000, 2)
+        assert drawn.log_partition.shape == (20_000,)
+        counts = torch.bincount(drawn.tokens @ torch.tensor([2, 1]), minlength=4)
+        assert chi_square_p_value(counts, log(0.462, 0.198, 0.118, 0.222)) > 1e-3
+        assert chi_square_p_value(counts, log(0.45, 0.21, 0.118, 0.222)) < 1e-3
+
+    def test_observed_tokens_stay_and_excluded_ones_never_come(self) -> None:
+        c = random_circuit(3, (2, 2, 2, 2))
+        ev = random_evidence("zeros", c, seed=1, batch=6)
+        tokens, observed = torch.ones(6, 4, dtype=torch.int32), torch.tensor([True, False, False, True]).expand(6, 4)
+        ev = Evidence(log_potentials=ev.log_potentials, tokens=tokens, observed=observed)
+        ev = ev.select(c.log_partition(ev) > -INF)
+        assert ev.shape[0] > 0
+        drawn = c.sample(ev, torch.Generator().manual_seed(0), num_samples=50)
+        assert bool((drawn.tokens[..., [0, 3]] == 1).all())
+        for row in drawn.tokens:
+            assert bool((c.conditional_log_prob(row, ev) > -INF).all())
+
+    def test_randomness_comes_from_the_generator_alone(self) -> None:
+        c, before = cities(), torch.get_rng_state()
+        first, second, other = (
+            c.sample(missing(64, 2), torch.Generator().manual_seed(seed)).tokens for seed in (7, 7, 8)
+        )
+        assert torch.equal(first, second)
+        assert not torch.equal(first, other)
+        assert torch.equal(before, torch.get_rng_state())
+
+    def test_categories_of_weight_zero_are_never_drawn(self) -> None:
+        c = Circuit(mixture([leaf(0, [0, 0.5, 0, 0.5, 0]), leaf(0, [1, 0, 0, 0, 0])], weights=[1, 0]))
+        drawn = c.sample_unconditional(5000, torch.Generator().manual_seed(0))
+        assert set(drawn.tokens.flatten().tolist()) == {1, 3}
+        assert set(drawn.latents.flatten().tolist()) == {0}
+
+    @pytest.mark.parametrize(("uniform", "token"), [(0.0, 1), (1 - 2.0**-53, 3)])
+    def test_nor_at_the_ends_of_the_unit_interval(
+        self, monkeypatch: pytest.MonkeyPatch, uniform: float, token: int
+    ) -> None:
+        monkeypatch.setattr(torch, "rand", lambda *shape, **_: torch.full(shape, uniform, dtype=torch.float64))
+        assert Circuit(leaf(0, [0, 0.7, 0, 0.3, 0])).sample_unconditional(1).tokens.tolist() == [[token]]
+
+
+class TestImpossible:
+    """Token 1 of the first variable has probability zero; sequence 1 of the batch observes it."""
+
+    c = Circuit(product([leaf(0, [1.0, 0.0]), mixture([leaf(1, [0.5, 0.5]), leaf(1, [0.0, 1.0])], weights=[0.3, 0.7])]))
+    ev = Evidence(tokens=torch.tensor([[0, 0], [1, 0]]), observed=torch.tensor([[True, False], [True, False]]))
+
+    def test_queries_say_minus_infinity_never_nan(self) -> None:
+        close(self.c.log_partition(self.ev), log(1, 0))
+        assert self.c.log_prob(torch.tensor([[1, 0]])).tolist() == [-INF]
+        for found in (self.c.posterior(self.ev), self.c.marginals(self.ev)):
+            assert not bool(found.isnan().any())
+            assert bool((found[1] == -INF).all())
+        assert self.c.conditional_log_prob(torch.zeros(2, 2, dtype=torch.int64), self.ev)[1] == -INF
+        assert self.c.max_product(self.ev).log_value[1] == -INF
+
+    def test_flows_ignore_it(self) -> None:
+        both, one = self.c.flows(self.ev), self.c.flows(self.ev.select(torch.tensor([0])))
+        for node, count in (both.mixtures | both.leaves).items():
+            close(count, (one.mixtures | one.leaves)[node])
+
+    def test_sampling_refuses_and_names_the_sequence(self) -> None:
+        with pytest.raises(ImpossibleEvidence, match=r"sequence\(s\) 1 ") as error:
+            self.c.sample(self.ev, torch.Generator())
+        assert error.value.sequences == (1,)
+        unchecked = self.c.sample(self.ev, torch.Generator(), check=False)
+        assert unchecked.tokens[:, 0].tolist() == [0, 1]
+        assert unchecked.log_partition[1] == -INF
+
+    def test_by_latents(self) -> None:
+        latent = torch.zeros(1, 2, 2)
+        latent[0, 0, 0] = -INF
+        assert self.c.log_partition(Evidence(latent_log_potentials=latent)).tolist() == [-INF]
+
+
+class TestExtremes:
+    @pytest.mark.parametrize("scale", [1e4, -1e4])
+    def test_a_common_factor_is_exact(self, scale: float) -> None:
+        c = random_circuit(1, (3, 3, 3))
+        ev = random_evidence("soft", c)
+        assert ev.log_potentials is not None
+        moved = Evidence(log_potentials=ev.log_potentials + scale)
+        close(c.log_partition(moved), c.log_partition(ev) + 3 * scale, atol=1e-10)
+        close(c.marginals(moved), c.marginals(ev))
+
+    def test_far_apart_weights(self) -> None:
+        c = random_circuit(1, (3, 3, 3))
+        g = torch.Generator().manual_seed(0)
+        phi = torch.tensor([1e4, -1e4, 0.0, -INF], dtype=torch.float64)[torch.randint(4, (5, 3, 3), generator=g)]
+        check_all_queries(c, Evidence(log_potentials=phi))
+        latent = torch.tensor([1e4, -1e4], dtype=torch.float64)[torch.randint(2, (5, 3, c.num_latents), generator=g)]
+        check_all_queries(c, Evidence(log_potentials=phi, latent_log_potentials=latent))
+
+    def test_tiny_parameters_survive_as_logarithms(self) -> None:
+        tiny = torch.tensor([0.0, -1e4], dtype=torch.float64)
+        c = Circuit(mixture([leaf(0, log_probs=tiny), leaf(0, log_probs=tiny)], log_weights=tiny))
+        assert c.log_prob(torch.tensor([[1]])).tolist() == [-1e4]
+
+    def test_samples_at_the_extremes(self) -> None:
+        phi = torch.tensor([[[1e4, -1e4], [-1e4, 1e4]]], dtype=torch.float64)
+        drawn = cities().sample(Evidence(log_potentials=phi), torch.Generator().manual_seed(0), num_samples=100)
+        assert bool((drawn.tokens == torch.tensor([0, 1])).all())
+
+    def test_empty_batch(self) -> None:
+        c, nothing = cities(), missing(0, 2)
+        assert c.log_partition(nothing).shape == (0,)
+        assert c.marginals(nothing).shape == c.posterior(nothing).shape == (0, 2, 2)
+        assert c.sample(nothing).tokens.shape == c.max_product(nothing).tokens.shape == (0, 2)
+        assert all(float(x.sum()) == 0 for x in c.flows(nothing).leaves.values())
+
+
+class TestGraphs:
+    def test_a_single_leaf(self) -> None:
+        c = Circuit(leaf("x", [0.25, 0.75]))
+        close(c.log_prob(torch.tensor([[0], [1]])), log(0.25, 0.75))
+        assert c.sample_unconditional(5, torch.Generator()).latents.tolist() == [[0]] * 5
+
+    def test_named_variables_of_different_sizes(self) -> None:
+        shape = leaf("shape", [0.1, 0.2, 0.3, 0.4])
+        c = Circuit(product([leaf("colour", [0.5, 0.5]), shape]))
+        assert c.variables == ("colour", "shape")
+        assert c.vocab_size == 4
+        close(c.log_prob(torch.tensor([[1, 3], [3, 1]])), log(0.2, 0))
+        close(c.marginals(missing(1, 2))[0, 0], log(0.5, 0.5, 0, 0))
+        assert c.flows(missing(1, 2)).leaves[shape].shape == (4,)
+        assert int(c.sample_unconditional(200, torch.Generator()).tokens[:, 0].max()) == 1
+
+    def test_positions(self) -> None:
+        root = product([leaf(5, [0.9, 0.1]), leaf(2, [0.3, 0.7])])
+        assert Circuit(root).variables == (2, 5)
+        close(Circuit(root).log_prob(torch.tensor([[1, 0]])), log(0.63))
+        chosen = Circuit(root, variables=[5, 2])
+        close(chosen.log_prob(torch.tensor([[1, 0]])), log(0.03))
+        assert Circuit(product([leaf("b", [1.0]), leaf(0, [1.0]), leaf("a", [1.0])])).variables == ("b", 0, "a")
+
+    def test_leaves_are_numbered_in_order_of_creation(self) -> None:
+        second, first = [0.2, 0.8], [0.6, 0.4]
+        made = [leaf(0, first), leaf(0, second)]
+        c = Circuit(mixture([made[1], made[0]], weights=[0.5, 0.5]))
+        close(c.leaf_log_probs[0], torch.stack([log(*first), log(*second)]))
+
+    def test_a_shared_child_is_evaluated_once(self) -> None:
+        node: Node = leaf(0, [0.25, 0.75])
+        for _ in range(100):  # 2**100 walks
+            node = mixture([node, node], weights=[0.5, 0.5])
+        c = Circuit(node)
+        close(c.log_prob(torch.tensor([[1]])), log(0.75))
+        close(c.posterior(missing(1, 1)), torch.zeros(1, 1, 1, dtype=torch.float64))
+
+    def test_depth_has_no_limit(self) -> None:
+        node: Node = leaf(0, [0.25, 0.75])
+        for _ in range(3 * sys.getrecursionlimit()):
+            node = mixture([node], weights=[1.0])
+        c = Circuit(node)
+        close(c.marginals(missing(1, 1)), log(0.25, 0.75)[None, None])
+        assert c.sample(missing(2, 1), torch.Generator()).tokens.shape == (2, 1)
+        assert repr(node).startswith("Mixture('mixture#")
+
+    def test_nodes_cannot_change(self) -> None:
+        probs = torch.tensor([0.5, 0.5])
+        node = leaf(0, probs)
+        probs[0] = 0.0
+        close(node.log_probs, log(0.5, 0.5))
+        with pytest.raises(AttributeError):
+            node.name = "other"  # type: ignore[misc]
+        assert node != leaf(0, [0.5, 0.5])
+        assert len({node, node}) == 1
+
+
+a, b = leaf(0, [0.5, 0.5], name="A"), leaf(1, [0.5, 0.5], name="B")
+ab = product([a, b], name="AB")
+
+
+class TestInvalidCircuits:
+    @pytest.mark.parametrize(
+        ("root", "words"),
+        [
+            (mixture([ab, a], weights=[0.5, 0.5], name="mix"), ["mix is not smooth", "AB has {0, 1}", "A has {0}"]),
+            (product([ab, b], name="prod"), ["prod is not decomposable", "AB has {0, 1}", "B has {1}", "share {1}"]),
+            (product([a, a], name="square"), ["square is not decomposable", "share {0}"]),
+            (mixture([a, a], weights=[0.5, 0.6], name="mix"), ["weights of mix must sum to 1", "found 1.1"]),
+            (mixture([a, a], weights=[1.5, -0.5], name="mix"), ["weights of mix", "non-negative", "entry 1"]),
+            (mixture([a, a], weights=[math.nan, 1.0], name="mix"), ["weights of mix", "entry 0", "NaN"]),
+            (mixture([a], weights=[0.5, 0.5], name="mix"), ["mix", "each of its 1 children", "found 2"]),
+            (mixture([], weights=[], name="mix"), ["mix has no children"]),
+            (product([], name="prod"), ["prod has no children"]),
+            (leaf(0, [0.5, 0.4], name="L"), ["probs of L must sum to 1", "found 0.9"]),
+            (leaf(0, [1.1, -0.1], name="L"), ["probs of L", "entry 1 is negative"]),
+            (leaf(0, [math.nan, 1.0], name="L"), ["probs of L", "entry 0"]),
+            (leaf(0, log_probs=[math.inf, -1.0], name="L"), ["probs of L", "infinite"]),
+            (leaf(0, [], name="L"), ["probs of L must sum to 1", "found 0"]),
+            (
+                mixture([a, leaf(0, [1.0, 0.0, 0.0], name="long")], weights=[0.5, 0.5]),
+                ["variable 0", "A has 2", "long has 3"],
+            ),
+        ],
+    )
+    def test_the_message_names_the_nodes(self, root: Node, words: list[str]) -> None:
+        with pytest.raises(InvalidCircuit) as error:
+            Circuit(root)
+        for word in words:
+            assert word in str(error.value)
+
+    def test_a_fault_deep_inside_is_found_and_automatic_names_are_readable(self) -> None:
+        inner = mixture([leaf(0, [1.0]), leaf(1, [1.0])], weights=[0.5, 0.5])
+        outer = product([leaf(2, [1.0]), inner])
+        with pytest.raises(InvalidCircuit, match=rf"{inner.name} is not smooth.*leaf#\d+ has {{0}}"):
+            Circuit(mixture([outer], weights=[1.0]))
+
+    def test_long_scopes_are_cut_short(self) -> None:
+        wide = product([leaf(v, [1.0]) for v in range(20)])
+        with pytest.raises(InvalidCircuit, match=r"\{0, 1, 2, 3, 4, 5, 6, 7, \.\.\. \(20 in all\)\}"):
+            Circuit(mixture([wide, leaf(0, [1.0])], weights=[0.5, 0.5]))
+
+    def test_rounding_is_tolerated_and_no_more(self) -> None:
+        Circuit(leaf(0, [0.5, 0.5 + 9e-5]))
+        Circuit(leaf(0, torch.rand(5000).softmax(0)))
+        with pytest.raises(InvalidCircuit):
+            Circuit(leaf(0, [0.5, 0.5 + 2e-4]))
+
+    @pytest.mark.parametrize(
+        ("variables", "words"),
+        [([0], r"missing \[1\]"), ([0, 1, 2], r"not in the circuit \[2\]"), ([0, 1, 1], r"twice \[1\]")],
+    )
+    def test_variables_must_be_a_permutation(self, variables: list[int], words: str) -> None:
+        with pytest.raises(InvalidCircuit, match=words):
+            Circuit(ab, variables=variables)
+
+    @pytest.mark.parametrize(
+        ("make", "words"),
+        [
+            (lambda: product(iter([a, "B"]), name="P"), "child of P is a str"),
+            (lambda: leaf(0, torch.full((2, 2), 0.25), name="L"), r"probs of L must be one-dimensional.*\(2, 2\)"),
+            (lambda: leaf(0, name="L"), "L needs probs or log_probs.*none"),
+            (lambda: mixture([a], [1.0], log_weights=[0.0], name="M"), "M needs weights or log_weights.*both"),
+        ],
+    )
+    def test_what_is_not_a_node_at_all(self, make: Callable[[], Node], words: str) -> None:
+        with pytest.raises(InvalidCircuit, match=words):
+            make()
+
+
+class TestInvalidEvidence:
+    @pytest.mark.parametrize(
+        ("make", "words"),
+        [
+            (lambda: Evidence(tokens=torch.tensor([[0, 2]])), r"tokens\[0, 1\] = 2.*from 0 to 1.*mask id"),
+            (lambda: Evidence(tokens=torch.tensor([[-1, 0]])), r"tokens\[0, 0\] = -1"),
+            (lambda: missing(1, 3), "2 variable.*found 3"),
+            (lambda: Evidence(log_potentials=torch.zeros(1, 2, 3)), "V = 2.*found 3"),
+            (lambda: Evidence(logits=torch.zeros(1, 2, 1)), "V = 2.*found 1"),
+            (lambda: Evidence(latent_log_potentials=torch.zeros(1, 2, 3)), "K = 2.*found 3"),
+            (lambda: Evidence(log_potentials=torch.full((1, 2, 2), math.nan)), "nan in sequence 0, position 0"),
+            (lambda: Evidence(log_potentials=torch.full((1, 2, 2), INF)), "found inf in sequence 0"),
+            (lambda: Evidence(latent_log_potentials=torch.full((1, 2, 2), math.nan)), "latent_log_potentials.*nan"),
+            (
+                lambda: Evidence(sparse=SparsePotentials(torch.full((1, 2, 1), 2), torch.zeros(1, 2, 1))),
+                r"sparse.ids\[0, 0, 0\] = 2",
+            ),
+            (lambda: Evidence(missing=torch.ones(1, 2, dtype=torch.bool, device="meta")), "CPU.*meta"),
+        ],
+    )
+    @pytest.mark.parametrize("query", ["log_partition", "marginals", "posterior", "sample", "max_product", "flows"])
+    def test_every_query_refuses(self, query: str, make: Callable[[], Evidence], words: str) -> None:
+        with pytest.raises(InvalidEvidence, match=words):
+            getattr(cities(), query)(make())
+
+    def test_ids(self) -> None:
+        with pytest.raises(InvalidEvidence, match=r"tokens\[0, 1\] = 7"):
+            cities().log_prob(torch.tensor([[0, 7]]))
+        with pytest.raises(InvalidEvidence, match=r"tokens\[0, 0\] = 7"):
+            cities().conditional_log_prob(torch.tensor([[7, 0]]), missing(1, 2))
+
+    def test_nan_at_an_observed_position_is_ignored(self) -> None:
+        phi = torch.full((1, 2, 2), math.nan)
+        ev = Evidence(tokens=torch.tensor([[0, 0]]), observed=torch.tensor([[True, True]]), log_potentials=phi)
+        close(cities().log_partition(ev), log(0.462))
+
+    def test_weights_of_flows(self) -> None:
+        with pytest.raises(InvalidEvidence, match=r"weights must be \(B,\) = \(3,\), found \(2,\)"):
+            cities().flows(missing(3, 2), torch.ones(2))

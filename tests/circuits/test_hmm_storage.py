@@ -1,0 +1,194 @@
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from strategies import LAYOUTS, generator, make_evidence, make_hmm
+from torch import Tensor
+from torch.testing import assert_close
+
+from codd.circuits import HMM, Evidence, ops, storage
+from codd.circuits.storage import CONFIG_FILE, WEIGHTS_FILE, write_folder
+from codd.errors import FormatError, InvalidCircuit
+
+
+def tensors_of(hmm: HMM) -> list[Tensor]:
+    return [hmm.log_initial, *hmm.transition.log_factors, hmm.emission.stored]
+
+
+def assert_identical(found: HMM, wanted: HMM) -> None:
+    assert repr(found) == repr(wanted)
+    for a, b in zip(tensors_of(found), tensors_of(wanted), strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_loaded_is_bit_identical(layout, dtype, tmp_path):
+    compact = dtype == torch.bfloat16
+    hmm = make_hmm(layout, dtype=torch.float32 if compact else dtype)
+    hmm = hmm.to(emission=torch.bfloat16) if compact else hmm
+    assert hmm.save(tmp_path / "circuit") == tmp_path / "circuit"
+    assert_identical(HMM.load(tmp_path / "circuit"), hmm)
+    assert_identical(HMM.load(str(tmp_path / "circuit"), device="cpu"), hmm)
+
+
+def test_zero_probabilities_survive(tmp_path):
+    hmm = HMM(torch.tensor([1.0, 0.0]).log(), torch.eye(2).log(), torch.eye(2).log())
+    assert_identical(HMM.load(hmm.save(tmp_path)), hmm)
+
+
+def test_the_names_of_the_hub(tmp_path):
+    hmm = make_hmm("low_rank_per_position")
+    hmm.save_pretrained(tmp_path / "here", push_to_hub=False)
+    assert_identical(HMM.from_pretrained(tmp_path / "here"), hmm)
+
+
+def test_tensors_that_require_gradients_or_are_views_can_be_saved(tmp_path):
+    base = make_hmm("dense")
+    wide = base.log_emission.repeat(1, 2)[:, ::1][:, :4].requires_grad_()
+    hmm = HMM(base.log_initial, base.log_transition.T.contiguous().T, wide)
+    assert_identical(HMM.load(hmm.save(tmp_path)), base)
+
+
+def test_the_configuration_says_what_the_circuit_is(tmp_path):
+    HMM.random(3, 5, length=4).save(tmp_path)
+    config = json.loads((tmp_path / CONFIG_FILE).read_text())
+    assert (config["circuit"], config["num_states"], config["vocab_size"], config["window"]) == ("hmm", 3, 5, 4)
+
+
+def test_pushing_uploads_what_save_writes(monkeypatch):
+    hmm, pushed = make_hmm("dense"), {}
+
+    def push(folder, repo_id, *, private, token):
+        pushed.update(hmm=HMM.load(folder), repo_id=repo_id, private=private, token=token)
+        return "https://hub/commit"
+
+    monkeypatch.setattr(storage, "push_folder", push)
+    assert hmm.push_to_hub("user/name", private=True, token="secret") == "https://hub/commit"
+    assert_identical(pushed.pop("hmm"), hmm)
+    assert pushed == {"repo_id": "user/name", "private": True, "token": "secret"}
+
+
+# What cannot be loaded.
+
+
+def test_a_circuit_of_another_type_is_refused(tmp_path):
+    write_folder(tmp_path, {"circuit": "tree"}, {"log_initial": torch.zeros(1)})
+    with pytest.raises(FormatError, match=r"type 'tree', expected 'hmm'"):
+        HMM.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["log_initial", "log_transition", "log_emission"])
+def test_a_missing_tensor_is_named(name, tmp_path):
+    hmm = make_hmm("dense")
+    tensors = {
+        "log_initial": hmm.log_initial,
+        "log_transition": hmm.log_transition,
+        "log_emission": hmm.log_emission,
+    }
+    del tensors[name]
+    write_folder(tmp_path, {"circuit": "hmm"}, tensors)
+    with pytest.raises(FormatError, match=f"no tensor '{name}"):
+        HMM.load(tmp_path)
+
+
+@pytest.mark.parametrize("keep", [0, 4, 100, -1])
+def test_a_truncated_file_is_refused(keep, tmp_path):
+    make_hmm("dense").save(tmp_path)
+    path = tmp_path / WEIGHTS_FILE
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(FormatError, match=WEIGHTS_FILE):
+        HMM.load(tmp_path)
+
+
+def test_a_foreign_safetensors_file_is_refused(tmp_path):
+    make_hmm("dense").save(tmp_path)
+    save_file({"x": torch.zeros(2)}, tmp_path / WEIGHTS_FILE)
+    with pytest.raises(FormatError, match="something else"):
+        HMM.load(tmp_path)
+
+
+def test_a_folder_without_a_circuit_is_refused(tmp_path):
+    with pytest.raises(FormatError, match=CONFIG_FILE):
+        HMM.load(tmp_path)
+    with pytest.raises(FormatError, match="no such folder"):
+        HMM.load(tmp_path / "nowhere")
+
+
+def test_rows_that_do_not_sum_to_one_are_refused(tmp_path):
+    hmm = make_hmm("dense")
+    tensors = {
+        "log_initial": hmm.log_initial,
+        "log_transition": hmm.log_transition,
+        "log_emission": hmm.log_emission + 1,
+    }
+    write_folder(tmp_path, {"circuit": "hmm"}, tensors)
+    with pytest.raises(InvalidCircuit, match=r"log_emission sums to 2\.718"):
+        HMM.load(tmp_path)
+
+
+# Types.
+
+
+def test_to_another_type_and_back():
+    hmm = make_hmm("low_rank", dtype=torch.float32)
+    assert hmm.to(dtype=torch.float64).dtype == torch.float64
+    assert_identical(hmm.to(dtype=torch.float64).to(dtype=torch.float32), hmm)
+    assert_identical(hmm.to("cpu"), hmm)
+    assert hmm.to("meta").device.type == "meta"
+
+
+def test_bfloat16_emissions_are_rounded_probabilities():
+    hmm = HMM.random(4, 50, seed=1)
+    small = hmm.to(emission=torch.bfloat16)
+    assert small.emission.stored.dtype == torch.bfloat16
+    assert small.dtype == torch.float32
+    assert_close(small.emission.stored.float(), hmm.log_emission.exp(), rtol=2**-8, atol=0)
+    assert torch.equal(small.to(emission=torch.bfloat16).emission.stored, small.emission.stored)
+    assert_close(small.to(emission=torch.float32).log_emission, small.log_emission, rtol=0, atol=0)
+
+
+def test_bfloat16_emissions_in_float64_are_the_rounded_ones():
+    small = HMM.random(3, 4).to(emission=torch.bfloat16)
+    exact = small.to(dtype=torch.float64)
+    ev = make_evidence("mixed_all", (3, 4))
+    assert exact.log_emission.dtype == torch.float64
+    assert_close(small.log_partition(ev).double(), exact.log_partition(ev), rtol=1e-5, atol=1e-5)
+
+
+def test_bfloat16_emissions_beside_float64_tables_are_refused():
+    with pytest.raises(InvalidCircuit, match=r"found torch.float64, torch.float64, torch.bfloat16"):
+        HMM.random(3, 4, dtype=torch.float64).to(emission=torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", ["observed", "logits", "mixed_sparse", "mixed_all"])
+def test_both_backends_serve_bfloat16_emissions(kind):
+    hmm, ev = HMM.random(3, 6).to(emission=torch.bfloat16), make_evidence(kind, (2, 4), 3, 6, dtype=torch.float32)
+    with ops.use("reference"):
+        value, marginals, emission = hmm.log_partition(ev), hmm.marginals(ev), hmm.flows(ev).emission
+    # Rounded rows do not sum to one exactly, which the two ways to spread a sparse tail feel.
+    near = {"rtol": 2e-3, "atol": 2e-3}
+    assert_close(hmm.log_partition(ev), value, **near)
+    assert_close(hmm.marginals(ev).exp(), marginals.exp(), **near)
+    assert_close(hmm.flows(ev).emission, emission, **near)
+    assert hmm.sample(ev, generator=generator(0)).tokens.shape == (2, 4)
+
+
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+def test_bfloat16_emissions_cost_little(scale):
+    """The error in nats a position, measured: observed tokens, soft evidence, and the conditional likelihood."""
+    hmm = HMM.random(64, 2000, seed=3, scale=scale)
+    small, length = hmm.to(emission=torch.bfloat16), 32
+    ids = torch.randint(2000, (16, length), generator=generator(0))
+    logits = torch.randn(16, length, 2000, generator=generator(1)) * 3
+    ev = Evidence(tokens=ids, observed=torch.rand(16, length, generator=generator(2)) < 0.5, logits=logits)
+    for query in (
+        lambda c: c.log_prob(ids),
+        lambda c: c.log_partition(ev),
+        lambda c: c.conditional_log_prob(ids, ev),
+    ):
+        error = (query(small) - query(hmm)).abs() / length
+        assert float(error.max()) < 2e-3
+        assert float(error.max()) > 0

@@ -1,0 +1,419 @@
+import errno
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import huggingface_hub
+import huggingface_hub.constants
+import pytest
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from codd.circuits import storage
+from codd.circuits.storage import CONFIG_FILE, WEIGHTS_FILE, push_folder, read_folder, write_folder
+from codd.errors import CoddError, FormatError, MissingDependency
+
+CONFIG = {"kind": "hmm", "states": 3, "note": "päper", "nested": {"a": [1, 2.5, None, True]}}
+
+
+def make_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "initial": torch.rand(3, generator=generator),
+        "transition": torch.rand(3, 3, generator=generator, dtype=torch.float64),
+        "emission": torch.randn(3, 5, generator=generator).to(torch.bfloat16),
+        "half": torch.randn(2, generator=generator).half(),
+        "ids": torch.arange(4),
+        "scalar": torch.tensor(1.5),
+        "none": torch.zeros(0, 3, 3),
+    }
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert found[name].shape == tensor.shape
+        assert torch.equal(
+            found[name].contiguous().view(-1).view(torch.uint8), tensor.contiguous().view(-1).view(torch.uint8)
+        )
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_folder(tmp_path / "circuit", CONFIG, make_tensors())
+
+
+def test_round_trip_is_bit_identical(tmp_path):
+    tensors = make_tensors()
+    tensors["emission"][0, :3] = torch.tensor([float("inf"), float("-inf"), float("nan")])
+    folder = write_folder(tmp_path / "new" / "circuit", CONFIG, tensors)
+    assert names(folder) == [WEIGHTS_FILE, CONFIG_FILE]
+    config, found = read_folder(folder)
+    assert config == CONFIG
+    assert_same(found, tensors)
+    assert_same(read_folder(str(folder), device=torch.device("cpu"))[1], tensors)
+
+
+def test_what_was_read_can_be_written_again(folder, tmp_path):
+    again = write_folder(tmp_path / "again", *read_folder(folder))
+    assert (again / WEIGHTS_FILE).read_bytes() == (folder / WEIGHTS_FILE).read_bytes()
+    assert (again / CONFIG_FILE).read_bytes() == (folder / CONFIG_FILE).read_bytes()
+
+
+def test_config_json_describes_the_weights(folder):
+    config = json.loads((folder / CONFIG_FILE).read_text())
+    assert config["format"] == "codd-circuit"
+    assert config["format_version"] == 1
+    assert config["sha256"] == hashlib.sha256((folder / WEIGHTS_FILE).read_bytes()).hexdigest()
+    assert config["tensors"]["emission"] == {"shape": [3, 5], "dtype": "bfloat16"}
+    with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
+        assert json.loads(file.metadata()["codd_config"]) == {k: v for k, v in config.items() if k != "sha256"}
+
+
+def test_views_gradients_and_shared_memory_are_stored_by_value(tmp_path):
+    base = torch.rand(4, 6, requires_grad=True)
+    tensors = {"whole": base, "row": base[1], "transposed": base.T, "again": base, "wide": torch.ones(1).expand(5)}
+    _, found = read_folder(write_folder(tmp_path, {}, tensors))
+    assert_same(found, {name: tensor.detach() for name, tensor in tensors.items()})
+
+
+def test_files_are_as_readable_as_other_new_files(folder):
+    plain = folder.parent / "plain"
+    plain.touch()
+    assert {os.stat(folder / name).st_mode for name in (WEIGHTS_FILE, CONFIG_FILE)} == {plain.stat().st_mode}
+
+
+def test_overwrite(folder):
+    new = {"other": torch.ones(2)}
+    write_folder(folder, {"kind": "tree"}, new)
+    config, found = read_folder(folder)
+    assert config == {"kind": "tree"}
+    assert_same(found, new)
+    assert names(folder) == [WEIGHTS_FILE, CONFIG_FILE]
+
+
+@pytest.mark.parametrize("key", ["format", "format_version", "tensors", "sha256"])
+def test_reserved_keys_are_refused(tmp_path, key):
+    with pytest.raises(FormatError, match=key):
+        write_folder(tmp_path / "x", {key: 1}, {})
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("config", [{"x": object()}, {"x": float("nan")}])
+def test_config_that_json_cannot_hold_leaves_nothing(tmp_path, config):
+    with pytest.raises((TypeError, ValueError)):
+        write_folder(tmp_path / "x", config, make_tensors())
+    assert not (tmp_path / "x").exists()
+
+
+def break_replace(monkeypatch, after: int) -> None:
+    real, calls = os.replace, []
+
+    def replace(source, target):
+        calls.append(target)
+        if len(calls) > after:
+            raise KeyboardInterrupt
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+
+
+def test_kill_before_the_first_replace_keeps_the_old(folder, monkeypatch):
+    break_replace(monkeypatch, 0)
+    with pytest.raises(KeyboardInterrupt):
+        write_folder(folder, {"kind": "new"}, make_tensors(1))
+    config, found = read_folder(folder)
+    assert config == CONFIG
+    assert_same(found, make_tensors())
+    assert names(folder) == [WEIGHTS_FILE, CONFIG_FILE]
+
+
+@pytest.mark.parametrize("config", [CONFIG, {"kind": "new"}])
+def test_kill_between_the_replaces_gives_the_new(folder, monkeypatch, config):
+    break_replace(monkeypatch, 1)
+    tensors = make_tensors(1) | {"extra": torch.ones(1)}
+    with pytest.raises(KeyboardInterrupt):
+        write_folder(folder, config, tensors)
+    found_config, found = read_folder(folder)
+    assert found_config == config
+    assert_same(found, tensors)
+    assert names(folder) == [WEIGHTS_FILE, CONFIG_FILE]
+    with pytest.raises(FormatError, match="do not belong together"):
+        push_folder(folder, "user/name")
+
+
+def test_kill_between_the_replaces_of_a_fresh_folder_does_not_look_complete(tmp_path, monkeypatch):
+    break_replace(monkeypatch, 1)
+    with pytest.raises(KeyboardInterrupt):
+        write_folder(tmp_path, CONFIG, make_tensors())
+    with pytest.raises(FormatError, match=r"config\.json: is missing.*interrupted"):
+        read_folder(tmp_path)
+    assert names(tmp_path) == [WEIGHTS_FILE]
+
+
+def fail_with(code: int):
+    def fail(*args, **kwargs):
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES])
+@pytest.mark.parametrize("name", ["_write_weights", "_write_text", "_sha256", "save_file", "os.fsync", "os.replace"])
+def test_a_full_disk_or_forbidden_write_keeps_the_old(folder, monkeypatch, name, code):
+    owner, attribute = (os, name.split(".")[1]) if "." in name else (storage, name)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, attribute, fail_with(code))
+        with pytest.raises(OSError, match=os.strerror(code)):
+            write_folder(folder, {"kind": "new"}, make_tensors(1))
+    config, found = read_folder(folder)
+    assert config == CONFIG
+    assert_same(found, make_tensors())
+    assert names(folder) == [WEIGHTS_FILE, CONFIG_FILE]
+
+
+def test_half_written_temporary_files_are_removed(folder, monkeypatch):
+    def save_some(tensors, path, metadata):
+        Path(path).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(storage, "save_file", save_some)
+    with pytest.raises(OSError, match="No space"):
+        write_folder(folder, {"kind": "new"}, make_tensors(1))
+    assert names(folder) == [WEIGHTS_FILE, CONFIG_FILE]
+    assert_same(read_folder(folder)[1], make_tensors())
+
+
+def test_safetensors_own_write_error_is_an_oserror(tmp_path, monkeypatch):
+    def save(tensors, path, metadata):
+        raise SafetensorError("I/O error: No space left on device")
+
+    monkeypatch.setattr(storage, "save_file", save)
+    with pytest.raises(OSError, match=r"could not be written: .*No space"):
+        write_folder(tmp_path, CONFIG, make_tensors())
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("missing", [CONFIG_FILE, WEIGHTS_FILE])
+def test_missing_file(folder, missing):
+    (folder / missing).unlink()
+    with pytest.raises(FormatError, match=f"{missing}: is missing"):
+        read_folder(folder)
+
+
+def test_truncated_weights(folder):
+    whole = (folder / WEIGHTS_FILE).read_bytes()
+    for size in [*range(0, len(whole), 41), len(whole) - 1]:
+        (folder / WEIGHTS_FILE).write_bytes(whole[:size])
+        with pytest.raises(FormatError, match=r"circuit\.safetensors: is truncated"):
+            read_folder(folder)
+
+
+def test_truncated_config(folder):
+    whole = (folder / CONFIG_FILE).read_bytes()
+    for size in range(0, len(whole) - 2, 7):
+        (folder / CONFIG_FILE).write_bytes(whole[:size])
+        with pytest.raises(FormatError, match=r"config\.json: is not JSON"):
+            read_folder(folder)
+
+
+@pytest.mark.parametrize("content", [b"not a file", b"\x80\x04.", b"\xff" * 64, b"{}" + b" " * 30])
+def test_weights_of_another_format(folder, content):
+    (folder / WEIGHTS_FILE).write_bytes(content)
+    with pytest.raises(FormatError, match="not a safetensors file"):
+        read_folder(folder)
+
+
+@pytest.mark.parametrize("metadata", [None, {"format": "pt"}])
+def test_foreign_safetensors(folder, metadata):
+    save_file({"weight": torch.ones(2)}, folder / WEIGHTS_FILE, metadata=metadata)
+    with pytest.raises(FormatError, match="something else"):
+        read_folder(folder)
+
+
+def change_config(folder: Path, **changes: object) -> None:
+    path = folder / CONFIG_FILE
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": None}, "not of a codd circuit"),
+        ({"format": "other"}, "not of a codd circuit"),
+        ({"format_version": None}, "no format_version"),
+        ({"format_version": "1"}, "no format_version"),
+        ({"format_version": True}, "no format_version"),
+        ({"format_version": 2}, "version 2.*Upgrade codd"),
+        ({"tensors": None}, "does not list its tensors"),
+        ({"tensors": [1]}, "does not list its tensors"),
+        ({"states": 4}, "was changed after"),
+        ({"tensors": {}}, "was changed after"),
+    ],
+)
+def test_wrong_config(folder, changes, message):
+    change_config(folder, **changes)
+    with pytest.raises(FormatError, match=message):
+        read_folder(folder)
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "null", '"x"', "[" * 100_000, "{nan}", "\ud800"])
+def test_config_that_is_something_else(folder, text):
+    (folder / CONFIG_FILE).write_bytes(text.encode(errors="surrogatepass"))
+    with pytest.raises(FormatError, match=r"config\.json"):
+        read_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({}, r"lacks the tensor\(s\) a"),
+        ({"a": torch.ones(2), "b": torch.ones(2)}, r"has the tensor\(s\) b"),
+        ({"a": torch.ones(3)}, r"'shape': \[3\]"),
+        ({"a": torch.ones(2, dtype=torch.float64)}, "float64"),
+    ],
+)
+def test_tensors_that_the_config_does_not_describe(tmp_path, tensors, message):
+    write_folder(tmp_path, {}, {"a": torch.ones(2)})
+    with safe_open(tmp_path / WEIGHTS_FILE, framework="pt") as file:
+        metadata = file.metadata()
+    save_file(tensors, tmp_path / WEIGHTS_FILE, metadata=metadata)
+    with pytest.raises(FormatError, match=message):
+        read_folder(tmp_path)
+
+
+def test_metadata_with_a_newer_version_is_refused(folder):
+    save_file(
+        {}, folder / WEIGHTS_FILE, metadata={"codd_config": json.dumps({"format": "codd-circuit", "format_version": 9})}
+    )
+    with pytest.raises(FormatError, match=r"metadata.*version 9"):
+        read_folder(folder)
+
+
+def test_no_such_folder_and_not_a_hub_id(tmp_path):
+    for path in (
+        tmp_path / "nothing",
+        str(tmp_path / "nothing"),
+        "nothing",
+        "a/b/c",
+        "a//b",
+        "../b",
+        Path("user/name"),
+    ):
+        with pytest.raises(FormatError, match="no such folder, and this is not"):
+            read_folder(path)
+
+
+def test_a_file_is_not_a_folder(folder):
+    with pytest.raises(FormatError, match="is a file"):
+        read_folder(folder / CONFIG_FILE)
+
+
+def test_unknown_hub_id_offline(monkeypatch, tmp_path):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(
+        FormatError, match=r"'codd-tests/no-such': there is no such folder here.*LocalEntryNotFoundError"
+    ):
+        read_folder("codd-tests/no-such", revision="main")
+
+
+@pytest.mark.parametrize("error", [ConnectionError("unreachable"), ValueError("odd"), RuntimeError()])
+def test_errors_of_the_hub_are_wrapped(monkeypatch, error):
+    def download(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(FormatError, match=type(error).__name__) as caught:
+        read_folder("user/name")
+    assert caught.value.__cause__ is error
+
+
+def test_a_hub_id_is_downloaded(monkeypatch, folder):
+    asked = {}
+
+    def download(repo_id, **kwargs):
+        asked.update(repo_id=repo_id, **kwargs)
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    config, found = read_folder("user/name", revision="v1")
+    assert config == CONFIG
+    assert_same(found, make_tensors())
+    assert asked == {"repo_id": "user/name", "revision": "v1", "allow_patterns": [CONFIG_FILE, WEIGHTS_FILE]}
+
+
+def test_a_local_folder_comes_before_the_hub(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
+    write_folder("user/name", CONFIG, make_tensors())
+    assert read_folder("user/name")[0] == CONFIG
+
+
+def test_missing_hub_package(monkeypatch, folder):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(MissingDependency, match=r"pip install codd\[hub\]"):
+        read_folder("user/name")
+    with pytest.raises(MissingDependency, match=r"pip install codd\[hub\]"):
+        push_folder(folder, "user/name")
+
+
+class FakeApi:
+    """The two calls that reach the network, with the hub's signatures."""
+
+    calls: list[tuple[str, dict[str, object]]]
+    error: Exception | None = None
+
+    def __init__(self, token=None):
+        FakeApi.calls = [("init", {"token": token})]
+
+    def create_repo(self, repo_id, *, private=None, exist_ok=False):
+        if self.error:
+            raise self.error
+        self.calls.append(("create_repo", {"repo_id": repo_id, "private": private, "exist_ok": exist_ok}))
+
+    def upload_folder(self, *, repo_id, folder_path, allow_patterns, commit_message):
+        self.calls.append(
+            ("upload_folder", {"repo_id": repo_id, "allow_patterns": allow_patterns, "commit_message": commit_message})
+        )
+        assert names(Path(folder_path)) == [WEIGHTS_FILE, CONFIG_FILE]
+        return SimpleNamespace(commit_url=f"https://hub/{repo_id}/commit/1")
+
+
+def test_push(monkeypatch, folder):
+    monkeypatch.setattr(huggingface_hub, "HfApi", FakeApi)
+    url = push_folder(folder, "user/name", private=True, token="secret", commit_message="first")
+    assert url == "https://hub/user/name/commit/1"
+    files = [CONFIG_FILE, WEIGHTS_FILE]
+    assert FakeApi.calls == [
+        ("init", {"token": "secret"}),
+        ("create_repo", {"repo_id": "user/name", "private": True, "exist_ok": True}),
+        ("upload_folder", {"repo_id": "user/name", "allow_patterns": files, "commit_message": "first"}),
+    ]
+
+
+def test_push_wraps_errors_of_the_hub_and_tells_no_token(monkeypatch, folder):
+    monkeypatch.setattr(huggingface_hub, "HfApi", FakeApi)
+    monkeypatch.setattr(FakeApi, "error", PermissionError("403 Forbidden"))
+    with pytest.raises(CoddError, match="403 Forbidden") as caught:
+        push_folder(folder, "user/name", token="secret")
+    assert "secret" not in str(caught.value)
+
+
+def test_push_refuses_what_cannot_be_read(monkeypatch, folder, tmp_path):
+    monkeypatch.setattr(huggingface_hub, "HfApi", None)
+    with pytest.raises(FormatError, match="no such folder"):
+        push_folder(tmp_path / "nothing", "user/name")
+    (folder / WEIGHTS_FILE).write_bytes(b"")
+    with pytest.raises(FormatError, match="truncated"):
+        push_folder(folder, "user/name")

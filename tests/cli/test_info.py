@@ -1,0 +1,150 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from codd.circuits import HMM, storage
+from codd.cli import info, main
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+
+
+def described(capsys, path: object, code: int = 0) -> dict[str, object]:
+    assert main(["info", str(path), "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(capsys, path: object) -> str:
+    assert main(["info", str(path)]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    return printed.err
+
+
+def test_a_circuit(tmp_path, capsys):
+    HMM.random(4, 7).save(tmp_path)
+    found = described(capsys, tmp_path)
+    sha256 = found.pop("sha256")
+    assert sha256 == json.loads((tmp_path / "config.json").read_text())["sha256"]
+    assert found == {
+        "path": str(tmp_path),
+        "kind": "hmm",
+        "num_states": 4,
+        "vocab_size": 7,
+        "window": None,
+        "rank": None,
+        "homogeneous": True,
+        "parameters": 4 + 16 + 28,
+        "bytes": sum(path.stat().st_size for path in tmp_path.iterdir()),
+        "dtypes": {"log_emission": "float32", "log_initial": "float32", "log_transition": "float32"},
+        "format_version": 1,
+        "sha256_matches": True,
+    }
+
+
+def test_text(tmp_path, capsys):
+    HMM.random(4, 7).save(tmp_path)
+    assert main(["info", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"{tmp_path}\n")
+    assert "  states      4\n" in printed
+    assert "  layout      dense transition, shared by all positions\n" in printed
+    assert "(matches)\n" in printed
+
+
+def test_the_other_layouts(tmp_path, capsys):
+    HMM.random(4, 7, rank=2, length=3).save(tmp_path / "thin")
+    found = described(capsys, tmp_path / "thin")
+    assert (found["rank"], found["window"], found["homogeneous"]) == (2, 3, False)
+    assert main(["info", str(tmp_path / "thin")]) == 0
+    assert "transition of rank 2, parameters for each position" in capsys.readouterr().out
+    HMM.random(4, 300).to(emission=torch.bfloat16).save(tmp_path / "half")
+    assert described(capsys, tmp_path / "half")["dtypes"]["emission"] == "bfloat16"
+
+
+def test_a_circuit_of_another_type(tmp_path, capsys):
+    storage.write_folder(tmp_path, {"circuit": "tree"}, {"weights": torch.zeros(2, 3)})
+    found = described(capsys, tmp_path)
+    assert (found["kind"], found["parameters"]) == ("tree", 6)
+    assert main(["info", str(tmp_path)]) == 0
+    assert "which this codd does not know" in capsys.readouterr().out
+
+
+def test_a_jpc(capsys):
+    path = FIXTURES / "hmm" / "hmm_nonhom.jpc"
+    found = described(capsys, path)
+    assert found == {
+        "path": str(path),
+        "kind": "pyjuice-hmm",
+        "num_states": 8,
+        "vocab_size": 30,
+        "window": 5,
+        "homogeneous": False,
+        "leaf_class": "Categorical",
+        "parameters": 8 + 4 * 64 + 5 * 240,
+        "bytes": path.stat().st_size,
+    }
+    assert main(["info", str(path)]) == 0
+    assert "nothing of the pickle was run" in capsys.readouterr().out
+
+
+def test_weights_that_do_not_belong_to_the_configuration(tmp_path, capsys):
+    HMM.random(4, 7, seed=0).save(tmp_path / "a")
+    HMM.random(4, 7, seed=1).save(tmp_path / "b")
+    (tmp_path / "b" / "circuit.safetensors").replace(tmp_path / "a" / "circuit.safetensors")
+    assert described(capsys, tmp_path / "a", code=1)["sha256_matches"] is False
+    assert main(["info", str(tmp_path / "a")]) == 1
+    assert "DOES NOT MATCH" in capsys.readouterr().out
+
+
+def test_a_hub_id(tmp_path, capsys, monkeypatch):
+    HMM.random(4, 7).save(tmp_path)
+    monkeypatch.setattr(storage, "_download", lambda repo_id, revision: tmp_path)
+    found = described(capsys, "someone/circuit")
+    assert (found["path"], found["num_states"], found["sha256_matches"]) == ("someone/circuit", 4, True)
+
+
+@pytest.mark.parametrize("name", ["top_exec", "nested_dist"])
+def test_a_malicious_jpc(name, capsys):
+    refused(capsys, FIXTURES / "malicious" / f"{name}.jpc")
+
+
+def test_something_else(tmp_path, capsys):
+    assert "there is no such folder" in refused(capsys, tmp_path / "nowhere")
+    assert "No such file" in refused(capsys, "some/where.jpc")
+    (tmp_path / "notes.txt").write_text("notes")
+    assert "is a file of another kind; expected a circuit folder" in refused(capsys, tmp_path / "notes.txt")
+    assert "is a folder, but not of a circuit" in refused(capsys, tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "llada\\u001b[2J"}')
+    message = refused(capsys, tmp_path)
+    assert "holds a model (llada\\x1b[2J), not a circuit" in message
+    (tmp_path / "config.json").write_text("[1, 2]")
+    assert "not of a circuit" in refused(capsys, tmp_path)
+
+
+def test_a_file_of_a_circuit_names_its_folder(tmp_path, capsys):
+    HMM.random(4, 7).save(tmp_path)
+    assert f"give the folder: codd info {tmp_path}" in refused(capsys, tmp_path / "circuit.safetensors")
+
+
+@pytest.mark.parametrize("damage", ["config.json", "circuit.safetensors"])
+@pytest.mark.parametrize("content", [None, b"", b"\x00garbage"])
+def test_damaged_circuits(damage, content, tmp_path, capsys):
+    HMM.random(4, 7).save(tmp_path)
+    (tmp_path / damage).unlink()
+    if content is not None:
+        (tmp_path / damage).write_bytes(content)
+    assert damage in refused(capsys, tmp_path)
+
+
+def test_an_hmm_without_its_tables(tmp_path, capsys):
+    storage.write_folder(tmp_path, {"circuit": "hmm"}, {"log_initial": torch.zeros(1)})
+    assert "lacks the transition or emission" in refused(capsys, tmp_path)
+
+
+def test_another_kind_can_be_added(capsys, monkeypatch):
+    backbone = (lambda source: source == "x", lambda source: info.Report({"kind": "backbone"}, {"kind": "backbone"}))
+    monkeypatch.setattr(info, "KINDS", (backbone, *info.KINDS))
+    assert described(capsys, "x") == {"path": "x", "kind": "backbone"}

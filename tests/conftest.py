@@ -1,0 +1,20 @@
+import os
+from pathlib import Path
+
+import torch
+from jaxtyping import install_import_hook
+
+if not torch.cuda.is_available():
+    # The kernels then run in Triton's interpreter; it must be chosen before they are compiled.
+    os.environ["TRITON_INTERPRET"] = "1"
+torch.set_num_threads(1)  # the tests run on two cores in two processes
+
+# Shapes and types in signatures are checked while testing, and only then. Kernels are compiled from their source, which
+# the hook would change.
+SOURCE = Path(__file__).parent.parent / "src"
+MODULES = [
+    ".".join(path.relative_to(SOURCE).with_suffix("").parts)
+    for path in SOURCE.rglob("*.py")
+    if path.stem not in ("__init__", "__main__", "triton")
+]
+install_import_hook(MODULES, "beartype.beartype")
