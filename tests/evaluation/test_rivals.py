@@ -128,7 +128,7 @@ def test_importing_the_module_imports_no_rival():
 
 def test_interleaved_rotates_the_order():
     calls = []
-    times = interleaved({name: lambda name=name: calls.append(name) for name in "abc"}, rounds=4, warmup=1)
+    times = interleaved({name: lambda name=name: calls.append(name) for name in "abc"}, rounds=4, warmup=1, burst=1)
     assert "".join(calls) == "abc" + "aabbcc" + "bbccaa" + "ccaabb" + "aabbcc"
     assert [len(t.seconds) for t in times.values()] == [4, 4, 4]
 
@@ -140,5 +140,5 @@ def test_ratios_are_paired():
 
 
 def test_interleaved_refuses_nonsense():
-    with pytest.raises(ValueError, match="rounds >= 1"):
+    with pytest.raises(ValueError, match="burst >= 1"):
         interleaved({"a": int}, rounds=0)

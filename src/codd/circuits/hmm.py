@@ -228,7 +228,7 @@ class HMM:
     def filter(self, ev: Evidence) -> Float[Tensor, "B L N"]:
         """log p(z_t | evidence at positions up to t)."""
         self._check(ev)
-        return inference.filtered(self, ev)[0]
+        return inference.filtered(self, ev)
 
     def marginals(self, ev: Evidence, candidates: Int[Tensor, "B L K"] | None = None) -> Float[Tensor, "B L V"]:
         """log p(x_t | evidence) of every token, or only of the candidates: then (B, L, K)."""

@@ -7,7 +7,7 @@ mean waiting for the device).
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -19,7 +19,7 @@ from codd.circuits.ops.chain import eager as chain_eager
 from codd.circuits.ops.leaf import eager as leaf_eager
 from codd.circuits.ops.path import eager as path_eager
 from codd.circuits.ops.path import reference as path_reference
-from codd.circuits.ops.scaled import Scaled
+from codd.circuits.ops.scaled import Scaled, exponentials
 from codd.errors import InvalidEvidence
 
 if TYPE_CHECKING:
@@ -44,14 +44,12 @@ def exactly(hmm: "HMM", ev: Evidence, query: Query) -> tuple[Tensor, ...]:
     return tuple(x.to(hmm.dtype) if x.dtype.is_floating_point else x for x in out)
 
 
-def _leaf(hmm: "HMM", ev: Evidence, backend: Backend) -> tuple[Scaled, float, Doubt]:
-    """The leaf values, the smallest of them, and the sequences in doubt; NaN is an error. (Elsewhere than on the CPU
-    nothing is looked at.)
-    """
+def _leaf(hmm: "HMM", ev: Evidence, backend: Backend) -> tuple[Scaled, Doubt]:
+    """The leaf values and the sequences in doubt; NaN is an error. Elsewhere than on the CPU nothing is looked at."""
     leaf = backend.leaf_values(hmm.emission, ev)
     if leaf.values.device.type != "cpu":
-        return leaf, 0.0, None
-    smallest = float(leaf.values.min())
+        return leaf, None
+    smallest = float(leaf.values.numpy().min())
     if smallest != smallest:
         wrong = leaf.values.isnan().any(-1)
         b, t = wrong.nonzero()[0].tolist()
@@ -60,15 +58,17 @@ def _leaf(hmm: "HMM", ev: Evidence, backend: Backend) -> tuple[Scaled, float, Do
             "log-potentials must be finite or -inf"
         )
     if not backend.checked or smallest >= leaf_eager.FLUSH:
-        return leaf, smallest, None
-    return leaf, smallest, leaf_eager.lost_terms(hmm.emission, ev, leaf)
+        return leaf, None
+    return leaf, leaf_eager.lost_terms(hmm.emission, ev, leaf)
 
 
-def _doubt(hmm: "HMM", leaf: Scaled, message: Scaled, reverse: bool, backend: Backend, smallest: float = 0.0) -> Doubt:
-    if not backend.checked or leaf.values.device.type != "cpu":
+def _doubt(hmm: "HMM", leaf: Scaled, product: Scaled, reverse: bool, backend: Backend) -> Doubt:
+    """The sequences in which the products of message and leaf may have lost something on the way."""
+    if not backend.checked or leaf.values.device.type != "cpu" or chain_eager.nothing_lost(product):
         return None
     start = None if reverse else hmm.log_initial
-    return chain_eager.lost_terms(hmm.transition, start, leaf, message, reverse, smallest)
+    message = backend.messages(hmm.transition, start, leaf, reverse)
+    return chain_eager.lost_terms(hmm.transition, start, leaf, message, reverse)
 
 
 def _faint(q: Scaled, log_partition: Float[Tensor, " B"], backend: Backend) -> Doubt:
@@ -90,29 +90,39 @@ def _either(*doubts: Doubt) -> Doubt:
 def _root(hmm: "HMM", target: Scaled) -> Float[Tensor, " B"]:
     """log Z from leaf times backward message at the first position."""
     # Through logarithms: an improbable start times an improbable leaf would leave the range of float32.
-    first = Scaled(target.values[:, 0:1], target.log_scale[:, 0:1]).log()[:, 0]
-    return (first + hmm.log_initial.detach()).logsumexp(-1)
+    first = target.values[:, 0].log() + hmm.log_initial.detach()
+    if target.log_scale.shape[-1] == 1:
+        return first.logsumexp(-1) + target.log_scale[:, 0, 0]
+    return (first + target.log_scale[:, 0]).logsumexp(-1)
 
 
 def backward_pass(hmm: "HMM", ev: Evidence, backend: Backend) -> tuple[Scaled, Float[Tensor, " B"], Doubt]:
     """Leaf times backward message at every position, log Z, and the sequences in doubt."""
-    leaf, smallest, doubt = _leaf(hmm, ev, backend)
+    leaf, doubt = _leaf(hmm, ev, backend)
+    target = backend.messages(hmm.transition, None, leaf, True, absorb=True)
+    return target, _root(hmm, target), _either(doubt, _doubt(hmm, leaf, target, True, backend))
+
+
+class Smoothed(NamedTuple):
+    """Leaf values L, forward messages times L, L times backward messages, posterior, log Z, sequences in doubt."""
+
+    leaf: Scaled
+    source: Scaled
+    target: Scaled
+    posterior: Scaled
+    log_partition: Float[Tensor, " B"]
+    doubt: Doubt
+
+
+def smooth(hmm: "HMM", ev: Evidence, backend: Backend) -> Smoothed:
+    """Both directions."""
+    leaf, doubt = _leaf(hmm, ev, backend)
+    source = backend.messages(hmm.transition, hmm.log_initial, leaf, False, absorb=True)
     backward = backend.messages(hmm.transition, None, leaf, True)
     target = leaf * backward
-    return target, _root(hmm, target), _either(doubt, _doubt(hmm, leaf, backward, True, backend, smallest))
-
-
-def smooth(
-    hmm: "HMM", ev: Evidence, backend: Backend
-) -> tuple[Scaled, Scaled, Scaled, Scaled, Float[Tensor, " B"], Doubt]:
-    """Leaf values, forward and backward messages, the product of the three, log Z, and the sequences in doubt."""
-    leaf, smallest, doubt = _leaf(hmm, ev, backend)
-    forward = backend.messages(hmm.transition, hmm.log_initial, leaf, False)
-    backward = backend.messages(hmm.transition, None, leaf, True)
-    doubt = _either(doubt, _doubt(hmm, leaf, forward, False, backend, smallest))
-    doubt = _either(doubt, _doubt(hmm, leaf, backward, True, backend, smallest))
-    q, value = forward * leaf * backward, _root(hmm, leaf * backward)
-    return leaf, forward, backward, q, value, _either(doubt, _faint(q, value, backend))
+    doubt = _either(doubt, _doubt(hmm, leaf, source, False, backend), _doubt(hmm, leaf, target, True, backend))
+    q, value = source * backward, _root(hmm, target)
+    return Smoothed(leaf, source, target, q, value, _either(doubt, _faint(q, value, backend)))
 
 
 def log_partition(hmm: "HMM", ev: Evidence) -> Float[Tensor, " B"]:
@@ -125,26 +135,23 @@ def log_partition(hmm: "HMM", ev: Evidence) -> Float[Tensor, " B"]:
     return exactly(hmm, ev, query)[0]
 
 
-def filtered(hmm: "HMM", ev: Evidence) -> tuple[Float[Tensor, "B L N"], Float[Tensor, " B"]]:
-    """log p(z_t | evidence up to t), and log Z."""
+def filtered(hmm: "HMM", ev: Evidence) -> Float[Tensor, "B L N"]:
+    """log p(z_t | evidence up to t)."""
 
     def query(ev: Evidence, backend: Backend, pick: Pick) -> Answer:
-        leaf, smallest, doubt = _leaf(hmm, ev, backend)
-        forward = backend.messages(hmm.transition, hmm.log_initial, leaf, False)
-        alpha = forward * leaf
-        last = Scaled(alpha.values[:, -1:], alpha.log_scale[:, -1:]).log_sum()[:, 0]
-        return (alpha.log_normalised(), last), _either(doubt, _doubt(hmm, leaf, forward, False, backend, smallest))
+        leaf, doubt = _leaf(hmm, ev, backend)
+        alpha = backend.messages(hmm.transition, hmm.log_initial, leaf, False, absorb=True)
+        return (alpha.log_normalised(),), _either(doubt, _doubt(hmm, leaf, alpha, False, backend))
 
-    log, value = exactly(hmm, ev, query)
-    return log, value
+    return exactly(hmm, ev, query)[0]
 
 
 def posterior(hmm: "HMM", ev: Evidence) -> Float[Tensor, "B L N"]:
     """log p(z_t | evidence)."""
 
     def query(ev: Evidence, backend: Backend, pick: Pick) -> Answer:
-        _, _, _, q, _, doubt = smooth(hmm, ev, backend)
-        return (q.log_normalised(),), doubt
+        found = smooth(hmm, ev, backend)
+        return (found.posterior.log_normalised(),), found.doubt
 
     return exactly(hmm, ev, query)[0]
 
@@ -153,9 +160,10 @@ def marginals(hmm: "HMM", ev: Evidence, candidates: Int[Tensor, "B L K"] | None 
     """log p(x_t | evidence), for all tokens or for the candidates."""
 
     def query(ev: Evidence, backend: Backend, pick: Pick) -> Answer:
-        leaf, _, _, q, _, doubt = smooth(hmm, ev, backend)
+        found = smooth(hmm, ev, backend)
         wanted = None if candidates is None else pick(candidates)
-        return (backend.token_marginals(hmm.emission, ev, leaf, q, wanted),), doubt
+        out = backend.token_marginals(hmm.emission, ev, found.leaf, found.posterior, wanted)
+        return (out,), found.doubt
 
     return exactly(hmm, ev, query)[0]
 
@@ -181,14 +189,15 @@ def expected_counts(
     """Flows of the initial distribution, of each transition factor and of the emission, summed over the batch."""
 
     def flows(ev: Evidence, backend: Backend, weights: Tensor | None) -> tuple[tuple[Tensor, ...], Doubt]:
-        leaf, forward, backward, q, value, doubt = smooth(hmm, ev, backend)
-        if doubt is not None:
-            keep = (~doubt).to(hmm.dtype)
+        found = smooth(hmm, ev, backend)
+        if found.doubt is not None:
+            keep = (~found.doubt).to(hmm.dtype)
             weights = keep if weights is None else weights * keep
-        first = q.normalised()[:, 0].to(hmm.dtype)
+        first = found.posterior.normalised()[:, 0].to(hmm.dtype)
         initial = first.sum(0) if weights is None else weights.to(hmm.dtype) @ first
-        steps = backend.transition_flow(hmm.transition, forward, leaf, backward, value, weights)
-        return (initial, *steps, backend.emission_flow(hmm.emission, ev, leaf, q, weights)), doubt
+        steps = backend.transition_flow(hmm.transition, found.source, found.target, found.log_partition, weights)
+        emitted = backend.emission_flow(hmm.emission, ev, found.leaf, found.posterior, weights)
+        return (initial, *steps, emitted), found.doubt
 
     out, doubt = flows(ev, backend_for(ev.device, hmm.dtype), weights)
     if doubt is not None:
@@ -221,15 +230,15 @@ def partition_bounds(hmm: "HMM", ev: Evidence) -> tuple[Float[Tensor, " B"], Flo
 
 def _bounds(hmm: "HMM", ev: Evidence, backend: Backend) -> tuple[tuple[Tensor, Tensor], Doubt]:
     assert ev.sparse is not None
-    lower, _, doubt = _leaf(hmm, replace(ev, sparse=replace(ev.sparse, log_tail=None)), backend)
+    lower, doubt = _leaf(hmm, replace(ev, sparse=replace(ev.sparse, log_tail=None)), backend)
     log_upper = torch.logaddexp(lower.log(), leaf_eager.log_tail_excess(hmm.emission, ev))
-    upper = leaf_eager.exponentials(log_upper) if backend.checked else Scaled.from_log(log_upper)
+    upper = exponentials(log_upper) if backend.checked else Scaled.from_log(log_upper)
     if backend.checked and upper.values.device.type == "cpu":
         faint = ((upper.values < leaf_eager.FLUSH) & (log_upper > -torch.inf)).flatten(1).any(-1)
         doubt = _either(doubt, faint if bool(faint.any()) else None)
     ends = []
     for leaf in (lower, upper):
-        backward = backend.messages(hmm.transition, None, leaf, True)
-        doubt = _either(doubt, _doubt(hmm, leaf, backward, True, backend))
-        ends.append(_root(hmm, leaf * backward).to(hmm.dtype))
+        target = backend.messages(hmm.transition, None, leaf, True, absorb=True)
+        doubt = _either(doubt, _doubt(hmm, leaf, target, True, backend))
+        ends.append(_root(hmm, target).to(hmm.dtype))
     return (ends[0], ends[1]), doubt

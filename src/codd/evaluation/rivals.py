@@ -53,6 +53,7 @@ class Settings:
     batch: int = 8
     threads: int | None = None
     rounds: int = 30
+    burst: int = 5
     seed: int = 0
     kept: int = 64
     sharpness: float = 4.0
@@ -482,7 +483,7 @@ def _measure(
     progress(f"{query}: {len(agreed)} contenders, {settings.rounds} rounds")
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)  # again: importing pomegranate resets it
-    times = interleaved(agreed, settings.rounds)
+    times = interleaved(agreed, settings.rounds, burst=settings.burst)
     for name, timing in times.items():
         rows[name] |= _numbers(timing, times[OURS])
     return {"title": QUERIES[query], "rows": rows}
@@ -546,7 +547,8 @@ def render(report: Mapping[str, Any]) -> RenderableType:
         f"{where['cpu']}, {where['cores']} cores, {where['threads']} thread(s), {where['dtype']}",
         ", ".join(f"{name} {version}" for name, version in report["versions"].items()),
         f"V = {chosen['tokens']}, N = {chosen['states']}, L = {chosen['length']}, B = {chosen['batch']}, "
-        f"seed {chosen['seed']}, {chosen['rounds']} interleaved rounds: {where['command']}",
+        f"seed {chosen['seed']}, {chosen['rounds']} interleaved rounds in bursts of {chosen['burst']}",
+        where["command"],
         *(f"{name}: {reason}" for name, reason in report["absent"].items()),
     ]
     tables = [_table(query) for query in report["queries"].values()]

@@ -39,15 +39,22 @@ class Timing:
         return Spread.of([a / b for a, b in zip(self.seconds, other.seconds, strict=True)])
 
 
-def interleaved(functions: Mapping[str, Callable[[], object]], rounds: int = 30, warmup: int = 3) -> dict[str, Timing]:
+LONG = 0.02
+"""A call of this many seconds needs no burst: what it finds in the caches no longer matters."""
+
+
+def interleaved(
+    functions: Mapping[str, Callable[[], object]], rounds: int = 30, warmup: int = 3, burst: int = 5
+) -> dict[str, Timing]:
     """Call all functions in turn, round after round, starting with another one each round.
 
-    What slows the machine down for a while then slows all of them alike. A turn is one call without a clock and one
-    with it: the caches, and the threads that a previous library leaves spinning, then belong to the function timed.
-    Functions that work in the background must wait for their own results.
+    What slows the machine down for a while then slows all of them alike. A turn is ``burst`` calls without a clock and
+    as many with it, of which the mean counts: so the caches, and the threads that a previous library leaves spinning,
+    belong to the function that is timed, as they do in a loop over denoising steps. With a burst of one the caches are
+    half cold. Functions that work in the background must wait for their own results.
     """
-    if rounds < 1 or warmup < 0:
-        raise ValueError(f"expected rounds >= 1 and warmup >= 0, found {rounds} and {warmup}")
+    if rounds < 1 or warmup < 0 or burst < 1:
+        raise ValueError(f"expected rounds, burst >= 1 and warmup >= 0, found {rounds}, {burst} and {warmup}")
     names = list(functions)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(warmup):
@@ -56,9 +63,18 @@ def interleaved(functions: Mapping[str, Callable[[], object]], rounds: int = 30,
     for turn in range(rounds):
         first = turn % max(len(names), 1)
         for name in names[first:] + names[:first]:
-            function = functions[name]
-            function()
-            start = time.perf_counter()
-            function()
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(_turn(functions[name], burst))
     return {name: Timing(tuple(times)) for name, times in seconds.items()}
+
+
+def _turn(function: Callable[[], object], burst: int) -> float:
+    """Seconds of one call, the mean of a burst after a burst without the clock."""
+    start = time.perf_counter()
+    function()
+    calls = 1 if time.perf_counter() - start > LONG else burst
+    for _ in range(calls - 1):
+        function()
+    start = time.perf_counter()
+    for _ in range(calls):
+        function()
+    return (time.perf_counter() - start) / calls

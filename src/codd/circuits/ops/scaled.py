@@ -7,6 +7,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 
+def exponentials(log: Float[Tensor, "B L N"]) -> "Scaled":
+    """Exponentials with the largest of each row taken out; position-major in memory, as the chain reads them."""
+    log = log.transpose(0, 1)
+    top = log.amax(-1, keepdim=True)
+    top.masked_fill_(top == -torch.inf, 0)
+    out = torch.empty(log.shape, dtype=log.dtype, device=log.device)
+    return Scaled(torch.sub(log, top, out=out).exp_().transpose(0, 1), top.transpose(0, 1))
+
+
 @dataclass(frozen=True, eq=False)
 class Scaled:
     """``values * exp(log_scale)``, with one scale a position (the fast paths) or one an entry (the reference).

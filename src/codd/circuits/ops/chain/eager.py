@@ -20,14 +20,40 @@ def _factors(transition: Transition, reverse: bool) -> tuple[Float[Tensor, "*ste
     return transition.transposed if reverse else transition.linear
 
 
-def messages(transition: Transition, start: Float[Tensor, " N"] | None, leaf: Scaled, reverse: bool) -> Scaled:
-    """Forward: p(z_t, evidence before t), from ``start`` in logarithms. Reverse: p(evidence after t | z_t)."""
+def messages(
+    transition: Transition, start: Float[Tensor, " N"] | None, leaf: Scaled, reverse: bool, absorb: bool = False
+) -> Scaled:
+    """Forward: p(z_t, evidence before t), from ``start`` in logarithms. Reverse: p(evidence after t | z_t).
+
+    With ``absorb`` each message comes multiplied with the leaf values of its own position, as the next step needs it.
+    """
     values, scale = leaf.values.transpose(0, 1).contiguous(), leaf.log_scale[..., 0].transpose(0, 1)
-    factors = _factors(transition, reverse)
-    first = None if start is None else start.detach().to(values.dtype).exp()
     norms = values.new_ones(*values.shape[:2], 1)
     walk = _walk_numpy if values.device.type == "cpu" else _walk_torch
-    return _assemble(walk(factors, first, values, norms, reverse), norms, scale, reverse)
+    factors = _factors(transition, reverse)
+    first = None if start is None else start.detach().to(values.dtype).exp()
+    products, carried = walk(factors, first, values, norms, reverse, keep_messages=not absorb)
+    total = _scales(norms[..., 0], scale, reverse, absorb)
+    return Scaled((products if absorb else carried).transpose(0, 1), total.transpose(0, 1)[..., None])
+
+
+def _scales(
+    norms: Float[Tensor, "L B"], scale: Float[Tensor, "L B"], reverse: bool, absorb: bool
+) -> Float[Tensor, "L B"]:
+    """The logarithm of all that a message (or, absorbing, a product) has met: norms taken out, and leaf scales."""
+    if norms.device.type == "cpu":
+        # Over thousands of positions the sums of scales need more digits than any one of them.
+        met = np.log(norms.numpy(), dtype=np.float64) + scale.numpy()
+        met = np.cumsum(met[::-1], 0)[::-1] if reverse else np.cumsum(met, 0)
+        if not absorb:
+            met = np.concatenate([met[1:], met[:1] * 0] if reverse else [met[:1] * 0, met[:-1]])
+        return torch.from_numpy(met.copy())  # a view that runs backwards is no tensor
+    total = norms.log() + scale
+    total = total.flip(0).cumsum(0).flip(0) if reverse else total.cumsum(0)
+    if not absorb:
+        none = torch.zeros_like(total[:1])
+        total = torch.cat([total[1:], none] if reverse else [none, total[:-1]])
+    return total
 
 
 def _walk_torch(
@@ -36,22 +62,27 @@ def _walk_torch(
     values: Float[Tensor, "L B N"],
     norms: Float[Tensor, "L B 1"],
     reverse: bool,
-) -> Float[Tensor, "L B N"]:
-    """All messages, scaled; the norms that were taken out on the way are written into ``norms``."""
+    keep_messages: bool,
+) -> tuple[Float[Tensor, "L B N"], Float[Tensor, "L B N"]]:
+    """Products of message and leaf (scaled; the norms go into ``norms``), and the messages themselves if wanted."""
     every, smallest = _RESCALE_EVERY[values.dtype], torch.finfo(values.dtype).tiny
-    out = torch.empty_like(values)
+    products = torch.empty_like(values)
+    carried = torch.empty_like(values) if keep_messages else products
     order = range(len(values) - 1, -1, -1) if reverse else range(len(values))
-    out[order[0]] = 1.0 if first is None else first
-    for k in range(len(values) - 1):
-        t, to = order[k], order[k + 1]
-        work = out[t] * values[t]
-        if k % every == every - 1:
-            norms[to] = work.amax(-1, keepdim=True).clamp_min_(smallest)
-            work = work / norms[to]
-        for factor in factors:
-            work = work @ (factor[t - 1 if reverse else t] if factor.ndim == 3 else factor)
-        out[to] = work
-    return out
+    message = torch.ones_like(values[0]) if first is None else first.expand_as(values[0])
+    for k, t in enumerate(order, 1):
+        if keep_messages:
+            carried[t] = message
+        product = message * values[t]
+        if k % every == 0:
+            norms[t] = product.amax(-1, keepdim=True).clamp_min_(smallest)
+            product = product / norms[t]
+        products[t] = product
+        if k < len(order):
+            for factor in factors:
+                product = product @ (factor[t - 1 if reverse else t] if factor.ndim == 3 else factor)
+            message = product
+    return products, carried
 
 
 def _walk_numpy(
@@ -60,59 +91,42 @@ def _walk_numpy(
     values: Float[Tensor, "L B N"],
     norms: Float[Tensor, "L B 1"],
     reverse: bool,
-) -> Float[Tensor, "L B N"]:
+    keep_messages: bool,
+) -> tuple[Float[Tensor, "L B N"], Float[Tensor, "L B N"]]:
     """The same through NumPy: its calls cost a third of PyTorch's, and products this small stay on one core."""
     every, smallest = _RESCALE_EVERY[values.dtype], torch.finfo(values.dtype).tiny
-    result = torch.empty_like(values)
-    out, leaf, norm = result.numpy(), values.numpy(), norms.numpy()
-    tables = [factor.numpy() for factor in factors]
-    order = range(len(leaf) - 1, -1, -1) if reverse else range(len(leaf))
-    out[order[0]] = 1.0 if first is None else first.numpy()
-    work = np.empty_like(out[0])
-    for k in range(len(leaf) - 1):
-        t, to = order[k], order[k + 1]
-        np.multiply(out[t], leaf[t], out=work)
-        if k % every == every - 1:
-            np.maximum(work.max(-1, keepdims=True, out=norm[to]), smallest, out=norm[to])
-            np.divide(work, norm[to], out=work)
-        source, step = work, t - 1 if reverse else t
-        for table in tables[:-1]:
-            source = source @ (table[step] if table.ndim == 3 else table)
-        np.dot(source, tables[-1][step] if tables[-1].ndim == 3 else tables[-1], out=out[to])
-    return result
+    products = torch.empty_like(values)
+    carried = torch.empty_like(values) if keep_messages else products
+    rows, leaves, norm = list(products.numpy()), list(values.numpy()), norms.numpy()
+    kept = list(carried.numpy()) if keep_messages else [np.empty_like(rows[0])] * len(rows)
+    *inner, last = [factor.numpy() for factor in factors]
+    order = range(len(rows) - 1, -1, -1) if reverse else range(len(rows))
+    kept[order[0]][...] = 1.0 if first is None else first.numpy()
+    for k, t in enumerate(order, 1):
+        row = rows[t]
+        np.multiply(kept[t], leaves[t], row)
+        if k % every == 0:
+            top = np.maximum(np.maximum.reduce(row, -1, None, None, True), smallest, norm[t])
+            np.divide(row, top, row)
+        if k < len(order):
+            step = t - 1 if reverse else t
+            for table in inner:
+                row = row @ (table[step] if table.ndim == 3 else table)
+            np.dot(row, last[step] if last.ndim == 3 else last, kept[order[k]])
+    return products, carried
 
 
-def _assemble(
-    out: Float[Tensor, "L B N"], norms: Float[Tensor, "L B 1"], scale: Float[Tensor, "L B"], reverse: bool
-) -> Scaled:
-    """Give every message the scale of the leaves and norms that it has absorbed."""
-    total = norms[..., 0].log()
-    if reverse:
-        total[:-1] += scale[1:]
-        total = total.flip(0)
-    else:
-        total[1:] += scale[:-1]
-    # Over thousands of positions the sums of scales need more digits than any one of them.
-    total = total.cumsum(0, dtype=torch.float64 if norms.device.type == "cpu" else norms.dtype)
-    return Scaled(out.transpose(0, 1), (total.flip(0) if reverse else total).transpose(0, 1)[..., None])
+def nothing_lost(product: Scaled) -> bool:
+    """Whether all products are so far from zero that none of their factors can have lost anything."""
+    return float(product.values.numpy().min()) >= _FLUSH[product.values.dtype]
 
 
 def lost_terms(
-    transition: Transition,
-    start: Float[Tensor, " N"] | None,
-    leaf: Scaled,
-    message: Scaled,
-    reverse: bool,
-    smallest: float = 0.0,
+    transition: Transition, start: Float[Tensor, " N"] | None, leaf: Scaled, message: Scaled, reverse: bool
 ) -> Bool[Tensor, " B"] | None:
-    """The sequences in which a product that is not zero may have been lost to underflow; None if there are none.
-
-    ``smallest`` is a lower bound of the leaf values: with all factors far from zero there is nothing to look for.
-    """
+    """The sequences in which a product that is not zero may have been lost to underflow; None if there are none."""
     flush = _FLUSH[leaf.values.dtype]
     got, values = message.values.transpose(0, 1), leaf.values.transpose(0, 1)
-    if smallest > 0 and float(got.min()) * smallest >= flush:
-        return None
     work = got * values
     lost = ((work < flush) & (got > 0) & (values > 0)).any(-1).any(0)
     if start is not None:
@@ -140,14 +154,15 @@ def _lost_in_product(
 
 def transition_flow(
     transition: Transition,
-    forward: Scaled,
-    leaf: Scaled,
-    backward: Scaled,
+    source: Scaled,
+    target: Scaled,
     log_partition: Float[Tensor, " B"],
     weights: Float[Tensor, " B"] | None,
 ) -> tuple[Float[Tensor, "*steps _ _"], ...]:
-    """Expected number of uses of each entry of each factor: one matrix product over all sequences and positions."""
-    source, target = forward * leaf, leaf * backward
+    """Expected number of uses of each entry of each factor: one matrix product over all sequences and positions.
+
+    ``source`` is forward message times leaf, ``target`` leaf times backward message.
+    """
     left, right = source.values[:, :-1], target.values[:, 1:]
     log_ratio = source.log_scale[:, :-1] + target.log_scale[:, 1:] - log_partition[:, None, None]
     # The two messages carry scales of their own; their product is normalised, so neither overflows after the split.

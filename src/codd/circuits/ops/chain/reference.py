@@ -13,8 +13,13 @@ def _step(transition: Transition, t: int) -> Float[Tensor, "N N"]:
     return transition.dense_log[t] if transition.per_position else transition.dense_log
 
 
-def messages(transition: Transition, start: Float[Tensor, " N"] | None, leaf: Scaled, reverse: bool) -> Scaled:
-    """Forward: log p(z_t, evidence before t), from log ``start``. Reverse: log p(evidence after t | z_t)."""
+def messages(
+    transition: Transition, start: Float[Tensor, " N"] | None, leaf: Scaled, reverse: bool, absorb: bool = False
+) -> Scaled:
+    """Forward: log p(z_t, evidence before t), from log ``start``. Reverse: log p(evidence after t | z_t).
+
+    With ``absorb`` each message comes multiplied with the leaf values of its own position.
+    """
     log_leaf = leaf.log().double()
     length = log_leaf.shape[1]
     first = torch.zeros_like(log_leaf[:, 0]) if start is None else start.detach().double().expand_as(log_leaf[:, 0])
@@ -25,22 +30,24 @@ def messages(transition: Transition, start: Float[Tensor, " N"] | None, leaf: Sc
         incoming = out[-1] + log_leaf[:, t]
         terms = incoming[:, None, :] + matrix if reverse else incoming[:, :, None] + matrix
         out.append(terms.logsumexp(-1 if reverse else -2))
-    return Scaled.from_log(torch.stack(out[::-1] if reverse else out, 1))
+    result = Scaled.from_log(torch.stack(out[::-1] if reverse else out, 1))
+    return result * leaf if absorb else result
 
 
 def transition_flow(
     transition: Transition,
-    forward: Scaled,
-    leaf: Scaled,
-    backward: Scaled,
+    source: Scaled,
+    target: Scaled,
     log_partition: Float[Tensor, " B"],
     weights: Float[Tensor, " B"] | None,
 ) -> tuple[Float[Tensor, "*steps _ _"], ...]:
-    """Expected number of uses of each entry of each factor, summed over the batch with the given weights."""
-    source = (forward * leaf).log().double()
-    target = (leaf * backward).log().double()
-    batch, length, _ = source.shape
-    share = torch.ones(batch, dtype=torch.float64, device=source.device) if weights is None else weights.double()
+    """Expected number of uses of each entry of each factor, summed over the batch with the given weights.
+
+    ``source`` is forward message times leaf, ``target`` leaf times backward message.
+    """
+    log_source, log_target = source.log().double(), target.log().double()
+    batch, length, _ = log_source.shape
+    share = torch.ones(batch, dtype=torch.float64, device=log_source.device) if weights is None else weights.double()
     factors = [f.detach().double() for f in transition.log_factors]
     out = [torch.zeros_like(f) for f in factors]
     for b in range(batch):
@@ -48,7 +55,7 @@ def transition_flow(
             continue
         for t in range(length - 1):
             at = [f[t] if transition.per_position else f for f in factors]
-            left, right = source[b, t], target[b, t + 1] - log_partition[b].double()
+            left, right = log_source[b, t], log_target[b, t + 1] - log_partition[b].double()
             for k, factor in enumerate(at):
                 before, after = left, right
                 for f in at[:k]:

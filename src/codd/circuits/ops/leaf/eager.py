@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from codd.circuits.evidence import Evidence, Kind
-from codd.circuits.ops.scaled import Scaled
+from codd.circuits.ops.scaled import Scaled, exponentials
 from codd.circuits.parameters import Emission
 
 FLUSH = 1e-30
@@ -166,14 +166,6 @@ def _rescaled(leaf: Scaled) -> Scaled:
     top = values.amax(-1, keepdim=True)
     top.masked_fill_(top <= (FLUSH if top.device.type == "cpu" else 0), 1)
     return Scaled(values.div_(top).transpose(0, 1), leaf.log_scale + top.log().transpose(0, 1))
-
-
-def exponentials(log: Float[Tensor, "B L N"]) -> Scaled:
-    """Exponentials with the largest of each row taken out; position-major in memory."""
-    log = log.transpose(0, 1)
-    top = log.amax(-1, keepdim=True)
-    top = torch.where(top > -torch.inf, top, 0)
-    return Scaled((log - top).exp_().transpose(0, 1), top.transpose(0, 1))
 
 
 def lost_terms(emission: Emission, ev: Evidence, leaf: Scaled) -> Bool[Tensor, " B"] | None:
