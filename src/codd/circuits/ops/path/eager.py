@@ -6,6 +6,7 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
+from codd.circuits.ops import native
 from codd.circuits.ops.scaled import Scaled
 from codd.circuits.parameters import Transition
 
@@ -22,6 +23,10 @@ def sample_path(
     thresholds = (uniforms.to(weights.dtype) * _BELOW_ONE).permute(2, 0, 1).contiguous()
     first = start.detach().to(weights.dtype).exp()
     if weights.device.type == "cpu":
+        if not transition.per_position:
+            done = native.path(transition.dense, first, weights, thresholds, FLUSH)
+            if done is not None:
+                return done.permute(1, 2, 0)
         return torch.from_numpy(_walk(transition, start.detach(), weights, thresholds)).permute(1, 2, 0)
     length, samples, batch = thresholds.shape
     path = torch.empty(length, samples, batch, dtype=torch.int64, device=weights.device)

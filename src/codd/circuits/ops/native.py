@@ -1,0 +1,127 @@
+"""The sequential loops in C, compiled once by the machine's own compiler, if it has one.
+
+A chain of 32 small products is over before Python has made as many calls. The library is kept in the user's cache,
+under a name made of the source, the compiler and the processor; with no compiler, or with CODD_NATIVE=0, ``library``
+is None and NumPy does the same work.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+_SOURCE = Path(__file__).with_name("native.c")
+_FLAGS = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ())
+_SIZE, _REAL, _DATA = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+MAX_PRODUCT = 2**23
+"""Multiplications a step up to which one core in C beats a threaded matrix product."""
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled library, or None."""
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if os.environ.get("CODD_NATIVE") == "0" or compiler is None or os.name != "posix":
+        return None
+    try:
+        return _declare(ctypes.CDLL(str(_compiled(compiler))))
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _compiled(compiler: str) -> Path:
+    """The path of the library, compiled if it is not in the cache."""
+    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=30, check=True).stdout
+    key = hashlib.sha256(_SOURCE.read_bytes() + version + _processor()).hexdigest()[:24]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "codd"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        owned = folder.stat().st_uid == os.getuid() and os.access(folder, os.W_OK)
+    except OSError:
+        owned = False
+    if not owned:  # a library that others could write to is not loaded
+        folder = Path(tempfile.mkdtemp(prefix="codd-"))
+    target = folder / f"native-{key}.so"
+    if not target.exists():
+        _compile(compiler, target)
+    return target
+
+
+def _compile(compiler: str, target: Path) -> None:
+    for flags in _FLAGS:
+        handle, name = tempfile.mkstemp(dir=target.parent, suffix=".so")
+        os.close(handle)
+        command = [compiler, "-O3", *flags, "-shared", "-fPIC", "-o", name, str(_SOURCE)]
+        done = subprocess.run(command, capture_output=True, timeout=120, check=False)
+        if done.returncode == 0:
+            os.replace(name, target)  # complete or not there at all, whoever else compiles it now
+            return
+        os.unlink(name)
+    raise OSError(f"{compiler} cannot compile {_SOURCE.name}")
+
+
+def _processor() -> bytes:
+    """What -march=native depends on: a home folder may be shared between machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    except OSError:
+        flags = ""
+    return f"{platform.machine()} {platform.processor()} {flags}".encode()
+
+
+def _declare(found: ctypes.CDLL) -> ctypes.CDLL:
+    found.codd_walk.argtypes = [_DATA] * 5 + [_SIZE] * 6 + [_REAL]
+    found.codd_walk.restype = None
+    found.codd_path.argtypes = [_DATA] * 6 + [_SIZE] * 4 + [_REAL]
+    found.codd_path.restype = _SIZE
+    return found
+
+
+def walk(
+    matrix: Float[Tensor, "N N"],
+    first: Float[Tensor, " N"] | None,
+    values: Float[Tensor, "L B N"],
+    norms: Float[Tensor, "L B 1"],
+    reverse: bool,
+    keep_messages: bool,
+    every: int,
+) -> tuple[Float[Tensor, "L B N"], Float[Tensor, "L B N"]] | None:
+    """What ``chain.eager`` does with NumPy; None if this case is not for here."""
+    length, batch, states = values.shape
+    if values.dtype != torch.float32 or batch * states * states > MAX_PRODUCT or (found := library()) is None:
+        return None
+    products = torch.empty_like(values)
+    carried = torch.empty_like(values) if keep_messages else torch.empty_like(values[:1])
+    carried[-1 if reverse and keep_messages else 0] = 1.0 if first is None else first
+    pointers = (matrix.data_ptr(), values.data_ptr(), products.data_ptr(), carried.data_ptr(), norms.data_ptr())
+    tiny = torch.finfo(torch.float32).tiny
+    found.codd_walk(*pointers, length, batch, states, reverse, keep_messages, every, tiny)
+    return products, carried if keep_messages else products
+
+
+def path(
+    matrix: Float[Tensor, "N N"],
+    first: Float[Tensor, " N"],
+    target: Float[Tensor, "L B N"],
+    limits: Float[Tensor, "L S B"],
+    faint: float,
+) -> Int[Tensor, "L S B"] | None:
+    """Paths by inverse CDF; None if this case is not for here, or needs logarithms."""
+    if target.dtype != torch.float32 or (found := library()) is None:
+        return None
+    target = target.contiguous()
+    out, work = torch.empty(limits.shape, dtype=torch.int64), torch.empty_like(first)
+    length, samples, batch = limits.shape
+    pointers = (x.data_ptr() for x in (matrix, first, target, limits, out, work))
+    weak = found.codd_path(*pointers, length, samples, batch, len(first), faint)
+    return None if weak else out

@@ -1,0 +1,99 @@
+"""The C loops against NumPy's, and what happens without a compiler."""
+
+import shutil
+
+import pytest
+import torch
+
+from codd.circuits import HMM, Evidence
+from codd.circuits.ops import native
+from codd.circuits.ops.chain import eager as chain
+from codd.circuits.ops.path import eager as path
+from codd.circuits.ops.scaled import exponentials
+
+needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="this machine has no C compiler")
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    """The library is looked for anew, and again after the test."""
+    library = native.library
+    library.cache_clear()
+    yield monkeypatch
+    library.cache_clear()
+
+
+def leaf_of(batch: int, length: int, states: int):
+    return exponentials(3 * torch.randn(batch, length, states, generator=torch.Generator().manual_seed(2)))
+
+
+@needs_compiler
+@pytest.mark.parametrize("absorb", [False, True])
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(("batch", "length", "states"), [(1, 1, 1), (3, 2, 5), (8, 9, 32), (13, 17, 77), (4, 6, 64)])
+def test_messages_are_those_of_numpy(batch, length, states, reverse, absorb, fresh):
+    hmm, leaf = HMM.random(states, 7, seed=1), leaf_of(batch, length, states)
+    start = None if reverse else hmm.log_initial
+    assert native.library() is not None
+    got = chain.messages(hmm.transition, start, leaf, reverse, absorb)
+    fresh.setattr(native, "library", lambda: None)
+    want = chain.messages(hmm.transition, start, leaf, reverse, absorb)
+    torch.testing.assert_close(got.log(), want.log(), rtol=1e-5, atol=1e-5)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("batch", "length", "states"), [(1, 1, 1), (3, 4, 5), (9, 12, 77)])
+def test_paths_are_those_of_numpy(batch, length, states, fresh):
+    hmm, leaf = HMM.random(states, 7, seed=1), leaf_of(batch, length, states)
+    target = chain.messages(hmm.transition, None, leaf, True, absorb=True)
+    uniforms = torch.rand(4, batch, length, generator=torch.Generator().manual_seed(5))
+    got = path.sample_path(hmm.transition, hmm.log_initial, target, uniforms)
+    fresh.setattr(native, "library", lambda: None)
+    assert torch.equal(got, path.sample_path(hmm.transition, hmm.log_initial, target, uniforms))
+
+
+@needs_compiler
+def test_weights_that_all_but_vanish_are_left_to_logarithms():
+    faint = torch.full((1, 1, 4), 1e-35)
+    limits = torch.full((1, 1, 1), 0.5)
+    assert native.path(torch.eye(4), torch.ones(4), faint, limits, 1e-30) is None
+    assert native.path(torch.eye(4), torch.ones(4), faint, limits, 1e-36) is not None
+
+
+@pytest.mark.parametrize("reason", ["switched off", "no compiler", "a compiler that fails", "nothing to run"])
+def test_without_a_library_the_answers_are_the_same(reason, fresh, tmp_path):
+    hmm = HMM.random(12, 30, seed=1)
+    ev = Evidence(logits=torch.randn(3, 6, 30, generator=torch.Generator().manual_seed(0)))
+    want = hmm.log_partition(ev), hmm.posterior(ev), hmm.sample(ev, generator=torch.Generator().manual_seed(1)).latents
+    native.library.cache_clear()
+    fresh.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if reason == "switched off":
+        fresh.setenv("CODD_NATIVE", "0")
+    elif reason == "no compiler":
+        fresh.delenv("CC", raising=False)
+        fresh.setattr(native.shutil, "which", lambda name: None)
+    else:
+        fresh.setenv("CC", "false" if reason == "a compiler that fails" else str(tmp_path / "missing"))
+    assert native.library() is None
+    got = hmm.log_partition(ev), hmm.posterior(ev), hmm.sample(ev, generator=torch.Generator().manual_seed(1)).latents
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+    assert not list(tmp_path.rglob("*.so"))
+
+
+@needs_compiler
+def test_a_cache_that_cannot_be_written_is_no_obstacle(fresh, tmp_path):
+    (tmp_path / "codd").write_text("a file where the folder should be")
+    fresh.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert native.library() is not None
+
+
+@needs_compiler
+def test_the_library_is_compiled_once(fresh, tmp_path):
+    fresh.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert native.library() is not None
+    (built,) = tmp_path.rglob("*.so")
+    stamp = built.stat().st_mtime_ns
+    native.library.cache_clear()
+    assert native.library() is not None
+    assert built.stat().st_mtime_ns == stamp
