@@ -21,7 +21,7 @@ lint: $(VENV)/.ready-dev ## style and types only
 	$(BIN)/mypy
 
 bench: $(VENV)/.ready ## the CPU benchmark against other libraries (installs them beside, in .venv-bench)
-	$(MAKE) VENV=.venv-bench EXTRA=bench .venv-bench/.ready-bench
+	$(MAKE) VENV=.venv-bench .venv-bench/.ready-bench
 	.venv-bench/bin/codd bench circuits
 
 # PyTorch is asked for by its exact version first: any other spelling may bring gigabytes of GPU packages along.

@@ -111,7 +111,7 @@ def _walk_cpu(
         row = rows[t]
         np.multiply(kept[t], leaves[t], row)
         if k % every == 0:
-            top = np.maximum(np.maximum.reduce(row, -1, None, None, True), smallest, out=norm[t])
+            top = np.maximum(np.maximum.reduce(row, -1, keepdims=True), smallest, out=norm[t])
             np.divide(row, top, row)
         if k < len(order):
             step = t - 1 if reverse else t
