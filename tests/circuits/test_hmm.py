@@ -836,3 +836,18 @@ def test_a_forced_backend_ends_with_its_block():
                 assert ops.backend_for(cpu, torch.float32).name == inner
             assert ops.backend_for(cpu, torch.float32).name == name
     assert ops.backend_for(cpu, torch.float32).name == "eager"
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda hmm, ev: hmm.log_partition(Evidence(log_potentials=torch.zeros(0, 3, 4))), "batch is empty"),
+        (lambda hmm, ev: hmm.sample(ev, num_samples=0), "num_samples must be at least 1, found 0"),
+        (lambda hmm, ev: hmm.conditional_scores(ev, torch.full((2, 3), 9)), r"latents must be in 0\.\.2, found 9"),
+        (lambda hmm, ev: hmm.conditional_scores(ev, torch.zeros(1, 3, dtype=torch.long)), r"shape \(2, 3\)"),
+        (lambda hmm, ev: hmm.flows(ev, torch.ones(5)), r"weights must be \(B,\) = \(2,\), found \(5,\)"),
+    ],
+)
+def test_arguments_that_do_not_fit_the_evidence_are_named(ask, message):
+    with shape_checks(False), pytest.raises(InvalidEvidence, match=message):
+        ask(HMM.random(3, 4), Evidence(logits=torch.zeros(2, 3, 4)))

@@ -258,6 +258,8 @@ class HMM:
         """
         self._check(ev)
         count = 1 if num_samples is None else num_samples
+        if count < 1:
+            raise InvalidEvidence(f"num_samples must be at least 1, found {num_samples}")
         uniforms = torch.rand(*ev.shape[:1], count, ev.shape[1], 2, generator=generator, device=ev.device)
         latents, log_z = inference.sample_latents(self, ev, uniforms[..., 0])
         _check_possible(log_z, check)
@@ -295,6 +297,10 @@ class HMM:
         An observed position has 0 at its token and -inf elsewhere.
         """
         self._check(ev)
+        if latents.shape != ev.shape:
+            raise InvalidEvidence(f"latents must have the evidence's shape {ev.shape}, found {tuple(latents.shape)}")
+        if ev.device.type == "cpu":
+            _check_ids("latents", latents, self.num_states)
         return backend_for(ev.device, self.dtype).scores(self.emission, ev, latents).to(self.dtype)
 
     def joint_step(
@@ -322,6 +328,8 @@ class HMM:
     def flows(self, ev: Evidence, weights: Float[Tensor, " B"] | None = None) -> Flows:
         """Expected counts summed over the batch, each sequence with its weight: d sum(w log Z) / d log-parameters."""
         self._check(ev)
+        if weights is not None and weights.shape != ev.shape[:1]:
+            raise InvalidEvidence(f"weights must be (B,) = ({ev.shape[0]},), found {tuple(weights.shape)}")
         initial, steps, emission = inference.expected_counts(self, ev, weights)
         return Flows(initial, steps[0] if len(steps) == 1 else (steps[0], steps[1]), emission)
 
@@ -426,6 +434,8 @@ class HMM:
     def _check(self, ev: Evidence) -> None:
         if ev.device != self.device:
             raise InvalidEvidence(f"the evidence is on {ev.device}, the circuit on {self.device}: move one of them")
+        if ev.shape[0] < 1:
+            raise InvalidEvidence("the evidence has no sequences: its batch is empty")
         if ev.shape[1] < 1 or (self.length is not None and ev.shape[1] != self.length):
             wanted = "at least 1" if self.length is None else str(self.length)
             raise InvalidEvidence(f"the evidence has {ev.shape[1]} positions, the circuit serves {wanted}")
