@@ -180,3 +180,27 @@ def test_the_joint_step_can_be_captured_in_a_graph():
     torch.cuda.synchronize()
     assert torch.equal(got.latents, want.latents)
     torch.testing.assert_close(got.log_partition, want.log_partition)
+
+
+def test_any_memory_layout_and_any_float_temperature():
+    """Logits whose last axis is not the contiguous one, as a transposed head gives them, and a float64 temperature."""
+    hmm = HMM.random(20, 70, seed=3).to(DEVICE)
+    plain = evidence(2, 5, 20, 70, seed=5, style="logits")
+    strided = plain.logits.permute(2, 0, 1).contiguous().permute(1, 2, 0)
+    assert strided.stride(-1) != 1
+    ev = Evidence(
+        tokens=plain.tokens.int(),
+        observed=plain.observed,
+        logits=strided,
+        temperature=torch.tensor([0.5, 2.0], dtype=torch.float64, device=DEVICE),
+    )
+    uniforms = torch.full((2, 5), 0.5, device=DEVICE)
+    with ops.use("reference"):
+        want = hmm.joint_step(ev, uniforms=uniforms)
+    with ops.use("triton"):
+        got = hmm.joint_step(ev, uniforms=uniforms)
+        alone = hmm.conditional_scores(ev, got.latents)
+    torch.testing.assert_close(got.log_partition, want.log_partition, rtol=1e-5, atol=3e-3)
+    assert torch.equal(got.latents, want.latents)
+    torch.testing.assert_close(got.scores, want.scores, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(alone, want.scores, rtol=1e-4, atol=1e-3)

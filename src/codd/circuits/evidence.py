@@ -147,9 +147,9 @@ class Evidence:
         return self.kind == kind
 
     def inverse_temperature(self) -> Float[Tensor, "B"]:
-        """1 / temperature of each sequence."""
+        """1 / temperature of each sequence, in float32: what the kernels multiply with."""
         if isinstance(self.temperature, Tensor):
-            return 1.0 / self.temperature
+            return 1.0 / self.temperature.float()
         return torch.full((self.shape[0],), 1.0 / self.temperature, device=self.device)
 
     def scaled(self, dtype: torch.dtype | None = None) -> Float[Tensor, "B L V"]:

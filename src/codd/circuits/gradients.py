@@ -63,7 +63,8 @@ def _potential_gradient(hmm: "HMM", ev: Evidence) -> Float[Tensor, "B L V"]:
     marginals = inference.marginals(hmm, ev).exp()
     if ev.normalised:
         marginals = marginals - log_softmax(ev.scaled()).exp().to(marginals.dtype)
-        marginals = marginals * ev.inverse_temperature()[:, None, None].to(marginals.dtype)
+        t = ev.temperature
+        marginals = marginals / (t.to(marginals.dtype)[:, None, None] if isinstance(t, Tensor) else t)
     return torch.where(ev.rows(Kind.DENSE)[..., None], marginals, 0)
 
 

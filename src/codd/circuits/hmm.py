@@ -308,8 +308,8 @@ class HMM:
     ) -> JointStep:
         """What one denoising step needs: a latent path from its posterior and the scores of all tokens given it.
 
-        On a GPU this is five launches without host synchronisation, and can be captured in a CUDA graph. Evidence of
-        probability zero does not raise here: its log_partition is -inf.
+        On a GPU this is six kernels and a few fills without host synchronisation, and can be captured in a CUDA graph.
+        Evidence of probability zero does not raise here: its log_partition is -inf.
         """
         self._check(ev)
         if uniforms is None:

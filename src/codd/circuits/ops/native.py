@@ -34,7 +34,7 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         return _declare(ctypes.CDLL(str(_compiled(compiler))))
-    except (OSError, subprocess.SubprocessError):
+    except (OSError, RuntimeError, subprocess.SubprocessError):  # RuntimeError: no home folder
         return None
 
 

@@ -214,7 +214,7 @@ def fused(
     states, vocab = table.shape
     rows = batch * length
     device = ev.device
-    potentials = ev.potentials
+    potentials = None if ev.potentials is None else unit_stride(ev.potentials)
     values = torch.empty(batch, length, states, device=device)
     log_scale = torch.empty(batch, length, 1, device=device)
     log_total = torch.zeros(batch, length, device=device)
@@ -228,7 +228,7 @@ def fused(
         _compact[(1,)](ev.kind, slots, listed, count, rows, BLOCK=min(1024, triton.next_power_of_2(rows)))
         strip = triton.cdiv(triton.cdiv(vocab, plan.strips), plan.tokens) * plan.tokens
         _contract[(triton.cdiv(states, plan.states), plan.strips)](
-            _with_unit_stride(potentials),
+            potentials,
             ev.inverse_temperature(),
             table,
             listed,
@@ -279,7 +279,8 @@ def fused(
     return Scaled(values, log_scale), log_total
 
 
-def _with_unit_stride(potentials: Float[Tensor, "B L V"]) -> Float[Tensor, "B L V"]:
+def unit_stride(potentials: Float[Tensor, "B L V"]) -> Float[Tensor, "B L V"]:
+    """Potentials whose tokens lie side by side, which is what the kernels read; copied only if they do not."""
     return potentials if potentials.stride(-1) == 1 else potentials.contiguous()
 
 

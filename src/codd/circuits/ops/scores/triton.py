@@ -7,6 +7,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from codd.circuits.evidence import Evidence, Kind
+from codd.circuits.ops.leaf.triton import unit_stride
 from codd.circuits.ops.scores import eager
 from codd.circuits.parameters import Emission
 
@@ -64,7 +65,7 @@ def launch(
     emission: Emission, ev: Evidence, latents: Int[Tensor, "B L"], log_total: Float[Tensor, "B L"] | None
 ) -> Float[Tensor, "B L V"]:
     """The scores; ``log_total`` is log-sum-exp of each row of tempered logits, if somebody knows it already."""
-    potentials = ev.potentials
+    potentials = None if ev.potentials is None else unit_stride(ev.potentials)
     vocab = emission.stored.shape[-1]
     out = torch.empty(*ev.shape, vocab, device=ev.device)
     if log_total is None and potentials is not None and ev.normalised:
