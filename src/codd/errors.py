@@ -29,6 +29,10 @@ class ImpossibleEvidence(CoddError, ValueError):
         )
 
 
+class InvalidInput(CoddError, ValueError):
+    """Something given to a model or a recipe that it cannot use."""
+
+
 class FormatError(CoddError, ValueError):
     """A file or folder that is truncated, foreign, or not what its name says."""
 

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from codd.circuits import storage
+from codd import files
 from codd.circuits.storage import CONFIG_FILE, WEIGHTS_FILE, push_folder, read_folder, write_folder
 from codd.errors import CoddError, FormatError, MissingDependency
 
@@ -168,9 +168,9 @@ def fail_with(code: int):
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EACCES])
-@pytest.mark.parametrize("name", ["_write_weights", "_write_text", "_sha256", "save_file", "os.fsync", "os.replace"])
+@pytest.mark.parametrize("name", ["write_weights", "write_text", "sha256", "save_file", "os.fsync", "os.replace"])
 def test_a_full_disk_or_forbidden_write_keeps_the_old(folder, monkeypatch, name, code):
-    owner, attribute = (os, name.split(".")[1]) if "." in name else (storage, name)
+    owner, attribute = (os, name.split(".")[1]) if "." in name else (files, name)
     with monkeypatch.context() as patch:
         patch.setattr(owner, attribute, fail_with(code))
         with pytest.raises(OSError, match=os.strerror(code)):
@@ -186,7 +186,7 @@ def test_half_written_temporary_files_are_removed(folder, monkeypatch):
         Path(path).write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(storage, "save_file", save_some)
+    monkeypatch.setattr(files, "save_file", save_some)
     with pytest.raises(OSError, match="No space"):
         write_folder(folder, {"kind": "new"}, make_tensors(1))
     assert names(folder) == [WEIGHTS_FILE, CONFIG_FILE]
@@ -197,7 +197,7 @@ def test_safetensors_own_write_error_is_an_oserror(tmp_path, monkeypatch):
     def save(tensors, path, metadata):
         raise SafetensorError("I/O error: No space left on device")
 
-    monkeypatch.setattr(storage, "save_file", save)
+    monkeypatch.setattr(files, "save_file", save)
     with pytest.raises(OSError, match=r"could not be written: .*No space"):
         write_folder(tmp_path, CONFIG, make_tensors())
     assert names(tmp_path) == []

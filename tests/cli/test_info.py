@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from codd import files
 from codd.circuits import HMM, storage
 from codd.cli import info, main
 
@@ -101,7 +102,7 @@ def test_weights_that_do_not_belong_to_the_configuration(tmp_path, capsys):
 
 def test_a_hub_id(tmp_path, capsys, monkeypatch):
     HMM.random(4, 7).save(tmp_path)
-    monkeypatch.setattr(storage, "_download", lambda repo_id, revision: tmp_path)
+    monkeypatch.setattr(files, "_download", lambda repo_id, wanted, revision: tmp_path)
     found = described(capsys, "someone/circuit")
     assert (found["path"], found["num_states"], found["sha256_matches"]) == ("someone/circuit", 4, True)
 

@@ -1,4 +1,4 @@
-"""Who imports whom: errors -> {circuits, backbones} -> coupling -> {decoding, training} -> evaluation -> the faces."""
+"""Imports: errors -> files -> {circuits, backbones} -> coupling -> {decoding, training} -> evaluation -> the faces."""
 
 import ast
 from pathlib import Path
@@ -8,6 +8,7 @@ import codd
 ROOT = Path(codd.__file__).parent
 LEVELS = [
     {"errors"},
+    {"files"},
     {"circuits", "backbones"},
     {"coupling"},
     {"decoding", "training"},

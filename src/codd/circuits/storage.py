@@ -5,22 +5,19 @@ safetensors file, which is what a reader believes. So the atomic replacement of 
 """
 
 import contextlib
-import hashlib
 import json
 import os
-import re
 import secrets
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from codd.errors import CoddError, FormatError, MissingDependency
+from codd import files
+from codd.errors import CoddError, FormatError
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "circuit.safetensors"
@@ -29,7 +26,6 @@ FORMAT_VERSION = 1
 
 _METADATA_KEY = "codd_config"
 _RESERVED = ("format", "format_version", "tensors", "sha256")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def write_folder(folder: str | os.PathLike[str], config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
@@ -41,7 +37,7 @@ def write_folder(folder: str | os.PathLike[str], config: Mapping[str, Any], tens
     if clash := [key for key in _RESERVED if key in config]:
         raise FormatError(f"the configuration may not have the keys {', '.join(clash)}: the format uses them itself.")
     folder = Path(folder)
-    tensors = _standalone(tensors)
+    tensors = files.standalone(tensors)
     described = {"format": FORMAT, "format_version": FORMAT_VERSION, **config, "tensors": _describe(tensors)}
     metadata = {_METADATA_KEY: json.dumps(described, allow_nan=False)}
 
@@ -50,11 +46,11 @@ def write_folder(folder: str | os.PathLike[str], config: Mapping[str, Any], tens
     weights, text = folder / f".{WEIGHTS_FILE}{suffix}", folder / f".{CONFIG_FILE}{suffix}"
     try:
         # Both files are complete on the disk before either takes its place: a full disk changes nothing.
-        _write_weights(weights, tensors, metadata)
-        _write_text(text, json.dumps({**described, "sha256": _sha256(weights)}, indent=2) + "\n")
+        files.write_weights(weights, tensors, metadata)
+        files.write_text(text, json.dumps({**described, "sha256": files.sha256(weights)}, indent=2) + "\n")
         os.replace(weights, folder / WEIGHTS_FILE)
         os.replace(text, folder / CONFIG_FILE)
-        _sync_folder(folder)
+        files.sync_folder(folder)
     finally:
         for temporary in (weights, text):
             with contextlib.suppress(OSError):  # the error that brought us here says more
@@ -92,12 +88,12 @@ def push_folder(
     if not folder.is_dir():
         raise FormatError(f"{folder}: there is no such folder. Save the circuit first.")
     read_folder(folder)  # a damaged circuit is noticed here rather than by whoever downloads it
-    if _read_config(folder).get("sha256") != _sha256(folder / WEIGHTS_FILE):
+    if _read_config(folder).get("sha256") != files.sha256(folder / WEIGHTS_FILE):
         raise FormatError(
             f"{folder}: {CONFIG_FILE} and {WEIGHTS_FILE} do not belong together: writing them was interrupted. "
             "Save the circuit again before uploading it."
         )
-    hub = _hub()
+    hub = files.hub()
     try:
         api = hub.HfApi(token=token)
         api.create_repo(repo_id, private=private, exist_ok=True)
@@ -109,22 +105,15 @@ def push_folder(
         )
     except Exception as error:  # the hub's own errors and, by its version, those of requests or httpx
         raise CoddError(
-            f"could not upload {folder} to {repo_id!r} on the hub: {_brief(error)} "
+            f"could not upload {folder} to {repo_id!r} on the hub: {files.brief(error)} "
             "Check the connection, the name, and that the token (or `hf auth login`) may write there."
         ) from error
     return str(commit.commit_url)
 
 
-def _standalone(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Contiguous tensors on the CPU, none of which shares its memory: safetensors takes no others."""
-    alone: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in sorted(tensors.items()):  # the same circuit gives the same bytes
-        tensor = tensor.detach().cpu().contiguous()
-        address = tensor.untyped_storage().data_ptr()
-        alone[name] = tensor.clone() if address in seen else tensor
-        seen.add(address)
-    return alone
+def local_folder(path_or_hub_id: str | os.PathLike[str], revision: str | None = None) -> Path:
+    """The folder of a circuit on this machine; one that is on the hub is downloaded first."""
+    return files.local_folder(path_or_hub_id, (CONFIG_FILE, WEIGHTS_FILE), revision)
 
 
 def _describe(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
@@ -132,78 +121,6 @@ def _describe(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
         name: {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
         for name, tensor in tensors.items()
     }
-
-
-def _write_weights(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    with path.open("xb") as file:
-        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-    try:
-        save_file(tensors, path, metadata=metadata)
-        path.chmod(mode)  # safetensors makes files that only their owner can read; ours follow the umask
-    except SafetensorError as error:
-        raise OSError(f"{path}: could not be written: {error}") from error
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
-
-
-def _write_text(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the two renames last through a power failure, where the system can."""
-    if os.name != "posix":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def local_folder(path_or_hub_id: str | os.PathLike[str], revision: str | None = None) -> Path:
-    """The folder of a circuit on this machine; one that is on the hub is downloaded first."""
-    path = Path(path_or_hub_id)
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise FormatError(f"{path}: is a file. Give the folder that holds {CONFIG_FILE} and {WEIGHTS_FILE}.")
-    if isinstance(path_or_hub_id, str) and _HUB_ID.fullmatch(path_or_hub_id):
-        return _download(path_or_hub_id, revision)
-    raise FormatError(f"{path}: there is no such folder, and this is not the name of a hub repository (user/name).")
-
-
-def _download(repo_id: str, revision: str | None) -> Path:
-    hub = _hub()
-    try:
-        return Path(hub.snapshot_download(repo_id, revision=revision, allow_patterns=[CONFIG_FILE, WEIGHTS_FILE]))
-    except Exception as error:  # the hub's own errors and, by its version, those of requests or httpx
-        at = f" at revision {revision!r}" if revision else ""
-        raise FormatError(
-            f"{repo_id!r}: there is no such folder here, and the hub gave no such repository{at}: {_brief(error)} "
-            "Check the name and the connection, or give the path of a local folder."
-        ) from error
-
-
-def _hub() -> Any:
-    try:
-        import huggingface_hub
-    except ImportError as error:
-        raise MissingDependency("the hub needs the package huggingface_hub: pip install codd[hub]") from error
-    return huggingface_hub
-
-
-def _brief(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:300] if lines else 'no details'}"
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -224,7 +141,9 @@ def _parse_config(text: bytes | str, where: str) -> dict[str, Any]:
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"{where}: is not JSON ({_brief(error)}). Download or save the circuit again.") from error
+        raise FormatError(
+            f"{where}: is not JSON ({files.brief(error)}). Download or save the circuit again."
+        ) from error
     if not isinstance(config, dict) or config.get("format") != FORMAT:
         raise FormatError(f'{where}: is not of a codd circuit; expected an object with "format": "{FORMAT}".')
     version = config.get("format_version")
@@ -252,14 +171,14 @@ def _read_weights(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             return _parse_config(text, f"{path} (metadata)"), {name: file.get_tensor(name) for name in names}
     except (SafetensorError, OSError) as error:
         raise FormatError(
-            f"{path}: is truncated, damaged or not a safetensors file ({_brief(error)}). Download or save it again."
+            f"{path}: is truncated, damaged or not a safetensors file ({files.brief(error)}). Save it again."
         ) from error
 
 
 def _check_config_belongs(folder: Path, config: dict[str, Any], described: dict[str, Any]) -> None:
     """A configuration that was edited by hand is an error; one that an interrupted overwrite left behind is not."""
     plain = {key: value for key, value in config.items() if key != "sha256"}
-    if plain != described and config.get("sha256") == _sha256(folder / WEIGHTS_FILE):
+    if plain != described and config.get("sha256") == files.sha256(folder / WEIGHTS_FILE):
         raise FormatError(
             f"{folder / CONFIG_FILE}: was changed after the circuit was saved, and no longer agrees with the copy in "
             f"{WEIGHTS_FILE}, which counts. Undo the change, or save the circuit again with the configuration wanted."

@@ -1,7 +1,6 @@
 """``codd info``: what is at a path or hub id."""
 
 import argparse
-import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from codd import files
 from codd.circuits import storage
 from codd.circuits.pyjuice import read_jpc
 from codd.cli import console
@@ -113,7 +113,7 @@ def _circuit(source: str) -> Report:
     config, tensors = storage.read_folder(folder)
     stated = _json(folder / storage.CONFIG_FILE)
     weights = folder / storage.WEIGHTS_FILE
-    intact = stated.get("sha256") == _sha256(weights)
+    intact = stated.get("sha256") == files.sha256(weights)
     count, size = _count(tensors), sum(f.stat().st_size for f in (weights, folder / storage.CONFIG_FILE))
     numbers, lines = _hmm(config, tensors) if config.get("circuit") == "hmm" else _unknown(config, tensors)
     dtypes = {name: _dtype(tensor) for name, tensor in tensors.items()}
@@ -197,11 +197,6 @@ def _json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _count(tensors: Mapping[str, Tensor]) -> int:
