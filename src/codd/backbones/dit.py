@@ -1,0 +1,118 @@
+"""What MDLM and SEDD share: a transformer that a noise level modulates, and the denoiser read from its output.
+
+A denoiser's row is a distribution over the real tokens where a position is masked, and certainty where it is not. What
+is impossible has the log-probability `NEVER`, not minus infinity, so that differences of two outputs stay finite.
+"""
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from codd.backbones.backbone import Backbone
+from codd.backbones.transformer import TransformerConfig
+from codd.backbones.weights import Key
+from codd.errors import InvalidInput
+
+NEVER = -1e6
+LEAST_KEPT = 1e-3
+"""The noise at time t masks a token with probability (1 - LEAST_KEPT) t."""
+LEAST_MASKED = 1e-5
+
+KEYS = (
+    Key("vocab_embed.embedding", "embedding.tokens.weight"),
+    Key("sigma_map.mlp.0.weight", "noise_level.up.weight"),
+    Key("sigma_map.mlp.0.bias", "noise_level.up.bias"),
+    Key("sigma_map.mlp.2.weight", "noise_level.down.weight"),
+    Key("sigma_map.mlp.2.bias", "noise_level.down.bias"),
+    Key("blocks.{i}.norm1.weight", "blocks.{i}.attention_norm.weight"),
+    Key("blocks.{i}.attn_qkv.weight", "blocks.{i}.attention.qkv.weight"),
+    Key("blocks.{i}.attn_out.weight", "blocks.{i}.attention.out.weight"),
+    Key("blocks.{i}.norm2.weight", "blocks.{i}.mlp_norm.weight"),
+    Key("blocks.{i}.mlp.0.weight", "blocks.{i}.mlp.up.weight"),
+    Key("blocks.{i}.mlp.0.bias", "blocks.{i}.mlp.up.bias"),
+    Key("blocks.{i}.mlp.2.weight", "blocks.{i}.mlp.down.weight"),
+    Key("blocks.{i}.mlp.2.bias", "blocks.{i}.mlp.down.bias"),
+    Key("blocks.{i}.adaLN_modulation.weight", "blocks.{i}.modulation.weight"),
+    Key("blocks.{i}.adaLN_modulation.bias", "blocks.{i}.modulation.bias"),
+    Key("output_layer.norm_final.weight", "final_norm.weight"),
+    Key("output_layer.adaLN_modulation.weight", "final_modulation.weight"),
+    Key("output_layer.adaLN_modulation.bias", "final_modulation.bias"),
+    Key("output_layer.linear.weight", "head.weight"),
+    Key("output_layer.linear.bias", "head.bias"),
+)
+BUFFER = "rotary_emb.inv_freq"
+"""In the files, but computed here."""
+
+
+def transformer(vocab_size: int, width: int, layers: int, heads: int, conditioning: int) -> TransformerConfig:
+    """The network of both families."""
+    return TransformerConfig(
+        vocab_size=vocab_size,
+        width=width,
+        layers=layers,
+        heads=heads,
+        kv_heads=heads,
+        mlp_width=4 * width,
+        norm="layer",
+        activation="gelu_tanh",
+        gated=False,
+        mlp_bias=True,
+        conditioning=conditioning,
+        head_bias=True,
+    )
+
+
+class NoiseConditioned(Backbone):
+    """Takes a noise level ``sigma`` or a time ``t`` for each sequence; without them its share of masks tells."""
+
+    def network_inputs(
+        self, ids: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"] | None, inputs: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """The noise level of each sequence."""
+        super().network_inputs(ids, valid, {name: x for name, x in inputs.items() if name not in ("sigma", "t")})
+        if len(inputs) > 1:
+            raise InvalidInput("sigma and t say the same thing; give one of them.")
+        for name, given in inputs.items():
+            if given.shape != ids.shape[:1]:
+                wanted = tuple(ids.shape[:1])
+                raise InvalidInput(f"{name} must have one value a sequence, {wanted}; found {tuple(given.shape)}.")
+        if "sigma" in inputs:
+            return {"sigma": inputs["sigma"].float()}
+        if "t" in inputs:
+            return {"sigma": sigma_at(inputs["t"].float())}
+        return {"sigma": sigma_of(ids == self.mask, valid)}
+
+    def logits(self, states: Float[Tensor, "B L d"], ids: Int[Tensor, "B L"]) -> Float[Tensor, "B L V"]:
+        """Log-probabilities of the denoiser, in float32; ``network.logits`` gives the raw output."""
+        return substitute(self.network.logits(states), ids, self.mask)
+
+    @property
+    def mask(self) -> int:
+        """The id of the absorbing state."""
+        assert self.special.mask is not None, "both families have one"
+        return self.special.mask
+
+
+def sigma_at(t: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
+    """The noise level at a time between 0 and 1 (log-linear noise)."""
+    return -torch.log1p((LEAST_KEPT - 1) * t)
+
+
+def sigma_of(masked: Bool[Tensor, "B L"], valid: Bool[Tensor, "B L"] | None) -> Float[Tensor, " B"]:
+    """The noise level at which the share of masks among each sequence's tokens is the expected one."""
+    if valid is None:
+        valid = torch.ones_like(masked)
+    share = (masked & valid).sum(dim=1) / valid.sum(dim=1).clamp(min=1)
+    return -torch.log1p(-share.clamp(LEAST_MASKED, 1 - LEAST_KEPT))
+
+
+def substitute(logits: Float[Tensor, "B L V"], ids: Int[Tensor, "B L"], mask: int) -> Float[Tensor, "B L V"]:
+    """SUBS: nothing turns into a mask, and what is not masked stays what it is."""
+    never = torch.zeros(logits.shape[-1], device=logits.device)
+    never[mask] = NEVER
+    denoised = F.log_softmax(logits.float() + never, dim=-1)
+    certain = torch.full_like(denoised, NEVER).scatter(-1, ids[..., None], 0.0)
+    return torch.where((ids == mask)[..., None], denoised, certain)

@@ -1,0 +1,152 @@
+"""From a folder or a hub id to a backbone on its device."""
+
+import functools
+import os
+import reprlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import torch
+
+from codd import files
+from codd.backbones import bert, dream, llada, mdlm, mini, modernbert, sedd, weights
+from codd.backbones.backbone import Backbone, Plan
+from codd.backbones.config import Config
+from codd.backbones.tokenizer import Tokenizer
+from codd.backbones.transformer import Transformer
+from codd.errors import FormatError, InvalidInput
+
+
+class Family(Protocol):
+    """What the file of a family holds."""
+
+    NAME: str
+
+    def recognises(self, config: Config) -> bool:
+        """Whether a config.json is of this family."""
+
+    def plan(self, config: Config) -> Plan:
+        """The network that it describes."""
+
+
+FAMILIES: tuple[Family, ...] = (llada, dream, mdlm, sedd, bert, modernbert, mini)
+WANTED = (
+    "config.json",
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "tokenizer*",
+    "vocab.*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "circuit/*",
+)
+BUNDLED = Path(__file__).parent / "bundled"
+
+
+class Checkpoint(NamedTuple):
+    """What is in a folder."""
+
+    backbone: Backbone
+    tokenizer: Tokenizer | None
+    folder: Path
+
+
+def load_checkpoint(
+    source: str | os.PathLike[str] | None = None,
+    *,
+    device: str | torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    revision: str | None = None,
+    check: bool = False,
+) -> Checkpoint:
+    """Read a checkpoint of any known family from a folder or the hub; None is the bundled model.
+
+    ``device``: by default a CUDA device if there is one, else the CPU. ``dtype``: by default float32 on the CPU and the
+    checkpoint's own elsewhere. ``check`` refuses weights that are NaN or infinite.
+    """
+    folder = BUNDLED if source is None else files.local_folder(source, WANTED, revision)
+    planned = plan_of(folder)
+    backbone = _read(folder, planned, choose_device(device), dtype, check)
+    return Checkpoint(backbone, Tokenizer.from_folder(folder, chat_template=planned.chat_template), folder)
+
+
+def choose_device(given: str | torch.device | None) -> torch.device:
+    """The device that was asked for; by default a CUDA device if there is one."""
+    if given is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(given)
+    except RuntimeError as error:
+        raise InvalidInput(f"there is no device {given!r}; use 'cpu' or 'cuda'.") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidInput(f"device {str(device)!r} was asked for, but this machine has no CUDA device; use 'cpu'.")
+    return device
+
+
+def plan_of(folder: Path) -> Plan:
+    """What a folder's config.json describes."""
+    config = Config.read(folder)
+    for family in FAMILIES:
+        if family.recognises(config):
+            planned = family.plan(config)
+            _check_geometry(config.where, planned)
+            return planned
+    known = ", ".join(family.NAME for family in FAMILIES)
+    found = reprlib.repr(config.get("model_type"))
+    raise FormatError(f"{config.where}: model_type {found} is of no family that codd knows; use one of {known}.")
+
+
+def _check_geometry(where: str, planned: Plan) -> None:
+    """Refuse sizes that no network can have, before one is built."""
+    config, mask = planned.transformer, planned.special.mask
+    again = "Download the file again."
+    if config.width % config.heads or config.heads % config.kv_heads:
+        raise FormatError(
+            f"{where}: {config.heads} attention heads with {config.kv_heads} key heads do not divide a width of "
+            f"{config.width}. {again}"
+        )
+    if config.rope_theta is not None and config.head_dim % 2:
+        raise FormatError(f"{where}: rotary positions need heads of even width, found {config.head_dim}. {again}")
+    if mask is not None and mask >= config.vocab_size:
+        raise FormatError(f"{where}: the mask id {mask} is not in the vocabulary of {config.vocab_size}. {again}")
+
+
+def _read(folder: Path, planned: Plan, device: torch.device, dtype: torch.dtype | None, check: bool) -> Backbone:
+    where = weights.files_of(folder)
+    table = weights.expand(planned.keys, planned.transformer.layers, planned.transformer.row_ranges())
+    slots = weights.assign(folder, where, table, rename=planned.rename, ignored=planned.ignored)
+    if dtype is None:
+        dtype = torch.float32 if device.type == "cpu" else weights.stored_dtype(where, slots)
+    check_dtype(dtype, device)
+    with torch.device("meta"):
+        network = Transformer(planned.transformer)
+    weights.check_shapes(network, where, slots)
+    network = network.to(dtype).to_empty(device=device).requires_grad_(False)
+    weights.load(network, where, slots, check=check)
+    return (planned.backbone or Backbone)(planned, network).eval()
+
+
+def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse what the device cannot do; on some CPUs a bfloat16 product kills the process, unless told otherwise."""
+    if not dtype.is_floating_point:
+        raise InvalidInput(f"dtype must be a floating-point type, found {dtype}.")
+    if device.type == "cpu" and dtype == torch.bfloat16 and not _bfloat16_survives():
+        limit = "AVX512_CORE_BF16"
+        if os.environ.get("ONEDNN_MAX_CPU_ISA") == limit:
+            raise InvalidInput("bfloat16 matrix products crash on this CPU; load the model with dtype=torch.float32.")
+        # oneDNN reads this at its first product, so that it still counts if nothing was multiplied in bfloat16 before.
+        os.environ["ONEDNN_MAX_CPU_ISA"] = limit
+        _bfloat16_survives.cache_clear()
+        if not _bfloat16_survives():
+            raise InvalidInput("bfloat16 matrix products crash on this CPU; load the model with dtype=torch.float32.")
+
+
+@functools.cache
+def _bfloat16_survives() -> bool:
+    """Tried in another process: some CPUs announce matrix instructions (AMX) that then are illegal."""
+    trial = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); x @ x"
+    return subprocess.run([sys.executable, "-c", trial], capture_output=True).returncode == 0

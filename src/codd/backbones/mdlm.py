@@ -1,0 +1,55 @@
+"""MDLM: a network with a noise input that the published checkpoint does not use, read as a denoiser (SUBS)."""
+
+from collections.abc import Mapping
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from codd.backbones import chat, dit
+from codd.backbones.backbone import Plan, SpecialIds
+from codd.backbones.config import Config
+
+NAME = "mdlm"
+KEYS = dit.KEYS
+PREFIX = "backbone."
+"""Of every name in the files on the hub; those of a training run lack it."""
+
+
+class MDLM(dit.NoiseConditioned):
+    """Its rows are log-probabilities: of the real tokens where a position is masked, certainty where it is not."""
+
+    def network_inputs(
+        self, ids: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"] | None, inputs: Mapping[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """The noise level; 0, whatever is given, where the network was trained without it."""
+        wanted = super().network_inputs(ids, valid, inputs)
+        return wanted if self.plan.options["time_conditioning"] else {"sigma": torch.zeros_like(wanted["sigma"])}
+
+
+def recognises(config: Config) -> bool:
+    """By its model type."""
+    return bool(config.get("model_type") == "mdlm")
+
+
+def plan(config: Config) -> Plan:
+    """The network that a config.json of this family describes."""
+    vocab = config.count("vocab_size")
+    return Plan(
+        family=NAME,
+        transformer=dit.transformer(
+            vocab_size=vocab,
+            width=config.count("hidden_dim"),
+            layers=config.layers("n_blocks"),
+            heads=config.count("n_heads"),
+            conditioning=config.count("cond_dim"),
+        ),
+        keys=KEYS,
+        special=SpecialIds.of(config, mask=vocab - 1),
+        chat_template=chat.PLAIN,
+        max_length=config.count("model_length", 1024),
+        ignored=lambda name: name == dit.BUFFER,
+        rename=lambda name: name.removeprefix(PREFIX),
+        backbone=MDLM,
+        options={"time_conditioning": config.flag("time_conditioning", False)},
+    )

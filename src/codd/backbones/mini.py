@@ -1,0 +1,134 @@
+"""mini: the network that codd trains and bundles. LLaMA-like, with normalised queries and keys and a tied head.
+
+Its files may keep matrices as 8-bit integers with one scale a row (`quantise`); they are widened when they are read.
+"""
+
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from codd import files
+from codd.backbones import chat
+from codd.backbones.backbone import Backbone, Plan, SpecialIds
+from codd.backbones.config import CONFIG, Config
+from codd.backbones.transformer import Transformer, TransformerConfig
+from codd.backbones.weights import SCALE, SINGLE, Key
+
+NAME = "mini"
+MODEL_TYPE = "codd-mini"
+
+KEYS = tuple(
+    Key(name, name)
+    for name in (
+        "embedding.tokens.weight",
+        "blocks.{i}.attention_norm.weight",
+        "blocks.{i}.attention.qkv.weight",
+        "blocks.{i}.attention.q_norm.weight",
+        "blocks.{i}.attention.k_norm.weight",
+        "blocks.{i}.attention.out.weight",
+        "blocks.{i}.mlp_norm.weight",
+        "blocks.{i}.mlp.up.weight",
+        "blocks.{i}.mlp.down.weight",
+        "final_norm.weight",
+    )
+)
+
+
+def recognises(config: Config) -> bool:
+    """By its model type."""
+    return bool(config.get("model_type") == MODEL_TYPE)
+
+
+def plan(config: Config) -> Plan:
+    """The network that a config.json of this family describes."""
+    heads = config.count("heads")
+    transformer = TransformerConfig(
+        vocab_size=config.count("vocab_size"),
+        width=config.count("width"),
+        layers=config.layers("layers"),
+        heads=heads,
+        kv_heads=config.count("kv_heads", heads),
+        mlp_width=config.count("mlp_width"),
+        rope_theta=config.number("rope_theta", 10_000.0),
+        causal=config.flag("causal", False),
+        qk_norm=True,
+        tied=True,
+    )
+    return Plan(
+        family=NAME,
+        transformer=transformer,
+        keys=KEYS,
+        special=SpecialIds.of(config),
+        chat_template=chat.MINI,
+        max_length=config.count("max_length", 1024),
+        ignored=lambda name: name.endswith(SCALE),
+    )
+
+
+def save(
+    backbone: Backbone, folder: str | os.PathLike[str], *, int8: bool = False, notes: Mapping[str, Any] | None = None
+) -> Path:
+    """Write config.json and model.safetensors; each takes its place only when it is whole."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: parameter.detach() for name, parameter in backbone.network.named_parameters()}
+    if int8:
+        tensors = quantise(tensors)
+    weights, config = (folder / f".{name}.{secrets.token_hex(4)}.tmp" for name in (SINGLE, CONFIG))
+    try:
+        files.write_weights(weights, files.standalone(tensors), {"format": "pt"})
+        fields = {**describe(backbone), **(notes or {}), "sha256": files.sha256(weights)}
+        files.write_text(config, json.dumps(fields, indent=2) + "\n")
+        os.replace(weights, folder / SINGLE)
+        os.replace(config, folder / CONFIG)
+        files.sync_folder(folder)
+    finally:
+        weights.unlink(missing_ok=True)
+        config.unlink(missing_ok=True)
+    return folder
+
+
+def describe(backbone: Backbone) -> dict[str, Any]:
+    """The config.json of a network; `plan` reads it back."""
+    config, special = backbone.config, backbone.special
+    return {
+        "model_type": MODEL_TYPE,
+        "vocab_size": config.vocab_size,
+        "width": config.width,
+        "layers": config.layers,
+        "heads": config.heads,
+        "kv_heads": config.kv_heads,
+        "mlp_width": config.mlp_width,
+        "rope_theta": config.rope_theta,
+        "causal": config.causal,
+        "max_length": backbone.plan.max_length,
+        "mask_token_id": special.mask,
+        "eos_token_id": special.eos,
+        "pad_token_id": special.pad,
+        "bos_token_id": special.bos,
+    }
+
+
+def build(config: Config) -> Backbone:
+    """A network without weights, for training."""
+    planned = plan(config)
+    return Backbone(planned, Transformer(planned.transformer))
+
+
+def quantise(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Matrices as 8-bit integers with one scale a row; everything else in float32."""
+    out = {}
+    for name, tensor in tensors.items():
+        if tensor.ndim != 2:
+            out[name] = tensor.float()
+            continue
+        scale = (tensor.float().abs().amax(dim=1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+        out[name] = (tensor.float() / scale[:, None]).round().to(torch.int8)
+        out[name + SCALE] = scale
+    return out

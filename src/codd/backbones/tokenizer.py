@@ -1,0 +1,324 @@
+"""From text to ids and back: a checkpoint's tokenizer, and the chat template that belongs to it.
+
+No code of the checkpoint runs: the Rust library ``tokenizers`` does the work, chat templates are rendered in a sandbox.
+"""
+
+import contextlib
+import json
+import operator
+import os
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from jaxtyping import Int
+from torch import Tensor
+
+from codd.backbones import chat
+from codd.backbones.tokenizer_files import (
+    ADDED_FILE,
+    CONFIG_FILE,
+    FAST_FILE,
+    NAMED,
+    SPECIAL_FILE,
+    TEMPLATE_FILE,
+    added_token,
+    make_special,
+    read_files,
+)
+from codd.errors import CoddError, FormatError
+from codd.files import sync_folder, write_text
+
+_STAND_INS = range(0xF0000, 0xFFFFE)  # a plane that is private use throughout
+
+
+class Tokenizer:
+    """Text to ids and back, the ids that have a meaning of their own, and the chat template."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        special: Mapping[str, str] | None = None,
+        chat_template: str | None = None,
+    ):
+        """``special`` names tokens of the backend: {"mask_token": "<|mask|>", "eos_token": ...}.
+
+        The backend is taken over: its truncation and padding are switched off, and the tokens named become special
+        tokens of it.
+        """
+        self._backend = backend
+        backend.no_truncation()
+        backend.no_padding()
+        self.special_tokens = dict(special or {})
+        """What the tokens with a meaning are called: {"mask_token": "<|mask|>", ...}."""
+        make_special(backend, [added_token(token, special=True) for token in self.special_tokens.values()])
+        self._special_ids = {name: self._id_of(name, token) for name, token in self.special_tokens.items()}
+        if chat_template is not None:
+            chat.check(chat_template)
+        self.chat_template = chat_template
+        self._known = frozenset(backend.get_vocab(with_added_tokens=True).values())
+        self._vocab_size = max(self._known, default=-1) + 1
+
+    @classmethod
+    def from_folder(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        chat_template: str | None = None,
+        special: Mapping[str, str] | None = None,
+    ) -> "Tokenizer | None":
+        """The tokenizer of a checkpoint, or None if its folder has no tokenizer files at all.
+
+        ``chat_template`` and ``special`` are the family's own, for a checkpoint that does not state them.
+        """
+        found = read_files(Path(folder), special or {})
+        if found is None:
+            return None
+        return cls(found.backend, special=found.special, chat_template=found.chat_template or chat_template)
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id, with the added tokens."""
+        return self._vocab_size
+
+    @property
+    def mask_id(self) -> int | None:
+        """The id that stands for a token that is not known yet."""
+        return self._special_ids.get("mask_token")
+
+    @property
+    def eos_id(self) -> int | None:
+        """The id that ends a text."""
+        return self._special_ids.get("eos_token")
+
+    @property
+    def pad_id(self) -> int | None:
+        """The id that fills a batch up."""
+        return self._special_ids.get("pad_token")
+
+    @property
+    def bos_id(self) -> int | None:
+        """The id that begins a text."""
+        return self._special_ids.get("bos_token")
+
+    @property
+    def unk_id(self) -> int | None:
+        """The id of everything that the vocabulary cannot express."""
+        return self._special_ids.get("unk_token")
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of all special tokens, those without a name too: what ``skip_special_tokens`` skips."""
+        return frozenset(id for id, token in self._backend.get_added_tokens_decoder().items() if token.special)
+
+    @property
+    def backend(self) -> tokenizers.Tokenizer:
+        """The Rust library's object, for what this class does not offer."""
+        return self._backend
+
+    def __len__(self) -> int:
+        """The size of the vocabulary."""
+        return self.vocab_size
+
+    def __repr__(self) -> str:
+        """The size, and the tokens with a meaning."""
+        named = "".join(f", {name}={token!r}" for name, token in self.special_tokens.items())
+        return f"Tokenizer(vocab_size={self.vocab_size}{named})"
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token as the vocabulary writes it."""
+        found: int | None = self._backend.token_to_id(token)
+        return found
+
+    def id_to_token(self, id: int) -> str | None:
+        """A token as the vocabulary writes it; ``decode`` gives text."""
+        found: str | None = self._backend.id_to_token(id) if id in self._known else None
+        return found
+
+    def encode(self, text: str, *, add_special_tokens: bool = False, parse_special: bool = True) -> list[int]:
+        """The ids of a text; ``add_special_tokens`` adds what the checkpoint puts around one ([CLS] and [SEP]).
+
+        With ``parse_special=False`` a special token that is spelt out in the text is text like any other: use it for
+        what a stranger typed.
+        """
+        return list(self._encode(text, add_special_tokens, parse_special).ids)
+
+    def encode_batch(
+        self, texts: Sequence[str], *, add_special_tokens: bool = False, parse_special: bool = True
+    ) -> list[list[int]]:
+        """The ids of many texts, in parallel; each as ``encode`` gives them."""
+        if isinstance(texts, str):
+            raise CoddError("expected a list of texts, found one text: use encode, or put it into a list.")
+        for number, text in enumerate(texts):
+            _check_text(text, f"text {number}")
+        backend = self._backend if parse_special else self._literal_backend
+        found = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [list(encoding.ids) for encoding in found]
+
+    def decode(
+        self,
+        ids: Sequence[int] | Int[Tensor, " length"],
+        *,
+        skip_special_tokens: bool = True,
+        skip_unknown: bool = False,
+    ) -> str:
+        """The text of some ids.
+
+        Networks may have more outputs than the vocabulary has tokens; such an id is an error unless ``skip_unknown``.
+        """
+        checked = self._checked_ids(ids, skip_unknown)
+        return str(self._backend.decode(checked, skip_special_tokens=skip_special_tokens))
+
+    def render_chat(self, messages: chat.Messages, *, add_generation_prompt: bool = True) -> str:
+        """The text of a conversation, with the control tokens spelt out; a string is one message of the user."""
+        if self.chat_template is None:
+            raise CoddError(
+                "this tokenizer has no chat template: set its chat_template (codd.backbones.chat has some), or give "
+                "the prompt as plain text."
+            )
+        return chat.render(
+            self.chat_template,
+            messages,
+            special_tokens=self.special_tokens,
+            add_generation_prompt=add_generation_prompt,
+        )
+
+    def encode_chat(self, messages: chat.Messages, *, add_generation_prompt: bool = True) -> list[int]:
+        """The ids of a conversation. Control tokens come from the template only: in a message they are plain text."""
+        plain = chat.as_messages(messages)
+        stand_ins = self._stand_ins(plain)
+        if not stand_ins:
+            return self.encode(self.render_chat(plain, add_generation_prompt=add_generation_prompt))
+        disguised = [{key: self._disguise(value, stand_ins) for key, value in message.items()} for message in plain]
+        rendered = self.render_chat(disguised, add_generation_prompt=add_generation_prompt)
+        return self._encode_disguised(rendered, {ord(fake): true for true, fake in stand_ins.items()})
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write ``tokenizer.json`` and ``tokenizer_config.json``, each of them whole or not at all.
+
+        What another tokenizer left in the folder and ``from_folder`` would read as well is removed.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            **dict.fromkeys(NAMED),
+            **self.special_tokens,
+            "chat_template": self.chat_template,
+        }
+        texts = {
+            FAST_FILE: self._backend.to_str(pretty=True) + "\n",
+            CONFIG_FILE: json.dumps(config, indent=2, ensure_ascii=False) + "\n",
+        }
+        _replace_files(folder, texts)
+        for stale in (TEMPLATE_FILE, SPECIAL_FILE, ADDED_FILE):
+            (folder / stale).unlink(missing_ok=True)
+        sync_folder(folder)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the second backend: pickling would forget what makes it different."""
+        return {name: value for name, value in self.__dict__.items() if name != "_literal_backend"}
+
+    @cached_property
+    def _literal_backend(self) -> tokenizers.Tokenizer:
+        """The same tokenizer, blind to special tokens. A copy, since switching the one would disturb other threads."""
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        backend.encode_special_tokens = True
+        return backend
+
+    def _id_of(self, name: str, token: str) -> int:
+        found: int | None = self._backend.token_to_id(token)
+        if found is None:
+            raise FormatError(
+                f"{name} is {token!r}, which the vocabulary does not have. Add it there, or leave it out."
+            )
+        return found
+
+    def _encode(self, text: str, add_special_tokens: bool, parse_special: bool) -> tokenizers.Encoding:
+        _check_text(text, "the text")
+        backend = self._backend if parse_special else self._literal_backend
+        return backend.encode(text, add_special_tokens=add_special_tokens)
+
+    def _checked_ids(self, ids: Sequence[int] | Tensor, skip_unknown: bool) -> list[int]:
+        if isinstance(ids, Tensor) and ids.ndim != 1:
+            raise CoddError(
+                f"expected the ids of one text, found a tensor of shape {tuple(ids.shape)}: decode each row."
+            )
+        try:
+            whole = [operator.index(id) for id in (ids.tolist() if isinstance(ids, Tensor) else ids)]
+        except TypeError as error:
+            raise CoddError(f"ids are whole numbers ({error}).") from error
+        known = [id for id in whole if id in self._known]
+        if len(known) < len(whole) and not skip_unknown:
+            stranger = next(id for id in whole if id not in self._known)
+            raise CoddError(
+                f"id {stranger} is not in the vocabulary (0 to {self.vocab_size - 1}). Are these ids of another "
+                "tokenizer? skip_unknown=True leaves such ids out."
+            )
+        return known
+
+    def _control_spans(self, text: str) -> Iterator[tuple[int, int, int]]:
+        """Where special tokens are spelt out in a text: id, start, end."""
+        encoding = self._encode(text, add_special_tokens=False, parse_special=True)
+        for id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            if id in self.special_ids:
+                yield id, start, end
+
+    def _stand_ins(self, messages: Sequence[Mapping[str, str]]) -> dict[str, str]:
+        """For each character of the control tokens that the messages spell out, one that occurs nowhere else."""
+        texts = [text for message in messages for text in message.values()]
+        spelt = {text[at] for text in texts for _, start, end in self._control_spans(text) for at in range(start, end)}
+        spelt = {character for character in spelt if not character.isspace()}  # templates trim
+        taken = set(self.chat_template or "").union(*texts)
+        free = (chr(code) for code in _STAND_INS if chr(code) not in taken)
+        return dict(zip(sorted(spelt), islice(free, len(spelt)), strict=True))
+
+    def _disguise(self, text: str, stand_ins: Mapping[str, str]) -> str:
+        """The text, in which no control token can be found any more."""
+        characters = list(text)
+        for _, start, end in self._control_spans(text):
+            characters[start:end] = [stand_ins.get(character, character) for character in characters[start:end]]
+        return "".join(characters)
+
+    def _encode_disguised(self, rendered: str, undisguised: Mapping[int, str]) -> list[int]:
+        """The control tokens that are left are the template's; between them all is text."""
+        ids: list[int] = []
+        done = 0
+        for id, start, end in self._control_spans(rendered):
+            ids += self.encode(rendered[done:start].translate(undisguised), parse_special=False)
+            ids.append(id)
+            done = end
+        return ids + self.encode(rendered[done:].translate(undisguised), parse_special=False)
+
+
+def _check_text(text: object, what: str) -> None:
+    if not isinstance(text, str):
+        raise CoddError(f"{what} is of type {type(text).__name__}; expected a str.")
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise CoddError(
+                f"{what} has half of a surrogate pair at position {error.start}, so that it is not Unicode text. "
+                'Decode the source correctly, or with errors="replace".'
+            ) from None
+
+
+def _replace_files(folder: Path, texts: Mapping[str, str]) -> None:
+    suffix = f".{secrets.token_hex(4)}.tmp"
+    temporary = {name: folder / f".{name}{suffix}" for name in texts}
+    try:
+        # All files are complete on the disk before any takes its place: a full disk changes nothing.
+        for name, text in texts.items():
+            write_text(temporary[name], text)
+        for name, path in temporary.items():
+            os.replace(path, folder / name)
+    finally:
+        for path in temporary.values():
+            with contextlib.suppress(OSError):  # the error that brought us here says more
+                path.unlink(missing_ok=True)

@@ -1,0 +1,400 @@
+"""The layouts in which tokenizers are published, and how each is read.
+
+``tokenizer.json``, or ``vocab.json`` with ``merges.txt``, or ``vocab.txt``; beside it the configuration that names the
+special tokens. No code of the checkpoint runs.
+"""
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from codd.backbones import chat
+from codd.errors import FormatError
+from codd.files import brief
+
+FAST_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
+VOCABULARY_FILE = "vocab.json"
+MERGES_FILE = "merges.txt"
+WORDS_FILE = "vocab.txt"
+TEMPLATE_FILE = "chat_template.jinja"
+SPECIAL_FILE = "special_tokens_map.json"
+ADDED_FILE = "added_tokens.json"
+
+# What the Qwen2 vocabularies were trained with: any other expression cuts text into pieces they have no merges for.
+QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+_USED = ("mask_token", "eos_token", "pad_token", "bos_token", "unk_token")
+NAMED = (*_USED, "cls_token", "sep_token")
+_VOCABULARIES = (FAST_FILE, VOCABULARY_FILE, MERGES_FILE, WORDS_FILE)
+_BERT = {
+    "unk_token": "[UNK]",
+    "sep_token": "[SEP]",
+    "pad_token": "[PAD]",
+    "cls_token": "[CLS]",
+    "mask_token": "[MASK]",
+}
+
+
+class TokenizerFiles(NamedTuple):
+    """What the files of a tokenizer say."""
+
+    backend: tokenizers.Tokenizer
+    special: dict[str, str]
+    """{"mask_token": "<|mask|>", ...}"""
+    chat_template: str | None
+
+
+def read_files(folder: Path, special: Mapping[str, str]) -> TokenizerFiles | None:
+    """Read whatever layout a folder has; None if it has no tokenizer files at all.
+
+    ``special`` are names for tokens that the files themselves do not name.
+    """
+    if not any((folder / name).exists() for name in (*_VOCABULARIES, CONFIG_FILE)):
+        return None
+    config, older = _read_object(folder / CONFIG_FILE), _read_object(folder / SPECIAL_FILE)
+    named = _named_tokens(folder, config, older)
+    added = _added_tokens(folder, config, older, named)
+    backend = _read_backend(folder, config, named, added)
+    for name, token in special.items():
+        if name not in named and backend.token_to_id(token) is not None:
+            named[name] = added_token(token, special=True)
+    _check_named(folder, backend, named)
+    make_special(backend, named.values())
+    return TokenizerFiles(
+        backend, {name: token.content for name, token in named.items()}, _read_template(folder, config)
+    )
+
+
+def make_special(backend: tokenizers.Tokenizer, tokens: Iterable[AddedToken]) -> None:
+    """Have the tokens that the vocabulary has recognised in texts, unless they are already."""
+    done = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    wanted = {token.content: token for token in tokens if token.content not in done}
+    backend.add_special_tokens([token for text, token in wanted.items() if backend.token_to_id(text) is not None])
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{path}: is not UTF-8 text ({error.reason}). Download it again.") from error
+    except OSError as error:
+        raise FormatError(f"{path}: cannot be read: {error}") from error
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; an empty one if there is no such file."""
+    return _parse_object(path, _read_text(path)) if path.exists() else {}
+
+
+def _parse_object(path: Path, text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path}: is not JSON ({brief(error)}). Download it again.") from error
+    if not isinstance(found, dict):
+        raise FormatError(f"{path}: expected a JSON object, found {type(found).__name__}. Download it again.")
+    return found
+
+
+def _read_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    path = folder / TEMPLATE_FILE
+    where = str(path) if path.exists() else f"{folder / CONFIG_FILE}: chat_template"
+    template: object = _read_text(path) if path.exists() else config.get("chat_template")
+    if isinstance(template, list):
+        template = _default_template(template, where)
+    if template is None:
+        return None
+    if not isinstance(template, str):
+        raise FormatError(f"{where}: expected a text or a list of them, found {type(template).__name__}.")
+    chat.check(template, where)
+    return template
+
+
+def _default_template(templates: Sequence[Any], where: str) -> object:
+    try:
+        return {entry["name"]: entry["template"] for entry in templates}.get("default")
+    except (TypeError, KeyError) as error:
+        raise FormatError(f'{where}: expected a list of {{"name": ..., "template": ...}}.') from error
+
+
+def added_token(entry: str | Mapping[str, Any], *, special: bool) -> AddedToken:
+    """A token as the files describe it: its text, or an object with its text and how it is looked for."""
+    flags = {} if isinstance(entry, str) else entry
+    special = bool(flags.get("special", special))
+    return AddedToken(
+        entry if isinstance(entry, str) else entry["content"],
+        special=special,
+        normalized=bool(flags.get("normalized", not special)),
+        lstrip=bool(flags.get("lstrip", False)),
+        rstrip=bool(flags.get("rstrip", False)),
+        single_word=bool(flags.get("single_word", False)),
+    )
+
+
+def _is_token(entry: object) -> bool:
+    text = entry.get("content") if isinstance(entry, dict) else entry
+    return isinstance(text, str) and text != ""
+
+
+def _named_tokens(folder: Path, config: Mapping[str, Any], older: Mapping[str, Any]) -> dict[str, AddedToken]:
+    """The tokens that the files give a meaning; a null in the configuration says that there is none."""
+    named = {}
+    for name in NAMED:
+        file, entries = (CONFIG_FILE, config) if name in config else (SPECIAL_FILE, older)
+        entry = entries.get(name)
+        if entry is None:
+            continue
+        if not _is_token(entry):
+            raise FormatError(f"{folder / file}: {name} must be a text or have one as its content, found {entry!r}.")
+        named[name] = added_token(entry, special=True)
+    return named
+
+
+def _check_named(folder: Path, backend: tokenizers.Tokenizer, named: dict[str, AddedToken]) -> None:
+    for name in [name for name, token in named.items() if backend.token_to_id(token.content) is None]:
+        if name in _USED:
+            raise FormatError(
+                f"{folder / CONFIG_FILE}: {name} is {named[name].content!r}, which has no id. List it with its id "
+                "under added_tokens_decoder, or set it to null."
+            )
+        del named[name]  # nothing here uses it
+
+
+def _added_tokens(
+    folder: Path, config: Mapping[str, Any], older: Mapping[str, Any], named: Mapping[str, AddedToken]
+) -> dict[int, AddedToken]:
+    """The tokens beside the vocabulary by id, from ``tokenizer_config.json`` or the older ``added_tokens.json``."""
+    added = _added_by_config(folder / CONFIG_FILE, config.get("added_tokens_decoder") or {})
+    ids = {token.content: id for id, token in added.items()}
+    special = {token.content: token for token in named.values()}
+    for entry in _other_special(folder / CONFIG_FILE, config) + _other_special(folder / SPECIAL_FILE, older):
+        token = added_token(entry, special=True)
+        special.setdefault(token.content, token)
+    path = folder / ADDED_FILE
+    for text, id in _read_object(path).items():
+        if not _is_id(id):
+            raise FormatError(f"{path}: the id of {text!r} must be a whole number from 0, found {id!r}.")
+        if ids.get(text, id) != id or (id in added and added[id].content != text):
+            raise FormatError(
+                f"{path}: gives {text!r} the id {id}, but {CONFIG_FILE} says otherwise. Remove the one that is wrong."
+            )
+        if id not in added:
+            added[id] = special.get(text) or added_token(text, special=False)
+            ids[text] = id
+    return dict(sorted(added.items()))
+
+
+def _other_special(path: Path, entries: Mapping[str, Any]) -> list[str | dict[str, Any]]:
+    found = entries.get("additional_special_tokens") or []
+    if not isinstance(found, list) or not all(map(_is_token, found)):
+        raise FormatError(f"{path}: additional_special_tokens must be a list of tokens, found {found!r}.")
+    return found
+
+
+def _added_by_config(path: Path, entries: object) -> dict[int, AddedToken]:
+    if not isinstance(entries, dict):
+        raise FormatError(f"{path}: added_tokens_decoder must be an object, found {type(entries).__name__}.")
+    added: dict[int, AddedToken] = {}
+    seen: dict[str, int] = {}
+    for key, entry in entries.items():
+        if not (key.isascii() and key.isdigit()) or not isinstance(entry, dict) or not _is_token(entry):
+            raise FormatError(
+                f'{path}: added_tokens_decoder must map ids to {{"content": ...}}, found {key!r}: {entry!r}.'
+            )
+        id, token = int(key), added_token(entry, special=False)
+        if token.content in seen or id in added:
+            raise FormatError(f"{path}: added_tokens_decoder has {token.content!r} ({id}) twice. Remove one of them.")
+        added[id], seen[token.content] = token, id
+    return added
+
+
+def _is_id(id: object) -> bool:
+    return type(id) is int and 0 <= id < 2**32
+
+
+def _read_backend(
+    folder: Path, config: Mapping[str, Any], named: dict[str, AddedToken], added: Mapping[int, AddedToken]
+) -> tokenizers.Tokenizer:
+    if (folder / FAST_FILE).exists():
+        return _read_fast(folder / FAST_FILE, added)
+    if (folder / VOCABULARY_FILE).exists():
+        return _read_byte_level(folder, config, added)
+    if (folder / MERGES_FILE).exists():
+        raise FormatError(f"{folder / VOCABULARY_FILE}: is missing beside {MERGES_FILE}. Download it too.")
+    if (folder / WORDS_FILE).exists():
+        return _read_word_pieces(folder, config, named, added)
+    raise FormatError(
+        f"{folder}: has a {CONFIG_FILE} but no vocabulary. Download {FAST_FILE}, or {VOCABULARY_FILE} and "
+        f"{MERGES_FILE}, or {WORDS_FILE} too."
+    )
+
+
+def _read_fast(path: Path, added: Mapping[int, AddedToken]) -> tokenizers.Tokenizer:
+    """``tokenizer.json``; for a token that the configuration describes too, the configuration counts."""
+    text = _read_text(path)
+    content = _parse_object(path, text)
+    listed = _listed_tokens(path, content.get("added_tokens"))
+    wanted = listed | {id: _as_entry(id, token) for id, token in added.items()}
+    if wanted != listed:
+        text = json.dumps(content | {"added_tokens": [entry for _, entry in sorted(wanted.items())]})
+    try:
+        backend = tokenizers.Tokenizer.from_str(text)
+    except Exception as error:  # the library raises nothing more special
+        raise FormatError(
+            f"{path}: tokenizers {tokenizers.__version__} cannot read it ({brief(error)}). Download it again, or "
+            "upgrade tokenizers."
+        ) from error
+    _check_ids(path, backend, {id: entry["content"] for id, entry in wanted.items()})
+    return backend
+
+
+def _listed_tokens(path: Path, entries: object) -> dict[int, dict[str, Any]]:
+    listed: dict[int, dict[str, Any]] = {}
+    for entry in entries if isinstance(entries, list) else ():
+        if not isinstance(entry, dict) or not _is_id(entry.get("id")) or not _is_token(entry):
+            raise FormatError(f'{path}: added_tokens must be objects with "id" and "content", found {entry!r}.')
+        if entry["id"] in listed:
+            raise FormatError(f"{path}: added_tokens has the id {entry['id']} twice. Download it again.")
+        listed[entry["id"]] = entry
+    return listed
+
+
+def _as_entry(id: int, token: AddedToken) -> dict[str, Any]:
+    flags = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+    return {"id": id, **{name: getattr(token, name) for name in flags}}
+
+
+def _check_ids(path: Path, backend: tokenizers.Tokenizer, wanted: Mapping[int, str]) -> None:
+    """The library numbers added tokens by itself; nothing but this would notice that it did so differently."""
+    for id, text in wanted.items():
+        found = backend.token_to_id(text)
+        if found != id or backend.id_to_token(id) != text:
+            raise FormatError(
+                f"{path}: the added token {text!r} should have the id {id}, but gets {found}. Ids must be distinct and "
+                f"follow the vocabulary without a gap: compare added_tokens with added_tokens_decoder in {CONFIG_FILE}."
+            )
+
+
+def _with_added(path: Path, vocabulary: Mapping[str, int], added: Mapping[int, AddedToken]) -> dict[str, int]:
+    """The vocabulary and the added tokens in one, so that each has exactly its stated id, gaps or not."""
+    whole = dict(vocabulary)
+    for id, token in added.items():
+        if whole.setdefault(token.content, id) != id:
+            raise FormatError(
+                f"{path}: has {token.content!r} as {whole[token.content]}, but it is listed as the added token {id}. "
+                f"Correct added_tokens_decoder in {CONFIG_FILE}."
+            )
+    owners: dict[int, str] = {}
+    for text, id in whole.items():
+        if id in owners:
+            raise FormatError(f"{path}: the id {id} is that of {owners[id]!r} and of {text!r}. Download it again.")
+        owners[id] = text
+    return whole
+
+
+def _read_byte_level(folder: Path, config: Mapping[str, Any], added: Mapping[int, AddedToken]) -> tokenizers.Tokenizer:
+    """``vocab.json`` and ``merges.txt``: the vocabulary of GPT-2 or Qwen2, which cut text into words differently."""
+    path = folder / VOCABULARY_FILE
+    vocabulary = _read_object(path)
+    if wrong := next((text for text, id in vocabulary.items() if not _is_id(id)), None):
+        raise FormatError(f"{path}: the id of {wrong!r} must be a whole number from 0, found {vocabulary[wrong]!r}.")
+    merges = _read_merges(folder / MERGES_FILE, vocabulary)
+    backend = tokenizers.Tokenizer(models.BPE(vocab=_with_added(path, vocabulary, added), merges=merges))
+    kind = str(config.get("tokenizer_class") or "GPT2Tokenizer").removesuffix("Fast")
+    if kind in ("Qwen2Tokenizer", "DreamTokenizer"):
+        backend.normalizer = normalizers.NFC()
+        backend.pre_tokenizer = split_then_bytes(QWEN2_SPLIT)
+    elif kind == "GPT2Tokenizer":
+        prefix = bool(config.get("add_prefix_space", False))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=True)
+    else:
+        raise FormatError(
+            f"{folder / CONFIG_FILE}: tokenizer_class is {kind}, whose rules are not known here; known are "
+            f"GPT2Tokenizer, Qwen2Tokenizer and DreamTokenizer. Put its {FAST_FILE} into the folder."
+        )
+    backend.decoder = decoders.ByteLevel()
+    backend.add_tokens(list(added.values()))
+    return backend
+
+
+def split_then_bytes(pattern: str) -> pre_tokenizers.PreTokenizer:
+    """Cut a text into the matches of an expression, then write each of them in the byte alphabet."""
+    split = pre_tokenizers.Split(Regex(pattern), behavior="isolated", invert=False)
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def _read_merges(path: Path, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+    if not path.exists():
+        raise FormatError(f"{path}: is missing beside {VOCABULARY_FILE}. Download it too.")
+    merges = []
+    for number, line in enumerate(_read_text(path).split("\n"), 1):
+        line = line.rstrip("\r")
+        if not line or (number == 1 and line.startswith("#version")):
+            continue
+        parts = line.split(" ")
+        if len(parts) != 2 or not all(parts):
+            raise FormatError(f"{path}: line {number} must be two tokens with a space between them, found {line!r}.")
+        for text in (*parts, "".join(parts)):
+            if text not in vocabulary:
+                raise FormatError(
+                    f"{path}: line {number} merges {line!r}, but {VOCABULARY_FILE} has no {text!r}: the two files do "
+                    "not belong together. Download both again."
+                )
+        merges.append((parts[0], parts[1]))
+    return merges
+
+
+def _read_word_pieces(
+    folder: Path, config: Mapping[str, Any], named: dict[str, AddedToken], added: Mapping[int, AddedToken]
+) -> tokenizers.Tokenizer:
+    """``vocab.txt``: BERT's word pieces. Tokens that the files do not name have BERT's names."""
+    path = folder / WORDS_FILE
+    vocabulary = _with_added(path, _read_words(path), added)
+    for name, text in _BERT.items():
+        if name not in named and text in vocabulary:
+            named[name] = added_token(text, special=True)
+    unknown = named["unk_token"].content if "unk_token" in named else _BERT["unk_token"]
+    if unknown not in vocabulary:
+        raise FormatError(f"{path}: has no {unknown!r}, the token for what is unknown. Download it again.")
+    backend = tokenizers.Tokenizer(models.WordPiece(vocab=vocabulary, unk_token=unknown))
+    backend.normalizer = normalizers.BertNormalizer(
+        lowercase=bool(config.get("do_lower_case", True)),
+        strip_accents=config.get("strip_accents"),
+        handle_chinese_chars=bool(config.get("tokenize_chinese_chars", True)),
+    )
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece(prefix="##", cleanup=bool(config.get("clean_up_tokenization_spaces", True)))
+    if "cls_token" in named and "sep_token" in named:
+        backend.post_processor = _around(path, vocabulary, named["cls_token"].content, named["sep_token"].content)
+    backend.add_tokens(list(added.values()))
+    return backend
+
+
+def _read_words(path: Path) -> dict[str, int]:
+    vocabulary: dict[str, int] = {}
+    for number, line in enumerate(_read_text(path).removesuffix("\n").split("\n")):
+        word = line.rstrip("\r")
+        if word in vocabulary:
+            raise FormatError(
+                f"{path}: line {number + 1} repeats {word!r} of line {vocabulary[word] + 1}. Download it again."
+            )
+        vocabulary[word] = number
+    return vocabulary
+
+
+def _around(path: Path, vocabulary: Mapping[str, int], first: str, last: str) -> processors.TemplateProcessing:
+    for text in (first, last):
+        if text not in vocabulary:
+            raise FormatError(f"{path}: has no {text!r}, which belongs around each text. Download it again.")
+    return processors.TemplateProcessing(
+        single=f"{first} $A {last}",
+        pair=f"{first} $A {last} $B:1 {last}:1",
+        special_tokens=[(first, vocabulary[first]), (last, vocabulary[last])],
+    )

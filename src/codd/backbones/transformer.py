@@ -1,0 +1,391 @@
+"""One transformer for every family: a stack composed of parts that a configuration chooses.
+
+Projections that read the same input are one matrix: ``qkv`` (queries, then keys, then values) and, in a gated MLP,
+``up`` (gate, then multiplier). `row_ranges` says which rows are whose.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+
+@dataclass(frozen=True)
+class LocalLayers:
+    """Layers that see only their neighbourhood: all but every ``every``-th one, counted from the first."""
+
+    every: int
+    reach: int
+    """A position sees those at most this far away."""
+    rope_theta: float
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """What the stack is made of. The defaults are those of a LLaMA-like network without biases."""
+
+    vocab_size: int
+    """Rows of the embedding, columns of the logits."""
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    mlp_width: int
+    rope_theta: float | None = 10_000.0
+    """None: no rotary positions."""
+    local: LocalLayers | None = None
+    causal: bool = False
+    norm: Literal["rms", "layer"] = "rms"
+    norm_eps: float = 1e-5
+    norm_bias: bool = False
+    norm_after: bool = False
+    """The norms follow the residual sum, as in the first transformers, rather than precede each part."""
+    first_norm: bool = True
+    """Whether the first layer normalises what its attention reads."""
+    qk_norm: bool = False
+    activation: Activation = "silu"
+    gated: bool = True
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    positions: int = 0
+    """Rows of a table of learned absolute positions; 0: none."""
+    token_types: int = 0
+    embedding_norm: bool = False
+    conditioning: int = 0
+    """Width of a conditioning vector that shifts, scales and gates every layer (adaLN); 0: none."""
+    head_transform: Activation | None = None
+    """A dense layer, this activation and a norm between the stack and the vocabulary."""
+    head_transform_bias: bool = False
+    head_bias: bool = False
+    tied: bool = False
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.width // self.heads
+
+    def row_ranges(self) -> dict[str, tuple[int, int]]:
+        """Whose the rows of the joined projections are."""
+        q, kv, mlp = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.mlp_width
+        return {"q": (0, q), "k": (q, q + kv), "v": (q + kv, q + 2 * kv), "gate": (0, mlp), "up": (mlp, 2 * mlp)}
+
+
+class View(NamedTuple):
+    """What the attention of a layer is told about positions: the rotation, and who sees whom."""
+
+    rotation: tuple[Tensor, Tensor] | None
+    visible: Tensor | None
+
+
+class RMSNorm(nn.Module):
+    """Normalises in float32, whatever comes in."""
+
+    def __init__(self, width: int, eps: float):
+        """``width`` is that of the last axis."""
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
+        """The same direction, with root mean square 1, times the weight."""
+        return F.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype) * self.weight
+
+
+class LayerNorm(nn.Module):
+    """Zero mean and variance one, in float32; the bias is optional."""
+
+    def __init__(self, width: int, eps: float, bias: bool):
+        """``width`` is that of the last axis."""
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width)) if bias else None
+        self.eps = eps
+
+    def forward(self, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
+        """Normalised over the last axis."""
+        bias = None if self.bias is None else self.bias.float()
+        return F.layer_norm(x.float(), self.weight.shape, self.weight.float(), bias, self.eps).to(x.dtype)
+
+
+def make_norm(config: TransformerConfig) -> RMSNorm | LayerNorm:
+    """The norm of this network's kind, over its width."""
+    if config.norm == "rms":
+        return RMSNorm(config.width, config.norm_eps)
+    return LayerNorm(config.width, config.norm_eps, config.norm_bias)
+
+
+def activate(x: Float[Tensor, "*b d"], kind: Activation) -> Float[Tensor, "*b d"]:
+    """The nonlinearity."""
+    if kind == "silu":
+        return F.silu(x)
+    return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
+
+
+class Attention(nn.Module):
+    """Grouped-query attention; the library's fused kernel does the work."""
+
+    def __init__(self, config: TransformerConfig):
+        """Each key head serves ``heads / kv_heads`` consecutive query heads."""
+        super().__init__()
+        self.config = config
+        joined = (config.heads + 2 * config.kv_heads) * config.head_dim
+        self.qkv = nn.Linear(config.width, joined, bias=config.qkv_bias)
+        self.out = nn.Linear(config.heads * config.head_dim, config.width, bias=config.out_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
+
+    def forward(self, x: Float[Tensor, "B L d"], view: View) -> Float[Tensor, "B L d"]:
+        """What each position reads from those it sees."""
+        config = self.config
+        counts = (config.heads, config.kv_heads, config.kv_heads)
+        parts = self.qkv(x).unflatten(-1, (-1, config.head_dim)).split(counts, dim=-2)
+        q, k, v = (part.transpose(1, 2) for part in parts)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if view.rotation is not None:
+            q, k = rotate(q, *view.rotation), rotate(k, *view.rotation)
+        mixed = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=view.visible,
+            is_causal=config.causal and view.visible is None,
+            enable_gqa=config.kv_heads < config.heads,
+        )
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out
+
+
+def rotation(
+    positions: Int[Tensor, "B L"], head_dim: int, theta: float
+) -> tuple[Float[Tensor, "B 1 L half"], Float[Tensor, "B 1 L half"]]:
+    """Cosines and sines of the rotary embedding, in float32."""
+    exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
+    angles = positions[:, None, :, None].float() * (theta**-exponents)
+    return angles.cos(), angles.sin()
+
+
+def rotate(
+    x: Float[Tensor, "B H L D"], cos: Float[Tensor, "b 1 L half"], sin: Float[Tensor, "b 1 L half"]
+) -> Float[Tensor, "B H L D"]:
+    """Turn the pair (i, i + D / 2) of each head by its angle."""
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+class MLP(nn.Module):
+    """Two layers, or a gated pair and one."""
+
+    def __init__(self, config: TransformerConfig):
+        """A gated MLP activates the first half of ``up`` and multiplies it with the second."""
+        super().__init__()
+        self.gated, self.activation = config.gated, config.activation
+        self.up = nn.Linear(config.width, config.mlp_width * (2 if config.gated else 1), bias=config.mlp_bias)
+        self.down = nn.Linear(config.mlp_width, config.width, bias=config.mlp_bias)
+
+    def forward(self, x: Float[Tensor, "B L d"]) -> Float[Tensor, "B L d"]:
+        """Each position by itself."""
+        inner = self.up(x)
+        if self.gated:
+            gate, inner = inner.chunk(2, dim=-1)
+            inner = activate(gate, self.activation) * inner
+        else:
+            inner = activate(inner, self.activation)
+        out: Tensor = self.down(inner)
+        return out
+
+
+class Block(nn.Module):
+    """Attention and MLP around a residual stream, with norms before or after them, or modulated ones (adaLN)."""
+
+    def __init__(self, config: TransformerConfig, *, first: bool):
+        """``first``: the layer that may lack a norm."""
+        super().__init__()
+        self.norm_after = config.norm_after
+        self.attention_norm = None if first and not config.first_norm else make_norm(config)
+        self.attention = Attention(config)
+        self.mlp_norm = make_norm(config)
+        self.mlp = MLP(config)
+        self.modulation = nn.Linear(config.conditioning, 6 * config.width) if config.conditioning else None
+
+    def forward(
+        self, x: Float[Tensor, "B L d"], view: View, condition: Float[Tensor, "B c"] | None
+    ) -> Float[Tensor, "B L d"]:
+        """One layer."""
+        before = self.attention_norm or nn.Identity()
+        if self.modulation is not None:
+            changes = self.modulation(condition)[:, None].chunk(6, dim=-1)
+            x = x + changes[2] * self.attention(modulate(before(x), changes[0], changes[1]), view)
+            x = x + changes[5] * self.mlp(modulate(self.mlp_norm(x), changes[3], changes[4]))
+            return x
+        if self.norm_after:
+            x = before(x + self.attention(x, view))
+            x = self.mlp_norm(x + self.mlp(x))
+            return x
+        x = x + self.attention(before(x), view)
+        x = x + self.mlp(self.mlp_norm(x))
+        return x
+
+
+def modulate(
+    x: Float[Tensor, "B L d"], shift: Float[Tensor, "B 1 d"], scale: Float[Tensor, "B 1 d"]
+) -> Float[Tensor, "B L d"]:
+    """Shifted and scaled by the conditioning; zero leaves x as it is."""
+    return x * (1 + scale) + shift
+
+
+class NoiseLevel(nn.Module):
+    """The noise level as a conditioning vector: sinusoids and a small MLP."""
+
+    FEATURES = 256
+    PERIOD = 10_000.0
+
+    def __init__(self, width: int):
+        """``width`` is that of the conditioning vector."""
+        super().__init__()
+        self.up = nn.Linear(self.FEATURES, width)
+        self.down = nn.Linear(width, width)
+
+    def forward(self, sigma: Float[Tensor, " B"]) -> Float[Tensor, "B c"]:
+        """The conditioning vector of each sequence."""
+        half = self.FEATURES // 2
+        rates = torch.exp(-math.log(self.PERIOD) / half * torch.arange(half, device=sigma.device, dtype=torch.float32))
+        angles = sigma.float()[:, None] * rates
+        features = torch.cat((angles.cos(), angles.sin()), dim=-1).to(self.up.weight.dtype)
+        return F.silu(self.down(F.silu(self.up(features))))
+
+
+class Embedding(nn.Module):
+    """Tokens, and where a family has them absolute positions and token types."""
+
+    def __init__(self, config: TransformerConfig):
+        """The parts that the configuration names."""
+        super().__init__()
+        self.tokens = nn.Embedding(config.vocab_size, config.width)
+        self.positions = nn.Embedding(config.positions, config.width) if config.positions else None
+        self.types = nn.Embedding(config.token_types, config.width) if config.token_types else None
+        self.norm = make_norm(config) if config.embedding_norm else None
+
+    def forward(
+        self, ids: Int[Tensor, "B L"], positions: Int[Tensor, "B L"], types: Int[Tensor, "B L"] | None
+    ) -> Float[Tensor, "B L d"]:
+        """What enters the first layer."""
+        x: Tensor = self.tokens(ids)
+        if self.types is not None:
+            x = x + self.types(torch.zeros_like(ids) if types is None else types)
+        if self.positions is not None:
+            x = x + self.positions(positions.clamp(min=0))  # only padding has a negative position
+        return x if self.norm is None else self.norm(x)
+
+
+class Head(nn.Module):
+    """From the last hidden states to the vocabulary."""
+
+    def __init__(self, config: TransformerConfig):
+        """A tied head has no weight of its own."""
+        super().__init__()
+        self.activation = config.head_transform
+        self.dense = None
+        self.norm = None
+        if config.head_transform:
+            self.dense = nn.Linear(config.width, config.width, bias=config.head_transform_bias)
+            self.norm = make_norm(config)
+        self.weight = None if config.tied else nn.Parameter(torch.empty(config.vocab_size, config.width))
+        self.bias = nn.Parameter(torch.zeros(config.vocab_size)) if config.head_bias else None
+
+    def forward(self, x: Float[Tensor, "*b d"], embedding: Float[Tensor, "V d"]) -> Float[Tensor, "*b V"]:
+        """The logits; ``embedding`` is the table of a tied head."""
+        if self.dense is not None and self.norm is not None and self.activation is not None:
+            x = self.norm(activate(self.dense(x), self.activation))
+        return F.linear(x, embedding if self.weight is None else self.weight, self.bias)
+
+
+class Transformer(nn.Module):
+    """Token ids to hidden states (`states`), hidden states to logits (`logits`)."""
+
+    def __init__(self, config: TransformerConfig):
+        """Parameters are not initialised: they are loaded, or `initialise` draws them."""
+        super().__init__()
+        self.config = config
+        self.embedding = Embedding(config)
+        self.blocks = nn.ModuleList(Block(config, first=i == 0) for i in range(config.layers))
+        self.noise_level = NoiseLevel(config.conditioning) if config.conditioning else None
+        self.final_modulation = nn.Linear(config.conditioning, 2 * config.width) if config.conditioning else None
+        self.final_norm = None if config.norm_after else make_norm(config)
+        self.head = Head(config)
+
+    def states(
+        self,
+        ids: Int[Tensor, "B L"],
+        positions: Int[Tensor, "B L"],
+        *,
+        valid: Bool[Tensor, "B L"] | None = None,
+        segments: Int[Tensor, "B L"] | None = None,
+        types: Int[Tensor, "B L"] | None = None,
+        sigma: Float[Tensor, " B"] | None = None,
+    ) -> Float[Tensor, "B L d"]:
+        """The last hidden states, normalised: what the head reads.
+
+        ``valid`` hides padding from everyone; ``segments`` are numbers of texts that share a row and do not see each
+        other; ``sigma`` is the noise level where the network is conditioned on one.
+        """
+        full, local = self._views(positions, valid, segments)
+        condition = None if self.noise_level is None or sigma is None else self.noise_level(sigma)
+        x: Tensor = self.embedding(ids, positions, types)
+        for i, block in enumerate(self.blocks):
+            is_local = self.config.local is not None and i % self.config.local.every != 0
+            x = block(x, local if is_local else full, condition)
+        if self.final_norm is not None:
+            x = self.final_norm(x)
+        if self.final_modulation is not None:
+            x = modulate(x, *self.final_modulation(condition)[:, None].chunk(2, dim=-1))
+        return x
+
+    def logits(self, states: Float[Tensor, "*b d"]) -> Float[Tensor, "*b V"]:
+        """The head."""
+        out: Tensor = self.head(states, self.embedding.tokens.weight)
+        return out
+
+    def _views(
+        self, positions: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"] | None, segments: Int[Tensor, "B L"] | None
+    ) -> tuple[View, View]:
+        """What global and local layers see. Padding that would see nothing sees itself: an empty softmax is NaN."""
+        config = self.config
+        itself = torch.eye(positions.shape[1], dtype=torch.bool, device=positions.device)
+        visible = None
+        if valid is not None:
+            visible = (valid | ~valid.any(dim=1, keepdim=True))[:, None, None, :]
+        if segments is not None:
+            visible = _both(visible, (segments[:, :, None] == segments[:, None, :])[:, None]) | itself
+        if config.causal and (visible is not None or config.local is not None):
+            visible = _both(visible, torch.ones_like(itself).tril()) | itself
+        turns = None if config.rope_theta is None else rotation(positions, config.head_dim, config.rope_theta)
+        full = View(turns, visible)
+        if config.local is None:
+            return full, full
+        near = (positions[:, :, None] - positions[:, None, :]).abs() <= config.local.reach
+        turns = rotation(positions, config.head_dim, config.local.rope_theta)
+        return full, View(turns, _both(visible, near[:, None]) | itself)
+
+
+def _both(one: Tensor | None, other: Tensor) -> Tensor:
+    return other if one is None else one & other
+
+
+@torch.no_grad()
+def initialise(network: Transformer, *, generator: torch.Generator, std: float = 0.02) -> None:
+    """Normal weights, smaller where they add to the residual stream so that its size does not grow with depth."""
+    small = std / math.sqrt(2 * network.config.layers)
+    for name, parameter in network.named_parameters():
+        if parameter.ndim < 2:
+            parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
+        else:
+            scale = small if name.endswith(("attention.out.weight", "mlp.down.weight")) else std
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)

@@ -1,0 +1,86 @@
+"""The checkpoints that the tests load: the fixtures of other people's models, and random ones of ours."""
+
+import functools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from codd.backbones import mini
+from codd.backbones.backbone import Backbone
+from codd.backbones.config import Config
+from codd.backbones.loading import load_checkpoint
+from codd.backbones.transformer import initialise
+
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+PUBLISHED = (
+    "llada_mha",
+    "llada_gqa_sharded",
+    "dream_tied",
+    "dream_untied_sharded",
+    "bert",
+    "modernbert",
+    "mdlm",
+    "mdlm_timecond",
+    "sedd",
+)
+MINI: dict[str, Any] = {
+    "vocab_size": 60,
+    "width": 32,
+    "layers": 2,
+    "heads": 4,
+    "kv_heads": 2,
+    "mlp_width": 48,
+    "max_length": 64,
+    "mask_token_id": 59,
+    "eos_token_id": 57,
+    "pad_token_id": 58,
+}
+
+
+@functools.cache
+def backbone(name: str) -> Backbone:
+    """Of a fixture, in float32 on the CPU; "mini" is a random one of ours."""
+    return random_mini() if name == "mini" else load_checkpoint(FIXTURES / name, device="cpu").backbone
+
+
+def random_mini(seed: int = 0, **changes: Any) -> Backbone:
+    """Weights large enough that the argmaxes vary."""
+    built = mini.build(Config({**MINI, **changes}))
+    initialise(built.network, generator=torch.Generator().manual_seed(seed), std=0.3)
+    return built.eval().requires_grad_(False)
+
+
+def cases(name: str) -> dict[str, dict[str, Tensor]]:
+    """The inputs and outputs of a fixture: {"b1": {"input_ids": ..., "logits": ...}, ...}."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in load_file(FIXTURES / name / "case.safetensors").items():
+        case, field = key.split(".", 1)
+        found.setdefault(case, {})[field] = tensor
+    return found
+
+
+def copy_of(name: str, folder: Path) -> Path:
+    """A fixture that a test may damage."""
+    return Path(shutil.copytree(FIXTURES / name, folder / name))
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    """Set fields of a config.json."""
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    """All that the files of a checkpoint hold."""
+    return {name: x for path in sorted(folder.glob("model*.safetensors")) for name, x in load_file(path).items()}
+
+
+def edit_weights(folder: Path, *, drop: tuple[str, ...] = (), **changes: Tensor) -> None:
+    """Drop or set tensors of a checkpoint in one file."""
+    kept = {name: tensor for name, tensor in tensors_of(folder).items() if name not in drop}
+    save_file({**kept, **changes}, folder / "model.safetensors")

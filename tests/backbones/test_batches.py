@@ -1,0 +1,172 @@
+"""Batches that do not lie: what a sequence gets does not depend on its neighbours, its padding or its place."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from checkpoints import PUBLISHED, backbone, random_mini
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from codd.backbones.backbone import Backbone
+from codd.errors import InvalidInput
+
+EVERY = (*PUBLISHED, "mini", "mini_causal")
+SIDES = ("left", "right")
+TOLERANCE = 1e-5
+
+
+def model(name: str) -> Backbone:
+    return random_mini(causal=True) if name == "mini_causal" else backbone(name)
+
+
+@dataclass(frozen=True)
+class Batch:
+    ids: Tensor
+    mask: Tensor
+
+
+def pad(rows: list[Tensor], side: str, filler: Tensor) -> Batch:
+    """``filler`` (B, L) shows through where a row has no token."""
+    ids, mask = filler.clone(), torch.zeros_like(filler)
+    for i, row in enumerate(rows):
+        place = slice(filler.shape[1] - len(row), None) if side == "left" else slice(0, len(row))
+        ids[i, place], mask[i, place] = row, 1
+    return Batch(ids, mask)
+
+
+def masked_id(net: Backbone) -> int:
+    return net.vocab_size - 1 if net.special.mask is None else net.special.mask
+
+
+def draw(net: Backbone, shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    """Random tokens, about half of them masked."""
+    ids = torch.randint(0, net.vocab_size, shape, generator=generator)
+    return torch.where(torch.rand(shape, generator=generator) < 0.5, masked_id(net), ids)
+
+
+def assert_same(found: Tensor, wanted: Tensor) -> None:
+    """Up to rounding: matrix products of other shapes add in another order. The fixtures' logits reach 10."""
+    possible = wanted > -1e5  # -1e6 stands for log 0 in some families, where float32 has steps of 0.06
+    assert torch.equal(found > -1e5, possible)
+    size = max(1.0, float(wanted[possible].abs().max()))
+    assert float((found - wanted)[possible].abs().max()) <= TOLERANCE * size
+    assert torch.equal(found.argmax(-1), wanted.argmax(-1))
+
+
+def of_row(logits: Tensor, batch: Batch, i: int) -> Tensor:
+    return logits[i][batch.mask[i].bool()][None]
+
+
+@pytest.mark.parametrize("name", EVERY)
+@settings(max_examples=12, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 14), min_size=1, max_size=4),
+    extra=st.integers(0, 3),
+    side=st.sampled_from(SIDES),
+    seed=st.integers(0, 2**32),
+)
+def test_a_padded_sequence_gets_what_it_gets_alone(name, lengths, extra, side, seed):
+    net, generator = model(name), torch.Generator().manual_seed(seed)
+    rows = [draw(net, (length,), generator) for length in lengths]
+    shape = (len(rows), max(lengths) + extra)
+    batch = pad(rows, side, draw(net, shape, generator))
+    logits = net(batch.ids, batch.mask)
+    assert bool(logits.isfinite().all())
+    for i, row in enumerate(rows):
+        assert_same(of_row(logits, batch, i), net(row[None]))
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("name", EVERY)
+def test_neighbours_and_padding_change_nothing(name, side):
+    net, generator = model(name), torch.Generator().manual_seed(3)
+    rows = [draw(net, (length,), generator) for length in (9, 4, 12)]
+    batch = pad(rows, side, draw(net, (3, 12), generator))
+    logits = net(batch.ids, batch.mask)
+
+    other_neighbours = [rows[0], *(draw(net, row.shape, generator) for row in rows[1:])]
+    changed = pad(other_neighbours, side, batch.ids)
+    assert torch.equal(of_row(net(changed.ids, changed.mask), changed, 0), of_row(logits, batch, 0))
+
+    for filler in (draw(net, (3, 12), generator), torch.full((3, 12), masked_id(net)), torch.zeros(3, 12).long()):
+        repadded = pad(rows, side, filler)
+        again = net(repadded.ids, repadded.mask)
+        for i in range(3):
+            assert torch.equal(of_row(again, batch, i), of_row(logits, batch, i))
+
+    order = [2, 0, 1]
+    turned = net(batch.ids[order], batch.mask[order])
+    for place, i in enumerate(order):
+        assert_same(turned[place][batch.mask[i].bool()], logits[i][batch.mask[i].bool()])
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_boolean_and_integer_masks_mean_the_same(name):
+    net, generator = model(name), torch.Generator().manual_seed(4)
+    batch = pad([draw(net, (n,), generator) for n in (3, 7)], "left", torch.zeros(2, 7).long())
+    assert torch.equal(net(batch.ids, batch.mask), net(batch.ids, batch.mask.bool()))
+    full = torch.ones_like(batch.ids)
+    assert_same(net(batch.ids, full), net(batch.ids))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_row_of_padding_alone_does_no_harm(name):
+    net, generator = model(name), torch.Generator().manual_seed(5)
+    ids, mask = draw(net, (2, 6), generator), torch.tensor([[0] * 6, [1] * 6])
+    logits = net(ids, mask)
+    assert bool(logits.isfinite().all())
+    assert_same(logits[1:], net(ids[1:]))
+
+
+@pytest.mark.parametrize("name", ["mdlm_timecond", "sedd"])
+def test_the_noise_level_comes_from_the_sequence_alone(name):
+    net = backbone(name)
+    mask = masked_id(net)
+    ids = torch.tensor([[mask, mask, 1, mask, 2, 3], [1, 2, 3, mask, 4, 5]])
+    visible = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]])  # shares of 1/4 and 1/6
+    told = net(ids, visible, sigma=-torch.log(torch.tensor([3 / 4, 5 / 6])))
+    assert_same(net(ids, visible)[visible.bool()], told[visible.bool()])
+    elsewhere = net(ids, visible, sigma=torch.tensor([5.0, 5.0]))
+    assert float((elsewhere - told)[0, 3].abs().max()) > 1e-3, "the noise level should matter"
+
+
+@pytest.mark.parametrize("name", ["mdlm_timecond", "sedd"])
+def test_all_or_nothing_masked_is_finite(name):
+    net = backbone(name)
+    ids = torch.stack([torch.full((5,), masked_id(net)), torch.arange(5)])
+    assert bool(net(ids).isfinite().all())
+    if name == "sedd":
+        assert bool(net.log_score(ids).isfinite().all())
+
+
+def test_time_and_noise_level_say_the_same():
+    net, ids = backbone("mdlm_timecond"), torch.tensor([[1, 63, 63, 4]])
+    t = torch.tensor([0.7])
+    assert_same(net(ids, t=t), net(ids, sigma=-torch.log(1 - (1 - 1e-3) * t)))
+    with pytest.raises(InvalidInput, match="give one of them"):
+        net(ids, t=t, sigma=t)
+    with pytest.raises(InvalidInput, match="one value a sequence"):
+        net(ids, t=torch.tensor([0.1, 0.2]))
+
+
+def test_what_a_family_does_not_take_is_refused():
+    ids = torch.tensor([[1, 2]])
+    for name, wrong in (("llada_mha", "sigma"), ("sedd", "token_type_ids"), ("bert", "t")):
+        with pytest.raises(InvalidInput, match=f"takes no input called {wrong}"):
+            backbone(name)(ids, **{wrong: torch.tensor([0.5])})
+
+
+def test_wrong_ids_are_refused():
+    net = backbone("bert")
+    with pytest.raises(InvalidInput, match="id 120 is not in the vocabulary of 120"):
+        net(torch.tensor([[3, 120]]))
+    with pytest.raises(InvalidInput, match="id -1 is not"):
+        net(torch.tensor([[3, -1]]))
+    with pytest.raises(InvalidInput, match="41 positions, but this bert checkpoint has learned only 40"):
+        net(torch.zeros(1, 41).long())
+    with pytest.raises(InvalidInput, match="token_type_ids have shape"):
+        net(torch.zeros(1, 4).long(), token_type_ids=torch.zeros(1, 3).long())
+    with pytest.raises(InvalidInput, match="token_type_ids must be from 0 to 1"):
+        net(torch.zeros(1, 4).long(), token_type_ids=torch.full((1, 4), 2))

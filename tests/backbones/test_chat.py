@@ -1,0 +1,198 @@
+import re
+from datetime import datetime
+
+import pytest
+from jaxtyping import TypeCheckError
+
+from codd.backbones import chat
+from codd.errors import CoddError, FormatError
+
+TURNS = [
+    {"role": "user", "content": "  What is 1+1?\n"},
+    {"role": "assistant", "content": " 2 "},
+    {"role": "user", "content": "And 2+2?"},
+]
+SYSTEM = {"role": "system", "content": "Be brief.\n"}
+
+
+def test_llada():
+    header = "<|start_header_id|>{}<|end_header_id|>\n\n"
+    expected = (
+        "<|startoftext|>"
+        + header.format("system")
+        + "Be brief.<|eot_id|>"
+        + header.format("user")
+        + "What is 1+1?<|eot_id|>"
+        + header.format("assistant")
+        + "2<|eot_id|>"
+        + header.format("user")
+        + "And 2+2?<|eot_id|>"
+        + header.format("assistant")
+    )
+    assert chat.render(chat.LLADA, [SYSTEM, *TURNS]) == expected
+    assert chat.render(chat.LLADA, [SYSTEM, *TURNS], add_generation_prompt=False) == expected
+
+
+def test_chatml():
+    assert chat.render(chat.CHATML, "Hi") == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert chat.render(chat.CHATML, [SYSTEM, TURNS[1]], add_generation_prompt=False) == (
+        "<|im_start|>system\nBe brief.\n<|im_end|>\n<|im_start|>assistant\n 2 <|im_end|>\n"
+    )
+
+
+def test_mini():
+    rendered = "<|user|>What is 1+1?<|assistant|>2<|eos|><|user|>And 2+2?"
+    assert chat.render(chat.MINI, TURNS) == rendered + "<|assistant|>"
+    assert chat.render(chat.MINI, TURNS, add_generation_prompt=False) == rendered
+    assert chat.render(chat.MINI, [SYSTEM, *TURNS]) == rendered.replace("What", "Be brief.\n\nWhat") + "<|assistant|>"
+    assert chat.render(chat.MINI, [{"role": "system", "content": " "}, TURNS[2]]) == "<|user|>And 2+2?<|assistant|>"
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([TURNS[0], SYSTEM], "may only come first"),
+        ([SYSTEM], "a user message must follow"),
+        ([SYSTEM, TURNS[1]], "a user message must follow"),
+        ([{"role": "tool", "content": "x"}], "the roles are system, user and assistant, not tool"),
+    ],
+)
+def test_mini_refuses_what_it_was_not_trained_on(messages, message):
+    with pytest.raises(CoddError, match=message):
+        chat.render(chat.MINI, messages)
+
+
+def test_plain():
+    assert chat.render(chat.PLAIN, "Paris is the [MASK] of France.") == "Paris is the [MASK] of France."
+    assert chat.render(chat.PLAIN, [SYSTEM, TURNS[2]]) == "Be brief.\n\n\nAnd 2+2?"
+
+
+@pytest.mark.parametrize("template", [chat.LLADA, chat.CHATML, chat.MINI, chat.PLAIN])
+def test_contents_are_no_templates(template):
+    assert "{{ 7 * 191 }}{% raw %}" in chat.render(template, "{{ 7 * 191 }}{% raw %}")
+
+
+def test_what_published_templates_expect():
+    template = """{%- if tools is defined and not tools -%}
+    {% for message in messages %}
+        {%- if message.tool_calls %}never{% endif %}
+        {%- if loop.index > 1 %}{% break %}{% endif %}
+    {{- bos_token }}{% generation %}{{ message.content }}{% endgeneration %}
+    {% endfor %}
+    {% set name %}<{{ 'é' }}>{% endset %}
+    {% set loud | upper %}shout{% endset %}
+    {{- {'text': name ~ 1 ~ none} | tojson }}{{ [1] | tojson(indent=1) }}{{ loud }}{{ undefined_thing }}
+    {%- macro twice(x) %}{{ x }}{{ x }}{% endmacro %}{{ twice('ab') }}{{ 'x' * 3 }}{{ 2 * 3 + 2 ** 3 }}{{ [1] + [2] }}
+    {%- endif %}{{ strftime_now('%Y') }}"""
+    rendered = chat.render(template, TURNS, special_tokens={"bos_token": "<s>"})
+    assert rendered == (
+        '<s>  What is 1+1?\n{"text": "<é>1None"}[\n 1\n]SHOUTababxxx14[1, 2]' + datetime.now().strftime("%Y")
+    )
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.__class__.__base__.__subclasses__() }}",
+        "{{ raise_exception.__globals__['CoddError'] }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+        "{{ messages | map(attribute='__class__') | map(attribute='__mro__') | list }}{{ ''.__class__.mro() }}",
+        "{{ '{0.__class__.__mro__}'.format('') }}",
+        "{{ messages.append(1) }}",
+        "{{ messages[0].update({'role': 'system'}) }}",
+        "{% include '/etc/passwd' %}",
+        "{% import 'os' as os %}",
+    ],
+)
+def test_templates_stay_in_the_sandbox(template):
+    with pytest.raises(FormatError, match=r"the chat template (was stopped|failed)"):
+        chat.render(template, TURNS)
+
+
+FOREVER = "{% for a in range(90000) %}{% for b in range(90000) %}BODY{% endfor %}{% endfor %}"
+GROWING = "{% set n = namespace(s='xx') %}{% for i in range(60) %}BODY{% endfor %}{{ n.s | length }}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        FOREVER.replace("BODY", ""),
+        FOREVER.replace("BODY", "some text"),
+        FOREVER.replace("BODY", "{% set step = 1 %}{% continue %}"),
+        "{% for a in [1] recursive %}{{ loop([1]) }}{% endfor %}",
+        "{% macro m() %}{{ m() }}{{ m() }}{% endmacro %}{{ m() }}",
+        "{% for a in range(90000) %}" + "text" * 1000 + "{% endfor %}",
+        "{{ range(10 ** 9) | list }}",
+        "{{ 'x' * 10 ** 9 }}",
+        "{{ 10 ** 9 * ['x'] }}",
+        "{{ 9 ** (9 ** 9) }}",
+        GROWING.replace("BODY", "{% set n.s = n.s + n.s %}"),
+        GROWING.replace("BODY", "{% set n.s = n.s ~ n.s %}"),
+        GROWING.replace("BODY", "{% set n.s %}{{ n.s }}{{ n.s }}{% endset %}"),
+    ],
+)
+def test_templates_end_and_stay_small(template):
+    with pytest.raises(FormatError, match=r"the chat template (was stopped|failed).*another chat_template"):
+        chat.render(template, TURNS)
+
+
+def test_the_budget_is_of_one_run():
+    template = "{% for a in range(60000) %}{% endfor %}done"
+    assert [chat.render(template, TURNS) for _ in range(3)] == ["done"] * 3
+
+
+def test_a_refusal_is_one_line():
+    with pytest.raises(CoddError, match=r"^the chat template refuses this conversation: no tools, please\.$") as caught:
+        chat.render("{{ raise_exception('no tools,\n please.') }}", TURNS)
+    assert not isinstance(caught.value, FormatError)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ missing.thing }}", "'missing' is undefined"),
+        ("{{ bos_token + 'x' }}", "'bos_token' is undefined"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+    ],
+)
+def test_failures_of_a_template_are_one_line(template, message):
+    with pytest.raises(FormatError, match=message) as caught:
+        chat.render(template, TURNS)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("a\n{% for x in %}", r"line 2: "),
+        ("{{ messages | no_such_filter }}", "No filter named"),
+        ("{% endif %}", "unknown tag 'endif'"),
+        ("{{ " + "(" * 3000, "RecursionError"),
+    ],
+)
+def test_what_is_not_jinja_is_refused(template, message):
+    with pytest.raises(FormatError, match=re.escape("here.json: ") + ".*" + message) as caught:
+        chat.check(template, "here.json")
+    assert "\n" not in str(caught.value)
+    with pytest.raises(FormatError, match="the chat template: .*" + message):
+        chat.render(template, TURNS)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "the conversation is empty"),
+        ([{"role": "user"}], 'message 0 has no text under "content"'),
+        ([*TURNS, {"content": "x"}], 'message 3 has no text under "role"'),
+    ],
+)
+def test_conversations_are_checked(messages, message):
+    with pytest.raises(CoddError, match=message):
+        chat.render(chat.PLAIN, messages)
+
+
+@pytest.mark.parametrize("messages", [["hello"], [{"role": "user", "content": None}]])
+def test_messages_of_wrong_types_are_refused(messages):
+    with pytest.raises((CoddError, TypeCheckError)):
+        chat.as_messages(messages)

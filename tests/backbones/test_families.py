@@ -1,0 +1,352 @@
+"""What each family makes of a config.json: the published sizes, the other spellings, and what is refused."""
+
+import json
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import FIXTURES, MINI, backbone, cases, copy_of, edit_config, edit_weights, tensors_of
+from safetensors.torch import save_file
+
+from codd.backbones import bert, dream, llada, mdlm, mini, modernbert, sedd, weights
+from codd.backbones.backbone import Plan, SpecialIds
+from codd.backbones.config import Config
+from codd.backbones.loading import FAMILIES, load_checkpoint, plan_of
+from codd.backbones.transformer import Transformer
+from codd.errors import FormatError
+
+LLADA_8B = {
+    "model_type": "llada",
+    "d_model": 4096,
+    "n_layers": 32,
+    "n_heads": 32,
+    "n_kv_heads": 32,
+    "mlp_hidden_size": 12288,
+    "vocab_size": 126464,
+    "embedding_size": 126464,
+    "max_sequence_length": 4096,
+    "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5,
+    "layer_norm_type": "rms",
+    "activation_type": "silu",
+    "block_type": "llama",
+    "include_bias": False,
+    "include_qkv_bias": False,
+    "weight_tying": False,
+    "mask_token_id": 126336,
+    "eos_token_id": 126081,
+    "pad_token_id": 126081,
+}
+DREAM_7B = {
+    "model_type": "Dream",
+    "hidden_size": 3584,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "vocab_size": 152064,
+    "rope_theta": 1000000.0,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131072,
+    "mask_token_id": 151666,
+    "eos_token_id": 151643,
+    "pad_token_id": 151643,
+    "bos_token_id": 151643,
+}
+MDLM_OWT = {
+    "model_type": "mdlm",
+    "vocab_size": 50258,
+    "hidden_dim": 768,
+    "cond_dim": 128,
+    "n_blocks": 12,
+    "n_heads": 12,
+    "model_length": 1024,
+    "time_conditioning": False,
+}
+SEDD_SMALL = {
+    "tokens": 50257,
+    "graph": {"type": "absorb"},
+    "noise": {"type": "loglinear"},
+    "model": {
+        "type": "ddit",
+        "hidden_size": 768,
+        "cond_dim": 128,
+        "length": 1024,
+        "n_blocks": 12,
+        "n_heads": 12,
+        "scale_by_sigma": True,
+    },
+}
+BERT_BASE = {
+    "model_type": "bert",
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "vocab_size": 30522,
+    "max_position_embeddings": 512,
+    "type_vocab_size": 2,
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-12,
+    "pad_token_id": 0,
+}
+MODERNBERT_BASE = {
+    "model_type": "modernbert",
+    "hidden_size": 768,
+    "num_hidden_layers": 22,
+    "num_attention_heads": 12,
+    "intermediate_size": 1152,
+    "vocab_size": 50368,
+    "max_position_embeddings": 8192,
+    "global_attn_every_n_layers": 3,
+    "local_attention": 128,
+    "global_rope_theta": 160000.0,
+    "local_rope_theta": 10000.0,
+    "position_embedding_type": "absolute",
+    "bos_token_id": 50281,
+    "eos_token_id": 50282,
+    "pad_token_id": 50283,
+}
+_EMBEDDED = 50258 * 768 + 50258 * 769  # tokens in and, with a bias, out
+_CONDITIONED = 256 * 128 + 128 + 128 * 128 + 128 + 129 * 2 * 768 + 768  # the noise level, the last modulation and norm
+_DIT_BLOCK = 4 * 768**2 + 2 * 4 * 768**2 + 5 * 768 + 2 * 768 + 129 * 6 * 768
+DIT_SMALL = _EMBEDDED + _CONDITIONED + 12 * _DIT_BLOCK
+PUBLISHED_SIZES = [
+    (llada, LLADA_8B, 16_031_162_368 // 2, 3 + 9 * 32),  # bytes in bfloat16, from the index of its shards
+    (dream, DREAM_7B, 7_615_616_512, 3 + 12 * 28),  # as Qwen2.5-7B
+    (mdlm, MDLM_OWT, DIT_SMALL, 10 + 10 * 12),
+    (sedd, SEDD_SMALL, DIT_SMALL, 10 + 10 * 12),
+    (bert, BERT_BASE, 109_514_298, 10 + 16 * 12),
+    (modernbert, MODERNBERT_BASE, 149_655_232, 6 + 6 * 22 - 1),
+]
+NAMES = [family.NAME for family, *_ in PUBLISHED_SIZES]
+
+
+def shapes(planned: Plan) -> dict[str, tuple[int, ...]]:
+    """Name and shape of each tensor that a file must have; the table must fill every parameter, none twice."""
+    with torch.device("meta"):
+        parameters = dict(Transformer(planned.transformer).named_parameters())
+    config = planned.transformer
+    rows = defaultdict(list)
+    found = {}
+    for name, slot in weights.expand(planned.keys, config.layers, config.row_ranges()).items():
+        whole = parameters[slot.target]
+        start, end = slot.rows or (0, len(whole))
+        rows[slot.target].extend(range(start, end))
+        found[name] = (end - start, *whole.shape[1:])
+    assert rows.keys() == parameters.keys()
+    assert all(rows[name] == list(range(len(parameters[name]))) for name in rows)
+    return found
+
+
+@pytest.mark.parametrize(("family", "fields", "parameters", "tensors"), PUBLISHED_SIZES, ids=NAMES)
+def test_published_sizes(family, fields, parameters, tensors):
+    config = Config(fields)
+    assert [other.NAME for other in FAMILIES if other.recognises(config)] == [family.NAME]
+    found = shapes(family.plan(config))
+    assert len(found) == tensors
+    assert sum(torch.Size(shape).numel() for shape in found.values()) == parameters
+
+
+@pytest.mark.parametrize(("family", "fields", "parameters", "tensors"), PUBLISHED_SIZES, ids=NAMES)
+def test_published_configs_are_read_from_a_file(family, fields, parameters, tensors, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert plan_of(tmp_path).family == family.NAME
+
+
+def test_llada_keys():
+    found = shapes(llada.plan(Config(LLADA_8B)))
+    assert found["model.transformer.ff_out.weight"] == (126464, 4096)
+    assert found["model.transformer.blocks.31.ff_out.weight"] == (4096, 12288)
+    assert found["model.transformer.blocks.0.ff_proj.weight"] == (12288, 4096)
+    assert found["model.transformer.blocks.0.k_proj.weight"] == (4096, 4096)
+
+
+def test_dream_keys():
+    found = shapes(dream.plan(Config(DREAM_7B)))
+    assert found["model.layers.27.self_attn.q_proj.weight"] == (3584, 3584)
+    assert found["model.layers.27.self_attn.k_proj.weight"] == (512, 3584)
+    assert found["model.layers.27.self_attn.v_proj.bias"] == (512,)
+    assert found["model.layers.0.mlp.down_proj.weight"] == (3584, 18944)
+    assert found["lm_head.weight"] == (152064, 3584)
+
+
+def test_modernbert_keys():
+    found = shapes(modernbert.plan(Config(MODERNBERT_BASE)))
+    assert "model.layers.0.attn_norm.weight" not in found
+    assert found["model.layers.1.attn_norm.weight"] == (768,)
+    assert found["model.layers.21.mlp.Wi.weight"] == (2304, 768)
+
+
+VARIANTS = [
+    (llada, {**LLADA_8B, "weight_tying": True, "include_qkv_bias": True}),
+    (llada, {**LLADA_8B, "n_kv_heads": None, "multi_query_attention": True, "mlp_hidden_size": None}),
+    (dream, {**DREAM_7B, "tie_word_embeddings": True, "num_key_value_heads": None}),
+    (bert, {**BERT_BASE, "tie_word_embeddings": False}),
+    (modernbert, {**MODERNBERT_BASE, "tie_word_embeddings": False, "decoder_bias": False}),
+    (
+        modernbert,
+        {**MODERNBERT_BASE, **dict.fromkeys(("attention_bias", "mlp_bias", "norm_bias", "classifier_bias"), True)},
+    ),
+    (mini, {**MINI, "kv_heads": None, "causal": True}),
+]
+
+
+@pytest.mark.parametrize(("family", "fields"), VARIANTS)
+def test_the_tables_of_variants_fill_every_parameter(family, fields):
+    assert shapes(family.plan(Config(fields)))
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "special"),
+    [
+        (llada, LLADA_8B, SpecialIds(mask=126336, eos=126081, pad=126081)),
+        (llada, {**LLADA_8B, "mask_token_id": None}, SpecialIds(mask=126336, eos=126081, pad=126081)),
+        (llada, {**LLADA_8B, "embedding_size": 64, "vocab_size": 60, "mask_token_id": 7, "eos_token_id": [5, 6]}, None),
+        (dream, DREAM_7B, SpecialIds(mask=151666, eos=151643, pad=151643, bos=151643)),
+        (mdlm, MDLM_OWT, SpecialIds(mask=50257)),
+        (mdlm, {**MDLM_OWT, "mask_token_id": 3}, SpecialIds(mask=3)),
+        (sedd, SEDD_SMALL, SpecialIds(mask=50257)),
+        (bert, BERT_BASE, SpecialIds(pad=0)),
+        (bert, {**BERT_BASE, "mask_token_id": 103}, SpecialIds(mask=103, pad=0)),
+        (modernbert, MODERNBERT_BASE, SpecialIds(eos=50282, pad=50283, bos=50281)),
+    ],
+)
+def test_special_ids(family, fields, special):
+    assert family.plan(Config(fields)).special == (special or SpecialIds(mask=7, eos=5, pad=126081))
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "change"),
+    [
+        (llada, LLADA_8B, {"block_type": "sequential"}),
+        (llada, LLADA_8B, {"layer_norm_type": "default"}),
+        (llada, LLADA_8B, {"activation_type": "swiglu"}),
+        (llada, LLADA_8B, {"alibi": True}),
+        (llada, LLADA_8B, {"rope": False}),
+        (llada, LLADA_8B, {"attention_layer_norm": True}),
+        (llada, LLADA_8B, {"include_bias": True}),
+        (llada, LLADA_8B, {"scale_logits": True}),
+        (llada, LLADA_8B, {"input_emb_norm": True}),
+        (dream, DREAM_7B, {"rope_scaling": {"type": "yarn", "factor": 4.0}}),
+        (dream, DREAM_7B, {"use_sliding_window": True}),
+        (dream, DREAM_7B, {"use_mrope": True}),
+        (dream, DREAM_7B, {"hidden_act": "gelu"}),
+        (dream, DREAM_7B, {"head_dim": 64}),
+        (sedd, SEDD_SMALL, {"graph": {"type": "uniform"}}),
+        (sedd, SEDD_SMALL, {"noise": {"type": "geometric"}}),
+        (sedd, SEDD_SMALL, {"model": {"type": "unet"}}),
+        (bert, BERT_BASE, {"position_embedding_type": "relative_key"}),
+        (bert, BERT_BASE, {"hidden_act": "relu"}),
+        (bert, BERT_BASE, {"hidden_act": ["gelu"]}),
+        (bert, BERT_BASE, {"is_decoder": True}),
+        (modernbert, MODERNBERT_BASE, {"hidden_activation": "quick_gelu"}),
+        (modernbert, MODERNBERT_BASE, {"layer_types": ["sliding_attention"] * 22}),
+        (modernbert, MODERNBERT_BASE, {"layer_types": "full_attention"}),
+        (modernbert, MODERNBERT_BASE, {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}),
+        (modernbert, MODERNBERT_BASE, {"rope_parameters": {"rope_theta": 10000.0}}),
+    ],
+)
+def test_what_we_do_not_build_is_refused(family, fields, change: dict[str, Any]):
+    field = "full_attention" if "rope_parameters" in change else next(iter(change))
+    with pytest.raises(FormatError, match=field) as raised:
+        family.plan(Config({**fields, **change}, "here/config.json"))
+    message = str(raised.value)
+    assert message.startswith("here/config.json")
+    assert "\n" not in message
+
+
+def test_older_and_newer_activations():
+    assert bert.plan(Config({**BERT_BASE, "hidden_act": "gelu_new"})).transformer.activation == "gelu_tanh"
+    assert bert.plan(Config({**BERT_BASE, "hidden_act": None})).transformer.activation == "gelu"
+    silu = modernbert.plan(Config({**MODERNBERT_BASE, "classifier_activation": "silu"})).transformer
+    assert (silu.activation, silu.head_transform) == ("gelu", "silu")
+
+
+def logits_of(folder, name):
+    return load_checkpoint(folder, device="cpu").backbone(cases(name)["b2"]["input_ids"])
+
+
+def test_copies_of_tied_weights_are_ignored(tmp_path):
+    for name, head in (("dream_tied", "lm_head.weight"), ("modernbert", "decoder.weight")):
+        folder = copy_of(name, tmp_path)
+        edit_weights(folder, **{head: torch.full((3, 5), torch.nan)})
+        assert torch.equal(logits_of(folder, name), backbone(name)(cases(name)["b2"]["input_ids"]))
+
+
+def test_untied_heads(tmp_path):
+    tables = {
+        "bert": ("bert.embeddings.word_embeddings.weight", "cls.predictions.decoder.weight"),
+        "modernbert": ("model.embeddings.tok_embeddings.weight", "decoder.weight"),
+        "dream_tied": ("model.embed_tokens.weight", "lm_head.weight"),
+    }
+    for name, (embedding, head) in tables.items():
+        folder = copy_of(name, tmp_path)
+        edit_config(folder, tie_word_embeddings=False)
+        with pytest.raises(FormatError, match=f"lacks '{head}'"):
+            logits_of(folder, name)
+        tied = tensors_of(folder)[embedding]
+        edit_weights(folder, **{head: tied.clone()})
+        assert torch.equal(logits_of(folder, name), backbone(name)(cases(name)["b2"]["input_ids"]))
+        edit_weights(folder, **{head: 2 * tied})
+        assert not torch.equal(logits_of(folder, name), backbone(name)(cases(name)["b2"]["input_ids"]))
+
+
+def test_bert_as_it_was_first_written(tmp_path):
+    """Norms with gamma and beta, the second task of its training, and buffers."""
+    folder = copy_of("bert", tmp_path)
+    old = {}
+    for name, tensor in tensors_of(folder).items():
+        name = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+        old[name] = tensor
+    old["bert.pooler.dense.weight"] = torch.ones(48, 48)
+    old["cls.seq_relationship.bias"] = torch.ones(2)
+    old["bert.embeddings.position_ids"] = torch.arange(40)[None]
+    old["cls.predictions.decoder.weight"] = old["bert.embeddings.word_embeddings.weight"].clone()
+    old["cls.predictions.decoder.bias"] = old["cls.predictions.bias"].clone()
+    save_file(old, folder / "model.safetensors")
+    assert torch.equal(logits_of(folder, "bert"), backbone("bert")(cases("bert")["b2"]["input_ids"]))
+
+
+def test_mdlm_without_its_prefix(tmp_path):
+    folder = copy_of("mdlm", tmp_path)
+    bare = {name.removeprefix("backbone."): tensor for name, tensor in tensors_of(folder).items()}
+    save_file(bare, folder / "model.safetensors")
+    assert torch.equal(logits_of(folder, "mdlm"), backbone("mdlm")(cases("mdlm")["b2"]["input_ids"]))
+
+
+def test_sedd_without_scaling(tmp_path):
+    folder = copy_of("sedd", tmp_path)
+    model = json.loads((folder / "config.json").read_text())["model"]
+    edit_config(folder, model={**model, "scale_by_sigma": False})
+    fields, plain = cases("sedd")["b2"], load_checkpoint(folder, device="cpu").backbone
+    ids, sigma = fields["input_ids"], fields["sigma"]
+    offset = (torch.expm1(sigma).log() + torch.tensor(101.0).log())[:, None, None]
+    other = torch.ones_like(fields["log_score"]).scatter(-1, ids[..., None], 0.0)
+    assert torch.allclose(plain.log_score(ids, sigma=sigma), fields["log_score"] + offset * other, atol=2e-4)
+
+
+def test_modernbert_as_newer_files_say_it(tmp_path):
+    folder = copy_of("modernbert", tmp_path)
+    edit_config(
+        folder,
+        global_attn_every_n_layers=None,
+        global_rope_theta=None,
+        local_rope_theta=None,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "default", "rope_theta": 160000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    )
+    assert plan_of(folder).transformer == plan_of(FIXTURES / "modernbert").transformer
+
+
+def test_every_family_is_registered_once():
+    assert [family.NAME for family in FAMILIES] == ["llada", "dream", "mdlm", "sedd", "bert", "modernbert", "mini"]
+    for family in FAMILIES:
+        assert not family.recognises(Config({}))
+        assert not family.recognises(Config({"model_type": "gpt2", "model": {}, "graph": {}}))

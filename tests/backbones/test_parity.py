@@ -1,0 +1,136 @@
+"""Our one stack against the outputs that public implementations of each family gave for the same weights."""
+
+import pytest
+import torch
+from checkpoints import FIXTURES, PUBLISHED, backbone, cases, tensors_of
+from torch import Tensor
+
+from codd.backbones import loading
+from codd.backbones.backbone import positions_of
+from codd.backbones.loading import load_checkpoint
+
+TOLERANCE = 2e-4
+IMPOSSIBLE = -1e5  # the references write log 0 as about -1e6
+
+
+def every_case(*families: str, needs: str) -> list[tuple[str, str]]:
+    names = [name for name in PUBLISHED if name.split("_")[0] in families]
+    return [(name, case) for name in names for case, fields in cases(name).items() if needs in fields]
+
+
+def assert_close(found: Tensor, wanted: Tensor, where: Tensor | None = None) -> None:
+    error = (found - wanted).abs()
+    error = error if where is None else error[where]
+    assert error.numel()
+    assert float(error.max()) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("name", "case"), every_case("llada", needs="logits"))
+def test_llada(name, case):
+    fields = cases(name)[case]
+    logits = backbone(name)(fields["input_ids"], fields.get("attention_mask"))
+    assert_close(logits, fields["logits"])  # hidden positions too: they see the others
+
+
+@pytest.mark.parametrize(("name", "case"), every_case("dream", needs="logits"))
+def test_dream_before_the_shift(name, case):
+    fields, dream = cases(name)[case], backbone(name)
+    ids, visible = fields["input_ids"], fields.get("attention_mask", torch.ones_like(fields["input_ids"])).bool()
+    positions = positions_of(ids, visible)
+    assert torch.equal(positions[visible], fields.get("position_ids", positions)[visible])
+    assert_close(dream.network.logits(dream.network.states(ids, positions, valid=visible)), fields["logits"], visible)
+
+
+@pytest.mark.parametrize(("name", "case"), every_case("dream", needs="logits_shifted"))
+def test_dream(name, case):
+    fields = cases(name)[case]
+    assert_close(backbone(name)(fields["input_ids"]), fields["logits_shifted"])
+
+
+@pytest.mark.parametrize("name", ["dream_tied", "dream_untied_sharded"])
+def test_dream_shifts_within_the_padding(name):
+    fields = cases(name)["b2pad"]
+    raw, visible = fields["logits"], fields["attention_mask"].bool()
+    logits = backbone(name)(fields["input_ids"], fields["attention_mask"])
+    for row in range(2):
+        start = int(visible[row].int().argmax())
+        assert_close(logits[row, start], raw[row, start])
+        assert_close(logits[row, start + 1 :], raw[row, start:-1])
+
+
+def test_dream_takes_positions():
+    fields = cases("dream_tied")["b2pad"]
+    ids, visible = fields["input_ids"], fields["attention_mask"]
+    given = backbone("dream_tied")(ids, visible, fields["position_ids"])
+    assert_close(given, backbone("dream_tied")(ids, visible), visible.bool())
+
+
+@pytest.mark.parametrize(("name", "case"), every_case("bert", "modernbert", needs="logits"))
+def test_bert_and_modernbert(name, case):
+    fields = cases(name)[case]
+    ids, visible = fields["input_ids"], fields.get("attention_mask", torch.ones_like(fields["input_ids"]))
+    types = {key: fields[key] for key in ("token_type_ids",) if key in fields}
+    assert_close(backbone(name)(ids, visible, **types), fields["logits"], visible.bool())
+
+
+def test_bert_notices_token_types():
+    fields = cases("bert")["b2tt"]
+    assert float((backbone("bert")(fields["input_ids"]) - fields["logits"]).abs().max()) > 0.1
+
+
+@pytest.mark.parametrize(("name", "case"), every_case("mdlm", needs="logits"))
+def test_mdlm(name, case):
+    fields, mdlm = cases(name)[case], backbone(name)
+    ids, sigma = fields["input_ids"], fields["sigma"]
+    assert_close(mdlm.network.logits(mdlm.states(ids, sigma=sigma)), fields["logits"])
+    found, wanted = mdlm(ids, sigma=sigma), fields["subs_log_probs"]
+    assert_close(found, wanted, wanted > IMPOSSIBLE)
+    assert bool((found[wanted <= IMPOSSIBLE] < 10 * IMPOSSIBLE + 100).all())
+    assert bool(found.isfinite().all())
+
+
+def test_mdlm_without_time_conditioning_ignores_the_noise_level():
+    ids = cases("mdlm")["b2"]["input_ids"]
+    assert torch.equal(backbone("mdlm")(ids), backbone("mdlm")(ids, sigma=torch.tensor([0.3, 5.0])))
+
+
+@pytest.mark.parametrize(("name", "case"), every_case("sedd", needs="log_score"))
+def test_sedd(name, case):
+    fields, sedd = cases(name)[case], backbone(name)
+    ids, wanted = fields["input_ids"], fields["log_score"]
+    assert_close(sedd.log_score(ids, sigma=fields["sigma"]), wanted)
+    assert_close(sedd.log_score(ids, t=fields["t"]), wanted)
+
+
+@pytest.mark.parametrize(("name", "case"), every_case("sedd", needs="log_score"))
+def test_sedd_as_a_denoiser(name, case):
+    """Spec 6.4: at a masked position the softmax of the log score over the real tokens."""
+    fields, sedd = cases(name)[case], backbone(name)
+    ids, absorbing = fields["input_ids"], sedd.special.mask
+    masked = ids == absorbing
+    assert bool(masked.any())
+    assert not bool(masked.all())
+    found = sedd(ids, sigma=fields["sigma"])
+    assert_close(found[masked][:, :absorbing], fields["log_score"][masked][:, :absorbing].log_softmax(-1))
+    assert bool((found[masked][:, absorbing] < -9e5).all())
+    known = found[~masked]
+    assert torch.equal(known.argmax(-1), ids[~masked])
+    assert torch.equal(known.exp().sum(-1), torch.ones(len(known)))
+
+
+@pytest.mark.parametrize("name", ["llada_gqa_sharded", "dream_untied_sharded"])
+def test_a_bfloat16_checkpoint_loads_bit_for_bit(name, monkeypatch):
+    monkeypatch.setattr(loading, "_bfloat16_survives", lambda: True)  # nothing is multiplied here
+    loaded = load_checkpoint(FIXTURES / name, device="cpu", dtype=torch.bfloat16).backbone
+    stored = tensors_of(FIXTURES / name)
+    assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
+    assert loaded.dtype == torch.bfloat16
+    written = {bytes(x.view(torch.uint8).numpy()) for x in stored.values()}
+    network = dict(loaded.network.named_parameters())
+    joined = loaded.config.row_ranges()
+    for name_, parameter in network.items():
+        kinds = {"qkv": ("q", "k", "v"), "up": ("gate", "up")}.get(name_.split(".")[-2], ())
+        for part in [parameter[slice(*joined[kind])] for kind in kinds] or [parameter]:
+            assert bytes(part.contiguous().view(torch.uint8).numpy()) in written
+    assert sum(p.numel() for p in network.values()) == sum(x.numel() for x in stored.values())

@@ -1,0 +1,371 @@
+"""Reading checkpoints: whole, one tensor at a time, or not at all, with an error that says what to do."""
+
+import functools
+import json
+import os
+
+import pytest
+import torch
+from checkpoints import (
+    FIXTURES,
+    copy_of,
+    edit_config,
+    edit_weights,
+    random_mini,
+    tensors_of,
+)
+from safetensors.torch import save_file
+
+from codd.backbones import loading, mini, weights
+from codd.backbones.loading import load_checkpoint, plan_of
+from codd.backbones.transformer import Transformer
+from codd.errors import FormatError, InvalidInput
+
+
+def refused(folder, **options) -> str:
+    """The message with which a folder is refused: one line that begins with a path in it."""
+    with pytest.raises(FormatError) as raised:
+        load_checkpoint(folder, device="cpu", **options)
+    message = str(raised.value)
+    assert "\n" not in message
+    assert message.startswith(str(folder))
+    assert len(message) < 1000
+    return message
+
+
+@pytest.fixture
+def llada(tmp_path):
+    return copy_of("llada_mha", tmp_path)
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    return copy_of("llada_gqa_sharded", tmp_path)
+
+
+def edit_index(folder, change):
+    path = folder / weights.INDEX
+    index = json.loads(path.read_text())
+    change(index["weight_map"])
+    path.write_text(json.dumps(index))
+
+
+def test_a_missing_shard(sharded):
+    (sharded / "model-00002-of-00002.safetensors").unlink()
+    message = refused(sharded)
+    assert "'model-00002-of-00002.safetensors', which is missing. Download the checkpoint again" in message
+
+
+@pytest.mark.parametrize("outside", ["../elsewhere.safetensors", "/etc/passwd", "sub/model.safetensors", "..", ""])
+def test_a_shard_outside_the_folder(sharded, outside):
+    (sharded / "sub").mkdir()
+    for place in (sharded / "sub" / "model.safetensors", sharded.parent / "elsewhere.safetensors"):
+        save_file({"x": torch.zeros(1)}, place)
+    edit_index(sharded, lambda where: where.update({"model.transformer.wte.weight": outside}))
+    message = refused(sharded)
+    assert "outside its folder" in message or "is missing" in message
+
+
+def test_shards_that_are_links_are_followed(sharded, tmp_path):
+    """The hub's cache keeps its files elsewhere."""
+    blob = tmp_path / "blob"
+    shard = sharded / "model-00001-of-00002.safetensors"
+    shard.rename(blob)
+    shard.symlink_to(blob)
+    assert load_checkpoint(sharded, device="cpu").backbone.family == "llada"
+
+
+def test_an_index_that_promises_too_much(sharded):
+    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+
+    def move(where):
+        name = next(name for name, shard in where.items() if shard == first)
+        where[name] = second
+
+    edit_index(sharded, move)
+    assert "which model.safetensors.index.json says it holds. Download it again" in refused(sharded)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"weight_map": 3}', '{"weight_map": [1]}', "[" * 100_000, "\0\xff"])
+def test_an_index_that_is_none(sharded, text):
+    (sharded / weights.INDEX).write_text(text, encoding="latin-1")
+    assert "is not an index of shards" in refused(sharded)
+
+
+@pytest.mark.parametrize("kept", [0, 4, 8, 100, 3_000, -1])
+def test_a_truncated_file(llada, kept):
+    path = llada / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept])
+    message = refused(llada)
+    assert message.startswith(f"{path}: is truncated, damaged or not a safetensors file")
+    assert "Download it again" in message
+
+
+def test_a_file_of_another_kind(llada):
+    (llada / "model.safetensors").write_bytes(b"PK\x03\x04" + bytes(200))
+    assert "not a safetensors file" in refused(llada)
+
+
+def test_a_wrong_shape(llada):
+    edit_weights(llada, **{"model.transformer.ln_f.weight": torch.ones(65)})
+    message = refused(llada)
+    assert "model.transformer.ln_f.weight has shape (65,), but config.json says (64,)" in message
+
+
+def test_a_wrong_shape_is_found_before_memory_is_taken(llada, monkeypatch):
+    edit_config(llada, vocab_size=2**28, embedding_size=2**28, d_model=2**20)
+    monkeypatch.setattr(Transformer, "to_empty", lambda *_, **__: pytest.fail("memory was taken"))
+    assert "has shape" in refused(llada)
+
+
+def test_a_missing_tensor(llada):
+    edit_weights(llada, drop=("model.transformer.blocks.1.ff_out.weight",))
+    message = refused(llada)
+    assert "lacks 'model.transformer.blocks.1.ff_out.weight'" in message
+    assert "download it again" in message
+
+
+def test_an_unknown_tensor(llada):
+    edit_weights(llada, **{"model.transformer.blocks.0.q_norm\nweight": torch.ones(3)})
+    message = refused(llada)
+    assert "q_norm\\nweight', which this family does not use" in message
+
+
+def test_fewer_layers_than_the_file_has(llada):
+    edit_config(llada, n_layers=2)
+    message = refused(llada)
+    assert "blocks.2.attn_norm.weight" in message
+    assert "and 5 more" in message
+    assert "the number of layers" in message
+
+
+def test_a_tensor_under_two_names(tmp_path):
+    folder = copy_of("mdlm", tmp_path)
+    tensor = tensors_of(folder)["backbone.vocab_embed.embedding"]
+    edit_weights(folder, **{"vocab_embed.embedding": tensor})
+    assert "'backbone.vocab_embed.embedding', 'vocab_embed.embedding' are the same tensor" in refused(folder)
+
+
+def test_integers_without_scales(llada):
+    name = "model.transformer.ff_out.weight"
+    edit_weights(llada, **{name: torch.zeros(160, 64, dtype=torch.int8)})
+    assert f"{name}_scale with one number for each of its rows is missing" in refused(llada)
+    edit_weights(llada, **{name: torch.zeros(160, 64, dtype=torch.int32)})
+    assert "is of type torch.int32; expected floating-point weights" in refused(llada)
+
+
+def test_no_weights(llada):
+    (llada / "model.safetensors").unlink()
+    assert "has neither model.safetensors nor model.safetensors.index.json. Download" in refused(llada)
+    (llada / "pytorch_model.bin").write_bytes(b"")
+    assert "pytorch_model.bin is a pickle" in refused(llada)
+    assert "convert it to safetensors" in refused(llada)
+
+
+def test_values_that_are_not_finite(llada):
+    name = "model.transformer.blocks.2.up_proj.weight"
+    for wrong in (float("nan"), float("inf")):
+        tensor = tensors_of(llada)[name]
+        tensor[3, 5] = wrong
+        edit_weights(llada, **{name: tensor})
+        assert f"{name} has NaN or infinite values" in refused(llada, check=True)
+        load_checkpoint(llada, device="cpu")
+
+
+def test_no_config(llada):
+    (llada / "config.json").unlink()
+    assert "config.json: is missing" in refused(llada)
+    (llada / "config.json").mkdir()
+    assert "config.json: cannot be read" in refused(llada)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "\0", '{"model_type": "llada"'])
+def test_a_broken_config(llada, text):
+    (llada / "config.json").write_text(text)
+    assert "config.json: is not JSON" in refused(llada)
+    (llada / "config.json").write_text("[1]")
+    assert "expected a JSON object, found list" in refused(llada)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "wanted"),
+    [
+        ("n_heads", "4", "whole number"),
+        ("n_heads", 4.0, "whole number"),
+        ("n_layers", True, "whole number"),
+        ("n_layers", 0, "whole number"),
+        ("n_layers", -3, "whole number"),
+        ("n_layers", 10**9, "from 1 to 10000"),
+        ("d_model", 10**30, "whole number"),
+        ("d_model", [64] * 10_000, "whole number"),
+        ("d_model", None, "whole number"),
+        ("rope_theta", "big", "number above zero"),
+        ("rope_theta", float("nan"), "number above zero"),
+        ("rope_theta", 10**400, "number above zero"),
+        ("rms_norm_eps", -1e-5, "number above zero"),
+        ("weight_tying", "no", "true or false"),
+        ("mask_token_id", -1, "id of a token"),
+        ("mask_token_id", 1.5, "id of a token"),
+        ("mask_token_id", 160, "mask id 160 is not in the vocabulary of 160"),
+        ("n_heads", 5, "do not divide a width of 64"),
+        ("n_kv_heads", 3, "do not divide"),
+        ("n_heads", 64, "heads of even width, found 1"),
+    ],
+)
+def test_a_config_with_wrong_values(llada, field, value, wanted):
+    edit_config(llada, **{"n_kv_heads": None, field: value})
+    message = refused(llada)
+    assert "config.json: " in message
+    assert wanted in message
+
+
+def test_an_unknown_family(llada):
+    edit_config(llada, model_type="gpt2")
+    message = refused(llada)
+    assert "model_type 'gpt2' is of no family that codd knows" in message
+    assert "llada, dream, mdlm, sedd, bert, modernbert, mini" in message
+
+
+def test_no_such_folder(tmp_path):
+    assert "there is no such folder" in refused(tmp_path / "nothing")
+
+
+def test_tensors_are_read_one_at_a_time(sharded, monkeypatch):
+    """Beyond the model itself, the most that is held is the tensor being copied."""
+    alive, most = [0], [0]
+    read = weights._read
+
+    class Held:
+        def __init__(self):
+            alive[0] += 1
+            most[0] = max(most[0], alive[0])
+
+        def __del__(self):
+            alive[0] -= 1
+
+    def spy(*arguments):
+        tensor = read(*arguments)
+        tensor.held = Held()
+        return tensor
+
+    monkeypatch.setattr(weights, "_read", spy)
+    kept = load_checkpoint(sharded, device="cpu").backbone
+    assert kept.family == "llada"
+    assert most[0] == 1
+    assert alive[0] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
+def test_dtype_and_device(dtype):
+    net = load_checkpoint(FIXTURES / "llada_gqa_sharded", device=torch.device("cpu"), dtype=dtype).backbone
+    assert {parameter.dtype for parameter in net.parameters()} == {dtype}
+    assert net.dtype == dtype
+    assert net.device == torch.device("cpu")
+    assert not net.training
+    assert not any(parameter.requires_grad for parameter in net.parameters())
+
+
+def test_wrong_dtypes_and_devices():
+    with pytest.raises(InvalidInput, match="floating-point"):
+        load_checkpoint(FIXTURES / "llada_mha", device="cpu", dtype=torch.int8)
+    with pytest.raises(InvalidInput, match="there is no device 'abacus'"):
+        load_checkpoint(FIXTURES / "llada_mha", device="abacus")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has one")
+def test_a_device_that_is_not_there():
+    with pytest.raises(InvalidInput, match="no CUDA device"):
+        load_checkpoint(FIXTURES / "llada_mha", device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "found"),
+    [
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float16),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float32),
+    ],
+)
+def test_stored_dtype(tmp_path, dtype, found):
+    save_file({"embedding": torch.zeros(3, 2, dtype=dtype)}, tmp_path / "model.safetensors")
+    slots = {"embedding": weights.Slot("embedding.tokens.weight", None)}
+    assert weights.stored_dtype(weights.files_of(tmp_path), slots) == found
+
+
+def survival(*results: bool):
+    """A stand-in for the trial product: what it finds at each try."""
+    left = list(results)
+    return functools.cache(lambda: left.pop(0))
+
+
+def test_bfloat16_where_it_works(monkeypatch):
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    monkeypatch.setattr(loading, "_bfloat16_survives", survival(True))
+    loading.check_dtype(torch.bfloat16, torch.device("cpu"))
+    assert "ONEDNN_MAX_CPU_ISA" not in os.environ
+
+
+def test_bfloat16_where_some_instructions_are_illegal(monkeypatch):
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "")  # so that what is set in the test is undone after it
+    monkeypatch.setattr(loading, "_bfloat16_survives", survival(False, True))
+    loading.check_dtype(torch.bfloat16, torch.device("cpu"))
+    assert os.environ["ONEDNN_MAX_CPU_ISA"] == "AVX512_CORE_BF16"
+    loading.check_dtype(torch.bfloat16, torch.device("cpu"))  # tried once
+
+
+def test_bfloat16_where_it_never_works(monkeypatch):
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "")
+    monkeypatch.setattr(loading, "_bfloat16_survives", survival(False, False))
+    for _ in range(2):
+        with pytest.raises(InvalidInput, match=r"load the model with dtype=torch\.float32"):
+            loading.check_dtype(torch.bfloat16, torch.device("cpu"))
+
+
+def test_the_guard_is_for_bfloat16_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(loading, "_bfloat16_survives", survival())
+    loading.check_dtype(torch.float32, torch.device("cpu"))
+    loading.check_dtype(torch.bfloat16, torch.device("cuda"))
+
+
+def test_mini_is_written_and_read(tmp_path):
+    net = random_mini()
+    loaded = load_checkpoint(mini.save(net, tmp_path / "mini", notes={"about": "a test"}), device="cpu").backbone
+    assert loaded.config == net.config
+    assert loaded.special == net.special
+    for name, parameter in net.network.named_parameters():
+        assert torch.equal(dict(loaded.network.named_parameters())[name], parameter)
+    assert json.loads((tmp_path / "mini" / "config.json").read_text())["about"] == "a test"
+    assert sorted(path.name for path in (tmp_path / "mini").iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_mini_in_8_bit_integers(tmp_path):
+    """Rounding to the nearest of 255 values is off by half a step at most, and a row's step is its maximum / 127."""
+    net = random_mini()
+    with torch.no_grad():
+        net.network.embedding.tokens.weight[4] = 0  # a row without a scale of its own
+    folder = mini.save(net, tmp_path / "mini", int8=True)
+    stored = tensors_of(folder)
+    assert stored["blocks.0.mlp.up.weight"].dtype == torch.int8
+    loaded = dict(load_checkpoint(folder, device="cpu", check=True).backbone.network.named_parameters())
+    for name, parameter in net.network.named_parameters():
+        if parameter.ndim == 2:
+            step = parameter.abs().amax(dim=1, keepdim=True) / 127
+            assert bool(((loaded[name] - parameter).abs() <= step / 2 * (1 + 1e-5)).all())
+        else:
+            assert torch.equal(loaded[name], parameter)
+    assert (folder / "model.safetensors").stat().st_size < sum(p.numel() * 4 for p in net.parameters()) / 2.5
+
+
+def test_8_bit_integers_with_scales_of_another_shape(tmp_path):
+    folder = mini.save(random_mini(), tmp_path / "mini", int8=True)
+    edit_weights(folder, **{"blocks.0.mlp.up.weight_scale": torch.ones(3)})
+    assert "blocks.0.mlp.up.weight is of 8-bit integers" in refused(folder)
+
+
+def test_a_table_that_leaves_something_empty_is_our_own_mistake(llada):
+    planned = plan_of(llada)
+    network = Transformer(planned.transformer)
+    table = weights.expand(planned.keys[1:], planned.transformer.layers, planned.transformer.row_ranges())
+    with pytest.raises(AssertionError, match="leaves parameters empty"):
+        weights.load(network, weights.files_of(llada), table)
