@@ -1,0 +1,1 @@
+"""Training of small language models, and the data they are trained on."""

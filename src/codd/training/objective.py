@@ -1,0 +1,93 @@
+"""What is minimised: the masked diffusion bound, or next-token prediction for the causal model of comparison."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from codd.backbones.transformer import Transformer
+from codd.training.noise import add_noise, positions_in
+from codd.training.recipe import NoiseRecipe
+from codd.training.rows import PADDING, Rows
+
+
+class Batch(NamedTuple):
+    """What the network is shown, and what it is asked."""
+
+    ids: Int[Tensor, "B L"]
+    positions: Int[Tensor, "B L"]
+    segments: Int[Tensor, "B L"]
+    targets: Int[Tensor, "B L"]
+    weights: Float[Tensor, "B L"]
+    total: Float[Tensor, ""]
+    """What the weighted sum of losses is divided by."""
+
+    def part(self, begin: int, end: int) -> "Batch":
+        """Some of the rows; the total stays that of the whole."""
+        rows = slice(begin, end)
+        return Batch(
+            self.ids[rows],
+            self.positions[rows],
+            self.segments[rows],
+            self.targets[rows],
+            self.weights[rows],
+            self.total,
+        )
+
+
+Maker = Callable[[Rows, torch.Generator], Batch]
+"""Makes the batch of a step from its rows."""
+
+
+def to_tensors(rows: Rows, device: torch.device) -> tuple[Int[Tensor, "B L"], Int[Tensor, "B L"], Bool[Tensor, "B L"]]:
+    """Tokens, segments and which are scored."""
+    tokens = torch.from_numpy(rows.tokens.astype("int64")).to(device, non_blocking=True)
+    segments = torch.from_numpy(rows.segments.astype("int64")).to(device, non_blocking=True)
+    return tokens, segments, torch.from_numpy(rows.scored).to(device, non_blocking=True)
+
+
+def diffusion_batch(rows: Rows, generator: torch.Generator, *, recipe: NoiseRecipe, mask_id: int) -> Batch:
+    """Hidden tokens are to be found."""
+    tokens, segments, scored = to_tensors(rows, generator.device)
+    noised = add_noise(segments, scored, int(rows.segments.max()) + 1, recipe, generator)
+    shown = torch.where(noised.hidden, mask_id, tokens)
+    return Batch(shown, positions_in(segments), segments, tokens, noised.weights, noised.total)
+
+
+def causal_batch(rows: Rows, generator: torch.Generator) -> Batch:
+    """Each token is to be found from those before it in its text."""
+    tokens, segments, scored = to_tensors(rows, generator.device)
+    targets = tokens.roll(-1, dims=1)
+    follows = segments == segments.roll(-1, dims=1)
+    follows[:, -1] = False
+    weights = (follows & scored.roll(-1, dims=1) & (segments != PADDING)).float()
+    return Batch(tokens, positions_in(segments), segments, targets, weights, weights.sum())
+
+
+def loss_sum(network: Transformer, batch: Batch) -> Float[Tensor, ""]:
+    """The weighted sum of negative log-probabilities of the targets."""
+    states = network.states(batch.ids, batch.positions, segments=batch.segments)
+    logits = network.logits(states).float()
+    losses = F.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), reduction="none")
+    return (losses * batch.weights.flatten()).sum()
+
+
+@torch.no_grad()
+def mean_loss(
+    network: Transformer, rows: Rows, make: Maker, *, seed: int, device: torch.device, at_once: int, draws: int = 1
+) -> float:
+    """The bound (or, of a causal model, the exact value) per scored token, with noise that the seed fixes.
+
+    All rows share one stratified draw of noise levels, so that few rows already give a steady estimate.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    lost, total = 0.0, 0.0
+    for _ in range(draws):
+        batch = make(rows, generator)
+        for begin in range(0, len(batch.ids), at_once):
+            lost += float(loss_sum(network, batch.part(begin, begin + at_once)))
+        total += float(batch.total)
+    return lost / max(total, 1.0)

@@ -1,0 +1,243 @@
+"""A recipe: everything that makes a training run what it is, from a short YAML file."""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import math
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from codd.errors import FormatError
+
+
+@dataclass(frozen=True)
+class ModelRecipe:
+    """The network: fields of mini's config.json."""
+
+    width: int = 512
+    layers: int = 7
+    heads: int = 8
+    mlp_width: int = 1408
+    rope_theta: float = 10_000.0
+    max_length: int = 1024
+
+
+@dataclass(frozen=True)
+class TokenizerRecipe:
+    """A folder with a tokenizer, or the size of one to be trained on the data."""
+
+    path: str | None = None
+    vocab_size: int = 8192
+    megabytes: int = 40
+    """How much of the data a new tokenizer is trained on."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One set of data. Paths are relative to the folder given by ``--data``."""
+
+    kind: Literal["text", "qa", "problems"]
+    """text: files of prose, packed into full rows. qa: questions and answers. problems: codd's own generator."""
+    name: str
+    weight: float = 1.0
+    """Share of the rows of a batch, relative to the other sources."""
+    path: str | None = None
+    fields: Sequence[str] = ("question", "answer")
+    """Of a JSON object: the question's and the answer's key, or for text the one key."""
+    count: int | None = None
+    """How many problems to generate, or how many entries of a file to use at most."""
+    split: Literal["train", "test"] = "train"
+    """Of the problem generator: the two never meet."""
+    seed: int = 0
+    rows: int | None = None
+    """Use at most this many rows: for validation."""
+
+
+@dataclass(frozen=True)
+class NoiseRecipe:
+    """How tokens are masked."""
+
+    minimum: float = 1e-3
+    """The smallest masking probability; its inverse bounds the weight of a token."""
+    block_share: float = 0.4
+    """Share of texts with one partly masked block, everything left of it visible and right of it masked."""
+    block_length: int = 32
+    block_weight: float = 4.0
+    """Weight of a token of such a block against one under uniform noise: a block has few."""
+
+
+@dataclass(frozen=True)
+class OptimizerRecipe:
+    """AdamW with warm-up and decay, and an average of the weights."""
+
+    lr: float = 1e-3
+    betas: Sequence[float] = (0.9, 0.95)
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    warmup: int = 200
+    decay: Literal["cosine", "linear"] = "linear"
+    final_lr: float = 0.0
+    """Relative to ``lr``."""
+    ema: float = 0.999
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A training run."""
+
+    name: str
+    data: Sequence[Source]
+    validation: Sequence[Source] = ()
+    objective: Literal["diffusion", "causal"] = "diffusion"
+    seed: int = 0
+    steps: int = 1000
+    batch_rows: int = 64
+    micro_rows: int | None = None
+    """Rows in one pass of a process; the gradients of several passes are added. None: all at once."""
+    row_length: int = 384
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """auto: bfloat16 on a GPU, float32 on a CPU."""
+    compile: bool | None = None
+    """Compile the network; None: on a GPU."""
+    log_every: int = 20
+    validate_every: int = 500
+    checkpoint_every: int = 500
+    keep: int = 2
+    """How many checkpoints stay."""
+    model: ModelRecipe = ModelRecipe()
+    tokenizer: TokenizerRecipe = TokenizerRecipe()
+    noise: NoiseRecipe = NoiseRecipe()
+    optimizer: OptimizerRecipe = OptimizerRecipe()
+
+    def digest(self) -> str:
+        """Names the run: two recipes with the same digest train the same network."""
+        text = json.dumps(dataclasses.asdict(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def read_recipe(path: Path, changes: Sequence[str] = ()) -> Recipe:
+    """Read a YAML file; ``changes`` like ``optimizer.lr=1e-3`` come on top of it."""
+    try:
+        fields = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise FormatError(f"{path}: is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(fields, dict):
+        raise FormatError(f"{path}: expected fields like `name: mini`, found {type(fields).__name__}.")
+    for change in changes:
+        _change(fields, change)
+    recipe: Recipe = _build(Recipe, fields, str(path))
+    _check(recipe, path)
+    return recipe
+
+
+def _change(fields: dict[str, Any], change: str) -> None:
+    name, equals, text = change.partition("=")
+    if not equals:
+        raise FormatError(f"--set {change}: expected NAME=VALUE, such as optimizer.lr=1e-3.")
+    *path, last = name.split(".")
+    for part in path:
+        fields = fields.setdefault(part, {})
+        if not isinstance(fields, dict):
+            raise FormatError(f"--set {change}: {part} is not a section of the recipe.")
+    try:
+        fields[last] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise FormatError(f"--set {change}: the value is not YAML: {' '.join(str(error).split())}") from error
+
+
+def _build(kind: Any, value: Any, where: str) -> Any:
+    """A value of a field's type, or an error that says which field is wrong."""
+    if dataclasses.is_dataclass(kind):
+        return _build_section(kind, value, where)
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        if value not in arguments:
+            raise FormatError(f"{where}: must be {' or '.join(map(repr, arguments))}, found {value!r}.")
+        return value
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in arguments:
+            return None
+        return _build(next(a for a in arguments if a is not type(None)), value, where)
+    if origin is Sequence:
+        if not isinstance(value, list):
+            raise FormatError(f"{where}: must be a list, found {value!r}.")
+        return tuple(_build(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+    if kind is float and isinstance(value, str):  # YAML reads 1e-3 as text, for want of a point
+        with contextlib.suppress(ValueError):
+            value = float(value)
+    if kind is float and type(value) is int:
+        value = float(value)
+    if type(value) is not kind or (kind is float and not math.isfinite(value)):
+        raise FormatError(f"{where}: must be of type {kind.__name__}, found {value!r}.")
+    return value
+
+
+def _build_section(kind: Any, value: Any, where: str) -> Any:
+    if not isinstance(value, Mapping):
+        raise FormatError(f"{where}: must be a section with fields, found {value!r}.")
+    hints = typing.get_type_hints(kind)
+    if unknown := [str(name) for name in value if name not in hints]:
+        raise FormatError(f"{where}: unknown field {', '.join(unknown)}; there are {', '.join(hints)}.")
+    required = [f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING]
+    if missing := [name for name in required if name not in value]:
+        raise FormatError(f"{where}: lacks the field {', '.join(missing)}.")
+    return kind(**{name: _build(hints[name], item, f"{where}: {name}") for name, item in value.items()})
+
+
+def _check(recipe: Recipe, path: Path) -> None:
+    """What no type says."""
+    problems = [*_source_problems(recipe), *_number_problems(recipe)]
+    if problems:
+        raise FormatError(f"{path}: {'; '.join(problems)}.")
+
+
+def _source_problems(recipe: Recipe) -> Iterator[str]:
+    if not recipe.data:
+        yield "data is empty"
+    for source in (*recipe.data, *recipe.validation):
+        if not re.fullmatch(r"[\w-][\w.-]*", source.name):  # it becomes part of a folder's name
+            yield f"source name {source.name!r} must be of letters, digits and . _ -"
+        if source.kind == "problems" and not source.count:
+            yield f"source {source.name} needs a count"
+        if source.kind != "problems" and not source.path:
+            yield f"source {source.name} needs a path"
+        if any(number is not None and number < 1 for number in (source.count, source.rows)):
+            yield f"source {source.name}: count and rows must be above zero"
+    if any(source.weight <= 0 for source in recipe.data):
+        yield "every weight must be above zero"
+    for sources in (recipe.data, recipe.validation):
+        if len({source.name for source in sources}) < len(sources):
+            yield "two sources have the same name"
+
+
+def _number_problems(recipe: Recipe) -> Iterator[str]:
+    for section, where, names in (
+        (recipe, "", ("steps", "batch_rows", "micro_rows", "log_every", "validate_every", "checkpoint_every", "keep")),
+        (recipe.model, "model.", ("width", "layers", "heads", "mlp_width", "rope_theta", "max_length")),
+        (recipe.noise, "noise.", ("block_length", "block_weight")),
+        (recipe.optimizer, "optimizer.", ("lr", "clip")),
+    ):
+        for name in names:
+            value = getattr(section, name)
+            if value is not None and value <= 0:
+                yield f"{where}{name} must be above zero"
+    if recipe.row_length < 2:
+        yield "row_length must be at least 2"
+    if recipe.seed < 0 or recipe.optimizer.warmup < 0 or recipe.optimizer.weight_decay < 0:
+        yield "seed, optimizer.warmup and optimizer.weight_decay must not be below zero"
+    if not 0 < recipe.noise.minimum < 1 or not 0 <= recipe.noise.block_share <= 1:
+        yield "noise.minimum and noise.block_share must be between 0 and 1"
+    if len(recipe.optimizer.betas) != 2 or not all(
+        0 <= beta < 1 for beta in (*recipe.optimizer.betas, recipe.optimizer.ema)
+    ):
+        yield "optimizer.betas must be two numbers, and they and optimizer.ema from 0 to below 1"
+    if recipe.model.heads > 0 and recipe.model.width % (2 * recipe.model.heads):
+        yield "model.width must be an even multiple of model.heads"

@@ -1,0 +1,181 @@
+"""Rows of equal length: prose cut from one long stream, questions and answers packed several to a row.
+
+Row number n of a source is a function of n and the seed alone, epoch after epoch in another order. So a run that stops
+goes on with exactly the rows that it would have seen.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+PADDING = 0
+"""The segment number of positions that hold nothing."""
+
+
+MOST_SEGMENTS = 255
+"""Texts in a row: more would not fit the type of their numbers."""
+
+
+class Rows(NamedTuple):
+    """Some rows. Texts that share a row have different segment numbers, from 1 on, and do not see each other."""
+
+    tokens: NDArray[np.uint16]
+    segments: NDArray[np.uint8]
+    scored: NDArray[np.bool_]
+    """Which tokens are to be predicted: all of a prose, the answers of questions."""
+
+
+@runtime_checkable
+class RowSource(Protocol):
+    """An endless supply of rows."""
+
+    def __len__(self) -> int:
+        """Rows in an epoch."""
+
+    def take(self, start: int, count: int) -> Rows:
+        """Rows number start, start + 1, ..."""
+
+
+class TextRows:
+    """Rows cut from a stream of tokens, each epoch at another offset."""
+
+    def __init__(self, stream: NDArray[np.uint16], length: int, seed: int):
+        """The stream must hold at least one row."""
+        assert len(stream) >= length
+        self.stream, self.length, self.seed = stream, length, seed
+        self._begins = functools.lru_cache(maxsize=2)(self._draw_begins)  # drawing them takes long
+
+    def __len__(self) -> int:
+        """Whole rows that fit whatever the offset."""
+        return max(1, len(self.stream) // self.length - 1)
+
+    def take(self, start: int, count: int) -> Rows:
+        """Each row is full, and one segment."""
+        numbers = np.arange(start, start + count)
+        begins = np.empty(count, dtype=np.int64)
+        for epoch in np.unique(numbers // len(self)):
+            here = numbers // len(self) == epoch
+            begins[here] = self._begins(int(epoch))[numbers[here] % len(self)]
+        tokens = self.stream[begins[:, None] + np.arange(self.length)]
+        return Rows(tokens, np.ones(tokens.shape, np.uint8), np.ones(tokens.shape, np.bool_))
+
+    def _draw_begins(self, epoch: int) -> NDArray[np.int64]:
+        generator = np.random.default_rng((self.seed, epoch))
+        offset = int(generator.integers(len(self.stream) - len(self) * self.length + 1))
+        return offset + generator.permutation(len(self)) * self.length
+
+
+class PackedRows:
+    """Rows that were packed beforehand, each epoch in another order."""
+
+    def __init__(self, rows: Rows, seed: int):
+        """There must be at least one."""
+        assert len(rows.tokens)
+        self.rows, self.seed = rows, seed
+        self._order = functools.lru_cache(maxsize=2)(self._draw_order)  # for a million rows it takes as long as a step
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self.rows.tokens)
+
+    def take(self, start: int, count: int) -> Rows:
+        """Rows number start, start + 1, ... of the endless sequence of epochs."""
+        numbers = np.arange(start, start + count)
+        chosen = np.empty(count, dtype=np.int64)
+        for epoch in np.unique(numbers // len(self)):
+            here = numbers // len(self) == epoch
+            chosen[here] = self._order(int(epoch))[numbers[here] % len(self)]
+        return Rows(self.rows.tokens[chosen], self.rows.segments[chosen], self.rows.scored[chosen])
+
+    def _draw_order(self, epoch: int) -> NDArray[np.int64]:
+        return np.random.default_rng((self.seed, epoch)).permutation(len(self))
+
+
+class Example(NamedTuple):
+    """A question and its answer as tokens, the answer with its end mark and whatever fills its last block."""
+
+    tokens: NDArray[np.uint16]
+    prompt: int
+    """How many of the tokens are the question's."""
+
+
+def pack(examples: Sequence[Example], length: int, pad_id: int) -> Rows:
+    """Lay examples into as few rows as best fit manages; ones that are too long are left out."""
+    bins = _best_fit([len(example.tokens) for example in examples], length)
+    rows = Rows(
+        np.full((len(bins), length), pad_id, np.uint16),
+        np.full((len(bins), length), PADDING, np.uint8),
+        np.zeros((len(bins), length), np.bool_),
+    )
+    for row, members in enumerate(bins):
+        at = 0
+        for segment, member in enumerate(members, start=1):
+            tokens, prompt = examples[member]
+            end = at + len(tokens)
+            rows.tokens[row, at:end] = tokens
+            rows.segments[row, at:end] = segment
+            rows.scored[row, at + prompt : end] = True
+            at = end
+    return rows
+
+
+def _best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Which items share a bin: longest first, each into the bin that it fills best."""
+    bins: list[list[int]] = []
+    open_bins: dict[int, list[int]] = {}
+    rooms = 0  # bit r is set while some bin has room for exactly r: the best bin is found without a search
+    for item in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        size = sizes[item]
+        if not 0 < size <= capacity:
+            continue
+        fitting = rooms >> size
+        if fitting:
+            room = size + (fitting & -fitting).bit_length() - 1
+            chosen = open_bins[room].pop()
+            if not open_bins[room]:
+                rooms &= ~(1 << room)
+        else:
+            room, chosen = capacity, len(bins)
+            bins.append([])
+        bins[chosen].append(item)
+        left = room - size
+        if left and len(bins[chosen]) < MOST_SEGMENTS:
+            open_bins.setdefault(left, []).append(chosen)
+            rooms |= 1 << left
+    return bins
+
+
+class Mixture:
+    """A fixed share of the rows from each source, exact in the long run.
+
+    Rows are dealt one by one, the n-th of a source (from 0) when the deal reaches (n + 1/2) / share: so the rows of a
+    source are never taken back, as they can be when the shares of a growing total are rounded.
+    """
+
+    def __init__(self, sources: Sequence[RowSource], weights: Sequence[float], batch: int):
+        """Weights need not add to one."""
+        self.sources, self.batch = list(sources), batch
+        self.shares = np.asarray(weights, dtype=np.float64) / float(np.sum(weights))
+
+    def batch_at(self, step: int) -> Rows:
+        """The rows of a step, grouped by source."""
+        before, after = self._drawn(step), self._drawn(step + 1)
+        parts = [
+            source.take(int(begin), int(end - begin))
+            for source, begin, end in zip(self.sources, before, after, strict=True)
+            if end > begin
+        ]
+        return Rows(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+
+    def _drawn(self, steps: int) -> NDArray[np.int64]:
+        """Rows taken from each source in so many steps."""
+        rows = steps * self.batch
+        # As many sources before the end, no more than the rows up to there are dealt; the last few are dealt singly.
+        surely = max(0, rows - len(self.sources))
+        drawn = np.floor(surely * self.shares + 0.5).astype(np.int64)
+        for _ in range(rows - int(drawn.sum())):
+            drawn[np.argmin((drawn + 0.5) / self.shares)] += 1
+        return drawn

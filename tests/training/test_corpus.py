@@ -1,0 +1,281 @@
+import json
+import lzma
+from pathlib import Path
+
+import numpy as np
+import pytest
+from small_runs import small_tokenizer
+
+from codd.errors import FormatError
+from codd.training import corpus
+from codd.training.bpe import train_bpe
+from codd.training.corpus import Layout, Pair, open_source, pairs, sample_texts, texts
+from codd.training.problems import problems
+from codd.training.recipe import Source
+from codd.training.rows import PackedRows, TextRows
+
+LAYOUT = Layout(row_length=64, block_length=8, seed=0)
+TEXT = Source("text", "prose", path="prose.txt")
+QA = Source("qa", "questions", path="qa.jsonl")
+DOCUMENTS = ["A first paragraph.\n\nAnd a second one, with 12 apples.\n", "Another document: ünïcode too."]
+CUT_SHORT = lzma.compress(b'{"question": "q", "answer": "a"}\n' * 99)[:-20]
+PAIRS = [("How many?", "4 + 5 = <<4+5=9>>9\n#### 9"), ("And then? ", " 12"), ("Why " + "so " * 60, "because")]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return small_tokenizer()
+
+
+@pytest.fixture
+def root(tmp_path):
+    (tmp_path / "prose.txt").write_text("".join(DOCUMENTS) * 10, encoding="utf-8")
+    write_lines(tmp_path / "qa.jsonl", [{"question": q, "answer": a} for q, a in PAIRS])
+    return tmp_path
+
+
+def write_lines(path, objects) -> None:
+    text = "".join(json.dumps(each) + "\n" for each in objects)
+    if path.suffix == ".xz":
+        with lzma.open(path, "wt") as file:
+            file.write(text)
+    else:
+        path.write_text(text)
+
+
+def examples(source: PackedRows) -> list[tuple[list[int], list[int]]]:
+    """The question and the scored tokens of each text."""
+    found = []
+    for tokens, segments, scored in zip(*source.rows, strict=True):
+        for segment in range(1, int(segments.max()) + 1):
+            at = segments == segment
+            found.append((tokens[at & ~scored].tolist(), tokens[at & scored].tolist()))
+    return found
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.xz", "version-1.2.jsonl", "v1.2.jsonl.xz"])
+@pytest.mark.parametrize(("key", "fields"), [("text", None), ("body", ["body"])])
+def test_documents_from_lines_of_json(tmp_path, name, key, fields):
+    write_lines(tmp_path / name, [{key: text, "more": 1} for text in DOCUMENTS])
+    source = Source("text", "a", path=name, **({"fields": fields} if fields else {}))
+    assert list(texts(source, tmp_path)) == DOCUMENTS
+    assert list(texts(Source("text", "a", path=name, fields=[key], count=1), tmp_path)) == DOCUMENTS[:1]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.xz", "notes"])
+def test_one_document_from_a_text_file(tmp_path, name):
+    data = DOCUMENTS[1].encode()
+    (tmp_path / name).write_bytes(lzma.compress(data) if name.endswith(".xz") else data)
+    assert list(texts(Source("text", "a", path=name), tmp_path)) == DOCUMENTS[1:]
+
+
+def test_questions_without_calculator_marks(root):
+    assert list(pairs(QA, root)) == [
+        Pair("How many?", "4 + 5 = 9\n#### 9"),
+        Pair("And then?", "12"),
+        Pair(("Why " + "so " * 60).strip(), "because"),
+    ]
+
+
+def test_questions_under_other_names_and_not_all_of_them(tmp_path):
+    write_lines(tmp_path / "m.jsonl", [{"problem": "p", "solution": "s", "level": 3}] * 5)
+    source = Source("qa", "m", path="m.jsonl", fields=("problem", "solution"), count=2)
+    assert list(pairs(source, tmp_path)) == [Pair("p", "s")] * 2
+
+
+def test_problems_are_the_generators():
+    source = Source("problems", "p", count=3, split="test", seed=4)
+    expected = [Pair(each.question, each.solution) for each in problems(3, split="test", seed=4)]
+    assert list(pairs(source, Path())) == expected
+
+
+def test_prose_is_one_stream_with_end_marks(tmp_path, tokenizer):
+    write_lines(tmp_path / "a.jsonl", [{"text": text} for text in [*DOCUMENTS, "<|mask|> is only text"]])
+    source = open_source(Source("text", "a", path="a.jsonl"), tmp_path, tokenizer, Layout(8, 4, 0), None)
+    assert isinstance(source, TextRows)
+    ids = source.stream.tolist()
+    ends = [i for i, id in enumerate(ids) if id == tokenizer.eos_id]
+    assert len(ends) == 3
+    assert ends[-1] == len(ids) - 1
+    assert tokenizer.mask_id not in ids
+    assert tokenizer.decode(ids[: ends[0]]) == DOCUMENTS[0]
+    assert tokenizer.decode(ids[ends[0] + 1 : ends[1]]) == DOCUMENTS[1]
+
+
+def test_answers_end_with_their_block_and_too_long_ones_are_left_out(root, tokenizer):
+    source = open_source(QA, root, tokenizer, LAYOUT, None)
+    found = {tokenizer.decode(answer): (question, answer) for question, answer in examples(source)}
+    assert set(found) == {"4 + 5 = 9\n#### 9", "12"}
+    for text, (question, answer) in found.items():
+        ids = tokenizer.encode(text)
+        assert question == tokenizer.encode_chat("How many?" if "9" in text else "And then?")
+        assert answer[: len(ids)] == ids
+        assert set(answer[len(ids) :]) == {tokenizer.eos_id}
+        assert len(answer) % LAYOUT.block_length == 0
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "extra", "scored"),
+    [
+        (10, 0, 0, 8),
+        (10, 7, 0, 8),
+        (10, 8, 0, 16),  # an end mark always follows
+        (10, 7, 2, 24),
+        (40, 7, 2, 24),
+        (41, 7, 2, 16),  # as many further blocks as there is room for
+        (57, 3, 2, 7),  # the last block ends with the row
+        (57, 6, 0, 7),
+        (57, 7, 0, 8),  # too long: no place for the end mark
+        (70, 2, 1, 3),
+    ],
+)
+def test_room_of_an_answer(question, answer, extra, scored):
+    found = corpus._fill(np.full(question, 1, np.uint16), np.full(answer, 2, np.uint16), extra, 9, LAYOUT)
+    assert found.prompt == question
+    assert found.tokens.tolist() == [1] * question + [2] * answer + [9] * (scored - answer)
+
+
+def test_answers_sometimes_have_further_blocks_of_end_marks(tmp_path, tokenizer):
+    write_lines(tmp_path / "qa.jsonl", [{"question": "q", "answer": "12"}] * 400)
+    rows = open_source(QA, tmp_path, tokenizer, LAYOUT, None)
+    sizes = [len(answer) for _, answer in examples(rows)]
+    assert [sizes.count(size) / 400 for size in (8, 16, 24)] == pytest.approx(corpus.TAILS, abs=0.08)
+
+
+class Made:
+    """Counts how often rows are made rather than found."""
+
+    def __init__(self, monkeypatch):
+        self.count = 0
+        for name in ("_packed", "token_stream"):
+            monkeypatch.setattr(corpus, name, self.counting(getattr(corpus, name)))
+
+    def counting(self, function):
+        def counted(*arguments):
+            self.count += 1
+            return function(*arguments)
+
+        return counted
+
+
+@pytest.mark.parametrize("source", [TEXT, QA, Source("problems", "p", count=5)], ids=lambda source: source.kind)
+def test_the_cache_is_used_the_second_time(root, tokenizer, tmp_path, monkeypatch, source):
+    made, layout = Made(monkeypatch), LAYOUT._replace(row_length=300)
+    plain = open_source(source, root, tokenizer, layout, None).take(0, 3)
+    first = open_source(source, root, tokenizer, layout, tmp_path / "cache").take(0, 3)
+    assert made.count == 2
+    other_weight = Source(**{**vars(source), "weight": 7.0})
+    second = open_source(other_weight, root, tokenizer, layout, tmp_path / "cache").take(0, 3)
+    assert made.count == 2
+    for one, two, three in zip(plain, first, second, strict=True):
+        assert np.array_equal(one, two)
+        assert np.array_equal(two, three)
+        assert two.dtype == three.dtype
+
+
+def test_the_cache_is_not_used_when_something_changed(root, tokenizer, tmp_path, monkeypatch):
+    made, cache = Made(monkeypatch), tmp_path / "cache"
+    open_source(QA, root, tokenizer, LAYOUT, cache)
+    open_source(QA, root, small_tokenizer(380), LAYOUT, cache)
+    assert made.count == 2
+    open_source(QA, root, tokenizer, LAYOUT._replace(row_length=60), cache)
+    assert made.count == 3
+    path = root / "qa.jsonl"
+    path.write_text(path.read_text().replace("How many", "How much"))  # of the same size
+    changed = open_source(QA, root, tokenizer, LAYOUT, cache)
+    assert made.count == 4
+    assert "How much" in "".join(tokenizer.decode(question) for question, _ in examples(changed))
+
+
+def test_remains_of_a_killed_process_do_not_disturb_the_cache(root, tokenizer, tmp_path, monkeypatch):
+    cache, saves = tmp_path / "cache", []
+
+    def killed(path, array):
+        saves.append(path)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "save", killed)
+        with pytest.raises(KeyboardInterrupt):
+            open_source(QA, root, tokenizer, LAYOUT, cache)
+    assert saves
+    assert len(open_source(QA, root, tokenizer, LAYOUT, cache)) > 0
+
+
+def test_several_processes_make_what_one_makes(tokenizer, monkeypatch):
+    source = Source("problems", "p", count=50, split="test", seed=3)
+    serial = corpus._packed(source, Path(), tokenizer, LAYOUT._replace(row_length=400))
+    monkeypatch.setattr(corpus, "CHUNK", 20)
+    monkeypatch.setattr(corpus.os, "cpu_count", lambda: 2)
+    calls = Made(monkeypatch)
+    monkeypatch.setattr(corpus, "encode_pairs", calls.counting(corpus.encode_pairs))
+    parallel = corpus._packed(source, Path(), tokenizer, LAYOUT._replace(row_length=400))
+    assert calls.count == 1  # nothing was encoded here
+    assert len(serial.tokens) > 10
+    for one, two in zip(serial, parallel, strict=True):
+        assert np.array_equal(one, two)
+
+
+def test_samples_for_a_tokenizer_follow_the_weights(root):
+    (root / "long.txt").write_text("x" * 3_000_000)
+    write_lines(root / "many.jsonl", [{"question": "q" * 99, "answer": "a" * 900}] * 3000)
+    sources = [Source("text", "t", 3.0, "long.txt"), Source("qa", "q", 1.0, "many.jsonl")]
+    sample = "".join(sample_texts(sources, root, megabytes=2))
+    assert sample.count("x") == 1_500_000
+    assert 490_000 < len(sample) - 1_500_000 <= 500_000
+    assert "".join(sample_texts([TEXT], root, megabytes=2)) == (root / "prose.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"question": "q", "answer": "a"}\n{broken', "a.jsonl: line 2 is not JSON"),
+        ("a.jsonl", b"[1, 2]\n", "a.jsonl: line 1 is not a JSON object"),
+        (
+            "a.jsonl",
+            b'{"question": "q", "answer": "a"}\n{"question": "q"}\n',
+            "a.jsonl: line 2: expected a text under 'an",
+        ),
+        (
+            "a.jsonl",
+            b'{"question": "q", "answer": 5}\n',
+            "a.jsonl: line 1: expected a text under 'answer', found the keys",
+        ),
+        ("a.jsonl", b'{"question": "\xff"}\n', "a.jsonl: cannot be read as UTF-8 text"),
+        ("a.jsonl.xz", b"this is not xz", "a.jsonl.xz: cannot be read"),
+        ("a.jsonl.xz", CUT_SHORT, "a.jsonl.xz: cannot be read"),
+        ("a.jsonl", b"", "source a: no question with its answer fits 64 tokens"),
+    ],
+)
+def test_bad_files_of_questions(tmp_path, tokenizer, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    refused(Source("qa", "a", path=name), tmp_path, tokenizer, message)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"\xff\xfe\x00", "a.txt: cannot be read as UTF-8 text"),
+        ("a.txt.xz", b"\xfd7zXZ\x00", "a.txt.xz: cannot be read"),
+        ("a.txt", b"short", "source a: 6 tokens do not fill a row of 64"),
+        ("a.jsonl", b'{"body": "x"}\n', "a.jsonl: line 1: expected a text under 'text', found the keys body"),
+    ],
+)
+def test_bad_files_of_prose(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    refused(Source("text", "a", path=name), tmp_path, train_bpe(["a"], vocab_size=261), message)
+
+
+def test_sources_that_cannot_be_used(root, tokenizer):
+    refused(Source("qa", "a", path="no.jsonl"), root, tokenizer, "no.jsonl: there is no such file (source a)")
+    refused(Source("text", "a", path="."), root, tokenizer, "--data")
+    refused(Source("qa", "a", path="qa.jsonl", fields=("q",)), root, tokenizer, "fields must name the question's and")
+    bare = train_bpe(DOCUMENTS, vocab_size=300, special_tokens=("<|mask|>",))
+    refused(TEXT, root, bare, "the tokenizer has no eos token")
+
+
+def refused(source: Source, root, tokenizer, message: str) -> None:
+    with pytest.raises(FormatError) as caught:
+        open_source(source, root, tokenizer, LAYOUT, root / "cache")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
