@@ -41,5 +41,9 @@ class UnsafePickle(FormatError):
     """A pickle that asks for something other than plain arrays; nothing of it was run."""
 
 
+class Diverged(CoddError, ArithmeticError):
+    """A training run whose loss is no number any more."""
+
+
 class MissingDependency(CoddError, ImportError):
     """An optional package is needed; the message says which extra brings it."""

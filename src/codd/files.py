@@ -1,10 +1,13 @@
 """Files on this machine and on the hub: writing that a crash cannot leave half done, and finding a folder by name."""
 
+import contextlib
 import hashlib
 import os
 import re
+import secrets
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +60,8 @@ def hub() -> Any:
 def brief(error: Exception) -> str:
     """An error of someone else's in one line."""
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:300] if lines else 'no details'}"
+    text = lines[0][:300] if lines else "no details"
+    return f"{type(error).__name__}: {text}"
 
 
 def sha256(path: Path) -> str:
@@ -76,6 +80,23 @@ def standalone(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         alone[name] = tensor.clone() if address in seen else tensor
         seen.add(address)
     return alone
+
+
+@contextmanager
+def replacing(folder: Path, *names: str) -> Iterator[list[Path]]:
+    """Paths to write, which take the place of the named files when all are whole; an error changes nothing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    suffix = f".{secrets.token_hex(4)}.tmp"
+    temporary = [folder / f".{name}{suffix}" for name in names]
+    try:
+        yield temporary
+        for path, name in zip(temporary, names, strict=True):
+            os.replace(path, folder / name)
+        sync_folder(folder)
+    finally:
+        for path in temporary:
+            with contextlib.suppress(OSError):  # the error that brought us here says more
+                path.unlink(missing_ok=True)
 
 
 def write_weights(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:

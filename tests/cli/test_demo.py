@@ -5,8 +5,9 @@ from html.parser import HTMLParser
 import pytest
 
 from codd.circuits import Evidence
-from codd.cli import demo, main, tables
+from codd.cli import demo, demo_model, main, tables
 from codd.cli.tables import Cell, Section
+from codd.decoding import load
 
 SMALL = demo.Setting(tokens=300, states=8, length=4, batch=2, kept=64, repeats=1)
 
@@ -14,6 +15,7 @@ SMALL = demo.Setting(tokens=300, states=8, length=4, batch=2, kept=64, repeats=1
 @pytest.fixture
 def small(monkeypatch):
     monkeypatch.setattr(demo, "SETTING", SMALL)
+    monkeypatch.setattr(demo_model, "AT_ONCE", (32,))
 
 
 def results(capsys, *arguments: str) -> dict:
@@ -155,3 +157,22 @@ def test_a_page_that_cannot_be_written(small, capsys, tmp_path):
 def test_seeds_that_are_none(seed, capsys):
     assert main(["demo", "--seed", seed]) == 2
     assert "--seed" in capsys.readouterr().err
+
+
+def test_the_bundled_model_answers_right_and_then_faster_and_wrong(monkeypatch):
+    monkeypatch.setattr(demo_model, "AT_ONCE", (1, 16))
+    slow, fast = demo_model.answers(load(device="cpu"))
+    assert (slow["network_evaluations"], fast["network_evaluations"]) == (64, 4)
+    assert slow["answer"] == demo_model.ANSWER
+    assert slow["text"].endswith(f"#### {demo_model.ANSWER}")
+    assert fast["answer"] != demo_model.ANSWER
+
+
+def test_the_candidates_of_each_blank():
+    places = demo_model.blanks(load(device="cpu"))
+    assert len(places) == demo_model.SENTENCE.count(demo_model.BLANK) == 2
+    for place in places:
+        shares = [entry["probability"] for entry in place]
+        assert shares == sorted(shares, reverse=True)
+        assert 0 < sum(shares) <= 1
+        assert all(entry["word"] for entry in place)

@@ -11,13 +11,13 @@ from codd.cli import info, main
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 
 
-def described(capsys, path: object, code: int = 0) -> dict[str, object]:
-    assert main(["info", str(path), "--json"]) == code
+def described(capsys, path: object, *options: str, code: int = 0) -> dict[str, object]:
+    assert main(["info", str(path), "--json", *options]) == code
     return json.loads(capsys.readouterr().out)
 
 
-def refused(capsys, path: object) -> str:
-    assert main(["info", str(path)]) == 1
+def refused(capsys, path: object, *options: str) -> str:
+    assert main(["info", str(path), *options]) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.count("\n") == 1
@@ -107,6 +107,38 @@ def test_a_hub_id(tmp_path, capsys, monkeypatch):
     assert (found["path"], found["num_states"], found["sha256_matches"]) == ("someone/circuit", 4, True)
 
 
+def test_a_hub_id_is_asked_for_its_configuration_first(tmp_path, capsys, monkeypatch):
+    HMM.random(4, 7).save(tmp_path)
+    asked = []
+    monkeypatch.setattr(files, "_download", lambda repo_id, wanted, revision: asked.append(wanted) or tmp_path)
+    described(capsys, "someone/circuit")
+    assert asked == [("config.json",), ("config.json", "circuit.safetensors")]
+
+
+def test_a_hub_repository_of_something_else(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(files, "_download", lambda repo_id, wanted, revision: tmp_path / "never made")
+    message = refused(capsys, "someone/data")
+    assert message.startswith("codd: someone/data: ")
+    assert "has no config.json; expected a circuit folder" in message
+
+
+def test_check_of_a_circuit(tmp_path, capsys):
+    HMM.random(4, 7).save(tmp_path)
+    assert main(["info", str(tmp_path), "--check"]) == 0
+    assert "  checked     every row is a distribution\n" in capsys.readouterr().out
+    config, tensors = storage.read_folder(tmp_path)
+    tensors["log_emission"][2, 3] = float("nan")
+    storage.write_folder(tmp_path, config, tensors)
+    assert described(capsys, tmp_path)["sha256_matches"] is True
+    message = refused(capsys, tmp_path, "--check")
+    assert f"{tmp_path / 'circuit.safetensors'}: row 2 of log_emission holds NaN" in message
+    assert "save or download" in message
+
+
+def test_check_of_a_jpc(capsys):
+    assert described(capsys, FIXTURES / "hmm" / "hmm_n16.jpc", "--check")["checked"] is True
+
+
 @pytest.mark.parametrize("name", ["top_exec", "nested_dist"])
 def test_a_malicious_jpc(name, capsys):
     refused(capsys, FIXTURES / "malicious" / f"{name}.jpc")
@@ -119,10 +151,14 @@ def test_something_else(tmp_path, capsys):
     assert "is a file of another kind; expected a circuit folder" in refused(capsys, tmp_path / "notes.txt")
     assert "is a folder, but not of a circuit" in refused(capsys, tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llada\\u001b[2J"}')
-    message = refused(capsys, tmp_path)
-    assert "holds a model (llada\\x1b[2J), not a circuit" in message
+    assert "model_type 'llada\\x1b[2J' is of no family that codd knows" in refused(capsys, tmp_path)
     (tmp_path / "config.json").write_text("[1, 2]")
-    assert "not of a circuit" in refused(capsys, tmp_path)
+    assert f"{tmp_path / 'config.json'}: expected a JSON object" in refused(capsys, tmp_path)
+
+
+def test_a_folder_around_a_circuit_says_where_it_is(tmp_path, capsys):
+    HMM.random(4, 7).save(tmp_path / "inner")
+    assert f"give one inside it: codd info {tmp_path / 'inner'}" in refused(capsys, tmp_path)
 
 
 def test_a_file_of_a_circuit_names_its_folder(tmp_path, capsys):
@@ -142,7 +178,7 @@ def test_damaged_circuits(damage, content, tmp_path, capsys):
 
 def test_an_hmm_without_its_tables(tmp_path, capsys):
     storage.write_folder(tmp_path, {"circuit": "hmm"}, {"log_initial": torch.zeros(1)})
-    assert "lacks the transition or emission" in refused(capsys, tmp_path)
+    assert f"{tmp_path / 'circuit.safetensors'}: lacks the transition or emission" in refused(capsys, tmp_path)
 
 
 def test_another_kind_can_be_added(capsys, monkeypatch):

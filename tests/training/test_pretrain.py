@@ -15,7 +15,7 @@ from small_runs import CPU, TINY
 
 from codd.backbones.loading import load_checkpoint
 from codd.cli import main
-from codd.errors import FormatError, InvalidInput
+from codd.errors import Diverged, FormatError, InvalidInput
 from codd.training import pretrain
 from codd.training.checkpoints import checkpoints, read_checkpoint, write_checkpoint
 from codd.training.objective import loss_sum
@@ -343,3 +343,28 @@ def test_validation_has_masks_of_its_own(data):
     found = validate(one, data, state, ALONE)
     state.step = 7
     assert validate(two, data, state, ALONE) == found
+
+
+def test_a_run_that_diverges_stops_before_it_writes_a_checkpoint(tmp_path):
+    changes = ["optimizer.lr=1e30", "optimizer.warmup=1", "checkpoint_every=1", "validation=[]"]
+    with pytest.raises(Diverged, match=r"is (nan|-?inf) after step \d+: .*Lower optimizer.lr"):
+        run(small(*changes), tmp_path)
+    for folder in checkpoints(tmp_path / "checkpoints"):
+        kept, _ = read_checkpoint(folder, "cpu")
+        assert all(bool(torch.isfinite(value).all()) for name, value in kept.items() if name.startswith("weights."))
+
+
+def test_a_loss_that_is_no_number_stops_the_run(tmp_path):
+    with pytest.raises(Diverged, match=r"the loss is (nan|inf) after step \d+: .*Lower optimizer.lr"):
+        run(small("optimizer.lr=1e30", "optimizer.warmup=1", "checkpoint_every=99", "validation=[]"), tmp_path)
+
+
+def test_a_checkpoint_of_another_network_is_named(tmp_path):
+    recipe = small()
+    run(recipe, tmp_path, steps=2)
+    (folder,) = checkpoints(tmp_path / "checkpoints")
+    kept, notes = read_checkpoint(folder, "cpu")
+    kept.pop("weights.final_norm.weight")
+    write_checkpoint(tmp_path / "checkpoints", 2, kept, notes, keep=1)
+    with pytest.raises(FormatError, match="does not fit this recipe's network"):
+        run(recipe, tmp_path)

@@ -115,18 +115,35 @@ def _check_geometry(where: str, planned: Plan) -> None:
         raise FormatError(f"{where}: the mask id {mask} is not in the vocabulary of {config.vocab_size}. {again}")
 
 
-def _read(folder: Path, planned: Plan, device: torch.device, dtype: torch.dtype | None, check: bool) -> Backbone:
+class Matched(NamedTuple):
+    """A checkpoint's files, compared with the network that its config.json describes; nothing is loaded yet."""
+
+    files: dict[str, Path]
+    headers: dict[str, weights.Header]
+    slots: dict[str, weights.Slot]
+    network: Transformer
+    """Without memory."""
+
+
+def match(folder: Path, planned: Plan) -> Matched:
+    """Find out from the headers of the files alone whether a checkpoint can be loaded."""
     where = weights.files_of(folder)
     table = weights.expand(planned.keys, planned.transformer.layers, planned.transformer.row_ranges())
     slots = weights.assign(folder, where, table, rename=planned.rename, ignored=planned.ignored)
-    if dtype is None:
-        dtype = torch.float32 if device.type == "cpu" else weights.stored_dtype(where, slots)
-    check_dtype(dtype, device)
+    headers = weights.read_headers(where)
     with torch.device("meta"):
         network = Transformer(planned.transformer)
-    weights.check_shapes(network, where, slots)
-    network = network.to(dtype).to_empty(device=device).requires_grad_(False)
-    weights.load(network, where, slots, check=check)
+    weights.check_headers(network, headers, slots)
+    return Matched(where, headers, slots, network)
+
+
+def _read(folder: Path, planned: Plan, device: torch.device, dtype: torch.dtype | None, check: bool) -> Backbone:
+    found = match(folder, planned)
+    if dtype is None:
+        dtype = torch.float32 if device.type == "cpu" else weights.stored_dtype(found.headers, found.slots)
+    check_dtype(dtype, device)
+    network = found.network.to(dtype).to_empty(device=device).requires_grad_(False)
+    weights.load(network, found.files, found.slots, check=check)
     return (planned.backbone or Backbone)(planned, network).eval()
 
 

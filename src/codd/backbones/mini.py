@@ -5,7 +5,6 @@ Its files may keep matrices as 8-bit integers with one scale a row (`quantise`);
 
 import json
 import os
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -76,21 +75,13 @@ def save(
 ) -> Path:
     """Write config.json and model.safetensors; each takes its place only when it is whole."""
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: parameter.detach() for name, parameter in backbone.network.named_parameters()}
     if int8:
         tensors = quantise(tensors)
-    weights, config = (folder / f".{name}.{secrets.token_hex(4)}.tmp" for name in (SINGLE, CONFIG))
-    try:
+    with files.replacing(folder, SINGLE, CONFIG) as (weights, config):
         files.write_weights(weights, files.standalone(tensors), {"format": "pt"})
         fields = {**describe(backbone), **(notes or {}), "sha256": files.sha256(weights)}
         files.write_text(config, json.dumps(fields, indent=2) + "\n")
-        os.replace(weights, folder / SINGLE)
-        os.replace(config, folder / CONFIG)
-        files.sync_folder(folder)
-    finally:
-        weights.unlink(missing_ok=True)
-        config.unlink(missing_ok=True)
     return folder
 
 

@@ -3,11 +3,9 @@
 No code of the checkpoint runs: the Rust library ``tokenizers`` does the work, chat templates are rendered in a sandbox.
 """
 
-import contextlib
 import json
 import operator
 import os
-import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
@@ -31,7 +29,7 @@ from codd.backbones.tokenizer_files import (
     read_files,
 )
 from codd.errors import CoddError, FormatError
-from codd.files import sync_folder, write_text
+from codd.files import replacing, write_text
 
 _STAND_INS = range(0xF0000, 0xFFFFE)  # a plane that is private use throughout
 
@@ -204,21 +202,17 @@ class Tokenizer:
         What another tokenizer left in the folder and ``from_folder`` would read as well is removed.
         """
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             **dict.fromkeys(NAMED),
             **self.special_tokens,
             "chat_template": self.chat_template,
         }
-        texts = {
-            FAST_FILE: self._backend.to_str(pretty=True) + "\n",
-            CONFIG_FILE: json.dumps(config, indent=2, ensure_ascii=False) + "\n",
-        }
-        _replace_files(folder, texts)
+        with replacing(folder, FAST_FILE, CONFIG_FILE) as (fast, named):
+            write_text(fast, self._backend.to_str(pretty=True) + "\n")
+            write_text(named, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
         for stale in (TEMPLATE_FILE, SPECIAL_FILE, ADDED_FILE):
             (folder / stale).unlink(missing_ok=True)
-        sync_folder(folder)
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the second backend: pickling would forget what makes it different."""
@@ -307,18 +301,3 @@ def _check_text(text: object, what: str) -> None:
                 f"{what} has half of a surrogate pair at position {error.start}, so that it is not Unicode text. "
                 'Decode the source correctly, or with errors="replace".'
             ) from None
-
-
-def _replace_files(folder: Path, texts: Mapping[str, str]) -> None:
-    suffix = f".{secrets.token_hex(4)}.tmp"
-    temporary = {name: folder / f".{name}{suffix}" for name in texts}
-    try:
-        # All files are complete on the disk before any takes its place: a full disk changes nothing.
-        for name, text in texts.items():
-            write_text(temporary[name], text)
-        for name, path in temporary.items():
-            os.replace(path, folder / name)
-    finally:
-        for path in temporary.values():
-            with contextlib.suppress(OSError):  # the error that brought us here says more
-                path.unlink(missing_ok=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,6 +20,19 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SCALE = "_scale"
 """What the name of a tensor's row scales adds to the tensor's, where a checkpoint keeps 8-bit integers."""
+
+CHUNK = 1 << 20
+"""Values that are looked at together: few enough to stay in the processor's cache."""
+DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I8": "int8",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+}
+"""The types that weights may be kept in: as safetensors names them, and as torch does."""
 
 
 @dataclass(frozen=True)
@@ -114,26 +127,54 @@ def assign(
     return {name: table[new] for name, new in spelled.items() if new in table}
 
 
-def check_shapes(network: nn.Module, files: Mapping[str, Path], slots: Mapping[str, Slot]) -> None:
-    """Compare the headers of the files with the network, before memory is taken for it."""
-    targets = _targets(network, slots)
-    for shard, names in _by_shard(files, slots):
+class Header(NamedTuple):
+    """What a file says of a tensor before its values."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+    """As safetensors names types: F32, BF16, I8, ..."""
+
+
+def read_headers(files: Mapping[str, Path]) -> dict[str, Header]:
+    """Of every tensor of a checkpoint."""
+    headers = {}
+    for shard, names in _by_shard(files, files):
         with _open(shard) as file:
             for name in names:
-                found, wanted = tuple(file.get_slice(name).get_shape()), tuple(targets[name].shape)
-                if found != wanted:
-                    raise FormatError(
-                        f"{shard}: {name} has shape {found}, but config.json says {wanted}. The two files are not of "
-                        "the same checkpoint: download both again."
-                    )
+                part = file.get_slice(name)
+                headers[name] = Header(shard, tuple(part.get_shape()), str(part.get_dtype()))
+    return headers
 
 
-def stored_dtype(files: Mapping[str, Path], slots: Mapping[str, Slot]) -> torch.dtype:
+def check_headers(network: nn.Module, headers: Mapping[str, Header], slots: Mapping[str, Slot]) -> None:
+    """Compare what the files say with the network, before memory is taken for it."""
+    targets = _targets(network, slots)
+    for name in sorted(slots):
+        file, shape, dtype = headers[name]
+        if shape != (wanted := tuple(targets[name].shape)):
+            raise FormatError(
+                f"{file}: {name} has shape {shape}, but config.json says {wanted}. The two files are not of the same "
+                "checkpoint: download both again."
+            )
+        scale = headers.get(name + SCALE)
+        if dtype == "I8" and (scale is None or scale.file != file or scale.shape != shape[:1] or len(shape) != 2):
+            raise FormatError(
+                f"{file}: {name} is of 8-bit integers, but {name + SCALE} with one number for each of its rows is "
+                "missing. Save it again."
+            )
+        if dtype not in DTYPES:
+            raise FormatError(
+                f"{file}: {name} is of type {dtype}; expected floating-point weights. Use a checkpoint that is not "
+                "quantised."
+            )
+
+
+def stored_dtype(headers: Mapping[str, Header], slots: Mapping[str, Slot]) -> torch.dtype:
     """In which precision a checkpoint keeps its token embedding; float32 where that is not one to compute in."""
     name = next(name for name, slot in slots.items() if slot.target == "embedding.tokens.weight")
-    with _open(files[name]) as file:
-        kept = {"BF16": torch.bfloat16, "F16": torch.float16}
-        return kept.get(file.get_slice(name).get_dtype(), torch.float32)
+    kept = {"BF16": torch.bfloat16, "F16": torch.float16}
+    return kept.get(headers[name].dtype, torch.float32)
 
 
 @torch.no_grad()
@@ -152,13 +193,29 @@ def load(network: nn.Module, files: Mapping[str, Path], slots: Mapping[str, Slot
 
 
 def _copy(shard: Path, name: str, file: Any, target: Tensor, check: bool) -> None:
-    tensor = _read(shard, name, file)
-    if check and not bool(torch.isfinite(tensor).all()):
-        raise FormatError(
-            f"{shard}: {name} has NaN or infinite values. The file is damaged or the training had diverged: download "
-            "it again or use an earlier checkpoint."
-        )
+    tensor = _read(name, file)
+    if check:
+        check_finite(f"{shard}: {name}", tensor)
     target.copy_(tensor)
+
+
+def _read(name: str, file: Any) -> Tensor:
+    tensor: Tensor = file.get_tensor(name)
+    if tensor.dtype == torch.int8:
+        return tensor.float().mul_(file.get_tensor(name + SCALE).float()[:, None])
+    return tensor
+
+
+def check_finite(where: str, tensor: Tensor, advance: Callable[[int], None] = lambda count: None) -> None:
+    """Refuse NaN and infinity; ``advance`` is told how many values were looked at, a part at a time."""
+    for part in torch.split(tensor.flatten(), CHUNK):
+        # torch has no isfinite for 8-bit floats
+        if not bool(torch.isfinite(part.float() if part.dtype.itemsize == 1 else part).all()):
+            raise FormatError(
+                f"{where} has NaN or infinite values. The file is damaged or the training had diverged: download it "
+                "again or use an earlier checkpoint."
+            )
+        advance(part.numel())
 
 
 def _targets(network: nn.Module, slots: Mapping[str, Slot]) -> dict[str, Tensor]:
@@ -170,27 +227,9 @@ def _targets(network: nn.Module, slots: Mapping[str, Slot]) -> dict[str, Tensor]
     }
 
 
-def _by_shard(files: Mapping[str, Path], slots: Mapping[str, Slot]) -> Iterator[tuple[Path, list[str]]]:
+def _by_shard(files: Mapping[str, Path], slots: Mapping[str, object]) -> Iterator[tuple[Path, list[str]]]:
     for shard in sorted({files[name] for name in slots}):
         yield shard, sorted(name for name in slots if files[name] == shard)
-
-
-def _read(shard: Path, name: str, file: Any) -> Tensor:
-    tensor: Tensor = file.get_tensor(name)
-    if tensor.dtype == torch.int8:
-        scale = file.get_tensor(name + SCALE) if name + SCALE in file.keys() else None  # noqa: SIM118 - not a mapping
-        if scale is None or scale.shape != tensor.shape[:1] or tensor.ndim != 2:
-            raise FormatError(
-                f"{shard}: {name} is of 8-bit integers, but {name + SCALE} with one number for each of its rows is "
-                "missing. Save it again."
-            )
-        return tensor.float().mul_(scale.float()[:, None])
-    if not tensor.is_floating_point():
-        raise FormatError(
-            f"{shard}: {name} is of type {tensor.dtype}; expected floating-point weights. Use a checkpoint that is not "
-            "quantised."
-        )
-    return tensor
 
 
 @contextmanager

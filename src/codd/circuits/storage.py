@@ -4,10 +4,8 @@ The configuration is stored twice: as ``config.json``, for people and for the hu
 safetensors file, which is what a reader believes. So the atomic replacement of one file exchanges the whole circuit.
 """
 
-import contextlib
 import json
 import os
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,20 +39,10 @@ def write_folder(folder: str | os.PathLike[str], config: Mapping[str, Any], tens
     described = {"format": FORMAT, "format_version": FORMAT_VERSION, **config, "tensors": _describe(tensors)}
     metadata = {_METADATA_KEY: json.dumps(described, allow_nan=False)}
 
-    folder.mkdir(parents=True, exist_ok=True)
-    suffix = f".{secrets.token_hex(4)}.tmp"
-    weights, text = folder / f".{WEIGHTS_FILE}{suffix}", folder / f".{CONFIG_FILE}{suffix}"
-    try:
-        # Both files are complete on the disk before either takes its place: a full disk changes nothing.
+    # Both files are complete on the disk before either takes its place: a full disk changes nothing.
+    with files.replacing(folder, WEIGHTS_FILE, CONFIG_FILE) as (weights, text):
         files.write_weights(weights, tensors, metadata)
         files.write_text(text, json.dumps({**described, "sha256": files.sha256(weights)}, indent=2) + "\n")
-        os.replace(weights, folder / WEIGHTS_FILE)
-        os.replace(text, folder / CONFIG_FILE)
-        files.sync_folder(folder)
-    finally:
-        for temporary in (weights, text):
-            with contextlib.suppress(OSError):  # the error that brought us here says more
-                temporary.unlink(missing_ok=True)
     return folder
 
 

@@ -17,10 +17,10 @@ from codd.cli import console
 from codd.errors import CoddError
 
 VERBS = {
-    "demo": "a worked example of the circuit engine, in a few seconds and without a network",
+    "demo": "the bundled model and a worked example, in some seconds and without a network",
     "pretrain": "train a backbone from a recipe",
     "convert": "turn a PyJuice file (.jpc) into a codd circuit, running nothing of it",
-    "info": "describe a circuit folder, a hub id or a .jpc file",
+    "info": "describe a model, a circuit, a hub id or a .jpc file",
     "bench": "what the engine costs on this machine, side by side with other libraries",
 }
 

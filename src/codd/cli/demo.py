@@ -1,4 +1,4 @@
-"""``codd demo``: what multiplying a circuit into a factorized output does, on two words and at working size."""
+"""``codd demo``: the bundled model, and what multiplying a circuit into a factorized output does."""
 
 import argparse
 import itertools
@@ -15,14 +15,17 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from codd.circuits import HMM, Circuit, Evidence, SparsePotentials, leaf, mixture, product
-from codd.cli import console, tables
+from codd.cli import console, demo_model, tables
 from codd.cli.tables import Cell, Section
+from codd.decoding import load
 
 NAME = "demo"
 HELP = """\
-A worked example, in a few seconds on a laptop, with no model and no network connection.
+A worked example, in some seconds on a laptop, with no network connection.
 
-First the two masked words of "He is from [MASK] [MASK]". A network that fills each place on its own
+First the bundled model: it answers a word problem with one token in a step of the network, and with more
+and more at a time, which is faster and worse, since tokens of one step do not know of each other. Then
+what to do about that, on the two masked words of "He is from [MASK] [MASK]". A network that fills each place on its own
 gives a quarter of its probability to "San York"; multiplied with a circuit that knows which words go
 together, all of it goes to cities that exist. Printed are the exact probabilities, samples, and log Z,
 for the network alone, for a neutral circuit (the control: nothing may change), and for the same circuit
@@ -40,10 +43,11 @@ COLUMNS = {
     "hmm": "x HMM",
 }
 NEXT = (
+    ("codd info", "what the bundled model is"),
+    ("codd pretrain recipes/tiny.yaml", "train one of your own, in seconds"),
     ("codd convert model.jpc circuit/", "bring a circuit that PyJuice trained"),
-    ("codd info circuit/", "what is in it"),
     ("codd demo --html demo.html", "these tables as a page, to share"),
-    ("README.md", "the same queries from Python: codd.HMM, codd.Evidence"),
+    ("README.md", "the same from Python: codd.load, codd.HMM, codd.Evidence"),
 )
 
 Pairs = Int[Tensor, "pairs 2"]
@@ -78,8 +82,14 @@ examples:
 
 def run(args: argparse.Namespace) -> int:
     """Compute everything, then show it."""
+    with console.working("the bundled model answers a question"):
+        model = load()
+        results: dict[str, Any] = {
+            "seed": args.seed,
+            "model": {"answers": demo_model.answers(model), "blanks": demo_model.blanks(model)},
+        }
     with console.working("two masked words"):
-        results: dict[str, Any] = {"seed": args.seed, "example": example(args.seed)}
+        results["example"] = example(args.seed)
     with console.working("timing the engine"):
         results["timing"] = timing(args.seed, SETTING)
     if args.html is not None:
@@ -255,7 +265,7 @@ def sections(results: dict[str, Any]) -> list[Section]:
             "the worst of the batch.",
         ],
     )
-    return [words, engine]
+    return [*demo_model.sections(results["model"]), words, engine]
 
 
 def _example_rows(columns: list[dict[str, Any]]) -> list[list[Cell]]:

@@ -6,6 +6,7 @@ remembered. So a run that was killed goes on from its last checkpoint to the sam
 
 import dataclasses
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +23,8 @@ from codd.backbones.config import Config
 from codd.backbones.loading import check_dtype
 from codd.backbones.tokenizer import Tokenizer
 from codd.backbones.transformer import Transformer, initialise
-from codd.errors import FormatError, InvalidInput
+from codd.errors import Diverged, FormatError, InvalidInput
+from codd.files import brief
 from codd.training import corpus
 from codd.training.bpe import MINI_SPECIAL_TOKENS, train_bpe
 from codd.training.checkpoints import checkpoints, read_checkpoint, write_checkpoint
@@ -174,18 +176,31 @@ def train(recipe: Recipe, data: Data, out: Path, workers: Workers) -> Iterator[P
         metrics: dict[str, float] = {}
         if state.step % recipe.log_every == 0 or last:
             metrics = {name: float(value) for name, value in measured.items()} | clock.read(state.step)
+            _check_finite(metrics["loss"], "the loss", state.step)
         if data.validation and (state.step % recipe.validate_every == 0 or last):
             metrics |= validate(recipe, data, state, workers)
             clock.skip(state.step)
         if metrics and log:  # before the checkpoint: a run that goes on from it does not write this line again
             log.write(state.step, metrics)
         if workers.leads and (state.step % recipe.checkpoint_every == 0 or last):
+            # Before it takes the place of an older, better one.
+            _check_finite(
+                float(sum(p.detach().sum() for p in state.network.parameters())), "the weights' sum", state.step
+            )
             notes = {"recipe": dataclasses.asdict(recipe), "digest": recipe.digest()}
             write_checkpoint(out / "checkpoints", state.step, state.tensors(), notes, keep=recipe.keep)
             clock.skip(state.step)
         yield Progress(state.step, metrics)
     if workers.leads:
         export(recipe, data.tokenizer, state, out)
+
+
+def _check_finite(value: float, what: str, step: int) -> None:
+    if not math.isfinite(value):
+        raise Diverged(
+            f"{what} is {value} after step {step}: the training has diverged. Lower optimizer.lr or optimizer.clip, or "
+            "raise optimizer.warmup, and start again with --fresh."
+        )
 
 
 def resume(state: State, recipe: Recipe, out: Path, workers: Workers) -> None:
@@ -200,7 +215,13 @@ def resume(state: State, recipe: Recipe, out: Path, workers: Workers) -> None:
             f"{found[-1]}: is of another recipe ({_difference(notes.get('recipe', {}), recipe)}). Give another --out, "
             "or --fresh to begin again."
         )
-    state.restore(kept, int(notes["step"]))
+    try:
+        state.restore(kept, int(notes["step"]))
+    except (KeyError, RuntimeError) as error:
+        raise FormatError(
+            f"{found[-1]}: does not fit this recipe's network ({brief(error)}); files of the run were changed. "
+            "Give another --out, or --fresh to begin again."
+        ) from error
 
 
 def _difference(old: dict[str, Any], recipe: Recipe) -> str:

@@ -1,0 +1,165 @@
+"""What ``codd info`` says of a circuit: a folder that codd wrote, or a file of PyJuice."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from codd import files
+from codd.circuits import HMM, storage
+from codd.circuits.pyjuice import read_jpc
+from codd.cli import console
+from codd.errors import CoddError, FormatError
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found: the numbers for programs, the lines for people, and which of the lines are bad news."""
+
+    numbers: dict[str, Any]
+    lines: dict[str, object]
+    bad: tuple[str, ...] = field(default=())
+    check: Callable[[], str] | None = None
+    """What ``--check`` does: read every value, raise if one is wrong, and say what was read."""
+
+
+def is_jpc(source: str) -> bool:
+    """By its name."""
+    return Path(source).suffix == ".jpc" and not Path(source).is_dir()
+
+
+def jpc(source: str) -> Report:
+    """Of a file that PyJuice saved."""
+    found = read_jpc(source)
+    states, tokens = found.emission.shape[-2:]
+    count = _count({"initial": found.initial, "transition": found.transition, "emission": found.emission})
+    size = Path(source).stat().st_size
+    numbers = {
+        "kind": "pyjuice-hmm",
+        "num_states": states,
+        "vocab_size": tokens,
+        "window": found.length,
+        "homogeneous": found.homogeneous,
+        "leaf_class": found.leaf_class,
+        "parameters": count,
+        "bytes": size,
+    }
+    lines = {
+        "kind": "hidden Markov model, saved by PyJuice; nothing of the pickle was run",
+        "states": f"{states:,}",
+        "tokens": f"{tokens:,}",
+        "window": found.length,
+        "homogeneous": "yes" if found.homogeneous else "no: positions have parameters of their own",
+        "leaves": found.leaf_class,
+        "parameters": f"{count:,}",
+        "size": console.size(size),
+        "next": "codd convert writes it as a circuit folder",
+    }
+    return Report(numbers, lines, check=lambda: "every row is a distribution")  # read_jpc takes no other
+
+
+def is_circuit(folder: Path) -> bool:
+    """Whether a folder's configuration says so; one whose configuration is damaged is known by its weights."""
+    if read_json(folder / storage.CONFIG_FILE).get("format") == storage.FORMAT:
+        return True
+    return (folder / storage.WEIGHTS_FILE).exists()
+
+
+def circuit(source: str) -> Report:
+    """Of a folder or a hub id."""
+    folder = storage.local_folder(source)  # the hub's, too, so that its files can be looked at
+    config, tensors = storage.read_folder(folder)
+    stated = read_json(folder / storage.CONFIG_FILE)
+    weights = folder / storage.WEIGHTS_FILE
+    intact = stated.get("sha256") == files.sha256(weights)
+    count, size = _count(tensors), sum(f.stat().st_size for f in (weights, folder / storage.CONFIG_FILE))
+    known = config.get("circuit") == "hmm"
+    numbers, lines = _hmm(weights, config, tensors) if known else _unknown(config, tensors)
+    dtypes = {name: _dtype(tensor) for name, tensor in tensors.items()}
+    numbers |= {
+        "parameters": count,
+        "bytes": size,
+        "dtypes": dtypes,
+        "format_version": stated["format_version"],
+        "sha256": stated.get("sha256"),
+        "sha256_matches": intact,
+    }
+    lines |= {
+        "parameters": f"{count:,}",
+        "size": console.size(size),
+        "dtype": ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items()),
+        "format": f"{storage.FORMAT}, version {stated['format_version']}",
+        "sha256": sha256_line(stated.get("sha256"), intact),
+    }
+    check = (lambda: _check(folder)) if known else None
+    return Report(numbers, lines, bad=() if intact else ("sha256",), check=check)
+
+
+def _check(folder: Path) -> str:
+    try:
+        HMM.load(folder)
+    except CoddError as error:
+        raise FormatError(f"{folder / storage.WEIGHTS_FILE}: {error}; save or download the circuit again.") from error
+    return "every row is a distribution"
+
+
+def sha256_line(stated: object, intact: bool) -> str:
+    """The digest that config.json states, and whether it is that of the weights."""
+    return f"{stated} {'(matches)' if intact else '(DOES NOT MATCH the weights: save or download both files again)'}"
+
+
+def _hmm(
+    where: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, object]]:
+    """Sizes and layout from the shapes alone: a circuit of many gigabytes is described without being loaded."""
+    emission = tensors.get("emission", tensors.get("log_emission"))
+    transition = tensors.get("log_transition", tensors.get("log_transition_left"))
+    if emission is None or transition is None or emission.ndim < 2 or transition.ndim < 2:
+        raise FormatError(f"{where}: lacks the transition or emission table of an HMM; save or download it again")
+    states, tokens = emission.shape[-2:]
+    rank = transition.shape[-1] if "log_transition_left" in tensors else None
+    window = config.get("window")
+    homogeneous = transition.ndim == 2 and emission.ndim == 2
+    numbers = {
+        "kind": "hmm",
+        "num_states": states,
+        "vocab_size": tokens,
+        "window": window,
+        "rank": rank,
+        "homogeneous": homogeneous,
+    }
+    kept = "dense transition" if rank is None else f"transition of rank {rank}"
+    lines: dict[str, object] = {
+        "kind": "hidden Markov model",
+        "states": f"{states:,}",
+        "tokens": f"{tokens:,}",
+        "window": "not stated" if window is None else f"{window} positions",
+        "layout": f"{kept}, {'shared by all positions' if homogeneous else 'parameters for each position'}",
+    }
+    return numbers, lines
+
+
+def _unknown(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, object]]:
+    kind = str(config.get("circuit"))
+    shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
+    return {"kind": kind}, {"kind": f"circuit of type {kind!r}, which this codd does not know", "tensors": shapes}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, or nothing: what is wrong with it is said by whoever needs it."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _count(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors.values())
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -1,0 +1,229 @@
+"""What ``codd info`` says of a backbone: from config.json and the headers of its files, without loading the weights."""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from codd import files
+from codd.backbones import loading, weights
+from codd.backbones.backbone import Plan
+from codd.backbones.config import Config
+from codd.backbones.tokenizer import Tokenizer
+from codd.cli import console
+from codd.cli.info_circuit import Report, circuit, sha256_line
+from codd.decoding.model import CIRCUIT_FOLDER
+
+PATIENCE = 2.0
+"""Seconds before a progress bar is worth looking at."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The tensors of a checkpoint: all of them, and the ones that make the network."""
+
+    headers: dict[str, weights.Header]
+    used: frozenset[str]
+    parameters: int
+
+    @property
+    def shards(self) -> list[Path]:
+        """The files."""
+        return sorted({header.file for header in self.headers.values()})
+
+    @property
+    def bytes(self) -> int:
+        """Of all files."""
+        return sum(shard.stat().st_size for shard in self.shards)
+
+    @property
+    def dtypes(self) -> dict[str, int]:
+        """How many parameters are kept in which type, the most frequent first."""
+        found: Counter[str] = Counter()
+        for name in self.used:
+            header = self.headers[name]
+            found[weights.DTYPES[header.dtype]] += math.prod(header.shape)
+        return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
+
+    @property
+    def unused(self) -> list[str]:
+        """What nothing is made of: copies of tied weights, buffers, the heads of other tasks."""
+        scales = {name + weights.SCALE for name in self.used}
+        return sorted(self.headers.keys() - self.used - scales)
+
+
+def model(source: str | None) -> Report:
+    """Of a folder or a hub id; None is the bundled model."""
+    folder = loading.BUNDLED if source is None else files.local_folder(source, loading.WANTED)
+    planned = loading.plan_of(folder)
+    found = loading.match(folder, planned)
+    stored = Stored(found.headers, frozenset(found.slots), sum(p.numel() for p in found.network.parameters()))
+    numbers, lines, bad = _network(folder, planned, stored)
+    if source is not None and str(folder) != str(Path(source)):
+        lines["folder"] = folder
+    attached = circuit(str(folder / CIRCUIT_FOLDER)) if (folder / CIRCUIT_FOLDER).is_dir() else None
+    numbers["circuit"] = None if attached is None else attached.numbers
+    lines["circuit"] = "none" if attached is None else _brief(attached, planned.transformer.vocab_size)
+    if attached is not None and (attached.bad or not _fits(attached, planned.transformer.vocab_size)):
+        bad = (*bad, "circuit")
+
+    def check() -> str:
+        said = check_values(stored.headers)
+        return said if attached is None or attached.check is None else f"{said}; of the circuit {attached.check()}"
+
+    return Report(numbers, lines, bad, check)
+
+
+def _network(folder: Path, planned: Plan, stored: Stored) -> tuple[dict[str, Any], dict[str, object], tuple[str, ...]]:
+    """Everything but the circuit."""
+    network, tokenizer = planned.transformer, Tokenizer.from_folder(folder)
+    bundled = folder.resolve() == loading.BUNDLED.resolve()
+    ids, id_lines = _special(planned, tokenizer)
+    stated, intact = _sha256(folder)
+    numbers: dict[str, Any] = {
+        "kind": "backbone",
+        "family": planned.family,
+        "bundled": bundled,
+        "folder": str(folder),
+        "parameters": stored.parameters,
+        "layers": network.layers,
+        "width": network.width,
+        "heads": network.heads,
+        "kv_heads": network.kv_heads,
+        "mlp_width": network.mlp_width,
+        "causal": network.causal,
+        "tied": network.tied,
+        "vocab_size": network.vocab_size,
+        "max_length": planned.max_length,
+        **ids,
+        "tokenizer": None if tokenizer is None else _tokenizer(planned, tokenizer),
+        "dtypes": stored.dtypes,
+        "shards": len(stored.shards),
+        "tensors": len(stored.used),
+        "unused_tensors": len(stored.unused),
+        "bytes": stored.bytes,
+        "sha256": stated,
+        "sha256_matches": intact,
+    }
+    shared = "" if network.kv_heads == network.heads else f", sharing {network.kv_heads} of keys and values"
+    lines: dict[str, object] = {
+        "kind": "causal language model" if network.causal else "denoiser",
+        "family": planned.family + (", the model that comes with codd" if bundled else ""),
+        "parameters": f"{stored.parameters:,}",
+        "layers": f"{network.layers}, {network.width:,} wide, {network.heads} heads{shared}",
+        "vocabulary": f"{network.vocab_size:,} tokens, {'tied' if network.tied else 'untied'}",
+        "max length": "not stated" if planned.max_length is None else f"{planned.max_length:,} positions",
+        **id_lines,
+        "tokenizer": "none: give ids" if tokenizer is None else _tokenizer_line(planned, tokenizer),
+        "dtype": ", ".join(f"{dtype} ({count:,})" for dtype, count in stored.dtypes.items()),
+        "size": f"{console.size(stored.bytes)} in {_several(len(stored.shards), 'file')}",
+    }
+    if stored.unused:
+        others = " and others" if len(stored.unused) > 1 else ""
+        lines["unused"] = f"{_several(len(stored.unused), 'tensor')} in the files: {stored.unused[0]}{others}"
+    if intact is not None:
+        lines["sha256"] = sha256_line(stated, intact)
+    return numbers, lines, ("sha256",) if intact is False else ()
+
+
+def _several(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def _special(planned: Plan, tokenizer: Tokenizer | None) -> tuple[dict[str, int | None], dict[str, object]]:
+    """The ids that config.json states, else the tokenizer's."""
+    ids: dict[str, int | None] = {}
+    lines: dict[str, object] = {}
+    for name in ("mask", "eos", "pad", "bos"):
+        stated = getattr(planned.special, name)
+        other = None if tokenizer is None else getattr(tokenizer, f"{name}_id")
+        found = ids[f"{name}_id"] = other if stated is None else stated
+        if found is None:
+            lines[f"{name} id"] = "not stated"
+            continue
+        token = None if tokenizer is None else tokenizer.id_to_token(found)
+        differs = "" if other in (None, found) else f", but the tokenizer says {other}"
+        lines[f"{name} id"] = f"{found}{'' if token is None else ' ' + token}{differs}"
+    if ids["mask_id"] is None and not planned.transformer.causal:
+        lines["mask id"] = "not stated: give mask_id to codd.load"
+    return ids, lines
+
+
+def _tokenizer(planned: Plan, tokenizer: Tokenizer) -> dict[str, Any]:
+    template = "own" if tokenizer.chat_template else "family" if planned.chat_template else None
+    kind = type(tokenizer.backend.model).__name__
+    return {"kind": kind, "vocab_size": tokenizer.vocab_size, "chat_template": template}
+
+
+def _tokenizer_line(planned: Plan, tokenizer: Tokenizer) -> str:
+    found = _tokenizer(planned, tokenizer)
+    template = {"own": "its own chat template", "family": "the family's chat template", None: "no chat template"}
+    line = f"{found['kind']}, {tokenizer.vocab_size:,} tokens, {template[found['chat_template']]}"
+    beyond = tokenizer.vocab_size - planned.transformer.vocab_size
+    return line if beyond <= 0 else f"{line}; {beyond:,} of its ids are beyond the network's vocabulary"
+
+
+def _sha256(folder: Path) -> tuple[str | None, bool | None]:
+    """The digest in config.json, and whether it is that of the weights; None where there is nothing to compare."""
+    stated = Config.read(folder).get("sha256")
+    if stated is None or (folder / weights.INDEX).is_file():
+        return None, None
+    return str(stated), stated == files.sha256(folder / weights.SINGLE)
+
+
+def _fits(attached: Report, vocab_size: int) -> bool:
+    return bool(attached.numbers.get("vocab_size", vocab_size) == vocab_size)
+
+
+def _brief(attached: Report, vocab_size: int) -> str:
+    """A circuit in one line."""
+    numbers, lines = attached.numbers, attached.lines
+    line = str(lines["kind"])
+    if "num_states" in numbers:
+        window = "" if numbers["window"] is None else f", window of {numbers['window']} positions"
+        line += f", {numbers['num_states']:,} states, {numbers['vocab_size']:,} tokens{window}"
+    line += f", {lines['size']}"
+    if attached.bad:
+        line += "; its sha256 DOES NOT MATCH: save or download both of its files again"
+    if not _fits(attached, vocab_size):
+        line += f"; it DOES NOT BELONG to a model of {vocab_size:,} tokens: remove the folder {CIRCUIT_FOLDER}/"
+    return line
+
+
+def check_values(headers: Mapping[str, weights.Header]) -> str:
+    """Read every tensor, one at a time, and refuse those with NaN or infinite values."""
+    total = sum(math.prod(header.shape) for header in headers.values())
+    with _bar("reading the weights", total) as advance:
+        for shard in sorted({header.file for header in headers.values()}):
+            with safe_open(shard, framework="pt") as file:
+                for name in sorted(name for name, header in headers.items() if header.file == shard):
+                    weights.check_finite(f"{shard}: {name}", file.get_tensor(name), advance)
+    return f"{len(headers):,} tensors read, every value is finite"
+
+
+@contextmanager
+def _bar(message: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar on a terminal, once it has lasted; nothing elsewhere."""
+    from rich.progress import Progress
+
+    terminal = console.err()
+    begun = time.monotonic()
+    bar = Progress(console=terminal, transient=True)
+    task = bar.add_task(message, total=total)
+
+    def advance(count: int) -> None:
+        bar.update(task, advance=count)
+        if terminal.is_terminal and not bar.live.is_started and time.monotonic() - begun >= PATIENCE:
+            bar.start()
+
+    try:
+        yield advance
+    finally:
+        if bar.live.is_started:
+            bar.stop()

@@ -1,0 +1,4 @@
+"""From masks to text: the denoising loop, and the model that runs it."""
+
+from codd.decoding.model import Model as Model
+from codd.decoding.model import load as load

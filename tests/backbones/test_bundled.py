@@ -1,0 +1,224 @@
+import hashlib
+import importlib.resources
+import json
+import math
+import os
+import subprocess
+import sys
+import tomllib
+import unicodedata
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+import codd
+from codd.backbones.loading import BUNDLED
+from codd.decoding.loop import denoise
+from codd.training.problems import extract_answer, generate
+
+PROJECT = Path(__file__).parents[2]
+FILES = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+EASY = (4, 57, 127, 159)
+"""Test problems of seed 100: two steps each, and the model is sure of every token."""
+PARAGRAPH = (
+    "The old man sat by the window and looked out at the sea. It had been raining since the morning, and the road to "
+    "the village was empty. After a while his daughter came into the room with a cup of tea. She put it on the table "
+    "beside him, and said that the doctor would be there before the evening. He did not answer her at once, but "
+    "turned his head slowly and smiled. There was nothing to be afraid of now, he thought, and there never had been."
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> codd.Model:
+    return codd.load(device="cpu")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model) -> codd.Tokenizer:
+    assert model.tokenizer is not None
+    return model.tokenizer
+
+
+@pytest.fixture(scope="module")
+def config() -> dict:
+    return json.loads((BUNDLED / "config.json").read_text())
+
+
+OFFLINE = """
+import socket
+
+class Refused(socket.socket):
+    def __init__(self, *args, **kwargs):
+        raise AssertionError("the network was asked for")
+
+def refuse(*args, **kwargs):
+    raise AssertionError("the network was asked for")
+
+socket.socket, socket.create_connection, socket.getaddrinfo = Refused, refuse, refuse
+try:
+    socket.socket()
+except AssertionError:
+    pass
+else:
+    raise SystemExit("the network is still there")
+
+import json, os, sys
+import codd, torch
+
+torch.set_num_threads(1)
+model = codd.load(device="cpu")
+ids = model.tokenizer.encode("Once upon a time there was a little") + [model.mask_id]
+print(json.dumps({"ids": ids, "cwd": os.getcwd(), "found": model.backbone(torch.tensor([ids]))[0, -1].tolist()[:50]}))
+"""
+
+
+def test_it_loads_from_anywhere_without_network_or_home(model, tokenizer, tmp_path):
+    home, place = tmp_path / "home", tmp_path / "place"
+    home.mkdir()
+    place.mkdir()
+    kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "SYSTEMROOT") if name in os.environ}
+    offline = {"HF_HUB_OFFLINE": "1", "HOME": str(home), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", OFFLINE], cwd=place, env=kept | offline, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["cwd"] == str(place.resolve())
+    assert said["ids"] == [*tokenizer.encode("Once upon a time there was a little"), model.mask_id]
+    here = model.backbone(torch.tensor([said["ids"]]))[0, -1, :50]
+    torch.testing.assert_close(torch.tensor(said["found"]), here, rtol=1e-3, atol=1e-3)
+    assert not list(home.rglob("*"))
+    assert not list(place.rglob("*"))
+
+
+def test_load_without_arguments_is_the_bundled_model(model):
+    named = codd.load(BUNDLED, circuit=None, device="cpu")
+    ids = torch.tensor([[5, 300, model.mask_id, 800]])
+    assert torch.equal(model.backbone(ids), named.backbone(ids))
+    assert model.circuit is None or model.circuit.vocab_size == model.backbone.vocab_size
+
+
+class TestFiles:
+    def test_they_are_in_the_package(self):
+        found = importlib.resources.files("codd.backbones") / "bundled"
+        assert {entry.name for entry in found.iterdir()} >= FILES
+        assert Path(str(found)).samefile(BUNDLED)
+
+    def test_the_wheel_takes_them(self):
+        """Hatch packages all of a folder but what is excluded, or ignored by git."""
+        build = tomllib.loads((PROJECT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+        packages = [PROJECT / package for package in build["targets"]["wheel"]["packages"]]
+        assert any(BUNDLED.resolve().is_relative_to(package.resolve()) for package in packages)
+        for options in (build, build["targets"]["wheel"], build["targets"]["sdist"]):
+            assert not {"exclude", "only-include", "ignore-vcs"} & set(options)
+        inside = (BUNDLED / name for name in FILES)
+        ignored = [line.strip() for line in (PROJECT / ".gitignore").read_text().splitlines()]
+        patterns = [line.strip("/") for line in ignored if line and not line.startswith("#")]
+        assert patterns
+        for path in (path.relative_to(PROJECT) for path in inside):
+            ways = (path, *path.parents)
+            assert not [pattern for pattern in patterns for way in ways if way.match(pattern)]
+
+    def test_the_digest(self, config):
+        assert hashlib.sha256((BUNDLED / "model.safetensors").read_bytes()).hexdigest() == config["sha256"]
+
+    def test_the_size(self):
+        assert sum(path.stat().st_size for path in BUNDLED.rglob("*") if path.is_file()) < 32e6
+
+    def test_rows_use_the_whole_range_of_their_integers(self, model):
+        stored = load_file(BUNDLED / "model.safetensors")
+        parameters = dict(model.backbone.network.named_parameters())
+        matrices = {name for name, tensor in stored.items() if tensor.ndim == 2}
+        assert matrices == {name.removesuffix("_scale") for name in stored if name.endswith("_scale")}
+        assert len(matrices) == 1 + 4 * model.backbone.config.layers
+        for name in matrices:
+            whole, scale = stored[name], stored[f"{name}_scale"]
+            assert whole.dtype == torch.int8
+            assert scale.shape == whole.shape[:1]
+            torch.testing.assert_close(parameters[name].abs().amax(dim=1), scale * 127, rtol=1e-6, atol=0)
+            torch.testing.assert_close(parameters[name], whole * scale[:, None], rtol=1e-6, atol=0)
+
+    def test_nothing_is_nan(self):
+        assert codd.load(check=True, device="cpu").backbone.family == "mini"
+
+
+class TestNetwork:
+    def test_parameters(self, model):
+        assert 20e6 < sum(parameter.numel() for parameter in model.backbone.parameters()) < 30e6
+
+    def test_it_sees_both_sides(self, model):
+        assert not model.backbone.config.causal
+        ids = torch.tensor([[300, model.mask_id, 400], [300, model.mask_id, 500]])
+        logits = model.backbone(ids)
+        assert (logits[0, 0] - logits[1, 0]).abs().max() > 0.1
+
+    def test_special_ids_agree(self, model, tokenizer, config):
+        special = model.backbone.special
+        assert config["mask_token_id"] == special.mask == tokenizer.mask_id == model.mask_id
+        assert config["eos_token_id"] == special.eos == tokenizer.eos_id
+        assert config["pad_token_id"] == special.pad == tokenizer.pad_id
+        assert len({special.mask, special.eos, special.pad}) == 3
+        assert None not in (special.mask, special.eos, special.pad)
+        assert config["vocab_size"] == model.backbone.vocab_size == tokenizer.vocab_size == 8192
+
+    def test_it_has_read_prose(self, model, tokenizer):
+        truth = torch.tensor(tokenizer.encode(PARAGRAPH))
+        losses = []
+        for seed in range(2):
+            hidden = torch.rand(len(truth), generator=torch.Generator().manual_seed(seed)) < 0.3
+            assert 20 < int(hidden.sum()) < 50
+            logits = model.backbone(torch.where(hidden, model.mask_id, truth)[None])[0]
+            losses.append(F.cross_entropy(logits[hidden], truth[hidden]).item())
+        assert max(losses) < math.log(8192) - 5  # word frequencies alone are worth two or three nats
+
+    def test_it_solves_problems_that_it_has_not_seen(self, model, tokenizer):
+        asked = [generate(index, split="test", seed=100) for index in EASY]
+        assert len({problem.pattern for problem in asked}) == len(asked)
+        prompts = [tokenizer.encode_chat(problem.question) for problem in asked]
+        *_, last = denoise(model.backbone, prompts, mask_id=model.mask_id, gen_length=64, block_length=32)
+        texts = [tokenizer.decode(row).strip() for row in last.sequences[:, -64:].tolist()]
+        assert [extract_answer(text) for text in texts] == [problem.answer for problem in asked]
+        assert all(text.count("\n") == 2 for text in texts)
+        assert not (last.sequences == model.mask_id).any()
+
+
+class TestVocabulary:
+    def test_digits_stand_alone(self, tokenizer):
+        numeric = []
+        for id in range(tokenizer.vocab_size):
+            text = tokenizer.decode([id], skip_special_tokens=False)
+            if any(unicodedata.category(character).startswith("N") for character in text):
+                numeric.append(text)
+        assert sorted(text for text in numeric if text.isascii()) == list("0123456789")
+        assert all(len(text) == 1 for text in numeric)
+        assert [tokenizer.decode([id]) for id in tokenizer.encode("12 + 345")] == ["1", "2", " +", " ", "3", "4", "5"]
+
+    def test_every_id_is_a_token(self, tokenizer):
+        tokens = {tokenizer.id_to_token(id) for id in range(tokenizer.vocab_size)}
+        assert len(tokens) == tokenizer.vocab_size
+        assert None not in tokens
+
+    @pytest.mark.parametrize("text", [PARAGRAPH, "a  b\n\n\tc 3.14%", "naïve — “quotes” 漢字 🙂", "", " "])
+    def test_round_trip(self, tokenizer, text):
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+    @settings(max_examples=100, deadline=None)
+    @given(text=st.text(max_size=60))
+    def test_round_trip_of_anything(self, tokenizer, text):
+        ids = tokenizer.encode(text, parse_special=False)
+        assert tokenizer.decode(ids) == text
+        assert not tokenizer.special_ids & set(ids)
+
+    def test_prose_takes_few_tokens(self, tokenizer):
+        assert len(tokenizer.encode(PARAGRAPH)) < len(PARAGRAPH) / 3.5
+
+    def test_chat(self, tokenizer):
+        ids = tokenizer.encode_chat("How many?")
+        text = tokenizer.decode(ids, skip_special_tokens=False)
+        assert text == "<|user|>How many?<|assistant|>"
+        assert len([id for id in ids if id in tokenizer.special_ids]) == 2

@@ -1,0 +1,496 @@
+"""What ``codd info`` says of backbones, and that nothing but their headers is read for it."""
+
+import io
+import json
+import math
+import shutil
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
+
+from codd import files
+from codd.backbones import loading, mini, weights
+from codd.backbones.config import Config
+from codd.backbones.transformer import initialise
+from codd.circuits import HMM
+from codd.cli import console, info_model, main
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+ROTARY = "rotary_emb.inv_freq"
+
+# Of each fixture: the fields of config.json that hold family, layers, width, heads and maximal length.
+HUB = ("num_hidden_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
+FIELDS = {
+    "llada_mha": ("llada", "n_layers", "d_model", "n_heads", "max_sequence_length"),
+    "llada_gqa_sharded": ("llada", "n_layers", "d_model", "n_heads", "max_sequence_length"),
+    "dream_tied": ("dream", *HUB),
+    "dream_untied_sharded": ("dream", *HUB),
+    "bert": ("bert", *HUB),
+    "modernbert": ("modernbert", *HUB),
+    "mdlm": ("mdlm", "n_blocks", "hidden_dim", "n_heads", "model_length"),
+    "mdlm_timecond": ("mdlm", "n_blocks", "hidden_dim", "n_heads", "model_length"),
+    "sedd": ("sedd", "n_blocks", "hidden_size", "n_heads", "length"),
+}
+MINI = {
+    "vocab_size": 60,
+    "width": 32,
+    "layers": 2,
+    "heads": 4,
+    "kv_heads": 2,
+    "mlp_width": 48,
+    "max_length": 64,
+    "mask_token_id": 59,
+    "eos_token_id": 57,
+    "pad_token_id": 58,
+}
+
+
+def described(capsys, *arguments: object, code: int = 0) -> dict[str, object]:
+    assert main(["info", *map(str, arguments), "--json"]) == code
+    return json.loads(capsys.readouterr().out)
+
+
+def shown(capsys, *arguments: object, code: int = 0) -> dict[str, str]:
+    """The lines for people, by their names."""
+    assert main(["info", *map(str, arguments)]) == code
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    width = max(line.index("  ", 2) for line in lines)
+    return {line[2:width].strip(): line[width:].strip() for line in lines}
+
+
+def refused(capsys, *arguments: object) -> str:
+    assert main(["info", *map(str, arguments)]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert "Traceback" not in printed.err
+    return printed.err
+
+
+def headers(folder: Path) -> dict[str, dict[str, object]]:
+    """All tensors of a folder's model files, read by the letter of the format."""
+    found = {}
+    for path in folder.glob("model*.safetensors"):
+        data = path.read_bytes()
+        (length,) = struct.unpack("<Q", data[:8])
+        found |= json.loads(data[8 : 8 + length])
+    found.pop("__metadata__", None)
+    return found
+
+
+def count(tensors: dict[str, dict[str, object]]) -> int:
+    return sum(math.prod(header["shape"]) for header in tensors.values())
+
+
+def config_of(folder: Path) -> dict[str, object]:
+    return json.loads((folder / "config.json").read_text())
+
+
+def edit_config(folder: Path, **changes: object) -> None:
+    (folder / "config.json").write_text(json.dumps({**config_of(folder), **changes}))
+
+
+def copy_of(name: str, folder: Path) -> Path:
+    return Path(shutil.copytree(FIXTURES / name, folder / name, ignore=shutil.ignore_patterns("case.*")))
+
+
+def random_mini(folder: Path, *, int8: bool = False, **changes: object) -> Path:
+    built = mini.build(Config({**MINI, **changes}))
+    initialise(built.network, generator=torch.Generator().manual_seed(0))
+    return mini.save(built, folder, int8=int8)
+
+
+def edit_weights(folder: Path, **changes: torch.Tensor) -> None:
+    path = folder / "model.safetensors"
+    save_file({**load_file(path), **changes}, path)
+
+
+@pytest.fixture
+def llada(tmp_path):
+    return copy_of("llada_mha", tmp_path)
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    return copy_of("llada_gqa_sharded", tmp_path)
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_family(name, capsys):
+    folder = FIXTURES / name
+    config, tensors = config_of(folder), headers(folder)
+    family, layers, width, heads, length = FIELDS[name]
+    sizes = config["model"] if family == "sedd" else config
+    used = {key: header for key, header in tensors.items() if not key.endswith(ROTARY)}
+    masks = {"sedd": config.get("tokens"), "mdlm": config.get("vocab_size", 0) - 1}
+    found = described(capsys, folder)
+    mlp_width = found.pop("mlp_width")
+    assert any(mlp_width in header["shape"] or 2 * mlp_width in header["shape"] for header in used.values())
+    assert found == {
+        "path": str(folder),
+        "kind": "backbone",
+        "family": family,
+        "bundled": False,
+        "folder": str(folder),
+        "parameters": count(used),
+        "layers": sizes[layers],
+        "width": sizes[width],
+        "heads": sizes[heads],
+        "kv_heads": config.get("n_kv_heads") or config.get("num_key_value_heads") or sizes[heads],
+        "causal": False,
+        "tied": name in ("dream_tied", "bert", "modernbert") or bool(config.get("weight_tying")),
+        "vocab_size": config["tokens"] + 1 if family == "sedd" else config.get("embedding_size", config["vocab_size"]),
+        "max_length": sizes[length],
+        "mask_id": config.get("mask_token_id", masks.get(family)),
+        "eos_id": config.get("eos_token_id"),
+        "pad_id": config.get("pad_token_id"),
+        "bos_id": config.get("bos_token_id"),
+        "tokenizer": None,
+        "circuit": None,
+        "dtypes": {"bfloat16" if used.popitem()[1]["dtype"] == "BF16" else "float32": found["parameters"]},
+        "shards": len(list(folder.glob("model*.safetensors"))),
+        "tensors": sum(not key.endswith(ROTARY) for key in tensors),
+        "unused_tensors": sum(key.endswith(ROTARY) for key in tensors),
+        "bytes": sum(path.stat().st_size for path in folder.glob("model*.safetensors")),
+        "sha256": None,
+        "sha256_matches": None,
+    }
+
+
+def test_the_bundled_model(capsys):
+    folder = loading.BUNDLED
+    config, tensors = config_of(folder), headers(folder)
+    matrices = {key: header for key, header in tensors.items() if header["dtype"] == "I8"}
+    others = {k: header for k, header in tensors.items() if header["dtype"] == "F32" and not k.endswith("_scale")}
+    found = described(capsys)
+    assert found == described(capsys, folder)
+    assert found["path"] == found["folder"] == str(folder)
+    assert (found["family"], found["bundled"]) == ("mini", True)
+    assert found["parameters"] == count(matrices) + count(others)
+    assert found["dtypes"] == {"int8": count(matrices), "float32": count(others)}
+    assert (found["tensors"], found["unused_tensors"]) == (len(matrices) + len(others), 0)
+    for ours, stated in (("mask_id", "mask_token_id"), ("eos_id", "eos_token_id"), ("pad_id", "pad_token_id")):
+        assert found[ours] == config[stated]
+    for field in ("vocab_size", "width", "layers", "heads", "kv_heads", "mlp_width", "max_length", "sha256"):
+        assert found[field] == config[field]
+    assert found["sha256"] == files.sha256(folder / "model.safetensors")
+    assert found["sha256_matches"] is True
+    size = len(json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"])
+    assert found["tokenizer"] == {"kind": "BPE", "vocab_size": size, "chat_template": "own"}
+
+
+def test_text_of_the_bundled_model(capsys):
+    lines = shown(capsys, "--check")
+    assert lines["family"] == "mini, the model that comes with codd"
+    assert lines["parameters"] == f"{described(capsys)['parameters']:,}"
+    assert lines["mask id"] == f"{config_of(loading.BUNDLED)['mask_token_id']} <|mask|>"
+    assert lines["tokenizer"].endswith("its own chat template")
+    assert lines["sha256"].endswith("(matches)")
+    assert lines["checked"].startswith(f"{len(headers(loading.BUNDLED))} tensors read, every value is finite")
+
+
+def test_text(capsys):
+    folder = FIXTURES / "llada_gqa_sharded"
+    lines = shown(capsys, folder)
+    assert lines["kind"] == "denoiser"
+    assert lines["layers"] == "2, 64 wide, 4 heads, sharing 2 of keys and values"
+    assert lines["vocabulary"] == "112 tokens, untied"
+    assert lines["max length"] == "128 positions"
+    assert (lines["mask id"], lines["eos id"], lines["bos id"]) == ("110", "108", "not stated")
+    assert lines["tokenizer"] == "none: give ids"
+    assert lines["dtype"] == f"bfloat16 ({count(headers(folder)):,})"
+    assert lines["size"].endswith("in 2 files")
+    assert lines["circuit"] == "none"
+    assert "sha256" not in lines
+    assert "checked" not in lines
+    assert shown(capsys, FIXTURES / "bert")["mask id"] == "not stated: give mask_id to codd.load"
+    assert shown(capsys, FIXTURES / "mdlm")["unused"] == f"1 tensor in the files: backbone.{ROTARY}"
+
+
+def test_the_heads_of_other_tasks_are_not_counted(tmp_path, capsys):
+    folder = copy_of("bert", tmp_path)
+    counted = described(capsys, folder)["parameters"]
+    edit_weights(folder, **{f"bert.pooler.dense.{kind}": torch.ones(2) for kind in ("weight", "bias")})
+    found = described(capsys, folder)
+    assert (found["parameters"], found["unused_tensors"]) == (counted, 2)
+    assert shown(capsys, folder)["unused"] == "2 tensors in the files: bert.pooler.dense.bias and others"
+
+
+def test_a_causal_model_needs_no_mask(tmp_path, capsys):
+    lines = shown(capsys, random_mini(tmp_path, causal=True, mask_token_id=None))
+    assert (lines["kind"], lines["mask id"]) == ("causal language model", "not stated")
+
+
+def test_nothing_is_read_but_headers(sharded, capsys, monkeypatch):
+    class HeadersOnly:
+        def __init__(self, *arguments, **options):
+            self.file = safe_open(*arguments, **options)
+
+        def __enter__(self):
+            self.file.__enter__()
+            return self
+
+        def __exit__(self, *raised):
+            return self.file.__exit__(*raised)
+
+        def keys(self):
+            return self.file.keys()
+
+        def get_slice(self, name):
+            return self.file.get_slice(name)
+
+    for module in (weights, info_model):
+        monkeypatch.setattr(module, "safe_open", HeadersOnly)
+    assert described(capsys, sharded)["family"] == "llada"
+
+
+# Tokenizers.
+
+
+def save_tokenizer(folder: Path, size: int, **config: object) -> None:
+    vocab = {f"t{i}": i for i in range(size)}
+    Tokenizer(models.WordLevel(vocab, unk_token="t0")).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def test_a_tokenizer_fills_in_what_the_configuration_does_not_say(tmp_path, capsys):
+    folder = copy_of("bert", tmp_path)
+    save_tokenizer(folder, 120, mask_token="t103", pad_token="t7", chat_template="{{ messages }}")
+    found = described(capsys, folder)
+    assert (found["mask_id"], found["pad_id"], found["eos_id"]) == (103, 0, None)
+    assert found["tokenizer"] == {"kind": "WordLevel", "vocab_size": 120, "chat_template": "own"}
+    lines = shown(capsys, folder)
+    assert lines["mask id"] == "103 t103"
+    assert lines["pad id"] == "0 t0, but the tokenizer says 7"
+
+
+def test_the_family_has_a_chat_template(llada, capsys):
+    size = config_of(llada)["embedding_size"]
+    save_tokenizer(llada, size + 3)
+    assert described(capsys, llada)["tokenizer"]["chat_template"] == "family"
+    line = shown(capsys, llada)["tokenizer"]
+    assert line.startswith(f"WordLevel, {size + 3} tokens, the family's chat template")
+    assert line.endswith("; 3 of its ids are beyond the network's vocabulary")
+
+
+def test_a_damaged_tokenizer(llada, capsys):
+    (llada / "tokenizer.json").write_text("{")
+    message = refused(capsys, llada)
+    assert str(llada / "tokenizer.json") in message
+    assert "Download it again" in message
+
+
+# Circuits.
+
+
+def test_its_circuit(tmp_path, capsys):
+    folder = random_mini(tmp_path)
+    HMM.random(4, 60, length=8).save(folder / "circuit")
+    alone = described(capsys, folder / "circuit")
+    found = described(capsys, folder, "--check")
+    assert {"path": str(folder / "circuit"), **found["circuit"]} == alone
+    assert found["checked"] is True
+    lines = shown(capsys, folder, "--check")
+    assert lines["circuit"].startswith("hidden Markov model, 4 states, 60 tokens, window of 8 positions, ")
+    assert lines["checked"].endswith("every value is finite; of the circuit every row is a distribution")
+
+
+def test_a_circuit_that_does_not_belong_to_it(tmp_path, capsys):
+    folder = random_mini(tmp_path)
+    HMM.random(4, 61).save(folder / "circuit")
+    assert described(capsys, folder, code=1)["circuit"]["vocab_size"] == 61
+    line = shown(capsys, folder, code=1)["circuit"]
+    assert line.endswith("it DOES NOT BELONG to a model of 60 tokens: remove the folder circuit/")
+
+
+def test_a_circuit_that_was_changed(tmp_path, capsys):
+    folder = random_mini(tmp_path)
+    HMM.random(4, 60, seed=0).save(folder / "circuit")
+    HMM.random(4, 60, seed=1).save(tmp_path / "other")
+    (tmp_path / "other" / "circuit.safetensors").replace(folder / "circuit" / "circuit.safetensors")
+    assert described(capsys, folder, code=1)["circuit"]["sha256_matches"] is False
+    assert "its sha256 DOES NOT MATCH" in shown(capsys, folder, code=1)["circuit"]
+
+
+def test_a_damaged_circuit(tmp_path, capsys):
+    folder = random_mini(tmp_path)
+    (folder / "circuit").mkdir()
+    assert str(folder / "circuit" / "config.json") in refused(capsys, folder)
+
+
+# The hub.
+
+
+def test_a_hub_id(sharded, capsys, monkeypatch):
+    asked = []
+    monkeypatch.setattr(files, "_download", lambda repo_id, wanted, revision: asked.append(wanted) or sharded)
+    found = described(capsys, "someone/model")
+    assert asked == [("config.json",), loading.WANTED]
+    assert (found["path"], found["folder"], found["family"]) == ("someone/model", str(sharded), "llada")
+    assert shown(capsys, "someone/model")["folder"] == str(sharded)
+
+
+def test_weights_of_an_unknown_family_are_not_downloaded(tmp_path, capsys, monkeypatch):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    asked = []
+    monkeypatch.setattr(files, "_download", lambda repo_id, wanted, revision: asked.append(wanted) or tmp_path)
+    assert "model_type 'gpt2' is of no family that codd knows; use one of llada" in refused(capsys, "openai/gpt2")
+    assert asked == [("config.json",)]
+
+
+# What is wrong with a checkpoint: one line that names the file and says what to do.
+
+
+def test_weights_that_do_not_belong_to_the_configuration(tmp_path, capsys):
+    folder = random_mini(tmp_path)
+    edit_weights(folder, **{"final_norm.weight": torch.full((32,), 2.0)})
+    found = described(capsys, folder, code=1)
+    assert (found["sha256"], found["sha256_matches"]) == (config_of(folder)["sha256"], False)
+    assert "DOES NOT MATCH the weights" in shown(capsys, folder, code=1)["sha256"]
+    edit_config(folder, sha256=float("nan"))
+    assert described(capsys, folder, code=1)["sha256_matches"] is False
+
+
+def test_a_missing_shard(sharded, capsys):
+    (sharded / "model-00002-of-00002.safetensors").unlink()
+    message = refused(capsys, sharded)
+    assert str(sharded / "model.safetensors.index.json") in message
+    assert "'model-00002-of-00002.safetensors', which is missing. Download the checkpoint again" in message
+
+
+def test_a_missing_and_an_unknown_tensor(llada, capsys):
+    layers = config_of(llada)["n_layers"]
+    edit_config(llada, n_layers=layers + 1)
+    message = refused(capsys, llada)
+    assert f"lacks 'model.transformer.blocks.{layers}.attn_norm.weight'" in message
+    assert "download it again" in message
+    edit_config(llada, n_layers=layers - 1)
+    message = refused(capsys, llada)
+    assert f"has 'model.transformer.blocks.{layers - 1}.attn_norm.weight'" in message
+    assert "check model_type and the number of layers in config.json" in message
+
+
+def test_a_wrong_shape(llada, capsys):
+    wide = config_of(llada)["d_model"]
+    edit_weights(llada, **{"model.transformer.ln_f.weight": torch.ones(3)})
+    message = refused(capsys, llada)
+    assert str(llada / "model.safetensors") in message
+    assert f"model.transformer.ln_f.weight has shape (3,), but config.json says ({wide},)" in message
+    assert "download both again" in message
+
+
+@pytest.mark.parametrize("kept", [0, 5, 100, -1])
+def test_a_truncated_file(kept, llada, capsys):
+    path = llada / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:kept])
+    message = refused(capsys, llada)
+    assert f"{path}: is truncated, damaged or not a safetensors file" in message
+    assert "Download it again" in message
+
+
+@pytest.mark.parametrize("config", [{"model_type": "gpt2"}, {"model_type": None}, {}])
+def test_an_unknown_family(config, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    message = refused(capsys, tmp_path)
+    assert f"{tmp_path / 'config.json'}: model_type {config.get('model_type')!r} is of no family" in message
+    assert "use one of llada, dream" in message
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "\x00", "[" * 100_000])
+def test_a_broken_configuration(text, llada, capsys):
+    (llada / "config.json").write_text(text)
+    message = refused(capsys, llada)
+    assert str(llada / "config.json") in message
+    assert "ownload it again" in message
+
+
+def test_a_field_that_is_wrong(llada, capsys):
+    edit_config(llada, n_layers="two")
+    message = refused(capsys, llada)
+    assert f"{llada / 'config.json'}: n_layers must be a whole number" in message
+    assert "correct it or download the file again" in message
+
+
+def test_no_weights(llada, capsys):
+    (llada / "model.safetensors").unlink()
+    message = refused(capsys, llada)
+    assert f"{llada}: has neither model.safetensors nor model.safetensors.index.json" in message
+    assert "Download the checkpoint again" in message
+    (llada / "pytorch_model.bin").write_bytes(b"")
+    assert "pytorch_model.bin is a pickle" in (message := refused(capsys, llada))
+    assert "convert it to safetensors" in message
+
+
+def test_an_empty_folder(tmp_path, capsys):
+    assert "has no config.json; expected a circuit folder" in refused(capsys, tmp_path)
+
+
+def test_a_folder_around_a_model_says_where_it_is(llada, capsys):
+    assert f"give one inside it: codd info {llada}" in refused(capsys, llada.parent)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "model-00001-of-00002.safetensors"])
+def test_a_file_of_a_model_names_its_folder(name, sharded, capsys):
+    assert f"give the folder: codd info {sharded}" in refused(capsys, sharded / name)
+
+
+def test_integers_without_scales(tmp_path, capsys):
+    folder = random_mini(tmp_path, int8=True)
+    name = "blocks.0.mlp.up.weight"
+    tensors = load_file(folder / "model.safetensors")
+    scale = tensors.pop(name + "_scale")
+    save_file(tensors, folder / "model.safetensors")
+    message = refused(capsys, folder)
+    assert str(folder / "model.safetensors") in message
+    assert f"{name}_scale with one number for each of its rows is missing. Save it again" in message
+    edit_weights(folder, **{name + "_scale": scale[1:]})
+    assert "is missing. Save it again" in refused(capsys, folder)
+    edit_weights(folder, **{name: tensors[name].int()})
+    message = refused(capsys, folder)
+    assert f"{name} is of type I32; expected floating-point weights" in message
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_values_that_are_not_finite(value, llada, capsys):
+    name = "model.transformer.blocks.1.ff_out.weight"
+    tensor = load_file(llada / "model.safetensors")[name]
+    tensor[-1, -1] = value
+    edit_weights(llada, **{name: tensor})
+    assert described(capsys, llada)["family"] == "llada"
+    message = refused(capsys, llada, "--check")
+    assert f"{llada / 'model.safetensors'}: {name} has NaN or infinite values" in message
+    assert "download it again or use an earlier checkpoint" in message
+
+
+def test_scales_and_every_chunk_are_checked(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(weights, "CHUNK", 7)
+    folder = random_mini(tmp_path, int8=True)
+    assert described(capsys, folder, "--check")["checked"] is True
+    name = "blocks.1.mlp.down.weight_scale"
+    scale = load_file(folder / "model.safetensors")[name]
+    scale[-1] = float("nan")
+    edit_weights(folder, **{name: scale})
+    assert name in refused(capsys, folder, "--check")
+
+
+def test_floats_of_eight_bits_can_be_checked(tmp_path, capsys):
+    folder = random_mini(tmp_path)
+    edit_weights(folder, **{"final_norm.weight": torch.ones(32).to(torch.float8_e4m3fn)})
+    found = described(capsys, folder, "--check", code=1)  # another sha256 than the stated one
+    assert found["checked"] is True
+    assert found["dtypes"]["float8_e4m3fn"] == 32
+
+
+@pytest.mark.parametrize(("patience", "terminal", "seen"), [(0, True, True), (60, True, False), (0, False, False)])
+def test_a_progress_bar_on_a_terminal_if_it_takes_long(patience, terminal, seen, llada, capsys, monkeypatch):
+    written = io.StringIO()
+    monkeypatch.setattr(console, "err", lambda: Console(file=written, force_terminal=terminal))
+    monkeypatch.setattr(info_model, "PATIENCE", patience)
+    assert info_model.check_values(loading.match(llada, loading.plan_of(llada)).headers)
+    assert ("reading the weights" in written.getvalue()) is seen

@@ -1,0 +1,308 @@
+import functools
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+import torch
+
+from codd.backbones import Backbone, Tokenizer, mini
+from codd.backbones.config import Config
+from codd.backbones.transformer import initialise
+from codd.decoding.loop import denoise
+from codd.errors import FormatError, InvalidInput
+from codd.evaluation.backbone import Solved, answer_likelihood, batch_maker, solve_problems, text_likelihood
+from codd.training.bpe import train_bpe
+from codd.training.problems import Problem, problems
+from codd.training.recipe import Source
+from codd.training.rows import Rows
+
+DOCUMENTS = [
+    "Ana has 12 apples and a café — she sells 7 of them. How many are left?",
+    "Ben walks 5 miles on Monday, and twice as far on Tuesday: 5 * 2 = 10 miles. " * 3,
+]
+PAIRS = [
+    ("How many apples are left?", "12 - 7 = 5 apples.\n#### 5"),
+    ("How far?", "It is 5 * 2 = 10 miles (très).\n#### 10"),
+    ("Why?", ""),
+]
+TOO_LONG = ("How many? " * 20, "3")
+TEXTS = Source("text", "documents", path="documents.jsonl", fields=("text",))
+ANSWERS = Source("qa", "pairs", path="pairs.jsonl")
+ROW = 60
+"""So short that no answer has room for more than its first block of 32 tokens, and no row for two texts."""
+
+
+@functools.cache
+def tokenizer() -> Tokenizer:
+    return train_bpe([f"{p.question}\n{p.solution}" for p in problems(100)], vocab_size=400)
+
+
+def tiny(*, causal: bool = False, uniform: bool = False, std: float = 0.4, **changes) -> Backbone:
+    sizes = {"vocab_size": len(tokenizer()), "width": 16, "layers": 1, "heads": 2, "mlp_width": 16, "causal": causal}
+    special = {f"{name}_token_id": getattr(tokenizer(), f"{name}_id") for name in ("mask", "eos", "pad")}
+    built = mini.build(Config({**sizes, **special, **changes}, "a test"))
+    initialise(built.network, generator=torch.Generator().manual_seed(2), std=std)
+    built.eval().requires_grad_(False)
+    if uniform:
+        built.network.embedding.tokens.weight.zero_()  # the head is tied to it
+    return built
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    write(tmp_path / "documents.jsonl", [{"text": text} for text in DOCUMENTS])
+    write(tmp_path / "pairs.jsonl", [{"question": question, "answer": answer} for question, answer in PAIRS])
+    return tmp_path
+
+
+def write(path: Path, entries: list[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+
+
+def lost_from_left_to_right(backbone: Backbone, ids: Sequence[int], first: int) -> float:
+    """-log p of the tokens from the first on, each given all before it."""
+    lost = 0.0
+    for at in range(first, len(ids)):
+        logits = backbone(torch.tensor([ids[:at]]))[0, -1].double()
+        lost += float(logits.logsumexp(0) - logits[ids[at]])
+    return lost
+
+
+def rows_of_text(length: int) -> list[list[int]]:
+    stream = [id for text in DOCUMENTS for id in (*tokenizer().encode(text), tokenizer().eos_id)]
+    return [stream[begin : begin + length] for begin in range(0, len(stream) - length + 1, length)]
+
+
+def size_of(ids: Sequence[int]) -> int:
+    return len(tokenizer().decode(ids).encode())
+
+
+def filled(answer: str, length: int = 32) -> list[int]:
+    """An answer, and end marks to the end of its block."""
+    ids = tokenizer().encode(answer)
+    assert len(ids) < length
+    return ids + [tokenizer().eos_id] * (length - len(ids))
+
+
+class TestText:
+    @pytest.mark.parametrize("length", [16, 50])
+    def test_of_a_causal_model_is_exact(self, length, data):
+        """The first token of each row, which nothing precedes, is given and does not count."""
+        backbone, rows = tiny(causal=True), rows_of_text(length)
+        found = text_likelihood(backbone, tokenizer(), TEXTS, data, row_length=length, draws=9)
+        assert (found.tokens, found.rows, found.draws) == ((length - 1) * len(rows), len(rows), 1)
+        lost = sum(lost_from_left_to_right(backbone, row, 1) for row in rows)
+        assert found.nats_per_token == pytest.approx(lost / found.tokens, rel=1e-5)
+        size = sum(size_of(row[1:]) for row in rows)
+        assert found.bits_per_byte == pytest.approx(lost / math.log(2) / size, rel=1e-5)
+
+    def test_bytes_are_not_characters_and_end_marks_have_none(self, data):
+        whole = len(rows_of_text(1))
+        found = text_likelihood(tiny(), tokenizer(), TEXTS, data, row_length=whole, draws=1)
+        size = len("".join(DOCUMENTS).encode())
+        assert size > len("".join(DOCUMENTS))
+        assert found.bits_per_byte == pytest.approx(found.nats_per_token * whole / math.log(2) / size, rel=1e-9)
+
+    def test_what_does_not_fill_a_row_is_left_out(self, data):
+        whole = len(rows_of_text(1))
+        found = text_likelihood(tiny(), tokenizer(), TEXTS, data, row_length=whole - 1, draws=1)
+        assert (found.tokens, found.rows) == (whole - 1, 1)
+
+    def test_of_a_uniform_model(self, data):
+        """In expectation log V; the noise of so many draws is about one percent."""
+        found = text_likelihood(tiny(uniform=True), tokenizer(), TEXTS, data, row_length=16, draws=200)
+        assert found.draws == 200
+        assert found.nats_per_token == pytest.approx(math.log(len(tokenizer())), rel=0.05)
+
+    def test_of_a_diffusion_model_is_the_mean_over_the_orders(self, data):
+        """Rows of two tokens: one is found first, then the other with its help."""
+        backbone, mask = tiny(std=0.8), tokenizer().mask_id
+        orders = []
+        for truth in rows_of_text(2):
+            for first in (0, 1):
+                ids = [mask, mask]
+                for at in (first, 1 - first):
+                    logits = backbone(torch.tensor([ids]))[0, at].double()
+                    orders.append(float(logits.logsumexp(0) - logits[truth[at]]))
+                    ids[at] = truth[at]
+        mean = sum(orders) / len(orders)
+        found = text_likelihood(backbone, tokenizer(), TEXTS, data, row_length=2, draws=150)
+        assert abs(mean - math.log(len(tokenizer()))) > 0.2
+        assert found.nats_per_token == pytest.approx(mean, rel=0.04)
+
+    def test_masks_are_the_same_each_time(self, data):
+        one, two = (text_likelihood(tiny(), tokenizer(), TEXTS, data, row_length=16, draws=2) for _ in range(2))
+        assert one == two
+
+    def test_too_little_text(self, data):
+        with pytest.raises(FormatError, match=r"documents: \d+ tokens do not fill a row of 5000"):
+            text_likelihood(tiny(), tokenizer(), TEXTS, data, row_length=5000, draws=1)
+
+
+class TestAnswers:
+    def test_of_a_causal_model_is_exact(self, data):
+        backbone = tiny(causal=True)
+        found = answer_likelihood(backbone, tokenizer(), ANSWERS, data, row_length=ROW, draws=9)
+        lost = 0.0
+        for question, answer in PAIRS:
+            prompt = tokenizer().encode_chat(question)
+            lost += lost_from_left_to_right(backbone, prompt + filled(answer), len(prompt))
+        answers = [answer for _, answer in PAIRS]
+        assert found.tokens == sum(len(tokenizer().encode(answer)) + 1 for answer in answers)
+        assert (found.rows, found.draws) == (len(PAIRS), 1)
+        assert found.nats_per_token == pytest.approx(lost / found.tokens, rel=1e-5)
+        size = sum(len(answer.encode()) for answer in answers)
+        assert found.bits_per_byte == pytest.approx(lost / math.log(2) / size, rel=1e-5)
+
+    def test_end_marks_that_fill_a_block_cost_but_are_no_tokens(self, data):
+        found = answer_likelihood(tiny(uniform=True), tokenizer(), ANSWERS, data, row_length=ROW, draws=400)
+        own = sum(len(tokenizer().encode(answer)) + 1 for _, answer in PAIRS)
+        assert found.tokens == own < 0.7 * 32 * len(PAIRS)
+        wanted = math.log(len(tokenizer())) * 32 * len(PAIRS)
+        assert found.nats_per_token == pytest.approx(wanted / own, rel=0.05)
+        size = sum(len(answer.encode()) for _, answer in PAIRS)
+        assert found.bits_per_byte == pytest.approx(found.nats_per_token * own / math.log(2) / size, rel=1e-9)
+
+    @pytest.mark.parametrize("causal", [False, True])
+    def test_what_does_not_fit_a_row_is_counted_nowhere(self, causal, data):
+        backbone = tiny(causal=causal)
+        without = answer_likelihood(backbone, tokenizer(), ANSWERS, data, row_length=ROW, draws=3)
+        just = ("Why?", "7" * (ROW - len(tokenizer().encode_chat("Why?"))))  # no room for an end mark
+        write(data / "pairs.jsonl", [{"question": q, "answer": a} for q, a in (*PAIRS, TOO_LONG, just)])
+        assert len(tokenizer().encode_chat(TOO_LONG[0])) > ROW
+        assert len(tokenizer().encode(just[1])) == len(just[1])
+        assert answer_likelihood(backbone, tokenizer(), ANSWERS, data, row_length=ROW, draws=3) == without
+
+    def test_the_longest_that_fits(self, data):
+        """An answer needs room for one end mark."""
+        prompt, answer = tokenizer().encode_chat("Why?"), tokenizer().encode("12 - 7 = 5")
+        write(data / "pairs.jsonl", [{"question": "Why?", "answer": "12 - 7 = 5"}])
+        fits = len(prompt) + len(answer) + 1
+        backbone = tiny(causal=True)
+        found = answer_likelihood(backbone, tokenizer(), ANSWERS, data, row_length=fits, draws=1)
+        lost = lost_from_left_to_right(backbone, [*prompt, *answer, tokenizer().eos_id], len(prompt))
+        assert found.tokens == len(answer) + 1
+        assert found.nats_per_token == pytest.approx(lost / found.tokens, rel=1e-5)
+        with pytest.raises(FormatError, match="no question with its answer fits"):
+            answer_likelihood(backbone, tokenizer(), ANSWERS, data, row_length=fits - 1, draws=1)
+
+    def test_several_to_a_row(self, tmp_path):
+        source = Source("problems", "problems", split="test", seed=5, count=6)
+        found = answer_likelihood(tiny(causal=True), tokenizer(), source, tmp_path, row_length=600, draws=1)
+        solutions = [problem.solution for problem in problems(6, split="test", seed=5)]
+        assert found.rows < 6
+        assert found.tokens == sum(len(tokenizer().encode(solution)) + 1 for solution in solutions)
+        ratio = found.tokens / sum(map(len, map(str.encode, solutions)))
+        assert found.bits_per_byte == pytest.approx(found.nats_per_token * ratio / math.log(2), rel=1e-9)
+
+
+def test_a_diffusion_model_needs_a_mask(data):
+    bare = Tokenizer(tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")))
+    with pytest.raises(InvalidInput, match="no mask token"):
+        batch_maker(tiny(), bare)
+    assert batch_maker(tiny(causal=True), bare)
+    with pytest.raises(InvalidInput, match="which token is the mask"):
+        solve_problems(tiny(mask_token_id=None), tokenizer(), 1, seed=0, gen_length=32, steps=1)
+
+
+def test_noise_is_uniform_and_every_token_at_stake():
+    rows = Rows(np.full((40, 96), 7, np.uint16), np.ones((40, 96), np.uint8), np.ones((40, 96), np.bool_))
+    batch = batch_maker(tiny(), tokenizer())(rows, torch.Generator().manual_seed(0))
+    assert float(batch.total) == 40 * 96
+    assert torch.equal(batch.weights > 0, batch.ids == tokenizer().mask_id)
+
+
+class TestProblems:
+    def test_an_untrained_model_writes_something_and_solves_nothing(self):
+        found = solve_problems(tiny(), tokenizer(), 3, seed=8, gen_length=32, steps=4)
+        assert list(found.problems) == list(problems(3, split="test", seed=8))
+        assert len(found.texts) == 3
+        assert any(found.texts)
+        assert found.correct == [False] * 3
+        assert found.accuracy == 0
+
+    def test_what_a_diffusion_model_writes(self):
+        backbone = tiny()
+        asked = list(problems(3, split="test", seed=8))
+        written = []
+        for problem in asked:
+            *_, last = denoise(
+                backbone,
+                [tokenizer().encode_chat(problem.question)],
+                mask_id=tokenizer().mask_id,
+                gen_length=64,
+                block_length=32,
+                steps=8,
+            )
+            written.append(last.sequences[0, -64:].tolist())
+        end = end_of(written)
+        assert any(0 < len(cut(row, end)) < len(row) for row in written)
+        ended = tiny(eos_token_id=end)  # a token that it does write
+        found = solve_problems(ended, tokenizer(), 3, seed=8, gen_length=64, steps=8, at_once=2)
+        assert list(found.texts) == [tokenizer().decode(cut(row, end)) for row in written]
+
+    def test_a_causal_model_writes_from_left_to_right(self):
+        backbone = tiny(causal=True)
+        written = []
+        for problem in problems(3, split="test", seed=8):
+            ids = tokenizer().encode_chat(problem.question)
+            for _ in range(20):
+                ids.append(int(backbone(torch.tensor([ids]))[0, -1].argmax()))
+            written.append(ids[-20:])
+        end = end_of(written)
+        assert any(0 < len(cut(row, end)) < len(row) for row in written)
+        found = solve_problems(
+            tiny(causal=True, eos_token_id=end), tokenizer(), 3, seed=8, gen_length=20, steps=20, at_once=2
+        )
+        assert list(found.texts) == [tokenizer().decode(cut(row, end)) for row in written]
+
+    def test_a_causal_model_without_end_mark_goes_on_to_the_end(self):
+        backbone = tiny(causal=True, eos_token_id=None)
+        (text,) = solve_problems(backbone, tokenizer(), 1, seed=8, gen_length=5, steps=5).texts
+        (problem,) = problems(1, split="test", seed=8)
+        ids = tokenizer().encode_chat(problem.question)
+        for _ in range(5):
+            ids.append(int(backbone(torch.tensor([ids]))[0, -1].argmax()))
+        assert text == tokenizer().decode(ids[-5:])
+
+    def test_settings_that_do_not_divide(self):
+        with pytest.raises(InvalidInput, match="gen_length 40"):
+            solve_problems(tiny(), tokenizer(), 1, seed=0, gen_length=40, steps=40)
+
+    def test_correct_and_accuracy(self):
+        answers = {
+            "5 + 7 = 12\n#### 12": 12,
+            "#### 11 was wrong.\n#### 1,234": 1234,
+            "#### 12 was right.\n#### 13": 12,
+            "The answer is 12.": 12,
+            "#### twelve": 12,
+            "": 0,
+            "#### -3": 3,
+            "#### 120": 12,
+        }
+        asked = [Problem("?", f"#### {answer}", answer, 2, "by hand", False) for answer in answers.values()]
+        solved = Solved(asked, list(answers))
+        assert solved.correct == [True, True, False, False, False, False, False, False]
+        assert solved.accuracy == 0.25
+        assert Solved(asked, [problem.solution for problem in asked]).accuracy == 1
+
+    def test_no_problems(self):
+        assert Solved([], []).accuracy == 0
+
+    def test_a_text_for_every_problem(self):
+        with pytest.raises(ValueError, match="shorter"):
+            _ = Solved([Problem("?", "#### 1", 1, 2, "by hand", False)] * 2, ["#### 1"]).correct
+
+
+def end_of(written: list[list[int]]) -> int:
+    """Of the tokens with which no text begins, the one that ends the texts earliest."""
+    later = {id for row in written for id in row} - {row[0] for row in written}
+    return min(sorted(later), key=lambda id: sum(len(cut(row, id)) for row in written))
+
+
+def cut(row: list[int], end: int) -> list[int]:
+    return row[: row.index(end)] if end in row else row
