@@ -256,8 +256,16 @@ class Tokenizer:
             )
         return known
 
+    @cached_property
+    def _spellings(self) -> tuple[str, ...] | None:
+        """What special tokens look like in a text; None if one of them is looked for in normalised text only."""
+        tokens = [token for token in self._backend.get_added_tokens_decoder().values() if token.special]
+        return None if any(token.normalized for token in tokens) else tuple(token.content for token in tokens)
+
     def _control_spans(self, text: str) -> Iterator[tuple[int, int, int]]:
         """Where special tokens are spelt out in a text: id, start, end."""
+        if self._spellings is not None and not any(spelling in text for spelling in self._spellings):
+            return  # most texts: a look is cheaper than encoding them
         encoding = self._encode(text, add_special_tokens=False, parse_special=True)
         for id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             if id in self.special_ids:
