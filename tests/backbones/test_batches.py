@@ -55,6 +55,20 @@ def assert_same(found: Tensor, wanted: Tensor) -> None:
     assert torch.equal(found.argmax(-1), wanted.argmax(-1))
 
 
+def one_by_one(net: Backbone, ids: Tensor, mask: Tensor) -> Tensor:
+    """What a CPU does."""
+    return net(ids, mask)
+
+
+def together(net: Backbone, ids: Tensor, mask: Tensor) -> Tensor:
+    """What an accelerator does: all sequences and their padding at once."""
+    given = net._given(ids, mask, None, {})
+    return net.logits(net._states(given), given.ids)
+
+
+WAYS = (one_by_one, together)
+
+
 def of_row(logits: Tensor, batch: Batch, i: int) -> Tensor:
     return logits[i][batch.mask[i].bool()][None]
 
@@ -72,32 +86,36 @@ def test_a_padded_sequence_gets_what_it_gets_alone(name, lengths, extra, side, s
     rows = [draw(net, (length,), generator) for length in lengths]
     shape = (len(rows), max(lengths) + extra)
     batch = pad(rows, side, draw(net, shape, generator))
-    logits = net(batch.ids, batch.mask)
+    logits, at_once = one_by_one(net, batch.ids, batch.mask), together(net, batch.ids, batch.mask)
     assert bool(logits.isfinite().all())
     for i, row in enumerate(rows):
-        assert_same(of_row(logits, batch, i), net(row[None]))
+        alone = net(row[None])
+        assert torch.equal(of_row(logits, batch, i), alone), "to the bit on a CPU"
+        assert_same(of_row(at_once, batch, i), alone)
+    assert torch.equal(logits[~batch.mask.bool()], at_once[~batch.mask.bool()])
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("name", EVERY)
-def test_neighbours_and_padding_change_nothing(name, side):
+def test_neighbours_and_padding_change_nothing(name, side, way):
     net, generator = model(name), torch.Generator().manual_seed(3)
     rows = [draw(net, (length,), generator) for length in (9, 4, 12)]
     batch = pad(rows, side, draw(net, (3, 12), generator))
-    logits = net(batch.ids, batch.mask)
+    logits = way(net, batch.ids, batch.mask)
 
     other_neighbours = [rows[0], *(draw(net, row.shape, generator) for row in rows[1:])]
     changed = pad(other_neighbours, side, batch.ids)
-    assert torch.equal(of_row(net(changed.ids, changed.mask), changed, 0), of_row(logits, batch, 0))
+    assert torch.equal(of_row(way(net, changed.ids, changed.mask), changed, 0), of_row(logits, batch, 0))
 
     for filler in (draw(net, (3, 12), generator), torch.full((3, 12), masked_id(net)), torch.zeros(3, 12).long()):
         repadded = pad(rows, side, filler)
-        again = net(repadded.ids, repadded.mask)
+        again = way(net, repadded.ids, repadded.mask)
         for i in range(3):
             assert torch.equal(of_row(again, batch, i), of_row(logits, batch, i))
 
     order = [2, 0, 1]
-    turned = net(batch.ids[order], batch.mask[order])
+    turned = way(net, batch.ids[order], batch.mask[order])
     for place, i in enumerate(order):
         assert_same(turned[place][batch.mask[i].bool()], logits[i][batch.mask[i].bool()])
 
@@ -111,13 +129,51 @@ def test_boolean_and_integer_masks_mean_the_same(name):
     assert_same(net(batch.ids, full), net(batch.ids))
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", EVERY)
-def test_a_row_of_padding_alone_does_no_harm(name):
+def test_a_row_of_padding_alone_does_no_harm(name, way):
     net, generator = model(name), torch.Generator().manual_seed(5)
     ids, mask = draw(net, (2, 6), generator), torch.tensor([[0] * 6, [1] * 6])
-    logits = net(ids, mask)
+    logits = way(net, ids, mask)
     assert bool(logits.isfinite().all())
     assert_same(logits[1:], net(ids[1:]))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_padding_may_be_left_empty(name):
+    net, generator = model(name), torch.Generator().manual_seed(6)
+    batch = pad([draw(net, (n,), generator) for n in (3, 7)], "left", draw(net, (2, 7), generator))
+    logits, states = (f(batch.ids, batch.mask, fill_padding=False) for f in (net, net.states))
+    real = batch.mask.bool()
+    assert torch.equal(logits[real], net(batch.ids, batch.mask)[real])
+    assert not bool(logits[~real].any())
+    assert not bool(states[~real].any())
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_cpu_may_be_told_to_do_all_at_once(name, monkeypatch):
+    net, generator = model(name), torch.Generator().manual_seed(9)
+    batch = pad([draw(net, (n,), generator) for n in (3, 7)], "left", draw(net, (2, 7), generator))
+    monkeypatch.setattr(net, "one_by_one", False)
+    assert torch.equal(net(batch.ids, batch.mask), together(net, batch.ids, batch.mask))
+
+
+# Dream reads the prediction of a position at the one before it, which depends on what stands there, hidden or not.
+@pytest.mark.parametrize("name", [name for name in EVERY if "dream" not in name])
+def test_hidden_tokens_in_the_middle(name):
+    net, generator = model(name), torch.Generator().manual_seed(7)
+    ids, mask = draw(net, (2, 8), generator), torch.tensor([[0, 1, 1, 0, 1, 1, 1, 0], [1] * 8])
+    other = torch.where(mask.bool(), ids, draw(net, (2, 8), generator))
+    assert torch.equal(net(ids, mask)[mask.bool()], net(other, mask)[mask.bool()])
+    assert_same(net(ids, mask)[mask.bool()], together(net, ids, mask)[mask.bool()])
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16])
+def test_ids_of_any_whole_type(name, dtype):
+    net, generator = model(name), torch.Generator().manual_seed(8)
+    ids = draw(net, (2, 5), generator)
+    assert torch.equal(net(ids.to(dtype)), net(ids))
 
 
 @pytest.mark.parametrize("name", ["mdlm_timecond", "sedd"])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
@@ -347,6 +347,7 @@ def test_messages_cannot_forge_control_tokens(mini, contents):
 @QUICK
 @given(text=st.text())
 def test_the_guarded_way_gives_the_same_ids_for_ordinary_messages(mini, text):
+    assume(not any(token in text for token in MINI_SPECIAL_TOKENS))  # hypothesis reads constants from the sources
     rendered = mini.render_chat(text)
     assert mini._encode_disguised(rendered, {}) == mini.encode(rendered) == mini.encode_chat(text)
 

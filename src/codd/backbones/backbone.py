@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -50,6 +50,40 @@ class Plan:
     """What that subclass wants to know of the configuration."""
 
 
+class Given(NamedTuple):
+    """What a network is given, on its device."""
+
+    ids: Tensor
+    valid: Tensor | None
+    positions: Tensor
+    inputs: dict[str, Tensor]
+
+    def row(self, i: int) -> "Row":
+        """One sequence, without the padding around it."""
+        begin, end = 0, self.ids.shape[1]
+        valid = None
+        if self.valid is not None and bool(self.valid[i].any()):
+            places = self.valid[i].nonzero()
+            begin, end = int(places[0]), int(places[-1]) + 1
+            valid = None if bool(self.valid[i, begin:end].all()) else self.valid[i : i + 1, begin:end]
+        inputs = {
+            name: value[i : i + 1, begin:end] if value.ndim == 2 else value[i : i + 1]
+            for name, value in self.inputs.items()
+        }
+        part = Given(self.ids[i : i + 1, begin:end], valid, self.positions[i : i + 1, begin:end], inputs)
+        return Row(part, begin, end, whole=end - begin == self.ids.shape[1])
+
+
+class Row(NamedTuple):
+    """A sequence of a batch, and where in its row it stands."""
+
+    given: Given
+    begin: int
+    end: int
+    whole: bool
+    """Whether it fills the row."""
+
+
 class Backbone(nn.Module):
     """A denoiser: for every position, logits of its token given the visible ones.
 
@@ -62,6 +96,8 @@ class Backbone(nn.Module):
         super().__init__()
         self.plan = plan
         self.network = network
+        self.one_by_one = True
+        """Whether a CPU evaluates the sequences of a batch one after the other: exact, and slower if they are short."""
 
     @property
     def family(self) -> str:
@@ -98,24 +134,68 @@ class Backbone(nn.Module):
         ids: Int[Tensor, "B L"],
         attention_mask: Int[Tensor, "B L"] | Bool[Tensor, "B L"] | None = None,
         position_ids: Int[Tensor, "B L"] | None = None,
+        *,
+        fill_padding: bool = True,
         **inputs: Tensor,
     ) -> Float[Tensor, "B L V"]:
-        """Logits; ``attention_mask`` is 0 at padding. Further inputs are a family's own (noise level, token types)."""
-        return self.logits(self.states(ids, attention_mask, position_ids, **inputs), ids)
+        """Logits; ``attention_mask`` is 0 at padding. Further inputs are a family's own (noise level, token types).
+
+        What stands at padding is of use to nobody but tests; without ``fill_padding`` it is zero where it costs time.
+        """
+        given = self._given(ids, attention_mask, position_ids, inputs)
+        return self._each(lambda part: self.logits(self._states(part), part.ids), given, fill_padding)
 
     def states(
         self,
         ids: Int[Tensor, "B L"],
         attention_mask: Int[Tensor, "B L"] | Bool[Tensor, "B L"] | None = None,
         position_ids: Int[Tensor, "B L"] | None = None,
+        *,
+        fill_padding: bool = True,
         **inputs: Tensor,
     ) -> Float[Tensor, "B L d"]:
         """The last hidden states, aligned like the logits."""
+        return self._each(self._states, self._given(ids, attention_mask, position_ids, inputs), fill_padding)
+
+    def _given(
+        self, ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, inputs: Mapping[str, Tensor]
+    ) -> "Given":
         self._check(ids, attention_mask)
-        valid = None if attention_mask is None else attention_mask.bool()
-        positions = positions_of(ids, valid) if position_ids is None else position_ids
-        states = self.network.states(ids, positions, valid=valid, **self.network_inputs(ids, valid, inputs))
-        return self.align(states, valid)
+        ids = self.place(ids)
+        valid = None if attention_mask is None else attention_mask.to(self.device).bool()
+        positions = positions_of(ids, valid) if position_ids is None else self.place(position_ids)
+        self.network_inputs(ids, valid, inputs)  # refuses what does not fit the batch
+        return Given(ids, valid, positions, {name: value.to(self.device) for name, value in inputs.items()})
+
+    def _states(self, given: "Given") -> Float[Tensor, "B L d"]:
+        extra = self.network_inputs(given.ids, given.valid, given.inputs)
+        return self.align(self.network.states(given.ids, given.positions, valid=given.valid, **extra), given.valid)
+
+    def _each(
+        self, function: Callable[["Given"], Float[Tensor, "b l n"]], given: "Given", fill_padding: bool
+    ) -> Float[Tensor, "B L n"]:
+        """On an accelerator all sequences at once; on a CPU one after the other, each without its padding.
+
+        A matrix product adds in an order that depends on its shape. One sequence at a time has the same shape whatever
+        the batch, so that its result is the same to the bit; and a CPU has little to gain from more rows.
+        """
+        if self.device.type != "cpu" or not self.one_by_one:
+            return function(given)
+        rows = [given.row(i) for i in range(len(given.ids))]
+        if len(rows) <= 1 and all(row.whole for row in rows):
+            return function(rows[0].given if rows else given)
+        found = [function(row.given) for row in rows]
+        if fill_padding and not all(row.whole for row in rows):
+            out = function(given)
+        else:
+            out = found[0].new_zeros(*given.ids.shape, found[0].shape[-1])
+        for i, (row, values) in enumerate(zip(rows, found, strict=True)):
+            out[i, row.begin : row.end] = values[0]
+        return out
+
+    def place(self, ids: Int[Tensor, "B L"]) -> Int[Tensor, "B L"]:
+        """Whole numbers of any type, as the network takes them, where its weights are."""
+        return ids.to(self.device, torch.long)
 
     def logits(self, states: Float[Tensor, "B L d"], ids: Int[Tensor, "B L"]) -> Float[Tensor, "B L V"]:
         """From hidden states to logits; ``ids`` are those that the states were computed from."""

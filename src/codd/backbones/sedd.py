@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from codd.backbones import chat, dit
-from codd.backbones.backbone import Plan, SpecialIds
+from codd.backbones.backbone import Given, Plan, SpecialIds
 from codd.backbones.config import Config
 
 NAME = "sedd"
@@ -25,12 +25,14 @@ class SEDD(dit.NoiseConditioned):
         **inputs: Tensor,
     ) -> Float[Tensor, "B L V"]:
         """log p(v) - log p(present token) at each position, at the noise level ``sigma`` (above 0) or time ``t``."""
-        raw = self.network.logits(self.states(ids, attention_mask, position_ids, **inputs)).float()
+        return self._each(self._log_score, self._given(ids, attention_mask, position_ids, inputs), fill_padding=True)
+
+    def _log_score(self, given: Given) -> Float[Tensor, "B L V"]:
+        raw = self.network.logits(self._states(given)).float()
         if self.plan.options["scale_by_sigma"]:
-            valid = None if attention_mask is None else attention_mask.bool()
-            sigma = self.network_inputs(ids, valid, inputs)["sigma"]
+            sigma = self.network_inputs(given.ids, given.valid, given.inputs)["sigma"]
             raw = raw - torch.expm1(sigma).log()[:, None, None] - math.log(self.vocab_size - 1)
-        return raw.scatter(-1, ids[..., None], 0.0)
+        return raw.scatter(-1, given.ids[..., None], 0.0)
 
 
 def recognises(config: Config) -> bool:

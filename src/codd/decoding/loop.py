@@ -65,7 +65,7 @@ def denoise(
         each, more = divmod(block_length, steps // blocks)
         for step in range(steps // blocks):
             count = each + (step < more)
-            logits = backbone(ids, valid).float()
+            logits = backbone(ids, valid, fill_padding=False).float()
             logits[..., mask_id] = -torch.inf
             best, tokens = logits.softmax(-1).max(-1)
             confidence = torch.where(ids == mask_id, best, 0.0)

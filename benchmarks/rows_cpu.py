@@ -1,0 +1,59 @@
+"""What exact batch independence costs on a CPU: sequences one by one against all at once, in turns, with mini.
+
+python benchmarks/rows_cpu.py --threads 2
+"""
+
+import argparse
+from collections.abc import Callable
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+import codd
+
+SIZES = ((8, 24), (8, 64), (8, 200), (4, 300), (1, 300))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    backbone = codd.load(device="cpu").backbone
+    network, generator = backbone.network, torch.Generator().manual_seed(args.seed)
+    print(f"torch {torch.__version__}, {args.threads} thread(s), float32, median of {args.rounds} rounds")
+    for batch, length in SIZES:
+        ids = torch.randint(5, backbone.vocab_size, (batch, length), generator=generator)
+        positions = torch.arange(length).expand(ids.shape)
+
+        def at_once(ids: Tensor = ids, positions: Tensor = positions) -> Tensor:
+            return network.logits(network.states(ids, positions))
+
+        def one_by_one(ids: Tensor = ids) -> Tensor:
+            return backbone(ids)
+
+        seconds = {name: [] for name in ("at_once", "one_by_one")}
+        ratios = []
+        for _ in range(args.rounds + 1):
+            for function in (at_once, one_by_one):
+                seconds[function.__name__].append(timed(function))
+            ratios.append(seconds["one_by_one"][-1] / seconds["at_once"][-1])
+        both = {name: 1e3 * median(values[1:]) for name, values in seconds.items()}
+        print(
+            f"B {batch} L {length:3d}: at once {both['at_once']:6.0f} ms, one by one {both['one_by_one']:6.0f} ms, "
+            f"x{median(ratios[1:]):.2f}"
+        )
+
+
+def timed(function: Callable[[], Tensor]) -> float:
+    begun = perf_counter()
+    function()
+    return perf_counter() - begun
+
+
+if __name__ == "__main__":
+    main()
