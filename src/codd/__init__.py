@@ -7,5 +7,6 @@ from codd.circuits import HMM as HMM
 from codd.circuits import Circuit as Circuit
 from codd.circuits import Evidence as Evidence
 from codd.circuits import SparsePotentials as SparsePotentials
+from codd.coupling import Coupled as Coupled
 from codd.decoding import Model as Model
 from codd.decoding import load as load

@@ -1,0 +1,139 @@
+"""One window, coupled: what the network says of each masked place, times what the circuit says of all of them.
+
+    p(x | observed)  proportional to  circuit(x) * prod over masked t of softmax(logits_t / temperature)[x_t]
+
+Everything here is exact. With the neutral circuit every answer is the network's own, factorized one.
+"""
+
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from codd.circuits import Evidence
+from codd.circuits.results import Samples
+from codd.errors import InvalidEvidence
+
+
+@runtime_checkable
+class Prior(Protocol):
+    """What is asked of a circuit. `codd.HMM` and `codd.Circuit` answer it."""
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens it is over."""
+
+    @property
+    def length(self) -> int | None:
+        """How many positions; None if it serves any number."""
+
+    def log_partition(self, ev: Evidence) -> Float[Tensor, " B"]:
+        """The logarithm of the evidence's weight."""
+
+    def conditional_log_prob(self, ids: Int[Tensor, "B L"], ev: Evidence) -> Float[Tensor, " B"]:
+        """Of what is not observed."""
+
+    def marginals(self, ev: Evidence) -> Float[Tensor, "B L V"]:
+        """Log-probabilities of the tokens."""
+
+    def posterior(self, ev: Evidence) -> Float[Tensor, "B L N"]:
+        """Log-probabilities of the latents."""
+
+    def sample(
+        self, ev: Evidence, *, generator: torch.Generator | None = None, num_samples: int | None = None
+    ) -> Samples:
+        """Exact joint samples."""
+
+    def conditional_scores(self, ev: Evidence, latents: Int[Tensor, "B L"]) -> Float[Tensor, "B L V"]:
+        """Scores of all tokens, given the latents."""
+
+
+class Coupled:
+    """The joint distribution of the masked tokens of B windows, given the others."""
+
+    def __init__(
+        self,
+        circuit: Prior,
+        *,
+        logits: Float[Tensor, "B L V"],
+        tokens: Int[Tensor, "B L"],
+        masked: Bool[Tensor, "B L"],
+        temperature: float | Float[Tensor, " B"] = 1.0,
+        latent_log_potentials: Float[Tensor, "B L N"] | None = None,
+    ):
+        """``tokens`` count where ``masked`` is false; ``temperature`` divides the logits before the product.
+
+        ``latent_log_potentials`` are weights on the circuit's latents, from whatever else knows about the window.
+        """
+        _check(circuit, logits, tokens, masked)
+        self.circuit = circuit
+        self.evidence = Evidence(
+            tokens=torch.where(masked, 0, tokens),  # a mask's id need not be in the circuit's vocabulary
+            observed=~masked,
+            logits=logits,
+            temperature=temperature,
+            latent_log_potentials=latent_log_potentials,
+        )
+
+    @property
+    def tokens(self) -> Int[Tensor, "B L"]:
+        """The observed tokens; 0 where masked."""
+        assert self.evidence.tokens is not None
+        return self.evidence.tokens
+
+    @property
+    def masked(self) -> Bool[Tensor, "B L"]:
+        """The positions that this is a distribution over."""
+        assert self.evidence.observed is not None
+        return ~self.evidence.observed
+
+    def log_partition(self) -> Float[Tensor, " B"]:
+        """log Z: how much of the two factors' mass agrees. -inf where they exclude each other."""
+        return self.circuit.log_partition(self.evidence)
+
+    def log_prob(self, x0: Int[Tensor, "B L"]) -> Float[Tensor, " B"]:
+        """log p(x0 at the masked positions | the observed ones); what x0 says elsewhere is ignored."""
+        return self.circuit.conditional_log_prob(x0, self.evidence)
+
+    def marginals(self) -> Float[Tensor, "B L V"]:
+        """Log-probabilities of each position's token by itself."""
+        return self.circuit.marginals(self.evidence)
+
+    def posterior(self) -> Float[Tensor, "B L N"]:
+        """Log-probabilities of each position's latent by itself."""
+        return self.circuit.posterior(self.evidence)
+
+    def sample(self, *, generator: torch.Generator | None = None, num_samples: int | None = None) -> Samples:
+        """Exact joint samples: ``.tokens`` and ``.latents``; with ``num_samples`` they get a leading axis."""
+        return self.circuit.sample(self.evidence, generator=generator, num_samples=num_samples)
+
+    def scores(self, latents: Int[Tensor, "B L"]) -> Float[Tensor, "B L V"]:
+        """Scores of all tokens once the latents are known, not normalised: given them, positions are independent."""
+        return self.circuit.conditional_scores(self.evidence, latents)
+
+    def condition(self, tokens: Int[Tensor, "B L"], where: Bool[Tensor, "B L"]) -> "Coupled":
+        """The distribution of the rest once some of the masked tokens are known."""
+        assert self.evidence.logits is not None
+        return Coupled(
+            self.circuit,
+            logits=self.evidence.logits,
+            tokens=torch.where(where & self.masked, tokens, self.tokens),
+            masked=self.masked & ~where,
+            temperature=self.evidence.temperature,
+            latent_log_potentials=self.evidence.latent_log_potentials,
+        )
+
+
+def _check(circuit: Prior, logits: Tensor, tokens: Tensor, masked: Tensor) -> None:
+    if logits.ndim != 3 or logits.shape[:2] != tokens.shape or masked.shape != tokens.shape:
+        raise InvalidEvidence(
+            "logits must be (B, L, V), tokens and masked (B, L), found "
+            f"{tuple(logits.shape)}, {tuple(tokens.shape)} and {tuple(masked.shape)}."
+        )
+    if logits.shape[-1] != circuit.vocab_size:
+        raise InvalidEvidence(
+            f"the network has {logits.shape[-1]} tokens, the circuit {circuit.vocab_size}: they do not belong together."
+        )
+    if circuit.length is not None and circuit.length != tokens.shape[1]:
+        raise InvalidEvidence(f"the circuit is over {circuit.length} positions, the window has {tokens.shape[1]}.")

@@ -1,0 +1,230 @@
+"""Every query of the product against enumeration of all completions, for chains and for general circuits."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jaxtyping import config
+from torch import Tensor
+
+import codd
+from codd import Coupled
+from codd.circuits import HMM, Circuit, leaf, mixture, product
+from codd.errors import ImpossibleEvidence, InvalidEvidence
+
+V, L = 4, 5
+TRIALS = 20_000
+
+
+def tree() -> Circuit:
+    """A mixture of two ways to cut five positions, no chain."""
+    random = torch.Generator().manual_seed(2)
+
+    def leaves(*positions: int) -> list:
+        return [leaf(t, torch.rand(V, generator=random).add(0.05).log().softmax(0).tolist()) for t in positions]
+
+    def part(*positions: int):
+        return mixture([product(leaves(*positions)), product(leaves(*positions))], weights=[0.3, 0.7])
+
+    return Circuit(
+        mixture(
+            [product([part(0, 1), part(2, 3, 4)]), product([part(0, 1, 2), part(3, 4)]), product(leaves(*range(L)))],
+            weights=[0.5, 0.3, 0.2],
+        )
+    )
+
+
+CIRCUITS = {"hmm": lambda: HMM.random(3, V, seed=1, dtype=torch.float64), "graph": tree}
+
+
+@pytest.fixture(params=CIRCUITS)
+def circuit(request) -> HMM | Circuit:
+    return CIRCUITS[request.param]()
+
+
+def window(seed: int = 0, masked: tuple[int, ...] = (0, 2, 3, 4)) -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(seed)
+    where = torch.zeros(2, L, dtype=torch.bool)
+    where[0, list(masked)] = True
+    where[1] = True
+    return {
+        "logits": 2 * torch.randn(2, L, V, generator=random, dtype=torch.float64),
+        "tokens": torch.where(where, 77, torch.randint(0, V, (2, L), generator=random)),  # no circuit knows the mask
+        "masked": where,
+    }
+
+
+def enumerate_all(
+    circuit: HMM | Circuit, given: dict[str, Tensor], temperature: float, row: int
+) -> tuple[Tensor, Tensor]:
+    """All strings that agree with the observed tokens, and the logarithm of each one's weight under the product."""
+    strings = torch.tensor(
+        [
+            string
+            for string in itertools.product(range(V), repeat=L)
+            if all(m or s == t for s, t, m in zip(string, given["tokens"][row], given["masked"][row], strict=True))
+        ]
+    )
+    network = (given["logits"][row] / temperature).log_softmax(-1)
+    of_masked = torch.where(given["masked"][row], network[torch.arange(L), strings], 0).sum(-1)
+    return strings, circuit.log_prob(strings) + of_masked
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
+def test_probabilities_of_all_completions(circuit, temperature):
+    given = window()
+    joint = Coupled(circuit, **given, temperature=temperature)
+    for row in range(2):
+        strings, weights = enumerate_all(circuit, given, temperature, row)
+        assert len(strings) == V ** int(given["masked"][row].sum())
+        assert float(joint.log_partition()[row]) == pytest.approx(float(weights.logsumexp(0)), abs=1e-9)
+        one = {name: value[row : row + 1].expand(len(strings), *value.shape[1:]) for name, value in given.items()}
+        found = Coupled(circuit, **one, temperature=temperature).log_prob(strings)
+        torch.testing.assert_close(found, weights - weights.logsumexp(0), atol=1e-9, rtol=0)
+        assert float(found.exp().sum()) == pytest.approx(1.0, abs=1e-9)
+
+
+def test_marginals(circuit):
+    given = window()
+    found = Coupled(circuit, **given).marginals().exp()
+    for row in range(2):
+        strings, weights = enumerate_all(circuit, given, 1.0, row)
+        probabilities = weights.softmax(0)
+        for t, v in itertools.product(range(L), range(V)):
+            wanted = float(probabilities[strings[:, t] == v].sum())
+            assert float(found[row, t, v]) == pytest.approx(wanted, abs=1e-9)
+
+
+def test_samples_pass_a_chi_square_test(circuit):
+    given = window()
+    drawn = Coupled(circuit, **given).sample(generator=torch.Generator().manual_seed(5), num_samples=TRIALS).tokens
+    strings, weights = enumerate_all(circuit, given, 1.0, 0)
+    observed = ~given["masked"][0]
+    assert bool((drawn[:, 0, observed] == given["tokens"][0, observed]).all())
+    counts = (drawn[:, 0, None] == strings).all(-1).sum(0).double()
+    assert int(counts.sum()) == TRIALS
+    expected = weights.softmax(0) * TRIALS
+    often = expected >= 5
+    seen = torch.cat([counts[often], counts[~often].sum()[None]])
+    wanted = torch.cat([expected[often], expected[~often].sum()[None]])
+    statistic = ((seen - wanted) ** 2 / wanted).sum()
+    freedom = torch.tensor((len(wanted) - 1) / 2, dtype=torch.float64)
+    assert float(torch.special.gammaincc(freedom, statistic / 2)) > 1e-3
+
+
+def test_latents_of_a_chain():
+    hmm, given = CIRCUITS["hmm"](), window()
+    joint = Coupled(hmm, **given)
+    network = given["logits"].softmax(-1)
+    paths = torch.tensor(list(itertools.product(range(3), repeat=L)))
+    for row in range(2):
+        weights = hmm.log_initial[paths[:, 0]] + sum(
+            hmm.log_transition[paths[:, t], paths[:, t + 1]] for t in range(L - 1)
+        )
+        for t in range(L):
+            emission = hmm.log_emission.exp()[paths[:, t]]
+            soft = (emission * network[row, t]).sum(-1)
+            hard = emission[:, int(given["tokens"][row, t]) % V]
+            weights = weights + (soft if given["masked"][row, t] else hard).log()
+        for t, state in itertools.product(range(L), range(3)):
+            wanted = float(weights.softmax(0)[paths[:, t] == state].sum())
+            assert float(joint.posterior()[row, t, state].exp()) == pytest.approx(wanted, abs=1e-9)
+    latents = joint.sample(generator=torch.Generator().manual_seed(1), num_samples=TRIALS).latents
+    shares = torch.stack([(latents[:, 0] == state).double().mean(0) for state in range(3)], -1)
+    torch.testing.assert_close(shares, joint.posterior()[0].exp(), atol=0.015, rtol=0)
+
+
+def test_given_the_latents_positions_are_independent(circuit):
+    given = window()
+    joint = Coupled(circuit, **given)
+    latents = joint.sample(generator=torch.Generator().manual_seed(3)).latents
+    scores = joint.scores(latents)
+    assert scores.shape == given["logits"].shape
+    observed = ~given["masked"]
+    assert bool((scores.argmax(-1) == given["tokens"])[observed].all())
+
+
+def test_conditioning_is_division(circuit):
+    """log p(all) = log p(some) + log p(the rest | some)."""
+    given = window()
+    joint = Coupled(circuit, **given)
+    x0 = torch.where(given["masked"], torch.randint(0, V, (2, L), generator=torch.Generator().manual_seed(9)), 0)
+    known = torch.tensor([[True, True, False, True, False], [False, True, False, False, True]])
+    rest = joint.condition(x0, known)
+    assert torch.equal(rest.masked, given["masked"] & ~known)
+    some = torch.stack([_sum_over_rest(circuit, given, x0, known, row) for row in range(2)])
+    torch.testing.assert_close(joint.log_prob(x0), some + rest.log_prob(x0), atol=1e-9, rtol=0)
+
+
+def _sum_over_rest(circuit, given, x0, known, row) -> Tensor:
+    strings, weights = enumerate_all(circuit, given, 1.0, row)
+    fixed = known[row] & given["masked"][row]
+    agree = ((strings == x0[row]) | ~fixed).all(-1)
+    return weights[agree].logsumexp(0) - weights.logsumexp(0)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    states=st.integers(1, 5),
+    tokens=st.integers(2, 9),
+    length=st.integers(1, 7),
+    temperature=st.floats(0.1, 5),
+)
+def test_the_neutral_circuit_changes_nothing(seed, states, tokens, length, temperature):
+    random = torch.Generator().manual_seed(seed)
+    logits = 3 * torch.randn(3, length, tokens, generator=random)
+    ids = torch.randint(0, tokens, (3, length), generator=random)
+    masked = torch.rand(3, length, generator=random) < 0.6
+    joint = Coupled(HMM.neutral(states, tokens), logits=logits, tokens=ids, masked=masked, temperature=temperature)
+    factorized = (logits / temperature).log_softmax(-1)
+    x0 = torch.randint(0, tokens, (3, length), generator=random)
+    alone = torch.where(masked, factorized.gather(-1, x0[..., None])[..., 0], 0).sum(-1)
+    torch.testing.assert_close(joint.log_prob(x0), alone, atol=2e-4, rtol=1e-5)
+    given = torch.where(masked[..., None], factorized, torch.nn.functional.one_hot(ids, tokens).log())
+    torch.testing.assert_close(joint.marginals().exp(), given.exp(), atol=1e-5, rtol=0)
+    torch.testing.assert_close(joint.posterior().exp(), torch.full((3, length, states), 1 / states), atol=1e-5, rtol=0)
+    wanted = torch.full((3,), -length * math.log(tokens))
+    torch.testing.assert_close(joint.log_partition(), wanted, atol=1e-4, rtol=0)
+
+
+def test_temperature_may_differ_between_sequences(circuit):
+    given, temperatures = window(), (0.5, 2.0)
+    joint = Coupled(circuit, **given, temperature=torch.tensor(temperatures))
+    for row, temperature in enumerate(temperatures):
+        _, weights = enumerate_all(circuit, given, temperature, row)
+        assert float(joint.log_partition()[row]) == pytest.approx(float(weights.logsumexp(0)), abs=1e-6)
+
+
+def test_latent_potentials_act_on_the_latents():
+    hmm, given = CIRCUITS["hmm"](), window()
+    pull = torch.zeros(2, L, 3, dtype=torch.float64)
+    pull[:, 2, 1] = 50.0
+    found = Coupled(hmm, **given, latent_log_potentials=pull).posterior()[:, 2, 1].exp()
+    torch.testing.assert_close(found, torch.ones(2, dtype=torch.float64), atol=1e-9, rtol=0)
+
+
+def test_factors_that_exclude_each_other():
+    never = HMM(torch.zeros(1), torch.zeros(1, 1), torch.tensor([[0.0, -math.inf]]))
+    logits = torch.tensor([[[-math.inf, 0.0]]])
+    joint = Coupled(never, logits=logits, tokens=torch.zeros(1, 1).long(), masked=torch.ones(1, 1).bool())
+    assert float(joint.log_partition()) == -math.inf
+    assert float(joint.log_prob(torch.tensor([[1]]))) == -math.inf
+    with pytest.raises(ImpossibleEvidence):
+        joint.sample()
+
+
+def test_what_does_not_fit_is_named(circuit, monkeypatch):
+    given = window()
+    with pytest.raises(InvalidEvidence, match="the network has 6 tokens, the circuit 4"):
+        Coupled(circuit, **{**given, "logits": torch.zeros(2, L, 6)})
+    monkeypatch.setattr(config, "jaxtyping_disable", True)  # as users run it: wrong shapes meet our own errors
+    with pytest.raises(InvalidEvidence, match="must be"):
+        codd.Coupled(circuit, **{**given, "masked": given["masked"][:, :3], "tokens": given["tokens"][:, :3]})
+    if isinstance(circuit, Circuit):
+        short = {name: value[:, :3] for name, value in given.items()}
+        with pytest.raises(InvalidEvidence, match="over 5 positions, the window has 3"):
+            Coupled(circuit, **short)
