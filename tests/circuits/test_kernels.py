@@ -109,6 +109,50 @@ def test_paths_are_those_of_the_reference_for_the_same_uniforms(shape):
     assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("layout", [{}, {"rank": 3}])
+@pytest.mark.parametrize("shape", [*SHAPES, (17, 3, 4, 5)], ids=str)  # the last has more sequences than it serves
+def test_both_directions_in_one_launch(shape, layout):
+    batch, length, states, vocab = shape
+    hmm = HMM.random(states, vocab, seed=3, **layout).to(DEVICE)
+    g = torch.Generator().manual_seed(7)
+    leaf = ops.Scaled(torch.rand(batch, length, states, generator=g), torch.randn(batch, length, 1, generator=g))
+    leaf.values[0, -1] *= torch.rand(states, generator=g) < 0.5
+    leaf = ops.Scaled(leaf.values.to(DEVICE), leaf.log_scale.to(DEVICE))
+    got = chain_kernels.both(hmm.transition, hmm.log_initial, leaf)
+    truth = hmm.to(dtype=torch.float64)
+    exact = ops.Scaled(leaf.values.double(), leaf.log_scale.double())
+    with ops.use("eager" if CUDA else "reference"):
+        backend = ops.backend_for(leaf.values.device, torch.float64)
+        forward = backend.messages(truth.transition, truth.log_initial, exact, False)
+        backward = backend.messages(truth.transition, None, exact, True)
+    for found, want in zip(got, (forward, backward), strict=True):
+        torch.testing.assert_close(found.log_sum().double(), want.log_sum(), rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(found.normalised().double(), want.normalised(), rtol=1e-4, atol=1e-6)
+
+
+def test_both_directions_take_one_launch_where_they_fit(monkeypatch):
+    """And two where half of the chip does not hold the matrix in registers."""
+    hmm = HMM.random(20, 5, seed=3).to(DEVICE)
+    leaf = ops.Scaled(torch.ones(2, 3, 20, device=DEVICE), torch.zeros(2, 3, 1, device=DEVICE))
+    calls = []
+    messages = chain_kernels.messages
+    monkeypatch.setattr(chain_kernels, "messages", lambda *args: calls.append(args[3]) or messages(*args))
+    chain_kernels.both(hmm.transition, hmm.log_initial, leaf)
+    assert calls == []
+    streamed = chain_kernels.plan_for(2, 20, 1)._replace(stages=3)
+    chain_kernels.both(hmm.transition, hmm.log_initial, leaf, streamed)
+    assert calls == [False, True]
+
+
+@pytest.mark.parametrize("states", [64, 256, 1000, 1024, 4096])
+@pytest.mark.parametrize("batch", [1, 5, 16])
+def test_both_directions_are_resident_at_once(states, batch):
+    plan = chain_kernels.plan_for(batch, states, 132 // 2)
+    assert 2 * plan.programs * plan.groups <= 132
+    assert plan.programs * plan.tiles * plan.rows >= states
+    assert plan.groups * plan.sequences >= batch
+
+
 def test_bfloat16_emission_error_is_small():
     shape = (2, 6, 24, 500) if not CUDA else (2, 32, 1024, 32000)
     _, length, states, vocab = shape

@@ -12,6 +12,7 @@ from codd.circuits import gradients, inference, sampling, storage
 from codd.circuits.evidence import Evidence, Kind
 from codd.circuits.ops.backend import backend_for
 from codd.circuits.parameters import Emission, Transition, check_rows
+from codd.circuits.progressive import Progressive
 from codd.circuits.pyjuice import read_jpc
 from codd.circuits.results import BestPath, Flows, JointStep, Samples
 from codd.errors import FormatError, ImpossibleEvidence, InvalidCircuit, InvalidEvidence
@@ -237,6 +238,14 @@ class HMM:
             _check_ids("candidates", candidates, self.vocab_size)
             candidates = candidates.long()
         return inference.marginals(self, ev, candidates)
+
+    def progressive(self, ev: Evidence, candidates: int | None = None) -> Progressive:
+        """Marginals while tokens become known one by one, with what does not change computed once.
+
+        With ``candidates`` those of that many tokens of each position, the ones with the largest dense potentials.
+        """
+        self._check(ev)
+        return Progressive(self, ev, candidates)
 
     def max_product(self, ev: Evidence) -> BestPath:
         """Tokens and latents that are most probable together, and the logarithm of their weight."""

@@ -16,6 +16,8 @@ from codd.circuits.ops.leaf import eager as leaf_eager
 from codd.circuits.ops.leaf import reference as leaf_reference
 from codd.circuits.ops.path import eager as path_eager
 from codd.circuits.ops.path import reference as path_reference
+from codd.circuits.ops.pick import eager as pick_eager
+from codd.circuits.ops.pick.eager import Picked
 from codd.circuits.ops.scaled import Scaled
 from codd.circuits.ops.scores import eager as scores_eager
 from codd.circuits.ops.scores import reference as scores_reference
@@ -38,6 +40,14 @@ class Backend:
     """Whether this implementation can lose terms to underflow, so that its answers are checked where that is free."""
     joint_step: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
     """Latents, scores and log Z in one go, for one dense transition and one emission table."""
+    both: Callable[..., tuple[Scaled, Scaled]] | None = None
+    """Forward and backward messages in one go."""
+    leaf_totals: Callable[..., tuple[Scaled, Tensor]] | None = None
+    """Leaf values with the normalisers of the dense rows, for one emission table and no sparse evidence."""
+    prepare: Callable[..., tuple[Tensor, Tensor]] | None = None
+    """Columns and log-weights of candidates in one go, from what ``leaf_totals`` gives."""
+    candidate_marginals: Callable[..., Tensor] = pick_eager.candidate_marginals
+    pick: Callable[..., Picked] = pick_eager.pick
 
 
 REFERENCE = Backend(
@@ -82,6 +92,11 @@ def _triton() -> Backend:
         scores=kernels.scores,
         checked=False,
         joint_step=kernels.joint_step,
+        both=kernels.both,
+        leaf_totals=kernels.fused,
+        prepare=kernels.prepare,
+        candidate_marginals=kernels.candidate_marginals,
+        pick=kernels.pick,
     )
 
 

@@ -4,11 +4,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from codd.circuits.evidence import Evidence
+from codd.circuits.ops.chain.triton import both as both
 from codd.circuits.ops.chain.triton import messages as messages
-from codd.circuits.ops.leaf.triton import fused
+from codd.circuits.ops.leaf.triton import fused as fused
 from codd.circuits.ops.leaf.triton import leaf_values as leaf_values
 from codd.circuits.ops.path.triton import launch as launch_path
 from codd.circuits.ops.path.triton import sample_path as sample_path
+from codd.circuits.ops.pick.triton import candidate_marginals as candidate_marginals
+from codd.circuits.ops.pick.triton import pick as pick
+from codd.circuits.ops.pick.triton import prepare as prepare
 from codd.circuits.ops.scores.triton import launch as launch_scores
 from codd.circuits.ops.scores.triton import scores as scores
 from codd.circuits.parameters import Emission, Transition

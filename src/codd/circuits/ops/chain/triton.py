@@ -29,7 +29,7 @@ MAX_BATCH = 16
 
 
 @triton.jit
-def _messages(
+def _walk(
     matrix,
     start,
     leaf,
@@ -103,6 +103,106 @@ def _messages(
                     scales = tl.where(sequence == s, scales + gained, scales)
                     if owner == 0:
                         tl.store(out_scale + b * length + to, tl.sum(tl.where(sequence == s, scales, 0.0), 0))
+
+
+@triton.jit
+def _messages(
+    matrix,
+    start,
+    leaf,
+    leaf_scale,
+    out,
+    out_scale,
+    batch,
+    length,
+    states,
+    START: tl.constexpr,
+    REVERSE: tl.constexpr,
+    SEQUENCES: tl.constexpr,
+    TILES: tl.constexpr,
+    STAGES: tl.constexpr,
+    ROWS: tl.constexpr,
+    N: tl.constexpr,
+):
+    """One direction."""
+    _walk(
+        matrix,
+        start,
+        leaf,
+        leaf_scale,
+        out,
+        out_scale,
+        batch,
+        length,
+        states,
+        START,
+        REVERSE,
+        SEQUENCES,
+        TILES,
+        STAGES,
+        ROWS,
+        N,
+    )
+
+
+@triton.jit
+def _both(
+    matrix,
+    transposed,
+    start,
+    leaf,
+    leaf_scale,
+    forward,
+    forward_scale,
+    backward,
+    backward_scale,
+    batch,
+    length,
+    states,
+    SEQUENCES: tl.constexpr,
+    TILES: tl.constexpr,
+    ROWS: tl.constexpr,
+    N: tl.constexpr,
+):
+    """Both directions side by side, each with half of the programs: neither needs anything of the other."""
+    if tl.program_id(2) == 0:
+        _walk(
+            transposed,
+            start,
+            leaf,
+            leaf_scale,
+            forward,
+            forward_scale,
+            batch,
+            length,
+            states,
+            True,
+            False,
+            SEQUENCES,
+            TILES,
+            1,
+            ROWS,
+            N,
+        )
+    else:
+        _walk(
+            matrix,
+            start,
+            leaf,
+            leaf_scale,
+            backward,
+            backward_scale,
+            batch,
+            length,
+            states,
+            False,
+            True,
+            SEQUENCES,
+            TILES,
+            1,
+            ROWS,
+            N,
+        )
 
 
 class Plan(NamedTuple):
@@ -190,3 +290,44 @@ def messages(
         **({} if _INTERPRETED else {"launch_cooperative_grid": True}),
     )
     return Scaled(out, scale) * leaf if absorb else Scaled(out, scale)
+
+
+def both(
+    transition: Transition, start: Float[Tensor, " N"], leaf: Scaled, plan: Plan | None = None
+) -> tuple[Scaled, Scaled]:
+    """Forward and backward messages: two chains of dependent steps that run at the same time, in one launch.
+
+    All programs of both must be resident with their rows in registers. Where half of the chip does not hold the matrix,
+    or the kernel does not serve the case, this is two calls of ``messages``.
+    """
+    batch, length, states = leaf.values.shape
+    served = not (transition.per_position or transition.low_rank) and batch <= MAX_BATCH
+    if served and plan is None:
+        half = max(1, _chip(leaf.values.device) // 2)
+        plan = plan_for(batch, states, half, rows=8 if _INTERPRETED else None)
+    if not served or plan is None or plan.stages > 1:
+        return messages(transition, start, leaf, False), messages(transition, None, leaf, True)
+    values = leaf.values.contiguous()
+    out = torch.full((2, *values.shape), -1.0, device=values.device)
+    scale = torch.empty(2, batch, length, 1, device=values.device)
+    _both[(plan.programs, plan.groups, 2)](
+        transition.dense,
+        transition.dense_transposed,
+        start,
+        values,
+        leaf.log_scale.contiguous(),
+        out[0],
+        scale[0],
+        out[1],
+        scale[1],
+        batch,
+        length,
+        states,
+        SEQUENCES=plan.sequences,
+        TILES=plan.tiles,
+        ROWS=plan.rows,
+        N=triton.next_power_of_2(states),
+        num_warps=plan.warps,
+        **({} if _INTERPRETED else {"launch_cooperative_grid": True}),
+    )
+    return Scaled(out[0], scale[0]), Scaled(out[1], scale[1])

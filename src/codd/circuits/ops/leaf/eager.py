@@ -251,7 +251,7 @@ def _weights(ev: Evidence, kind: Kind, rows: Rows, vocab: int, dtype: torch.dtyp
     return _Weights(None, tokens, one[:, None], torch.zeros_like(one), torch.zeros_like(one))
 
 
-def _present(ev: Evidence) -> list[Kind]:
+def present(ev: Evidence) -> list[Kind]:
     """The kinds of evidence that the fields at hand can hold."""
     have = {Kind.DENSE: ev.potentials, Kind.SPARSE: ev.sparse, Kind.OBSERVED: ev.tokens}
     return [Kind.MISSING, *(kind for kind, field in have.items() if field is not None)]
@@ -266,7 +266,7 @@ def token_marginals(
     width = vocab if candidates is None else candidates.shape[-1]
     out = torch.empty(*ev.shape, width, dtype=dtype, device=ev.device)
     for table, here in _tables(emission, ev):
-        for kind in _present(ev):
+        for kind in present(ev):
             if not (rows := _rows(ev, kind, here)):
                 continue
             weights = _weights(ev, kind, rows, vocab, dtype)
@@ -292,7 +292,7 @@ def emission_flow(
     for table, here in _tables(emission, ev):
         flow = torch.zeros(table.stored.shape, dtype=dtype, device=ev.device)
         counts = torch.zeros(flow.shape[1], flow.shape[0], dtype=dtype, device=ev.device)
-        for kind in _present(ev):
+        for kind in present(ev):
             if not (rows := _rows(ev, kind, here)):
                 continue
             w = _weights(ev, kind, rows, vocab, dtype)

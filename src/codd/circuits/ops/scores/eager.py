@@ -5,24 +5,45 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from codd.circuits.evidence import Evidence, Kind, log_softmax
+from codd.circuits.ops.leaf.eager import Rows, present
 from codd.circuits.parameters import Emission
 
 
 def scores(emission: Emission, ev: Evidence, latents: Int[Tensor, "B L"]) -> Float[Tensor, "B L V"]:
-    """log w_t(v) + log E[z_t, v]; an observed position has 0 at its token and minus infinity elsewhere."""
+    """log w_t(v) + log E[z_t, v]; an observed position has 0 at its token and minus infinity elsewhere.
+
+    Kind by kind: an observed position needs no pass over the vocabulary but the one that fills it.
+    """
     vocab, dtype = emission.stored.shape[-1], emission.dtype
-    table = emission.log.detach()
-    rows = table[torch.arange(ev.shape[1], device=ev.device), latents] if emission.per_position else table[latents]
-    if ev.potentials is not None:
-        weights = ev.scaled().to(dtype)
-        weights = log_softmax(weights) if ev.normalised else weights
-        rows = torch.where(ev.rows(Kind.DENSE)[..., None], rows + weights, rows)
-    if ev.sparse is not None:
-        tail = ev.sparse.log_tail_weight(vocab).to(dtype)[..., None].expand_as(rows)
-        listed = tail.scatter(-1, ev.sparse.ids, ev.sparse.log_weights.to(dtype))
-        rows = torch.where(ev.rows(Kind.SPARSE)[..., None], rows + listed, rows)
-    if ev.tokens is not None:
-        hit = torch.arange(vocab, device=ev.device) == ev.tokens[..., None]
-        hard = torch.zeros_like(rows).masked_fill_(~hit, -torch.inf)
-        rows = torch.where(ev.rows(Kind.OBSERVED)[..., None], hard, rows)
-    return rows
+    out = torch.empty(*ev.shape, vocab, dtype=dtype, device=ev.device)
+    positions = torch.arange(ev.shape[1], device=ev.device).expand(ev.shape)
+    for kind in present(ev):
+        rows = Rows(ev.rows(kind))
+        if not rows:
+            continue
+        if kind == Kind.OBSERVED:
+            assert ev.tokens is not None
+            hard = torch.full((len(rows), vocab), -torch.inf, dtype=dtype, device=ev.device)
+            rows.put(out, hard.scatter_(-1, rows.take(ev.tokens)[:, None], 0.0))
+            continue
+        found = emission.log_rows(rows.take(latents), rows.take(positions))
+        if kind == Kind.DENSE:
+            found = found + _dense(ev, rows, dtype)
+        elif kind == Kind.SPARSE:
+            assert ev.sparse is not None
+            tail = rows.take(ev.sparse.log_tail_weight(vocab)).to(dtype)[:, None].expand_as(found)
+            listed = rows.take(ev.sparse.log_weights).to(dtype)
+            found = found + tail.scatter(-1, rows.take(ev.sparse.ids), listed)
+        rows.put(out, found)
+    return out
+
+
+def _dense(ev: Evidence, rows: Rows, dtype: torch.dtype) -> Float[Tensor, "R V"]:
+    """The log-weights of some positions, tempered and normalised if they are logits."""
+    assert ev.potentials is not None
+    weights = rows.take(ev.potentials).to(dtype)
+    if isinstance(ev.temperature, Tensor):
+        weights = weights / rows.take(ev.temperature.to(dtype)[:, None].expand(ev.shape))[:, None]
+    elif ev.temperature != 1.0:
+        weights = weights / ev.temperature
+    return log_softmax(weights) if ev.normalised else weights

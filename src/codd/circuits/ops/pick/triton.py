@@ -1,0 +1,364 @@
+"""Candidates and picks on the GPU: a launch each instead of some sixty small ones.
+
+A pick follows the chain's own launch, which takes most of the time, so what counts here is the number of launches and
+the longest chain of dependent loads in each.
+"""
+
+import os
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from codd.circuits.evidence import Evidence, Kind
+from codd.circuits.ops.leaf.triton import unit_stride
+from codd.circuits.ops.pick import eager
+from codd.circuits.ops.pick.eager import ROUNDING, RULES, Picked
+from codd.circuits.ops.scaled import Scaled
+from codd.circuits.parameters import Emission
+
+_DENSE = tl.constexpr(int(Kind.DENSE))
+_MARGIN, _GIVEN = tl.constexpr(RULES.index("margin")), tl.constexpr(RULES.index("given"))
+_ROUNDING = tl.constexpr(ROUNDING)
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+LARGEST = 128
+"""Positions, and candidates, of a sequence that one program chooses from: a tile that registers hold."""
+
+
+class Tiling(NamedTuple):
+    """Candidates and states a tile."""
+
+    candidates: int
+    states: int
+
+
+def tiling_for(rows: int, count: int, states: int, chip: int = 128) -> Tiling:
+    """About one program a multiprocessor; the interpreter gets small tiles, so that small shapes have several."""
+    if _INTERPRETED:
+        return Tiling(8, 16)
+    each = triton.next_power_of_2(max(1, rows * count // chip))
+    return Tiling(min(16, each), min(1024, triton.next_power_of_2(states)))
+
+
+@triton.jit
+def _prepare(
+    emission,
+    candidates,
+    potentials,
+    inverse_temperature,
+    kind,
+    log_total,
+    leaf_scale,
+    latent,
+    latent_scale,
+    columns,
+    weights,
+    length,
+    count,
+    states,
+    vocab,
+    batch_stride,
+    row_stride,
+    NORMALISED: tl.constexpr,
+    LATENT: tl.constexpr,
+    K: tl.constexpr,
+    N: tl.constexpr,
+):
+    """columns[row, k, n] = E[n, id_k] times the latent potential; weights[row, k] with all scales in them."""
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * K + tl.arange(0, K)
+    n = tl.program_id(2) * N + tl.arange(0, N)
+    listed, inside = k < count, n < states
+    ids = tl.load(candidates + row * count + k, mask=listed, other=0)
+    tile = listed[:, None] & inside[None, :]
+    column = tl.load(emission + n.to(tl.int64)[None, :] * vocab + ids[:, None], mask=tile, other=0.0)
+    if LATENT:
+        potential = tl.load(latent + row * states + n, mask=inside, other=0.0)
+        column = column.to(tl.float32) * potential[None, :]
+    tl.store(columns + (row * count + k)[:, None] * states + n[None, :], column, mask=tile)
+    if tl.program_id(2) == 0:
+        b = row // length
+        source = potentials + b * batch_stride + (row - b * length) * row_stride
+        x = tl.load(source + ids, mask=listed, other=0.0).to(tl.float32) * tl.load(inverse_temperature + b)
+        if NORMALISED:
+            x -= tl.load(log_total + row)
+        weight = tl.where(tl.load(kind + row) == _DENSE, x, 0.0) - tl.load(leaf_scale + row)
+        if LATENT:
+            weight += tl.load(latent_scale + row)
+        tl.store(weights + row * count + k, weight, mask=listed)
+
+
+@triton.jit
+def _marginals(
+    forward,
+    backward,
+    leaf,
+    columns,
+    weights,
+    candidates,
+    tokens,
+    observed,
+    out,
+    count,
+    states,
+    K: tl.constexpr,
+    N: tl.constexpr,
+):
+    """One program a position and a block of candidates."""
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * K + tl.arange(0, K)
+    listed = k < count
+    at = row * count + k
+    sums = tl.zeros((N,), tl.float32)
+    for begin in range(0, states, N):
+        n = begin + tl.arange(0, N)
+        inside = n < states
+        f = tl.load(forward + row * states + n, mask=inside, other=0.0)
+        b = tl.load(backward + row * states + n, mask=inside, other=0.0)
+        sums += f * b * tl.load(leaf + row * states + n, mask=inside, other=0.0)
+    total = tl.sum(sums, 0)
+    possible = total > 0.0
+    over = tl.where(possible, total, 1.0)
+    found = tl.zeros((K,), tl.float32)
+    for begin in range(0, states, N):  # messages come from the nearest cache now
+        n = begin + tl.arange(0, N)
+        inside = n < states
+        f = tl.load(forward + row * states + n, mask=inside, other=0.0)
+        b = tl.load(backward + row * states + n, mask=inside, other=0.0)
+        tile = listed[:, None] & inside[None, :]
+        column = tl.load(columns + at[:, None] * states + n[None, :], mask=tile, other=0.0).to(tl.float32)
+        found += tl.sum(column * (f * b / over)[None, :], 1)
+    log_p = tl.log(found) + tl.load(weights + at, mask=listed, other=0.0)
+    hit = tl.load(candidates + at, mask=listed, other=-1) == tl.load(tokens + row)
+    log_p = tl.where(tl.load(observed + row) != 0, tl.where(hit, 0.0, float("-inf")), log_p)
+    tl.store(out + at, tl.where(possible, log_p, float("-inf")), mask=listed)
+
+
+@triton.jit
+def _pick(
+    log_p,
+    candidates,
+    open_,
+    given,
+    columns,
+    column_scale,
+    leaf,
+    leaf_scale,
+    tokens,
+    observed,
+    positions,
+    picked,
+    probabilities,
+    sure,
+    length,
+    count,
+    states,
+    batch_stride,
+    row_stride,
+    RULE: tl.constexpr,
+    SCALED: tl.constexpr,
+    L: tl.constexpr,
+    K: tl.constexpr,
+    N: tl.constexpr,
+):
+    """One program a sequence. Everything is read before anything is written: warps do not run in step."""
+    sequence = tl.program_id(0).to(tl.int64)
+    t = tl.arange(0, L)
+    k = tl.arange(0, K)
+    here, listed = t < length, k < count
+    base = sequence * length
+    tile = here[:, None] & listed[None, :]
+    log = tl.load(log_p + (base + t)[:, None] * count + k[None, :], mask=tile, other=float("-inf"))
+    may = tl.load(open_ + sequence * batch_stride + t * row_stride, mask=here, other=0) != 0
+    best = tl.max(log, 1)
+    number = tl.min(tl.where(log == best[:, None], k[None, :], K), 1)
+    probability = tl.exp(best)
+    second = tl.exp(tl.max(tl.where(k[None, :] == number[:, None], float("-inf"), log), 1))
+    rest = tl.maximum(1.0 - _ROUNDING - tl.sum(tl.exp(log), 1), 0.0)
+    if RULE == _GIVEN:
+        bound = probability
+        order = tl.load(given + base + t, mask=here, other=float("-inf"))
+        could = tl.full((L,), float("-inf"), tl.float32)
+    elif RULE == _MARGIN:
+        bound = second  # else the lead itself is not certain
+        order = probability - second
+        could = tl.where(rest <= second, order, tl.maximum(rest, order + second))
+    else:
+        bound = probability
+        order = probability
+        could = rest
+    order = tl.where(may, order, float("-inf"))
+    first = tl.max(order, 0)
+    place = tl.min(tl.where(may & (order == first), t, L), 0)
+    some = place < L
+    place = tl.where(some, place, 0)
+    chosen = t == place
+    index = tl.sum(tl.where(chosen, number, 0), 0)
+    value = tl.sum(tl.where(chosen, probability, 0.0), 0)
+    doubts = tl.sum(tl.where((may & (could > first)) | (chosen & (rest > bound)), 1, 0), 0)
+    certain = tl.where(some & (doubts == 0), 1, 0)
+    row = base + place
+    entry = row * count + index
+    token = tl.load(candidates + entry)
+    known = tl.load(observed + row)
+    tops = tl.zeros((N,), tl.float32)
+    for begin in range(0, states, N):
+        n = begin + tl.arange(0, N)
+        tops = tl.maximum(tops, tl.load(columns + entry * states + n, mask=n < states, other=0.0).to(tl.float32))
+    top = tl.max(tops, 0)
+    top = tl.where(top > 0.0, top, 1.0)
+    scale = tl.log(top)
+    if SCALED:
+        scale += tl.load(column_scale + row)
+    tl.debug_barrier()
+    if some:
+        if known == 0:
+            for begin in range(0, states, N):
+                n = begin + tl.arange(0, N)
+                column = tl.load(columns + entry * states + n, mask=n < states, other=0.0).to(tl.float32)
+                tl.store(leaf + row * states + n, column / top, mask=n < states)
+            tl.store(leaf_scale + row, scale)
+            tl.store(tokens + row, token)
+        tl.store(observed + row, 1)
+        tl.store(open_ + sequence * batch_stride + place * row_stride, 0)
+    tl.store(positions + sequence, place.to(tl.int64))
+    tl.store(picked + sequence, token)
+    tl.store(probabilities + sequence, value)
+    tl.store(sure + sequence, certain)
+
+
+def prepare(
+    emission: Emission,
+    ev: Evidence,
+    candidates: Int[Tensor, "B L K"],
+    leaf_scale: Float[Tensor, "B L 1"],
+    log_total: Float[Tensor, "B L"],
+    latent: Scaled | None,
+) -> tuple[Float[Tensor, "B L K N"], Float[Tensor, "B L K"]]:
+    """Columns of the candidates, and their log-weights, from the normaliser that the leaf values needed anyway.
+
+    A compact table's columns stay as they are, half as many bytes to read a pick, unless something multiplies them.
+    Dense evidence and one emission table only.
+    """
+    batch, length, count = candidates.shape
+    states, vocab = emission.stored.shape
+    assert ev.potentials is not None
+    potentials = unit_stride(ev.potentials)
+    device, dtype = candidates.device, torch.float32
+    if emission.compact and latent is None:
+        dtype = torch.bfloat16
+    columns = torch.empty(batch, length, count, states, dtype=dtype, device=device)
+    weights = torch.empty(batch, length, count, device=device)
+    wide, deep = (8, 16) if _INTERPRETED else (16, 128)
+    _prepare[(batch * length, triton.cdiv(count, wide), triton.cdiv(states, deep))](
+        emission.linear,
+        candidates.contiguous(),
+        potentials,
+        ev.inverse_temperature(),
+        ev.kind,
+        log_total,
+        leaf_scale.contiguous(),
+        weights if latent is None else latent.values.contiguous(),
+        weights if latent is None else latent.log_scale.contiguous(),
+        columns,
+        weights,
+        length,
+        count,
+        states,
+        vocab,
+        potentials.stride(0),
+        potentials.stride(1),
+        NORMALISED=ev.normalised,
+        LATENT=latent is not None,
+        K=wide,
+        N=deep,
+        num_warps=4,
+    )
+    return columns, weights
+
+
+def candidate_marginals(
+    forward: Float[Tensor, "B L N"],
+    backward: Float[Tensor, "B L N"],
+    leaf: Float[Tensor, "B L N"],
+    columns: Float[Tensor, "B L K N"],
+    weights: Float[Tensor, "B L K"],
+    candidates: Int[Tensor, "B L K"],
+    tokens: Int[Tensor, "B L"],
+    observed: Bool[Tensor, "B L"],
+) -> Float[Tensor, "B L K"]:
+    """log p of the candidates at every position, in one launch."""
+    batch, length, count, states = columns.shape
+    out = torch.empty(batch, length, count, device=columns.device)
+    plan = tiling_for(batch * length, count, states)
+    _marginals[(batch * length, triton.cdiv(count, plan.candidates))](
+        forward.contiguous(),
+        backward.contiguous(),
+        leaf.contiguous(),
+        columns.contiguous(),
+        weights.contiguous(),
+        candidates.contiguous(),
+        tokens.contiguous(),
+        observed.contiguous().view(torch.uint8),
+        out,
+        count,
+        states,
+        K=plan.candidates,
+        N=plan.states,
+        num_warps=8 if plan.candidates * plan.states > 4096 else 4,
+    )
+    return out
+
+
+def pick(
+    log_p: Float[Tensor, "B L K"],
+    candidates: Int[Tensor, "B L K"],
+    open_: Bool[Tensor, "B L"],
+    rule: str,
+    given: Float[Tensor, "B L"] | None,
+    columns: Float[Tensor, "B L K N"],
+    column_scale: Float[Tensor, "B L 1"] | None,
+    leaf: Scaled,
+    tokens: Int[Tensor, "B L"],
+    observed: Bool[Tensor, "B L"],
+) -> Picked:
+    """Choose a token and commit it, in one launch; what does not fit into a tile goes through PyTorch."""
+    batch, length, count, states = columns.shape
+    written = (leaf.values, leaf.log_scale, tokens, observed)
+    if max(length, count) > LARGEST or not all(x.is_contiguous() for x in written):
+        return eager.pick(log_p, candidates, open_, rule, given, columns, column_scale, leaf, tokens, observed)
+    device = log_p.device
+    positions, picked = torch.empty(2, batch, dtype=torch.int64, device=device)
+    probabilities = torch.empty(batch, device=device)
+    sure = torch.empty(batch, dtype=torch.uint8, device=device)
+    _pick[(batch,)](
+        log_p.contiguous(),
+        candidates.contiguous(),
+        open_.view(torch.uint8),
+        log_p if given is None else given.float().contiguous(),
+        columns.contiguous(),
+        log_p if column_scale is None else column_scale.contiguous(),
+        leaf.values,
+        leaf.log_scale,
+        tokens,
+        observed.view(torch.uint8),
+        positions,
+        picked,
+        probabilities,
+        sure,
+        length,
+        count,
+        states,
+        open_.stride(0),
+        open_.stride(1),
+        RULE=RULES.index(rule),
+        SCALED=column_scale is not None,
+        L=triton.next_power_of_2(length),
+        K=triton.next_power_of_2(count),
+        N=16 if _INTERPRETED else min(4096, triton.next_power_of_2(states)),
+        num_warps=8,
+    )
+    return Picked(positions, picked, probabilities, sure.view(torch.bool))

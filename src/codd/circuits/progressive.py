@@ -1,0 +1,460 @@
+"""Progressive conditioning: tokens become known one after the other, and the marginals of the rest follow each.
+
+The evidence of a position that is not yet known stays as it is, so its leaf values, which cost a pass over the
+vocabulary, are computed once. A token that becomes known replaces them with its column of the emission. What a token at
+t changes is the forward messages after t and the backward messages before t:
+
+    p(x_t = v | evidence) = w_t(v) sum_i f_t(i) pot_t(i) E[i, v] b_t(i) / sum_i f_t(i) L_t(i) b_t(i)
+
+The denominator sums over the whole vocabulary, so the probabilities of a few candidates are exact, too.
+
+On the CPU only the messages that changed, up to the last position that needs them, are computed again, and sequences in
+which float32 may have lost something are answered by the reference. Elsewhere the host never looks at a position, which
+would wait for the device: both directions run again, in one launch where they fit.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
+
+from codd.circuits import inference
+from codd.circuits.evidence import Evidence, Kind, _finite, log_softmax
+from codd.circuits.ops.backend import EAGER, REFERENCE, backend_for, use
+from codd.circuits.ops.chain import eager as chain_eager
+from codd.circuits.ops.leaf.eager import FLUSH
+from codd.circuits.ops.pick import eager as pick_eager
+from codd.circuits.ops.pick.eager import RULES, Picked
+from codd.circuits.ops.scaled import Scaled, exponentials
+from codd.circuits.parameters import Emission
+from codd.errors import InvalidEvidence
+
+if TYPE_CHECKING:
+    from codd.circuits.hmm import HMM
+
+_BLOCK = 2**24
+"""Entries of a bfloat16 emission table that are widened at a time: 64 MiB."""
+
+
+class _Places:
+    """Some positions of each sequence: the same ones everywhere (all, or a list), or one a sequence."""
+
+    def __init__(self, index: slice | Int[Tensor, " R"] | Int[Tensor, "B 1"], batch: int) -> None:
+        """``index``: all positions as a slice, a list that all sequences share, or (B, 1)."""
+        self.index = index
+        self._sequences: Tensor | None = None
+        if isinstance(index, Tensor) and index.ndim == 2:
+            self._sequences = torch.arange(batch, device=index.device)[:, None]
+
+    @property
+    def own(self) -> bool:
+        """Whether each sequence has its own."""
+        return self._sequences is not None
+
+    def take(self, x: Shaped[Tensor, "B L *K"]) -> Shaped[Tensor, "B R *K"]:
+        """The values at these positions."""
+        return x[self._sequences, self.index] if self.own else x[:, self.index]
+
+
+class Progressive:
+    """An HMM and evidence to which tokens are added one by one. Made by ``HMM.progressive``."""
+
+    @torch.no_grad()
+    def __init__(self, hmm: "HMM", ev: Evidence, candidates: int | None = None) -> None:
+        """Compute what no later token changes: leaf values, and the emission columns of the candidates."""
+        backend = backend_for(ev.device, hmm.dtype)
+        self._hmm, self._given = hmm, ev
+        self._backend = EAGER if backend is REFERENCE else backend
+        self._host = ev.device.type == "cpu" and self._backend is EAGER
+        batch, length = ev.shape
+        self._leaf, doubt, totals = self._leaves(candidates is not None)
+        self._doubt = torch.full((batch,), backend is REFERENCE, device=ev.device)
+        if doubt is not None:
+            self._doubt |= doubt
+        self._sequences = torch.arange(batch, device=ev.device)
+        self._observed = ev.rows(Kind.OBSERVED)
+        self._tokens = (
+            torch.zeros(ev.shape, dtype=torch.int64, device=ev.device)
+            if ev.tokens is None
+            else torch.where(self._observed, ev.tokens, 0)  # a mask's id need not be in the vocabulary
+        )
+        latent = ev.latent_log_potentials
+        self._latent = None if latent is None else exponentials(latent.to(hmm.dtype))
+        self._log_partition: Tensor | None = None
+        self._both: tuple[Scaled, Scaled] | None = self._ends() if self._host else None  # forward, backward
+        self._ahead, self._behind = 0, length - 1  # forward messages are right up to here, backward ones from here
+        self._places = _Places(self._open() if self._host else slice(None), batch)
+        self.candidates = None if candidates is None else _heaviest(ev, candidates)
+        if self.candidates is not None:
+            self._columns, self._weights = self._prepare(self.candidates, totals)
+
+    @property
+    def evidence(self) -> Evidence:
+        """What is known now."""
+        return replace(self._given, tokens=self._tokens.clone(), observed=self._observed.clone())
+
+    @property
+    @torch.no_grad()
+    def log_partition(self) -> Float[Tensor, " B"]:
+        """log Z of the evidence and all committed tokens; -inf where they are impossible together."""
+        fast = self._root().to(self._hmm.dtype)
+        return self._surely(fast, lambda ev, _: inference.log_partition(self._hmm, ev))
+
+    @torch.no_grad()
+    def commit(self, positions: Int[Tensor, " B"], tokens: Int[Tensor, " B"]) -> None:
+        """Observe one more token in each sequence; a position that is known already stays as it is."""
+        self._check("positions", positions, self._given.shape[1])
+        self._check("tokens", tokens, self._hmm.vocab_size)
+        self._observe(positions.long(), tokens.long(), torch.ones_like(positions, dtype=torch.bool))
+
+    @torch.no_grad()
+    def pick(self, rule: str, open_: Bool[Tensor, "B L"], given: Float[Tensor, "B L"] | None = None) -> Picked:
+        """Commit the most probable token of the open position that comes first, and close the position in ``open_``.
+
+        First by the probability of the token ("low_confidence"), by its lead over the second ("margin"), or by the
+        largest number in ``given`` ("given"); of equals the leftmost. A sequence with nothing open stays as it is.
+        """
+        self._check_pick(rule, open_, given)
+        log_p, candidates = self.log_marginals(), self.candidates
+        if not self._host and candidates is not None:
+            scale = None if self._latent is None else self._latent.log_scale
+            state = (self._leaf, self._tokens, self._observed)
+            found = self._backend.pick(log_p, candidates, open_, rule, given, self._columns, scale, *state)
+            self._log_partition = self._both = None
+            return found
+        choice = pick_eager.choose(log_p, open_, rule, given, candidates is not None)
+        at, tokens = (self._sequences, choice.positions), choice.numbers
+        if candidates is not None:
+            tokens = candidates[(*at, tokens)]
+        self._observe(choice.positions, tokens, choice.some)
+        open_.scatter_(1, choice.positions[:, None], False)
+        return Picked(choice.positions, tokens, choice.probabilities.float(), choice.sure)
+
+    def _observe(self, positions: Int[Tensor, " B"], tokens: Int[Tensor, " B"], where: Bool[Tensor, " B"]) -> None:
+        """Replace leaf values by columns of the emission, in some sequences, unless a position is known already."""
+        at = (self._sequences, positions)
+        new = where & ~self._observed[at]
+        log = _log_column(self._hmm.emission, positions, tokens)
+        if self._given.latent_log_potentials is not None:
+            log = log + self._given.latent_log_potentials[at].to(log.dtype)
+        row = exponentials(log[:, None])
+        self._leaf.values[at] = torch.where(new[:, None], row.values[:, 0], self._leaf.values[at])
+        self._leaf.log_scale[at] = torch.where(new[:, None], row.log_scale[:, 0], self._leaf.log_scale[at])
+        self._tokens[at] = torch.where(new, tokens, self._tokens[at])
+        self._observed[at] |= new
+        self._log_partition = None
+        if self._host:
+            low, high = (int(x) for x in torch.aminmax(positions))
+            self._ahead, self._behind = min(self._ahead, low), max(self._behind, high)
+            tiny = torch.finfo(log.dtype).tiny
+            self._doubt |= ((log > -torch.inf) & (row.values[:, 0] < tiny)).any(-1) & new
+        else:
+            self._both = None
+
+    @torch.no_grad()
+    def log_marginals(self) -> Float[Tensor, "B L K"]:
+        """log p(x_t | evidence, committed tokens) of the candidates, or of all tokens if there are none.
+
+        Normalised over all tokens: what the candidates leave to one is the probability of all others.
+        """
+        if self.candidates is None:
+            return self.dense_log_marginals()
+        places, candidates = self._places, self.candidates
+        if not self._host:
+            forward, backward = self._messages()
+            messages = (forward.values, backward.values, self._leaf.values)
+            cached = (self._columns, self._weights, candidates)
+            return self._backend.candidate_marginals(*messages, *cached, self._tokens, self._observed)
+        cavity, possible = self._cavity(places)
+        # The states last in both: read as it lies, this product is several times faster than the other way round.
+        found = (cavity[:, :, None] @ self._columns.mT)[:, :, 0].log_().add_(self._weights)
+        out = torch.where(candidates == self._tokens[..., None], 0.0, -torch.inf).to(self._hmm.dtype)
+        hidden = ~places.take(self._observed)[..., None]
+        out[:, places.index] = torch.where(hidden, found, places.take(out))
+        out.masked_fill_(~possible, -torch.inf)
+        return self._surely(out, lambda ev, index: inference.marginals(self._hmm, ev, candidates[index]))
+
+    @torch.no_grad()
+    def dense_log_marginals(self, positions: Int[Tensor, " B"] | None = None) -> Float[Tensor, "B *L V"]:
+        """The same for all tokens: (B, L, V), or (B, V) at one position of each sequence."""
+        batch, length = self._given.shape
+        if positions is not None:
+            self._check("positions", positions, length)
+        everywhere = _Places(self._open() if self._host else slice(None), batch)
+        places = everywhere if positions is None else _Places(positions.long()[:, None], batch)
+        cavity, possible = self._cavity(places)
+        if self._latent is not None:
+            cavity = cavity * places.take(self._latent.values)
+        found = _emitted(self._hmm.emission, cavity, places)
+        found = found.log_().add_(self._log_weights(places)).add_(self._offset(places))
+        vocabulary = torch.arange(self._hmm.vocab_size, device=found.device)
+        tokens = self._tokens if positions is None else places.take(self._tokens)
+        out = torch.where(vocabulary == tokens[..., None], 0.0, -torch.inf).to(found.dtype)
+        hidden = ~places.take(self._observed)[..., None]
+        if positions is None:
+            out[:, places.index] = torch.where(hidden, found, places.take(out))
+        else:
+            out = torch.where(hidden, found, out)
+        out.masked_fill_(~possible, -torch.inf)
+
+        def exact(ev: Evidence, index: Int[Tensor, " S"]) -> Tensor:
+            full = inference.marginals(self._hmm, ev)
+            return full if positions is None else _Places(positions[index].long()[:, None], len(index)).take(full)
+
+        out = self._surely(out, exact)
+        return out if positions is None else out[:, 0]
+
+    def _check(self, name: str, given: Int[Tensor, " B"], limit: int) -> None:
+        batch = self._given.shape[0]
+        if given.shape != (batch,) or given.dtype.is_floating_point or given.dtype == torch.bool:
+            raise InvalidEvidence(
+                f"{name} must be integers, one a sequence: ({batch},); found {tuple(given.shape)} of {given.dtype}"
+            )
+        if given.device != self._given.device:
+            raise InvalidEvidence(f"{name} are on {given.device}, the evidence on {self._given.device}: move them")
+        if given.device.type == "cpu":  # elsewhere, looking at values would wait for the device
+            wrong = given[(given < 0) | (given >= limit)]
+            if len(wrong):
+                raise InvalidEvidence(f"{name} must be in 0..{limit - 1}, found {int(wrong[0])}")
+
+    def _check_pick(self, rule: str, open_: Bool[Tensor, "B L"], given: Float[Tensor, "B L"] | None) -> None:
+        if rule not in RULES:
+            raise InvalidEvidence(f"rule must be one of {', '.join(RULES)}, found {rule!r}")
+        if (rule == "given") != (given is not None):
+            raise InvalidEvidence(
+                'the order of the positions, (B, L), is for rule="given", which needs it: '
+                f"found {'none' if given is None else 'one'} with rule={rule!r}"
+            )
+        for name, x in (("open_", open_), ("given", given)):
+            if x is not None and (x.shape != self._given.shape or x.device != self._given.device):
+                raise InvalidEvidence(
+                    f"{name} must have the shape and the device of the evidence, {self._given.shape} on "
+                    f"{self._given.device}; found {tuple(x.shape)} on {x.device}"
+                )
+        if open_.dtype != torch.bool:
+            raise InvalidEvidence(f"open_ must be a boolean mask, found {open_.dtype}")
+
+    # What no later token changes.
+
+    def _leaves(self, normalisers: bool) -> tuple[Scaled, inference.Doubt, Float[Tensor, "B L"] | None]:
+        """Leaf values, and the normalisers of the dense rows where the backend has them from the same pass."""
+        hmm, ev, backend, totals = self._hmm, self._given, self._backend, None
+        fits = ev.potentials is not None and ev.sparse is None and not hmm.emission.per_position
+        if normalisers and fits and backend.leaf_totals is not None:
+            found, totals = backend.leaf_totals(hmm.emission, ev)
+            backend = replace(backend, leaf_values=lambda *_: found)  # to be looked at as all leaf values are
+        leaf, doubt = inference._leaf(hmm, ev, backend)
+        if not self._host:  # as the kernels read and write them
+            leaf = Scaled(leaf.values.contiguous(), leaf.log_scale.contiguous())
+        return leaf, doubt, totals
+
+    def _prepare(
+        self, candidates: Int[Tensor, "B L K"], totals: Float[Tensor, "B L"] | None
+    ) -> tuple[Float[Tensor, "B R K N"], Float[Tensor, "B R K"]]:
+        """Columns of the candidates times latent potentials, and log-weights with the scales that belong to them."""
+        hmm, places, scale = self._hmm, self._places, self._leaf.log_scale
+        if totals is not None and self._backend.prepare is not None:
+            return self._backend.prepare(hmm.emission, self._given, candidates, scale, totals, self._latent)
+        ids = places.take(candidates)
+        columns = _columns(hmm.emission, ids, places.index)
+        if self._latent is not None:
+            columns *= places.take(self._latent.values)[:, :, None]
+        return columns, self._log_weights_of(ids) + self._offset(places)
+
+    # Messages.
+
+    def _open(self) -> Int[Tensor, " R"]:
+        """The positions that some sequence does not know."""
+        return (~self._observed).any(0).nonzero()[:, 0]
+
+    def _ends(self) -> tuple[Scaled, Scaled]:
+        """Room for all messages, with the two that are known from the start."""
+        values, scale = self._leaf.values.transpose(0, 1), self._leaf.log_scale
+        forward, backward = (
+            Scaled(torch.zeros_like(values).transpose(0, 1), torch.zeros_like(scale, dtype=torch.float64))
+            for _ in range(2)
+        )
+        first = exponentials(self._hmm.log_initial.detach().expand(values.shape[1], 1, -1))
+        forward.values[:, :1], forward.log_scale[:, :1] = first.values, first.log_scale
+        backward.values[:, -1] = 1
+        return forward, backward
+
+    def _messages(self) -> tuple[Scaled, Scaled]:
+        """Forward and backward messages, right wherever a position is not yet known, and at ``_ahead``."""
+        hmm, backend, both = self._hmm, self._backend, self._both
+        if both is None:
+            if backend.both is not None:
+                both = backend.both(hmm.transition, hmm.log_initial, self._leaf)
+            else:
+                forward = backend.messages(hmm.transition, hmm.log_initial, self._leaf, False)
+                both = forward, backend.messages(hmm.transition, None, self._leaf, True)
+            self._both = both
+        if not self._host:
+            return both
+        places = self._open()
+        low, high = (int(places[0]), int(places[-1])) if len(places) else (self._ahead, self._ahead)
+        # Tables that belong to their steps serve the whole chain only.
+        whole, last = hmm.transition.per_position, self._given.shape[1] - 1
+        if high > self._ahead:
+            self._ahead, begin = (last, 0) if whole else (high, self._ahead)
+            self._extend(both[0], begin, self._ahead)
+        if low < self._behind:
+            self._behind, begin = (0, last) if whole else (low, self._behind)
+            self._extend(both[1], begin, self._behind)
+        return both
+
+    def _extend(self, message: Scaled, begin: int, end: int) -> None:
+        """Compute the messages after ``begin``, where one is known, up to ``end``: backward ones if that is before."""
+        reverse = end < begin
+        part = slice(min(begin, end), max(begin, end) + 1)
+        leaf = Scaled(self._leaf.values[:, part], self._leaf.log_scale[:, part])
+        message = Scaled(message.values[:, part], message.log_scale[:, part])
+        # The chain starts from one: what is known goes into the first leaf, with its largest entry at one, so that
+        # scales do not pile up over many short chains.
+        start = Scaled(leaf.values.clone(), leaf.log_scale.to(torch.float64, copy=True))
+        edge, new = (slice(-1, None), slice(None, -1)) if reverse else (slice(1), slice(1, None))
+        first = start.values[:, edge].mul_(message.values[:, edge])
+        top = first.amax(-1, keepdim=True)
+        top.masked_fill_(top == 0, 1)
+        first.div_(top)
+        start.log_scale[:, edge] += message.log_scale[:, edge] + top.log()
+        out = self._backend.messages(self._hmm.transition, None, start, reverse)
+        message.values[:, new] = out.values[:, new]
+        message.log_scale[:, new] = out.log_scale[:, new]
+        self._look(leaf, message, begin == 0, reverse)
+
+    def _look(self, leaf: Scaled, message: Scaled, initial: bool, reverse: bool) -> None:
+        """Doubt the sequences in which a product of message and leaf may have lost something."""
+        if chain_eager.nothing_lost(leaf * message):
+            return
+        start = self._hmm.log_initial if initial and not reverse else None
+        lost = chain_eager.lost_terms(self._hmm.transition, start, leaf, message, reverse)
+        if lost is not None:
+            self._doubt |= lost
+
+    def _root(self) -> Float[Tensor, " B"]:
+        """log Z, at a position where both messages are right."""
+        if self._log_partition is None:
+            forward, backward = self._messages()
+            at = self._ahead if self._host else 0
+            # Through logarithms: the product of the three could leave the range of float32.
+            here = [x.values[:, at].double().log() + x.log_scale[:, at] for x in (forward, self._leaf, backward)]
+            self._log_partition = (here[0] + here[1] + here[2]).logsumexp(-1)
+        return self._log_partition
+
+    # Answers.
+
+    def _cavity(self, places: _Places) -> tuple[Float[Tensor, "B R N"], Shaped[Tensor, "B #R 1"]]:
+        """Forward times backward over Z (up to the scale of the leaf), and whether the evidence is possible."""
+        forward, backward = self._messages()
+        cavity = places.take(forward.values) * places.take(backward.values)
+        total = (cavity * places.take(self._leaf.values)).sum(-1, keepdim=True)
+        if not self._host:
+            return cavity / total, total > 0
+        possible = self._root() > -torch.inf
+        faint = (total[..., 0] < FLUSH) & ~places.take(self._observed)
+        self._doubt |= faint.any(-1) & possible
+        return cavity / torch.where(total > 0, total, 1), possible[:, None, None]
+
+    def _offset(self, places: _Places) -> Float[Tensor, "B R 1"]:
+        """The logarithm of the scale that the latent potential has and the leaf has not."""
+        scale = -places.take(self._leaf.log_scale)
+        return scale if self._latent is None else scale + places.take(self._latent.log_scale)
+
+    def _log_weights(self, places: _Places) -> Float[Tensor, "B R V"]:
+        """The log-weight of every token before anything was committed; zero where it was observed."""
+        ev, dtype, vocab = self._given, self._hmm.dtype, self._hmm.vocab_size
+        kind = places.take(ev.kind)[..., None]
+        out = torch.zeros(*kind.shape[:2], vocab, dtype=dtype, device=ev.device)
+        if ev.potentials is not None:
+            x = places.take(ev.potentials).to(dtype)
+            if isinstance(ev.temperature, Tensor):
+                x = x / ev.temperature.to(dtype)[:, None, None]
+            elif ev.temperature != 1.0:
+                x = x / ev.temperature
+            out = torch.where(kind == Kind.DENSE, log_softmax(x) if ev.normalised else x, out)
+        if ev.sparse is not None:
+            tail = places.take(ev.sparse.log_tail_weight(vocab)).to(dtype)
+            listed = places.take(ev.sparse.log_weights).to(dtype)
+            rest = tail[..., None].expand_as(out)
+            out = torch.where(kind == Kind.SPARSE, rest.scatter(-1, places.take(ev.sparse.ids), listed), out)
+        return out
+
+    def _log_weights_of(self, ids: Int[Tensor, "B R K"]) -> Float[Tensor, "B R K"]:
+        """The same for some tokens at the places of the candidates; no row is normalised as a whole."""
+        ev, places, dtype = self._given, self._places, self._hmm.dtype
+        kind = places.take(ev.kind)[..., None]
+        rows = places.take(ev.potentials)  # type: ignore[arg-type]  # candidates come from them
+        heat = ev.temperature.to(dtype)[:, None, None] if isinstance(ev.temperature, Tensor) else ev.temperature
+        weights = rows.gather(-1, ids).to(dtype) / heat
+        if ev.normalised:
+            weights -= _finite((rows.to(dtype) / heat).logsumexp(-1, keepdim=True))
+        out = torch.where(kind == Kind.DENSE, weights, 0)
+        if ev.sparse is not None:
+            hit = places.take(ev.sparse.ids)[:, :, None] == ids[..., None]
+            listed = torch.where(hit, places.take(ev.sparse.log_weights).to(dtype)[:, :, None], -torch.inf).amax(-1)
+            tail = places.take(ev.sparse.log_tail_weight(self._hmm.vocab_size)).to(dtype)[..., None]
+            out = torch.where(kind == Kind.SPARSE, torch.where(hit.any(-1), listed, tail), out)
+        return out
+
+    def _surely(self, fast: Tensor, exact: Callable[[Evidence, Int[Tensor, " S"]], Tensor]) -> Tensor:
+        """The answer, with that of the reference for the sequences in doubt."""
+        if self._host and bool(self._doubt.any()):
+            index = self._doubt.nonzero()[:, 0]
+            with use("reference"):
+                fast[index] = exact(self.evidence.select(index), index)
+        return fast
+
+
+def _heaviest(ev: Evidence, count: int) -> Int[Tensor, "B L K"]:
+    """The tokens with the largest dense potentials; a temperature does not change which they are."""
+    if ev.potentials is None:
+        raise InvalidEvidence(
+            "candidates are the tokens with the largest dense potentials, and this evidence has none: "
+            "give logits or log_potentials, or candidates=None for all tokens"
+        )
+    if not 1 <= count <= ev.potentials.shape[-1]:
+        raise InvalidEvidence(f"candidates must be between 1 and V = {ev.potentials.shape[-1]}, found {count}")
+    return ev.potentials.topk(count, dim=-1).indices
+
+
+def _log_column(emission: Emission, positions: Int[Tensor, " B"], tokens: Int[Tensor, " B"]) -> Float[Tensor, "B N"]:
+    """The log-probabilities of some tokens, each at its position, under every state."""
+    table = emission.stored.detach()
+    column = table[positions, :, tokens] if emission.per_position else table[:, tokens].T
+    return column.float().log() if emission.compact else column
+
+
+def _columns(
+    emission: Emission, ids: Int[Tensor, "B R K"], rows: slice | Int[Tensor, " R"]
+) -> Float[Tensor, "B R K N"]:
+    """The probabilities of some tokens under every state, without a second copy of the whole table on a GPU."""
+    if ids.device.type == "cpu":
+        if not emission.per_position:
+            return torch.nn.functional.embedding(ids, emission.columns)
+        columns = emission.columns[rows]
+        return torch.stack([columns[r][ids[:, r]] for r in range(len(columns))], 1)
+    batch, places, count = ids.shape
+    if not emission.per_position:
+        return emission.linear[:, ids].permute(1, 2, 3, 0).to(emission.dtype).contiguous()
+    index = ids.transpose(0, 1).reshape(places, 1, -1).expand(-1, emission.stored.shape[-2], -1)
+    found = emission.linear[rows].gather(-1, index).reshape(places, -1, batch, count)
+    return found.permute(2, 0, 3, 1).to(emission.dtype).contiguous()
+
+
+def _emitted(emission: Emission, cavity: Float[Tensor, "B R N"], places: _Places) -> Float[Tensor, "B R V"]:
+    """sum_i c(i) E[i, v]."""
+    table, dtype = emission.linear, cavity.dtype
+    if emission.per_position:
+        if places.own:
+            return cavity @ table[places.index][:, 0].to(dtype)
+        return (cavity.transpose(0, 1) @ table[places.index].to(dtype)).transpose(0, 1)
+    if not emission.compact:
+        return cavity @ table
+    if cavity.device.type == "cpu":
+        return cavity @ emission.columns.T
+    width = max(1, _BLOCK // table.shape[0])
+    return torch.cat([cavity @ block.to(dtype) for block in torch.split(table, width, -1)], -1)

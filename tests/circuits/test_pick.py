@@ -1,0 +1,342 @@
+"""Picks in one launch against PyTorch, pick by pick, and both against what they mean."""
+
+import itertools
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from strategies import generator, shape_checks
+from torch.testing import assert_close
+
+from codd.circuits import HMM, Evidence, ops
+from codd.circuits.ops.pick import eager
+from codd.circuits.progressive import Progressive
+from codd.coupling import Coupled
+from codd.decoding import samplers
+from codd.decoding.options import Options
+from codd.errors import InvalidEvidence
+
+pytest.importorskip("triton")
+from codd.circuits.ops.pick import triton as kernels
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+# (B, L, N, V, K): not multiples of any tile, several tiles of states and of candidates, one of everything.
+CASES = [
+    ((1, 4, 20, 30, 6), "logits"),
+    ((3, 3, 9, 17, 5), "mixed"),
+    ((1, 3, 33, 12, 9), "compact"),
+    ((2, 2, 9, 8, 5), "compact_latent"),
+    ((1, 1, 1, 3, 1), "mixed"),
+]
+if CUDA:
+    SHAPES = [(1, 32, 1024, 126464, 64), (3, 32, 256, 5000, 64), (2, 16, 4096, 3000, 128)]
+    CASES += itertools.product(SHAPES, ("logits", "mixed", "compact", "compact_latent"))
+IMPLEMENTATIONS = {"eager": eager, "triton": kernels}
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch):
+    """Uninitialised memory is NaN, so that an unwritten output fails loudly."""
+
+    def empty(*size, **options):
+        out = EMPTY(*size, **options)
+        return out.fill_(float("nan") if out.dtype.is_floating_point else torch.iinfo(out.dtype).max)
+
+    EMPTY = torch.empty
+    monkeypatch.setattr(kernels.torch, "empty", empty)
+    with warnings.catch_warnings():  # numpy under the interpreter warns of the infinities that the kernels allow for
+        warnings.simplefilter("ignore", RuntimeWarning)
+        yield
+
+
+def case(shape, style, seed=1):
+    """A circuit and evidence."""
+    batch, length, states, vocab, _ = shape
+    g = generator(seed)
+    hmm = HMM.random(states, vocab, seed=seed).to(DEVICE)
+    if style.startswith("compact"):
+        hmm = hmm.to(emission=torch.bfloat16)
+    logits = 2 * torch.randn(batch, length, vocab, generator=g)
+    fields = {"logits": logits.bfloat16() if style == "compact" else logits, "temperature": 0.7}
+    if style in ("mixed", "compact_latent"):
+        fields["latent_log_potentials"] = torch.randn(batch, length, states, generator=g)
+    if style == "mixed":
+        fields["temperature"] = 0.5 + torch.rand(batch, generator=g)
+        fields["missing"] = torch.rand(batch, length, generator=g) < 0.2
+        fields["observed"] = torch.rand(batch, length, generator=g) < 0.3
+        fields["tokens"] = torch.randint(vocab, (batch, length), generator=g)
+    return hmm, Evidence(**fields).to(DEVICE)
+
+
+def progressive(hmm, ev, count, backend="triton"):
+    with ops.use(backend):
+        return hmm.progressive(ev, count)
+
+
+def masked(found: Progressive):
+    return ~found.evidence.observed
+
+
+def compared(found: Progressive) -> Progressive:
+    """With every launch checked against PyTorch on copies of the same tensors."""
+    fast = found._backend
+
+    def marginals(*args):
+        got = fast.candidate_marginals(*args)
+        assert_close(got, eager.candidate_marginals(*args), rtol=2e-5, atol=2e-5)
+        return got
+
+    def pick(log_p, candidates, open_, rule, given, columns, scale, leaf, tokens, observed):
+        copies = [x.clone() for x in (open_, leaf.values, leaf.log_scale, tokens, observed)]
+        fixed = (log_p, candidates, copies[0], rule, given, columns, scale)
+        want = eager.pick(*fixed, ops.Scaled(copies[1], copies[2]), *copies[3:])
+        got = fast.pick(log_p, candidates, open_, rule, given, columns, scale, leaf, tokens, observed)
+        for a, b in zip((*got, open_, tokens, observed), (*want, copies[0], *copies[3:]), strict=True):
+            assert_close(a, b, rtol=1e-5, atol=1e-6)
+        assert_close(leaf.values, copies[1], rtol=1e-5, atol=1e-6)
+        assert_close(leaf.log_scale, copies[2], rtol=1e-5, atol=1e-5)
+        return got
+
+    found._backend = replace(fast, pick=pick, candidate_marginals=marginals)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("shape", "style", "rule"),
+    [
+        (*c, rule)
+        for i, c in enumerate(CASES)
+        for j, rule in enumerate(eager.RULES)
+        if CUDA or i == 1 or (i + j) % 3 == 0
+    ],
+    ids=str,
+)
+def test_one_launch_equals_pytorch_until_all_is_committed(shape, style, rule):
+    batch, length, *_, count = shape
+    hmm, ev = case(shape, style)
+    exact = hmm.to(dtype=torch.float64) if not CUDA else None
+    found = compared(progressive(hmm, ev, count))
+    open_ = masked(found)
+    # Equal numbers: the leftmost comes first.
+    given = (3 * torch.rand(batch, length, generator=generator(3))).floor().to(DEVICE) if rule == "given" else None
+    for k in range(length + 1):
+        before = open_.clone()
+        got = found.pick(rule, open_, given)
+        assert torch.equal(before.any(-1), (before & ~open_).any(-1))
+        each = torch.arange(batch, device=DEVICE)
+        some = before.any(-1)
+        assert bool(before[each, got.positions][some].all())
+        assert torch.equal(found.evidence.tokens[each, got.positions][some], got.tokens[some])
+        assert torch.equal(found.evidence.observed, ~open_)
+        if exact is not None and k % 2:
+            want = exact.marginals(found.evidence).gather(-1, found.candidates)
+            # Leaf values come from a contraction that rounds to ten bits.
+            assert_close(found.log_marginals().double().exp(), want.exp(), rtol=0, atol=2e-3)
+    assert not open_.any()
+    assert not got.sure.any()
+
+
+@pytest.mark.parametrize(("shape", "style"), CASES, ids=str)
+def test_columns_and_weights_are_those_of_pytorch(shape, style):
+    hmm, ev = case(shape, style)
+    found = progressive(hmm, ev, shape[-1])
+    columns, weights = found._prepare(found.candidates, None)
+    assert_close(found._columns.float(), columns, rtol=1e-6, atol=0)
+    assert_close(found._weights, weights, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("backend", "count", "rule"),
+    [("triton", 4, "margin"), *itertools.product(["eager"], [None, 4], eager.RULES)],
+)
+def test_a_pick_is_a_choice_and_a_commit(backend, rule, count):
+    shape = (2, 5, 6, 11, count)
+    hmm, ev = case(shape, "mixed", seed=4)
+    fast, slow = (progressive(hmm, ev, count, backend) for _ in range(2))
+    open_ = masked(fast) & torch.tensor([True, True, False, True, True], device=DEVICE)
+    given = torch.rand(2, 5, generator=generator(0)).to(DEVICE) if rule == "given" else None
+    for _ in range(int(open_.sum(-1).min())):
+        want = eager.choose(slow.log_marginals(), open_.clone(), rule, given, count is not None)
+        got = fast.pick(rule, open_, given)
+        assert torch.equal(got.positions, want.positions)
+        assert torch.equal(got.sure, want.sure)
+        slow.commit(got.positions, got.tokens)
+        assert_close(fast.log_marginals(), slow.log_marginals(), rtol=1e-4, atol=1e-4)
+        assert_close(fast.log_partition, slow.log_partition, rtol=1e-5, atol=1e-4)
+    assert torch.equal(fast.evidence.tokens, slow.evidence.tokens)
+
+
+def choose(name, probabilities, rule, open_=None, given=None):
+    """A pick among hand-made probabilities, (L, K), with a circuit of two states behind it."""
+    log_p = torch.tensor(probabilities).log()[None].to(DEVICE)
+    _, length, count = log_p.shape
+    open_ = torch.ones(1, length, dtype=torch.bool) if open_ is None else torch.tensor([open_])
+    state = (torch.zeros(1, length, dtype=torch.int64), torch.zeros(1, length, dtype=torch.bool))
+    leaf = ops.Scaled(torch.ones(1, length, 2, device=DEVICE), torch.zeros(1, length, 1, device=DEVICE))
+    columns = torch.rand(1, length, count, 2, generator=generator(0)).to(DEVICE)
+    candidates = (10 + torch.arange(count, device=DEVICE)).expand(1, length, -1)
+    order = None if given is None else torch.tensor([given], device=DEVICE)
+    fixed = (log_p, candidates, open_.to(DEVICE), rule, order, columns, None, leaf)
+    got = IMPLEMENTATIONS[name].pick(*fixed, *(x.to(DEVICE) for x in state))
+    return tuple(x.item() for x in got)
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("probabilities", "rule", "want"),
+    [
+        # Ties: the leftmost position, the first candidate.
+        ([[0.25, 0.5], [0.5, 0.5], [0.5, 0.5]], "low_confidence", (0, 11, 0.5, True)),
+        ([[0.25, 0.5], [0.5, 0.25], [0.0, 0.25]], "margin", (0, 11, 0.5, False)),
+        ([[0.25, 0.25], [0.25, 0.25]], "low_confidence", (0, 10, 0.25, False)),
+        # Another position may hold a token outside that is surer than the pick: then it is not sure, unless the order
+        # does not depend on it.
+        ([[0.6, 0.3], [0.2, 0.1]], "low_confidence", (0, 10, 0.6, False)),
+        ([[0.6, 0.3], [0.3, 0.2]], "low_confidence", (0, 10, 0.6, True)),
+        ([[0.6, 0.3], [0.2, 0.1]], "given", (0, 10, 0.6, True)),
+        # The best token of the picked position itself may be one outside.
+        ([[0.25, 0.125], [1.0, 0.0]], "given", (0, 10, 0.25, False)),
+        ([[0.5, 0.1], [0.0, 0.5]], "given", (0, 10, 0.5, True)),
+        # The lead over a second that is outside is smaller; over one inside it is what it seems.
+        ([[0.7, 0.2], [0.5, 0.3]], "margin", (0, 10, 0.7, True)),
+        ([[0.7, 0.05], [0.5, 0.4]], "margin", (0, 10, 0.7, False)),
+        ([[0.75], [0.5]], "margin", (0, 10, 0.75, False)),
+        ([[0.75, 0.0], [0.5, 0.5]], "margin", (0, 10, 0.75, False)),
+        # Impossible.
+        ([[0.0, 0.0], [0.0, 0.0]], "low_confidence", (0, 10, 0.0, False)),
+    ],
+)
+def test_by_hand(name, probabilities, rule, want):
+    given = [1.0, 0.0] if rule == "given" else None
+    assert choose(name, probabilities, rule, given=given) == pytest.approx(want)
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_closed_positions_do_not_count(name):
+    assert choose(name, [[1.0, 0.0], [0.1, 0.1], [0.4, 0.3]], "low_confidence", [False, False, True])[0] == 2
+    assert choose(name, [[1.0, 0.0], [0.1, 0.1], [0.4, 0.3]], "low_confidence", [False, False, True])[3] is True
+    assert choose(name, [[0.9, 0.1], [0.5, 0.5]], "given", [False, True], [9.0, -torch.inf])[:2] == (1, 10)
+    assert choose(name, [[0.9, 0.1], [0.5, 0.5]], "margin", [False, False])[3] is False
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_a_token_that_only_the_circuit_wants(backend):
+    """The network prefers tokens 0 and 1 a little, the circuit token 4 very much."""
+    emission = torch.tensor([[0.025, 0.025, 0.025, 0.025, 0.9]]).log()
+    hmm = HMM(torch.zeros(1), torch.zeros(1, 1), emission).to(DEVICE)
+    ev = Evidence(logits=torch.tensor([[[0.2, 0.1, 0, 0, 0]]], device=DEVICE))
+    for count, want in ((2, (0, False)), (5, (4, True))):
+        found = progressive(hmm, ev, count, backend)
+        got = found.pick("low_confidence", masked(found))
+        assert (int(got.tokens), bool(got.sure)) == want
+
+
+@pytest.mark.parametrize("what", ["tile", "strides"])
+def test_what_the_kernel_does_not_serve_goes_through_pytorch(monkeypatch, what):
+    hmm, ev = case((2, 4, 6, 9, 3), "mixed")
+    found, other = (progressive(hmm, ev, 3) for _ in range(2))
+    open_ = masked(found)
+    want = found.pick("margin", open_.clone())
+    if what == "tile":
+        monkeypatch.setattr(kernels, "LARGEST", 2)
+    strided = open_.T.contiguous().T
+    for a, b in zip(other.pick("margin", strided), want, strict=True):
+        assert_close(a, b)
+    assert_close(other.log_marginals(), found.log_marginals())
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_a_sequence_with_nothing_open_stays_as_it_is(backend):
+    hmm, ev = case((2, 4, 6, 9, 3), "logits")
+    found = progressive(hmm, ev, 3, backend)
+    before = found.log_marginals()
+    open_ = torch.zeros(2, 4, dtype=torch.bool, device=DEVICE)
+    open_[1] = True
+    got = found.pick("low_confidence", open_)
+    assert not bool(got.sure[0])
+    assert found.evidence.observed.sum(-1).tolist() == [0, 1]
+    assert_close(found.log_marginals()[0], before[0])
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_an_open_position_that_is_known_is_closed_and_nothing_else(backend):
+    hmm, ev = case((1, 4, 6, 9, 3), "logits")
+    found = progressive(hmm, ev, 3, backend)
+    at, token = torch.tensor([2], device=DEVICE), found.candidates[:, 2, 1].clone()
+    found.commit(at, token)
+    before = found.log_marginals()
+    open_ = torch.ones(1, 4, dtype=torch.bool, device=DEVICE)
+    got = found.pick("low_confidence", open_)
+    assert (int(got.positions), int(got.tokens), float(got.probabilities)) == (2, int(token), 1.0)
+    assert open_[0].tolist() == [True, True, False, True]
+    assert_close(found.log_marginals(), before)
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda p, m: p.pick("entropy", m), "rule must be one of low_confidence, margin, given, found 'entropy'"),
+        (lambda p, m: p.pick("given", m), "found none with rule='given'"),
+        (lambda p, m: p.pick("margin", m, m.float()), "found one with rule='margin'"),
+        (lambda p, m: p.pick("margin", m[:, 1:]), "open_ must have the shape"),
+        (lambda p, m: p.pick("margin", m.int()), "must be a boolean mask"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(ask, message):
+    hmm, ev = case((1, 4, 6, 9, 3), "logits")
+    found = progressive(hmm, ev, 3)
+    with shape_checks(False), pytest.raises(InvalidEvidence, match=message):
+        ask(found, masked(found))
+
+
+@pytest.mark.parametrize("rule", ["low_confidence", "margin", "left_to_right", "random"])
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+def test_the_samplers_picks_on_a_device_are_those_on_the_host(monkeypatch, backend, rule):
+    monkeypatch.setattr(samplers, "CANDIDATES", 8)
+    g = generator(2)
+    hmm = HMM.random(8, 12, seed=1)
+    hidden = torch.tensor([[True, True, False, True, True, True]])
+    joint = Coupled(hmm, logits=4 * torch.randn(1, 6, 12, generator=g), tokens=torch.full((1, 6), 3), masked=hidden)
+    rows, shuffled = torch.tensor([0, 1, 2, 4, 5]), torch.tensor([0.3, 0.9, 0.95, 0.1, 0.5])
+    open_rows = hidden[0, rows]
+    options = Options(remasking=rule, sampler="any_order")
+    for count in (1, 3, 4) if backend == "eager" else (4,):
+        noise = samplers.Noise(torch.zeros(6), torch.zeros(6).scatter(0, rows, shuffled), torch.zeros(6))
+        want = samplers.any_order(joint, rows, count, options, noise, open_rows)
+        with ops.use(backend):
+            given = joint.conditionals(samplers.CANDIDATES)
+        got = samplers._picked(given, rows, open_rows, count, noise.at(rows), options)
+        assert bool(got.sure)
+        for a, b in zip(got, want, strict=True):
+            assert_close(a, b, rtol=0, atol=3e-3)
+
+
+@pytest.mark.skipif(not CUDA, reason="CUDA graphs need a CUDA device")
+@pytest.mark.parametrize("rule", eager.RULES)
+def test_picks_can_be_captured_in_a_graph_and_wait_for_nothing(rule):
+    hmm, ev = case((1, 32, 256, 5000, 64), "compact")
+    given = torch.rand(1, 32, generator=generator(0)).to(DEVICE) if rule == "given" else None
+
+    def all_of_them():
+        found = hmm.progressive(ev, 64)
+        open_ = torch.ones(1, 32, dtype=torch.bool, device=DEVICE)
+        return [found.pick(rule, open_, given) for _ in range(32)]
+
+    want = all_of_them()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        all_of_them()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = all_of_them()
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    for a, b in zip(got, want, strict=True):
+        for x, y in zip(a, b, strict=True):
+            assert_close(x, y)

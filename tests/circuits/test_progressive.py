@@ -1,0 +1,344 @@
+"""Tokens that become known one by one, against the marginals of evidence that has them observed from the start."""
+
+import itertools
+import math
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from strategies import KINDS, LAYOUTS, generator, make_evidence, make_hmm, shape_checks
+from torch import Tensor
+from torch.testing import assert_close
+
+from codd.circuits import HMM, Evidence, ops
+from codd.circuits.evidence import Kind
+from codd.errors import InvalidEvidence
+
+INF = math.inf
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+ONE = torch.tensor([1])
+EXACT = {torch.float64: 1e-9, torch.float32: 2e-5}
+
+
+def observing(ev: Evidence, tokens: Tensor, known: Tensor) -> Evidence:
+    """The evidence with the tokens observed where ``known``, too."""
+    before = ev.rows(Kind.OBSERVED)
+    given = tokens if ev.tokens is None else torch.where(before, ev.tokens, tokens)
+    return replace(ev, tokens=given, observed=before | known)
+
+
+def follow(
+    hmm: HMM, ev: Evidence, candidates: int | None, seed: int, atol: float, backend: str = "eager", queries: int = 1
+) -> None:
+    """Commit random tokens in random orders until nothing is masked; ask after every ``queries`` of them."""
+    g = generator(seed)
+    exact = hmm.to(dtype=torch.float64)
+    batch, length = ev.shape
+    each = torch.arange(batch)
+    with ops.use(backend):
+        found = hmm.progressive(ev, candidates)
+    tokens = torch.randint(hmm.vocab_size, ev.shape, generator=g)
+    order = torch.stack([torch.randperm(length, generator=g) for _ in range(batch)])
+    known = torch.zeros(ev.shape, dtype=torch.bool)
+    for k in range(length + 1):
+        if k % queries == 0 or k == length:
+            now, at = observing(ev, tokens, known), order[:, k - 1]
+            want = exact.marginals(now)
+            listed = want if candidates is None else want.gather(-1, found.candidates)
+            assert_close(found.log_partition.double(), exact.log_partition(now), rtol=atol, atol=10 * atol)
+            assert_close(found.log_marginals().double().exp(), listed.exp(), rtol=0, atol=atol)
+            assert_close(found.dense_log_marginals(at).double().exp(), want[each, at].exp(), rtol=0, atol=atol)
+            if candidates is not None:
+                assert_close(found.dense_log_marginals().double().exp(), want.exp(), rtol=0, atol=atol)
+        if k < length:
+            found.commit(order[:, k], tokens[each, order[:, k]])
+            known[each, order[:, k]] = True
+
+
+MIXED = ("logits_temperatures", "mixed_dense", "mixed_all")
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind"), [("dense", k) for k in KINDS] + [(x, k) for x in LAYOUTS[1:] for k in MIXED]
+)
+def test_all_layouts_and_kinds(layout, kind):
+    hmm = make_hmm(layout, 4, 6, 5, seed=1)
+    ev = make_evidence(kind, (3, 5), 4, 6, seed=2)
+    follow(hmm, ev, 2 if ev.potentials is not None else None, seed=3, atol=1e-9, queries=2)
+
+
+@pytest.mark.parametrize("dtype", EXACT, ids=str)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("candidates", [None, 7])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_longer_windows(dtype, batch, candidates, queries):
+    hmm = HMM.random(20, 50, seed=1, dtype=dtype)
+    ev = make_evidence("mixed_dense", (batch, 17), 20, 50, seed=2, dtype=dtype)
+    with shape_checks(False):
+        follow(hmm, ev, candidates, 3, EXACT[dtype], queries=queries)
+
+
+@pytest.mark.parametrize("backend", ["eager", "reference", "triton"])
+@pytest.mark.parametrize("layout", ["dense", "low_rank", "per_position"])
+def test_every_backend(backend, layout):
+    if backend == "triton":
+        pytest.importorskip("triton")
+    hmm = make_hmm(layout, 10, 12, 4, seed=1, dtype=torch.float32)
+    for kind in ("mixed_dense", "mixed_all"):
+        ev = make_evidence(kind, (2, 4), 10, 12, seed=2, dtype=torch.float32)
+        with warnings.catch_warnings(), shape_checks(backend == "triton"):
+            warnings.simplefilter("ignore", RuntimeWarning)  # numpy in the interpreter: infinities are allowed for
+            # Triton's contraction rounds its factors to ten bits.
+            follow(hmm, ev, 4, 3, 1e-3 if backend == "triton" else 1e-5, backend, queries=2)
+
+
+@pytest.mark.parametrize("backend", ["eager", "triton"])
+@pytest.mark.parametrize("length", [None, 4])
+def test_compact_emission(backend, length):
+    if backend == "triton":
+        pytest.importorskip("triton")
+    hmm = HMM.random(9, 30, seed=1, length=length).to(emission=torch.bfloat16)
+    assert hmm.emission.compact
+    ev = make_evidence("logits_temperature", (2, 4), 9, 30, seed=2, dtype=torch.float32)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        follow(hmm, ev, 5, 3, 1e-5 if backend == "eager" else 3e-3, backend, queries=4)
+
+
+def test_by_hand():
+    """Three places, three tokens: every string and path, its weight written down."""
+    hmm = HMM.random(2, 3, seed=5, dtype=torch.float64)
+    logits = torch.tensor([[[0.1, 1.0, -0.5], [2.0, 0.0, 0.3], [-1.0, 0.5, 0.5]]], dtype=torch.float64)
+    w, g, a, e = (x.exp() for x in (logits.log_softmax(-1)[0], hmm.log_initial, hmm.log_transition, hmm.log_emission))
+
+    def weight(x: tuple[int, ...], own: set[int]) -> float:
+        """``own``: where the network's weight counts, which is where nothing was committed."""
+        paths = itertools.product(range(2), repeat=3)
+        circuit = sum(g[i] * e[i, x[0]] * a[i, j] * e[j, x[1]] * a[j, k] * e[k, x[2]] for i, j, k in paths)
+        return float(circuit * math.prod(float(w[t, x[t]]) for t in own))
+
+    strings = list(itertools.product(range(3), repeat=3))
+    found = hmm.progressive(Evidence(logits=logits))
+    hidden: set[int] = {0, 1, 2}
+    fixed: dict[int, int] = {}
+    for position, token in ((1, 2), (2, 0), (0, 1)):
+        allowed = {x: weight(x, hidden) for x in strings if all(x[t] == v for t, v in fixed.items())}
+        total = sum(allowed.values())
+        assert float(found.log_partition) == pytest.approx(math.log(total), abs=1e-12)
+        got = found.log_marginals()[0].exp()
+        for t, v in itertools.product(range(3), range(3)):
+            share = sum(p for x, p in allowed.items() if x[t] == v) / total
+            assert float(got[t, v]) == pytest.approx(share, abs=1e-12)
+        found.commit(torch.tensor([position]), torch.tensor([token]))
+        hidden.remove(position)
+        fixed[position] = token
+    assert float(found.log_partition) == pytest.approx(math.log(weight((1, 2, 0), set())), abs=1e-12)
+    assert found.log_marginals()[0].argmax(-1).tolist() == [1, 2, 0]
+
+
+def test_candidates_are_the_heaviest_and_leave_the_mass_of_the_others():
+    hmm = HMM.random(5, 40, seed=1)
+    logits = torch.randn(2, 4, 40, generator=generator(0))
+    found = hmm.progressive(Evidence(logits=logits, temperature=0.5), 6)
+    assert torch.equal(found.candidates.sort(-1).values, logits.argsort(-1, descending=True)[..., :6].sort(-1).values)
+    found.commit(torch.tensor([0, 2]), torch.tensor([7, 9]))
+    every = found.dense_log_marginals().exp()
+    others = every.scatter(-1, found.candidates, 0).sum(-1)
+    left = 1 - found.log_marginals().logsumexp(-1).exp()
+    masked = ~found.evidence.observed
+    assert float(others[masked].min()) > 1e-3  # there is a mass to speak of
+    assert_close(left[masked], others[masked], rtol=0, atol=1e-5)
+
+
+def test_a_committed_token_is_certain_and_a_known_position_stays():
+    hmm = HMM.random(5, 9, seed=1)
+    logits = torch.randn(1, 4, 9, generator=generator(0))
+    found = hmm.progressive(Evidence(logits=logits), 3)
+    lightest = int(logits[0, 1].argmin())
+    found.commit(ONE, torch.tensor([lightest]))
+    assert lightest not in found.candidates[0, 1].tolist()
+    assert torch.isneginf(found.log_marginals()[0, 1]).all()
+    before = found.log_marginals()
+    found.commit(ONE, torch.tensor([(lightest + 1) % 9]))
+    assert torch.equal(found.log_marginals(), before)
+    want = torch.full((9,), -INF).index_fill(0, torch.tensor(lightest), 0)
+    assert torch.equal(found.dense_log_marginals(ONE)[0], want)
+
+
+def test_the_given_evidence_is_left_alone():
+    ev = make_evidence("mixed_dense", (2, 4), 3, 5, seed=1, dtype=torch.float32)
+    tokens, observed = ev.tokens.clone(), ev.observed.clone()
+    found = HMM.random(3, 5).progressive(ev, 2)
+    held = found.evidence
+    found.commit(torch.tensor([0, 1]), torch.tensor([2, 3]))
+    assert torch.equal(ev.tokens, tokens)
+    assert torch.equal(ev.observed, observed)
+    assert torch.equal(held.observed, observed)
+
+
+# Extremes.
+
+
+@pytest.mark.parametrize("backend", ["eager", "reference", "triton"])
+@pytest.mark.parametrize("candidates", [None, 2])
+def test_an_impossible_token(backend, candidates):
+    """Only the sequence that it was committed in becomes impossible, and nothing is NaN."""
+    if backend == "triton":
+        pytest.importorskip("triton")
+    emission = torch.tensor([[0.5, 0.5, 0.0], [0.0, 1.0, 0.0]]).log()
+    hmm = HMM(torch.tensor([0.5, 0.5]).log(), HMM.random(2, 2).log_transition, emission)
+    ev = Evidence(logits=torch.randn(2, 4, 3, generator=generator(0)))
+    with warnings.catch_warnings(), ops.use(backend):
+        warnings.simplefilter("ignore", RuntimeWarning)
+        found = hmm.progressive(ev, candidates)
+        found.commit(torch.tensor([2, 2]), torch.tensor([2, 1]))
+        for _ in range(2):
+            assert torch.isneginf(found.log_partition).tolist() == [True, False]
+            for out in (found.log_marginals(), found.dense_log_marginals(), found.dense_log_marginals(ONE.expand(2))):
+                assert torch.isneginf(out[0]).all()
+                assert not out.isnan().any()
+                assert bool((out[1] > -INF).any())
+            found.commit(torch.tensor([0, 0]), torch.tensor([1, 1]))
+
+
+@pytest.mark.parametrize("backend", ["eager", "reference"])
+def test_extreme_logits(backend):
+    hmm = HMM.random(6, 12, seed=2)
+    g = generator(4)
+    logits = 3 * torch.randn(2, 6, 12, generator=g)
+    logits[:, 1, 4] = 1e4
+    logits[:, 3] = torch.where(torch.rand(2, 12, generator=g) < 0.7, -INF, logits[:, 3])
+    logits[:, 3, 5] = 0.0
+    logits[:, 4] *= 1e4
+    ev = Evidence(logits=logits)
+    follow(hmm, ev, 3, 6, 1e-5, backend)
+
+
+def test_what_float32_loses_is_answered_by_the_reference():
+    """State i all but always emits token i, and states all but never change: committed tokens that do."""
+    states = 4
+    sticky = torch.full((states, states), -60.0).fill_diagonal_(0.0).log_softmax(-1)
+    hmm = HMM(torch.zeros(states).log_softmax(-1), sticky, sticky)
+    ev = Evidence(logits=torch.randn(2, 8, states, generator=generator(0)))
+    with shape_checks(False):
+        follow(hmm, ev, 2, seed=1, atol=1e-5)
+        follow(hmm, ev, None, seed=2, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("emission", "commits"),
+    [
+        # A committed token that the only possible state emits with less than the smallest number of float32.
+        ([[0.0, -INF, -INF], [-120.0, 0.0, -INF]], [(0, 0), (2, 1)]),
+        # Messages from both sides that are small where the other is large: both are numbers, their product is none.
+        ([[-1.0, -INF, -1.0], [-78.0, -78.0, 0.0], [-INF, -1.0, -1.0]], [(0, 0), (2, 1)]),
+    ],
+)
+def test_each_way_of_losing_something(emission, commits):
+    table = torch.tensor(emission, dtype=torch.float64).log_softmax(-1).float()
+    states = len(table)
+    hmm = HMM(torch.zeros(states).log_softmax(-1), torch.eye(states).log(), table)
+    logits = torch.randn(1, 3, 3, generator=generator(0))
+    found, now = hmm.progressive(Evidence(logits=logits), 3), Evidence(logits=logits)
+    for t, v in commits:
+        at, token = torch.tensor([t]), torch.tensor([v])
+        found.commit(at, token)
+        now = observing(now, token.expand(1, 3), torch.arange(3)[None] == t)
+        exact = hmm.to(dtype=torch.float64)
+        with ops.use("reference"):
+            want, value = exact.marginals(now).exp(), exact.log_partition(now)
+        assert_close(found.log_marginals().double().exp(), want.gather(-1, found.candidates), rtol=0, atol=1e-5)
+        assert_close(found.log_partition.double(), value, rtol=1e-5, atol=1e-5)
+    assert float(value) < -100
+
+
+def test_latent_potentials_of_a_great_range():
+    hmm = HMM.random(5, 7, seed=1)
+    latent = 40 * torch.randn(2, 6, 5, generator=generator(0))
+    ev = Evidence(logits=torch.randn(2, 6, 7, generator=generator(1)), latent_log_potentials=latent)
+    follow(hmm, ev, 3, seed=1, atol=1e-4)
+
+
+def test_a_long_window_from_left_to_right_keeps_its_scale():
+    """Each chain starts where the last one did plus one: what is taken out of a message must not be forgotten."""
+    hmm = HMM.random(4, 5, seed=1, scale=3.0)
+    ev = Evidence(missing=torch.ones(1, 100, dtype=torch.bool))
+    tokens = hmm.sample_unconditional(1, 100, generator=generator(0)).tokens
+    found = hmm.progressive(ev)
+    total = 0.0
+    for t in range(100):
+        total += float(found.dense_log_marginals(torch.tensor([t]))[0, tokens[0, t]])
+        found.commit(torch.tensor([t]), tokens[:, t])
+    assert total == pytest.approx(float(hmm.log_prob(tokens)), rel=1e-5)
+    assert float(found.log_partition) == pytest.approx(float(hmm.log_prob(tokens)), rel=1e-5)
+
+
+def test_only_changed_messages_are_computed_again(monkeypatch):
+    """After a token at t: those after t up to the last masked position, and those before t down to the first."""
+    hmm = HMM.random(3, 5, seed=1)
+    observed = torch.zeros(1, 10, dtype=torch.bool)
+    observed[0, [0, 1, 9]] = True
+    tokens = torch.zeros(1, 10, dtype=torch.int64)
+    found = hmm.progressive(Evidence(tokens=tokens, observed=observed, logits=torch.zeros(1, 10, 5)))
+    found.log_marginals()
+    spans = []
+    monkeypatch.setattr(found, "_extend", lambda _, begin, end: spans.append((begin, end)))
+    found.commit(torch.tensor([6]), ONE)
+    found.log_marginals()
+    found.log_marginals()
+    assert spans == [(6, 8), (6, 2)]
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda p: p.commit(torch.tensor([4]), ONE), "positions must be in 0..3, found 4"),
+        (lambda p: p.commit(ONE, torch.tensor([-1])), "tokens must be in 0..4, found -1"),
+        (lambda p: p.commit(ONE.float(), ONE), "positions must be integers"),
+        (lambda p: p.dense_log_marginals(torch.tensor([7])), "found 7"),
+    ],
+)
+def test_wrong_ids_are_refused(ask, message):
+    found = HMM.random(3, 5).progressive(Evidence(logits=torch.zeros(1, 4, 5)))
+    with shape_checks(False), pytest.raises(InvalidEvidence, match=message.replace("..", r"\.\.")):
+        ask(found)
+
+
+@pytest.mark.parametrize(
+    ("ev", "candidates", "message"),
+    [
+        (Evidence(missing=torch.ones(1, 4, dtype=torch.bool)), 2, "has none"),
+        (Evidence(logits=torch.zeros(1, 4, 5)), 6, "between 1 and V = 5"),
+        (Evidence(logits=torch.zeros(1, 4, 5)), 0, "between 1 and V = 5"),
+        (Evidence(logits=torch.full((1, 4, 5), torch.nan)), 2, "NaN"),
+        (Evidence(logits=torch.zeros(1, 4, 6)), 2, "over 6 tokens"),
+    ],
+)
+def test_wrong_evidence_is_refused(ev, candidates, message):
+    with pytest.raises(InvalidEvidence, match=message):
+        HMM.random(3, 5).progressive(ev, candidates)
+
+
+@pytest.mark.skipif(not CUDA, reason="there is no device to wait for")
+def test_nothing_waits_for_the_device():
+    hmm = HMM.random(256, 5000, seed=3).to(DEVICE, emission=torch.bfloat16)
+    logits = torch.randn(2, 32, 5000, generator=generator(0)).bfloat16().to(DEVICE)
+    observed = (torch.rand(2, 32, generator=generator(1)) < 0.5).to(DEVICE)
+    ev = Evidence(tokens=torch.zeros_like(observed, dtype=torch.int64), observed=observed, logits=logits)
+    at, token = torch.tensor([3, 4], device=DEVICE), torch.tensor([1, 2], device=DEVICE)
+
+    def use():
+        found = hmm.progressive(ev, 64)
+        found.commit(at, token)
+        return found.log_marginals(), found.dense_log_marginals(at), found.log_partition
+
+    want = use()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = use()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for a, b in zip(got, want, strict=True):
+        assert_close(a, b)
