@@ -47,3 +47,7 @@ class Diverged(CoddError, ArithmeticError):
 
 class MissingDependency(CoddError, ImportError):
     """An optional package is needed; the message says which extra brings it."""
+
+
+class CircuitSteppedAside(UserWarning):
+    """The circuit excludes what is already written, so a step was made without it."""

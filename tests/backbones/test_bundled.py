@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 
 import codd
 from codd.backbones.loading import BUNDLED
-from codd.decoding.loop import denoise
 from codd.training.problems import extract_answer, generate
 
 PROJECT = Path(__file__).parents[2]
@@ -180,11 +179,11 @@ class TestNetwork:
         asked = [generate(index, split="test", seed=100) for index in EASY]
         assert len({problem.pattern for problem in asked}) == len(asked)
         prompts = [tokenizer.encode_chat(problem.question) for problem in asked]
-        *_, last = denoise(model.backbone, prompts, mask_id=model.mask_id, gen_length=64, block_length=32)
-        texts = [tokenizer.decode(row).strip() for row in last.sequences[:, -64:].tolist()]
+        found = model.generate(prompts, gen_length=64, steps=None)
+        texts = [text.strip() for text in found.texts]
         assert [extract_answer(text) for text in texts] == [problem.answer for problem in asked]
         assert all(text.count("\n") == 2 for text in texts)
-        assert not (last.sequences == model.mask_id).any()
+        assert not any(model.mask_id in ids.tolist() for ids in found.sequences)
 
 
 class TestVocabulary:

@@ -1,21 +1,35 @@
 import json
 import math
+import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 
-from codd.circuits import Evidence
-from codd.cli import demo, demo_model, main, tables
+from codd.circuits import HMM, Evidence
+from codd.cli import demo, demo_model, figures, main, tables
 from codd.cli.tables import Cell, Section
 from codd.decoding import load
 
-SMALL = demo.Setting(tokens=300, states=8, length=4, batch=2, kept=64, repeats=1)
+BUNDLED = load(device="cpu", circuit=None)
+"""Loaded once."""
 
 
 @pytest.fixture
-def small(monkeypatch):
-    monkeypatch.setattr(demo, "SETTING", SMALL)
-    monkeypatch.setattr(demo_model, "AT_ONCE", (32,))
+def small(monkeypatch, tmp_path):
+    """A demo of few steps, whose page does not end up in the repository."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "load", lambda circuit: BUNDLED)
+    monkeypatch.setattr(demo_model, "AT_ONCE", (20,))
+    monkeypatch.setattr(demo_model, "NUM_PROBLEMS", 1)
+    monkeypatch.setattr(demo_model, "QUESTION_LENGTH", 70)
+    monkeypatch.setattr(demo_model, "PASSAGE_LENGTH", 20)
+
+
+@pytest.fixture
+def with_circuit(small, monkeypatch):
+    model = replace(BUNDLED, circuit=HMM.random(4, 8192))
+    monkeypatch.setattr(demo, "load", lambda circuit: model)
 
 
 def results(capsys, *arguments: str) -> dict:
@@ -26,8 +40,8 @@ def results(capsys, *arguments: str) -> dict:
 
 
 @pytest.fixture
-def columns(small, capsys):
-    return results(capsys)["example"]["columns"]
+def columns():
+    return demo.example(0)["columns"]
 
 
 def test_the_factorized_output_invents_cities(columns):
@@ -78,21 +92,10 @@ def test_both_circuits_are_one_distribution():
     )
 
 
-def test_the_seed_decides_the_samples(small, capsys):
-    first, again, other = (results(capsys, "--seed", seed)["example"] for seed in ("1", "1", "2"))
+def test_the_seed_decides_the_samples():
+    first, again, other = map(demo.example, (1, 1, 2))
     assert first == again
     assert first != other
-
-
-def test_the_timing_at_full_size():
-    found = demo.timing(0, demo.SETTING)
-    assert found["setting"] == {"tokens": 8192, "states": 256, "length": 32, "batch": 8, "kept": 64, "repeats": 5}
-    for way in ("dense", "sparse"):
-        assert found[way]["log_partition_ms"] > 0
-        assert found[way]["sample_ms"] > 0
-    assert found["dense"]["error_nats"] < 1e-3
-    assert found["sparse"]["error_nats"] < 0.1
-    assert 0.98 < found["kept_mass"] < 1
 
 
 def test_text(small, capsys):
@@ -102,8 +105,9 @@ def test_text(small, capsys):
     assert "\x1b" not in printed.out
     row = next(line for line in printed.out.splitlines() if "San York" in line)
     assert [cell for cell in row.split() if "%" in cell] == ["25.0%", "25.0%", "0.0%", "0.0%"]
-    assert all(len(line) <= 80 for line in printed.out.splitlines() if "README" not in line)
-    assert "codd convert" in printed.out
+    assert all(len(line) <= 80 for line in printed.out.splitlines() if "README" not in line and "codd chat" not in line)
+    assert "codd generate" in printed.out
+    assert "codd chat" in printed.out
 
 
 class Tags(HTMLParser):
@@ -133,6 +137,9 @@ def test_the_page_is_whole_and_needs_nothing_else(small, capsys, tmp_path):
     assert not {"src", "href", "style", "onload"} & set(tags.attributes)
     assert "url(" not in text
     assert "<script" not in text
+    assert "http" not in text
+    assert text.count("<svg") == 2
+    assert demo_model.PASSAGE in text
     assert "25.0%" in text
     assert main(["demo", "--html", str(path)]) == 0
     assert f"written: {path}" in capsys.readouterr().out.replace("\n", "")
@@ -159,20 +166,124 @@ def test_seeds_that_are_none(seed, capsys):
     assert "--seed" in capsys.readouterr().err
 
 
-def test_the_bundled_model_answers_right_and_then_faster_and_wrong(monkeypatch):
-    monkeypatch.setattr(demo_model, "AT_ONCE", (1, 16))
-    slow, fast = demo_model.answers(load(device="cpu"))
-    assert (slow["network_evaluations"], fast["network_evaluations"]) == (64, 4)
-    assert slow["answer"] == demo_model.ANSWER
-    assert slow["text"].endswith(f"#### {demo_model.ANSWER}")
-    assert fast["answer"] != demo_model.ANSWER
+def without_seconds(found: dict) -> dict:
+    runs = [run for task in found["tasks"] for run in task["runs"]]
+    for part in (found, *runs):
+        assert part.pop("seconds") > 0
+    return found
 
 
-def test_the_candidates_of_each_blank():
-    places = demo_model.blanks(load(device="cpu"))
-    assert len(places) == demo_model.SENTENCE.count(demo_model.BLANK) == 2
-    for place in places:
-        shares = [entry["probability"] for entry in place]
-        assert shares == sorted(shares, reverse=True)
-        assert 0 < sum(shares) <= 1
-        assert all(entry["word"] for entry in place)
+def shown(capsys, found: dict) -> str:
+    tables.show(demo.sections(found))
+    return capsys.readouterr().out
+
+
+def test_two_columns_without_a_circuit(small, capsys):
+    whole = results(capsys)
+    found = whole["model"]
+    assert list(found["columns"]) == ["factorized", "null"]
+    assert [task["kind"] for task in found["tasks"]] == ["problem", "prose"]
+    printed = shown(capsys, whole)
+    assert "This checkpoint has no circuit" in printed
+    assert "trained circuit" not in printed
+
+
+def test_three_columns_with_a_circuit(with_circuit, capsys):
+    whole = results(capsys)
+    found = whole["model"]
+    assert list(found["columns"].values()) == list(demo_model.LABELS.values())
+    for task in found["tasks"]:
+        for run in task["runs"]:
+            assert run["circuit_evaluations"] == (0 if run["column"] == "factorized" else run["network_evaluations"])
+    printed = shown(capsys, whole)
+    assert "This checkpoint has no circuit" not in printed
+    assert "x trained circuit" in printed
+    found = results(capsys, "--circuit", "elsewhere")["model"]
+    assert found["columns"]["circuit"] == demo_model.FOREIGN
+
+
+def test_the_null_circuit_writes_what_the_network_writes(small, capsys):
+    [problem] = [task for task in results(capsys)["model"]["tasks"] if task["kind"] == "problem"]
+    alone, null = problem["runs"]
+    assert (alone["column"], null["column"]) == ("factorized", "null")
+    assert alone["text"] == null["text"]
+    assert demo_model.control([problem])[0].startswith("The control holds")
+    null["text"] += "!"
+    assert demo_model.control([problem]) == ["The control fails: the null circuit changed 1 of 1 texts."]
+
+
+def test_the_seed_decides_the_texts(with_circuit, capsys):
+    first, again, other = (without_seconds(results(capsys, "--seed", seed)["model"]) for seed in ("1", "1", "2"))
+    assert first == again
+    assert first["tasks"][0]["prompt"] != other["tasks"][0]["prompt"]
+    assert first["tasks"][1]["runs"] != other["tasks"][1]["runs"]
+
+
+def test_one_token_at_a_time_is_right_and_four_are_not(monkeypatch):
+    monkeypatch.setattr(demo_model, "AT_ONCE", (1, 4))
+    assert BUNDLED.tokenizer is not None
+    task = demo_model.tasks(BUNDLED.tokenizer, seed=0)[0]
+    contenders = {"factorized": BUNDLED}
+    slow, fast = demo_model._attempt(task, contenders, lambda step: None)["runs"]
+    assert (slow["network_evaluations"], fast["network_evaluations"]) == (40, 10)
+    assert slow["answer"] == task.right
+    assert fast["answer"] != task.right
+
+
+def test_what_the_demo_costs():
+    assert BUNDLED.tokenizer is not None
+    todo = demo_model.tasks(BUNDLED.tokenizer, seed=0)
+    assert [task.kind for task in todo] == ["problem"] * demo_model.NUM_PROBLEMS + ["prose"]
+    calls = sum(-(-task.options["gen_length"] // k) for task in todo for k in task.at_once)
+    assert 3 * calls < 400
+
+
+def run_of(column: str, answer: int | None, text: str = "text") -> dict:
+    return {
+        "column": column,
+        "tokens_per_step": 4,
+        "text": text,
+        "answer": answer,
+        "network_evaluations": 2,
+        "seconds": 1,
+    }
+
+
+def test_right_and_wrong_are_marked():
+    right, wrong, none = (demo_model._text(run_of("null", answer), 7) for answer in (7, 8, None))
+    assert right.below[0] == Cell("right: 7", "good")
+    assert wrong.below[0] == Cell("wrong: 8, not 7", "bad")
+    assert none.below[0] == Cell("wrong: no answer, not 7", "bad")
+    assert demo_model._text(run_of("null", None), None).below == [Cell("2 calls, 1.0 s", "faint")]
+
+
+def test_right_answers_are_counted():
+    problems = [{"right": 7, "runs": [run_of("factorized", 7), run_of("null", answer)]} for answer in (7, 8, None)]
+    section = demo_model._score(problems, {"factorized": "a", "null": "b"})
+    assert section.rows == [[Cell("4"), Cell("3 of 3", "good"), Cell("1 of 3")]]
+    assert "3 short problems" in section.before[0]
+
+
+def test_a_page_in_the_current_folder(small, capsys, tmp_path):
+    assert main(["demo"]) == 0
+    assert "written: codd-demo.html" in capsys.readouterr().out
+    assert (tmp_path / "codd-demo.html").is_file()
+
+
+def test_no_page(small, capsys, tmp_path, monkeypatch):
+    results(capsys, "--no-html")
+    monkeypatch.setattr(demo.os, "access", lambda path, mode: False)
+    assert demo.page_path(None, wanted=True) is None
+    assert "no page" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    assert main(["demo", "--html", "x.html", "--no-html"]) == 2
+
+
+def test_bars():
+    drawn = figures.bars("<t>", ["a&b", "c"], {"one": [1.0, 0.0], "two": [0.5, 0.25]}, "{:.2f}".format)
+    assert "<t>" not in drawn
+    assert "a&amp;b" in drawn
+    widths = [float(width) for width in re.findall(r'x="190" y="\d+" width="([\d.]+)"', drawn)][-4:]
+    assert widths == [widths[0], widths[0] / 2, 0, widths[0] / 4]
+    assert "http" not in drawn
+    assert figures.bars("nothing", [], {}, str).startswith("<p>nothing")

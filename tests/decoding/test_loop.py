@@ -1,245 +1,566 @@
-import functools
-import json
-from pathlib import Path
+import warnings
+from types import MappingProxyType
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
-from torch import Tensor
+from tiny_models import EOS, MASK, PAD, VOCAB, biased, filled_in, fixture, last, of, random_hmm, run, stated, tiny
 
-from codd.backbones import Backbone, load_checkpoint, mini
+from codd.backbones import mini
 from codd.backbones.config import Config
-from codd.backbones.transformer import initialise
-from codd.decoding.loop import Step, denoise, pad_left
-from codd.errors import InvalidInput
+from codd.circuits import HMM
+from codd.decoding.draft import generator_for
+from codd.decoding.loop import denoise, pad_left
+from codd.decoding.options import Options
+from codd.errors import CircuitSteppedAside, InvalidInput
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
-VOCAB, MASK, PAD = 23, 21, 22
-CASES = {
-    case["name"]: case
-    for case in json.loads((FIXTURES / "decode_llada" / "cases.json").read_text())
-    if case["remasking"] == "low_confidence" and case["cfg_scale"] == 0
-}
+prompts_of_any_length = st.lists(st.lists(st.integers(0, MASK - 1), max_size=5), min_size=1, max_size=3)
 
 
-@functools.cache
-def fixture(name: str) -> Backbone:
-    return load_checkpoint(FIXTURES / name, device="cpu").backbone
-
-
-@functools.cache
-def tiny(pad: int | None = PAD) -> Backbone:
-    """Random weights, large enough that tokens and confidences vary."""
-    sizes = {"vocab_size": VOCAB, "width": 16, "layers": 1, "heads": 2, "mlp_width": 16}
-    built = mini.build(Config({**sizes, "mask_token_id": MASK, "pad_token_id": pad}, "a test"))
-    initialise(built.network, generator=torch.Generator().manual_seed(3), std=0.5)
-    return built.eval().requires_grad_(False)
-
-
-class Biased(Backbone):
-    """The same network, with something added to its logits."""
-
-    bias: Tensor
-
-    def logits(self, states: Tensor, ids: Tensor) -> Tensor:
-        return super().logits(states, ids) + self.bias
-
-
-def biased(backbone: Backbone, bias: Tensor) -> Biased:
-    changed = Biased(backbone.plan, backbone.network)
-    changed.bias = bias
-    return changed
-
-
-def run(backbone: Backbone, prompts: list[list[int]], **options) -> list[Step]:
-    return list(denoise(backbone, prompts, mask_id=options.pop("mask_id", MASK), **options))
-
-
-def filled_in(steps: list[Step]) -> Tensor:
-    """Of every position, the number of the step that filled it; -1: none did."""
-    committed = torch.stack([step.committed for step in steps])
-    assert (committed.sum(0) <= 1).all()
-    return torch.where(committed.any(0), committed.int().argmax(0), -1)
-
-
-def test_there_are_cases_of_the_reference():
-    assert set(CASES) == {"case0", "case1", "case6"}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_reference_is_reproduced_step_by_step(name):
-    case = CASES[name]
-    wanted = {
-        key.removeprefix(f"{name}."): tensor.long()
-        for key, tensor in load_file(FIXTURES / "decode_llada" / "cases.safetensors").items()
-        if key.startswith(f"{name}.")
-    }
-    steps = run(
-        fixture("decode_llada"),
-        [wanted["prompt_ids"].tolist()],
-        mask_id=case["mask_id"],
-        gen_length=case["gen_length"],
-        block_length=case["block_length"],
-        steps=case["steps"],
+class TestSchedule:
+    @settings(max_examples=40, deadline=None)
+    @given(
+        prompts=prompts_of_any_length,
+        gen_length=st.integers(1, 20),
+        block_length=st.integers(1, 9),
+        more=st.integers(0, 25),
+        mode=st.sampled_from(["block", "full"]),
     )
-    assert len(steps) == case["steps"]
-    assert torch.equal(filled_in(steps)[0], wanted["commit_step"])
-    assert torch.equal(torch.cat([step.sequences for step in steps]), wanted["states"][1:])
-    assert torch.equal(steps[-1].sequences[0], wanted["output_ids"])
+    def test_any_lengths_and_any_number_of_steps(self, prompts, gen_length, block_length, more, mode):
+        blocks = -(-gen_length // block_length) if mode == "block" else 1
+        wanted = blocks + more
+        steps = run(tiny(), prompts, gen_length=gen_length, block_length=block_length, steps=wanted, mode=mode)
+        for i, prompt in enumerate(prompts):
+            own = of(steps, i)
+            assert len(own) == min(wanted, gen_length)
+            ids = torch.tensor([*prompt, *[MASK] * gen_length])
+            counts = []
+            for number, step in enumerate(own):
+                assert step.number == number
+                assert (ids[step.positions] == MASK).all()
+                changed = ids.clone()
+                changed[step.positions] = step.tokens
+                assert torch.equal(changed, step.ids)
+                assert step.finished == (number == len(own) - 1)
+                begin, end = step.window
+                assert step.mask_ratio == pytest.approx(float((ids[begin:end] == MASK).float().mean()))
+                if mode == "block":
+                    assert (begin - len(prompt)) % block_length == 0
+                    assert bool((step.positions >= begin).all() and (step.positions < end).all())
+                counts.append(len(step.positions))
+                ids = step.ids
+            assert MASK not in ids.tolist()
+            assert min(counts) >= 1
+            if mode == "full":
+                assert counts == sorted(counts, reverse=True)
+                assert counts[0] - counts[-1] <= 1
+
+    def test_remainders_go_to_the_early_blocks_and_the_early_steps(self):
+        steps = run(tiny(), [[1]], gen_length=16, block_length=4, steps=10)
+        blocks = [step.window[0] for step in steps]
+        assert [blocks.count(begin) for begin in (1, 5, 9, 13)] == [3, 3, 2, 2]
+        assert [len(step.positions) for step in steps] == [2, 1, 1, 2, 1, 1, 2, 2, 2, 2]
+
+    def test_more_steps_than_tokens_are_not_made(self):
+        assert len(run(tiny(), [[1]], gen_length=5, block_length=3, steps=99)) == 5
+
+    def test_none_is_one_token_a_step(self):
+        assert [len(s.positions) for s in run(tiny(), [[1]], gen_length=6, block_length=4, steps=None)] == [1] * 6
+
+    def test_fewer_steps_than_blocks_is_an_error(self):
+        with pytest.raises(InvalidInput, match="3 steps are not enough for 4 blocks"):
+            run(tiny(), [[1]], gen_length=16, block_length=4, steps=3)
+
+    def test_each_sequence_has_a_schedule_of_its_own(self):
+        steps = run(tiny(), [[1, MASK, 2], [3]], gen_length=4, block_length=4, steps=None)
+        assert len(of(steps, 0)) == 5
+        assert len(of(steps, 1)) == 4
 
 
-prompts_of_any_length = st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=5), min_size=1, max_size=3)
+class TestWhatIsCommitted:
+    @settings(max_examples=20, deadline=None)
+    @given(prompts=prompts_of_any_length, steps=st.integers(2, 12))
+    def test_the_best_tokens_of_the_surest_positions(self, prompts, steps):
+        backbone = tiny()
+        found = run(backbone, prompts, gen_length=12, block_length=6, steps=steps)
+        for i, prompt in enumerate(prompts):
+            ids = torch.tensor([*prompt, *[MASK] * 12])
+            for step in of(found, i):
+                logits = backbone(ids[None])[0].double()
+                logits[:, MASK] = -torch.inf
+                p = logits.softmax(-1)
+                best = p.amax(-1)
+                close = {"rtol": 1e-5, "atol": 1e-6}
+                torch.testing.assert_close(step.scores.double(), best[step.positions], **close)
+                torch.testing.assert_close(p[step.positions, step.tokens], best[step.positions], **close)
+                assert (step.scores.diff() <= 0).all()
+                begin, end = step.window
+                left = [t for t in range(begin, end) if step.ids[t] == MASK]
+                assert all(best[t] <= step.scores.min() + 1e-6 for t in left)
+                ids = step.ids
+
+    @pytest.mark.parametrize("steps", [8, 4, 3, 2, 10])
+    @pytest.mark.parametrize("order", ["low_confidence", "margin", "entropy", "sharpened", "left_to_right"])
+    @pytest.mark.parametrize("circuit", [None, HMM.neutral(3, 9)])
+    @pytest.mark.parametrize("sampler", ["latent", "any_order"])
+    def test_of_equals_the_leftmost_go_first(self, steps, order, circuit, sampler):
+        options = {"gen_length": 8, "block_length": 8, "steps": steps, "remasking": order, "sampler": sampler}
+        steps = run(stated(torch.zeros(9), 8), [[1, 2]], circuit=circuit, **options)
+        if circuit is None or sampler == "any_order":
+            torch.testing.assert_close(steps[0].scores, torch.full_like(steps[0].scores, 1 / 8))
+        order = filled_in(steps)[2:]
+        assert order == sorted(order)
+        assert min(order) >= 0
+
+    def test_random_order_is_random_and_the_seeds(self):
+        def order(seed):
+            return filled_in(run(tiny(), [[1]], gen_length=12, block_length=12, remasking="random", seed=seed))
+
+        assert order(1) == order(1)
+        assert len({tuple(order(seed)) for seed in range(5)}) == 5
+
+    def test_sharpened_is_the_order_of_divided_logits(self):
+        logits = torch.zeros(9)
+        logits[0], logits[1] = 2.0, 1.9
+        backbone = tiny()
+        plain = run(backbone, [[1]], gen_length=16, block_length=16, steps=None)
+        sharp = run(backbone, [[1]], gen_length=16, block_length=16, steps=None, remasking="sharpened", sharpening=0.1)
+        assert filled_in(plain) != filled_in(sharp)
+        ids = torch.tensor([1, *[MASK] * 16])
+        for step in sharp:
+            logits = backbone(ids[None])[0]
+            logits[:, MASK] = -torch.inf
+            chosen = (logits / 0.1).softmax(-1).amax(-1).masked_fill(ids != MASK, -1).argmax()
+            assert step.positions.tolist() == [int(chosen)]
+            ids = step.ids
+
+    def test_the_mask_is_never_written_however_much_the_network_wants_it(self):
+        bias = torch.zeros(VOCAB)
+        bias[MASK] = 100.0
+        wanting = biased(tiny(), bias)
+        assert (wanting(torch.full((1, 9), MASK)).argmax(-1) == MASK).all()
+        prompts = [[1, 2, 3], [4]]
+        options = {"gen_length": 12, "block_length": 4, "steps": 6}
+        with_bias, without = run(wanting, prompts, **options), run(tiny(), prompts, **options)
+        for i in range(2):
+            assert MASK not in last(with_bias, i)
+            assert last(with_bias, i) == last(without, i)
+
+    def test_banned_tokens_are_never_written(self):
+        options = {"gen_length": 12, "block_length": 12, "steps": 4}
+        written = set(last(run(tiny(), [[1]], **options))[1:])
+        other = set(last(run(tiny(), [[1]], ban=written, **options))[1:])
+        assert written
+        assert not written & other
+
+    @pytest.mark.parametrize("ban", [[VOCAB], [-1], range(VOCAB)])
+    def test_bans_that_make_no_sense(self, ban):
+        with pytest.raises(InvalidInput, match="ban"):
+            run(tiny(), [[1]], gen_length=4, ban=ban)
+
+    def test_hooks_see_positions_and_sequence_and_change_logits(self):
+        seen = []
+
+        def only_seven(logits, positions, ids):
+            seen.append((positions.tolist(), ids.tolist()))
+            out = torch.full_like(logits, -torch.inf)
+            out[:, 7] = 0
+            return out
+
+        steps = run(tiny(), [[1, 2]], gen_length=4, block_length=2, steps=2, hooks=[only_seven])
+        assert last(steps) == [1, 2, 7, 7, 7, 7]
+        assert seen == [([2, 3], [1, 2, *[MASK] * 4]), ([4, 5], [1, 2, 7, 7, MASK, MASK])]
+
+    def test_a_hook_that_returns_something_else(self):
+        with pytest.raises(InvalidInput, match=r"a hook returned logits of shape \(2,\)"):
+            run(tiny(), [[1]], gen_length=4, hooks=[lambda logits, positions, ids: logits[:2, 0]])
+
+    def test_guidance_moves_away_from_what_is_said_without_the_prompt(self):
+        backbone, prompt = tiny(), [1, 2, 3]
+        step = run(backbone, [prompt], gen_length=4, block_length=4, steps=1, cfg_scale=1.5)[0]
+        full = torch.tensor([[*prompt, *[MASK] * 4]])
+        with_prompt, without = backbone(full)[0, 3:], backbone(torch.full_like(full, MASK))[0, 3:]
+        logits = without + 2.5 * (with_prompt - without)
+        logits[:, MASK] = -torch.inf
+        assert step.ids[3:].tolist() == logits.argmax(-1).tolist()
+        assert (
+            step.ids[3:].tolist() != run(backbone, [prompt], gen_length=4, block_length=4, steps=1)[0].ids[3:].tolist()
+        )
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    prompts=prompts_of_any_length,
-    blocks=st.integers(1, 3),
-    block_length=st.integers(1, 7),
-    steps_a_block=st.integers(1, 9),
-)
-def test_the_schedule(prompts, blocks, block_length, steps_a_block):
-    steps = run(
-        tiny(), prompts, gen_length=blocks * block_length, block_length=block_length, steps=blocks * steps_a_block
-    )
-    assert len(steps) == blocks * steps_a_block
-    longest = max(map(len, prompts))
-    before, _ = pad_left(prompts, PAD, torch.device("cpu"))
-    sequences = torch.cat((before, torch.full((len(prompts), blocks * block_length), MASK)), dim=1)
-    for number, step in enumerate(steps):
-        block, inside = divmod(number, steps_a_block)
-        begin = longest + block * block_length
-        # What changes is what was committed: masks of this block, so many in every row.
-        assert torch.equal(step.sequences != sequences, step.committed)
-        assert (sequences[step.committed] == MASK).all()
-        assert not step.committed[:, :begin].any()
-        assert not step.committed[:, begin + block_length :].any()
-        count = block_length // steps_a_block + (inside < block_length % steps_a_block)
-        assert (step.committed.sum(1) == count).all()
-        assert torch.equal(step.confidence > 0, sequences == MASK)
-        sequences = step.sequences
-    assert torch.equal(sequences[:, :longest], before)
-    assert (sequences[:, longest:] != MASK).all()
+class TestHowMany:
+    def test_threshold(self):
+        backbone = tiny()
+        steps = run(backbone, [[1, 2]], gen_length=16, block_length=8, threshold=0.3)
+        assert any(len(step.positions) > 1 for step in steps)
+        assert any(float(step.scores.min()) < 0.3 for step in steps)
+        ids = torch.tensor([1, 2, *[MASK] * 16])
+        for step in steps:
+            logits = backbone(ids[None])[0].double()
+            logits[:, MASK] = -torch.inf
+            best = logits.softmax(-1).amax(-1)
+            begin, end = step.window
+            passed = {t for t in range(begin, end) if ids[t] == MASK and best[t] >= 0.3}
+            if len(step.positions) == 1 and not passed:
+                assert best[step.positions[0]] == max(best[t] for t in range(begin, end) if ids[t] == MASK)
+            else:
+                assert set(step.positions.tolist()) == passed
+            ids = step.ids
 
+    def test_a_threshold_of_one_or_zero(self):
+        assert len(run(tiny(), [[1]], gen_length=8, block_length=8, threshold=1.0)) == 8
+        assert len(run(tiny(), [[1]], gen_length=8, block_length=8, threshold=0.0)) == 1
 
-@settings(max_examples=20, deadline=None)
-@given(prompts=prompts_of_any_length, steps_a_block=st.integers(1, 6))
-def test_a_step_takes_the_best_tokens_of_the_surest_positions(prompts, steps_a_block):
-    backbone = tiny()
-    ids, valid = pad_left(prompts, PAD, torch.device("cpu"))
-    ids = torch.cat((ids, torch.full((len(ids), 12), MASK)), dim=1)
-    valid = torch.cat((valid, torch.ones(len(ids), 12, dtype=torch.bool)), dim=1)
-    for step in run(backbone, prompts, gen_length=12, block_length=6, steps=2 * steps_a_block):
-        logits = backbone(ids, valid).double()
-        logits[..., MASK] = -torch.inf
-        scores, masked = logits.softmax(-1), ids == MASK
-        best, close = scores.amax(-1), {"rtol": 1e-5, "atol": 1e-6}
-        torch.testing.assert_close(step.confidence[masked].double(), best[masked], **close)
-        written = scores.gather(-1, step.sequences[..., None])[..., 0]
-        torch.testing.assert_close(written[step.committed], best[step.committed], **close)
-        for row in range(len(ids)):
-            taken = step.committed[row].nonzero().flatten().tolist()
-            if taken:
-                at = ids.shape[1] - (12 if taken[0] < ids.shape[1] - 6 else 6)
-                left = [i for i in range(at, at + 6) if masked[row, i] and i not in taken]
-                surest = step.confidence[row]
-                assert all(surest[i] >= surest[j] for i in taken for j in left)
-        ids = step.sequences
+    def test_entropy_budget(self):
+        backbone = tiny()
+        steps = run(backbone, [[1, 2]], gen_length=16, block_length=16, entropy_budget=4.0)
+        assert {len(step.positions) for step in steps} - {1}
+        ids = torch.tensor([1, 2, *[MASK] * 16])
+        for step in steps:
+            logits = backbone(ids[None])[0].double()
+            logits[:, MASK] = -torch.inf
+            p = logits.softmax(-1)
+            entropies = torch.special.entr(p).sum(-1)
+            order = p.amax(-1).masked_fill(ids != MASK, -1).argsort(descending=True, stable=True)
+            left = int((ids == MASK).sum())
+            sums = entropies[order[:left]].cumsum(0)
+            assert len(step.positions) == max(1, int((sums < 4.0).sum()))
+            assert step.positions.tolist() == order[: len(step.positions)].tolist()
+            ids = step.ids
 
-
-@pytest.mark.parametrize("steps", [8, 4, 3, 2, 10])
-def test_of_equals_the_leftmost_go_first(steps):
-    network = mini.build(Config({"vocab_size": 9, "width": 8, "layers": 1, "heads": 2, "mlp_width": 8}, "a test"))
-    network.network.requires_grad_(False).embedding.tokens.weight.zero_()  # the head is tied to it: uniform output
-    found = run(network, [[1, 2], [3]], mask_id=8, gen_length=8, block_length=8, steps=steps)
-    torch.testing.assert_close(found[0].confidence[:, 2:], torch.full((2, 8), 1 / 8))
-    order = filled_in(found)[:, 2:]
-    assert (order.diff(dim=1) >= 0).all()
-    assert (order >= 0).all()
-
-
-def test_the_mask_is_never_written_however_much_the_network_wants_it():
-    bias = torch.zeros(VOCAB)
-    bias[MASK] = 100.0
-    wanting = biased(tiny(), bias)
-    assert (wanting(torch.full((1, 9), MASK)).argmax(-1) == MASK).all()
-    prompts = [[1, 2, 3], [4]]
-    with_bias = run(wanting, prompts, gen_length=12, block_length=4, steps=6)
-    without = run(tiny(), prompts, gen_length=12, block_length=4, steps=6)
-    assert not (with_bias[-1].sequences[:, 3:] == MASK).any()
-    assert torch.equal(with_bias[-1].sequences, without[-1].sequences)
+    def test_steps_do_not_limit_a_threshold(self):
+        assert len(run(tiny(), [[1]], gen_length=8, block_length=8, threshold=1.0, steps=2)) == 8
 
 
 SEEDS = {"decode_llada": 14, "decode_dream": 17, "mdlm": 1, "mini": 0}
-"""Of the prompts: ones for which no two confidences are so close that rounding decides."""
+"""Of the prompts."""
+WAYS = {
+    "greedy": {},
+    "sampled": {"temperature": 1.0, "top_p": 0.9},
+    "random order": {"remasking": "random", "temperature": 0.7},
+    "any order": {"sampler": "any_order", "temperature": 1.0},
+    "threshold": {"threshold": 0.2},
+    "joint threshold": {"threshold": 0.2, "sampler": "any_order"},
+    "full": {"mode": "full"},
+    "deferred": {"mode": "full", "outside": "defer", "temperature": 1.0},
+    "guided": {"cfg_scale": 0.5},
+}
 
 
-@pytest.mark.parametrize("name", SEEDS)
-def test_a_batch_of_unequal_prompts_gives_what_each_gives_alone(name):
-    backbone = tiny() if name == "mini" else fixture(name)
-    generator = torch.Generator().manual_seed(SEEDS[name])
-    prompts = [torch.randint(VOCAB - 2, (length,), generator=generator).tolist() for length in (3, 8, 1, 5)]
-    options = {"mask_id": backbone.special.mask, "gen_length": 12, "block_length": 6, "steps": 6}
-    together = run(backbone, prompts, **options)
-    rows = [run(backbone, [prompt], **options) for prompt in prompts]
-    for row, (prompt, alone) in enumerate(zip(prompts, rows, strict=True)):
-        own = slice(8 - len(prompt), None)
-        assert torch.equal(together[-1].sequences[row, own], alone[-1].sequences[0])
-        assert torch.equal(filled_in(together)[row, own], filled_in(alone)[0])
-    assert len({tuple(alone[-1].sequences[0, -12:].tolist()) for alone in rows}) > 1
+class TestNeighbours:
+    @pytest.mark.parametrize("way", WAYS)
+    @pytest.mark.parametrize("name", SEEDS)
+    def test_a_batch_gives_what_each_gives_alone(self, name, way):
+        backbone = tiny() if name == "mini" else fixture(name)
+        draw = torch.Generator().manual_seed(SEEDS[name])
+        prompts = [torch.randint(VOCAB - 3, (length,), generator=draw).tolist() for length in (3, 8, 1, 5)]
+        options = {"gen_length": 12, "block_length": 6, "steps": 6, "seed": 5, **WAYS[way]}
+        circuit = random_hmm(5, backbone.vocab_size, window=6)
+        together = run(backbone, prompts, circuit=circuit, **options)
+        backwards = run(backbone, prompts[::-1], circuit=circuit, **options)
+        for i, prompt in enumerate(prompts):
+            alone = run(backbone, [prompt], circuit=circuit, **options)
+            for found, place in ((together, i), (backwards, len(prompts) - 1 - i)):
+                for a, b in zip(alone, of(found, place), strict=True):
+                    assert torch.equal(a.ids, b.ids)
+                    assert torch.equal(a.positions, b.positions)
+                    assert torch.equal(a.scores, b.scores)
+                    assert (a.circuit, a.window, a.mask_ratio) == (b.circuit, b.window, b.mask_ratio)
+        assert len({tuple(last(together, i)[-12:]) for i in range(4)}) > 1
+
+    def test_a_checkpoint_without_padding_token(self):
+        short, long = [5], [1, 2, 3, 4]
+        padded = run(tiny(pad=None), [short, long], gen_length=6, block_length=6)
+        assert last(padded) == last(run(tiny(), [short], gen_length=6, block_length=6))
 
 
-def test_nothing_need_be_asked():
-    empty = run(tiny(), [[], []], gen_length=4, block_length=2)
-    one = run(tiny(), [[], [5]], gen_length=4, block_length=2)
-    assert empty[-1].sequences.shape == (2, 4)
-    assert torch.equal(empty[-1].sequences[0], one[-1].sequences[0, 1:])
-    assert one[-1].sequences[0, 0] == PAD
+class TestSeeds:
+    OPTIONS = MappingProxyType({"gen_length": 12, "block_length": 6, "steps": 4, "temperature": 1.0})
+
+    def test_the_seed_is_all(self):
+        before = torch.random.get_rng_state()
+        first = run(tiny(), [[1]], circuit=random_hmm(), seed=3, **self.OPTIONS)
+        torch.manual_seed(99)
+        second = run(tiny(), [[1]], circuit=random_hmm(), seed=3, **self.OPTIONS)
+        assert last(first) == last(second)
+        torch.random.set_rng_state(before)
+        run(tiny(), [[1]], circuit=random_hmm(), seed=3, **self.OPTIONS)
+        assert torch.equal(torch.random.get_rng_state(), before)
+        assert last(first) != last(run(tiny(), [[1]], circuit=random_hmm(), seed=4, **self.OPTIONS))
+
+    def test_a_seed_for_each(self):
+        steps = run(tiny(), [[1], [1], [1]], seed=[3, 4, 3], **self.OPTIONS)
+        assert last(steps, 0) == last(steps, 2) != last(steps, 1)
+        assert last(steps, 0) == last(run(tiny(), [[1]], seed=3, **self.OPTIONS))
+
+    def test_as_many_seeds_as_prompts(self):
+        with pytest.raises(InvalidInput, match="2 seeds for 1 prompts"):
+            run(tiny(), [[1]], seed=[3, 4])
+
+    def test_different_prompts_do_not_share_their_noise(self):
+        draws = [torch.rand(4, generator=generator_for(0, prompt)).tolist() for prompt in ([1], [2], [1, 2], [])]
+        assert len({tuple(draw) for draw in draws}) == 4
+        assert torch.rand(4, generator=generator_for(0, [1])).tolist() == draws[0]
 
 
-def test_one_token_a_step_is_the_default():
-    steps = run(tiny(), [[1]], gen_length=6, block_length=3)
-    assert [int(step.committed.sum()) for step in steps] == [1] * 6
+class TestEnd:
+    def test_a_sequence_ends_with_its_end_of_text(self):
+        logits = torch.zeros(VOCAB)
+        logits[EOS] = 5
+        steps = run(stated(logits, MASK), [[1, 2]], gen_length=16, block_length=4, steps=16, stop_ids=frozenset({EOS}))
+        assert len(steps) == 1
+        assert last(steps) == [1, 2, EOS]
+        assert steps[0].finished
+
+    def test_not_before_all_that_precedes_it_is_written(self):
+        """The end of text is surest at the right of the block; the left must be filled all the same."""
+
+        def right_first(logits, positions, ids):
+            out = torch.zeros_like(logits)
+            out[:, 3] = 0.5
+            for row, position in enumerate(positions.tolist()):
+                if position == 6:
+                    out[row, EOS] = 9.0
+            return out
+
+        options = {"gen_length": 12, "block_length": 6, "steps": None, "hooks": [right_first]}
+        steps = run(tiny(), [[1, 2]], stop_ids=frozenset({EOS}), **options)
+        assert steps[0].tokens.tolist() == [EOS]
+        assert last(steps) == [1, 2, 3, 3, 3, 3, EOS]
+        assert len(steps) == 5  # the rest of the block is not computed, nor are later blocks
+        assert len(run(tiny(), [[1, 2]], stop_ids=frozenset({EOS}), stop=False, **options)) == 12
+
+    def test_an_end_of_text_in_the_prompt_ends_nothing(self):
+        steps = run(tiny(), [[EOS, 2]], gen_length=4, block_length=4, stop_ids=frozenset({EOS}), ban=[EOS])
+        assert len(last(steps)) == 6
+
+    def test_the_others_go_on(self):
+        def first_only(logits, positions, ids):
+            out = logits.clone()
+            out[:, EOS] = 50.0 if ids[0] == 1 else -50.0
+            return out
+
+        steps = run(
+            tiny(), [[1], [2]], gen_length=8, block_length=4, steps=8, hooks=[first_only], stop_ids=frozenset({EOS})
+        )
+        assert (len(of(steps, 0)), len(of(steps, 1))) == (1, 8)
+
+    def test_the_reference_does_not_stop(self):
+        logits = torch.zeros(VOCAB)
+        logits[EOS] = 5
+        options = {"gen_length": 8, "block_length": 4, "steps": 4, "preset": "reference"}
+        assert len(run(stated(logits, MASK), [[1]], stop_ids=frozenset({EOS}), **options)) == 4
 
 
-def test_steps_are_a_stream_and_need_no_gradient():
-    stream = denoise(tiny(), [[1]], mask_id=MASK, gen_length=4, block_length=4)
-    first = next(stream)
-    assert int((first.sequences == MASK).sum()) == 3
-    kept = first.sequences.clone()
-    with torch.enable_grad():
-        rest = list(stream)
-    assert len(rest) == 3
-    assert torch.equal(first.sequences, kept)
-    assert not any(step.confidence.requires_grad for step in rest)
+class TestInfilling:
+    @pytest.mark.parametrize("mode", ["block", "full"])
+    def test_masks_anywhere(self, mode):
+        prompt = [MASK, 2, MASK, MASK, 5, 6, MASK]
+        steps = run(tiny(), [prompt], gen_length=0, steps=None, mode=mode, block_length=3)
+        assert len(steps) == 4
+        found = last(steps)
+        assert [found[i] for i in (1, 4, 5)] == [2, 5, 6]
+        assert MASK not in found
+
+    def test_blocks_are_counted_from_the_end_of_the_prompt(self):
+        prompt = [1, MASK, 2, 3, 4, 5, MASK, 6]
+        steps = run(tiny(), [prompt], gen_length=4, steps=None, block_length=3)
+        assert [step.window for step in steps] == [(0, 2), (5, 8), (8, 11), (8, 11), (8, 11), (11, 12)]
+
+    def test_the_circuit_sees_what_is_given_on_both_sides(self):
+        """A circuit that only allows runs of one token: the mask between two 4s must be a 4."""
+        emission = torch.full((VOCAB, VOCAB), -torch.inf).fill_diagonal_(0.0)
+        runs = HMM(torch.zeros(VOCAB).log_softmax(0), torch.eye(VOCAB).log(), emission)
+        for sampler in ("latent", "any_order"):
+            steps = run(tiny(), [[4, MASK, 4]], circuit=runs, gen_length=0, block_length=3, sampler=sampler)
+            assert last(steps) == [4, 4, 4]
+
+    def test_nothing_to_fill(self):
+        assert run(tiny(), [[1, 2]], gen_length=0) == []
+        assert [step.sequence for step in run(tiny(), [[1, 2], [MASK]], gen_length=0)] == [1]
 
 
-@pytest.mark.parametrize(
-    ("gen_length", "block_length", "steps"),
-    [(10, 4, 10), (8, 4, 3), (8, 4, 1), (8, 4, 0), (8, 4, -2), (0, 4, 4), (8, 0, 8), (4, 8, 4), (-8, -4, 2)],
-)
-def test_settings_that_do_not_divide(gen_length, block_length, steps):
-    with pytest.raises(InvalidInput, match=f"gen_length {gen_length} .* block_length {block_length}.* steps {steps} "):
-        run(tiny(), [[1]], gen_length=gen_length, block_length=block_length, steps=steps)
+class TestCircuit:
+    def test_the_neutral_one_changes_nothing(self):
+        for sampler in ("latent", "any_order"):
+            for mode in ("block", "full"):
+                options = {"gen_length": 12, "block_length": 6, "steps": 12, "mode": mode}
+                alone = run(tiny(), [[1, 2], [3]], **options)
+                null = run(tiny(), [[1, 2], [3]], circuit=HMM.neutral(3, VOCAB), sampler=sampler, **options)
+                assert [last(alone, i) for i in (0, 1)] == [last(null, i) for i in (0, 1)]
+                assert all(step.circuit for step in null)
+                assert not any(step.circuit for step in alone)
+
+    @pytest.mark.parametrize("mode", ["block", "full"])
+    @pytest.mark.parametrize("order", ["low_confidence", "random"])
+    def test_nor_does_it_when_tokens_are_drawn(self, order, mode):
+        """The control of every comparison: the same random numbers for the same positions, so the same text."""
+        options = {"gen_length": 12, "block_length": 6, "steps": 4, "temperature": 1.0, "top_p": 0.9, "seed": 2}
+        options |= {"remasking": order, "mode": mode}
+        alone = run(tiny(), [[1, 2], [3]], **options)
+        null = run(tiny(), [[1, 2], [3]], circuit=HMM.neutral(3, VOCAB), **options)
+        assert [last(alone, i) for i in (0, 1)] == [last(null, i) for i in (0, 1)]
+
+    def test_factorized_leaves_it_out(self):
+        options = {"gen_length": 12, "block_length": 6, "steps": 4, "sampler": "factorized"}
+        with_circuit = run(tiny(), [[1]], circuit=random_hmm(), **options)
+        assert not any(step.circuit for step in with_circuit)
+        assert last(with_circuit) == last(run(tiny(), [[1]], **options))
+
+    def test_it_changes_something(self):
+        options = {"gen_length": 12, "block_length": 6, "steps": 4}
+        assert last(run(tiny(), [[1]], circuit=random_hmm(), **options)) != last(run(tiny(), [[1]], **options))
+
+    @pytest.mark.parametrize(
+        ("activation", "on"), [(0.5, [0, 0, 1]), (0.51, [0, 1, 1]), (1.0, [0, 1, 1]), (2.0, [1] * 3)]
+    )
+    def test_activation_is_strict(self, activation, on):
+        steps = run(tiny(), [[1]], circuit=random_hmm(), gen_length=4, block_length=4, steps=3, activation=activation)
+        assert [step.mask_ratio for step in steps] == [1.0, 0.5, 0.25]
+        assert [step.circuit for step in steps] == [bool(x) for x in on]
+
+    def test_activation_is_each_sequences_own(self):
+        prompts = [[MASK, MASK, MASK, MASK], [1, 2, 3, MASK]]
+        steps = run(tiny(), prompts, circuit=random_hmm(), gen_length=0, block_length=4, steps=1, activation=0.5)
+        assert [step.circuit for step in steps] == [False, True]
+
+    @pytest.mark.parametrize("sampler", ["latent", "any_order"])
+    @pytest.mark.parametrize("mode", ["block", "full"])
+    def test_it_steps_aside_where_it_excludes_what_is_written(self, sampler, mode):
+        """It only knows even tokens; one prompt has an odd one in the window."""
+        table = torch.where(torch.arange(VOCAB) % 2 == 0, 0.0, -torch.inf).log_softmax(0)
+        even = HMM(torch.zeros(1), torch.zeros(1, 1), table[None])
+        options = {"gen_length": 4, "block_length": 4, "steps": 2, "sampler": sampler, "mode": mode}
+        prompts = [[3, MASK], [2, MASK]]
+        with pytest.warns(CircuitSteppedAside, match="sequence 0") as caught:
+            steps = run(tiny(), prompts, circuit=even, **{**options, "gen_length": 0, "steps": 1})
+        assert len(caught) == 1
+        assert [step.circuit for step in steps] == [False, True]
+        assert last(steps, 0) == last(run(tiny(), [prompts[0]], **{**options, "gen_length": 0, "steps": 1}))
+        assert last(steps, 1)[1] % 2 == 0
+        assert all(bool(step.scores.isfinite().all()) for step in steps)
+
+    def test_it_steps_aside_when_nothing_it_allows_may_be_written(self):
+        only = HMM(torch.zeros(1), torch.zeros(1, 1), torch.eye(VOCAB)[None, 5].log())
+        with pytest.warns(CircuitSteppedAside):
+            steps = run(tiny(), [[1]], circuit=only, gen_length=4, block_length=4, steps=2, ban=[5])
+        assert 5 not in last(steps)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert last(run(tiny(), [[1]], circuit=only, gen_length=4, block_length=4, steps=2)) == [1, 5, 5, 5, 5]
+
+    def test_one_of_fixed_length_reaches_back(self):
+        fixed = random_hmm(3, length=5)
+        steps = run(tiny(), [[1, 2, 3]], circuit=fixed, gen_length=6, block_length=4, steps=None)
+        assert [step.window for step in steps] == [(2, 7)] * 4 + [(4, 9)] * 2
+        assert all(step.circuit for step in steps)
+        with pytest.raises(InvalidInput, match="block_length is 6, but the circuit has only 5"):
+            run(tiny(), [[1]], circuit=fixed, gen_length=6, block_length=6)
+
+    def test_a_general_circuit_decodes_as_the_hmm_that_it_is(self):
+        hmm = random_hmm(2, window=4)
+        for options in ({"sampler": "any_order"}, {"sampler": "any_order", "remasking": "entropy"}):
+            settings_ = {"gen_length": 8, "block_length": 4, "steps": 4, **options}
+            a = run(tiny(), [[1, 2]], circuit=hmm, **settings_)
+            b = run(tiny(), [[1, 2]], circuit=hmm.as_circuit(4), **settings_)
+            assert filled_in(a) == filled_in(b)
+            assert last(a) == last(b)
+        latent = run(tiny(), [[1, 2]], circuit=hmm.as_circuit(4), gen_length=8, block_length=4, steps=4)
+        assert all(step.circuit for step in latent)
+        assert last(latent) == last(
+            run(tiny(), [[1, 2]], circuit=hmm.as_circuit(4), gen_length=8, block_length=4, steps=4)
+        )
 
 
-def test_a_prompt_that_the_model_cannot_read():
-    with pytest.raises(InvalidInput, match=f"id {VOCAB} is not in the vocabulary"):
-        run(tiny(), [[1, VOCAB]], gen_length=4, block_length=4)
+class TestFull:
+    OPTIONS = MappingProxyType({"gen_length": 24, "mode": "full", "steps": 6})
+
+    def test_the_window_covers_most_of_what_is_due(self):
+        backbone, circuit = tiny(), random_hmm(window=6)
+        ids = torch.tensor([1, *[MASK] * 24])
+        for step in run(backbone, [[1]], circuit=circuit, **self.OPTIONS):
+            logits = backbone(ids[None])[0].double()
+            logits[:, MASK] = -torch.inf
+            due = logits.softmax(-1).amax(-1).masked_fill(ids != MASK, -1).argsort(descending=True, stable=True)[:4]
+            begin, end = step.window
+            assert end - begin == 6
+            covered = [int(((due >= u) & (due < u + 6)).sum()) for u in range(25 - 6 + 1)]
+            inside = int(((due >= begin) & (due < end)).sum())
+            assert inside == max(covered)
+            away = {int(t) for t in due if not begin <= t < end}
+            committed = step.positions.tolist()
+            assert {t for t in committed if not begin <= t < end} == away
+            assert len(committed) == 4
+            for t in away:  # from the network alone
+                assert step.ids[t] == logits[t].argmax()
+            ids = step.ids
+
+    def test_deferred_tokens_come_later_and_all_come(self):
+        steps = run(tiny(), [[1]], circuit=random_hmm(window=6), outside="defer", **self.OPTIONS)
+        assert len(steps) == 6
+        for step in steps[:-1]:
+            begin, end = step.window
+            assert all(begin <= t < end for t in step.positions.tolist())
+        assert any(len(step.positions) < 4 for step in steps)
+        assert MASK not in last(steps)
+
+    def test_a_window_as_long_as_the_text(self):
+        steps = run(tiny(), [[1]], circuit=random_hmm(window=60), **self.OPTIONS)
+        assert {step.window for step in steps} == {(0, 25)}
 
 
-def test_pad_left():
-    ids, valid = pad_left([[1, 2, 3], [], [4]], 9, torch.device("cpu"))
-    assert ids.tolist() == [[1, 2, 3], [9, 9, 9], [9, 9, 4]]
-    assert valid.tolist() == [[True] * 3, [False] * 3, [False, False, True]]
-    ids, valid = pad_left([], 9, torch.device("cpu"))
-    assert ids.shape == valid.shape == (0, 0)
+class TestInput:
+    def test_nothing_need_be_asked(self):
+        empty = run(tiny(), [[], []], gen_length=4, block_length=2)
+        assert last(empty, 0) == last(empty, 1)
+        assert len(last(empty)) == 4
+        assert last(run(tiny(), [[], [5]], gen_length=4, block_length=2)) == last(empty)
+        assert run(tiny(), []) == []
+
+    def test_a_prompt_that_is_too_long(self):
+        with pytest.raises(InvalidInput, match=r"prompt 1 has 60 tokens; .* makes 68, .* made for 64\. Shorten"):
+            run(tiny(), [[1], [1] * 60], gen_length=8)
+
+    @pytest.mark.parametrize("wrong", [VOCAB, -1])
+    def test_a_prompt_that_the_model_cannot_read(self, wrong):
+        with pytest.raises(InvalidInput, match=f"prompt 0 has the id {wrong}, but the model has {VOCAB} tokens"):
+            run(tiny(), [[1, wrong]], gen_length=4)
+
+    def test_pad_left(self):
+        ids, valid = pad_left([[1, 2, 3], [], torch.tensor([4])], 9, torch.device("cpu"))
+        assert ids.tolist() == [[1, 2, 3], [9, 9, 9], [9, 9, 4]]
+        assert valid.tolist() == [[True] * 3, [False] * 3, [False, False, True]]
+        ids, valid = pad_left([], 9, torch.device("cpu"))
+        assert ids.shape == valid.shape == (0, 0)
 
 
-def test_a_checkpoint_without_padding_token_is_padded_with_something_unseen():
-    short, long = [5], [1, 2, 3, 4]
-    padded = run(tiny(pad=None), [short, long], gen_length=6, block_length=6)
-    alone = run(tiny(), [short], gen_length=6, block_length=6)
-    assert torch.equal(padded[-1].sequences[0, 3:], alone[-1].sequences[0])
+class TestStream:
+    def test_steps_come_one_by_one_and_need_no_gradient(self):
+        stream = denoise(tiny(), [[1]], Options(gen_length=4, steps=None), mask_id=MASK)
+        first = next(stream)
+        assert int((first.ids == MASK).sum()) == 3
+        kept = first.ids.clone()
+        with torch.enable_grad():
+            rest = list(stream)
+        assert len(rest) == 3
+        assert torch.equal(first.ids, kept)
+        assert not any(step.scores.requires_grad for step in rest)
+
+    def test_a_step_cannot_be_changed(self):
+        step = run(tiny(), [[1]], gen_length=4, steps=1)[0]
+        with pytest.raises(AttributeError):
+            step.circuit = True  # type: ignore[misc]
+
+    def test_bfloat16_logits_give_float32_scores(self):
+        network = mini.build(
+            Config({"vocab_size": 9, "width": 8, "layers": 1, "heads": 2, "mlp_width": 8, "mask_token_id": 8}, "a test")
+        )
+        to_half = {"hooks": [lambda logits, positions, ids: logits.bfloat16()]}
+        for circuit in (None, HMM.neutral(2, 9)):
+            step = run(network.requires_grad_(False), [[1]], circuit=circuit, gen_length=4, steps=1, **to_half)[0]
+            assert step.scores.dtype == torch.float32
+
+
+def test_padding_is_not_seen():
+    assert PAD not in last(run(tiny(), [[1], [1, 2, 3, 4, 5]], gen_length=4, ban=[PAD]))

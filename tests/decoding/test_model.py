@@ -11,7 +11,6 @@ from tokenizers import models, pre_tokenizers
 
 import codd
 from codd.backbones import load_checkpoint
-from codd.decoding.loop import denoise
 from codd.errors import FormatError, InvalidInput
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -69,10 +68,13 @@ def test_every_fixture_loads_without_circuit_or_tokenizer_and_works_with_ids(nam
     assert model.tokenizer is None
     assert model.mask_id == MASKS[name]
     mask = 7 if model.mask_id is None else model.mask_id
-    *_, last = denoise(model.backbone, [[1, 2, 3], [4]], mask_id=mask, gen_length=4, block_length=4, steps=2)
-    assert last.sequences.shape == (2, 7)
-    assert last.sequences[0, :3].tolist() == [1, 2, 3]
-    assert not (last.sequences[:, 3:] == mask).any()
+    works = codd.load(FIXTURES / name, circuit="null", mask_id=mask)
+    found = works.generate([[1, 2, 3], [4]], gen_length=4, block_length=4, steps=2)
+    assert found.texts is None
+    assert found.steps == [2, 2]
+    assert [len(ids) for ids in found.sequences] == [7, 5]
+    assert found.sequences[0][:3].tolist() == [1, 2, 3]
+    assert not any(mask in ids.tolist() for ids in found.completions)
     plain = load_checkpoint(FIXTURES / name, device=model.backbone.device).backbone
     ids = torch.tensor([[1, 2, mask, 4]], device=model.backbone.device)
     logits = model.backbone(ids)

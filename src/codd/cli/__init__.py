@@ -17,7 +17,9 @@ from codd.cli import console
 from codd.errors import CoddError
 
 VERBS = {
-    "demo": "the bundled model and a worked example, in some seconds and without a network",
+    "demo": "the bundled model with and without a circuit, side by side, in about a minute and without a network",
+    "generate": "answer prompts, or continue them",
+    "chat": "a conversation in which answers resolve in place",
     "pretrain": "train a backbone from a recipe",
     "convert": "turn a PyJuice file (.jpc) into a codd circuit, running nothing of it",
     "info": "describe a model, a circuit, a hub id or a .jpc file",

@@ -1,36 +1,37 @@
 """``codd demo``: the bundled model, and what multiplying a circuit into a factorized output does."""
 
 import argparse
+import errno
 import itertools
 import math
 import os
-import platform
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from codd.circuits import HMM, Circuit, Evidence, SparsePotentials, leaf, mixture, product
-from codd.cli import console, demo_model, tables
+from codd.circuits import HMM, Circuit, Evidence, leaf, mixture, product
+from codd.cli import console, demo_model, figures, sampling, tables
 from codd.cli.tables import Cell, Section
 from codd.decoding import load
 
 NAME = "demo"
 HELP = """\
-A worked example, in some seconds on a laptop, with no network connection.
+The bundled model at work, in about a minute on a laptop, with no network connection.
 
-First the bundled model: it answers a word problem with one token in a step of the network, and with more
-and more at a time, which is faster and worse, since tokens of one step do not know of each other. Then
-what to do about that, on the two masked words of "He is from [MASK] [MASK]". A network that fills each place on its own
-gives a quarter of its probability to "San York"; multiplied with a circuit that knows which words go
-together, all of it goes to cities that exist. Printed are the exact probabilities, samples, and log Z,
-for the network alone, for a neutral circuit (the control: nothing may change), and for the same circuit
-written in two ways. Then the speed of the engine on this machine at 8192 tokens and 256 states, with all
-weights and with the 64 largest of each place, and the error of each in nats."""
+It solves word problems and continues a passage of prose, with 1, 4 and 8 tokens in a step of the network.
+More at a time is faster and worse, since tokens of one step do not know of each other. Side by side: the
+network alone, multiplied with the null circuit (the control, which may change nothing), and multiplied
+with the circuit that was trained for it, all with the same settings and seed. Then what a circuit does,
+on the two masked words of "He is from [MASK] [MASK]": a network that fills each place on its own gives a
+quarter of its probability to "San York"; multiplied with a circuit that knows which words go together,
+all of it goes to cities that exist.
+
+Prints the texts with network calls and seconds, right answers, and the exact probabilities, samples and
+log Z of the two words; writes the same as a page with figures (codd-demo.html) and says where it is."""
 
 WORDS = ("San", "New", "Diego", "York")
 SHOWN = ("San Diego", "New York", "San York", "New Diego")
@@ -43,63 +44,69 @@ COLUMNS = {
     "hmm": "x HMM",
 }
 NEXT = (
+    ("codd chat", "ask the model yourself, and watch the answer resolve"),
+    ('codd generate "A question"', "the same for programs: files, pipes, --json"),
     ("codd info", "what the bundled model is"),
     ("codd pretrain recipes/tiny.yaml", "train one of your own, in seconds"),
-    ("codd convert model.jpc circuit/", "bring a circuit that PyJuice trained"),
-    ("codd demo --html demo.html", "these tables as a page, to share"),
-    ("README.md", "the same from Python: codd.load, codd.HMM, codd.Evidence"),
+    ("codd bench circuits", "what the circuits cost on this machine"),
+    ("README.md", "all of it from Python: codd.load, codd.HMM, codd.Evidence"),
 )
+PAGE = Path("codd-demo.html")
 
 Pairs = Int[Tensor, "pairs 2"]
-
-
-class Setting(NamedTuple):
-    """The sizes of the timing: about those of one denoising step of a small model."""
-
-    tokens: int = 8192
-    states: int = 256
-    length: int = 32
-    batch: int = 8
-    kept: int = 64
-    repeats: int = 5
-
-
-SETTING = Setting()
 NUM_SAMPLES = 1000
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """A seed, and other forms of output."""
+    """A seed, a circuit, and other forms of output."""
     parser.epilog = """\
 examples:
   codd demo
   codd demo --seed 7 --html demo.html
+  codd demo --circuit runs/circuit --no-html
   codd demo --json | python -m json.tool"""
-    parser.add_argument("--seed", type=_seed, default=0, help="of the samples and of the timed circuit (default: 0)")
+    parser.add_argument("--seed", type=_seed, default=0, help="of the problems and of all that is drawn (default: 0)")
+    sampling.add_circuit_argument(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object with all numbers instead of text")
-    parser.add_argument("--html", metavar="PATH", type=Path, help="also write the tables as a page of its own")
+    page = parser.add_mutually_exclusive_group()
+    page.add_argument("--html", metavar="PATH", type=Path, help=f"where to write the page (default: {PAGE})")
+    page.add_argument("--no-html", action="store_true", help="write no page")
 
 
 def run(args: argparse.Namespace) -> int:
     """Compute everything, then show it."""
-    with console.working("the bundled model answers a question"):
-        model = load()
-        results: dict[str, Any] = {
-            "seed": args.seed,
-            "model": {"answers": demo_model.answers(model), "blanks": demo_model.blanks(model)},
-        }
+    html = page_path(args.html, wanted=not args.no_html)
+    with console.working("loading the bundled model"):
+        model = load(circuit=sampling.circuit_from(args))
+    results: dict[str, Any] = {
+        "seed": args.seed,
+        "model": demo_model.compare(model, args.seed, own=args.circuit == "auto"),
+    }
     with console.working("two masked words"):
         results["example"] = example(args.seed)
-    with console.working("timing the engine"):
-        results["timing"] = timing(args.seed, SETTING)
-    if args.html is not None:
-        args.html.write_text(tables.page("codd demo", sections(results)), encoding="utf-8")
+    shown = sections(results)
+    if html is not None:
+        html.write_text(tables.page("codd demo", shown), encoding="utf-8")
     if args.json:
         console.as_json(results)
     else:
-        tables.show(sections(results))
-        _print_next(args.html)
+        tables.show(shown)
+        _print_next(html)
     return 0
+
+
+def page_path(given: Path | None, *, wanted: bool) -> Path | None:
+    """Where the page goes. That it cannot be written is better said before a minute of work than after it."""
+    if not wanted:
+        return None
+    path = PAGE if given is None else given
+    code = errno.ENOENT if not path.parent.is_dir() else errno.EISDIR if path.is_dir() else None
+    if code is not None:
+        raise OSError(code, os.strerror(code), str(path))
+    if given is None and not os.access(path if path.exists() else path.parent, os.W_OK):
+        console.err().print("no page: this folder cannot be written to; --html chooses another", style="yellow")
+        return None
+    return path
 
 
 def example(seed: int) -> dict[str, Any]:
@@ -176,49 +183,6 @@ def _column(
     }
 
 
-def timing(seed: int, setting: Setting) -> dict[str, Any]:
-    """Milliseconds of the queries of one denoising step, and how far each answer is from the float64 one."""
-    generator = torch.Generator().manual_seed(seed)
-    hmm = HMM.random(setting.states, setting.tokens, seed=seed)
-    # The r-th token of each place has a probability in proportion to 1 / r^2: as concentrated as a network's output.
-    order = torch.rand(setting.batch, setting.length, setting.tokens, generator=generator).argsort(-1)
-    logits = -2.0 * (order + 1).float().log()
-    truth = hmm.to(dtype=torch.float64).log_partition(Evidence(logits=logits.double()))
-
-    def measure(choose: Callable[[], Evidence]) -> dict[str, float]:
-        def ms(query: Callable[[], object]) -> float:
-            return _milliseconds(query, setting.repeats)
-
-        evidence = choose()
-        return {
-            "evidence_ms": ms(choose),
-            "log_partition_ms": ms(lambda: hmm.log_partition(evidence)),
-            "sample_ms": ms(lambda: hmm.sample(evidence, generator=generator)),
-            "error_nats": float((hmm.log_partition(evidence).double() - truth).abs().max()),
-        }
-
-    top = SparsePotentials.from_logits(logits, setting.kept)
-    return {
-        "setting": setting._asdict(),
-        "machine": {"processor": platform.machine(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},
-        "kept_mass": float(top.log_weights.exp().sum(-1).mean()),
-        "log_z_mean": float(truth.mean()),
-        "dense": measure(lambda: Evidence(logits=logits)),
-        "sparse": measure(lambda: Evidence(sparse=SparsePotentials.from_logits(logits, setting.kept))),
-    }
-
-
-def _milliseconds(query: Callable[[], object], repeats: int) -> float:
-    """The fastest, after one call that fills the caches: other programs can only add to it."""
-    query()
-    durations = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        query()
-        durations.append(time.perf_counter() - start)
-    return 1e3 * min(durations)
-
-
 def _seed(text: str) -> int:
     """What a torch generator takes."""
     seed = int(text)
@@ -229,43 +193,37 @@ def _seed(text: str) -> int:
 
 def sections(results: dict[str, Any]) -> list[Section]:
     """What people are shown, on a terminal or on a page."""
-    example, timing = results["example"], results["timing"]
+    example, model = results["example"], results["model"]
     columns = [example["columns"][name] for name in COLUMNS]
     before, after = (example["columns"][name]["diego_after_san"] for name in ("factorized", "circuit"))
     words = Section(
         title=example["sentence"],
         before=[
-            "The network fills each place on its own: San or New, Diego or York, half each.",
-            "x: multiplied with a circuit. Neutral is the control, which may change nothing;",
-            "mixture and HMM are two ways to write one circuit, San Diego or New York.",
+            "Why that is so, on two words. The network fills each place on its own: San or",
+            "New, Diego or York, half each. x: multiplied with a circuit. Neutral is the",
+            "control, which may change nothing; mixture and HMM are two ways to write one",
+            "circuit, San Diego or New York.",
             f"Below: exact probabilities, and how many of {example['num_samples']} samples.",
         ],
         header=["", *COLUMNS.values()],
         rows=_example_rows(columns),
         after=[
             f'Once "San" is written, "Diego" has {before:.0%} without a circuit, {after:.0%} with it.',
+            f"In all {model['network_evaluations']} network calls and {model['seconds']:.0f} seconds for the texts.",
         ],
+        figure=_joint(example["columns"]),
     )
-    setting = timing["setting"]
-    engine = Section(
-        title="The engine on this machine",
-        before=[
-            f"{setting['batch']} sequences of {setting['length']} masked places, {setting['tokens']} tokens, "
-            f"{setting['states']} states, {timing['machine']['threads']} CPU thread(s).",
-            f"The {setting['kept']} largest weights hold {timing['kept_mass']:.1%} of the mass; log Z is about "
-            f"{timing['log_z_mean']:.0f}.",
-        ],
-        header=["evidence", "prepare", "log Z", "sample", "error (nats)"],
-        rows=[
-            _timing_row(f"all {setting['tokens']} weights", timing["dense"]),
-            _timing_row(f"top {setting['kept']} of each place", timing["sparse"]),
-        ],
-        after=[
-            f"Fastest of {setting['repeats']} runs. The error is that of log Z against float64 with all weights,",
-            "the worst of the batch.",
-        ],
-    )
-    return [*demo_model.sections(results["model"]), words, engine]
+    return [*demo_model.sections(model), words]
+
+
+def _joint(columns: dict[str, dict[str, Any]]) -> str:
+    """The four pairs under the network alone, the control and the circuit."""
+    series = {
+        label: [columns[name]["probabilities"][pair] for pair in SHOWN]
+        for name, label in COLUMNS.items()
+        if name != "circuit"
+    }
+    return figures.bars("The exact probability of each pair", SHOWN, series, "{:.0%}".format)
 
 
 def _example_rows(columns: list[dict[str, Any]]) -> list[list[Cell]]:
@@ -287,11 +245,6 @@ def _example_rows(columns: list[dict[str, Any]]) -> list[list[Cell]]:
     return rows
 
 
-def _timing_row(label: str, found: dict[str, float]) -> list[Cell]:
-    durations = [Cell(f"{found[stage]:.1f} ms") for stage in ("evidence_ms", "log_partition_ms", "sample_ms")]
-    return [Cell(label), *durations, Cell(f"{found['error_nats']:.0e}")]
-
-
 def _print_next(html: Path | None) -> None:
     from rich.text import Text
 
@@ -301,4 +254,4 @@ def _print_next(html: Path | None) -> None:
     for command, purpose in NEXT:
         terminal.print(Text.assemble((f"  {command:<{width}}", "cyan"), f"  {purpose}"), soft_wrap=True)
     if html is not None:
-        terminal.print(f"\nwritten: {console.one_line(html)}", soft_wrap=True)
+        terminal.print(f"\nA page with figures is written: {console.one_line(html)}", soft_wrap=True)

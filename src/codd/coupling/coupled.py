@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from codd.circuits import Evidence
-from codd.circuits.results import Samples
+from codd.circuits import HMM, Evidence
+from codd.circuits.results import JointStep, Samples
 from codd.errors import InvalidEvidence
 
 
@@ -47,6 +47,27 @@ class Prior(Protocol):
 
     def conditional_scores(self, ev: Evidence, latents: Int[Tensor, "B L"]) -> Float[Tensor, "B L V"]:
         """Scores of all tokens, given the latents."""
+
+
+@runtime_checkable
+class Conditionals(Protocol):
+    """Token marginals while tokens are committed one by one: `codd.HMM.progressive`, or the slow way below."""
+
+    candidates: Int[Tensor, "B L K"] | None
+    """The tokens that `log_marginals` is about; None: all."""
+
+    @property
+    def log_partition(self) -> Float[Tensor, " B"]:
+        """log Z given what has been committed."""
+
+    def log_marginals(self) -> Float[Tensor, "B L K"]:
+        """Log-probabilities of the candidates, normalised over all tokens."""
+
+    def dense_log_marginals(self, positions: Int[Tensor, " B"] | None = None) -> Float[Tensor, "B *L V"]:
+        """Log-probabilities of all tokens, at one position of each window or at all."""
+
+    def commit(self, positions: Int[Tensor, " B"], tokens: Int[Tensor, " B"]) -> None:
+        """One more token of each window is known."""
 
 
 class Coupled:
@@ -112,6 +133,25 @@ class Coupled:
         """Scores of all tokens once the latents are known, not normalised: given them, positions are independent."""
         return self.circuit.conditional_scores(self.evidence, latents)
 
+    def joint_step(self, uniforms: Float[Tensor, "B L"]) -> JointStep:
+        """A latent path and the scores given it; impossible evidence shows as a log Z of -inf and does not raise."""
+        if isinstance(self.circuit, HMM):
+            return self.circuit.joint_step(self.evidence, uniforms=uniforms)
+        log_z = self.log_partition()
+        if bool((log_z == -torch.inf).any()):
+            none = torch.zeros_like(self.tokens)
+            return JointStep(none, self.evidence.dense_log_weights(self.circuit.vocab_size).to(log_z.dtype), log_z)
+        seed = int(uniforms.double().sum().mul(2**40))  # a circuit that takes a generator gets one that they fix
+        found = self.sample(generator=torch.Generator(log_z.device).manual_seed(seed))
+        return JointStep(found.latents, self.scores(found.latents), log_z)
+
+    def conditionals(self, candidates: int | None = None) -> Conditionals:
+        """Token marginals while tokens are committed one by one; of that many candidates a position, or of all."""
+        if isinstance(self.circuit, HMM):
+            few = candidates is not None and candidates < self.circuit.vocab_size
+            return self.circuit.progressive(self.evidence, candidates if few else None)
+        return _Recomputed(self)
+
     def condition(self, tokens: Int[Tensor, "B L"], where: Bool[Tensor, "B L"]) -> "Coupled":
         """The distribution of the rest once some of the masked tokens are known."""
         assert self.evidence.logits is not None
@@ -123,6 +163,30 @@ class Coupled:
             temperature=self.evidence.temperature,
             latent_log_potentials=self.evidence.latent_log_potentials,
         )
+
+
+class _Recomputed:
+    """`Conditionals` by asking the circuit again after every token: for any circuit, and for comparison."""
+
+    candidates: Int[Tensor, "B L K"] | None = None
+
+    def __init__(self, joint: Coupled):
+        self.joint = joint
+
+    @property
+    def log_partition(self) -> Float[Tensor, " B"]:
+        return self.joint.log_partition()
+
+    def log_marginals(self) -> Float[Tensor, "B L V"]:
+        return self.joint.marginals()
+
+    def dense_log_marginals(self, positions: Int[Tensor, " B"] | None = None) -> Float[Tensor, "B *L V"]:
+        found = self.joint.marginals()
+        return found if positions is None else found[torch.arange(len(found), device=found.device), positions]
+
+    def commit(self, positions: Int[Tensor, " B"], tokens: Int[Tensor, " B"]) -> None:
+        here = torch.zeros_like(self.joint.masked).scatter(1, positions[:, None], True)
+        self.joint = self.joint.condition(tokens[:, None].expand_as(here), here)
 
 
 def _check(circuit: Prior, logits: Tensor, tokens: Tensor, masked: Tensor) -> None:

@@ -1,18 +1,46 @@
 """A backbone, its circuit and its tokenizer under one name."""
 
 import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
 from codd.backbones import Backbone, Tokenizer, load_checkpoint
-from codd.circuits import HMM
+from codd.circuits import HMM, Circuit
+from codd.decoding.loop import Step, denoise
+from codd.decoding.options import Options
+from codd.decoding.prompts import Prompts, encode_prompts
 from codd.errors import InvalidInput
 
 CIRCUIT_FOLDER = "circuit"
 """Where a checkpoint keeps the circuit that belongs to it."""
+
+
+TURN_ENDS = ("<|eot_id|>", "<|im_end|>")
+"""What instructed models write at the end of an answer, beside their end-of-text."""
+
+
+@dataclass(frozen=True, eq=False)
+class Generation:
+    """What `Model.generate` gives, an entry for each prompt."""
+
+    texts: list[str] | None
+    """The continuation; where the prompt had masks, the whole text. None if the model has no tokenizer."""
+    sequences: list[Int[Tensor, "..."]]
+    """Prompt and continuation, up to and including the end-of-text."""
+    prompt_lengths: list[int]
+    steps: list[int]
+    """Evaluations of the network."""
+
+    @property
+    def completions(self) -> list[Int[Tensor, "..."]]:
+        """The sequences without their prompts."""
+        return [ids[length:] for ids, length in zip(self.sequences, self.prompt_lengths, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -20,15 +48,58 @@ class Model:
     """What `load` gives."""
 
     backbone: Backbone
-    circuit: HMM | None
+    circuit: HMM | Circuit | None
     tokenizer: Tokenizer | None
     """None where the checkpoint has none: give ids then."""
     mask_id: int | None
 
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """The tokens that end an answer."""
+        found = {self.backbone.special.eos}
+        if self.tokenizer is not None:
+            found |= {self.tokenizer.eos_id, *map(self.tokenizer.token_to_id, TURN_ENDS)}
+        return frozenset(token for token in found if token is not None)
+
+    def encode(self, prompts: Prompts, *, gen_length: int = 128, chat: bool | None = None) -> list[list[int]]:
+        """The ids that `generate` makes of its prompts."""
+        return encode_prompts(prompts, self.tokenizer, chat=chat, whole=gen_length == 0)
+
+    def denoise(self, prompts: Prompts, *, chat: bool | None = None, **options: Any) -> Iterator[Step]:
+        """The run of `generate` as a stream of steps: each is one evaluation of the network for one prompt."""
+        chosen = Options.of(**options)
+        ids = self.encode(prompts, gen_length=chosen.gen_length, chat=chat)
+        if self.mask_id is None:
+            raise InvalidInput("this checkpoint does not say which token is the mask: codd.load(..., mask_id=...).")
+        return denoise(self.backbone, ids, chosen, mask_id=self.mask_id, circuit=self.circuit, stop_ids=self.stop_ids)
+
+    def generate(self, prompts: Prompts, *, chat: bool | None = None, **options: Any) -> Generation:
+        """Answer prompts: a text, a list of texts, of id lists, or of conversations; `Options` says what may be given.
+
+        ``chat``: whether a text is put into the model's chat template; by default if it has one, unless the text has
+        masks to be filled. ``gen_length`` (128) masks follow every prompt; masks in the prompt are filled first.
+        """
+        chosen = Options.of(**options)
+        ids = self.encode(prompts, gen_length=chosen.gen_length, chat=chat)
+        sequences = [torch.tensor(prompt, dtype=torch.long) for prompt in ids]
+        steps = [0] * len(ids)
+        for step in self.denoise(ids, **options):
+            sequences[step.sequence] = step.ids
+            steps[step.sequence] += 1
+        texts = None
+        if self.tokenizer is not None:
+            texts = [self.text(found, prompt) for found, prompt in zip(sequences, ids, strict=True)]
+        return Generation(texts, sequences, list(map(len, ids)), steps)
+
+    def text(self, sequence: Int[Tensor, " L"], prompt: Sequence[int]) -> str:
+        """What a reader wants to see of a sequence: the continuation, or all of it if the prompt had masks."""
+        assert self.tokenizer is not None
+        return self.tokenizer.decode(sequence if self.mask_id in prompt else sequence[len(prompt) :])
+
 
 def load(
     source: str | os.PathLike[str] | None = None,
-    circuit: str | os.PathLike[str] | HMM | Literal["auto", "null"] | None = "auto",
+    circuit: str | os.PathLike[str] | HMM | Circuit | Literal["auto", "null"] | None = "auto",
     *,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
@@ -53,10 +124,13 @@ def load(
     return Model(backbone, _circuit(circuit, backbone, folder), tokenizer, mask_id)
 
 
-def _circuit(wanted: str | os.PathLike[str] | HMM | None, backbone: Backbone, folder: Path) -> HMM | None:
+def _circuit(
+    wanted: str | os.PathLike[str] | HMM | Circuit | None, backbone: Backbone, folder: Path
+) -> HMM | Circuit | None:
     if wanted is None or (wanted == "auto" and not (folder / CIRCUIT_FOLDER).is_dir()):
         return None
-    if isinstance(wanted, HMM):
+    found: HMM | Circuit
+    if isinstance(wanted, HMM | Circuit):
         found = wanted
     elif wanted == "null":
         found = HMM.neutral(num_states=1, vocab_size=backbone.vocab_size)
@@ -67,4 +141,4 @@ def _circuit(wanted: str | os.PathLike[str] | HMM | None, backbone: Backbone, fo
             f"the circuit is over {found.vocab_size} tokens, the model over {backbone.vocab_size}: they do not belong "
             "together."
         )
-    return found.to(device=backbone.device)
+    return found if isinstance(found, Circuit) else found.to(device=backbone.device)

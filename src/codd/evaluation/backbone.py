@@ -13,7 +13,8 @@ import numpy as np
 import torch
 
 from codd.backbones import Backbone, Tokenizer
-from codd.decoding.loop import denoise, pad_left
+from codd.decoding import Model
+from codd.decoding.loop import pad_left
 from codd.errors import FormatError, InvalidInput
 from codd.training import corpus
 from codd.training.objective import Maker, causal_batch, diffusion_batch, mean_loss
@@ -135,12 +136,10 @@ def solve_problems(
     for begin in range(0, count, at_once):
         some = prompts[begin : begin + at_once]
         if backbone.config.causal:
-            written = _continue(backbone, some, gen_length)
+            written = _continue(backbone, some, gen_length).tolist()
         else:
-            for step in denoise(
-                backbone, some, mask_id=_mask(backbone), gen_length=gen_length, block_length=32, steps=steps
-            ):
-                written = step.sequences[:, -gen_length:]
+            model = Model(backbone, None, tokenizer, _mask(backbone))
+            written = [ids.tolist() for ids in model.generate(some, gen_length=gen_length, steps=steps).completions]
         texts += list(_until_end(written, backbone, tokenizer))
     return Solved(asked, texts)
 
@@ -158,8 +157,8 @@ def _continue(backbone: Backbone, prompts: Sequence[Sequence[int]], length: int)
     return written
 
 
-def _until_end(written: torch.Tensor, backbone: Backbone, tokenizer: Tokenizer) -> Iterator[str]:
-    for row in written.tolist():
+def _until_end(written: Sequence[list[int]], backbone: Backbone, tokenizer: Tokenizer) -> Iterator[str]:
+    for row in written:
         end = row.index(backbone.special.eos) if backbone.special.eos in row else len(row)
         yield tokenizer.decode(row[:end])
 

@@ -1,0 +1,291 @@
+"""``codd chat``: a conversation in which answers resolve in place."""
+
+import argparse
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from codd.backbones import Tokenizer
+from codd.cli import console, sampling
+from codd.cli.sampling import Answer
+from codd.decoding import Model, Options, Step
+from codd.decoding.prompts import Prompt, can_chat
+from codd.errors import CoddError, InvalidInput
+
+NAME = "chat"
+HELP = """\
+A conversation with a model. On a terminal its answer resolves in place: masks are blocks, the tokens of the
+latest step are coloured by their probability (green from 90%, yellow from 50%, red below), and a line below
+says how far it is. The conversation goes through the model's chat template; a model without one continues
+the text. What is too long for the model is forgotten, the oldest first.
+
+Prints each answer. Questions may be piped in, one a line; then the answers alone are printed, without
+control codes, or with --json one object a line. /help lists the commands; Ctrl-C stops an answer,
+Ctrl-D ends the conversation."""
+COMMANDS = """\
+/set NAME VALUE  change an option of sampling, as in `codd generate --help`; "none" for its default
+/set             show the options
+/reset           forget the conversation
+/help            this list
+/quit            end (or Ctrl-D); Ctrl-C stops an answer"""
+PROMPT = "> "
+MASK, SURE, FAIR, UNSURE = "dim", "bold green", "bold yellow", "bold red"
+BLOCK = "\N{LIGHT SHADE}"
+BROKEN = "\N{REPLACEMENT CHARACTER}"
+"""What a token decodes to that holds a part of a character only."""
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """A model, and how it is to write."""
+    parser.usage = "codd chat [options]"
+    parser.epilog = """\
+examples:
+  codd chat
+  codd chat --tokens-per-step 2 --temperature 0.5
+  printf 'What is 7 + 8?\\n' | codd chat --json"""
+    parser.add_argument("--json", action="store_true", help="print one JSON object an answer, one a line")
+    sampling.add_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Talk until there is nothing more to say."""
+    chosen = sampling.given(args)
+    sampling.options_of(chosen)
+    model = sampling.model_from(args)
+    if model.tokenizer is None:
+        raise InvalidInput("this checkpoint has no tokenizer, so it cannot converse: codd generate takes ids.")
+    conversation = Conversation(model, chat=can_chat(model.tokenizer) if args.chat is None else args.chat)
+    if args.json or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        _piped(conversation, chosen, sys.stdin, as_json=args.json)
+    else:
+        talk(conversation, chosen, _typed(), console.out())
+    return 0
+
+
+@dataclass
+class Conversation:
+    """What was said, as the model is to see it."""
+
+    model: Model
+    chat: bool
+    """Whether it goes through the chat template, or is one text."""
+    exchanges: list[tuple[str, str]] = field(default_factory=list)
+
+    def prompt(self, question: str) -> Prompt:
+        """All that was said, and the question."""
+        if not self.chat:
+            return "\n".join([*(asked + answer for asked, answer in self.exchanges), question])
+        said = [
+            {"role": role, "content": content}
+            for exchange in self.exchanges
+            for role, content in zip(("user", "assistant"), exchange, strict=True)
+        ]
+        return [*said, {"role": "user", "content": question}]
+
+    def encode(self, question: str, gen_length: int) -> tuple[list[int], int]:
+        """The ids of a prompt that the model has room for, and how many of the oldest exchanges were dropped for it."""
+        limit, dropped = self.model.backbone.plan.max_length, 0
+        while True:
+            [ids] = self.model.encode([self.prompt(question)], gen_length=gen_length, chat=self.chat)
+            if limit is None or len(ids) + gen_length <= limit or not self.exchanges:
+                return ids, dropped
+            self.exchanges.pop(0)
+            dropped += 1
+
+    def ask(self, question: str, options: Options, watch: Callable[[Step, int], None]) -> tuple[Answer, int]:
+        """Answer and remember; ``watch`` sees every step and the length of the prompt."""
+        ids, dropped = self.encode(question, options.gen_length)
+        [found] = sampling.answer(self.model, [ids], options, lambda step: watch(step, len(ids)))
+        self.exchanges.append((question, found.text or ""))
+        return found, dropped
+
+
+@dataclass(frozen=True)
+class Screen:
+    """What a frame shows beside the step."""
+
+    tokenizer: Tokenizer
+    mask_id: int
+    stop_ids: frozenset[int]
+    prompt_length: int
+    steps: int | None
+    """How many there will be; None if nobody knows."""
+    seconds: float
+
+
+def frame(screen: Screen, step: Step) -> Text:
+    """The answer as it stands after a step, and a line about it."""
+    ids = step.ids[screen.prompt_length :].tolist()
+    end = next((place for place, token in enumerate(ids) if token in screen.stop_ids), len(ids))
+    fresh = dict(zip((step.positions - screen.prompt_length).tolist(), step.scores.tolist(), strict=True))
+    shown = Text()
+    for begin, run in _runs(ids[:end], screen.mask_id):
+        if run[0] == screen.mask_id:
+            shown.append(BLOCK * len(run), style=MASK)
+            continue
+        for place, piece in enumerate(pieces(screen.tokenizer, run), start=begin):
+            shown.append(sampling.printable(piece), style=_tone(fresh[place]) if place in fresh else "")
+    written = sum(token != screen.mask_id for token in ids)
+    return shown.append("\n\n").append(status(screen, step, written), style="dim")
+
+
+def status(screen: Screen, step: Step, written: int) -> str:
+    """How far an answer is, short enough for 80 columns: a line that wraps would jump."""
+    done = step.number + 1
+    of = "" if screen.steps is None else f" of {screen.steps}"
+    evaluations = f"{done} evaluation{'s' * (done != 1)}"
+    circuit = f"circuit {'on' if step.circuit else 'off'}"
+    masked = f"{step.mask_ratio:.0%} masked"
+    return f"step {done}{of}, {evaluations}, {written} tokens, {circuit}, {masked}, {screen.seconds:.1f} s"
+
+
+def _tone(probability: float) -> str:
+    return SURE if probability >= 0.9 else FAIR if probability >= 0.5 else UNSURE
+
+
+def _runs(ids: list[int], mask_id: int) -> Iterator[tuple[int, list[int]]]:
+    """Stretches of masks and stretches of tokens, with the places where they begin."""
+    begin = 0
+    for place in range(1, len(ids) + 1):
+        if place == len(ids) or (ids[place] == mask_id) != (ids[begin] == mask_id):
+            yield begin, ids[begin:place]
+            begin = place
+
+
+def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    """What each token adds to the text. A character of several tokens comes with the last of them."""
+    found: list[str] = []
+    done = ""
+    for end in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[:end], skip_unknown=True)
+        if text.endswith(BROKEN) and end < len(ids):
+            found.append("")
+            continue
+        found.append(text[len(done) :])
+        done = text
+    return found
+
+
+def talk(conversation: Conversation, chosen: dict[str, Any], lines: Iterable[str], terminal: Console) -> None:
+    """On a terminal."""
+    terminal.print("/help lists the commands; Ctrl-D ends.", style="dim")
+    for line in lines:
+        try:
+            if command(line, conversation, chosen, lambda text: terminal.print(text, style="dim", soft_wrap=True)):
+                continue
+            _show(conversation, line, sampling.options_of(chosen), terminal)
+        except _Quit:
+            return
+        except KeyboardInterrupt:
+            terminal.print("stopped; the conversation goes on without this question.", style="dim")
+        except CoddError as error:
+            terminal.print(console.one_line(error), style="red", soft_wrap=True)
+
+
+def _show(conversation: Conversation, question: str, options: Options, terminal: Console) -> None:
+    model, begun = conversation.model, time.perf_counter()
+    assert model.tokenizer is not None
+    tokenizer, mask_id = model.tokenizer, -1 if model.mask_id is None else model.mask_id
+    stop_ids = model.stop_ids if options.stop and not options.reference else frozenset()
+    steps = min(options.steps, options.gen_length) if options.counted and options.steps else None
+    with Live(console=terminal, auto_refresh=False, transient=True) as live:
+
+        def watch(step: Step, prompt_length: int) -> None:
+            seconds = time.perf_counter() - begun
+            screen = Screen(tokenizer, mask_id, stop_ids, prompt_length, steps, seconds)
+            live.update(frame(screen, step), refresh=True)
+
+        found, dropped = conversation.ask(question, options, watch)
+    terminal.print(Text(sampling.printable(found.text or "")))
+    terminal.print(sampling.summary([found], model, found.seconds), style="dim", soft_wrap=True)
+    if dropped:
+        terminal.print(_notice(dropped), style="dim", soft_wrap=True)
+
+
+def _piped(conversation: Conversation, chosen: dict[str, Any], lines: Iterable[str], *, as_json: bool) -> None:
+    """Without a terminal: nothing but answers on stdout."""
+    for line in lines:
+        question = line.rstrip("\r\n")
+        try:
+            if command(question, conversation, chosen, _say):
+                continue
+        except _Quit:
+            return
+        options = sampling.options_of(chosen)
+        found, dropped = conversation.ask(question, options, lambda step, prompt_length: None)
+        if as_json:
+            record = {"question": question, **vars(found), "dropped": dropped}
+            print(json.dumps({**record, "settings": sampling.settings_of(options)}, allow_nan=False), flush=True)
+            continue
+        print(sampling.printable(found.text or ""), flush=True)
+        if dropped:
+            _say(_notice(dropped))
+
+
+def _say(text: str) -> None:
+    console.err().print(text, style="dim", soft_wrap=True)
+
+
+def _notice(dropped: int) -> str:
+    return f"the model has no room for all that was said: forgot the oldest {dropped} exchange{'s' * (dropped != 1)}."
+
+
+class _Quit(Exception):
+    """The user wants to leave."""
+
+
+def command(line: str, conversation: Conversation, chosen: dict[str, Any], say: Callable[[str], None]) -> bool:
+    """Do what a line with a slash asks for, and nothing for an empty one; False if it is a question."""
+    words = line.split()
+    if not words or not words[0].startswith("/"):
+        return not words
+    if words[0] == "/quit":
+        raise _Quit
+    if words == ["/reset"]:
+        conversation.exchanges.clear()
+        say("the conversation begins anew.")
+    elif words == ["/set"]:
+        settings = sampling.settings_of(sampling.options_of(chosen))
+        say(", ".join(f"{name} {value}" for name, value in settings.items()))
+    elif words[0] == "/set" and len(words) == 3:
+        _set(words[1].replace("-", "_"), words[2], chosen)
+        say(f"{words[1]} is {words[2]}.")
+    elif words == ["/help"]:
+        say(COMMANDS)
+    else:
+        raise InvalidInput(f"there is no command {line.strip()!r}; /help lists those that there are.")
+    return True
+
+
+def _set(name: str, text: str, chosen: dict[str, Any]) -> None:
+    """Change an option if the result makes sense."""
+    value = sampling.parse_option(name, text)
+    rivals = {"steps": "tokens_per_step", "tokens_per_step": "steps"}
+    changed = {key: old for key, old in chosen.items() if key not in (name, rivals.get(name))}
+    if value is not None:
+        changed[name] = value
+    sampling.options_of(changed)
+    chosen.clear()
+    chosen.update(changed)
+
+
+def _typed() -> Iterator[str]:
+    """Lines from the keyboard, until Ctrl-D. Ctrl-C throws away the line."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  # gives input() its history and editing keys
+    while True:
+        try:
+            yield input(PROMPT)
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            print()

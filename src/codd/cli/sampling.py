@@ -1,0 +1,246 @@
+"""What the verbs that write text share: their arguments, and one run of the loop with what it cost."""
+
+import argparse
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import torch
+
+from codd.cli import console
+from codd.decoding import Model, Options, Step, load
+from codd.errors import CircuitSteppedAside, InvalidInput
+
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+
+
+def _ids(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected token ids with commas between them, found {text!r}") from None
+
+
+def _switch(text: str) -> bool:
+    if text not in ("on", "off"):
+        raise argparse.ArgumentTypeError(f"expected on or off, found {text!r}")
+    return text == "on"
+
+
+class Argument(NamedTuple):
+    """How an option is read from text, and what it does."""
+
+    parse: Callable[[str], Any]
+    metavar: str
+    help: str
+
+
+SAMPLING = {
+    "gen_length": Argument(int, "N", "masks put after each prompt; 0: only fill the masks in it"),
+    "block_length": Argument(int, "N", "tokens of a block"),
+    "steps": Argument(int, "N", "evaluations of the network for each prompt"),
+    "tokens_per_step": Argument(int, "N", "instead of --steps: this many tokens in each"),
+    "mode": Argument(str, "block|full", "block after block, or everything at once"),
+    "remasking": Argument(
+        str, "ORDER", "which tokens come first: low_confidence, margin, entropy, random, left_to_right or sharpened"
+    ),
+    "sampler": Argument(str, "NAME", "how the circuit is used: latent, any_order, or factorized for not at all"),
+    "temperature": Argument(float, "T", "of the tokens; 0 takes the most probable one"),
+    "top_p": Argument(float, "P", "draw from the smallest set of tokens that is more probable than this"),
+    "top_k": Argument(int, "K", "draw from the K most probable tokens"),
+    "cfg_scale": Argument(float, "X", "guidance by the prompt; 0 is none"),
+    "circuit_temperature": Argument(float, "T", "divides the logits before the product with the circuit"),
+    "tempering": Argument(str, "reference|paper", "whether the latents are drawn from tempered logits, or not"),
+    "activation": Argument(float, "RATIO", "the circuit acts while fewer of its positions than this are masked"),
+    "outside": Argument(str, "factorized|defer", "what becomes of tokens outside of the window in full mode"),
+    "threshold": Argument(float, "P", "commit all tokens at least so probable instead of a fixed number"),
+    "entropy_budget": Argument(float, "NATS", "commit tokens while their entropies sum to less"),
+    "sharpening": Argument(float, "X", "divides the logits for the order sharpened"),
+    "ban": Argument(_ids, "ID,ID", "tokens that are never written"),
+    "stop": Argument(_switch, "on|off", "end at the end-of-text token"),
+    "preset": Argument(str, "reference", "follow the published implementation step by step"),
+    "eps": Argument(float, "X", "the last time of the preset in full mode"),
+    "seed": Argument(int, "N", "fixes everything that is drawn"),
+}
+"""Every option of `Options` that can be typed (hooks cannot), and one that stands for ``steps``."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which model, whether it converses, and all options of the loop."""
+    group = parser.add_argument_group("model")
+    group.add_argument("--model", metavar="PATH", help="a folder or hub id (default: the bundled model)")
+    add_circuit_argument(group)
+    group.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
+    group.add_argument("--dtype", metavar="TYPE", help=f"{', '.join(DTYPES)} (default: float32 on a CPU)")
+    group.add_argument(
+        "--chat",
+        action=argparse.BooleanOptionalAction,
+        help="whether a prompt is a question for the chat template (default: if the model has one)",
+    )
+    group = parser.add_argument_group("sampling")
+    pace = group.add_mutually_exclusive_group()
+    for name, (parse, metavar, text) in SAMPLING.items():
+        where = pace if name in ("steps", "tokens_per_step") else group
+        if name == "stop":
+            where.add_argument("--no-stop", dest="stop", action="store_false", default=None, help=f"do not {text}")
+        else:
+            described = f"{text} ({_default(name)})"
+            where.add_argument(f"--{name.replace('_', '-')}", type=parse, metavar=metavar, help=described)
+
+
+def add_circuit_argument(parser: argparse._ActionsContainer) -> None:
+    """Which circuit; for verbs that choose the rest themselves."""
+    parser.add_argument(
+        "--circuit",
+        metavar="PATH",
+        default="auto",
+        help="a folder or hub id, null for the one that changes nothing, or none (default: the model's own, if any)",
+    )
+
+
+def _default(name: str) -> str:
+    defaults = {field.name: field.default for field in fields(Options)}
+    value = defaults.get(name)
+    return f"default: {value}" if value not in (None, ()) else "default: none"
+
+
+def given(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of the loop that were typed."""
+    return {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
+
+
+def options_from(args: argparse.Namespace) -> Options:
+    """What the arguments say, checked."""
+    return options_of(given(args))
+
+
+def options_of(chosen: Mapping[str, Any]) -> Options:
+    """From the names in `SAMPLING`; tokens in a step become steps."""
+    chosen = dict(chosen)
+    at_once = chosen.pop("tokens_per_step", None)
+    if at_once is not None:
+        if at_once < 1:
+            raise InvalidInput(f"tokens_per_step must be a whole number of at least 1, found {at_once}.")
+        gen_length = chosen.get("gen_length", Options.gen_length)
+        if gen_length == 0:
+            raise InvalidInput("tokens_per_step divides gen_length, which is 0: give steps instead.")
+        chosen["steps"] = max(1, math.ceil(gen_length / at_once))
+    return Options.of(**chosen)
+
+
+def parse_option(name: str, text: str) -> Any:
+    """A value for one of `SAMPLING`, as it is typed in a conversation; None for "none"."""
+    if name not in SAMPLING:
+        raise InvalidInput(f"there is no option {name!r}; there are {', '.join(SAMPLING)}.")
+    if text == "none":
+        return None
+    try:
+        return SAMPLING[name].parse(text)
+    except (ValueError, argparse.ArgumentTypeError) as error:
+        raise InvalidInput(f"{name}: {error}.") from None
+
+
+def settings_of(options: Options) -> dict[str, Any]:
+    """The options as JSON can write them."""
+    found = {name: value for name, value in vars(options).items() if name != "hooks"}
+    return {**found, "ban": list(options.ban)}
+
+
+def model_from(args: argparse.Namespace) -> Model:
+    """The model that was asked for, with its circuit."""
+    if args.dtype is not None and args.dtype not in DTYPES:
+        raise InvalidInput(f"--dtype must be one of {', '.join(DTYPES)}, found {args.dtype!r}.")
+    dtype = None if args.dtype is None else getattr(torch, args.dtype)
+    with console.working(f"loading {args.model or 'the bundled model'}"):
+        return load(args.model, circuit_from(args), device=args.device, dtype=dtype)
+
+
+def circuit_from(args: argparse.Namespace) -> str | None:
+    """As `codd.load` takes it."""
+    return None if args.circuit == "none" else str(args.circuit)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What became of one prompt, and what it cost."""
+
+    ids: list[int]
+    """The continuation; where the prompt had masks, all of it."""
+    text: str | None
+    """None if the model has no tokenizer."""
+    tokens: int
+    """How many were written."""
+    steps: int
+    """Evaluations of the network."""
+    circuit_steps: int
+    """In how many of them the circuit acted."""
+    seconds: float
+
+
+def answer(
+    model: Model, prompts: Sequence[Sequence[int]], options: Options, watch: Callable[[Step], None] = lambda step: None
+) -> list[Answer]:
+    """Run the loop on prompts of ids and count; ``watch`` sees every step."""
+    begun = time.perf_counter()
+    sequences = [torch.tensor(list(prompt), dtype=torch.long) for prompt in prompts]
+    seconds = [0.0] * len(prompts)
+    steps: list[list[bool]] = [[] for _ in prompts]
+    with one_line_warnings():
+        for step in model.denoise([list(prompt) for prompt in prompts], **vars(options)):
+            sequences[step.sequence] = step.ids
+            steps[step.sequence].append(step.circuit)
+            seconds[step.sequence] = time.perf_counter() - begun
+            watch(step)
+    found = []
+    for prompt, sequence, acted, took in zip(prompts, sequences, steps, seconds, strict=True):
+        masks = sum(token == model.mask_id for token in prompt)
+        ids = sequence.tolist() if masks else sequence[len(prompt) :].tolist()
+        text = None if model.tokenizer is None else model.text(sequence, prompt)
+        written = masks + len(sequence) - len(prompt)
+        found.append(Answer(ids, text, written, len(acted), sum(acted), took))
+    return found
+
+
+def summary(answers: Sequence[Answer], model: Model, seconds: float) -> str:
+    """One line: tokens, evaluations, seconds, and how often the circuit acted."""
+    steps, acted = sum(a.steps for a in answers), sum(a.circuit_steps for a in answers)
+    circuit = "no circuit" if model.circuit is None else f"circuit on in {acted} of {steps} steps"
+    tokens = sum(a.tokens for a in answers)
+    return f"{tokens} tokens, {steps} network evaluations, {seconds:.1f} s, {circuit}"
+
+
+def printable(text: str) -> str:
+    """Text with its lines, but without control characters: a model may write anything."""
+    return "".join(c if c.isprintable() or c in "\n\t" else console.one_line(f"{c}x")[:-1] for c in text)
+
+
+@contextmanager
+def bar(description: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar on stderr if that is a terminal, gone when it is done; gives what advances it."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    terminal = console.err()
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+    # Results go to stdout, which may be a file: rich must not take it over.
+    with Progress(
+        *columns, console=terminal, transient=True, redirect_stdout=False, disable=not terminal.is_terminal
+    ) as progress:
+        task = progress.add_task(description, total=total)
+        yield lambda count: progress.advance(task, count)
+
+
+@contextmanager
+def one_line_warnings() -> Iterator[None]:
+    """Say what the loop warns of in one line, without the source line that Python puts below it."""
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        console.err().print(f"codd: {console.one_line(message)}", style="yellow", soft_wrap=True)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", CircuitSteppedAside)
+        warnings.showwarning = show
+        yield

@@ -1,0 +1,160 @@
+"""CUDA graphs: a step's hundreds of kernels are launched one by one the first times, and at once from then on.
+
+The network is captured for a batch of one shape; the coupled part of a step for one window length, one number of
+tokens and one set of options. All of the window takes part, with a mask of the rows that are open, since a graph's
+shapes are fixed. Graphs are kept with the backbone and the circuit that they belong to.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Generic, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from codd.backbones.backbone import Backbone
+from codd.circuits import HMM
+from codd.coupling import Coupled
+from codd.decoding import samplers
+from codd.decoding.options import Options
+from codd.decoding.samplers import Noise, Ranking
+
+MAX_GRAPHS = 16
+"""Kept of a kind; the one that was not used for the longest time goes first."""
+WARMUP = 2
+"""Calls of a kind that are made without a graph first: they compile what is to be captured."""
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+class Kept(Generic[Arguments, Result]):
+    """The graphs of one owner, and how often each kind of call was made without one."""
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        self.seen: dict[Hashable, int] = {}
+        self.graphs: OrderedDict[Hashable, Callable[Arguments, Result]] = OrderedDict()
+
+    def find(
+        self, key: Hashable, capture: Callable[[], Callable[Arguments, Result]]
+    ) -> Callable[Arguments, Result] | None:
+        """The graph for a kind of call; None if such calls have been too few, or cannot be captured."""
+        if key not in self.graphs:
+            self.seen[key] = self.seen.get(key, 0) + 1
+            if self.seen[key] != WARMUP + 1:
+                return None
+            try:
+                self.graphs[key] = capture()
+            except RuntimeError:  # something in it waits for the host; it works as well without a graph
+                return None
+            if len(self.graphs) > MAX_GRAPHS:
+                forgotten, _ = self.graphs.popitem(last=False)
+                del self.seen[forgotten]
+        self.graphs.move_to_end(key)
+        return self.graphs[key]
+
+
+_NETWORKS: WeakKeyDictionary[Backbone, Kept[[Tensor, Tensor | None], Tensor]] = WeakKeyDictionary()
+_STEPS: WeakKeyDictionary[HMM, Kept[[Coupled, Noise], Ranking]] = WeakKeyDictionary()
+
+
+def _capture(function: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """Once on a stream of its own, as PyTorch wants it, then for the record."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = function()
+    return graph, result
+
+
+def network_states(
+    backbone: Backbone, ids: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"] | None
+) -> Float[Tensor, "B L d"]:
+    """The network's last states. On a GPU they are overwritten by the next call."""
+    if ids.device.type != "cuda":
+        return backbone.states(ids, valid, fill_padding=False)
+    kept = _NETWORKS.setdefault(backbone, Kept())
+    graph = kept.find((ids.shape, valid is None), lambda: _Network(backbone, ids, valid))
+    return backbone.states(ids, valid, fill_padding=False) if graph is None else graph(ids, valid)
+
+
+class _Network:
+    """The network for batches of one shape."""
+
+    def __init__(self, backbone: Backbone, ids: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"] | None):
+        self.ids, self.valid = ids.clone(), None if valid is None else valid.clone()
+        self.graph, self.states = _capture(lambda: backbone.states(self.ids, self.valid, fill_padding=False))
+
+    def __call__(self, ids: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"] | None) -> Float[Tensor, "B L d"]:
+        self.ids.copy_(ids)
+        if self.valid is not None and valid is not None:
+            self.valid.copy_(valid)
+        self.graph.replay()
+        return self.states
+
+
+def coupled_step(
+    joint: Coupled,
+    open_rows: Bool[Tensor, " L"],
+    noise: Noise,
+    count: int,
+    options: Options,
+    *,
+    dense: bool = False,
+) -> Ranking:
+    """A latent or any-order step over a whole window, of which some rows are open."""
+    if options.sampler == "latent":
+        return samplers.latent(joint, None, count, options, noise, open_rows)
+    everything = torch.arange(len(open_rows), device=open_rows.device)
+    return samplers.any_order(joint, everything, count, options, noise, open_rows, dense=dense)
+
+
+def step_on_device(circuit: HMM, joint: Coupled, noise: Noise, count: int, options: Options) -> Ranking:
+    """A coupled step on a GPU: captured if such steps are made again and again."""
+    logits = joint.evidence.logits
+    assert logits is not None
+    # What has no part in the sampler's work must not make another graph.
+    same = options.changed(
+        gen_length=0, block_length=1, steps=None, ban=(), hooks=(), stop=True, seed=0, cfg_scale=0.0, activation=None
+    )
+    kept = _STEPS.setdefault(circuit, Kept())
+    graph = kept.find((logits.shape, logits.dtype, count, same), lambda: _Step(circuit, joint, noise, count, options))
+    if graph is None:
+        return coupled_step(joint, joint.masked[0], noise, count, options)
+    return graph(joint, noise)
+
+
+class _Step:
+    """The coupled part of a step for windows of one length."""
+
+    def __init__(self, circuit: HMM, joint: Coupled, noise: Noise, count: int, options: Options):
+        logits = joint.evidence.logits
+        assert logits is not None
+        self.logits, self.tokens, self.masked = logits.clone(), joint.tokens.clone(), joint.masked.clone()
+        self.noise = Noise(*(part.clone() for part in noise))
+        temperature = joint.evidence.temperature
+
+        def step() -> Ranking:
+            again = Coupled(
+                circuit, logits=self.logits, tokens=self.tokens, masked=self.masked, temperature=temperature
+            )
+            return coupled_step(again, self.masked[0], self.noise, count, options)
+
+        self.graph, self.ranking = _capture(step)
+
+    def __call__(self, joint: Coupled, noise: Noise) -> Ranking:
+        assert joint.evidence.logits is not None
+        self.logits.copy_(joint.evidence.logits)
+        self.tokens.copy_(joint.tokens)
+        self.masked.copy_(joint.masked)
+        for kept, new in zip(self.noise, noise, strict=True):
+            kept.copy_(new)
+        self.graph.replay()
+        return Ranking(*(part.clone() for part in self.ranking))  # the next sequence uses the same graph

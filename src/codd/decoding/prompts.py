@@ -1,0 +1,77 @@
+"""What users type, as ids."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from codd.backbones import Tokenizer
+from codd.backbones.chat import PLAIN
+from codd.errors import InvalidInput
+
+Ids: TypeAlias = Sequence[int] | Tensor
+Conversation: TypeAlias = Sequence[Mapping[str, str]]
+Prompt: TypeAlias = str | Ids | Conversation
+Prompts: TypeAlias = str | Tensor | Sequence[Prompt] | Conversation
+
+
+def encode_prompts(
+    prompts: Prompts, tokenizer: Tokenizer | None, *, chat: bool | None, whole: bool = False
+) -> list[list[int]]:
+    """Ids of each prompt: a text, ids, or a conversation (a list of messages); or a list of such.
+
+    ``chat`` says whether a text is a question to be put into the chat template; None: if the model has one, and the
+    text has no masks to be filled. ``whole``: nothing is put after the text, so it gets its own beginning and end.
+    """
+    return [_encode(prompt, tokenizer, chat, whole) for prompt in _listed(prompts)]
+
+
+def _listed(prompts: Prompts) -> list[Any]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, Tensor):
+        return list(prompts) if prompts.ndim == 2 else [prompts]
+    found = list(prompts)
+    if found and isinstance(found[0], Mapping):
+        return [found]
+    if found and isinstance(found[0], int):
+        raise InvalidInput(
+            "prompts must be a text, a list of texts, or a list of id lists; found a list of numbers. "
+            "Put one prompt's ids into a list: [ids]."
+        )
+    return found
+
+
+def _encode(prompt: Any, tokenizer: Tokenizer | None, chat: bool | None, whole: bool) -> list[int]:
+    if isinstance(prompt, Tensor):
+        if prompt.ndim != 1 or prompt.is_floating_point():
+            raise InvalidInput(f"a prompt of ids must be one row of whole numbers, found {tuple(prompt.shape)}.")
+        return [int(token) for token in prompt.tolist()]
+    if isinstance(prompt, str):
+        return _encode_text(prompt, _needed(tokenizer), chat, whole)
+    if not isinstance(prompt, Sequence):
+        raise InvalidInput(f"a prompt must be a text, ids or a conversation, found {type(prompt).__name__}.")
+    if prompt and isinstance(prompt[0], Mapping):
+        return _needed(tokenizer).encode_chat(prompt)
+    try:
+        return [int(token) for token in prompt]
+    except (TypeError, ValueError) as error:
+        raise InvalidInput(f"a prompt of ids must hold whole numbers only ({error}).") from None
+
+
+def _encode_text(text: str, tokenizer: Tokenizer, chat: bool | None, whole: bool) -> list[int]:
+    mask = tokenizer.special_tokens.get("mask_token")
+    if chat is None:
+        chat = can_chat(tokenizer) and not (mask is not None and mask in text)
+    return tokenizer.encode_chat(text) if chat else tokenizer.encode(text, add_special_tokens=whole)
+
+
+def can_chat(tokenizer: Tokenizer) -> bool:
+    """Whether the model was taught to converse."""
+    return tokenizer.chat_template not in (None, PLAIN)
+
+
+def _needed(tokenizer: Tokenizer | None) -> Tokenizer:
+    if tokenizer is None:
+        raise InvalidInput("this checkpoint has no tokenizer, so it cannot read text: give ids, [[...], [...]].")
+    return tokenizer

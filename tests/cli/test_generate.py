@@ -1,0 +1,292 @@
+import argparse
+import io
+import json
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import codd
+from codd.cli import generate, main, sampling
+from codd.decoding import Options
+from codd.errors import CircuitSteppedAside, InvalidInput
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+TINY = FIXTURES / "decode_llada"
+QUESTION = "Mia has 3 apples and buys 4 more. How many apples does she have?"
+FEW = ("--gen-length", "8", "--steps", "2")
+
+
+@pytest.fixture(scope="module")
+def bundled():
+    return codd.load(device="cpu")
+
+
+@pytest.fixture
+def loaded(bundled, monkeypatch):
+    """Loads the bundled model once for all tests, and says what was asked for."""
+    seen = []
+    monkeypatch.setattr(sampling, "load", lambda *given, **named: seen.append((given, named)) or bundled)
+    return seen
+
+
+@pytest.fixture
+def piped(monkeypatch):
+    return lambda text: monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+
+
+def parsed(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    generate.configure(parser)
+    return parser.parse_args(arguments)
+
+
+def records(capsys, *arguments: str) -> list[dict]:
+    assert main(["generate", "--json", *arguments]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    return [json.loads(line) for line in printed.out.splitlines()]
+
+
+def error_of(capsys, *arguments: str) -> str:
+    assert main(["generate", *arguments]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    return printed.err.removeprefix("codd: ")
+
+
+TYPED = {
+    "gen_length": ("64", 64),
+    "block_length": ("16", 16),
+    "steps": ("9", 9),
+    "mode": ("full", "full"),
+    "remasking": ("entropy", "entropy"),
+    "sampler": ("any_order", "any_order"),
+    "temperature": ("0.5", 0.5),
+    "top_p": ("0.9", 0.9),
+    "top_k": ("7", 7),
+    "cfg_scale": ("1.5", 1.5),
+    "circuit_temperature": ("0.8", 0.8),
+    "tempering": ("paper", "paper"),
+    "activation": ("0.3", 0.3),
+    "outside": ("defer", "defer"),
+    "threshold": ("0.95", 0.95),
+    "entropy_budget": ("0.2", 0.2),
+    "sharpening": ("0.4", 0.4),
+    "ban": ("3,5", (3, 5)),
+    "preset": ("reference", "reference"),
+    "eps": ("0.01", 0.01),
+    "seed": ("12", 12),
+}
+
+
+def test_every_option_of_the_loop_can_be_typed():
+    typed = set(sampling.SAMPLING) - {"tokens_per_step"}
+    assert typed == {field.name for field in fields(Options)} - {"hooks"}
+    assert set(TYPED) | {"stop"} == typed
+
+
+@pytest.mark.parametrize("name", TYPED)
+def test_every_option_reaches_the_loop(name):
+    text, value = TYPED[name]
+    assert sampling.options_from(parsed(f"--{name.replace('_', '-')}", text)) == Options(**{name: value})
+
+
+def test_options_that_are_not_names():
+    assert sampling.options_from(parsed()) == Options()
+    assert not sampling.options_from(parsed("--no-stop")).stop
+    assert sampling.options_from(parsed("--tokens-per-step", "5")).steps == 26
+    assert sampling.options_from(parsed("--tokens-per-step", "4", "--gen-length", "10")).steps == 3
+    assert [parsed(*given).chat for given in ((), ("--chat",), ("--no-chat",))] == [None, True, False]
+
+
+def test_the_model_that_was_asked_for(loaded):
+    import torch
+
+    sampling.model_from(parsed("--model", "m", "--circuit", "c", "--device", "cpu", "--dtype", "bfloat16"))
+    sampling.model_from(parsed("--circuit", "none"))
+    sampling.model_from(parsed())
+    assert loaded == [
+        (("m", "c"), {"device": "cpu", "dtype": torch.bfloat16}),
+        ((None, None), {"device": None, "dtype": None}),
+        ((None, "auto"), {"device": None, "dtype": None}),
+    ]
+
+
+def test_a_text(loaded, bundled, capsys):
+    assert main(["generate", QUESTION, *FEW]) == 0
+    printed = capsys.readouterr()
+    expected = bundled.generate(QUESTION, gen_length=8, steps=2)
+    assert printed.out == expected.texts[0] + "\n"
+    assert printed.err.startswith("8 tokens, 2 network evaluations, ")
+    assert printed.err.count("\n") == 1
+
+
+def test_json_has_all_that_happened(loaded, bundled, capsys):
+    [found] = records(capsys, "--no-chat", "It was", "--temperature", "1", "--seed", "3", *FEW)
+    expected = bundled.generate("It was", chat=False, gen_length=8, steps=2, temperature=1.0, seed=3)
+    assert found["prompt"] == "It was"
+    assert found["text"] == expected.texts[0]
+    assert found["ids"] == expected.completions[0].tolist()
+    assert (found["tokens"], found["steps"]) == (8, 2)
+    assert found["seconds"] > 0
+    assert found["settings"].items() >= {"seed": 3, "temperature": 1.0, "chat": False, "circuit": "auto"}.items()
+
+
+def test_masks_in_a_prompt_are_filled(loaded, bundled, capsys):
+    mask = bundled.tokenizer.special_tokens["mask_token"]
+    [found] = records(capsys, f"San{mask} is a city.", "--gen-length", "0")
+    assert found["text"].startswith("San")
+    assert found["text"].endswith(" is a city.")
+    assert (found["tokens"], found["steps"]) == (1, 1)
+    assert bundled.mask_id not in found["ids"]
+
+
+def test_the_bar_leaves_stdout_alone(loaded, bundled, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    assert main(["generate", QUESTION, *FEW]) == 0
+    printed = capsys.readouterr()
+    assert "\x1b" not in printed.out
+    assert "prompt 1 to 1 of 1" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("content", "prompts"),
+    [
+        ("one\n\n two {\r\n", ["one", " two {"]),
+        ('{"x": 1}\n', ['{"x": 1}']),
+        (
+            '{"prompt": "one"}\n{"messages": [{"role": "user", "content": "two"}]}\n{"ids": [1, 2]}\n',
+            ["one", [{"role": "user", "content": "two"}], [1, 2]],
+        ),
+    ],
+)
+def test_prompts_of_a_file_and_of_a_pipe(content, prompts, tmp_path, piped):
+    path = tmp_path / "prompts.txt"
+    path.write_bytes(content.encode())
+    assert generate.read_prompts(parsed("--file", str(path))) == prompts
+    piped(content)
+    assert generate.read_prompts(parsed("--file", "-")) == prompts
+
+
+def test_a_pipe_is_one_prompt(piped):
+    piped("one\ntwo\n")
+    assert generate.read_prompts(parsed()) == ["one\ntwo"]
+
+
+@pytest.mark.parametrize("line", ["no json", "[1]", "{}", '{"prompt": 3}', '{"ids": ["x"]}', '{"messages": []}'])
+def test_lines_that_are_no_prompts(line, tmp_path, capsys):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(f'{{"prompt": "one"}}\n{line}\n')
+    assert f"{path}, line 2: " in error_of(capsys, "--file", str(path))
+
+
+def test_nothing_to_answer(piped, monkeypatch, capsys, tmp_path):
+    piped(" \n")
+    assert "there is no prompt" in error_of(capsys)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    assert "there is no prompt" in error_of(capsys)
+    assert "leave one of them out" in error_of(capsys, "one", "--file", "-")
+    (tmp_path / "bytes").write_bytes(b"\xff")
+    assert "is not UTF-8" in error_of(capsys, "--file", str(tmp_path / "bytes"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--remasking", "x"], "remasking must be one of"),
+        (["--temperature", "-1"], "temperature must be a number of at least 0"),
+        (["--tokens-per-step", "0"], "tokens_per_step must be"),
+        (["--tokens-per-step", "2", "--gen-length", "0"], "give steps instead"),
+        (["--batch", "0"], "--batch must be at least 1"),
+        (["--dtype", "int3"], "--dtype must be one of"),
+        (["--file", "nowhere.txt"], "nowhere.txt: No such file or directory"),
+        (["--model", "no/such/model"], "no/such/model: there is no such folder"),
+        (["--circuit", "no/such/circuit"], "no/such/circuit: there is no such folder"),
+        (["--device", "toaster"], "there is no device 'toaster'"),
+    ],
+)
+def test_errors_are_one_line(arguments, message, capsys):
+    prompt = [] if "--file" in arguments else ["one"]
+    assert message in error_of(capsys, *prompt, *arguments)
+
+
+def test_an_unknown_value_is_one_line():
+    # In a process of its own: here the checks of types in tests would speak first.
+    command = [sys.executable, "-m", "codd", "generate", "one", "--mode", "sideways"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "codd: mode must be one of 'block', 'full', found 'sideways'.\n"
+
+
+def test_too_long_a_prompt_is_found_before_anything_is_written(loaded, capsys):
+    assert "prompt 1 has" in error_of(capsys, "one", "word " * 400, "--batch", "1")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--gen-length", "x"], ["--steps", "2", "--tokens-per-step", "2"], ["--ban", "x"]]
+)
+def test_usage_errors_are_short(arguments, capsys):
+    assert main(["generate", "one", *arguments]) == 2
+    assert capsys.readouterr().err.count("\n") == 2
+
+
+@pytest.fixture
+def ids_file(tmp_path):
+    path = tmp_path / "ids.jsonl"
+    path.write_text("".join(f'{{"ids": {ids}}}\n' for ids in ([1, 2, 3], [4], [5, 6])))
+    return str(path)
+
+
+def test_a_model_without_a_tokenizer_takes_ids(ids_file, capsys):
+    arguments = ("--model", str(TINY), "--file", ids_file, "--gen-length", "6", "--steps", "3")
+    found = records(capsys, *arguments, "--batch", "2")
+    assert [entry["prompt"] for entry in found] == [[1, 2, 3], [4], [5, 6]]
+    assert all(entry["text"] is None and entry["circuit_steps"] == 0 for entry in found)
+    single = records(capsys, *arguments, "--batch", "1", "--circuit", "none")
+    assert [entry["ids"] for entry in found] == [entry["ids"] for entry in single]
+    assert main(["generate", *arguments]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.split("\n\n")[0] == " ".join(map(str, found[0]["ids"]))
+    assert printed.err.endswith(", no circuit\n")
+    assert "has no tokenizer" in error_of(capsys, "--model", str(TINY), "a text")
+
+
+def test_the_null_circuit_acts_and_changes_nothing(ids_file, capsys):
+    arguments = ("--model", str(TINY), "--file", ids_file, "--gen-length", "6", "--steps", "3")
+    alone, null = records(capsys, *arguments), records(capsys, *arguments, "--circuit", "null")
+    assert [entry["ids"] for entry in alone] == [entry["ids"] for entry in null]
+    assert all(entry["circuit_steps"] == entry["steps"] for entry in null)
+    assert main(["generate", *arguments, "--circuit", "null"]) == 0
+    assert "circuit on in 9 of 9 steps" in capsys.readouterr().err
+
+
+def test_the_warning_of_the_loop_is_one_line(capsys):
+    import warnings
+
+    with sampling.one_line_warnings():
+        warnings.warn("a\nb", CircuitSteppedAside, stacklevel=1)
+    assert capsys.readouterr().err == "codd: a b\n"
+
+
+def test_control_characters_are_not_sent_to_a_terminal():
+    assert sampling.printable("a\x1b[31m\n\tb\x07 c") == "a\\x1b[31m\n\tb\\x07 c"
+
+
+def test_options_typed_in_a_conversation():
+    assert sampling.parse_option("top_p", "0.5") == 0.5
+    assert sampling.parse_option("top_p", "none") is None
+    assert sampling.parse_option("stop", "off") is False
+    for name, text in (("top_p", "x"), ("stop", "x"), ("nothing", "1"), ("ban", "x")):
+        with pytest.raises(InvalidInput):
+            sampling.parse_option(name, text)
+
+
+def test_settings_are_json_whatever_they_are():
+    found = sampling.settings_of(Options(activation=0.5, ban={3}))
+    assert json.loads(json.dumps(found, allow_nan=False))["activation"] == 0.5
+    assert found["ban"] == [3]

@@ -1,0 +1,855 @@
+"""``preset="reference"`` against what the published code gave, and against an oracle written from its description."""
+
+import functools
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import reference_oracle as oracle
+import torch
+from reference_oracle import Chain, Settings, Turn, fits
+from safetensors.torch import load_file
+from torch import Tensor
+
+import codd
+from codd.decoding import Options, Step
+from codd.decoding.draft import Draft, generator_for
+from codd.decoding.reference import modified
+from codd.errors import InvalidInput
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+VOCAB, MASK = 96, 95
+SURE = 1e-4
+"""How far from the border every decision of a case must be; float32 moves probabilities by a hundredth of that."""
+
+
+@functools.cache
+def loaded(name: str) -> codd.Model:
+    return codd.load(FIXTURES / name, None, device="cpu")
+
+
+# What the published code gave: no circuit, temperature 0.
+
+
+def cases_of(name: str) -> list[Any]:
+    found = json.loads((FIXTURES / name / "cases.json").read_text())
+    return [pytest.param(case, id=case["name"]) for case in found]
+
+
+def as_published(name: str, case: dict[str, Any], **options: Any) -> None:
+    tensors = load_file(FIXTURES / name / "cases.safetensors")
+    prompt, output, commit_step, states = (
+        tensors[f"{case['name']}.{key}"].long() for key in ("prompt_ids", "output_ids", "commit_step", "states")
+    )
+    options |= {key: case[key] for key in ("gen_length", "steps")}
+    model = loaded(name)
+    assert model.mask_id == case["mask_id"]
+    steps = list(model.denoise([prompt.tolist()], preset="reference", **options))
+    assert [step.number for step in steps] == list(range(case["steps"]))
+    assert torch.equal(torch.stack([step.ids for step in steps]), states[1:])
+    found = torch.full_like(commit_step, -1)
+    for step in steps:
+        found[step.positions] = step.number
+        assert torch.equal(step.ids[step.positions], step.tokens)
+    assert torch.equal(found, commit_step)
+    out = model.generate([prompt.tolist()], preset="reference", **options)
+    assert torch.equal(out.sequences[0], output)
+    assert out.steps == [case["steps"]]
+
+
+@pytest.mark.parametrize("case", cases_of("decode_llada"))
+def test_published_block_diffusion(case):
+    assert case["temperature"] == 0
+    chosen = {key: case[key] for key in ("block_length", "remasking", "cfg_scale")}
+    as_published("decode_llada", case, mode="block", **chosen)
+
+
+@pytest.mark.parametrize("case", cases_of("decode_dream"))
+def test_published_full_diffusion(case):
+    assert case["temperature"] == 0
+    chosen = {key: case[key] for key in ("top_p", "top_k", "eps")}
+    as_published("decode_dream", case, mode="full", remasking=case["alg"], **chosen)
+
+
+def test_no_published_case_is_missing():
+    assert len(cases_of("decode_llada")) == 8
+    assert len(cases_of("decode_dream")) == 7
+
+
+# The oracle, on random circuits.
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration; circuits, prompts and seeds are drawn from its name and a number."""
+
+    name: str
+    loop: str
+    """block (of either model), plain or windowed"""
+    model: str
+    options: dict[str, Any] = field(hash=False)
+    chain: str | None = "plain"
+    window: int | None = None
+    prompt: int = 6
+    holes: int = 0
+    """Masks in the prompt."""
+    wanted: int = 2
+    order: float = SURE
+    """How far apart the last confidence that is chosen and the first that is not must be."""
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class Run:
+    case: Case
+    prompt: list[int]
+    how: Settings
+    turns: list[Turn]
+    network: Callable[[list[int]], oracle.Array]
+    chain: Chain | None
+    seed: int
+
+    def steps(self, **changes: Any) -> list[Step]:
+        circuit = None if self.chain is None else hmm_of(self.chain, self.case.window)
+        model = replace(loaded(self.case.model), circuit=circuit)
+        options = {"seed": self.seed, **self.case.options, **changes}
+        return list(model.denoise([self.prompt], preset="reference", **options))
+
+
+def softmaxes(logits: oracle.Array) -> oracle.Array:
+    return np.stack([oracle.softmax(row) for row in logits])
+
+
+def chain_of(kind: str, rng: np.random.Generator) -> Chain:
+    """Four states that disagree about the tokens."""
+    states = 4
+    emission = softmaxes(2.0 * rng.normal(size=(states, VOCAB)))
+    if kind == "masks":  # the reference may write the mask itself
+        emission[:, MASK] += 0.2
+    if kind == "zeros":
+        emission[rng.random(emission.shape) < 0.3] = 0
+    emission /= emission.sum(-1, keepdims=True)
+    initial = softmaxes(rng.normal(size=(1, states)))[0]
+    return Chain(initial, softmaxes(1.5 * rng.normal(size=(states, states))), emission)
+
+
+def hmm_of(chain: Chain, window: int | None) -> codd.HMM:
+    tables = [torch.from_numpy(table).log().float() for table in (chain.initial, chain.transition, chain.emission)]
+    return codd.HMM(*tables, window=window)
+
+
+def network_of(name: str) -> Callable[[list[int]], oracle.Array]:
+    backbone = loaded(name).backbone
+
+    def network(ids: list[int]) -> oracle.Array:
+        return backbone(torch.tensor([ids]))[0].double().numpy()
+
+    return network
+
+
+def uniforms_of(seed: int, prompt: list[int]) -> Callable[[int], oracle.Array]:
+    """codd's own stream of one sequence, to be asked in the order in which the loops need it."""
+    generator = generator_for(seed, prompt)
+    return lambda size: torch.rand(size, generator=generator).double().numpy()
+
+
+def settings_of(options: dict[str, Any], chain: Chain | None, window: int | None) -> Settings:
+    names = {"maskgit_plus": "low_confidence", "topk_margin": "margin"}
+    same = ("gen_length", "steps", "block_length", "temperature", "top_p", "top_k", "cfg_scale", "eps")
+    given = {key: options[key] for key in same if key in options}
+    alg = options.get("remasking", "low_confidence")
+    frac = options.get("activation")
+    return Settings(
+        mask=MASK,
+        alg=names.get(alg, alg),
+        chain=chain,
+        tau=options.get("circuit_temperature", 1.0),
+        frac=math.inf if frac is None else frac,
+        window=window or 0,
+        **given,
+    )
+
+
+def sure(turns: list[Turn], order: float) -> bool:
+    """Whether rounding could not have changed anything."""
+    return all(
+        min(turn.path_gap, turn.token_gap, turn.count_gap) > SURE
+        and turn.order_gap > order
+        and turn.inner_gap > order / 10
+        for turn in turns
+    )
+
+
+@functools.cache
+def runs(case: Case) -> list[Run]:
+    """The first few numbers whose decisions are all sure."""
+    found: list[Run] = []
+    network = network_of(case.model)
+    for seed in range(12 * case.wanted):
+        rng = np.random.default_rng([seed, *case.name.encode()])
+        chain = None if case.chain is None else chain_of(case.chain, rng)
+        prompt = rng.integers(0, MASK, case.prompt).tolist()
+        for place in rng.choice(case.prompt, case.holes, replace=False).tolist():
+            prompt[place] = MASK
+        how = settings_of(case.options, chain, case.window)
+        draw = uniforms_of(seed, prompt)
+        if case.loop == "block":
+            turns = oracle.block_diffusion(network, prompt, how, draw, dream=case.model == "decode_dream")
+        elif case.loop == "plain":
+            turns = oracle.plain_diffusion(network, prompt, how, draw)
+        else:
+            turns = oracle.windowed_diffusion(network, prompt, how, draw)
+        if sure(turns, case.order):
+            found.append(Run(case, prompt, how, turns, network, chain, seed))
+        if len(found) == case.wanted:
+            return found
+    raise AssertionError(f"{case}: too few numbers leave every decision sure")
+
+
+def changed(case: Case) -> bool:
+    """Whether a token was written that would not have been the most probable without the circuit."""
+    turns = [turn for run in runs(case) for turn in run.turns]
+    return any(
+        token != turn.unmodified.get(place, token)
+        for turn in turns
+        for place, token in zip(turn.positions, turn.tokens, strict=True)
+    )
+
+
+def assert_same(steps: list[Step], turns: list[Turn]) -> None:
+    assert len(steps) == len(turns)
+    for number, (step, turn) in enumerate(zip(steps, turns, strict=True)):
+        assert step.number == number
+        assert step.window == turn.window
+        assert step.mask_ratio == turn.ratio
+        assert step.circuit == turn.circuit
+        assert step.positions.tolist() == turn.positions
+        assert step.tokens.tolist() == turn.tokens
+        assert step.ids.tolist() == turn.after
+        assert step.finished == (number == len(turns) - 1)
+
+
+LLADA, DREAM = "decode_llada", "decode_dream"
+BLOCKS = [
+    Case("even", "block", LLADA, {"gen_length": 16, "block_length": 8, "steps": 8}),
+    Case(
+        "uneven-at-the-threshold",
+        "block",
+        LLADA,
+        {
+            "gen_length": 16,
+            "block_length": 8,
+            "steps": 6,
+            "remasking": "margin",
+            "activation": 0.625,
+            "circuit_temperature": 0.7,
+        },
+        wanted=3,
+    ),
+    Case(
+        "tenths-at-the-threshold",
+        "block",
+        LLADA,
+        {
+            "gen_length": 20,
+            "block_length": 10,
+            "steps": 10,
+            "remasking": "entropy",
+            "activation": 0.6,
+            "circuit_temperature": 0.6,
+        },
+        wanted=3,
+    ),
+    Case(
+        "quarters-at-the-threshold",
+        "block",
+        LLADA,
+        {"gen_length": 16, "block_length": 8, "steps": 8, "activation": 0.75, "circuit_temperature": 0.8},
+        wanted=3,
+    ),
+    Case(
+        "not-at-the-first-step",
+        "block",
+        LLADA,
+        {"gen_length": 12, "block_length": 6, "steps": 4, "remasking": "random", "activation": 1.0},
+    ),
+    Case(
+        "more-steps-than-tokens",
+        "block",
+        LLADA,
+        {"gen_length": 8, "block_length": 4, "steps": 12, "circuit_temperature": 3.0},
+    ),
+    Case(
+        "temperatures-without-meaning",
+        "block",
+        LLADA,
+        {"gen_length": 8, "block_length": 8, "steps": 3, "circuit_temperature": 0.0, "activation": 2.0},
+    ),
+    Case("never", "block", LLADA, {"gen_length": 8, "block_length": 8, "steps": 4, "activation": 0.0}),
+    Case(
+        "guided",
+        "block",
+        LLADA,
+        {
+            "gen_length": 12,
+            "block_length": 6,
+            "steps": 6,
+            "remasking": "margin",
+            "cfg_scale": 0.7,
+            "circuit_temperature": 0.9,
+        },
+    ),
+    Case(
+        "masks-in-the-prompt",
+        "block",
+        LLADA,
+        {"gen_length": 16, "block_length": 8, "steps": 8, "remasking": "entropy", "activation": 0.9},
+        holes=3,
+        wanted=3,
+    ),
+    Case(
+        "masks-written",
+        "block",
+        LLADA,
+        {"gen_length": 16, "block_length": 8, "steps": 8},
+        chain="masks",
+        wanted=3,
+    ),
+    Case(
+        "zeros",
+        "block",
+        LLADA,
+        {"gen_length": 16, "block_length": 8, "steps": 8, "remasking": "entropy", "activation": 0.8},
+        chain="zeros",
+    ),
+    Case("drawn", "block", LLADA, {"gen_length": 12, "block_length": 6, "steps": 6, "temperature": 0.7}),
+    Case(
+        "drawn-margin",
+        "block",
+        LLADA,
+        {"gen_length": 12, "block_length": 6, "steps": 6, "temperature": 0.3, "remasking": "margin"},
+        order=1e-6,  # the softmax of an exponential: all but uniform, and its confidences all but equal
+    ),
+    Case(
+        "drawn-entropy",
+        "block",
+        LLADA,
+        {"gen_length": 6, "block_length": 6, "steps": 3, "temperature": 0.3, "remasking": "entropy"},
+        order=1e-6,
+    ),
+    Case(
+        "drawn-random",
+        "block",
+        LLADA,
+        {"gen_length": 12, "block_length": 6, "steps": 4, "temperature": 1.0, "remasking": "random"},
+    ),
+    Case(
+        "drawn-without-circuit",
+        "block",
+        LLADA,
+        {"gen_length": 12, "block_length": 6, "steps": 6, "temperature": 0.7},
+        chain=None,
+    ),
+    Case(
+        "dream",
+        "block",
+        DREAM,
+        {
+            "gen_length": 16,
+            "block_length": 8,
+            "steps": 8,
+            "remasking": "maskgit_plus",
+            "activation": 0.75,
+            "circuit_temperature": 0.7,
+        },
+        wanted=3,
+    ),
+    Case(
+        "dream-without-circuit",
+        "block",
+        DREAM,
+        {"gen_length": 16, "block_length": 8, "steps": 6, "remasking": "entropy", "top_p": 0.8},
+        chain=None,
+    ),
+    Case(
+        "dream-filtered",
+        "block",
+        DREAM,
+        {"gen_length": 16, "block_length": 8, "steps": 6, "remasking": "entropy", "top_p": 0.8, "top_k": 9},
+    ),
+    Case(
+        "dream-drawn",
+        "block",
+        DREAM,
+        {
+            "gen_length": 16,
+            "block_length": 8,
+            "steps": 8,
+            "remasking": "entropy",
+            "temperature": 1.2,
+            "top_p": 0.95,
+            "activation": 0.8,
+        },
+    ),
+    Case(
+        "dream-origin",
+        "block",
+        DREAM,
+        {"gen_length": 16, "block_length": 8, "steps": 8, "remasking": "origin", "temperature": 0.5, "top_k": 3},
+    ),
+]
+
+
+def named(cases: list[Case]) -> Any:
+    return pytest.mark.parametrize("case", cases, ids=str)
+
+
+class TestBlocks:
+    @named(BLOCKS)
+    def test_every_step(self, case):
+        for run in runs(case):
+            assert_same(run.steps(), run.turns)
+
+    @named([case for case in BLOCKS if "threshold" in case.name or case.name in ("not-at-the-first-step", "dream")])
+    def test_a_mask_ratio_that_equals_the_threshold_is_not_below_it(self, case):
+        turns = [turn for run in runs(case) for turn in run.turns]
+        border = [turn for turn in turns if turn.ratio == case.options["activation"]]
+        assert border
+        assert not any(turn.circuit for turn in border)
+        assert any(turn.circuit for turn in turns)
+        found = runs(case)[0].steps(activation=case.options["activation"] + 1e-9)
+        at = [step for step in found if step.mask_ratio == case.options["activation"]]
+        assert at
+        assert all(step.circuit for step in at)
+
+    def test_the_cases_are_what_they_are_called(self):
+        turns = {case.name: [turn for run in runs(case) for turn in run.turns] for case in BLOCKS}
+        assert {len(turn.positions) for turn in turns["uneven-at-the-threshold"]} == {2, 3}
+        assert any(not turn.positions for turn in turns["more-steps-than-tokens"])
+        assert not any(turn.circuit for turn in turns["never"])
+        assert any(MASK in turn.tokens for turn in turns["masks-written"])
+        assert any(place < 6 for turn in turns["masks-in-the-prompt"] for place in turn.positions)
+        assert any(MASK in turn.after[6:14] for turn in turns["masks-in-the-prompt"] if turn.window[0] == 14)
+
+    def test_the_circuit_changes_what_is_written(self):
+        for case in BLOCKS:
+            assert changed(case) == (case.chain is not None and case.name != "never"), case
+
+    def test_in_a_batch_of_others(self):
+        """Padding and neighbours change nothing."""
+        found = [run for case in BLOCKS[1:2] for run in runs(case)]
+        case, chain = found[0].case, found[0].chain
+        prompts = [[1, 2], found[0].prompt, [*range(15)]]
+        model = replace(loaded(case.model), circuit=hmm_of(chain, None))
+        seeds = [5, found[0].seed, 7]
+        steps = list(model.denoise(prompts, preset="reference", **case.options, seed=seeds))
+        assert_same([step for step in steps if step.sequence == 1], found[0].turns)
+
+    def test_scores_are_rounded_to_the_networks_type(self):
+        """Spec 1.7: tempered in the logits' own type, then float32, then written back in the logits' own type."""
+        rng = np.random.default_rng(3)
+        chain, tau, size = chain_of("plain", rng), 0.3, 6
+        ids = [*rng.integers(0, MASK, 4).tolist(), *[MASK] * size]
+        ids[6] = 17
+        rows = torch.tensor([place for place, token in enumerate(ids) if token == MASK])
+        logits = torch.from_numpy(3 * rng.normal(size=(len(rows), VOCAB))).bfloat16()
+        generator = torch.Generator().manual_seed(4)
+        draft = Draft(torch.tensor(ids), torch.tensor(ids) != MASK, 4, MASK, generator)
+        options = Options(preset="reference", circuit_temperature=tau)
+        draw = draft.drawer(torch.device("cpu"))
+        found, possible = modified(hmm_of(chain, None), draft, (4, 10), rows, logits, options, draw)
+        assert found.dtype == torch.bfloat16
+        assert bool(possible)
+        dense = np.zeros((size, VOCAB))
+        dense[(rows - 4).numpy()] = (logits / tau).double().numpy()
+        uniforms = torch.rand(size, generator=generator.manual_seed(4)).double().numpy()
+        scores, _, gap = oracle.circuit_scores(chain, dense, ids[4:], MASK, 1.0, uniforms)
+        assert gap > SURE
+        wanted = torch.from_numpy(scores[(rows - 4).numpy()])
+        exact = found.double() == wanted.bfloat16().double()
+        assert exact.double().mean() > 0.99  # float32 may lie on the other side of the middle
+        torch.testing.assert_close(found.double(), wanted, rtol=2**-8, atol=1e-5)
+
+    @pytest.mark.parametrize(
+        ("gen_length", "block_length", "steps"),
+        [(10, 4, 4), (12, 4, 4), (12, 4, 2), (4, 8, 2)],
+    )
+    def test_what_the_reference_does_not_divide_is_an_error(self, gen_length, block_length, steps):
+        with pytest.raises(InvalidInput, match="multiple"):
+            list(
+                loaded(LLADA).denoise(
+                    [[1]], preset="reference", gen_length=gen_length, block_length=block_length, steps=steps
+                )
+            )
+
+    @pytest.mark.parametrize("rule", ["topprob", "origin"])
+    def test_rules_that_only_dream_has(self, rule):
+        """Spec 8.2, B2: for LLaDA upstream raises."""
+        options = {"gen_length": 4, "block_length": 4, "steps": 2, "remasking": rule}
+        with pytest.raises(InvalidInput, match="remasking"):
+            list(loaded(LLADA).denoise([[1, 2]], preset="reference", **options))
+
+    def test_dreams_blocks_cut_the_number_of_steps(self):
+        """Spec 3.3: S = steps // blocks, with no check."""
+        case = Case("dream-cut", "block", DREAM, {"gen_length": 12, "block_length": 4, "steps": 7})
+        for run in runs(case):
+            assert len(run.turns) == 6
+            assert_same(run.steps(), run.turns)
+
+    def test_scores_are_probabilities(self):
+        """As `Step.scores` says."""
+        for case in (BLOCKS[2], WINDOWED[0]):
+            for step in runs(case)[0].steps():
+                assert bool(((step.scores >= 0) & (step.scores <= 1)).all())
+
+
+FULL = {"mode": "full"}
+PLAIN = [
+    Case("top-p", "plain", DREAM, FULL | {"gen_length": 16, "steps": 6, "top_p": 0.7}, chain=None, wanted=3),
+    Case(
+        "top-k",
+        "plain",
+        DREAM,
+        FULL | {"gen_length": 16, "steps": 6, "top_k": 4, "remasking": "entropy"},
+        chain=None,
+        wanted=3,
+    ),
+    Case(
+        "both",
+        "plain",
+        DREAM,
+        FULL | {"gen_length": 18, "steps": 7, "top_p": 0.85, "top_k": 6, "remasking": "topk_margin", "eps": 0.02},
+        chain=None,
+        wanted=3,
+    ),
+    Case(
+        "one-a-step",
+        "plain",
+        DREAM,
+        FULL | {"gen_length": 12, "steps": 12, "remasking": "maskgit_plus"},
+        chain=None,
+    ),
+    Case(
+        "published-settings",
+        "plain",
+        DREAM,
+        FULL | {"gen_length": 16, "steps": 8, "remasking": "entropy", "temperature": 1.2, "top_p": 0.95},
+        chain=None,
+    ),
+    Case(
+        "coins",
+        "plain",
+        DREAM,
+        FULL | {"gen_length": 20, "steps": 6, "remasking": "origin"},
+        chain=None,
+        wanted=3,
+    ),
+    Case(
+        "coins-drawn",
+        "plain",
+        DREAM,
+        FULL | {"gen_length": 20, "steps": 5, "remasking": "origin", "temperature": 0.8, "top_k": 10},
+        chain=None,
+    ),
+    Case("holes", "plain", DREAM, FULL | {"gen_length": 10, "steps": 5}, chain=None, prompt=9, holes=4),
+]
+
+
+class TestPlain:
+    @named(PLAIN)
+    def test_every_step(self, case):
+        for run in runs(case):
+            assert_same(run.steps(), run.turns)
+
+    def test_a_circuit_that_is_left_out(self):
+        """The oracle has none; codd has one and is told to leave it."""
+        run = runs(PLAIN[0])[0]
+        model = replace(loaded(DREAM), circuit=hmm_of(chain_of("plain", np.random.default_rng(0)), 8))
+        steps = list(model.denoise([run.prompt], preset="reference", **run.case.options, sampler="factorized"))
+        assert_same(steps, run.turns)
+
+    def test_no_number_of_steps_means_one_a_token(self):
+        run = runs(PLAIN[3])[0]
+        assert run.how.steps == run.how.gen_length
+        assert_same(run.steps(steps=None), run.turns)
+
+    def test_one_a_step_begins_with_none(self):
+        counts = [len(turn.positions) for turn in runs(PLAIN[3])[0].turns]
+        assert counts[0] == 0
+        assert sum(counts) == 12
+
+    def test_filters_change_the_order(self):
+        for case in PLAIN[:3]:
+            changed = [
+                run.steps(top_p=None, top_k=None)[-1].ids.tolist() != run.turns[-1].after
+                or [s.positions.tolist() for s in run.steps(top_p=None, top_k=None)]
+                != [turn.positions for turn in run.turns]
+                for run in runs(case)
+            ]
+            assert any(changed), case
+
+    def test_coins_fall_as_often_as_they_should(self):
+        """1 - s/t of the masks in every step but the last, each by itself; all in the last."""
+        prompt, gen_length, steps, many = [3, 1, 4], 8, 3, 60
+        options = FULL | {"gen_length": gen_length, "steps": steps, "remasking": "origin", "eps": 0.1}
+        found = list(loaded(DREAM).denoise([prompt] * many, preset="reference", **options, seed=list(range(many))))
+        times = np.linspace(1, 0.1, steps + 1)
+        for number in range(steps):
+            own = [step for step in found if step.number == number]
+            masks = sum(round(step.mask_ratio * len(step.ids)) for step in own)
+            revealed = sum(len(step.positions) for step in own)
+            chance = 1 - times[number + 1] / times[number] if number < steps - 1 else 1.0
+            assert len(own) == many
+            assert abs(revealed - masks * chance) <= 4 * math.sqrt(masks * chance * (1 - chance))
+        first = torch.zeros(gen_length)
+        for step in (step for step in found if step.number == 0):
+            first[step.positions - len(prompt)] += 1
+        chance = 1 - times[1]
+        assert (first - many * chance).abs().max() < 4.5 * math.sqrt(many * chance * (1 - chance))
+
+
+WINDOWED = [
+    Case(
+        "entropy",
+        "windowed",
+        DREAM,
+        FULL | {"gen_length": 24, "steps": 6, "remasking": "entropy", "circuit_temperature": 0.8, "activation": 0.9},
+        window=8,
+        prompt=8,
+        wanted=4,
+    ),
+    Case(
+        "margin",
+        "windowed",
+        DREAM,
+        FULL | {"gen_length": 20, "steps": 5, "remasking": "topk_margin", "activation": 0.75},
+        window=8,
+        prompt=5,
+        wanted=4,
+    ),
+    Case(
+        "topprob",
+        "windowed",
+        DREAM,
+        FULL | {"gen_length": 28, "steps": 7, "remasking": "topprob", "activation": 0.5},
+        window=8,
+        prompt=10,
+        wanted=4,
+    ),
+    Case(
+        "maskgit",
+        "windowed",
+        DREAM,
+        FULL | {"gen_length": 18, "steps": 9, "remasking": "maskgit_plus", "circuit_temperature": 0.5, "eps": 0.05},
+        window=5,
+        prompt=4,
+        wanted=3,
+    ),
+    Case(
+        "one-a-step",
+        "windowed",
+        DREAM,
+        FULL | {"gen_length": 9, "steps": 12, "remasking": "entropy"},
+        window=6,
+        prompt=12,
+    ),
+    Case(
+        "one-mask",
+        "windowed",
+        DREAM,
+        FULL | {"gen_length": 1, "steps": 3, "remasking": "entropy"},
+        window=8,
+        prompt=20,
+    ),
+    Case(
+        "as-long-as-the-sequence",
+        "windowed",
+        DREAM,
+        FULL | {"gen_length": 16, "steps": 4, "remasking": "entropy", "activation": 0.7},
+        window=20,
+        prompt=4,
+    ),
+    Case(
+        "filtered",
+        "windowed",
+        DREAM,
+        FULL | {"gen_length": 22, "steps": 6, "remasking": "entropy", "top_p": 0.9, "top_k": 20, "activation": 0.8},
+        window=8,
+        wanted=3,
+    ),
+    Case(
+        "published-settings",
+        "windowed",
+        DREAM,
+        FULL
+        | {
+            "gen_length": 22,
+            "steps": 6,
+            "remasking": "entropy",
+            "temperature": 1.2,
+            "top_p": 0.95,
+            "circuit_temperature": 0.9,
+        },
+        window=8,
+        wanted=3,
+    ),
+    Case(
+        "topprob-drawn",
+        "windowed",
+        DREAM,
+        FULL | {"gen_length": 18, "steps": 4, "remasking": "topprob", "temperature": 2.0, "top_p": 0.5},
+        window=8,
+        wanted=3,
+    ),
+    Case(
+        "origin",
+        "windowed",
+        DREAM,
+        FULL | {"gen_length": 20, "steps": 6, "remasking": "origin", "temperature": 0.4, "activation": 0.8},
+        window=8,
+    ),
+    Case(
+        "masks-in-the-prompt",
+        "windowed",
+        DREAM,
+        FULL | {"gen_length": 14, "steps": 6, "remasking": "margin", "activation": 0.9},
+        window=8,
+        prompt=12,
+        holes=5,
+        wanted=3,
+    ),
+    Case(
+        "masks-written",
+        "windowed",
+        DREAM,
+        FULL | {"gen_length": 20, "steps": 6, "remasking": "entropy"},
+        window=8,
+        chain="masks",
+    ),
+    Case(
+        "zeros",
+        "windowed",
+        DREAM,
+        FULL | {"gen_length": 20, "steps": 6, "remasking": "margin"},
+        window=8,
+        chain="zeros",
+    ),
+]
+
+
+def situations(turn: Turn, how: Settings) -> set[str]:
+    """What is special about a step."""
+    begin, end = turn.window
+    total, masks = len(turn.before), turn.before.count(MASK)
+    found = set()
+    if turn.must:
+        found.add("targets outside, circuit on" if turn.circuit else "targets outside, circuit off")
+    if turn.coverage > 1 and not turn.circuit:
+        assert turn.ratio >= how.frac
+        found.add("off by the ratio")
+        if turn.ratio == how.frac:
+            found.add("the ratio equals the threshold")
+    if turn.coverage == 1 and turn.ratio < how.frac:
+        found.add("off by coverage")
+    if turn.coverage > 0 and how.window < total:
+        if begin == 0 and all(target < how.window // 2 for target in turn.targets - turn.must):
+            found.add("clipped at the beginning")
+        if end == total and all(target > total - how.window // 2 for target in turn.targets - turn.must):
+            found.add("clipped at the end")
+        if min(target for target in turn.targets) - how.window // 2 > 0 and end < total:
+            found.add("not clipped")
+    if masks < 2:
+        found.add("fewer than two masks")
+    if turn.circuit and set(turn.positions) - turn.targets:
+        found.add("other than targets")
+    if turn.circuit and any(token != MASK for token in turn.before[begin:end]):
+        found.add("evidence in the window")
+    if MASK in turn.tokens:
+        found.add("a mask was written")
+    if not turn.positions and masks >= 2:
+        found.add("nothing due")
+    return found
+
+
+class TestWindows:
+    @named(WINDOWED)
+    def test_every_step(self, case):
+        for run in runs(case):
+            assert_same(run.steps(), run.turns)
+
+    def test_every_situation_occurs(self):
+        found: dict[str, int] = {}
+        for case in WINDOWED:
+            for run in runs(case):
+                for turn in run.turns:
+                    for name in situations(turn, run.how):
+                        found[name] = found.get(name, 0) + 1
+        assert found.keys() == {
+            "targets outside, circuit on",
+            "targets outside, circuit off",
+            "off by the ratio",
+            "the ratio equals the threshold",
+            "off by coverage",
+            "clipped at the beginning",
+            "clipped at the end",
+            "not clipped",
+            "fewer than two masks",
+            "other than targets",
+            "evidence in the window",
+            "a mask was written",
+            "nothing due",
+        }
+
+    def test_the_circuit_changes_what_is_written(self):
+        for case in WINDOWED:
+            assert changed(case) == (case.name != "one-mask"), case
+
+    def test_the_blocks_length_is_the_windows_where_the_circuit_says_nothing(self):
+        run = runs(WINDOWED[0])[0]
+        model = replace(loaded(DREAM), circuit=hmm_of(run.chain, None))
+        options = run.case.options | {"block_length": run.how.window, "seed": run.seed}
+        assert_same(list(model.denoise([run.prompt], preset="reference", **options)), run.turns)
+
+
+class TestDrawnTokens:
+    """One position, many seeds: tokens come as often as their probabilities say."""
+
+    PROMPT, MANY = (1, 2, 3, 4), 240
+
+    def counts(self, name: str, **options: Any) -> tuple[Tensor, oracle.Array]:
+        options |= {"gen_length": 1, "block_length": 1, "steps": 1, "seed": list(range(self.MANY))}
+        out = loaded(name).generate([list(self.PROMPT)] * self.MANY, preset="reference", **options)
+        drawn = torch.stack([ids[-1] for ids in out.sequences])
+        logits = network_of(name)([*self.PROMPT, MASK])[-1]
+        return drawn.bincount(minlength=VOCAB), logits
+
+    @pytest.mark.parametrize(("temperature", "wrong"), [(0.7, 1.3), (1.3, 0.7)])
+    def test_llada(self, temperature, wrong):
+        counts, logits = self.counts(LLADA, temperature=temperature)
+        assert fits(counts, oracle.softmax(logits / temperature))
+        assert not fits(counts, oracle.softmax(logits / wrong))
+
+    def test_dream(self):
+        counts, logits = self.counts(DREAM, temperature=1.5, top_p=0.8, mode="full")
+        assert fits(counts, oracle.softmax(oracle.filtered(logits / 1.5, 0.8, None)))
+        assert not fits(counts, oracle.softmax(logits / 1.5))
+
+    def test_through_the_circuit(self):
+        """Paths are drawn from their posterior: at temperature 1 tokens follow the product's marginal."""
+        chain = chain_of("plain", np.random.default_rng(1))
+        model = replace(loaded(LLADA), circuit=hmm_of(chain, None))
+        options = {"gen_length": 1, "block_length": 1, "steps": 1, "temperature": 1.0, "circuit_temperature": 0.7}
+        prompts = [list(self.PROMPT)] * self.MANY
+        out = model.generate(prompts, preset="reference", **options, seed=list(range(self.MANY)))
+        counts = torch.stack([ids[-1] for ids in out.sequences]).bincount(minlength=VOCAB)
+        phi = oracle.softmax(network_of(LLADA)([*self.PROMPT, MASK])[-1] / 0.7)
+        product = phi * (chain.initial @ chain.emission)
+        assert fits(counts, product / product.sum())
+        assert not fits(counts, phi)

@@ -1,0 +1,223 @@
+"""The samplers against enumeration: every completion of a small window, and every latent path."""
+
+import itertools
+
+import pytest
+import torch
+from reference_oracle import fits
+from tiny_models import random_hmm
+from torch import Tensor
+
+from codd.circuits import HMM
+from codd.coupling import Coupled
+from codd.decoding import samplers
+from codd.decoding.graphs import coupled_step
+from codd.decoding.options import Options
+from codd.decoding.samplers import Noise, Ranking
+
+V, L = 4, 3
+OBSERVED = 1
+"""The place that is given."""
+ROWS = torch.tensor([0, 2])
+
+
+def window(seed: int = 0, vocab: int = V, temperature: float = 1.0, scale: float = 1.5) -> Coupled:
+    draw = torch.Generator().manual_seed(seed)
+    logits = scale * torch.randn(1, L, vocab, generator=draw)
+    tokens = torch.randint(vocab, (1, L), generator=draw)
+    masked = torch.tensor([[place != OBSERVED for place in range(L)]])
+    circuit = random_hmm(3, vocab, seed)
+    return Coupled(circuit, logits=logits, tokens=tokens, masked=masked, temperature=temperature)
+
+
+def sticky() -> Coupled:
+    """Three states that last, each with a word of its own: the two places depend on each other."""
+    stay = torch.full((3, 3), 0.01).fill_diagonal_(0.98)
+    words = torch.tensor([[0.84, 0.03, 0.03, 0.1], [0.03, 0.84, 0.03, 0.1], [0.03, 0.03, 0.84, 0.1]])
+    circuit = HMM(torch.full((3,), 1 / 3).log(), stay.log(), words.log())
+    logits = 0.5 * torch.randn(1, L, V, generator=torch.Generator().manual_seed(0))
+    masked = torch.tensor([[place != OBSERVED for place in range(L)]])
+    return Coupled(circuit, logits=logits, tokens=torch.full((1, L), V - 1), masked=masked)
+
+
+def exact(joint: Coupled) -> Tensor:
+    """The probability of every pair of tokens at the two masked places."""
+    pairs = list(itertools.product(range(V), repeat=2))
+    return torch.stack(
+        [joint.log_prob(torch.tensor([[a, int(joint.tokens[0, OBSERVED]), b]]))[0].exp() for a, b in pairs]
+    ).double()
+
+
+def tempered_by_path(joint: Coupled, temperature: float) -> Tensor:
+    """The paper's: a path from its posterior, then both tokens from p(x | z)^(1 / temperature)."""
+    hmm, log_phi = joint.circuit, joint.evidence.scaled()[0].double().log_softmax(-1)
+    assert isinstance(hmm, HMM)
+    initial, transition = hmm.log_initial.double(), hmm.log_transition.double()
+    emission = hmm.log_emission.double()
+    given = int(joint.tokens[0, OBSERVED])
+    log_paths, tables = [], []
+    for path in itertools.product(range(hmm.num_states), repeat=L):
+        weight = initial[path[0]] + transition[path[0], path[1]] + transition[path[1], path[2]]
+        weight = weight + emission[path[OBSERVED], given]
+        rows = [log_phi[t] + emission[path[t]] for t in ROWS.tolist()]
+        log_paths.append(weight + sum(row.logsumexp(-1) for row in rows))
+        first, second = ((row / temperature).softmax(-1) for row in rows)
+        tables.append((first[:, None] * second).flatten())
+    return (torch.stack(log_paths).softmax(0)[:, None] * torch.stack(tables)).sum(0)
+
+
+def noise(seed: int = 0, size: int = L) -> Noise:
+    return Noise.drawn(size, torch.Generator().manual_seed(seed))
+
+
+def pair_of(ranking: Ranking) -> int:
+    """The two tokens as one number."""
+    assert bool(ranking.sure)
+    assert bool(ranking.keep.all())
+    tokens = {int(row): int(token) for row, token in zip(ranking.rows, ranking.tokens, strict=True)}
+    return tokens[0] * V + tokens[1]
+
+
+def frequencies(joint: Coupled, sample, options: Options, count: int = 600) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    found = torch.zeros(V * V)
+    for _ in range(count):
+        found[pair_of(sample(joint, ROWS, 2, options, Noise.drawn(L, generator)))] += 1
+    return found
+
+
+class TestDistributions:
+    @pytest.mark.parametrize(
+        ("sampler", "order"),
+        [
+            (samplers.latent, "low_confidence"),
+            (samplers.latent, "random"),
+            (samplers.any_order, "low_confidence"),
+            (samplers.any_order, "entropy"),
+            (samplers.any_order, "random"),
+        ],
+    )
+    def test_at_temperature_one_pairs_are_exact_joint_samples(self, sampler, order):
+        joint = sticky()
+        found = frequencies(joint, sampler, Options.of(temperature=1.0, remasking=order), 250)
+        wanted = exact(joint)
+        assert fits(found.numpy(), wanted.numpy())
+        independent = torch.stack([joint.marginals()[0, t].exp() for t in ROWS.tolist()]).double()
+        product = (independent[0][:, None] * independent[1]).flatten()
+        assert not fits(found.numpy(), product.numpy())  # the test can tell
+
+    def test_the_papers_tempering(self):
+        joint = window(4)
+        options = Options.of(temperature=1.0, tempering="paper", circuit_temperature=0.5)
+        found = frequencies(joint, samplers.latent, options)
+        assert fits(found.numpy(), tempered_by_path(joint, 0.5).numpy())
+        assert not fits(found.numpy(), tempered_by_path(joint, 1.0).numpy())
+
+    def test_the_references_tempering_is_the_tempered_product(self):
+        joint = window(4, temperature=0.5)
+        found = frequencies(joint, samplers.latent, Options.of(temperature=1.0, circuit_temperature=0.5))
+        assert fits(found.numpy(), exact(joint).numpy())
+        assert not fits(found.numpy(), tempered_by_path(window(4), 0.5).numpy())
+
+
+class TestAnyOrder:
+    @pytest.mark.parametrize("order", ["low_confidence", "margin", "entropy"])
+    @pytest.mark.parametrize("seed", range(6))
+    def test_greedy_picks_are_those_of_the_conditionals(self, seed, order):
+        joint = window(seed)
+        ranking = samplers.any_order(joint, ROWS, 2, Options.of(remasking=order), noise())
+        left = ROWS.tolist()
+        for row, token, score in zip(ranking.rows, ranking.tokens, ranking.scores, strict=True):
+            p = joint.marginals()[0].exp()
+            top = p.sort(-1, descending=True).values
+            sure = {
+                "low_confidence": top[:, 0],
+                "margin": top[:, 0] - top[:, 1],
+                "entropy": -torch.special.entr(p).sum(-1),
+            }[order]
+            place = max(left, key=lambda t: float(sure[t]))
+            assert int(ROWS[row]) == place
+            assert int(token) == int(p[place].argmax())
+            assert float(score) == pytest.approx(float(p[place].max()), abs=1e-5)
+            where = torch.zeros(1, L, dtype=torch.bool)
+            where[0, place] = True
+            joint = joint.condition(torch.full((1, L), int(token)), where)
+            left.remove(place)
+
+    def test_the_joint_threshold_goes_on_while_the_conditional_is_sure(self):
+        """Two words that are even chances, but certain given each other: both, or only the first."""
+        emission = torch.tensor([[0.5, 0, 0.5, 0], [0, 0.5, 0, 0.5]]).log()
+        circuit = HMM(torch.tensor([0.5, 0.5]).log(), torch.eye(2).log(), emission)
+        logits = torch.tensor([[[0.5, 0.5, 0, 0], [0, 0, 0.5, 0.5]]]).log()
+        joint = Coupled(circuit, logits=logits, tokens=torch.zeros(1, 2).long(), masked=torch.ones(1, 2).bool())
+        rows, options = torch.arange(2), Options.of(threshold=0.9)
+        together = samplers.any_order(joint, rows, None, options, noise(size=2))
+        assert together.scores.tolist() == pytest.approx([0.5, 1.0])
+        assert together.tokens.tolist() in ([0, 2], [1, 3])
+        alone = samplers.factorized(logits[0], None, options, noise(size=2))
+        assert int(alone.keep.sum()) == 1  # without the circuit the second is a coin toss
+
+    @pytest.mark.parametrize("seed", range(4))
+    def test_where_the_joint_threshold_stops(self, seed):
+        joint = window(seed)
+        everything = samplers.any_order(joint, ROWS, 2, Options.of(), noise())
+        second = float(everything.scores[1])
+        for threshold, wanted in ((second - 1e-3, 2), (second + 1e-3, 1)):
+            options = Options.of(threshold=threshold)
+            assert len(samplers.any_order(joint, ROWS, None, options, noise()).rows) == wanted
+
+    def test_an_entropy_budget_is_spent_on_conditional_entropies(self):
+        joint = window(2)
+        ranking = samplers.any_order(joint, ROWS, 2, Options.of(), noise())
+        place, token = int(ROWS[ranking.rows[0]]), int(ranking.tokens[0])
+        where = torch.zeros(1, L, dtype=torch.bool)
+        where[0, place] = True
+        after = joint.condition(torch.full((1, L), token), where)
+        other = int(ROWS[ranking.rows[1]])
+        spent = float(torch.special.entr(joint.marginals()[0, place].exp()).sum())
+        spent += float(torch.special.entr(after.marginals()[0, other].exp()).sum())
+        for budget, wanted in ((spent - 1e-3, 1), (spent + 1e-3, 2)):
+            found = samplers.any_order(joint, ROWS, None, Options.of(entropy_budget=budget), noise())
+            assert len(found.rows) == wanted
+
+    @pytest.mark.parametrize("order", ["low_confidence", "margin", "left_to_right", "random"])
+    @pytest.mark.parametrize("scale", [0.05, 0.5, 4.0])
+    def test_candidates_give_what_all_tokens_give(self, order, scale, monkeypatch):
+        """Flat logits leave the candidates little; then all tokens must be looked at."""
+        monkeypatch.setattr(samplers, "CANDIDATES", 3)
+        for seed in range(6):
+            joint = window(seed, vocab=40, scale=scale)
+            options = Options.of(remasking=order)
+            few = samplers.any_order(joint, ROWS, 2, options, noise(seed))
+            whole = samplers.any_order(joint, ROWS, 2, options, noise(seed), dense=True)
+            assert torch.equal(few.rows, whole.rows)
+            assert torch.equal(few.tokens, whole.tokens)
+            torch.testing.assert_close(few.scores, whole.scores)
+            assert bool(few.sure)
+
+    def test_impossible_evidence_is_said_to_be(self):
+        only = HMM(torch.zeros(1), torch.zeros(1, 1), torch.eye(V)[None, 1].log())
+        joint = Coupled(
+            only, logits=torch.zeros(1, 2, V), tokens=torch.tensor([[2, 0]]), masked=torch.tensor([[False, True]])
+        )
+        for sample in (samplers.latent, samplers.any_order):
+            assert not bool(sample(joint, torch.tensor([1]), 1, Options.of(), noise(size=2)).sure)
+
+
+class TestClosedRows:
+    """On a device the whole window takes part, with a mask: the same must come out."""
+
+    @pytest.mark.parametrize("sampler", ["latent", "any_order"])
+    @pytest.mark.parametrize("order", ["low_confidence", "margin", "entropy", "random", "left_to_right", "sharpened"])
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    def test_they_are_never_committed(self, sampler, order, temperature):
+        for seed in range(4):
+            joint = window(seed)
+            options = Options.of(sampler=sampler, remasking=order, temperature=temperature)
+            masked = coupled_step(joint, joint.masked[0], noise(seed), 2, options)
+            sample = samplers.latent if sampler == "latent" else samplers.any_order
+            listed = sample(joint, ROWS, 2, options, noise(seed))
+            kept = masked.keep
+            assert masked.rows[kept].tolist() == ROWS[listed.rows[listed.keep]].tolist()
+            assert masked.tokens[kept].tolist() == listed.tokens[listed.keep].tolist()
+            torch.testing.assert_close(masked.scores[kept], listed.scores[listed.keep])

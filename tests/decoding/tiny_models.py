@@ -1,0 +1,103 @@
+"""Small networks for the tests of decoding."""
+
+import functools
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from codd.backbones import Backbone, load_checkpoint, mini
+from codd.backbones.config import Config
+from codd.backbones.transformer import initialise
+from codd.circuits import HMM
+from codd.decoding.loop import Step, denoise
+from codd.decoding.options import Options
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+VOCAB, MASK, PAD, EOS = 23, 21, 22, 20
+
+
+@functools.cache
+def fixture(name: str) -> Backbone:
+    return load_checkpoint(FIXTURES / name, device="cpu").backbone
+
+
+@functools.cache
+def tiny(pad: int | None = PAD, vocab: int = VOCAB, mask: int = MASK, max_length: int = 64) -> Backbone:
+    """Random weights, large enough that tokens and confidences vary."""
+    sizes = {"vocab_size": vocab, "width": 16, "layers": 1, "heads": 2, "mlp_width": 16, "max_length": max_length}
+    built = mini.build(Config({**sizes, "mask_token_id": mask, "pad_token_id": pad}, "a test"))
+    initialise(built.network, generator=torch.Generator().manual_seed(3), std=0.5)
+    return built.eval().requires_grad_(False)
+
+
+class Biased(Backbone):
+    """The same network, with something added to its logits."""
+
+    bias: Tensor
+
+    def logits(self, states: Tensor, ids: Tensor) -> Tensor:
+        return super().logits(states, ids) + self.bias
+
+
+def biased(backbone: Backbone, bias: Tensor) -> Biased:
+    changed = Biased(backbone.plan, backbone.network)
+    changed.bias = bias
+    return changed
+
+
+class Stated(Backbone):
+    """A network whose logits are the same at every position, whatever it sees: those that the test states."""
+
+    stated: Tensor
+
+    def logits(self, states: Tensor, ids: Tensor) -> Tensor:
+        return self.stated.expand(*states.shape[:2], -1).clone()
+
+
+def stated(logits: Tensor, mask: int) -> Stated:
+    under = tiny(None, len(logits), mask)
+    changed = Stated(under.plan, under.network)
+    changed.stated = logits
+    return changed
+
+
+def run(
+    backbone: Backbone,
+    prompts: list[list[int]],
+    *,
+    circuit: object = None,
+    mask_id: int | None = None,
+    stop_ids: frozenset[int] = frozenset(),
+    **options,
+) -> list[Step]:
+    mask = mask_id if mask_id is not None else backbone.special.mask
+    assert mask is not None
+    chosen = Options.of(**options)
+    return list(denoise(backbone, prompts, chosen, mask_id=mask, circuit=circuit, stop_ids=stop_ids))
+
+
+def of(steps: list[Step], sequence: int = 0) -> list[Step]:
+    return [step for step in steps if step.sequence == sequence]
+
+
+def last(steps: list[Step], sequence: int = 0) -> list[int]:
+    """The ids of a sequence at the end."""
+    return of(steps, sequence)[-1].ids.tolist()
+
+
+def filled_in(steps: list[Step], sequence: int = 0) -> list[int]:
+    """Of every position, the number of the step that filled it; -1: none did."""
+    own = of(steps, sequence)
+    found = torch.full((int(max(len(step.ids) for step in own)),), -1)
+    for step in own:
+        assert (found[step.positions] == -1).all()
+        found[step.positions] = step.number
+    return found.tolist()
+
+
+def random_hmm(
+    states: int = 4, vocab: int = VOCAB, seed: int = 0, window: int | None = None, length: int | None = None
+) -> HMM:
+    made = HMM.random(states, vocab, seed, scale=2.0, length=length)
+    return made if window is None else HMM(made.log_initial, made.log_transition, made.log_emission, window=window)
