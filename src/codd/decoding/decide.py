@@ -7,10 +7,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from codd.circuits import HMM
-from codd.coupling import Coupled
 from codd.coupling.coupled import Prior
 from codd.decoding import graphs, samplers
 from codd.decoding.draft import Draft, Turn
+from codd.decoding.graphs import Given
 from codd.decoding.options import Options
 from codd.decoding.samplers import Noise, Ranking
 from codd.decoding.windows import best_window
@@ -22,13 +22,19 @@ Window = tuple[int, int]
 class Decision:
     """What is to be committed, still on the device."""
 
-    positions: Int[Tensor, " k"]
-    ranking: Ranking
+    packed: Float[Tensor, "4 more"]
+    """A `Ranking` whose rows are positions, counted from ``origin``."""
+    origin: int
     window: Window
     mask_ratio: float
     """The share of masks in the window before the step."""
     circuit: bool
     """Whether the circuit acted."""
+
+    def fetched(self) -> Ranking:
+        """On the host, with rows that are positions of the sequence; waits for the device once."""
+        found = Ranking.unpacked(self.packed.cpu())
+        return found._replace(rows=found.rows + self.origin)
 
 
 def share_masked(draft: Draft, window: Window) -> float:
@@ -52,57 +58,36 @@ def active(circuit: Prior | None, ratio: float, options: Options) -> bool:
     return wanted and (options.activation is None or ratio < options.activation)
 
 
-def couple(
-    circuit: Prior,
-    draft: Draft,
-    window: Window,
-    rows: Int[Tensor, " R"],
-    logits: Float[Tensor, "R V"],
-    options: Options,
-) -> Coupled:
-    """The product over a window, whose masked positions are among the rows (host positions, ascending)."""
+def given_to(
+    draft: Draft, window: Window, rows: Int[Tensor, " R"], logits: Float[Tensor, "R V"], noise: Noise
+) -> Given:
+    """A window, whose masked positions are among the rows (ascending), as the circuit is given it."""
     begin, end = window
     tokens = draft.ids[begin:end]
-    masked = tokens == draft.mask_id
-    inside = ((rows >= begin) & (rows < end)).nonzero()[:, 0]
-    dense = logits
-    if len(inside) != len(rows) or len(rows) != end - begin:
-        dense = logits.new_zeros(end - begin, logits.shape[-1])
-        dense[(rows[inside] - begin).to(logits.device)] = logits[inside.to(logits.device)]
-    temperature = 1.0 if options.tempering == "paper" else options.circuit_temperature
-    return Coupled(
-        circuit,
-        logits=dense[None],
-        tokens=tokens[None].to(logits.device),
-        masked=masked[None].to(logits.device),
-        temperature=temperature,
-    )
+    inside = (rows >= begin) & (rows < end)
+    part = logits if bool(inside.all()) else logits[inside.nonzero()[:, 0].to(logits.device)]
+    return Given(tokens, tokens == draft.mask_id, rows[inside] - begin, part, noise.at(slice(begin, end)))
 
 
-def _coupled(
-    circuit: Prior,
-    draft: Draft,
-    window: Window,
-    rows: Int[Tensor, " R"],
-    logits: Float[Tensor, "R V"],
-    count: int | None,
-    options: Options,
-    noise: Noise,
-) -> tuple[Int[Tensor, " k"], Ranking]:
-    """Positions and tokens by the circuit; if it cannot say anything, ``sure`` is false."""
-    joint = couple(circuit, draft, window, rows, logits, options)
-    window_noise = noise.at(slice(*window)).to(logits.device)
-    if count is not None and isinstance(circuit, HMM) and logits.device.type == "cuda":
-        places = torch.arange(window[1] - window[0], device=logits.device)
-        ranking = graphs.step_on_device(circuit, joint, window_noise, count, options)
+def _coupled(circuit: Prior, given: Given, count: int | None, options: Options) -> Float[Tensor, "4 more"]:
+    """A packed ranking, whose rows are places in the window; if the circuit cannot say anything it is not sure."""
+    device = given.logits.device
+    if count is not None and isinstance(circuit, HMM) and device.type == "cuda":
+        packed = graphs.step_on_device(circuit, given, count, options)
         # Where the host may not look on the way, it looks at the end, and does it again if candidates were too few.
-        if options.sampler == "any_order" and not bool(ranking.sure):
-            ranking = graphs.coupled_step(joint, joint.masked[0], window_noise, count, options, dense=True)
-    else:
-        places = (rows[(rows >= window[0]) & (rows < window[1])] - window[0]).to(logits.device)
-        sample = samplers.latent if options.sampler == "latent" else samplers.any_order
-        ranking = sample(joint, places, count, options, window_noise)
-    return places.index_select(0, ranking.rows) + window[0], ranking
+        if options.sampler == "any_order" and not bool(packed[0, -1]):
+            return graphs.eager_step(circuit, given, count, options, dense=True).packed()
+        return packed
+    places = given.places.to(device)
+    sample = samplers.latent if options.sampler == "latent" else samplers.any_order
+    joint = given.joint(circuit, graphs.temperature_of(options))
+    ranking = sample(joint, places, count, options, given.noise.to(device))
+    return ranking._replace(rows=places.index_select(0, ranking.rows)).packed()
+
+
+def _alone(ranking: Ranking, rows: Int[Tensor, " R"]) -> Ranking:
+    """With positions of the sequence instead of numbers of rows."""
+    return ranking._replace(rows=rows.to(ranking.rows.device).index_select(0, ranking.rows))
 
 
 def block(
@@ -119,10 +104,10 @@ def block(
     covered = fitted(window, circuit, len(draft.ids))
     noise = Noise.drawn(len(draft.ids), draft.generator)
     if circuit is not None and covered is not None and active(circuit, ratio, options):
-        positions, ranking = _coupled(circuit, draft, covered, rows, logits, turn.count, options, noise)
-        return Decision(positions, ranking, covered, ratio, True)
+        packed = _coupled(circuit, given_to(draft, covered, rows, logits, noise), turn.count, options)
+        return Decision(packed, covered[0], covered, ratio, True)
     ranking = samplers.factorized(logits, turn.count, options, noise.at(rows).to(logits.device))
-    return Decision(rows.to(logits.device)[ranking.rows], ranking, window, ratio, False)
+    return Decision(_alone(ranking, rows).packed(), 0, window, ratio, False)
 
 
 def full(
@@ -134,24 +119,27 @@ def full(
     options: Options,
 ) -> Decision:
     """Full diffusion: the circuit covers the window in which most of the tokens that are due stand."""
-    device, total = logits.device, len(draft.ids)
+    total = len(draft.ids)
     noise = Noise.drawn(total, draft.generator)
-    base = samplers.factorized(logits, turn.count, options, noise.at(rows).to(device))
-    positions = rows.to(device)[base.rows]
+    base = samplers.factorized(logits, turn.count, options, noise.at(rows).to(logits.device))
+    alone = _alone(base, rows).packed()
     if circuit is None or options.sampler == "factorized":
-        return Decision(positions, base, (0, total), share_masked(draft, (0, total)), False)
+        return Decision(alone, 0, (0, total), share_masked(draft, (0, total)), False)
+    alone = alone.cpu()  # the window depends on it, and with the window whether the circuit acts
+    base = Ranking.unpacked(alone)
     due = torch.zeros(total, dtype=torch.bool)
-    due[positions[base.keep].cpu()] = True
+    due[base.rows[base.keep]] = True
     length = min(circuit.length or getattr(circuit, "window", None) or options.block_length, total)
     begin = int(best_window(due, length))
     window = (begin, begin + length)
     ratio = share_masked(draft, window)
     if not active(circuit, ratio, options) or (circuit.length is not None and circuit.length != length):
-        return Decision(positions, base, window, ratio, False)
+        return Decision(alone, 0, window, ratio, False)
     count = None if turn.count is None else int(due[begin : begin + length].sum())
-    at, inside = _coupled(circuit, draft, window, rows, logits, count, options, noise)
-    away = (positions < begin) | (positions >= begin + length)
+    packed = _coupled(circuit, given_to(draft, window, rows, logits, noise), count, options)
+    inside = Decision(packed, begin, window, ratio, True).fetched()
     wait = options.outside == "defer" and not turn.last
+    away = (base.rows < begin) | (base.rows >= begin + length)
     elsewhere = base._replace(keep=base.keep & away & (not wait))
     both = Ranking(
         torch.cat((inside.rows, elsewhere.rows)),
@@ -160,4 +148,4 @@ def full(
         torch.cat((inside.keep, elsewhere.keep)),
         inside.sure,
     )
-    return Decision(torch.cat((at, positions)), both, window, ratio, True)
+    return Decision(both.packed(), 0, window, ratio, True)

@@ -7,7 +7,7 @@ shapes are fixed. Graphs are kept with the backbone and the circuit that they be
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Generic, ParamSpec, TypeVar
+from typing import Generic, NamedTuple, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from codd.backbones.backbone import Backbone
 from codd.circuits import HMM
 from codd.coupling import Coupled
+from codd.coupling.coupled import Prior
 from codd.decoding import samplers
 from codd.decoding.options import Options
 from codd.decoding.samplers import Noise, Ranking
@@ -58,7 +59,7 @@ class Kept(Generic[Arguments, Result]):
 
 
 _NETWORKS: WeakKeyDictionary[Backbone, Kept[[Tensor, Tensor | None], Tensor]] = WeakKeyDictionary()
-_STEPS: WeakKeyDictionary[HMM, Kept[[Coupled, Noise], Ranking]] = WeakKeyDictionary()
+_STEPS: WeakKeyDictionary[HMM, Kept[["Given"], Tensor]] = WeakKeyDictionary()
 
 
 def _capture(function: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
@@ -116,45 +117,73 @@ def coupled_step(
     return samplers.any_order(joint, everything, count, options, noise, open_rows, dense=dense)
 
 
-def step_on_device(circuit: HMM, joint: Coupled, noise: Noise, count: int, options: Options) -> Ranking:
-    """A coupled step on a GPU: captured if such steps are made again and again."""
-    logits = joint.evidence.logits
-    assert logits is not None
+class Given(NamedTuple):
+    """What a coupled step is about: a window on the host, and the logits of its masked places on the device."""
+
+    tokens: Int[Tensor, " L"]
+    masked: Bool[Tensor, " L"]
+    places: Int[Tensor, " R"]
+    logits: Float[Tensor, "R V"]
+    noise: Noise
+
+    def packed(self) -> Float[Tensor, "5 L"]:
+        """What crosses to the device, in one go."""
+        return torch.stack([self.tokens.double(), self.masked.double(), *(part.double() for part in self.noise)])
+
+    def joint(self, circuit: Prior, temperature: float) -> Coupled:
+        """The product, on the logits' device."""
+        device, dense = self.logits.device, self.logits
+        if len(self.places) != len(self.tokens):
+            dense = self.logits.new_zeros(len(self.tokens), self.logits.shape[-1])
+            dense[self.places.to(device)] = self.logits
+        tokens, masked = self.tokens[None].to(device), self.masked[None].to(device)
+        return Coupled(circuit, logits=dense[None], tokens=tokens, masked=masked, temperature=temperature)
+
+
+def temperature_of(options: Options) -> float:
+    """What the logits are divided by before the product: the paper tempers after it."""
+    return 1.0 if options.tempering == "paper" else options.circuit_temperature
+
+
+def step_on_device(circuit: HMM, given: Given, count: int, options: Options) -> Float[Tensor, "4 more"]:
+    """A coupled step on a GPU, packed, its rows being places of the window; captured if such steps come again."""
     # What has no part in the sampler's work must not make another graph.
     same = options.changed(
         gen_length=0, block_length=1, steps=None, ban=(), hooks=(), stop=True, seed=0, cfg_scale=0.0, activation=None
     )
+    key = (len(given.tokens), given.logits.shape[-1], given.logits.dtype, count, same)
     kept = _STEPS.setdefault(circuit, Kept())
-    graph = kept.find((logits.shape, logits.dtype, count, same), lambda: _Step(circuit, joint, noise, count, options))
-    if graph is None:
-        return coupled_step(joint, joint.masked[0], noise, count, options)
-    return graph(joint, noise)
+    graph = kept.find(key, lambda: _Step(circuit, given, count, options))
+    return eager_step(circuit, given, count, options).packed() if graph is None else graph(given)
+
+
+def eager_step(circuit: HMM, given: Given, count: int, options: Options, *, dense: bool = False) -> Ranking:
+    """The same without a graph; ``dense``: with all tokens as candidates."""
+    joint = given.joint(circuit, temperature_of(options))
+    noise = given.noise.to(given.logits.device)
+    return coupled_step(joint, joint.masked[0], noise, count, options, dense=dense)
 
 
 class _Step:
     """The coupled part of a step for windows of one length."""
 
-    def __init__(self, circuit: HMM, joint: Coupled, noise: Noise, count: int, options: Options):
-        logits = joint.evidence.logits
-        assert logits is not None
-        self.logits, self.tokens, self.masked = logits.clone(), joint.tokens.clone(), joint.masked.clone()
-        self.noise = Noise(*(part.clone() for part in noise))
-        temperature = joint.evidence.temperature
+    def __init__(self, circuit: HMM, given: Given, count: int, options: Options):
+        device, vocab = given.logits.device, given.logits.shape[-1]
+        # What an earlier step left at observed places does no harm: it is not looked at.
+        self.logits = given.logits.new_zeros(1, len(given.tokens), vocab)
+        self.packed = given.packed().to(device)
 
-        def step() -> Ranking:
-            again = Coupled(
-                circuit, logits=self.logits, tokens=self.tokens, masked=self.masked, temperature=temperature
+        def step() -> Float[Tensor, "4 more"]:
+            tokens, masked = self.packed[:1].long(), self.packed[1:2].bool()
+            joint = Coupled(
+                circuit, logits=self.logits, tokens=tokens, masked=masked, temperature=temperature_of(options)
             )
-            return coupled_step(again, self.masked[0], self.noise, count, options)
+            return coupled_step(joint, masked[0], Noise(*self.packed[2:].float()), count, options).packed()
 
-        self.graph, self.ranking = _capture(step)
+        self.graph, self.found = _capture(step)
 
-    def __call__(self, joint: Coupled, noise: Noise) -> Ranking:
-        assert joint.evidence.logits is not None
-        self.logits.copy_(joint.evidence.logits)
-        self.tokens.copy_(joint.tokens)
-        self.masked.copy_(joint.masked)
-        for kept, new in zip(self.noise, noise, strict=True):
-            kept.copy_(new)
+    def __call__(self, given: Given) -> Float[Tensor, "4 more"]:
+        self.logits[0].index_copy_(0, given.places.to(self.logits.device, non_blocking=True), given.logits)
+        self.packed.copy_(given.packed(), non_blocking=True)
         self.graph.replay()
-        return Ranking(*(part.clone() for part in self.ranking))  # the next sequence uses the same graph
+        return self.found.clone()  # the next sequence uses the same graph

@@ -18,6 +18,7 @@ from codd.decoding import decide, graphs, reference
 from codd.decoding.decide import Decision
 from codd.decoding.draft import Draft, Turn, check_reference, turns
 from codd.decoding.options import Options
+from codd.decoding.samplers import Ranking
 from codd.errors import CircuitSteppedAside, InvalidInput
 
 
@@ -83,13 +84,16 @@ def denoise(
             decided.append((rows, logits, _decide(backbone, draft, turn, rows, logits, circuit, options)))
         asked = []
         for (draft, plan, turn), (rows, logits, decision) in zip(now, decided, strict=True):
-            if decision.circuit and not bool(decision.ranking.sure):
+            found = decision.fetched()
+            if decision.circuit and not bool(found.sure):
                 _warn(draft)
                 decision = _decide(backbone, draft, turn, rows, logits, None, options)
-            end = _commit(draft, decision, stop_ids)
+                found = decision.fetched()
+            kept = found.chosen()
+            end = _commit(draft, kept, stop_ids)
             following = next(plan, None) if end is None else None
             asked.append((draft, plan, following))
-            yield _step(draft, decision, end, finished=following is None)
+            yield _step(draft, decision, kept, end, finished=following is None)
 
 
 def begin(
@@ -158,7 +162,9 @@ def logits_at(
         if logits.shape != (len(rows), backbone.vocab_size):
             wanted = (len(rows), backbone.vocab_size)
             raise InvalidInput(f"a hook returned logits of shape {tuple(logits.shape)}, expected {wanted}.")
-    return logits.index_fill(1, banned, -torch.inf) if len(banned) else logits
+    if not len(banned):
+        return logits
+    return logits.index_fill(1, banned, -torch.inf) if options.hooks else logits.index_fill_(1, banned, -torch.inf)
 
 
 def _decide(
@@ -178,24 +184,22 @@ def _decide(
     return reference.full(draft, turn, rows, logits, circuit, options)
 
 
-def _commit(draft: Draft, decision: Decision, stop_ids: frozenset[int]) -> int | None:
+def _commit(draft: Draft, found: Ranking, stop_ids: frozenset[int]) -> int | None:
     """Write the tokens; where the text ends, if it does."""
-    keep = decision.ranking.keep
-    draft.commit(decision.positions[keep].cpu(), decision.ranking.tokens[keep].cpu())
+    draft.commit(found.rows, found.tokens)
     draft.evaluations += 1
     return draft.end(stop_ids) if stop_ids else None
 
 
-def _step(draft: Draft, decision: Decision, end: int | None, finished: bool) -> Step:
-    keep = decision.ranking.keep
+def _step(draft: Draft, decision: Decision, found: Ranking, end: int | None, finished: bool) -> Step:
     if end is not None:
         draft.ids = draft.ids[:end]
     return Step(
         sequence=draft.number,
         number=draft.evaluations - 1,
-        positions=decision.positions[keep].cpu(),
-        tokens=decision.ranking.tokens[keep].cpu(),
-        scores=decision.ranking.scores[keep].cpu(),
+        positions=found.rows,
+        tokens=found.tokens,
+        scores=found.scores,
         mask_ratio=decision.mask_ratio,
         circuit=decision.circuit,
         window=decision.window,

@@ -19,7 +19,7 @@ from codd.decoding.decide import Decision, Window
 from codd.decoding.draft import Draft, Draw, Turn
 from codd.decoding.options import Options
 from codd.decoding.orders import ranked
-from codd.decoding.samplers import Ranking
+from codd.decoding.samplers import Noise, Ranking
 from codd.decoding.tokens import choose, keep_top_k, keep_top_p
 from codd.decoding.windows import reference_window
 
@@ -114,8 +114,9 @@ def modified(
     """Logits with the scores of one latent path in the window, in the logits' own type; whether there is a path."""
     tempered = 0 < options.circuit_temperature < 1
     divided = logits / options.circuit_temperature if tempered else logits
-    joint = decide.couple(circuit, draft, window, rows, divided, options.changed(circuit_temperature=1.0))
-    step = joint.joint_step(draw(window[1] - window[0])[None])
+    path = draw(window[1] - window[0])
+    given = decide.given_to(draft, window, rows, divided, Noise.none(len(draft.ids)))
+    step = given.joint(circuit, 1.0).joint_step(path[None])
     inside = ((rows >= window[0]) & (rows < window[1])).nonzero()[:, 0].to(logits.device)
     scores = step.scores[0, rows.to(logits.device)[inside] - window[0]]
     return logits.index_copy(0, inside, scores.to(logits.dtype)), step.log_partition[0] > -torch.inf
@@ -192,5 +193,6 @@ def _decision(
 ) -> Decision:
     first = ranked(found.confidence)
     keep = torch.arange(len(first), device=first.device) < (count or 0)
-    ranking = Ranking(first, found.tokens[first], found.probability[first].float(), keep, sure)
-    return Decision(rows.to(first.device)[first], ranking, window, ratio, circuit)
+    positions = rows.to(first.device)[first]
+    ranking = Ranking(positions, found.tokens[first], found.probability[first].float(), keep, sure)
+    return Decision(ranking.packed(), 0, window, ratio, circuit)

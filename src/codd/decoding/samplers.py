@@ -37,6 +37,11 @@ class Noise(NamedTuple):
         """For so many positions."""
         return cls(*torch.rand(3, size, generator=generator))
 
+    @classmethod
+    def none(cls, size: int) -> "Noise":
+        """For what draws nothing."""
+        return cls(*torch.zeros(3, size))
+
     def at(self, positions: Int[Tensor, " R"] | slice) -> "Noise":
         """That of some positions."""
         return Noise(*(part[positions] for part in self))
@@ -56,6 +61,25 @@ class Ranking(NamedTuple):
     keep: Bool[Tensor, " k"]
     sure: Bool[Tensor, ""]
     """False: the circuit excludes everything, or candidates did not suffice; the result is void."""
+
+    def chosen(self) -> "Ranking":
+        """Only what is to be committed."""
+        keep = self.keep
+        return Ranking(self.rows[keep], self.tokens[keep], self.scores[keep], keep[keep], self.sure)
+
+    def packed(self) -> Float[Tensor, "4 more"]:
+        """All of it in one tensor, which crosses to the host in one go; a column more says whether it is sure.
+
+        float64 holds ids of any vocabulary.
+        """
+        parts = torch.stack([part.double() for part in self[:4]])
+        return torch.cat((parts, self.sure.double().expand(4, 1)), dim=1)
+
+    @classmethod
+    def unpacked(cls, packed: Float[Tensor, "4 more"]) -> "Ranking":
+        """From what ``packed`` gave."""
+        rows, tokens, scores, keep = packed[:, :-1]
+        return cls(rows.long(), tokens.long(), scores.float(), keep.bool(), packed[0, -1].bool())
 
 
 def factorized(
