@@ -235,7 +235,7 @@ def test_what_the_demo_costs():
     todo = demo_model.tasks(BUNDLED.tokenizer, seed=0)
     assert [task.kind for task in todo] == ["problem"] * demo_model.NUM_PROBLEMS + ["prose"]
     calls = sum(-(-task.options["gen_length"] // k) for task in todo for k in task.at_once)
-    assert 3 * calls < 400
+    assert 3 * calls < 800
 
 
 def run_of(column: str, answer: int | None, text: str = "text") -> dict:

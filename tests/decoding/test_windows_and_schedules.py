@@ -1,5 +1,6 @@
 """The small parts of the loops, each against the plainest way to say the same."""
 
+import dataclasses
 import math
 
 import numpy as np
@@ -11,6 +12,7 @@ from jaxtyping import config
 from reference_oracle import fits, target_window
 
 from codd.decoding import Options, schedule
+from codd.decoding.options import Keywords
 from codd.decoding.orders import entropy, margin, order_of, probability_of, ranked
 from codd.decoding.samplers import Noise, factorized
 from codd.decoding.tokens import choose, keep_top_k, keep_top_p
@@ -507,3 +509,10 @@ class TestOptions:
         assert Options().changed(steps=3).steps == 3
         with pytest.raises(InvalidInput, match="steps"):
             Options().changed(steps=0)
+
+
+def test_the_keywords_are_the_options():
+    fields = {field.name: field.type for field in dataclasses.fields(Options)}
+    assert list(Keywords.__annotations__) == list(fields)
+    for name, kind in Keywords.__annotations__.items():
+        assert kind == fields[name], name

@@ -15,9 +15,11 @@ from codd.training.problems import Problem, extract_answer, generate
 LABELS = {"factorized": "network alone", "null": "x null circuit", "circuit": "x trained circuit"}
 FOREIGN = "x given circuit"
 """What a circuit is called that did not come with the model: nobody knows whether it was trained."""
+SAMPLER: dict[str, Any] = {"sampler": "any_order"}
+"""Tokens of a step one by one, each given the others; docs/results.md compares the samplers."""
 AT_ONCE = (1, 4, 8)
 """Tokens in a step."""
-NUM_PROBLEMS = 3
+NUM_PROBLEMS = 10
 PROBLEM_LENGTH, QUESTION_LENGTH = 40, 60
 """Short problems only: the demo is to take a minute."""
 PASSAGE = "It was a cold night in November. The two men walked slowly along the river without speaking, until at last"
@@ -43,9 +45,9 @@ def tasks(tokenizer: Tokenizer, seed: int) -> list[Task]:
     found = []
     for number, problem in enumerate(short_problems(tokenizer, seed)):
         speeds = AT_ONCE if number == 0 else AT_ONCE[1:]
-        options: dict[str, Any] = {"gen_length": PROBLEM_LENGTH, "seed": seed}
+        options: dict[str, Any] = {"gen_length": PROBLEM_LENGTH, "seed": seed, **SAMPLER}
         found.append(Task("problem", problem.question, problem.answer, speeds, options))
-    options = {"gen_length": PASSAGE_LENGTH, "seed": seed, **PASSAGE_OPTIONS}
+    options = {"gen_length": PASSAGE_LENGTH, "seed": seed, **SAMPLER, **PASSAGE_OPTIONS}
     return [*found, Task("prose", PASSAGE, None, AT_ONCE, options)]
 
 
@@ -119,9 +121,10 @@ def sections(results: dict[str, Any]) -> list[Section]:
         solved[0],
         results["columns"],
         before=[solved[0]["prompt"]],
-        after=[*control(solved), *missing],
+        after=missing,
     )
-    rest = [_texts(f"{task['prompt']} ...", task, results["columns"], [_manner(task)], _drawn()) for task in prose]
+    held = control(results["tasks"])
+    rest = [_texts(f"{task['prompt']} ...", task, results["columns"], [_manner(task)], held) for task in prose]
     return [replace(first, figure=_costs(solved[0], results["columns"])), _score(solved, results["columns"]), *rest]
 
 
@@ -162,19 +165,20 @@ def _score(solved: Sequence[dict[str, Any]], names: Mapping[str, str]) -> Sectio
     return Section(
         title="Problems with the right answer",
         before=[
-            f"{len(solved)} short problems of the test stream: an illustration, no measurement. With so",
-            "few, any circuit may gain or lose by chance, even one that was never trained.",
+            f"{len(solved)} short problems of the test stream: an illustration. With so few, any circuit",
+            "may gain or lose by chance, even one that was never trained; docs/results.md",
+            "has 300 of all lengths, with tests.",
         ],
         header=["a step", *names.values()],
         rows=rows,
     )
 
 
-def control(solved: Sequence[dict[str, Any]]) -> list[str]:
-    """One line on whether the null circuit changed anything; taking the most probable token, it must not."""
+def control(tasks: Sequence[dict[str, Any]]) -> list[str]:
+    """One line on whether the null circuit changed anything. It must not: every position has its own random numbers."""
     pairs = [
         (_find(task, run["tokens_per_step"], "factorized")["text"], run["text"])
-        for task in solved
+        for task in tasks
         for run in task["runs"]
         if run["column"] == "null"
     ]
@@ -187,10 +191,6 @@ def control(solved: Sequence[dict[str, Any]]) -> list[str]:
 def _manner(task: dict[str, Any]) -> str:
     settings = task["settings"]
     return f"Continued; drawn at temperature {settings['temperature']}, in {settings['remasking']} order."
-
-
-def _drawn() -> list[str]:
-    return ["Drawn texts differ in their random numbers too: here the null circuit may not write the same."]
 
 
 def _costs(task: dict[str, Any], names: Mapping[str, str]) -> str:

@@ -82,6 +82,8 @@ def _coupled(circuit: Prior, given: Given, count: int | None, options: Options) 
     sample = samplers.latent if options.sampler == "latent" else samplers.any_order
     joint = given.joint(circuit, graphs.temperature_of(options))
     ranking = sample(joint, places, count, options, given.noise.to(device))
+    if options.sampler == "any_order" and device.type != "cpu" and not bool(ranking.sure):
+        ranking = samplers.any_order(joint, places, count, options, given.noise.to(device), dense=True)
     return ranking._replace(rows=places.index_select(0, ranking.rows)).packed()
 
 

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal, Unpack
 
 import torch
 from jaxtyping import Int
@@ -13,7 +13,7 @@ from torch import Tensor
 from codd.backbones import Backbone, Tokenizer, load_checkpoint
 from codd.circuits import HMM, Circuit
 from codd.decoding.loop import Step, denoise
-from codd.decoding.options import Options
+from codd.decoding.options import Keywords, Options
 from codd.decoding.prompts import Prompts, encode_prompts
 from codd.errors import InvalidInput
 
@@ -65,7 +65,7 @@ class Model:
         """The ids that `generate` makes of its prompts."""
         return encode_prompts(prompts, self.tokenizer, chat=chat, whole=gen_length == 0)
 
-    def denoise(self, prompts: Prompts, *, chat: bool | None = None, **options: Any) -> Iterator[Step]:
+    def denoise(self, prompts: Prompts, *, chat: bool | None = None, **options: Unpack[Keywords]) -> Iterator[Step]:
         """The run of `generate` as a stream of steps: each is one evaluation of the network for one prompt."""
         chosen = Options.of(**options)
         ids = self.encode(prompts, gen_length=chosen.gen_length, chat=chat)
@@ -73,7 +73,7 @@ class Model:
             raise InvalidInput("this checkpoint does not say which token is the mask: codd.load(..., mask_id=...).")
         return denoise(self.backbone, ids, chosen, mask_id=self.mask_id, circuit=self.circuit, stop_ids=self.stop_ids)
 
-    def generate(self, prompts: Prompts, *, chat: bool | None = None, **options: Any) -> Generation:
+    def generate(self, prompts: Prompts, *, chat: bool | None = None, **options: Unpack[Keywords]) -> Generation:
         """Answer prompts: a text, a list of texts, of id lists, or of conversations; `Options` says what may be given.
 
         ``chat``: whether a text is put into the model's chat template; by default if it has one, unless the text has

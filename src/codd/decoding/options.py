@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, get_args
 
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -23,6 +23,34 @@ ALIASES = {"maskgit_plus": "low_confidence", "topk_margin": "margin"}
 """Other people's names for the same orders."""
 REFERENCE_ORDERS = ("topprob", "origin")
 """Orders that only the reference has."""
+
+
+class Keywords(TypedDict, total=False):
+    """The fields of `Options`, for editors and type checkers to complete and check."""
+
+    gen_length: int
+    block_length: int
+    steps: int | None
+    mode: Mode
+    remasking: str
+    sampler: Sampler
+    temperature: float
+    top_p: float | None
+    top_k: int | None
+    cfg_scale: float
+    circuit_temperature: float
+    tempering: Tempering
+    activation: float | None
+    outside: Outside
+    threshold: float | None
+    entropy_budget: float | None
+    sharpening: float
+    ban: Collection[int]
+    hooks: Sequence[Hook]
+    stop: bool
+    preset: Literal["reference"] | None
+    eps: float
+    seed: int | Sequence[int]
 
 
 @dataclass(frozen=True)
