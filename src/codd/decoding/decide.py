@@ -1,6 +1,8 @@
 """One turn of one sequence: which tokens to commit, given the network's logits at its masked positions."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -16,6 +18,20 @@ from codd.decoding.samplers import Noise, Ranking
 from codd.decoding.windows import best_window
 
 Window = tuple[int, int]
+AT_A_TIME = 8
+"""Picks between two looks at whether they pass a joint threshold."""
+
+
+class Asked(NamedTuple):
+    """A turn of a sequence, with the network's logits at the masked positions that it is about."""
+
+    draft: Draft
+    turn: Turn
+    rows: Int[Tensor, " R"]
+    """The positions, ascending, on the host."""
+    logits: Float[Tensor, "R V"]
+    circuit: Prior | None
+    options: Options
 
 
 @dataclass(frozen=True)
@@ -71,20 +87,45 @@ def given_to(
 
 def _coupled(circuit: Prior, given: Given, count: int | None, options: Options) -> Float[Tensor, "4 more"]:
     """A packed ranking, whose rows are places in the window; if the circuit cannot say anything it is not sure."""
-    device = given.logits.device
-    if count is not None and isinstance(circuit, HMM) and device.type == "cuda":
-        packed = graphs.step_on_device(circuit, given, count, options)
-        # Where the host may not look on the way, it looks at the end, and does it again if candidates were too few.
-        if options.sampler == "any_order" and not bool(packed[0, -1]):
-            return graphs.eager_step(circuit, given, count, options, dense=True).packed()
-        return packed
-    places = given.places.to(device)
+    if isinstance(circuit, HMM) and given.logits.device.type == "cuda":
+        if count is not None:
+            return _on_device(circuit, given, count, options)
+        if options.sampler == "any_order" and options.threshold is not None:
+            return walk(given, options.threshold, lambda left, some: _on_device(circuit, left, some, options)).packed()
+    places, noise = given.places.to(given.logits.device), given.noise.to(given.logits.device)
     sample = samplers.latent if options.sampler == "latent" else samplers.any_order
     joint = given.joint(circuit, graphs.temperature_of(options))
-    ranking = sample(joint, places, count, options, given.noise.to(device))
-    if options.sampler == "any_order" and device.type != "cpu" and not bool(ranking.sure):
-        ranking = samplers.any_order(joint, places, count, options, given.noise.to(device), dense=True)
+    ranking = sample(joint, places, count, options, noise)
+    if options.sampler == "any_order" and places.device.type != "cpu" and not bool(ranking.sure):
+        ranking = samplers.any_order(joint, places, count, options, noise, dense=True)
     return ranking._replace(rows=places.index_select(0, ranking.rows)).packed()
+
+
+def _on_device(circuit: HMM, given: Given, count: int, options: Options) -> Float[Tensor, "4 more"]:
+    """So many tokens. Where the host may not look on the way, it looks at the end: were the candidates too few?"""
+    packed = graphs.step_on_device(circuit, given, count, options)
+    if options.sampler == "any_order" and not bool(packed[0, -1]):
+        return graphs.eager_step(circuit, given, count, options, dense=True).packed()
+    return packed
+
+
+def walk(given: Given, threshold: float, pick: Callable[[Given, int], Float[Tensor, "4 more"]]) -> Ranking:
+    """The joint threshold without waiting for every pick: some at a time, and on from there while all of them pass."""
+    walked: list[Ranking] = []
+    while len(given.places):
+        count = min(AT_A_TIME, len(given.places))
+        found = Ranking.unpacked(pick(given, count).cpu())
+        passed = found.scores >= threshold
+        if not walked:
+            passed[0] = True  # at least one, however unsure
+        passed = passed.cumprod(0).bool()
+        walked.append(found._replace(keep=passed).chosen())
+        if not bool(found.sure) or not bool(passed.all()):
+            break
+        given = given.after(found.rows, found.tokens)
+    parts = list(zip(*walked, strict=True))
+    rows, tokens, scores, keep = (torch.cat(part) for part in parts[:4])
+    return Ranking(rows, tokens, scores, keep, torch.stack(parts[4]).all())
 
 
 def _alone(ranking: Ranking, rows: Int[Tensor, " R"]) -> Ranking:
@@ -92,15 +133,9 @@ def _alone(ranking: Ranking, rows: Int[Tensor, " R"]) -> Ranking:
     return ranking._replace(rows=rows.to(ranking.rows.device).index_select(0, ranking.rows))
 
 
-def block(
-    draft: Draft,
-    turn: Turn,
-    rows: Int[Tensor, " R"],
-    logits: Float[Tensor, "R V"],
-    circuit: Prior | None,
-    options: Options,
-) -> Decision:
+def block(asked: Asked) -> Decision:
     """Block diffusion: the circuit covers the block."""
+    draft, turn, rows, logits, circuit, options = asked
     window = (turn.begin, turn.end)
     ratio = share_masked(draft, window)
     covered = fitted(window, circuit, len(draft.ids))
@@ -112,15 +147,9 @@ def block(
     return Decision(_alone(ranking, rows).packed(), 0, window, ratio, False)
 
 
-def full(
-    draft: Draft,
-    turn: Turn,
-    rows: Int[Tensor, " R"],
-    logits: Float[Tensor, "R V"],
-    circuit: Prior | None,
-    options: Options,
-) -> Decision:
+def full(asked: Asked) -> Decision:
     """Full diffusion: the circuit covers the window in which most of the tokens that are due stand."""
+    draft, turn, rows, logits, circuit, options = asked
     total = len(draft.ids)
     noise = Noise.drawn(total, draft.generator)
     base = samplers.factorized(logits, turn.count, options, noise.at(rows).to(logits.device))

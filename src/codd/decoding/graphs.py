@@ -22,8 +22,8 @@ from codd.decoding import samplers
 from codd.decoding.options import Options
 from codd.decoding.samplers import Noise, Ranking
 
-MAX_GRAPHS = 16
-"""Kept of a kind; the one that was not used for the longest time goes first."""
+NETWORKS, STEPS = 2, 16
+"""Graphs that are kept: those of a network hold all its activations. What was not used for the longest time goes."""
 WARMUP = 2
 """Calls of a kind that are made without a graph first: they compile what is to be captured."""
 
@@ -34,8 +34,9 @@ Result = TypeVar("Result")
 class Kept(Generic[Arguments, Result]):
     """The graphs of one owner, and how often each kind of call was made without one."""
 
-    def __init__(self) -> None:
-        """Nothing yet."""
+    def __init__(self, most: int) -> None:
+        """Nothing yet, and at most so many."""
+        self.most = most
         self.seen: dict[Hashable, int] = {}
         self.graphs: OrderedDict[Hashable, Callable[Arguments, Result]] = OrderedDict()
 
@@ -51,7 +52,7 @@ class Kept(Generic[Arguments, Result]):
                 self.graphs[key] = capture()
             except RuntimeError:  # something in it waits for the host; it works as well without a graph
                 return None
-            if len(self.graphs) > MAX_GRAPHS:
+            if len(self.graphs) > self.most:
                 forgotten, _ = self.graphs.popitem(last=False)
                 del self.seen[forgotten]
         self.graphs.move_to_end(key)
@@ -81,8 +82,9 @@ def network_states(
     """The network's last states. On a GPU they are overwritten by the next call."""
     if ids.device.type != "cuda":
         return backbone.states(ids, valid, fill_padding=False)
-    kept = _NETWORKS.setdefault(backbone, Kept())
-    graph = kept.find((ids.shape, valid is None), lambda: _Network(backbone, ids, valid))
+    kept = _NETWORKS.setdefault(backbone, Kept(NETWORKS))
+    where = tuple(parameter.data_ptr() for parameter in backbone.parameters())  # weights may be moved
+    graph = kept.find((where, ids.shape, valid is None), lambda: _Network(backbone, ids, valid))
     return backbone.states(ids, valid, fill_padding=False) if graph is None else graph(ids, valid)
 
 
@@ -130,6 +132,17 @@ class Given(NamedTuple):
         """What crosses to the device, in one go."""
         return torch.stack([self.tokens.double(), self.masked.double(), *(part.double() for part in self.noise)])
 
+    def after(self, places: Int[Tensor, " k"], tokens: Int[Tensor, " k"]) -> "Given":
+        """What is left once some of the masked places are known."""
+        left = ~torch.isin(self.places, places)
+        return Given(
+            self.tokens.scatter(0, places, tokens),
+            self.masked.scatter(0, places, False),
+            self.places[left],
+            self.logits[left.nonzero()[:, 0].to(self.logits.device)],
+            self.noise,
+        )
+
     def joint(self, circuit: Prior, temperature: float) -> Coupled:
         """The product, on the logits' device."""
         device, dense = self.logits.device, self.logits
@@ -152,7 +165,7 @@ def step_on_device(circuit: HMM, given: Given, count: int, options: Options) -> 
         gen_length=0, block_length=1, steps=None, ban=(), hooks=(), stop=True, seed=0, cfg_scale=0.0, activation=None
     )
     key = (len(given.tokens), given.logits.shape[-1], given.logits.dtype, count, same)
-    kept = _STEPS.setdefault(circuit, Kept())
+    kept = _STEPS.setdefault(circuit, Kept(STEPS))
     graph = kept.find(key, lambda: _Step(circuit, given, count, options))
     return eager_step(circuit, given, count, options).packed() if graph is None else graph(given)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from codd.backbones.backbone import Backbone
 from codd.coupling.coupled import Prior
 from codd.decoding import decide, graphs, reference
-from codd.decoding.decide import Decision
+from codd.decoding.decide import Asked, Decision
 from codd.decoding.draft import Draft, Turn, check_reference, turns
 from codd.decoding.options import Options
 from codd.decoding.samplers import Ranking
@@ -81,13 +81,14 @@ def denoise(
         for (draft, _, turn), given in zip(now, states, strict=True):
             rows = rows_of(draft, turn, options)
             logits = logits_at(backbone, draft, rows, given, options, banned)
-            decided.append((rows, logits, _decide(backbone, draft, turn, rows, logits, circuit, options)))
+            case = Asked(draft, turn, rows, logits, circuit, options)
+            decided.append((case, _decide(backbone, case)))
         asked = []
-        for (draft, plan, turn), (rows, logits, decision) in zip(now, decided, strict=True):
+        for (draft, plan, _), (case, decision) in zip(now, decided, strict=True):
             found = decision.fetched()
             if decision.circuit and not bool(found.sure):
                 _warn(draft)
-                decision = _decide(backbone, draft, turn, rows, logits, None, options)
+                decision = _decide(backbone, case._replace(circuit=None))
                 found = decision.fetched()
             kept = found.chosen()
             end = _commit(draft, kept, stop_ids)
@@ -102,7 +103,7 @@ def begin(
     """All sequences before the first step, after checking that this can be done."""
     if options.reference:
         check_reference(options, backbone.family)
-    seeds = [options.seed] * len(prompts) if isinstance(options.seed, int) else list(options.seed)
+    seeds = list(options.seed) if isinstance(options.seed, Sequence) else [options.seed] * len(prompts)
     if len(seeds) != len(prompts):
         raise InvalidInput(f"{len(seeds)} seeds for {len(prompts)} prompts: give one, or one for each.")
     limit, fixed = backbone.plan.max_length, None if circuit is None else circuit.length
@@ -167,21 +168,12 @@ def logits_at(
     return logits.index_fill(1, banned, -torch.inf) if options.hooks else logits.index_fill_(1, banned, -torch.inf)
 
 
-def _decide(
-    backbone: Backbone,
-    draft: Draft,
-    turn: Turn,
-    rows: Int[Tensor, " R"],
-    logits: Float[Tensor, "R V"],
-    circuit: Prior | None,
-    options: Options,
-) -> Decision:
-    if not options.reference:
-        return (decide.block if options.mode == "block" else decide.full)(draft, turn, rows, logits, circuit, options)
-    if options.mode == "block":
-        shifted = backbone.family == "dream"
-        return reference.block(draft, turn, rows, logits, circuit, options, dream=shifted)
-    return reference.full(draft, turn, rows, logits, circuit, options)
+def _decide(backbone: Backbone, asked: Asked) -> Decision:
+    if not asked.options.reference:
+        return decide.block(asked) if asked.options.mode == "block" else decide.full(asked)
+    if asked.options.mode == "block":
+        return reference.block(asked, dream=backbone.family == "dream")
+    return reference.full(asked)
 
 
 def _commit(draft: Draft, found: Ranking, stop_ids: frozenset[int]) -> int | None:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from codd.coupling.coupled import Prior
 from codd.decoding import decide
-from codd.decoding.decide import Decision, Window
-from codd.decoding.draft import Draft, Draw, Turn
+from codd.decoding.decide import Asked, Decision, Window
+from codd.decoding.draft import Draft, Draw
 from codd.decoding.options import Options
 from codd.decoding.orders import ranked
 from codd.decoding.samplers import Noise, Ranking
@@ -27,17 +27,9 @@ _TINY = 1e-10
 _NEVER, _ALWAYS = -1e9, 1e9
 
 
-def block(
-    draft: Draft,
-    turn: Turn,
-    rows: Int[Tensor, " R"],
-    logits: Float[Tensor, "R V"],
-    circuit: Prior | None,
-    options: Options,
-    *,
-    dream: bool,
-) -> Decision:
+def block(asked: Asked, *, dream: bool) -> Decision:
     """Block diffusion, as for LLaDA or, with Dream's way of sampling, as for Dream."""
+    draft, turn, rows, logits, circuit, options = asked
     window = (turn.begin, turn.end)
     ratio = decide.share_masked(draft, window)
     draw = draft.drawer(logits.device)
@@ -50,15 +42,9 @@ def block(
     return _decision(rows, found, turn.count, window, ratio, acted, possible)
 
 
-def full(
-    draft: Draft,
-    turn: Turn,
-    rows: Int[Tensor, " R"],
-    logits: Float[Tensor, "R V"],
-    circuit: Prior | None,
-    options: Options,
-) -> Decision:
+def full(asked: Asked) -> Decision:
     """Full diffusion: Dream's own loop, or with a circuit the one with dynamic windows."""
+    draft, turn, rows, logits, circuit, options = asked
     total, draw = len(draft.ids), draft.drawer(logits.device)
     if circuit is None or options.sampler == "factorized":
         found = _dream(logits, options, draw)
@@ -68,18 +54,11 @@ def full(
         everything = (0, total)
         ratio = decide.share_masked(draft, everything)
         return _decision(rows, found, count, everything, ratio, False, _sure(logits))
-    return _windowed(draft, turn, rows, logits, circuit, options, draw)
+    return _windowed(asked, circuit, draw)
 
 
-def _windowed(
-    draft: Draft,
-    turn: Turn,
-    rows: Int[Tensor, " R"],
-    logits: Float[Tensor, "R V"],
-    circuit: Prior,
-    options: Options,
-    draw: Draw,
-) -> Decision:
+def _windowed(asked: Asked, circuit: Prior, draw: Draw) -> Decision:
+    draft, turn, rows, logits, _, options = asked
     total = len(draft.ids)
     length = min(circuit.length or getattr(circuit, "window", None) or options.block_length, total)
     due = torch.zeros(total, dtype=torch.bool)

@@ -1,0 +1,124 @@
+"""What is captured, what is kept, and steps on a device against steps on the host."""
+
+import pytest
+import torch
+from tiny_models import MASK, VOCAB, random_hmm
+
+import codd
+from codd.decoding import decide, samplers
+from codd.decoding.graphs import WARMUP, Given, Kept, eager_step
+from codd.decoding.options import Options
+from codd.decoding.samplers import Noise, Ranking
+
+CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
+
+
+class TestKept:
+    def test_a_call_is_captured_when_it_comes_again(self):
+        kept, made = Kept(2), []
+
+        def capture():
+            made.append(1)
+            return lambda: "graph"
+
+        found = [kept.find("a", capture) for _ in range(WARMUP + 3)]
+        assert [graph is not None for graph in found] == [False] * WARMUP + [True] * 3
+        assert len(made) == 1
+
+    def test_the_one_not_used_for_longest_goes_and_may_come_back(self):
+        kept = Kept(2)
+
+        def use(key):
+            return kept.find(key, lambda: lambda: key)
+
+        for key in "abab" * 2:
+            use(key)
+        assert list(kept.graphs) == ["a", "b"]
+        use("a")
+        for _ in range(WARMUP + 1):
+            use("c")
+        assert list(kept.graphs) == ["a", "c"]
+        assert [use("b") is not None for _ in range(WARMUP + 1)] == [False] * WARMUP + [True]
+
+    def test_what_cannot_be_captured_is_not_tried_again(self):
+        kept, tried = Kept(2), []
+
+        def capture():
+            tried.append(1)
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+        assert [kept.find("a", capture) for _ in range(WARMUP + 3)] == [None] * (WARMUP + 3)
+        assert len(tried) == 1
+
+
+def given(seed: int, length: int = 12, vocab: int = VOCAB, spread: float = 3.0) -> Given:
+    draw = torch.Generator().manual_seed(seed)
+    masked = torch.rand(length, generator=draw) < 0.8
+    places = masked.nonzero()[:, 0]
+    tokens = torch.where(masked, MASK, torch.randint(MASK, (length,), generator=draw))
+    logits = spread * torch.randn(len(places), vocab, generator=draw)
+    return Given(tokens, masked, places, logits, Noise.drawn(length, draw))
+
+
+class TestWindows:
+    def test_what_is_left_after_some_tokens(self):
+        before = given(0)
+        known = before.places[[3, 1]]
+        after = before.after(known, torch.tensor([7, 8]))
+        assert after.tokens[known].tolist() == [7, 8]
+        assert not after.masked[known].any()
+        assert after.places.tolist() == [p for p in before.places.tolist() if p not in known.tolist()]
+        kept = [i for i in range(len(before.places)) if i not in (1, 3)]
+        assert torch.equal(after.logits, before.logits[kept])
+        assert int(after.masked.sum()) == len(after.places)
+
+    @pytest.mark.parametrize("order", ["low_confidence", "random", "left_to_right"])
+    @pytest.mark.parametrize("threshold", [0.0, 0.3, 0.6, 0.9, 1.0])
+    @pytest.mark.parametrize("seed", range(3))
+    def test_a_walk_in_pieces_is_the_walk(self, seed, threshold, order, monkeypatch):
+        monkeypatch.setattr(decide, "AT_A_TIME", 3)
+        circuit, window = random_hmm(4, seed=seed), given(seed)
+        options = Options.of(sampler="any_order", threshold=threshold, remasking=order)
+
+        def pick(left, count):
+            return eager_step(circuit, left, count, options).packed()
+
+        found = decide.walk(window, threshold, pick)
+        wanted = samplers.any_order(window.joint(circuit, 1.0), window.places, None, options, window.noise)
+        assert found.rows.tolist() == window.places[wanted.rows].tolist()
+        assert found.tokens.tolist() == wanted.tokens.tolist()
+        torch.testing.assert_close(found.scores, wanted.scores, rtol=1e-4, atol=1e-5)
+
+    def test_packing_loses_nothing(self):
+        ranking = Ranking(
+            torch.tensor([3, 0]),
+            torch.tensor([2**31 + 5, 1]),
+            torch.tensor([0.1, 1.0]),
+            torch.tensor([True, False]),
+            torch.tensor(True),
+        )
+        for one in (ranking, ranking._replace(sure=torch.tensor(False))):
+            for a, b in zip(Ranking.unpacked(one.packed()), one, strict=True):
+                assert torch.equal(a, b)
+        nothing = Ranking(*(part[:0] for part in ranking[:4]), sure=torch.tensor(False))
+        assert not bool(Ranking.unpacked(nothing.packed()).sure)
+
+
+@CUDA
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"sampler": "any_order"},
+        {"sampler": "any_order", "threshold": 0.5},
+        {"sampler": "any_order", "remasking": "margin"},
+        {"temperature": 1.0, "remasking": "random"},
+        {"mode": "full"},
+    ],
+)
+def test_a_device_writes_what_the_host_writes(options):
+    host, device = codd.load(device="cpu"), codd.load(device="cuda")
+    prompts = ["What is 7 + 8?", "Mia has 84 stamps and gives away half of them. How many are left?"]
+    for _ in range(2):  # without graphs, then with them
+        found = [model.generate(prompts, gen_length=64, steps=16, **options) for model in (host, device)]
+        assert [ids.tolist() for ids in found[0].sequences] == [ids.tolist() for ids in found[1].sequences]
