@@ -199,10 +199,9 @@ def sections(results: dict[str, Any]) -> list[Section]:
     words = Section(
         title=example["sentence"],
         before=[
-            "Why that is so, on two words. The network fills each place on its own: San or",
-            "New, Diego or York, half each. x: multiplied with a circuit. Neutral is the",
-            "control, which may change nothing; mixture and HMM are two ways to write one",
-            "circuit, San Diego or New York.",
+            "Why that is so, on two words. The network fills each place on its own: San or New, Diego or York, half "
+            "each. x: multiplied with a circuit. Neutral is the control, which may change nothing; mixture and HMM are "
+            "two ways to write one circuit, San Diego or New York.",
             f"Below: exact probabilities, and how many of {example['num_samples']} samples.",
         ],
         header=["", *COLUMNS.values()],

@@ -165,9 +165,8 @@ def _score(solved: Sequence[dict[str, Any]], names: Mapping[str, str]) -> Sectio
     return Section(
         title="Problems with the right answer",
         before=[
-            f"{len(solved)} short problems of the test stream: an illustration. With so few, any circuit",
-            "may gain or lose by chance, even one that was never trained; docs/results.md",
-            "has 300 of all lengths, with tests.",
+            f"{len(solved)} short problems of the test stream: an illustration. With so few, any circuit may gain or "
+            "lose by chance, even one that was never trained; docs/results.md has 300 of all lengths, with tests.",
         ],
         header=["a step", *names.values()],
         rows=rows,

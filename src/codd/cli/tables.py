@@ -18,7 +18,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Section:
-    """A title, sentences before and after, and a table whose first column holds names and the others numbers.
+    """A title, paragraphs before and after, and a table whose first column holds names and the others numbers.
 
     ``prose``: the others hold texts instead, which are wrapped. ``figure``: SVG to go with it, on a page only.
     """
@@ -61,8 +61,8 @@ def show(sections: Iterable[Section]) -> None:
     terminal = console.out()
     for section in sections:
         terminal.print(f"\n{section.title}", style="bold")
-        for sentence in section.before:
-            terminal.print(sentence)
+        for paragraph in section.before:
+            terminal.print(paragraph)
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_lines=section.prose)
         for i, heading in enumerate(section.header):
             numbers = i > 0 and not section.prose
@@ -75,8 +75,8 @@ def show(sections: Iterable[Section]) -> None:
                 )
             )
         terminal.print(table)
-        for sentence in section.after:
-            terminal.print(sentence)
+        for paragraph in section.after:
+            terminal.print(paragraph)
 
 
 def page(title: str, sections: Iterable[Section]) -> str:
@@ -98,11 +98,11 @@ def _section(section: Section) -> str:
     return "\n".join(
         [
             f"<h2>{escape(section.title)}</h2>",
-            *(f"<p>{escape(sentence)}</p>" for sentence in section.before),
+            *(f"<p>{escape(paragraph)}</p>" for paragraph in section.before),
             f'<div class="wide"><table{kind}>\n<thead><tr>{header}</tr></thead>',
             f"<tbody>\n{rows}\n</tbody>\n</table></div>",
             section.figure,
-            *(f"<p>{escape(sentence)}</p>" for sentence in section.after),
+            *(f"<p>{escape(paragraph)}</p>" for paragraph in section.after),
         ]
     )
 
