@@ -1,5 +1,6 @@
 """codd: a joint output distribution for any diffusion language model."""
 
+from codd import _threads as _threads
 from codd import backbones as backbones
 from codd import circuits as circuits
 from codd.backbones import Tokenizer as Tokenizer

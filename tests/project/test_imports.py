@@ -7,7 +7,7 @@ import codd
 
 ROOT = Path(codd.__file__).parent
 LEVELS = [
-    {"errors"},
+    {"_threads", "errors"},
     {"files"},
     {"circuits", "backbones"},
     {"coupling"},
