@@ -176,6 +176,18 @@ class TestWhatIsCommitted:
         with pytest.raises(InvalidInput, match=r"a hook returned logits of shape \(2,\)"):
             run(tiny(), [[1]], gen_length=4, hooks=[lambda logits, positions, ids: logits[:2, 0]])
 
+    @pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+    @pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"mode": "full"}, {"preset": "reference"}])
+    def test_logits_that_are_no_numbers_are_an_error(self, value, options):
+        def spoil(logits, positions, ids):
+            out = logits.clone()
+            out[1] = value
+            return out
+
+        options = {"gen_length": 4, "block_length": 4, "steps": 1, "hooks": [spoil], **options}
+        with pytest.raises(InvalidInput, match="sequence 0, position 2: the logits are NaN, or every token"):
+            run(tiny(), [[1]], **options)
+
     def test_guidance_moves_away_from_what_is_said_without_the_prompt(self):
         backbone, prompt = tiny(), [1, 2, 3]
         step = run(backbone, [prompt], gen_length=4, block_length=4, steps=1, cfg_scale=1.5)[0]

@@ -91,6 +91,7 @@ def denoise(
                 decision = _decide(backbone, case._replace(circuit=None))
                 found = decision.fetched()
             kept = found.chosen()
+            _check_numbers(draft, kept)
             end = _commit(draft, kept, stop_ids)
             following = next(plan, None) if end is None else None
             asked.append((draft, plan, following))
@@ -174,6 +175,16 @@ def _decide(backbone: Backbone, asked: Asked) -> Decision:
     if asked.options.mode == "block":
         return reference.block(asked, dream=backbone.family == "dream")
     return reference.full(asked)
+
+
+def _check_numbers(draft: Draft, found: Ranking) -> None:
+    """A row of logits that holds NaN, or nothing but -inf, has no probabilities."""
+    wrong = found.rows[found.scores.isnan()].tolist()
+    if wrong:
+        raise InvalidInput(
+            f"sequence {draft.number}, position {wrong[0]}: the logits are NaN, or every token is excluded by bans and "
+            "hooks. Check the checkpoint (codd.load(..., check=True)), the precision, and the hooks."
+        )
 
 
 def _commit(draft: Draft, found: Ranking, stop_ids: frozenset[int]) -> int | None:
