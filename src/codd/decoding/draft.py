@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -44,7 +44,7 @@ class Draft:
     number: int = 0
     """Its place in the batch."""
     evaluations: int = 0
-    warned: bool = field(default=False)
+    warned: bool = False
 
     @classmethod
     def begin(cls, prompt: Sequence[int], number: int, mask_id: int, options: Options, seed: int) -> "Draft":

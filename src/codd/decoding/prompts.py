@@ -1,5 +1,6 @@
 """What users type, as ids."""
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -54,8 +55,8 @@ def _encode(prompt: Any, tokenizer: Tokenizer | None, chat: bool | None, whole: 
     if prompt and isinstance(prompt[0], Mapping):
         return _needed(tokenizer).encode_chat(prompt)
     try:
-        return [int(token) for token in prompt]
-    except (TypeError, ValueError) as error:
+        return [operator.index(token) for token in prompt]
+    except TypeError as error:
         raise InvalidInput(f"a prompt of ids must hold whole numbers only ({error}).") from None
 
 
