@@ -1,5 +1,6 @@
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.autograd import gradcheck
 from torch.testing import assert_close
 
-from codd.circuits import HMM, Evidence, SparsePotentials, ops
+from codd.circuits import HMM, Evidence, Factors, SparsePotentials, inference, ops
 
 B, L, N, V = 3, 3, 2, 4
 WEIGHTS = torch.tensor([1.5, -2.0, 0.0], dtype=torch.float64)
@@ -274,3 +275,132 @@ def test_training_the_conditional_likelihood():
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 0.1
     assert math.isfinite(losses[-1])
+
+
+# Gates and factors.
+
+LOW_RANK = ("low_rank", "low_rank_per_position")
+GATES = normal(20, B, L - 1, 2) * 2
+
+
+@pytest.mark.parametrize("backend", ["eager", "reference"])
+@pytest.mark.parametrize("layout", LOW_RANK)
+@pytest.mark.parametrize("name", ["logits_latent", "sparse_tail", "mixed"])
+def test_gradients_in_the_gates_and_all_else(name, layout, backend):
+    make, inputs = EVIDENCE[name]
+    tables = tables_of(make_hmm(layout, N, V, L))
+
+    def f(gates: Tensor, *x: Tensor) -> Tensor:
+        ev = replace(make(*x[len(tables) :]), step_log_gates=gates)
+        return normalised(x[: len(tables)]).log_partition(ev)
+
+    with ops.use(backend):
+        assert_gradient(f, GATES, *tables, *inputs)
+
+
+@pytest.mark.parametrize("name", ["logits_temperatures", "mixed"])
+def test_gradients_of_the_conditional_log_prob_in_the_gates(name):
+    make, inputs = EVIDENCE[name]
+    hmm, ids = make_hmm("low_rank", N, V, L), torch.tensor([[0, 1, 2], [3, 3, 3], [1, 0, 3]])
+    assert_gradient(
+        lambda gates, *x: hmm.conditional_log_prob(ids, replace(make(*x), step_log_gates=gates)), GATES, *inputs
+    )
+
+
+@pytest.mark.parametrize("kind", ["observed", "mixed_all"])
+@pytest.mark.parametrize("inner", [0, 3])
+@pytest.mark.parametrize("rank", [None, 1])
+def test_gradients_in_the_factors(rank, inner, kind):
+    """Through softmaxes, products of thin matrices, and the detour with its share and its gates."""
+    made = Factors.near_neutral(N, V, transition_rank=rank, emission_rank=rank, inner_states=inner, noise=1.0)
+    free = {name: x.double() for name, x in made.named().items()}
+    ev = make_evidence(kind, (B, L), N, V)
+    gates = [normal(21, B, L - 1, N + inner)] if inner else []
+
+    def f(*x: Tensor) -> Tensor:
+        hmm = HMM.from_factors(Factors.from_named(dict(zip(free, x, strict=False))))
+        return hmm.log_partition(replace(ev, step_log_gates=x[-1]) if inner else ev)
+
+    assert_gradient(f, *free.values(), *gates)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", LOW_RANK)
+def test_flows_with_gates_are_the_gradient_in_the_log_parameters(layout, kind):
+    hmm = make_hmm(layout, 4, 5, 6, seed=1)
+    gates = normal(22, B, 5, 2) * 5
+    ev = replace(make_evidence(kind, (B, 6), 4, 5, seed=2), step_log_gates=gates)
+    tables = wants(*tables_of(hmm))
+    gradients = torch.autograd.grad((rebuilt(tables).log_partition(ev) * WEIGHTS).sum(), tables)
+    flows = hmm.flows(ev, WEIGHTS)
+    for gradient, flow in zip(gradients, (flows.initial, flows.emission, *flows.transition), strict=True):
+        assert_close(gradient, flow, rtol=1e-12, atol=1e-12)
+    assert_close(flows.log_partition, hmm.log_partition(ev), rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_of_gates_are_probabilities_of_inner_states():
+    """So they sum to one at each step, and what all gates of a step share is a factor of Z."""
+    ev = make_evidence("mixed_all", (B, L), N, V)
+    (gates,) = wants(GATES * 20)
+    value = make_hmm("low_rank", N, V, L).log_partition(replace(ev, step_log_gates=gates))
+    (found,) = torch.autograd.grad((value * WEIGHTS).sum(), gates)
+    assert_close(found.sum(-1), WEIGHTS[:, None].expand(B, L - 1), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_the_gradient_of_gates_has_their_type(dtype):
+    for length in (1, 3):
+        gates = torch.zeros(2, length - 1, 2, dtype=dtype, requires_grad=True)
+        ev = Evidence(logits=torch.zeros(2, length, 5), step_log_gates=gates)
+        (found,) = torch.autograd.grad(HMM.random(3, 5, rank=2).log_partition(ev).sum(), gates)
+        assert found.dtype == dtype
+        assert found.shape == gates.shape
+
+
+def doubtful(gap: float) -> tuple[list[Tensor], Evidence]:
+    """Sequence 1 must go where a gate and a latent potential nearly shut it out; what is left float32 would lose."""
+    tables = [torch.tensor([0.5, 0.5]), torch.tensor([[0.6, 0.4, 0.0], [0.5, 0.2, 0.3]]), torch.eye(2), torch.eye(2)]
+    gates, latent = normal(23, 3, 4, 2), normal(24, 3, 5, 2)
+    gates[1, 1, 1] = latent[1, 2, 1] = -gap
+    logits = normal(25, 3, 5, 3)
+    tokens = torch.tensor([[0, 1, 0, 0, 1], [0, 0, 0, 1, 2], [1, 1, 0, 1, 0]])
+    observed = torch.tensor([[True, False, True, False, True]]).expand(3, 5)
+    ev = Evidence(tokens=tokens, observed=observed, logits=logits, latent_log_potentials=latent, step_log_gates=gates)
+    return [x.double().log() for x in tables], ev
+
+
+@pytest.mark.parametrize("gap", [60.0, 100.0, 1000.0])
+def test_sequences_in_doubt_have_the_right_gradients(gap):
+    found = []
+    for dtype, backend in ((torch.float32, "eager"), (torch.float64, "reference")):
+        tables, ev = doubtful(gap)
+        tables = wants(*(x.to(dtype) for x in tables))
+        inputs = wants(*(x.to(dtype) for x in (ev.logits, ev.latent_log_potentials, ev.step_log_gates)))
+        ev = replace(ev, logits=inputs[0], latent_log_potentials=inputs[1], step_log_gates=inputs[2])
+        hmm = rebuilt(tables)
+        with ops.use(backend), torch.no_grad():
+            doubt = inference.smooth(hmm, ev, ops.backend_for(ev.device, dtype)).doubt
+        assert (doubt is not None) == (dtype == torch.float32)
+        with ops.use(backend):
+            value = hmm.log_partition(ev)
+            found.append(torch.autograd.grad((value * WEIGHTS.to(dtype)).sum(), (*inputs, *tables)))
+            flows = hmm.flows(ev, WEIGHTS.to(dtype))
+        gradients = found[-1][len(inputs) :]
+        for a, b in zip(gradients, (flows.initial, flows.emission, *flows.transition), strict=True):
+            assert_close(a, b, rtol=1e-5, atol=1e-5)
+    for fast, exact in zip(*found, strict=True):
+        assert_close(fast.double(), exact, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_gradient_of_gates_is_zero_where_the_evidence_is_impossible(dtype):
+    potentials = torch.zeros(2, 3, 4, dtype=dtype)
+    potentials[1, 2] = -math.inf
+    for backend in ("eager", "reference"):
+        gates = torch.zeros(2, 2, 2, dtype=dtype, requires_grad=True)
+        ev = Evidence(log_potentials=potentials, step_log_gates=gates)
+        with ops.use(backend):
+            value = HMM.random(3, 4, rank=2, dtype=dtype).log_partition(ev)
+        (found,) = torch.autograd.grad(value.nan_to_num(neginf=0.0).sum(), gates)
+        assert bool((found[1] == 0).all())
+        assert_close(found[0].sum(-1), torch.ones(2, dtype=dtype), rtol=0, atol=1e-5)

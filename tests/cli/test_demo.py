@@ -198,6 +198,8 @@ def test_three_columns_with_a_circuit(with_circuit, capsys):
     printed = shown(capsys, whole)
     assert "This checkpoint has no circuit" not in printed
     assert "x trained circuit" in printed
+    found = results(capsys, "--circuit", "static")["model"]
+    assert found["columns"]["circuit"] == demo_model.LABELS["circuit"]
     found = results(capsys, "--circuit", "elsewhere")["model"]
     assert found["columns"]["circuit"] == demo_model.FOREIGN
 

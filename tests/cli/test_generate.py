@@ -1,14 +1,17 @@
 import argparse
 import io
 import json
+import shutil
 import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 
 import codd
+from codd.circuits import Head, HeadConfig, Modulated
 from codd.cli import generate, main, sampling
 from codd.decoding import Options
 from codd.errors import CircuitSteppedAside, InvalidInput
@@ -263,6 +266,23 @@ def test_the_null_circuit_acts_and_changes_nothing(ids_file, capsys):
     assert all(entry["circuit_steps"] == entry["steps"] for entry in null)
     assert main(["generate", *arguments, "--circuit", "null"]) == 0
     assert "circuit on in 9 of 9 steps" in capsys.readouterr().err
+
+
+def test_the_circuits_that_belong_to_a_model(ids_file, tmp_path, capsys):
+    folder = Path(shutil.copytree(TINY, tmp_path / "model"))
+    arguments = ("--model", str(folder), "--file", ids_file, "--gen-length", "6", "--steps", "2")
+    assert "has no folder circuit-static/" in error_of(capsys, *arguments, "--circuit", "static")
+    config = codd.load(TINY, None, device="cpu").backbone.config
+    hmm, head = codd.HMM.random(4, config.vocab_size, scale=3.0), Head(HeadConfig(config.width, 4))
+    torch.nn.init.normal_(head.latents.weight, generator=torch.Generator().manual_seed(0))
+    Modulated(hmm, head).save(folder / "circuit")
+    hmm.save(folder / "circuit-static")
+    ways = [(), ("--circuit", str(folder / "circuit")), ("--circuit", "static"), ("--circuit", "none")]
+    found = [records(capsys, *arguments, *way) for way in ways]
+    assert [[entry["circuit_steps"] for entry in entries] for entries in found] == [[2] * 3] * 3 + [[0] * 3]
+    written = [[entry["ids"] for entry in entries] for entries in found]
+    assert written[0] == written[1] != written[2] != written[3]
+    assert found[2][0]["settings"]["circuit"] == "static"
 
 
 def test_the_warning_of_the_loop_is_one_line(capsys):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from codd import files
-from codd.circuits import HMM, storage
+from codd.circuits import HMM, Factors, Head, HeadConfig, Modulated, storage
 from codd.cli import info, main
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -63,6 +63,73 @@ def test_the_other_layouts(tmp_path, capsys):
     assert "transition of rank 2, parameters for each position" in capsys.readouterr().out
     HMM.random(4, 300).to(emission=torch.bfloat16).save(tmp_path / "half")
     assert described(capsys, tmp_path / "half")["dtypes"]["emission"] == "bfloat16"
+
+
+def test_a_circuit_kept_as_factors(tmp_path, capsys):
+    thin = Factors.near_neutral(4, 7, transition_rank=2, emission_rank=3)
+    HMM.from_factors(thin, window=8).save(tmp_path / "thin", half=True)
+    found = described(capsys, tmp_path / "thin", "--check")
+    assert (found["kind"], found["num_states"], found["vocab_size"], found["window"]) == ("hmm", 4, 7, 8)
+    assert found["factors"] == {"transition_rank": 2, "emission_rank": 3, "inner_states": None}
+    assert (found["rank"], found["homogeneous"], found["checked"]) == (None, True, True)
+    assert found["parameters"] == 4 + 2 * (4 + 4) + 3 * (4 + 7) + 7
+    assert set(found["dtypes"].values()) == {"float16"}
+    HMM.from_factors(Factors.near_neutral(4, 7, inner_states=2)).save(tmp_path / "detour")
+    assert described(capsys, tmp_path / "detour")["factors"]["inner_states"] == 2
+    assert main(["info", str(tmp_path / "detour")]) == 0
+    wanted = "logits: whole transition, whole emission, detour through 2 inner states, shared by all positions\n"
+    assert wanted in capsys.readouterr().out
+    config, tensors = storage.read_folder(tmp_path / "thin")
+    storage.write_folder(tmp_path / "thin", config, {**tensors, "emission_bias": torch.zeros(6)})
+    assert "emission_bias must be (7,), found (6,)" in refused(capsys, tmp_path / "thin")
+
+
+def modulated(inner_states: int = 2, hidden: int = 5) -> Modulated:
+    hmm = HMM.from_factors(Factors.near_neutral(4, 7, inner_states=2), window=8)
+    return Modulated(hmm, Head(HeadConfig(6, 4, inner_states, hidden)))
+
+
+def test_a_modulated_circuit(tmp_path, capsys):
+    made = modulated()
+    made.save(tmp_path)
+    found = described(capsys, tmp_path)
+    weights = sum(x.numel() for x in made.head.state_dict().values())
+    assert found["kind"] == "modulated"
+    assert (found["num_states"], found["vocab_size"], found["window"]) == (4, 7, 8)
+    sizes = {"features": 6, "states": 4, "inner_states": 2, "hidden": 5, "dropout": 0.0}
+    assert found["head"] == {**sizes, "parameters": weights}
+    assert found["modulates"] == ["latents", "steps"]
+    assert found["parameters"] == weights + sum(x.numel() for x in made.hmm.stored().values())
+    assert found["bytes"] == sum(path.stat().st_size for path in tmp_path.iterdir())
+    assert main(["info", str(tmp_path), "--check"]) == 0
+    printed = capsys.readouterr().out
+    assert "  kind        hidden Markov model, modulated by the network\n" in printed
+    assert "  modulates   latents (4 states) and steps (2 inner states)\n" in printed
+    assert f"  head        6 features, 5 between, {weights} parameters\n" in printed
+    assert "every row is a distribution, every weight of the head is finite\n" in printed
+
+
+def test_a_modulated_circuit_of_latents_alone(tmp_path, capsys):
+    modulated(0, 0).save(tmp_path)
+    assert described(capsys, tmp_path)["modulates"] == ["latents"]
+    assert main(["info", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "  modulates   latents (4 states)\n" in printed
+    assert "  head        6 features, " in printed
+
+
+def test_a_head_that_is_damaged(tmp_path, capsys):
+    modulated().save(tmp_path)
+    config, tensors = storage.read_folder(tmp_path)
+    tensors["head.latents.bias"][1] = float("inf")
+    storage.write_folder(tmp_path, config, tensors)
+    assert main(["info", str(tmp_path)]) == 0
+    capsys.readouterr()
+    assert "latents.bias holds NaN or infinite" in refused(capsys, tmp_path, "--check")
+    storage.write_folder(tmp_path, {**config, "head": {"size": 3}}, tensors)
+    assert "does not describe a head" in refused(capsys, tmp_path)
+    storage.write_folder(tmp_path, {key: value for key, value in config.items() if key != "head"}, tensors)
+    assert "does not describe a head" in refused(capsys, tmp_path)
 
 
 def test_a_circuit_of_another_type(tmp_path, capsys):

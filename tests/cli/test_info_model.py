@@ -18,7 +18,7 @@ from codd import files
 from codd.backbones import loading, mini, weights
 from codd.backbones.config import Config
 from codd.backbones.transformer import initialise
-from codd.circuits import HMM
+from codd.circuits import HMM, Head, HeadConfig, Modulated
 from codd.cli import console, info_model, main
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -153,6 +153,7 @@ def test_every_family(name, capsys):
         "bos_id": config.get("bos_token_id"),
         "tokenizer": None,
         "circuit": None,
+        "static_circuit": None,
         "dtypes": {"bfloat16" if used.popitem()[1]["dtype"] == "BF16" else "float32": found["parameters"]},
         "shards": len(list(folder.glob("model*.safetensors"))),
         "tensors": sum(not key.endswith(ROTARY) for key in tensors),
@@ -307,6 +308,31 @@ def test_a_circuit_that_does_not_belong_to_it(tmp_path, capsys):
     assert described(capsys, folder, code=1)["circuit"]["vocab_size"] == 61
     line = shown(capsys, folder, code=1)["circuit"]
     assert line.endswith("it DOES NOT BELONG to a model of 60 tokens: remove the folder circuit/")
+
+
+def test_both_of_its_circuits(tmp_path, capsys):
+    folder = random_mini(tmp_path)
+    width = described(capsys, folder)["width"]
+    Modulated(HMM.random(4, 60), Head(HeadConfig(width, 4))).save(folder / "circuit")
+    HMM.random(3, 60).save(folder / "circuit-static")
+    found = described(capsys, folder)
+    assert (found["circuit"]["kind"], found["static_circuit"]["kind"]) == ("modulated", "hmm")
+    lines = shown(capsys, folder, "--check")
+    assert lines["circuit"].startswith("hidden Markov model, modulated by the network, 4 states, 60 tokens, ")
+    assert lines["static circuit"].startswith("hidden Markov model, 3 states, 60 tokens, ")
+    assert lines["checked"].endswith(
+        "of the circuit every row is a distribution, every weight of the head is finite; "
+        "of the static circuit every row is a distribution"
+    )
+
+
+def test_a_circuit_that_listens_to_another_network(tmp_path, capsys):
+    folder = random_mini(tmp_path)
+    width = described(capsys, folder)["width"]
+    Modulated(HMM.random(4, 60), Head(HeadConfig(width + 1, 4))).save(folder / "circuit-static")
+    line = shown(capsys, folder, code=1)["static circuit"]
+    wanted = f"with {width + 1} features it DOES NOT BELONG to a model that is {width} wide: remove the folder "
+    assert line.endswith(f"{wanted}circuit-static/")
 
 
 def test_a_circuit_that_was_changed(tmp_path, capsys):

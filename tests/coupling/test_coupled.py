@@ -12,7 +12,7 @@ from torch import Tensor
 
 import codd
 from codd import Coupled
-from codd.circuits import HMM, Circuit, leaf, mixture, product
+from codd.circuits import HMM, Circuit, Factors, Head, HeadConfig, Modulated, leaf, mixture, product
 from codd.errors import ImpossibleEvidence, InvalidEvidence
 
 V, L = 4, 5
@@ -228,3 +228,183 @@ def test_what_does_not_fit_is_named(circuit, monkeypatch):
         short = {name: value[:, :3] for name, value in given.items()}
         with pytest.raises(InvalidEvidence, match="over 5 positions, the window has 3"):
             Coupled(circuit, **short)
+
+
+# Modulated circuits.
+
+N, R, D = 3, 2, 6
+
+
+def modulated(states: int = N, inner: int = R, zero: bool = False) -> Modulated:
+    """With a head that has learnt something, unless it should say nothing."""
+    factors = Factors.near_neutral(N, V, inner_states=R, noise=1.0).map(lambda x: x.double())
+    head = Head(HeadConfig(D, states, inner, hidden=5, dropout=0.3))
+    random = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for x in () if zero else head.parameters():
+            x.copy_(torch.randn(x.shape, generator=random))
+    return Modulated(HMM.from_factors(factors), head)
+
+
+def states_of_network(seed: int = 0) -> Tensor:
+    return torch.randn(2, L, D, generator=torch.Generator().manual_seed(seed))
+
+
+def answers(joint: Coupled) -> list[Tensor]:
+    """Everything that can be asked, a few tokens later too."""
+    x0 = torch.randint(0, V, (2, L), generator=torch.Generator().manual_seed(8))
+    drawn = joint.sample(generator=torch.Generator().manual_seed(5), num_samples=3)
+    step = joint.joint_step(torch.rand(2, L, generator=torch.Generator().manual_seed(6)))
+    out = [joint.log_partition(), joint.log_prob(x0), joint.marginals(), joint.posterior(), joint.scores(step.latents)]
+    for candidates in (None, 2):
+        given = joint.conditionals(candidates)
+        given.commit(torch.tensor([2, 0]), torch.tensor([1, 3]))
+        out += [given.log_marginals(), given.dense_log_marginals(torch.tensor([3, 1])), given.log_partition]
+    rest = joint.condition(x0, torch.tensor([[False, False, True, False, False]] * 2))
+    return [x.detach() for x in (*out, *drawn, *step, rest.marginals(), rest.log_partition())]
+
+
+def assert_same(found: Coupled, wanted: Coupled) -> None:
+    for a, b in zip(answers(found), answers(wanted), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-9, rtol=1e-9)
+
+
+@pytest.mark.parametrize(("states", "inner"), [(N, 0), (0, R), (N, R)], ids=["latents", "steps", "both"])
+def test_a_head_that_says_nothing_changes_nothing(states, inner):
+    circuit, given = modulated(states, inner, zero=True), window()
+    assert_same(Coupled(circuit, **given, features=states_of_network()), Coupled(circuit.hmm, **given))
+
+
+@pytest.mark.parametrize(("states", "inner"), [(N, 0), (0, R), (N, R)], ids=["latents", "steps", "both"])
+def test_what_a_head_says_is_evidence(states, inner):
+    circuit, given = modulated(states, inner), window()
+    latents, gates = circuit.head(states_of_network(), given["masked"])
+    if gates is not None:  # the direct way, through as many inner states as there are states, has none
+        gates = torch.cat((torch.zeros(2, L - 1, N), gates), -1)
+    joint = Coupled(circuit, **given, features=states_of_network())
+    by_hand = Coupled(circuit.hmm, **given, latent_log_potentials=latents, step_log_gates=gates)
+    assert_same(joint, by_hand)
+    alone = Coupled(circuit.hmm, **given)
+    assert float((joint.marginals().exp() - alone.marginals().exp()).abs().max()) > 1e-2  # it says something
+
+
+@torch.no_grad()
+def test_modulated_probabilities_of_all_completions():
+    """Summed over latent paths and over both ways of every step."""
+    circuit, given = modulated(), window()
+    hmm, (latents, gates) = circuit.hmm, circuit.modulate(states_of_network(), given["masked"])
+    paths = torch.tensor(list(itertools.product(range(N), repeat=L)))
+    left, right = (x.exp() for x in hmm.log_transition)
+    for row in range(2):
+        strings, network = enumerate_all(hmm, given, 1.0, row)
+        weights = hmm.log_initial[paths[:, 0]]
+        for t in range(L - 1):
+            step = (left * gates[row, t].double().exp()) @ right
+            weights = weights + step.log()[paths[:, t], paths[:, t + 1]]
+        for t in range(L):
+            weights = weights + latents[row, t].double()[paths[:, t]]
+        emitted = sum(hmm.log_emission[paths[:, t]][:, strings[:, t]] for t in range(L))
+        circuits = (weights[:, None] + emitted).logsumexp(0)
+        wanted = circuits + network - hmm.log_prob(strings)  # what enumerate_all adds of the unmodulated one
+        one = {name: value[row : row + 1].expand(len(strings), *value.shape[1:]) for name, value in given.items()}
+        features = states_of_network()[row : row + 1].expand(len(strings), -1, -1)
+        joint = Coupled(circuit, **one, features=features)
+        torch.testing.assert_close(joint.log_prob(strings), wanted - wanted.logsumexp(0), atol=1e-5, rtol=0)
+        assert float(joint.log_partition()[0]) == pytest.approx(float(wanted.logsumexp(0)), abs=1e-5)
+
+
+def test_other_potentials_are_added_to_the_heads():
+    circuit, given = modulated(), window()
+    random = torch.Generator().manual_seed(2)
+    pull, gates = torch.randn(2, L, N, generator=random), torch.randn(2, L - 1, N + R, generator=random)
+    found = circuit.modulate(states_of_network(), given["masked"])
+    more = {"latent_log_potentials": pull, "step_log_gates": gates}
+    joint = Coupled(circuit, **given, features=states_of_network(), **more)
+    sums = {name: more[name] + getattr(found, name) for name in more}
+    assert_same(joint, Coupled(circuit.hmm, **given, **sums))
+
+
+def test_the_head_is_told_what_was_hidden_from_the_network():
+    circuit, given = modulated(), window()
+    hidden = torch.ones(2, L, dtype=torch.bool)
+    found = circuit.modulate(states_of_network(), hidden)
+    joint = Coupled(circuit, **given, features=states_of_network(), hidden=hidden)
+    assert_same(joint, Coupled(circuit.hmm, **given, **found._asdict()))
+    now = Coupled(circuit, **given, features=states_of_network())
+    assert float((joint.marginals().exp() - now.marginals().exp())[0].abs().max()) > 1e-3
+    assert_same(now, Coupled(circuit, **given, features=states_of_network(), hidden=given["masked"]))
+
+
+@torch.no_grad()
+def test_conditioning_keeps_what_the_head_said():
+    """log p(all) = log p(some) + log p(the rest | some), under the potentials of the network's one evaluation."""
+    circuit, given = modulated(), window()
+    joint = Coupled(circuit, **given, features=states_of_network())
+    known = torch.tensor([[True, True, False, True, False], [False, True, False, False, True]])
+    x0 = torch.where(given["masked"], torch.randint(0, V, (2, L), generator=torch.Generator().manual_seed(9)), 0)
+    rest = joint.condition(x0, known)
+    for name in ("latent_log_potentials", "step_log_gates"):
+        assert torch.equal(getattr(rest.evidence, name), getattr(joint.evidence, name))
+    for row in range(2):
+        strings, _ = enumerate_all(circuit.hmm, given, 1.0, row)
+        agree = ((strings == x0[row]) | ~(known & given["masked"])[row]).all(-1)
+        one = {name: value[row : row + 1].expand(len(strings), *value.shape[1:]) for name, value in given.items()}
+        features = states_of_network()[row : row + 1].expand(len(strings), -1, -1)
+        some = Coupled(circuit, **one, features=features).log_prob(strings)[agree].logsumexp(0)
+        assert float(joint.log_prob(x0)[row]) == pytest.approx(float(some + rest.log_prob(x0)[row]), abs=1e-6)
+
+
+def test_dropout_does_not_act_in_decoding():
+    circuit, given = modulated(), window()
+    one, two = (Coupled(circuit, **given, features=states_of_network()).log_partition() for _ in range(2))
+    assert torch.equal(one, two)
+
+
+def test_the_objective_reaches_the_head_and_the_network():
+    circuit, given = modulated(), window()
+    features = states_of_network().requires_grad_()
+    logits = given["logits"].clone().requires_grad_()
+    x0 = torch.zeros(2, L, dtype=torch.int64)
+    Coupled(circuit, **{**given, "logits": logits}, features=features).log_prob(x0).sum().backward()
+    for x in (features, logits, *circuit.head.parameters()):
+        assert x.grad is not None
+        assert bool(x.grad.isfinite().all())
+        assert bool((x.grad != 0).any())
+
+
+def test_gates_of_an_hmm_are_taken_without_a_head():
+    hmm, given = HMM.random(N, V, seed=1, rank=R, dtype=torch.float64), window()
+    gates = torch.zeros(2, L - 1, R, dtype=torch.float64)
+    gates[:, 1, 0] = 60.0  # all go through the first inner state: what lies before and after is then independent
+    found = Coupled(hmm, **given, step_log_gates=gates).posterior()[:, 2].exp()
+    rest = Coupled(hmm, **{name: x[:, 2:] for name, x in given.items()})
+    first = (rest.posterior()[:, 0] - hmm.log_initial + hmm.log_transition[1][0]).softmax(-1)
+    torch.testing.assert_close(found, first, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("move", [{"dtype": torch.float32}, {"device": "cpu"}, {}], ids=str)
+def test_a_moved_circuit_gives_the_same_answers(move):
+    circuit, given = modulated(), window()
+    found = Coupled(circuit.to(**move), **given, features=states_of_network())
+    wanted = Coupled(circuit, **given, features=states_of_network())
+    assert found.log_partition().dtype == move.get("dtype", torch.float64)
+    torch.testing.assert_close(found.log_partition().double(), wanted.log_partition(), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(found.marginals().double().exp(), wanted.marginals().exp(), atol=1e-5, rtol=0)
+
+
+def test_a_modulated_circuit_asks_for_features(monkeypatch):
+    circuit, given = modulated(), window()
+    with pytest.raises(InvalidEvidence, match="this circuit is modulated: give the network's last hidden states"):
+        Coupled(circuit, **given)
+    monkeypatch.setattr(config, "jaxtyping_disable", True)  # as users run it: wrong shapes meet our own errors
+    for wrong in (torch.zeros(2, L, D + 1), torch.zeros(2, L - 1, D), torch.zeros(2, D)):
+        with pytest.raises(InvalidEvidence, match=r"features must be \(B, L, 6\) = \(2, 5, 6\).*found"):
+            Coupled(circuit, **given, features=wrong)
+    with pytest.raises(InvalidEvidence, match="the network has 6 tokens, the circuit 4"):
+        Coupled(circuit, **{**given, "logits": torch.zeros(2, L, 6)}, features=states_of_network())
+
+
+def test_an_unmodulated_circuit_needs_no_features(circuit):
+    given = window()
+    joint = Coupled(circuit, **given, features=states_of_network())
+    torch.testing.assert_close(joint.marginals(), Coupled(circuit, **given).marginals(), atol=0, rtol=0)

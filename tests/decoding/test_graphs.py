@@ -1,12 +1,15 @@
 """What is captured, what is kept, and steps on a device against steps on the host."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from tiny_models import MASK, VOCAB, random_hmm
+from tiny_models import MASK, VOCAB, detouring, modulated, random_hmm
 
 import codd
-from codd.decoding import decide, samplers
-from codd.decoding.graphs import WARMUP, Given, Kept, eager_step
+from codd.circuits import HMM, Modulated
+from codd.decoding import decide, graphs, samplers
+from codd.decoding.graphs import WARMUP, Given, Kept, eager_step, step_on_device
 from codd.decoding.options import Options
 from codd.decoding.samplers import Noise, Ranking
 
@@ -57,7 +60,16 @@ def given(seed: int, length: int = 12, vocab: int = VOCAB, spread: float = 3.0) 
     places = masked.nonzero()[:, 0]
     tokens = torch.where(masked, MASK, torch.randint(MASK, (length,), generator=draw))
     logits = spread * torch.randn(len(places), vocab, generator=draw)
-    return Given(tokens, masked, places, logits, Noise.drawn(length, draw))
+    noise = Noise.drawn(length, draw)
+    return Given(tokens, masked, places, logits, noise, torch.randn(length, 16, generator=draw), masked)
+
+
+def chain(kind: str, seed: int = 0) -> HMM | Modulated:
+    if kind == "plain":
+        return random_hmm(4, seed=seed)
+    if kind == "latents":
+        return modulated(random_hmm(4, seed=seed), scale=0.5, seed=seed)
+    return modulated(detouring(), inner_states=4, scale=0.5, seed=seed)
 
 
 class TestWindows:
@@ -75,9 +87,10 @@ class TestWindows:
     @pytest.mark.parametrize("order", ["low_confidence", "random", "left_to_right"])
     @pytest.mark.parametrize("threshold", [0.0, 0.3, 0.6, 0.9, 1.0])
     @pytest.mark.parametrize("seed", range(3))
-    def test_a_walk_in_pieces_is_the_walk(self, seed, threshold, order, monkeypatch):
+    @pytest.mark.parametrize("kind", ["plain", "latents", "both"])
+    def test_a_walk_in_pieces_is_the_walk(self, kind, seed, threshold, order, monkeypatch):
         monkeypatch.setattr(decide, "AT_A_TIME", 3)
-        circuit, window = random_hmm(4, seed=seed), given(seed)
+        circuit, window = chain(kind, seed), given(seed)
         options = Options.of(sampler="any_order", threshold=threshold, remasking=order)
 
         def pick(left, count):
@@ -121,4 +134,44 @@ def test_a_device_writes_what_the_host_writes(options):
     prompts = ["What is 7 + 8?", "Mia has 84 stamps and gives away half of them. How many are left?"]
     for _ in range(2):  # without graphs, then with them
         found = [model.generate(prompts, gen_length=64, steps=16, **options) for model in (host, device)]
+        assert [ids.tolist() for ids in found[0].sequences] == [ids.tolist() for ids in found[1].sequences]
+
+
+@CUDA
+@pytest.mark.parametrize("kind", ["plain", "latents", "both"])
+@pytest.mark.parametrize("sampler", ["latent", "any_order"])
+@torch.no_grad()
+def test_a_captured_step_is_the_hosts(sampler, kind):
+    """The graph reads the window, the features and what was hidden from buffers that every call fills anew."""
+    host, options = chain(kind), Options.of(sampler=sampler)
+    device = host.to("cuda")
+    windows = [given(seed) for seed in range(WARMUP + 3)]
+    windows.append(windows[-1].after(windows[-1].places[:2], torch.tensor([3, 4])))
+    for window in windows:
+        moved = window._replace(logits=window.logits.cuda(), features=window.features.cuda())
+        moved = moved if kind != "plain" else moved._replace(features=None, hidden=None)
+        found = Ranking.unpacked(step_on_device(device, moved, 3, options).cpu()).chosen()
+        wanted = eager_step(host, window, 3, options).chosen()
+        assert found.rows.tolist() == wanted.rows.tolist()
+        assert found.tokens.tolist() == wanted.tokens.tolist()
+        torch.testing.assert_close(found.scores, wanted.scores, rtol=1e-3, atol=1e-4)
+    assert len(graphs._STEPS[device].graphs) == 1
+
+
+@CUDA
+@pytest.mark.parametrize("inner_states", [0, 4])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"sampler": "any_order"}, {"sampler": "any_order", "threshold": 0.5}, {"mode": "full"}, {"cfg_scale": 1.0}],
+    ids=str,
+)
+def test_a_device_hears_what_the_host_hears(options, inner_states):
+    models = [codd.load(circuit=None, device=device, dtype=torch.float32) for device in ("cpu", "cuda")]
+    backbone = models[0].backbone
+    hmm = detouring(8, 4, backbone.vocab_size) if inner_states else random_hmm(8, backbone.vocab_size)
+    circuit = modulated(hmm, inner_states=inner_states, scale=0.05, features=backbone.config.width)
+    heard = [replace(model, circuit=circuit.to(model.backbone.device)) for model in models]
+    prompts = ["What is 7 + 8?", "Mia has 84 stamps and gives away half of them. How many are left?"]
+    for _ in range(2):  # without graphs, then with them
+        found = [model.generate(prompts, gen_length=64, steps=16, **options) for model in heard]
         assert [ids.tolist() for ids in found[0].sequences] == [ids.tolist() for ids in found[1].sequences]

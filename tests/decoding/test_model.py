@@ -11,6 +11,7 @@ from tokenizers import models, pre_tokenizers
 
 import codd
 from codd.backbones import load_checkpoint
+from codd.circuits import Head, HeadConfig, Modulated
 from codd.errors import FormatError, InvalidInput
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -124,6 +125,42 @@ class TestCircuit:
         given = {"object": wrong, "folder": folder / "circuit", "auto": "auto"}[way]
         with pytest.raises(InvalidInput, match="over 121 tokens, the model over 120"):
             codd.load(folder, given)
+
+    @pytest.mark.parametrize("way", ["object", "folder", "auto"])
+    def test_that_listens_to_another_network(self, way, tmp_path):
+        folder = Path(shutil.copytree(BERT, tmp_path / "bert"))
+        width = codd.load(BERT, None, device="cpu").backbone.config.width
+        hmm = circuit_over(BERT_VOCAB)
+        fitting, wrong = (Modulated(hmm, Head(HeadConfig(size, 3))) for size in (width, 2 * width))
+        wrong.save(folder / "circuit")
+        given = {"object": wrong, "folder": folder / "circuit", "auto": "auto"}[way]
+        with pytest.raises(InvalidInput, match=f"states of {2 * width} numbers, those of the model have {width}: "):
+            codd.load(folder, given)
+        fitting.save(folder / "circuit")
+        found = codd.load(folder, "auto", device="cpu").circuit
+        assert isinstance(found, Modulated)
+        assert_same(found.hmm, hmm)
+        assert isinstance(codd.load(BERT, fitting).circuit, Modulated)
+
+    def test_of_another_vocabulary_and_modulated(self):
+        wrong = Modulated(circuit_over(BERT_VOCAB + 1), Head(HeadConfig(16, 3)))
+        with pytest.raises(InvalidInput, match="over 121 tokens, the model over 120"):
+            codd.load(BERT, wrong)
+
+    def test_static_is_the_other_one_beside_the_weights(self, tmp_path, monkeypatch):
+        folder = Path(shutil.copytree(BERT, tmp_path / "bert"))
+        circuit_over(BERT_VOCAB).save(folder / "circuit")
+        with pytest.raises(InvalidInput, match=r"bert: has no folder circuit-static/, .* no circuit 'static'"):
+            codd.load(folder, "static")
+        static = circuit_over(BERT_VOCAB, seed=1)
+        static.save(folder / "circuit-static")
+        assert_same(codd.load(folder, "static", device="cpu").circuit, static)
+        mine = circuit_over(BERT_VOCAB, seed=2)
+        mine.save(tmp_path / "static")
+        monkeypatch.chdir(tmp_path)  # a folder of that name is meant by its path
+        assert_same(codd.load(folder, "static", device="cpu").circuit, static)
+        assert_same(codd.load(folder, "./static", device="cpu").circuit, mine)
+        assert_same(codd.load(folder, Path("static"), device="cpu").circuit, mine)
 
     def test_padded_embeddings_count(self):
         """The logits of this checkpoint have 160 columns, of which its tokenizer would use 131."""

@@ -18,6 +18,8 @@ from torch import Tensor
 
 import codd
 from codd.decoding import Options, Step
+from codd.decoding import draft as drafts
+from codd.decoding.decide import Asked
 from codd.decoding.draft import Draft, generator_for
 from codd.decoding.reference import modified
 from codd.errors import InvalidInput
@@ -464,7 +466,8 @@ class TestBlocks:
         draft = Draft(torch.tensor(ids), torch.tensor(ids) != MASK, 4, MASK, generator)
         options = Options(preset="reference", circuit_temperature=tau)
         draw = draft.drawer(torch.device("cpu"))
-        found, possible = modified(hmm_of(chain, None), draft, (4, 10), rows, logits, options, draw)
+        hmm, turn = hmm_of(chain, None), drafts.Turn(4, 10, 1, last=False)
+        found, possible = modified(hmm, Asked(draft, turn, rows, logits, hmm, options), (4, 10), draw)
         assert found.dtype == torch.bfloat16
         assert bool(possible)
         dense = np.zeros((size, VOCAB))

@@ -9,7 +9,7 @@ from torch import Tensor
 from codd.backbones import Backbone, load_checkpoint, mini
 from codd.backbones.config import Config
 from codd.backbones.transformer import initialise
-from codd.circuits import HMM
+from codd.circuits import HMM, Factors, Head, HeadConfig, Modulated
 from codd.decoding.loop import Step, denoise
 from codd.decoding.options import Options
 
@@ -101,3 +101,24 @@ def random_hmm(
 ) -> HMM:
     made = HMM.random(states, vocab, seed, scale=2.0, length=length)
     return made if window is None else HMM(made.log_initial, made.log_transition, made.log_emission, window=window)
+
+
+def modulated(
+    hmm: HMM, *, inner_states: int = 0, hidden: int = 0, scale: float = 0.0, seed: int = 0, features: int = 16
+) -> Modulated:
+    """An HMM with a head whose weights are normal numbers times ``scale``: with 0 it is the HMM."""
+    made = Head(HeadConfig(features, hmm.num_states, inner_states, hidden), seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for last in (made.latents, made.gates):
+            if last is not None:
+                last.weight.normal_(0, scale, generator=generator)
+                last.bias.normal_(0, scale, generator=generator)
+    return Modulated(hmm, made)
+
+
+def detouring(states: int = 5, inner_states: int = 4, vocab: int = VOCAB, window: int | None = None) -> HMM:
+    """An HMM whose steps can be gated."""
+    return HMM.from_factors(
+        Factors.near_neutral(states, vocab, inner_states=inner_states, noise=2.0, seed=1), window=window
+    )

@@ -1,11 +1,16 @@
+import dataclasses
+import hashlib
 import json
 import lzma
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 from small_runs import small_tokenizer
 
+from codd import files
+from codd.backbones.tokenizer import Tokenizer
 from codd.errors import FormatError
 from codd.training import corpus
 from codd.training.bpe import train_bpe
@@ -214,6 +219,53 @@ def test_several_processes_make_what_one_makes(tokenizer, monkeypatch):
     assert len(serial.tokens) > 10
     for one, two in zip(serial, parallel, strict=True):
         assert np.array_equal(one, two)
+
+
+def words(count: int) -> Tokenizer:
+    """A tokenizer whose tokens are numbers, with a vocabulary of any size."""
+    vocabulary = {"<|eos|>": 0, "?": 1, **{str(number): number + 2 for number in range(count - 2)}}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return Tokenizer(backend, special={"eos_token": "<|eos|>"}, chat_template="{{ messages[0].content }}")
+
+
+@pytest.mark.parametrize(("size", "kind"), [(2**16, np.uint16), (2**16 + 1, np.uint32)])
+def test_a_large_vocabulary_needs_larger_numbers(tmp_path, size, kind):
+    tokenizer, last = words(size), size - 3
+    (tmp_path / "prose.txt").write_text(f"{last} 5 " * 100)
+    write_lines(tmp_path / "qa.jsonl", [{"question": f"7 {last}", "answer": f"{last} 8"}] * 3)
+    prose = open_source(TEXT, tmp_path, tokenizer, LAYOUT, tmp_path / "cache").take(0, 2).tokens
+    assert prose.dtype == kind
+    assert set(prose.flatten().tolist()) == {size - 1, 7}
+    answers = open_source(QA, tmp_path, tokenizer, LAYOUT, tmp_path / "cache").take(0, 1)
+    assert answers.tokens.dtype == kind
+    assert answers.tokens[0, :4].tolist() == [9, size - 1, size - 1, 10]
+    assert (answers.tokens[answers.segments == 0] == 0).all()  # it has no padding, and nobody looks
+
+
+def test_one_text_a_row(root, tokenizer):
+    several = open_source(QA, root, tokenizer, LAYOUT._replace(row_length=200), None)
+    single = open_source(QA, root, tokenizer, LAYOUT._replace(row_length=200, texts=1), None)
+    assert several.rows.segments.max() > 1
+    assert single.rows.segments.max() == 1
+    assert sorted(answer for _, answer in examples(single)) == sorted(answer for _, answer in examples(several))
+
+
+def test_what_was_kept_before_texts_could_be_kept_apart_is_found(root, tokenizer):
+    old = hashlib.sha256(
+        json.dumps(
+            {
+                **dataclasses.asdict(QA),
+                "weight": None,
+                "layout": [64, 8, 0],
+                "content": files.sha256(root / "qa.jsonl"),
+                "tokenizer": corpus._digest(tokenizer),
+            },
+            sort_keys=True,
+        ).encode()
+    ).hexdigest()[:12]
+    assert corpus.identity(QA, root, tokenizer, LAYOUT) == old
+    assert corpus.identity(QA, root, tokenizer, LAYOUT._replace(texts=1)) != old
 
 
 def test_samples_for_a_tokenizer_follow_the_weights(root):

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from codd.training.rows import MOST_SEGMENTS, Example, Mixture, PackedRows, Rows, TextRows, pack
+from codd.training.rows import MOST_SEGMENTS, Example, Mixture, PackedRows, Rows, TextRows, pack, token_type
 
 PAD = 60_000
 
@@ -54,6 +54,20 @@ def test_a_row_holds_no_more_texts_than_it_can_number():
     assert len(rows.tokens) == 3
     assert rows.segments.max() == MOST_SEGMENTS
     assert len(unpacked(rows)) == 600
+
+
+def test_rows_for_networks_that_cannot_keep_texts_apart():
+    rows = pack([Example(np.full(size, size, np.uint16), 0) for size in (6, 2, 2, 30)], 10, PAD, 1)
+    assert sorted(len(text) for text, _ in unpacked(rows)) == [2, 2, 6]
+    assert len(rows.tokens) == 3
+
+
+@pytest.mark.parametrize(("vocab_size", "kind"), [(2, np.uint16), (2**16, np.uint16), (2**16 + 1, np.uint32)])
+def test_ids_have_the_type_that_the_vocabulary_needs(vocab_size, kind):
+    assert token_type(vocab_size) is kind
+    rows = pack([Example(np.array([vocab_size - 1, 1], kind), 1)], 3, 0)
+    assert rows.tokens.dtype == kind
+    assert rows.tokens.tolist() == [[vocab_size - 1, 1, 0]]
 
 
 def some_rows(count: int) -> PackedRows:

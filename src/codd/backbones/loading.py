@@ -43,6 +43,7 @@ WANTED = (
     "added_tokens.json",
     "chat_template.jinja",
     "circuit/*",
+    "circuit-static/*",
 )
 BUNDLED = Path(__file__).parent / "bundled"
 

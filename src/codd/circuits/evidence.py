@@ -99,8 +99,9 @@ class Evidence:
 
     ``log_potentials`` are used as they are (they need not be normalised); ``logits`` mean
     ``softmax(logits / temperature)`` and are never expanded to a (B, L, V) log-softmax. ``temperature`` is one number
-    or one a sequence. ``missing`` marks positions without evidence although potentials are given; when dense and
-    sparse potentials are both given, ``dense`` says which positions use the dense ones.
+    or one a sequence. ``step_log_gates`` are log-weights on the R inner states through which a transition of low rank
+    goes from each position to the next (T = L - 1). ``missing`` marks positions without evidence although potentials
+    are given; when dense and sparse potentials are both given, ``dense`` says which positions use the dense ones.
     """
 
     tokens: Int[Tensor, "B L"] | None = None
@@ -111,6 +112,7 @@ class Evidence:
     temperature: float | Float[Tensor, " B"] = 1.0
     sparse: SparsePotentials | None = None
     missing: Bool[Tensor, "B L"] | None = None
+    step_log_gates: Float[Tensor, "B T R"] | None = None
     dense: Bool[Tensor, "B L"] | None = None
     kind: Int[Tensor, "B L"] = field(init=False, repr=False)
 
@@ -205,7 +207,16 @@ class Evidence:
         return self._map(lambda x: x.to(device))
 
     def _map(self, f) -> "Evidence":  # type: ignore[no-untyped-def]  # a tensor function, local to this file
-        names = ("tokens", "observed", "log_potentials", "latent_log_potentials", "logits", "missing", "dense")
+        names = (
+            "tokens",
+            "observed",
+            "log_potentials",
+            "latent_log_potentials",
+            "logits",
+            "missing",
+            "dense",
+            "step_log_gates",
+        )
         changes = {n: f(v) for n in names if (v := getattr(self, n)) is not None}
         if isinstance(self.temperature, Tensor):
             changes["temperature"] = f(self.temperature)
@@ -251,6 +262,7 @@ class Evidence:
                 raise InvalidEvidence(f"{name} must have shape {wanted}, found {tuple(value.shape)}")
             if value.device != device:
                 raise InvalidEvidence(f"{name} is on {value.device}, the rest of the evidence on {device}: move it")
+        self._check_gates(shape, device)
         for name in ("observed", "missing", "dense"):
             value = getattr(self, name)
             if value is not None and value.dtype != torch.bool:
@@ -268,6 +280,18 @@ class Evidence:
         if self.dense is not None and (self.potentials is None or self.sparse is None):
             raise InvalidEvidence("dense chooses between dense and sparse potentials: give both, or drop it")
         self._check_temperature(shape)
+
+    def _check_gates(self, shape: tuple[int, int], device: torch.device) -> None:
+        gates = self.step_log_gates
+        if gates is None:
+            return
+        if gates.ndim != 3 or gates.shape[:2] != (shape[0], shape[1] - 1):
+            wanted = f"({shape[0]}, {shape[1] - 1}, *)"
+            raise InvalidEvidence(f"step_log_gates must have shape {wanted}, found {tuple(gates.shape)}")
+        if not gates.dtype.is_floating_point or gates.device != device:
+            raise InvalidEvidence(f"step_log_gates must be floating point on {device}: {gates.dtype} on {gates.device}")
+        if device.type == "cpu" and not bool(gates.isfinite().all()):
+            raise InvalidEvidence("step_log_gates must be finite: a gate weighs a way, it does not close it")
 
     def _check_temperature(self, shape: tuple[int, int]) -> None:
         if isinstance(self.temperature, Tensor):

@@ -1,4 +1,7 @@
-"""log Z with exact gradients: the backward pass is the expected counts, not a graph through the chain."""
+"""log Z with exact gradients: the backward pass is the expected counts, not a graph through the chain.
+
+Both directions of the chain are walked once, in the forward pass; every gradient is read off them.
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -8,6 +11,9 @@ from torch import Tensor
 
 from codd.circuits import inference
 from codd.circuits.evidence import Evidence, Kind, log_softmax
+from codd.circuits.inference import Smoothed
+from codd.circuits.ops.backend import REFERENCE, Backend, backend_for
+from codd.circuits.ops.chain import eager, reference
 
 if TYPE_CHECKING:
     from codd.circuits.hmm import HMM
@@ -21,11 +27,11 @@ def wanted(hmm: "HMM", ev: Evidence) -> bool:
 def _inputs(hmm: "HMM", ev: Evidence) -> tuple[Tensor | None, ...]:
     sparse = (None, None) if ev.sparse is None else (ev.sparse.log_weights, ev.sparse.log_tail)
     tables = (hmm.log_initial, hmm.emission.stored, *hmm.transition.log_factors)
-    return (ev.potentials, ev.latent_log_potentials, *sparse, *tables)
+    return (ev.potentials, ev.latent_log_potentials, *sparse, ev.step_log_gates, *tables)
 
 
 def log_partition(hmm: "HMM", ev: Evidence) -> Float[Tensor, " B"]:
-    """log Z, differentiable in the parameters, the potentials and the latent potentials."""
+    """log Z, differentiable in the parameters, the potentials, the latent potentials and the gates."""
     out: Tensor = _LogPartition.apply(hmm, ev, *_inputs(hmm, ev))  # type: ignore[no-untyped-call]  # torch has no types for it
     return out
 
@@ -33,34 +39,40 @@ def log_partition(hmm: "HMM", ev: Evidence) -> Float[Tensor, " B"]:
 class _LogPartition(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hmm: "HMM", ev: Evidence, *inputs: Tensor | None) -> Tensor:
-        ctx.hmm, ctx.ev = hmm, ev
-        return inference.log_partition(hmm, ev)
+        backend = backend_for(ev.device, hmm.dtype)
+        found = inference.smooth(hmm, ev, backend, each=False)
+        if found.doubt is not None:  # rare, and only on the CPU: all of it again, without doubt
+            backend = REFERENCE
+            found = inference.smooth(hmm, ev, backend)
+        ctx.hmm, ctx.ev, ctx.found, ctx.backend = hmm, ev, found, backend
+        return found.log_partition.to(hmm.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hmm, ev = ctx.hmm, ctx.ev
+        hmm, ev, found, backend = ctx.hmm, ctx.ev, ctx.found, ctx.backend
         needs = ctx.needs_input_grad[2:]
-        potentials, latent = ev.potentials, ev.latent_log_potentials
         share = grad[:, None, None]
         out: list[Tensor | None] = [None] * len(needs)
         if needs[0]:
-            assert potentials is not None
-            out[0] = (_potential_gradient(hmm, ev) * share).to(potentials.dtype)
+            out[0] = (_potential_gradient(hmm, ev, found, backend) * share).to(ev.potentials.dtype)
         if needs[1]:
-            assert latent is not None
-            out[1] = (inference.posterior(hmm, ev).exp() * share).to(latent.dtype)
+            out[1] = (found.posterior.normalised() * share).to(ev.latent_log_potentials.dtype)
         if needs[2] or needs[3]:
-            out[2], out[3] = _sparse_gradient(hmm, ev, grad)
-        if any(needs[4:]):
-            initial, steps, emission = inference.expected_counts(hmm, ev, grad)
-            out[4:] = [initial, emission, *steps]
+            out[2], out[3] = _sparse_gradient(hmm, ev, found, backend, grad)
+        if needs[4]:
+            walked = (found.source, found.target, found.log_partition, grad)
+            gate_flow = reference.gate_flow if backend is REFERENCE else eager.gate_flow
+            out[4] = gate_flow(inference.steps_of(hmm, ev), *walked).to(ev.step_log_gates.dtype)
+        if any(needs[5:]):
+            counts = inference.counts_of(hmm, ev, found, backend, grad)
+            out[5:] = [x.to(hmm.dtype) for x in (counts.initial, counts.emission, *counts.steps)]
         return None, None, *(x if need else None for x, need in zip(out, needs, strict=True))
 
 
-def _potential_gradient(hmm: "HMM", ev: Evidence) -> Float[Tensor, "B L V"]:
+def _potential_gradient(hmm: "HMM", ev: Evidence, found: Smoothed, backend: Backend) -> Float[Tensor, "B L V"]:
     """The token marginals; for logits, less their own distribution (they are normalised), over the temperature."""
-    marginals = inference.marginals(hmm, ev).exp()
+    marginals = backend.token_marginals(hmm.emission, ev, found.leaf, found.posterior, None).exp()
     if ev.normalised:
         marginals = marginals - log_softmax(ev.scaled()).exp().to(marginals.dtype)
         t = ev.temperature
@@ -68,10 +80,12 @@ def _potential_gradient(hmm: "HMM", ev: Evidence) -> Float[Tensor, "B L V"]:
     return torch.where(ev.rows(Kind.DENSE)[..., None], marginals, 0)
 
 
-def _sparse_gradient(hmm: "HMM", ev: Evidence, grad: Float[Tensor, " B"]) -> tuple[Tensor, Tensor | None]:
+def _sparse_gradient(
+    hmm: "HMM", ev: Evidence, found: Smoothed, backend: Backend, grad: Float[Tensor, " B"]
+) -> tuple[Tensor, Tensor | None]:
     """The marginals of the listed tokens, and of all the others together."""
     assert ev.sparse is not None
-    listed = inference.marginals(hmm, ev, ev.sparse.ids).exp()
+    listed = backend.token_marginals(hmm.emission, ev, found.leaf, found.posterior, ev.sparse.ids).exp()
     here = ev.rows(Kind.SPARSE)
     weights = torch.where(here[..., None], listed, 0) * grad[:, None, None]
     if ev.sparse.log_tail is None:

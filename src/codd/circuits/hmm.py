@@ -10,6 +10,7 @@ from torch import Tensor
 
 from codd.circuits import gradients, inference, sampling, storage
 from codd.circuits.evidence import Evidence, Kind
+from codd.circuits.factors import Factors
 from codd.circuits.ops.backend import backend_for
 from codd.circuits.parameters import Emission, Transition, check_rows
 from codd.circuits.progressive import Progressive
@@ -42,11 +43,14 @@ class HMM:
         *,
         window: int | None = None,
         validate: bool = True,
+        factors: Factors | None = None,
     ) -> None:
         """Check that shapes, devices and types fit and (unless told not to) that every row is a distribution."""
-        factors = log_transition if isinstance(log_transition, tuple) else (log_transition,)
+        tables = log_transition if isinstance(log_transition, tuple) else (log_transition,)
         self.log_initial = log_initial
-        self.transition = Transition(tuple(factors))
+        self.factors = factors
+        """The numbers that the tables were made from, if they were: what is saved then."""
+        self.transition = Transition(tuple(tables))
         self.emission = Emission(log_emission)
         self._check_shapes()
         if window is not None and (window < 1 or self.length not in (None, window)):
@@ -55,8 +59,8 @@ class HMM:
         self.window = self.length if window is None else window
         if validate:
             check_rows("log_initial", log_initial)
-            names = ("log_transition",) if len(factors) == 1 else ("log_transition[0]", "log_transition[1]")
-            for name, factor in zip(names, factors, strict=True):
+            names = ("log_transition",) if len(tables) == 1 else ("log_transition[0]", "log_transition[1]")
+            for name, factor in zip(names, tables, strict=True):
                 check_rows(name, factor)
             check_rows("log_emission", self.emission.log, self.emission.compact)
 
@@ -99,6 +103,12 @@ class HMM:
         return cls(uniform(num_states), uniform(num_states, num_states), uniform(num_states, vocab_size))
 
     @classmethod
+    def from_factors(cls, factors: Factors, *, window: int | None = None) -> "HMM":
+        """The circuit that free numbers stand for; its queries are differentiable in them."""
+        factors.check()
+        return cls(*factors.tables(), window=window, validate=False, factors=factors)
+
+    @classmethod
     def from_pyjuice(cls, path: str | PathLike[str]) -> "HMM":
         """Read an HMM saved by PyJuice (.jpc). Nothing in the file is run; see codd.circuits.pyjuice."""
         found = read_jpc(path)
@@ -125,6 +135,11 @@ class HMM:
     def homogeneous(self) -> bool:
         """Whether all positions share their parameters."""
         return not (self.transition.per_position or self.emission.per_position)
+
+    @property
+    def rank(self) -> int:
+        """How many inner states a step goes through: N, unless the transition is of low rank."""
+        return self.transition.log_factors[0].shape[-1]
 
     @property
     def num_latents(self) -> int:
@@ -158,7 +173,7 @@ class HMM:
         if self.window is not None:
             parts.append(f"{'window' if self.length is None else 'length'}={self.window}")
         if self.transition.low_rank:
-            parts.append(f"rank={self.transition.log_factors[0].shape[-1]}")
+            parts.append(f"rank={self.rank}")
         if self.emission.compact:
             parts.append("emission=bfloat16")
         return f"HMM({', '.join(parts)}, {str(self.dtype).removeprefix('torch.')}, {self.device})"
@@ -187,7 +202,8 @@ class HMM:
         factors = [f.to(device, dtype) for f in self.transition.log_factors]
         transition: LogTransition = factors[0] if len(factors) == 1 else (factors[0], factors[1])
         initial = self.log_initial.to(device, dtype)
-        return type(self)(initial, transition, table.to(device), window=self.window, validate=False)
+        kept = None if self.factors is None else self.factors.map(lambda x: x.to(device, dtype))
+        return type(self)(initial, transition, table.to(device), window=self.window, validate=False, factors=kept)
 
     # Queries. B sequences of L positions; everything is exact, up to the rounding of the circuit's type.
 
@@ -215,7 +231,7 @@ class HMM:
             raise InvalidEvidence(f"ids must have the evidence's shape {ev.shape}, found {tuple(ids.shape)}")
         hidden = ~ev.rows(Kind.OBSERVED)
         full = ids if ev.tokens is None else torch.where(hidden, ids, ev.tokens)
-        hard = Evidence(tokens=full, latent_log_potentials=ev.latent_log_potentials)
+        hard = Evidence(tokens=full, latent_log_potentials=ev.latent_log_potentials, step_log_gates=ev.step_log_gates)
         given = torch.where(hidden, ev.log_weights_of(full, self.vocab_size), 0).sum(-1).to(self.dtype)
         joint = self.log_partition(hard) + given
         total = self.log_partition(ev)
@@ -339,8 +355,8 @@ class HMM:
         self._check(ev)
         if weights is not None and weights.shape != ev.shape[:1]:
             raise InvalidEvidence(f"weights must be (B,) = ({ev.shape[0]},), found {tuple(weights.shape)}")
-        initial, steps, emission = inference.expected_counts(self, ev, weights)
-        return Flows(initial, steps[0] if len(steps) == 1 else (steps[0], steps[1]), emission)
+        (initial, steps, emission), log_z = inference.expected_counts(self, ev, weights)
+        return Flows(initial, steps[0] if len(steps) == 1 else (steps[0], steps[1]), emission, log_z)
 
     def as_circuit(self, length: int | None = None) -> "Circuit":
         """The same distribution as a general circuit over ``length`` positions, in float64, its rows summing to one."""
@@ -355,14 +371,26 @@ class HMM:
 
     # Storage, in the hub's conventions.
 
-    def save(self, folder: str | PathLike[str]) -> Path:
-        """Write config.json and circuit.safetensors, atomically."""
-        names = ("log_transition",) if not self.transition.low_rank else ("log_transition_left", "log_transition_right")
-        tensors = dict(zip(names, self.transition.log_factors, strict=True))
-        tensors["log_initial"] = self.log_initial
-        tensors["emission" if self.emission.compact else "log_emission"] = self.emission.stored
-        config = {"circuit": "hmm", "num_states": self.num_states, "vocab_size": self.vocab_size, "window": self.window}
-        return storage.write_folder(folder, config, {k: v.detach().cpu().contiguous() for k, v in tensors.items()})
+    def save(self, folder: str | PathLike[str], *, half: bool = False) -> Path:
+        """Write config.json and circuit.safetensors, atomically; ``half``: factors in 16 bits."""
+        return storage.write_folder(folder, self.description(), self.stored(half=half))
+
+    def description(self) -> dict[str, Any]:
+        """What config.json says of the circuit."""
+        sizes = {"num_states": self.num_states, "vocab_size": self.vocab_size, "window": self.window}
+        return {"circuit": "hmm", **sizes}
+
+    def stored(self, *, half: bool = False) -> dict[str, Tensor]:
+        """The tensors of its file: the tables, or what they were made from."""
+        if self.factors is not None:
+            tensors = (self.factors.map(lambda x: x.half()) if half else self.factors).named()
+        else:
+            pair = ("log_transition_left", "log_transition_right")
+            names = pair if self.transition.low_rank else ("log_transition",)
+            tensors = dict(zip(names, self.transition.log_factors, strict=True))
+            tensors["log_initial"] = self.log_initial
+            tensors["emission" if self.emission.compact else "log_emission"] = self.emission.stored
+        return {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
 
     @classmethod
     def load(
@@ -371,7 +399,19 @@ class HMM:
         """Read a folder or a hub id written by ``save`` or ``push_to_hub``."""
         config, tensors = storage.read_folder(source, device=device, revision=revision)
         if config.get("circuit") != "hmm":
-            raise FormatError(f"{source} holds a circuit of type {config.get('circuit')!r}, expected 'hmm'")
+            raise FormatError(
+                f"{source} holds a circuit of type {config.get('circuit')!r}, expected 'hmm': use codd.load_circuit"
+            )
+        return cls.from_stored(config, tensors, str(source))
+
+    @classmethod
+    def from_stored(cls, config: dict[str, Any], tensors: dict[str, Tensor], source: str) -> "HMM":
+        """The opposite of `description` and `stored`; what was kept in half precision is computed with in full."""
+        if "initial_logits" in tensors:
+            factors = Factors.from_named(tensors, source)
+            factors = factors.map(lambda x: x if x.dtype == torch.float64 else x.float())
+            made = HMM.from_factors(factors, window=config.get("window"))
+            return cls(made.log_initial, made.log_transition, made.log_emission, window=made.window, factors=factors)
         try:
             transition: LogTransition = (
                 tensors["log_transition"]
@@ -394,11 +434,7 @@ class HMM:
 
     def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
         """Upload the two files to a hub repository, which is made if it does not exist."""
-        import tempfile
-
-        with tempfile.TemporaryDirectory() as folder:
-            self.save(folder)
-            return storage.push_folder(folder, repo_id, private=private, token=token)
+        return storage.push(self.save, repo_id, private=private, token=token)
 
     # Checks.
 
@@ -457,6 +493,10 @@ class HMM:
             raise InvalidEvidence(
                 f"latent_log_potentials are over {latent.shape[-1]} states, the circuit has {self.num_states}"
             )
+        gates = ev.step_log_gates
+        if gates is not None and (not self.transition.low_rank or gates.shape[-1] != self.rank):
+            have = f"rank {self.rank}" if self.transition.low_rank else "a dense transition, which has no inner states"
+            raise InvalidEvidence(f"step_log_gates are over {gates.shape[-1]} inner states, the circuit has {have}")
         if ev.device.type == "cpu":  # elsewhere, looking at values would wait for the device
             if ev.tokens is not None:
                 _check_ids("observed tokens", ev.tokens[ev.rows(Kind.OBSERVED)], self.vocab_size)

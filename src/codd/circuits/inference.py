@@ -20,6 +20,7 @@ from codd.circuits.ops.leaf import eager as leaf_eager
 from codd.circuits.ops.path import eager as path_eager
 from codd.circuits.ops.path import reference as path_reference
 from codd.circuits.ops.scaled import Scaled, exponentials
+from codd.circuits.parameters import Transition
 from codd.errors import InvalidEvidence
 
 if TYPE_CHECKING:
@@ -62,12 +63,17 @@ def _leaf(hmm: "HMM", ev: Evidence, backend: Backend) -> tuple[Scaled, Doubt]:
     return leaf, leaf_eager.lost_terms(hmm.emission, ev, leaf)
 
 
-def _doubt(hmm: "HMM", leaf: Scaled, product: Scaled, reverse: bool, backend: Backend) -> Doubt:
+def steps_of(hmm: "HMM", ev: Evidence) -> Transition:
+    """The transition, with the gates that the evidence puts into it."""
+    return hmm.transition.gated(ev.step_log_gates)
+
+
+def _doubt(hmm: "HMM", ev: Evidence, leaf: Scaled, product: Scaled, reverse: bool, backend: Backend) -> Doubt:
     """The sequences in which the products of message and leaf may have lost something on the way."""
     if not backend.checked or leaf.values.device.type != "cpu" or chain_eager.nothing_lost(product):
         return None
     start = None if reverse else hmm.log_initial
-    message = backend.messages(hmm.transition, start, leaf, reverse)
+    message = backend.messages(steps_of(hmm, ev), start, leaf, reverse)
     return chain_eager.lost_terms(hmm.transition, start, leaf, message, reverse)
 
 
@@ -96,11 +102,41 @@ def _root(hmm: "HMM", target: Scaled) -> Float[Tensor, " B"]:
     return (first + target.log_scale[:, 0]).logsumexp(-1)
 
 
+TOLERATED = 1e-6
+"""The share of Z that may be lost without asking the reference: less than float32 rounds off on the way."""
+
+
+def lost_share(
+    steps: Transition, log_initial: Float[Tensor, " N"], leaf: Scaled, backend: Backend
+) -> Float[Tensor, " B"]:
+    """A bound of the share of Z that underflow can have cost, in each sequence.
+
+    At every position Z is the sum over states of forward times leaf times backward, in units that all three share. A
+    leaf that was lost is below its flush, a product below the chain's; what each was multiplied with is no more than
+    the largest message. So a circuit whose numbers are far apart is in no doubt if those that count are there.
+    """
+    forward = backend.messages(steps, log_initial, leaf, False).values
+    backward = backend.messages(steps, None, leaf, True).values
+    total = (forward * leaf.values * backward).sum(-1)
+    high, above = forward.amax(-1), backward.amax(-1)
+    lost = leaf.values.shape[-1] * above * (leaf_eager.FLUSH * high + chain_eager.FLUSH[leaf.values.dtype])
+    return torch.where(total > 0, lost / total, torch.inf).amax(-1)
+
+
+def _outweighed(hmm: "HMM", ev: Evidence, leaf: Scaled, doubt: Doubt, backend: Backend) -> Doubt:
+    """The doubts that are left when what may be lost is compared with what is there."""
+    if doubt is None:
+        return None
+    doubt = doubt & ~(lost_share(steps_of(hmm, ev), hmm.log_initial, leaf, backend) <= TOLERATED)
+    return doubt if bool(doubt.any()) else None
+
+
 def backward_pass(hmm: "HMM", ev: Evidence, backend: Backend) -> tuple[Scaled, Float[Tensor, " B"], Doubt]:
     """Leaf times backward message at every position, log Z, and the sequences in doubt."""
     leaf, doubt = _leaf(hmm, ev, backend)
-    target = backend.messages(hmm.transition, None, leaf, True, absorb=True)
-    return target, _root(hmm, target), _either(doubt, _doubt(hmm, leaf, target, True, backend))
+    target = backend.messages(steps_of(hmm, ev), None, leaf, True, absorb=True)
+    doubt = _either(doubt, _doubt(hmm, ev, leaf, target, True, backend))
+    return target, _root(hmm, target), _outweighed(hmm, ev, leaf, doubt, backend)
 
 
 class Smoothed(NamedTuple):
@@ -114,13 +150,15 @@ class Smoothed(NamedTuple):
     doubt: Doubt
 
 
-def smooth(hmm: "HMM", ev: Evidence, backend: Backend) -> Smoothed:
-    """Both directions."""
+def smooth(hmm: "HMM", ev: Evidence, backend: Backend, *, each: bool = True) -> Smoothed:
+    """Both directions; with ``each`` every state's probability must be right, else their sums need."""
     leaf, doubt = _leaf(hmm, ev, backend)
-    source = backend.messages(hmm.transition, hmm.log_initial, leaf, False, absorb=True)
-    backward = backend.messages(hmm.transition, None, leaf, True)
+    steps = steps_of(hmm, ev)
+    source = backend.messages(steps, hmm.log_initial, leaf, False, absorb=True)
+    backward = backend.messages(steps, None, leaf, True)
     target = leaf * backward
-    doubt = _either(doubt, _doubt(hmm, leaf, source, False, backend), _doubt(hmm, leaf, target, True, backend))
+    doubt = _either(doubt, _doubt(hmm, ev, leaf, source, False, backend), _doubt(hmm, ev, leaf, target, True, backend))
+    doubt = doubt if each else _outweighed(hmm, ev, leaf, doubt, backend)
     q, value = source * backward, _root(hmm, target)
     return Smoothed(leaf, source, target, q, value, _either(doubt, _faint(q, value, backend)))
 
@@ -140,8 +178,8 @@ def filtered(hmm: "HMM", ev: Evidence) -> Float[Tensor, "B L N"]:
 
     def query(ev: Evidence, backend: Backend, pick: Pick) -> Answer:
         leaf, doubt = _leaf(hmm, ev, backend)
-        alpha = backend.messages(hmm.transition, hmm.log_initial, leaf, False, absorb=True)
-        return (alpha.log_normalised(),), _either(doubt, _doubt(hmm, leaf, alpha, False, backend))
+        alpha = backend.messages(steps_of(hmm, ev), hmm.log_initial, leaf, False, absorb=True)
+        return (alpha.log_normalised(),), _either(doubt, _doubt(hmm, ev, leaf, alpha, False, backend))
 
     return exactly(hmm, ev, query)[0]
 
@@ -175,36 +213,53 @@ def sample_latents(
 
     def query(ev: Evidence, backend: Backend, pick: Pick) -> Answer:
         target, value, doubt = backward_pass(hmm, ev, backend)
-        paths = backend.sample_path(hmm.transition, hmm.log_initial, target, pick(uniforms).transpose(0, 1))
+        paths = backend.sample_path(steps_of(hmm, ev), hmm.log_initial, target, pick(uniforms).transpose(0, 1))
         return (paths.transpose(0, 1), value), doubt
 
     paths, value = exactly(hmm, ev, query)
     return paths, value
 
 
+class Counts(NamedTuple):
+    """d sum(w log Z) / d log-parameters: expected uses of each of them, summed over the batch."""
+
+    initial: Float[Tensor, " N"]
+    steps: tuple[Tensor, ...]
+    """Of each transition factor."""
+    emission: Float[Tensor, "*L N V"]
+
+
+def counts_of(
+    hmm: "HMM", ev: Evidence, found: Smoothed, backend: Backend, weights: Float[Tensor, " B"] | None
+) -> Counts:
+    """The counts from a pass in both directions; sequences in doubt count nothing."""
+    if found.doubt is not None:
+        keep = (~found.doubt).to(hmm.dtype)
+        weights = keep if weights is None else weights * keep
+    first = found.posterior.normalised()[:, 0].to(hmm.dtype)
+    initial = first.sum(0) if weights is None else weights.to(hmm.dtype) @ first
+    walked = (found.source, found.target, found.log_partition, weights)
+    steps = backend.transition_flow(steps_of(hmm, ev), *walked)
+    return Counts(initial, steps, backend.emission_flow(hmm.emission, ev, found.leaf, found.posterior, weights))
+
+
 @torch.no_grad()
 def expected_counts(
-    hmm: "HMM", ev: Evidence, weights: Float[Tensor, " B"] | None
-) -> tuple[Float[Tensor, " N"], tuple[Tensor, ...], Float[Tensor, "*L N V"]]:
-    """Flows of the initial distribution, of each transition factor and of the emission, summed over the batch."""
-
-    def flows(ev: Evidence, backend: Backend, weights: Tensor | None) -> tuple[tuple[Tensor, ...], Doubt]:
-        found = smooth(hmm, ev, backend)
-        if found.doubt is not None:
-            keep = (~found.doubt).to(hmm.dtype)
-            weights = keep if weights is None else weights * keep
-        first = found.posterior.normalised()[:, 0].to(hmm.dtype)
-        initial = first.sum(0) if weights is None else weights.to(hmm.dtype) @ first
-        steps = backend.transition_flow(hmm.transition, found.source, found.target, found.log_partition, weights)
-        emitted = backend.emission_flow(hmm.emission, ev, found.leaf, found.posterior, weights)
-        return (initial, *steps, emitted), found.doubt
-
-    out, doubt = flows(ev, backend_for(ev.device, hmm.dtype), weights)
-    if doubt is not None:
-        exact, _ = flows(ev.select(doubt), REFERENCE, None if weights is None else weights[doubt])
-        out = tuple(a + b.to(a.dtype) for a, b in zip(out, exact, strict=True))
-    out = tuple(x.to(hmm.dtype) for x in out)
-    return out[0], out[1:-1], out[-1]
+    hmm: "HMM", ev: Evidence, weights: Float[Tensor, " B"] | None, found: Smoothed | None = None
+) -> tuple[Counts, Float[Tensor, " B"]]:
+    """Flows of the initial distribution, of each transition factor and of the emission, and log Z."""
+    backend = backend_for(ev.device, hmm.dtype)
+    found = smooth(hmm, ev, backend, each=False) if found is None else found
+    out, log_z = counts_of(hmm, ev, found, backend, weights), found.log_partition.to(hmm.dtype)
+    if found.doubt is not None:
+        some = ev.select(found.doubt)
+        again = smooth(hmm, some, REFERENCE)
+        exact = counts_of(hmm, some, again, REFERENCE, None if weights is None else weights[found.doubt])
+        steps = tuple(a + b.to(a.dtype) for a, b in zip(out.steps, exact.steps, strict=True))
+        out = Counts(out.initial + exact.initial.to(hmm.dtype), steps, out.emission + exact.emission.to(hmm.dtype))
+        log_z = log_z.masked_scatter(found.doubt, again.log_partition.to(log_z.dtype))
+    steps = tuple(x.to(hmm.dtype) for x in out.steps)
+    return Counts(out.initial.to(hmm.dtype), steps, out.emission.to(hmm.dtype)), log_z
 
 
 @torch.no_grad()
@@ -212,7 +267,7 @@ def best_path(hmm: "HMM", ev: Evidence) -> tuple[Int[Tensor, "B L"], Int[Tensor,
     """Tokens and latents that maximise circuit times evidence together, and the logarithm of that value."""
     values, tokens = leaf_eager.leaf_max(hmm.emission, ev)
     find = path_reference.best_path if hmm.dtype == torch.float64 else path_eager.best_path
-    latents, value = find(hmm.transition, hmm.log_initial, values)
+    latents, value = find(steps_of(hmm, ev), hmm.log_initial, values)
     return tokens.gather(-1, latents[..., None])[..., 0], latents, value.to(hmm.dtype)
 
 
@@ -238,7 +293,7 @@ def _bounds(hmm: "HMM", ev: Evidence, backend: Backend) -> tuple[tuple[Tensor, T
         doubt = _either(doubt, faint if bool(faint.any()) else None)
     ends = []
     for leaf in (lower, upper):
-        target = backend.messages(hmm.transition, None, leaf, True, absorb=True)
-        doubt = _either(doubt, _doubt(hmm, leaf, target, True, backend))
+        target = backend.messages(steps_of(hmm, ev), None, leaf, True, absorb=True)
+        doubt = _either(doubt, _doubt(hmm, ev, leaf, target, True, backend))
         ends.append(_root(hmm, target).to(hmm.dtype))
     return (ends[0], ends[1]), doubt

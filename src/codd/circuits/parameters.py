@@ -116,10 +116,43 @@ class Emission:
 class Transition:
     """p(next state | state) as a product of stochastic matrices: one dense factor, or two of low rank.
 
-    Each factor is (rows, columns), or (L - 1, rows, columns) with entry t leading from position t to t + 1.
+    Each factor is (rows, columns), or (L - 1, rows, columns) with entry t leading from position t to t + 1. Gates are
+    log-weights, of each sequence and step, on the inner states between two factors.
     """
 
     log_factors: tuple[Float[Tensor, "*steps _ _"], ...]
+    log_gates: Float[Tensor, "B T R"] | None = None
+
+    def gated(self, log_gates: Float[Tensor, "B T R"] | None) -> "Transition":
+        """The same with gates between its two factors; what was computed of the factors is kept."""
+        if log_gates is None:
+            return self
+        made = Transition(self.log_factors, log_gates.detach())
+        for name in ("linear", "support", "transposed"):
+            made.__dict__[name] = getattr(self, name)
+        return made
+
+    @property
+    def stepwise(self) -> bool:
+        """Whether it matters which step of the chain this is."""
+        return self.per_position or self.log_gates is not None
+
+    @cached_property
+    def gates(self) -> tuple[Float[Tensor, "B T R"], Float[Tensor, "B T"]] | None:
+        """Gates with the largest of a step at one, and the logarithms of what was taken out."""
+        if self.log_gates is None:
+            return None
+        log = self.log_gates.to(self.log_factors[0].dtype)
+        top = log.amax(-1, keepdim=True)
+        return (log - top).exp(), top[..., 0]
+
+    def log_step(self, t: int) -> Float[Tensor, "*B N N"]:
+        """log-weights from position t to t + 1 in float64; one matrix a sequence if there are gates."""
+        if self.log_gates is None:
+            return self.dense_log[t] if self.per_position else self.dense_log
+        left, right = (f.double()[t] if self.per_position else f.double() for f in self.log_factors)
+        through = left + self.log_gates[:, t, None].double()  # (B, N, R)
+        return torch.stack([(one[:, :, None] + right).logsumexp(1) for one in through])
 
     @property
     def per_position(self) -> bool:

@@ -66,12 +66,14 @@ class Progressive:
     def __init__(self, hmm: "HMM", ev: Evidence, candidates: int | None = None) -> None:
         """Compute what no later token changes: leaf values, and the emission columns of the candidates."""
         backend = backend_for(ev.device, hmm.dtype)
-        self._hmm, self._given = hmm, ev
+        self._hmm, self._given, self._steps = hmm, ev, inference.steps_of(hmm, ev)
         self._backend = EAGER if backend is REFERENCE else backend
         self._host = ev.device.type == "cpu" and self._backend is EAGER
         batch, length = ev.shape
         self._leaf, doubt, totals = self._leaves(candidates is not None)
-        self._doubt = torch.full((batch,), backend is REFERENCE, device=ev.device)
+        self._faint = torch.full((batch,), backend is REFERENCE, device=ev.device)  # to be answered by the reference
+        self._lost: Tensor | None = None  # the share of Z that may be, where it is known
+        self._doubt = torch.zeros((batch,), dtype=torch.bool, device=ev.device)  # to be looked at more closely
         if doubt is not None:
             self._doubt |= doubt
         self._sequences = torch.arange(batch, device=ev.device)
@@ -129,12 +131,24 @@ class Progressive:
         at, tokens = (self._sequences, choice.positions), choice.numbers
         if candidates is not None:
             tokens = candidates[(*at, tokens)]
-        self._observe(choice.positions, tokens, choice.some)
+        self._observe(choice.positions, tokens, choice.some, choice.probabilities)
         open_.scatter_(1, choice.positions[:, None], False)
         return Picked(choice.positions, tokens, choice.probabilities.float(), choice.sure)
 
-    def _observe(self, positions: Int[Tensor, " B"], tokens: Int[Tensor, " B"], where: Bool[Tensor, " B"]) -> None:
-        """Replace leaf values by columns of the emission, in some sequences, unless a position is known already."""
+    def _observe(
+        self,
+        positions: Int[Tensor, " B"],
+        tokens: Int[Tensor, " B"],
+        where: Bool[Tensor, " B"],
+        probabilities: Float[Tensor, " B"] | None = None,
+    ) -> None:
+        """Replace leaf values by columns of the emission, in some sequences, unless a position is known already.
+
+        A token of probability p leaves p of Z, and of what was lost no more than there was: the lost share grows by
+        no more than 1 / p. If entries of the new column vanish, it is found anew.
+        """
+        if self._lost is not None:
+            self._lost = None if probabilities is None else self._lost / torch.where(where, probabilities, 1)
         at = (self._sequences, positions)
         new = where & ~self._observed[at]
         log = _log_column(self._hmm.emission, positions, tokens)
@@ -150,7 +164,10 @@ class Progressive:
             low, high = (int(x) for x in torch.aminmax(positions))
             self._ahead, self._behind = min(self._ahead, low), max(self._behind, high)
             tiny = torch.finfo(log.dtype).tiny
-            self._doubt |= ((log > -torch.inf) & (row.values[:, 0] < tiny)).any(-1) & new
+            vanished = ((log > -torch.inf) & (row.values[:, 0] < tiny)).any(-1) & new
+            self._doubt |= vanished
+            if bool(vanished.any()):
+                self._lost = None
         else:
             self._both = None
 
@@ -287,17 +304,17 @@ class Progressive:
         hmm, backend, both = self._hmm, self._backend, self._both
         if both is None:
             if backend.both is not None:
-                both = backend.both(hmm.transition, hmm.log_initial, self._leaf)
+                both = backend.both(self._steps, hmm.log_initial, self._leaf)
             else:
-                forward = backend.messages(hmm.transition, hmm.log_initial, self._leaf, False)
-                both = forward, backend.messages(hmm.transition, None, self._leaf, True)
+                forward = backend.messages(self._steps, hmm.log_initial, self._leaf, False)
+                both = forward, backend.messages(self._steps, None, self._leaf, True)
             self._both = both
         if not self._host:
             return both
         places = self._open()
         low, high = (int(places[0]), int(places[-1])) if len(places) else (self._ahead, self._ahead)
         # Tables that belong to their steps serve the whole chain only.
-        whole, last = hmm.transition.per_position, self._given.shape[1] - 1
+        whole, last = self._steps.stepwise, self._given.shape[1] - 1
         if high > self._ahead:
             self._ahead, begin = (last, 0) if whole else (high, self._ahead)
             self._extend(both[0], begin, self._ahead)
@@ -321,7 +338,7 @@ class Progressive:
         top.masked_fill_(top == 0, 1)
         first.div_(top)
         start.log_scale[:, edge] += message.log_scale[:, edge] + top.log()
-        out = self._backend.messages(self._hmm.transition, None, start, reverse)
+        out = self._backend.messages(self._steps, None, start, reverse)
         message.values[:, new] = out.values[:, new]
         message.log_scale[:, new] = out.log_scale[:, new]
         self._look(leaf, message, begin == 0, reverse)
@@ -356,7 +373,7 @@ class Progressive:
             return cavity / total, total > 0
         possible = self._root() > -torch.inf
         faint = (total[..., 0] < FLUSH) & ~places.take(self._observed)
-        self._doubt |= faint.any(-1) & possible
+        self._faint |= faint.any(-1) & possible
         return cavity / torch.where(total > 0, total, 1), possible[:, None, None]
 
     def _offset(self, places: _Places) -> Float[Tensor, "B R 1"]:
@@ -402,11 +419,19 @@ class Progressive:
 
     def _surely(self, fast: Tensor, exact: Callable[[Evidence, Int[Tensor, " S"]], Tensor]) -> Tensor:
         """The answer, with that of the reference for the sequences in doubt."""
-        if self._host and bool(self._doubt.any()):
-            index = self._doubt.nonzero()[:, 0]
+        if self._host and bool((wrong := self._in_doubt()).any()):
+            index = wrong.nonzero()[:, 0]
             with use("reference"):
                 fast[index] = exact(self.evidence.select(index), index)
         return fast
+
+    def _in_doubt(self) -> Bool[Tensor, " B"]:
+        """The sequences in which more may be lost than counts."""
+        if not bool(self._doubt.any()):
+            return self._faint
+        if self._lost is None or bool((self._doubt & ~(self._lost <= inference.TOLERATED)).any()):
+            self._lost = inference.lost_share(self._steps, self._hmm.log_initial, self._leaf, self._backend)
+        return self._faint | (self._doubt & ~(self._lost <= inference.TOLERATED))
 
 
 def _heaviest(ev: Evidence, count: int) -> Int[Tensor, "B L K"]:

@@ -46,3 +46,5 @@ class Flows:
     initial: Float[Tensor, " N"]
     transition: Float[Tensor, "*steps N N"] | tuple[Float[Tensor, "*steps N R"], Float[Tensor, "*steps R N"]]
     emission: Float[Tensor, "*positions N V"]
+    log_partition: Float[Tensor, " B"] | None = None
+    """log Z of each sequence, which comes with them."""

@@ -6,7 +6,8 @@ safetensors file, which is what a reader believes. So the atomic replacement of 
 
 import json
 import os
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,13 @@ def read_folder(
     _check_tensors(folder / WEIGHTS_FILE, described["tensors"], tensors)
     given = {key: value for key, value in described.items() if key not in _RESERVED}
     return given, {name: tensor.to(device) for name, tensor in tensors.items()}
+
+
+def push(save: Callable[[str], Path], repo_id: str, *, private: bool = False, token: str | None = None) -> str:
+    """Upload a circuit, which ``save`` writes into a folder; returns the commit's address."""
+    with tempfile.TemporaryDirectory() as folder:
+        save(folder)
+        return push_folder(folder, repo_id, private=private, token=token)
 
 
 def push_folder(

@@ -224,6 +224,8 @@ def _check_shapes(program: Program, ev: Evidence) -> None:
             f"the circuit has {length} variable(s), so evidence must be (B, {length}, ...), "
             f"found {ev.shape[1]} position(s)"
         )
+    if ev.step_log_gates is not None:
+        raise InvalidEvidence("step_log_gates weigh the inner states of a chain's steps; a general circuit has none")
     if ev.potentials is not None and ev.potentials.shape[-1] != vocab_size:
         raise InvalidEvidence(
             f"potentials must have V = {vocab_size} tokens (the size of the largest variable), "

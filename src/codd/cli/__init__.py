@@ -21,6 +21,8 @@ VERBS = {
     "generate": "answer prompts, or continue them",
     "chat": "a conversation in which answers resolve in place",
     "pretrain": "train a backbone from a recipe",
+    "cache": "ask a backbone once about many windows, and keep what it says for training circuits",
+    "train": "train a circuit for a backbone from a recipe",
     "convert": "turn a PyJuice file (.jpc) into a codd circuit, running nothing of it",
     "info": "describe a model, a circuit, a hub id or a .jpc file",
     "bench": "what the engine costs on this machine, side by side with other libraries",

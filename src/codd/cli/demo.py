@@ -17,6 +17,7 @@ from codd.circuits import HMM, Circuit, Evidence, leaf, mixture, product
 from codd.cli import console, demo_model, figures, sampling, tables
 from codd.cli.tables import Cell, Section
 from codd.decoding import load
+from codd.decoding.model import CIRCUIT_FOLDERS
 
 NAME = "demo"
 HELP = """\
@@ -63,6 +64,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 examples:
   codd demo
   codd demo --seed 7 --html demo.html
+  codd demo --circuit static
   codd demo --circuit runs/circuit --no-html
   codd demo --json | python -m json.tool"""
     parser.add_argument("--seed", type=_seed, default=0, help="of the problems and of all that is drawn (default: 0)")
@@ -80,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         model = load(circuit=sampling.circuit_from(args))
     results: dict[str, Any] = {
         "seed": args.seed,
-        "model": demo_model.compare(model, args.seed, own=args.circuit == "auto"),
+        "model": demo_model.compare(model, args.seed, own=args.circuit in CIRCUIT_FOLDERS),
     }
     with console.working("two masked words"):
         results["example"] = example(args.seed)

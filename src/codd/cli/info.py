@@ -19,11 +19,12 @@ circuit folder, the hub id of either (its files are downloaded first), or a .jpc
 PATH, the model that comes with codd.
 
 Prints of a model its family, parameters, layers, vocabulary, mask, eos and pad ids, tokenizer and chat
-template, stored types, bytes, the circuit that belongs to it (subfolder circuit/), and, where config.json
-states a sha256, whether the weights have it. The headers of the files tell the rest, so that a model of any
-size is described at once; a missing shard, a missing or unknown tensor and a wrong shape are errors. Prints
-of a circuit its states, tokens, layout, parameters, bytes, types, format and sha256. No code of a
-checkpoint is run, not even of a .jpc.
+template, stored types, bytes, the circuits that belong to it (subfolders circuit/ and circuit-static/), and,
+where config.json states a sha256, whether the weights have it. The headers of the files tell the rest, so
+that a model of any size is described at once; a missing shard, a missing or unknown tensor and a wrong shape
+are errors. Prints of a circuit its states, tokens, layout, parameters, bytes, types, format and sha256, and
+of one that the network modulates also what is modulated and the sizes of the head. No code of a checkpoint
+is run, not even of a .jpc.
 
 With --check every value is read as well: NaN and infinite weights are refused, and rows of a circuit that
 are no distributions.

@@ -1,18 +1,22 @@
 """What ``codd info`` says of a circuit: a folder that codd wrote, or a file of PyJuice."""
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from codd import files
-from codd.circuits import HMM, storage
+from codd.circuits import Factors, HeadConfig, Modulated, load_circuit, storage
 from codd.circuits.pyjuice import read_jpc
 from codd.cli import console
-from codd.errors import CoddError, FormatError
+from codd.errors import CoddError, FormatError, InvalidCircuit
+
+HEAD = "head."
+"""How the names of a head's tensors begin."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +80,8 @@ def circuit(source: str) -> Report:
     weights = folder / storage.WEIGHTS_FILE
     intact = stated.get("sha256") == files.sha256(weights)
     count, size = _count(tensors), sum(f.stat().st_size for f in (weights, folder / storage.CONFIG_FILE))
-    known = config.get("circuit") == "hmm"
-    numbers, lines = _hmm(weights, config, tensors) if known else _unknown(config, tensors)
+    kind = _KINDS.get(str(config.get("circuit")))
+    numbers, lines = _unknown(config, tensors) if kind is None else kind(weights, config, tensors)
     dtypes = {name: _dtype(tensor) for name, tensor in tensors.items()}
     numbers |= {
         "parameters": count,
@@ -94,16 +98,19 @@ def circuit(source: str) -> Report:
         "format": f"{storage.FORMAT}, version {stated['format_version']}",
         "sha256": sha256_line(stated.get("sha256"), intact),
     }
-    check = (lambda: _check(folder)) if known else None
+    check = None if kind is None else (lambda: _check(folder))
     return Report(numbers, lines, bad=() if intact else ("sha256",), check=check)
 
 
 def _check(folder: Path) -> str:
     try:
-        HMM.load(folder)
+        found = load_circuit(folder)
+    except FormatError:  # names the file, and says what to do
+        raise
     except CoddError as error:
         raise FormatError(f"{folder / storage.WEIGHTS_FILE}: {error}; save or download the circuit again.") from error
-    return "every row is a distribution"
+    rows = "every row is a distribution"
+    return f"{rows}, every weight of the head is finite" if isinstance(found, Modulated) else rows
 
 
 def sha256_line(stated: object, intact: bool) -> str:
@@ -115,31 +122,94 @@ def _hmm(
     where: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, object]]:
     """Sizes and layout from the shapes alone: a circuit of many gigabytes is described without being loaded."""
+    found = _factored(where, tensors) if "initial_logits" in tensors else _tables(where, tensors)
+    window = config.get("window")
+    numbers = {
+        "kind": "hmm",
+        "num_states": found.states,
+        "vocab_size": found.tokens,
+        "window": window,
+        "rank": found.rank,
+        "homogeneous": found.homogeneous,
+    }
+    if found.factors is not None:
+        numbers["factors"] = found.factors
+    lines: dict[str, object] = {
+        "kind": "hidden Markov model",
+        "states": f"{found.states:,}",
+        "tokens": f"{found.tokens:,}",
+        "window": "not stated" if window is None else f"{window} positions",
+        "layout": f"{found.kept}, {'shared by all positions' if found.homogeneous else 'parameters for each position'}",
+    }
+    return numbers, lines
+
+
+def _modulated(
+    where: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, object]]:
+    """An HMM, and the head on the network that modulates it."""
+    try:
+        head = HeadConfig(**config["head"])
+    except (KeyError, TypeError) as error:
+        raise FormatError(f"{where}: its configuration does not describe a head ({error}); save it again") from None
+    numbers, lines = _hmm(where, config, {name: x for name, x in tensors.items() if not name.startswith(HEAD)})
+    spaces = {"latents": (head.states, "states"), "steps": (head.inner_states, "inner states")}
+    count = _count({name: x for name, x in tensors.items() if name.startswith(HEAD)})
+    between = f", {head.hidden:,} between" if head.hidden else ""
+    numbers |= {
+        "kind": "modulated",
+        "modulates": [name for name, (size, _) in spaces.items() if size],
+        "head": {**dataclasses.asdict(head), "parameters": count},
+    }
+    said = " and ".join(f"{name} ({size:,} {what})" for name, (size, what) in spaces.items() if size)
+    lines |= {
+        "kind": "hidden Markov model, modulated by the network",
+        "modulates": said or "nothing",
+        "head": f"{head.features:,} features{between}, {count:,} parameters",
+    }
+    return numbers, lines
+
+
+_KINDS = {"hmm": _hmm, "modulated": _modulated}
+
+
+class _Layout(NamedTuple):
+    """What the shapes of an HMM's tensors say."""
+
+    states: int
+    tokens: int
+    homogeneous: bool
+    rank: int | None
+    """Of a transition that is kept as a pair of stochastic matrices."""
+    kept: str
+    factors: dict[str, int | None] | None = None
+    """The sizes of what the tables are made from, where that is kept instead of them."""
+
+
+def _tables(where: Path, tensors: Mapping[str, Tensor]) -> _Layout:
     emission = tensors.get("emission", tensors.get("log_emission"))
     transition = tensors.get("log_transition", tensors.get("log_transition_left"))
     if emission is None or transition is None or emission.ndim < 2 or transition.ndim < 2:
         raise FormatError(f"{where}: lacks the transition or emission table of an HMM; save or download it again")
     states, tokens = emission.shape[-2:]
     rank = transition.shape[-1] if "log_transition_left" in tensors else None
-    window = config.get("window")
-    homogeneous = transition.ndim == 2 and emission.ndim == 2
-    numbers = {
-        "kind": "hmm",
-        "num_states": states,
-        "vocab_size": tokens,
-        "window": window,
-        "rank": rank,
-        "homogeneous": homogeneous,
-    }
     kept = "dense transition" if rank is None else f"transition of rank {rank}"
-    lines: dict[str, object] = {
-        "kind": "hidden Markov model",
-        "states": f"{states:,}",
-        "tokens": f"{tokens:,}",
-        "window": "not stated" if window is None else f"{window} positions",
-        "layout": f"{kept}, {'shared by all positions' if homogeneous else 'parameters for each position'}",
-    }
-    return numbers, lines
+    return _Layout(states, tokens, transition.ndim == 2 and emission.ndim == 2, rank, kept)
+
+
+def _factored(where: Path, tensors: Mapping[str, Tensor]) -> _Layout:
+    try:
+        found = Factors.from_named(tensors, str(where))
+    except InvalidCircuit as error:
+        raise FormatError(f"{where}: {error}; save or download the circuit again.") from error
+    tables = {"transition": found.transition, "emission": found.emission}
+    ranks = {name: table[0].shape[-1] if len(table) == 2 else None for name, table in tables.items()}
+    parts = [f"{name} of rank {rank}" if rank else f"whole {name}" for name, rank in ranks.items()]
+    inner = None if found.detour is None else found.detour.left.shape[-1]
+    if inner is not None:
+        parts.append(f"detour through {inner} inner states")
+    sizes = {"transition_rank": ranks["transition"], "emission_rank": ranks["emission"], "inner_states": inner}
+    return _Layout(found.num_states, found.vocab_size, True, None, f"logits: {', '.join(parts)}", sizes)
 
 
 def _unknown(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, object]]:

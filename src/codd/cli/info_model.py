@@ -16,10 +16,13 @@ from codd.backbones import loading, weights
 from codd.backbones.backbone import Plan
 from codd.backbones.config import Config
 from codd.backbones.tokenizer import Tokenizer
+from codd.backbones.transformer import TransformerConfig
 from codd.cli import console
 from codd.cli.info_circuit import Report, circuit, sha256_line
-from codd.decoding.model import CIRCUIT_FOLDER
+from codd.decoding.model import CIRCUIT_FOLDERS
 
+CIRCUITS = {"circuit": CIRCUIT_FOLDERS["auto"], "static circuit": CIRCUIT_FOLDERS["static"]}
+"""What the circuits of a checkpoint are called here, and their folders."""
 PATIENCE = 2.0
 """Seconds before a progress bar is worth looking at."""
 
@@ -67,15 +70,20 @@ def model(source: str | None) -> Report:
     numbers, lines, bad = _network(folder, planned, stored)
     if source is not None and str(folder) != str(Path(source)):
         lines["folder"] = folder
-    attached = circuit(str(folder / CIRCUIT_FOLDER)) if (folder / CIRCUIT_FOLDER).is_dir() else None
-    numbers["circuit"] = None if attached is None else attached.numbers
-    lines["circuit"] = "none" if attached is None else _brief(attached, planned.transformer.vocab_size)
-    if attached is not None and (attached.bad or not _fits(attached, planned.transformer.vocab_size)):
-        bad = (*bad, "circuit")
+    lines["circuit"] = "none"
+    attached = {name: circuit(str(folder / kept)) for name, kept in CIRCUITS.items() if (folder / kept).is_dir()}
+    for name, kept in CIRCUITS.items():
+        report = attached.get(name)
+        numbers[name.replace(" ", "_")] = None if report is None else report.numbers
+        if report is not None:
+            alien = _alien(report, planned.transformer)
+            lines[name] = _brief(report) + (f"; {alien}: remove the folder {kept}/" if alien else "")
+            bad = (*bad, name) if report.bad or alien else bad
 
     def check() -> str:
-        said = check_values(stored.headers)
-        return said if attached is None or attached.check is None else f"{said}; of the circuit {attached.check()}"
+        said = [check_values(stored.headers)]
+        said += [f"of the {name} {report.check()}" for name, report in attached.items() if report.check is not None]
+        return "; ".join(said)
 
     return Report(numbers, lines, bad, check)
 
@@ -177,11 +185,17 @@ def _sha256(folder: Path) -> tuple[str | None, bool | None]:
     return str(stated), stated == files.sha256(folder / weights.SINGLE)
 
 
-def _fits(attached: Report, vocab_size: int) -> bool:
-    return bool(attached.numbers.get("vocab_size", vocab_size) == vocab_size)
+def _alien(attached: Report, network: TransformerConfig) -> str:
+    """Why a circuit is none of this network's; nothing if it may be."""
+    head = attached.numbers.get("head", {"features": network.width})
+    if attached.numbers.get("vocab_size", network.vocab_size) != network.vocab_size:
+        return f"it DOES NOT BELONG to a model of {network.vocab_size:,} tokens"
+    if head["features"] != network.width:
+        return f"with {head['features']:,} features it DOES NOT BELONG to a model that is {network.width:,} wide"
+    return ""
 
 
-def _brief(attached: Report, vocab_size: int) -> str:
+def _brief(attached: Report) -> str:
     """A circuit in one line."""
     numbers, lines = attached.numbers, attached.lines
     line = str(lines["kind"])
@@ -191,8 +205,6 @@ def _brief(attached: Report, vocab_size: int) -> str:
     line += f", {lines['size']}"
     if attached.bad:
         line += "; its sha256 DOES NOT MATCH: save or download both of its files again"
-    if not _fits(attached, vocab_size):
-        line += f"; it DOES NOT BELONG to a model of {vocab_size:,} tokens: remove the folder {CIRCUIT_FOLDER}/"
     return line
 
 

@@ -98,7 +98,8 @@ def add_circuit_argument(parser: argparse._ActionsContainer) -> None:
         "--circuit",
         metavar="PATH",
         default="auto",
-        help="a folder or hub id, null for the one that changes nothing, or none (default: the model's own, if any)",
+        help="a folder or hub id, static for the model's own that the network does not modulate, null for the one that "
+        "changes nothing, or none (default: the model's own, if any)",
     )
 
 

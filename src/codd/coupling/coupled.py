@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from codd.circuits import HMM, Evidence
+from codd.circuits import HMM, Evidence, Modulated
 from codd.circuits.results import JointStep, Samples
 from codd.errors import InvalidEvidence
 
@@ -75,19 +75,32 @@ class Coupled:
 
     def __init__(
         self,
-        circuit: Prior,
+        circuit: Prior | Modulated,
         *,
         logits: Float[Tensor, "B L V"],
         tokens: Int[Tensor, "B L"],
         masked: Bool[Tensor, "B L"],
         temperature: float | Float[Tensor, " B"] = 1.0,
         latent_log_potentials: Float[Tensor, "B L N"] | None = None,
+        step_log_gates: Float[Tensor, "B T R"] | None = None,
+        features: Float[Tensor, "B L d"] | None = None,
+        hidden: Bool[Tensor, "B L"] | None = None,
     ):
         """``tokens`` count where ``masked`` is false; ``temperature`` divides the logits before the product.
 
-        ``latent_log_potentials`` are weights on the circuit's latents, from whatever else knows about the window.
+        ``latent_log_potentials`` and ``step_log_gates`` are weights on the circuit's latents and on the inner states
+        of its steps, from whatever else knows about the window. A modulated circuit takes them from ``features``, the
+        network's last hidden states in the window, and ``hidden``, what was masked when they were computed: by
+        default what is masked now.
         """
         _check(circuit, logits, tokens, masked)
+        if isinstance(circuit, Modulated):
+            if features is None:
+                raise InvalidEvidence("this circuit is modulated: give the network's last hidden states as features")
+            found = circuit.modulate(features, masked if hidden is None else hidden)
+            circuit = circuit.hmm
+            latent_log_potentials = _added(latent_log_potentials, found.latent_log_potentials)
+            step_log_gates = _added(step_log_gates, found.step_log_gates)
         self.circuit = circuit
         self.evidence = Evidence(
             tokens=torch.where(masked, 0, tokens),  # a mask's id need not be in the circuit's vocabulary
@@ -95,6 +108,7 @@ class Coupled:
             logits=logits,
             temperature=temperature,
             latent_log_potentials=latent_log_potentials,
+            step_log_gates=step_log_gates,
         )
 
     @property
@@ -162,6 +176,7 @@ class Coupled:
             masked=self.masked & ~where,
             temperature=self.evidence.temperature,
             latent_log_potentials=self.evidence.latent_log_potentials,
+            step_log_gates=self.evidence.step_log_gates,
         )
 
 
@@ -189,7 +204,11 @@ class _Recomputed:
         self.joint = self.joint.condition(tokens[:, None].expand_as(here), here)
 
 
-def _check(circuit: Prior, logits: Tensor, tokens: Tensor, masked: Tensor) -> None:
+def _added(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a + b
+
+
+def _check(circuit: Prior | Modulated, logits: Tensor, tokens: Tensor, masked: Tensor) -> None:
     if logits.ndim != 3 or logits.shape[:2] != tokens.shape or masked.shape != tokens.shape:
         raise InvalidEvidence(
             "logits must be (B, L, V), tokens and masked (B, L), found "

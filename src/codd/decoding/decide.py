@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from codd.circuits import HMM
+from codd.circuits import HMM, Modulated
 from codd.coupling.coupled import Prior
 from codd.decoding import graphs, samplers
 from codd.decoding.draft import Draft, Turn
@@ -30,8 +30,10 @@ class Asked(NamedTuple):
     rows: Int[Tensor, " R"]
     """The positions, ascending, on the host."""
     logits: Float[Tensor, "R V"]
-    circuit: Prior | None
+    circuit: Prior | Modulated | None
     options: Options
+    features: Float[Tensor, "L d"] | None = None
+    """The network's last states in all of the sequence, for a circuit that listens to them."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def share_masked(draft: Draft, window: Window) -> float:
     return int(draft.masked[begin:end].sum()) / (end - begin)
 
 
-def fitted(window: Window, circuit: Prior | None, total: int) -> Window | None:
+def fitted(window: Window, circuit: Prior | Modulated | None, total: int) -> Window | None:
     """The window as the circuit can serve it: one of fixed length reaches back into what is written."""
     begin, end = window
     if circuit is None or circuit.length is None or circuit.length == end - begin:
@@ -68,26 +70,27 @@ def fitted(window: Window, circuit: Prior | None, total: int) -> Window | None:
     return (begin, begin + circuit.length) if begin + circuit.length <= total else None
 
 
-def active(circuit: Prior | None, ratio: float, options: Options) -> bool:
+def active(circuit: Prior | Modulated | None, ratio: float, options: Options) -> bool:
     """Whether the circuit is to act at this mask ratio."""
     wanted = circuit is not None and options.sampler != "factorized"
     return wanted and (options.activation is None or ratio < options.activation)
 
 
-def given_to(
-    draft: Draft, window: Window, rows: Int[Tensor, " R"], logits: Float[Tensor, "R V"], noise: Noise
-) -> Given:
-    """A window, whose masked positions are among the rows (ascending), as the circuit is given it."""
+def given_to(asked: Asked, window: Window, noise: Noise) -> Given:
+    """A window, whose masked positions are among the rows, as the circuit is given it."""
+    draft, rows, logits = asked.draft, asked.rows, asked.logits
     begin, end = window
     tokens = draft.ids[begin:end]
+    masked = tokens == draft.mask_id
     inside = (rows >= begin) & (rows < end)
     part = logits if bool(inside.all()) else logits[inside.nonzero()[:, 0].to(logits.device)]
-    return Given(tokens, tokens == draft.mask_id, rows[inside] - begin, part, noise.at(slice(begin, end)))
+    given = Given(tokens, masked, rows[inside] - begin, part, noise.at(slice(begin, end)))
+    return given if asked.features is None else given._replace(features=asked.features[begin:end], hidden=masked)
 
 
-def _coupled(circuit: Prior, given: Given, count: int | None, options: Options) -> Float[Tensor, "4 more"]:
+def _coupled(circuit: Prior | Modulated, given: Given, count: int | None, options: Options) -> Float[Tensor, "4 more"]:
     """A packed ranking, whose rows are places in the window; if the circuit cannot say anything it is not sure."""
-    if isinstance(circuit, HMM) and given.logits.device.type == "cuda":
+    if isinstance(circuit, HMM | Modulated) and given.logits.device.type == "cuda":
         if count is not None:
             return _on_device(circuit, given, count, options)
         if options.sampler == "any_order" and options.threshold is not None:
@@ -101,7 +104,7 @@ def _coupled(circuit: Prior, given: Given, count: int | None, options: Options) 
     return ranking._replace(rows=places.index_select(0, ranking.rows)).packed()
 
 
-def _on_device(circuit: HMM, given: Given, count: int, options: Options) -> Float[Tensor, "4 more"]:
+def _on_device(circuit: graphs.Chain, given: Given, count: int, options: Options) -> Float[Tensor, "4 more"]:
     """So many tokens. Where the host may not look on the way, it looks at the end: were the candidates too few?"""
     packed = graphs.step_on_device(circuit, given, count, options)
     if options.sampler == "any_order" and not bool(packed[0, -1]):
@@ -135,13 +138,13 @@ def _alone(ranking: Ranking, rows: Int[Tensor, " R"]) -> Ranking:
 
 def block(asked: Asked) -> Decision:
     """Block diffusion: the circuit covers the block."""
-    draft, turn, rows, logits, circuit, options = asked
+    draft, turn, rows, logits, circuit, options, _ = asked
     window = (turn.begin, turn.end)
     ratio = share_masked(draft, window)
     covered = fitted(window, circuit, len(draft.ids))
     noise = Noise.drawn(len(draft.ids), draft.generator)
     if circuit is not None and covered is not None and active(circuit, ratio, options):
-        packed = _coupled(circuit, given_to(draft, covered, rows, logits, noise), turn.count, options)
+        packed = _coupled(circuit, given_to(asked, covered, noise), turn.count, options)
         return Decision(packed, covered[0], covered, ratio, True)
     ranking = samplers.factorized(logits, turn.count, options, noise.at(rows).to(logits.device))
     return Decision(_alone(ranking, rows).packed(), 0, window, ratio, False)
@@ -149,7 +152,7 @@ def block(asked: Asked) -> Decision:
 
 def full(asked: Asked) -> Decision:
     """Full diffusion: the circuit covers the window in which most of the tokens that are due stand."""
-    draft, turn, rows, logits, circuit, options = asked
+    draft, turn, rows, logits, circuit, options, _ = asked
     total = len(draft.ids)
     noise = Noise.drawn(total, draft.generator)
     base = samplers.factorized(logits, turn.count, options, noise.at(rows).to(logits.device))
@@ -167,7 +170,7 @@ def full(asked: Asked) -> Decision:
     if not active(circuit, ratio, options) or (circuit.length is not None and circuit.length != length):
         return Decision(alone, 0, window, ratio, False)
     count = None if turn.count is None else int(due[begin : begin + length].sum())
-    packed = _coupled(circuit, given_to(draft, window, rows, logits, noise), count, options)
+    packed = _coupled(circuit, given_to(asked, window, noise), count, options)
     inside = Decision(packed, begin, window, ratio, True).fetched()
     wait = options.outside == "defer" and not turn.last
     away = (base.rows < begin) | (base.rows >= begin + length)

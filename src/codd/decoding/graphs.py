@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from codd.backbones.backbone import Backbone
-from codd.circuits import HMM
+from codd.circuits import HMM, Modulated
 from codd.coupling import Coupled
 from codd.coupling.coupled import Prior
 from codd.decoding import samplers
@@ -27,6 +27,8 @@ NETWORKS, STEPS = 2, 16
 WARMUP = 2
 """Calls of a kind that are made without a graph first: they compile what is to be captured."""
 
+Chain = HMM | Modulated
+"""A circuit whose steps can be captured."""
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
@@ -60,7 +62,7 @@ class Kept(Generic[Arguments, Result]):
 
 
 _NETWORKS: WeakKeyDictionary[Backbone, Kept[[Tensor, Tensor | None], Tensor]] = WeakKeyDictionary()
-_STEPS: WeakKeyDictionary[HMM, Kept[["Given"], Tensor]] = WeakKeyDictionary()
+_STEPS: WeakKeyDictionary[Chain, Kept[["Given"], Tensor]] = WeakKeyDictionary()
 
 
 def _capture(function: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
@@ -127,30 +129,42 @@ class Given(NamedTuple):
     places: Int[Tensor, " R"]
     logits: Float[Tensor, "R V"]
     noise: Noise
+    features: Float[Tensor, "L d"] | None = None
+    """The network's last states in the window, on the device, if the circuit listens to them."""
+    hidden: Bool[Tensor, " L"] | None = None
+    """What was masked when the network saw the window; more than what is masked now, once tokens are known."""
 
-    def packed(self) -> Float[Tensor, "5 L"]:
+    def packed(self) -> Float[Tensor, "rows L"]:
         """What crosses to the device, in one go."""
-        return torch.stack([self.tokens.double(), self.masked.double(), *(part.double() for part in self.noise)])
+        rows = [self.tokens, self.masked, *self.noise, *(() if self.hidden is None else (self.hidden,))]
+        return torch.stack([row.double() for row in rows])
 
     def after(self, places: Int[Tensor, " k"], tokens: Int[Tensor, " k"]) -> "Given":
         """What is left once some of the masked places are known."""
         left = ~torch.isin(self.places, places)
-        return Given(
-            self.tokens.scatter(0, places, tokens),
-            self.masked.scatter(0, places, False),
-            self.places[left],
-            self.logits[left.nonzero()[:, 0].to(self.logits.device)],
-            self.noise,
+        return self._replace(
+            tokens=self.tokens.scatter(0, places, tokens),
+            masked=self.masked.scatter(0, places, False),
+            places=self.places[left],
+            logits=self.logits[left.nonzero()[:, 0].to(self.logits.device)],
         )
 
-    def joint(self, circuit: Prior, temperature: float) -> Coupled:
+    def joint(self, circuit: Prior | Modulated, temperature: float) -> Coupled:
         """The product, on the logits' device."""
         device, dense = self.logits.device, self.logits
         if len(self.places) != len(self.tokens):
             dense = self.logits.new_zeros(len(self.tokens), self.logits.shape[-1])
             dense[self.places.to(device)] = self.logits
         tokens, masked = self.tokens[None].to(device), self.masked[None].to(device)
-        return Coupled(circuit, logits=dense[None], tokens=tokens, masked=masked, temperature=temperature)
+        return Coupled(
+            circuit,
+            logits=dense[None],
+            tokens=tokens,
+            masked=masked,
+            temperature=temperature,
+            features=None if self.features is None else self.features[None],
+            hidden=None if self.hidden is None else self.hidden[None].to(device),
+        )
 
 
 def temperature_of(options: Options) -> float:
@@ -158,19 +172,20 @@ def temperature_of(options: Options) -> float:
     return 1.0 if options.tempering == "paper" else options.circuit_temperature
 
 
-def step_on_device(circuit: HMM, given: Given, count: int, options: Options) -> Float[Tensor, "4 more"]:
+def step_on_device(circuit: Chain, given: Given, count: int, options: Options) -> Float[Tensor, "4 more"]:
     """A coupled step on a GPU, packed, its rows being places of the window; captured if such steps come again."""
     # What has no part in the sampler's work must not make another graph.
     same = options.changed(
         gen_length=0, block_length=1, steps=None, ban=(), hooks=(), stop=True, seed=0, cfg_scale=0.0, activation=None
     )
-    key = (len(given.tokens), given.logits.shape[-1], given.logits.dtype, count, same)
+    heard = None if given.features is None else given.features.dtype
+    key = (len(given.tokens), given.logits.shape[-1], given.logits.dtype, heard, count, same)
     kept = _STEPS.setdefault(circuit, Kept(STEPS))
     graph = kept.find(key, lambda: _Step(circuit, given, count, options))
     return eager_step(circuit, given, count, options).packed() if graph is None else graph(given)
 
 
-def eager_step(circuit: HMM, given: Given, count: int, options: Options, *, dense: bool = False) -> Ranking:
+def eager_step(circuit: Chain, given: Given, count: int, options: Options, *, dense: bool = False) -> Ranking:
     """The same without a graph; ``dense``: with all tokens as candidates."""
     joint = given.joint(circuit, temperature_of(options))
     noise = given.noise.to(given.logits.device)
@@ -180,23 +195,32 @@ def eager_step(circuit: HMM, given: Given, count: int, options: Options, *, dens
 class _Step:
     """The coupled part of a step for windows of one length."""
 
-    def __init__(self, circuit: HMM, given: Given, count: int, options: Options):
+    def __init__(self, circuit: Chain, given: Given, count: int, options: Options):
         device, vocab = given.logits.device, given.logits.shape[-1]
         # What an earlier step left at observed places does no harm: it is not looked at.
         self.logits = given.logits.new_zeros(1, len(given.tokens), vocab)
+        self.features = None if given.features is None else given.features[None].clone()
         self.packed = given.packed().to(device)
 
         def step() -> Float[Tensor, "4 more"]:
-            tokens, masked = self.packed[:1].long(), self.packed[1:2].bool()
+            tokens, masked, hidden = self.packed[:1].long(), self.packed[1:2].bool(), self.packed[5:].bool()
             joint = Coupled(
-                circuit, logits=self.logits, tokens=tokens, masked=masked, temperature=temperature_of(options)
+                circuit,
+                logits=self.logits,
+                tokens=tokens,
+                masked=masked,
+                temperature=temperature_of(options),
+                features=self.features,
+                hidden=None if self.features is None else hidden,
             )
-            return coupled_step(joint, masked[0], Noise(*self.packed[2:].float()), count, options).packed()
+            return coupled_step(joint, masked[0], Noise(*self.packed[2:5].float()), count, options).packed()
 
         self.graph, self.found = _capture(step)
 
     def __call__(self, given: Given) -> Float[Tensor, "4 more"]:
         self.logits[0].index_copy_(0, given.places.to(self.logits.device, non_blocking=True), given.logits)
         self.packed.copy_(given.packed(), non_blocking=True)
+        if self.features is not None and given.features is not None:
+            self.features[0].copy_(given.features)
         self.graph.replay()
         return self.found.clone()  # the next sequence uses the same graph

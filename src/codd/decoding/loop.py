@@ -13,6 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from codd.backbones.backbone import Backbone
+from codd.circuits import Modulated
 from codd.coupling.coupled import Prior
 from codd.decoding import decide, graphs, reference
 from codd.decoding.decide import Asked, Decision
@@ -66,7 +67,7 @@ def denoise(
     options: Options,
     *,
     mask_id: int,
-    circuit: Prior | None = None,
+    circuit: Prior | Modulated | None = None,
     stop_ids: frozenset[int] = frozenset(),
 ) -> Iterator[Step]:
     """Fill the masks of every prompt and those put after it; a step of each unfinished sequence in turn."""
@@ -81,7 +82,8 @@ def denoise(
         for (draft, _, turn), given in zip(now, states, strict=True):
             rows = rows_of(draft, turn, options)
             logits = logits_at(backbone, draft, rows, given, options, banned)
-            case = Asked(draft, turn, rows, logits, circuit, options)
+            features = given[0] if isinstance(circuit, Modulated) else None  # with guidance, the ones with the prompt
+            case = Asked(draft, turn, rows, logits, circuit, options, features)
             decided.append((case, _decide(backbone, case)))
         asked = []
         for (draft, plan, _), (case, decision) in zip(now, decided, strict=True):
@@ -99,7 +101,11 @@ def denoise(
 
 
 def begin(
-    backbone: Backbone, prompts: Sequence[Sequence[int]], options: Options, mask_id: int, circuit: Prior | None
+    backbone: Backbone,
+    prompts: Sequence[Sequence[int]],
+    options: Options,
+    mask_id: int,
+    circuit: Prior | Modulated | None,
 ) -> list[Draft]:
     """All sequences before the first step, after checking that this can be done."""
     if options.reference:

@@ -11,18 +11,19 @@ from jaxtyping import Int
 from torch import Tensor
 
 from codd.backbones import Backbone, Tokenizer, load_checkpoint
-from codd.circuits import HMM, Circuit
+from codd.circuits import HMM, Circuit, Modulated, load_circuit
 from codd.decoding.loop import Step, denoise
 from codd.decoding.options import Keywords, Options
 from codd.decoding.prompts import Prompts, encode_prompts
 from codd.errors import InvalidInput
 
-CIRCUIT_FOLDER = "circuit"
-"""Where a checkpoint keeps the circuit that belongs to it."""
-
-
+CIRCUIT_FOLDERS = {"auto": "circuit", "static": "circuit-static"}
+"""Where a checkpoint keeps the circuits that belong to it: its best one, and the best that no network modulates."""
 TURN_ENDS = ("<|eot_id|>", "<|im_end|>")
 """What instructed models write at the end of an answer, beside their end-of-text."""
+
+
+AnyCircuit = HMM | Circuit | Modulated
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +49,7 @@ class Model:
     """What `load` gives."""
 
     backbone: Backbone
-    circuit: HMM | Circuit | None
+    circuit: AnyCircuit | None
     tokenizer: Tokenizer | None
     """None where the checkpoint has none: give ids then."""
     mask_id: int | None
@@ -99,7 +100,7 @@ class Model:
 
 def load(
     source: str | os.PathLike[str] | None = None,
-    circuit: str | os.PathLike[str] | HMM | Circuit | Literal["auto", "null"] | None = "auto",
+    circuit: str | os.PathLike[str] | AnyCircuit | Literal["auto", "static", "null"] | None = "auto",
     *,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
@@ -110,9 +111,10 @@ def load(
     """Load a checkpoint of any known family with its circuit; without ``source``, the bundled model.
 
     ``source``: a folder or a hub id. ``circuit``: a folder, a hub id or a circuit; "null" for the circuit that changes
-    nothing, None for none, "auto" for the one in the checkpoint's own folder, if any. ``device`` and ``dtype``: by
-    default a GPU if there is one, and float32 on the CPU. ``mask_id``: for masked language models whose files do not
-    say. ``check`` refuses weights with NaN.
+    nothing, None for none, "auto" for the one in the checkpoint's own folder (circuit/), if any, "static" for the one
+    beside it that is not modulated by the network (circuit-static/). ``device`` and ``dtype``: by default a GPU if
+    there is one, and float32 on the CPU. ``mask_id``: for masked language models whose files do not say. ``check``
+    refuses weights with NaN.
     """
     backbone, tokenizer, folder = load_checkpoint(source, device=device, dtype=dtype, revision=revision, check=check)
     if mask_id is None:
@@ -124,21 +126,40 @@ def load(
     return Model(backbone, _circuit(circuit, backbone, folder), tokenizer, mask_id)
 
 
-def _circuit(
-    wanted: str | os.PathLike[str] | HMM | Circuit | None, backbone: Backbone, folder: Path
-) -> HMM | Circuit | None:
-    if wanted is None or (wanted == "auto" and not (folder / CIRCUIT_FOLDER).is_dir()):
+def _circuit(wanted: str | os.PathLike[str] | AnyCircuit | None, backbone: Backbone, folder: Path) -> AnyCircuit | None:
+    if wanted is None or (wanted == "auto" and not (folder / CIRCUIT_FOLDERS["auto"]).is_dir()):
         return None
-    found: HMM | Circuit
-    if isinstance(wanted, HMM | Circuit):
+    found: AnyCircuit
+    if isinstance(wanted, AnyCircuit):
         found = wanted
     elif wanted == "null":
         found = HMM.neutral(num_states=1, vocab_size=backbone.vocab_size)
     else:
-        found = HMM.load(folder / CIRCUIT_FOLDER if wanted == "auto" else wanted)
-    if found.vocab_size != backbone.vocab_size:
-        raise InvalidInput(
-            f"the circuit is over {found.vocab_size} tokens, the model over {backbone.vocab_size}: they do not belong "
-            "together."
-        )
+        found = load_circuit(_beside(wanted, folder) if wanted in CIRCUIT_FOLDERS else wanted)
+    _check_fits(found, backbone)
     return found if isinstance(found, Circuit) else found.to(device=backbone.device)
+
+
+def _beside(name: object, folder: Path) -> Path:
+    """Where one of a checkpoint's own circuits is."""
+    found = folder / CIRCUIT_FOLDERS[str(name)]
+    if not found.is_dir():
+        raise InvalidInput(
+            f"{folder}: has no folder {found.name}/, so that there is no circuit {name!r}; give the folder of another, "
+            '"auto", "null" or None.'
+        )
+    return found
+
+
+def _check_fits(circuit: AnyCircuit, backbone: Backbone) -> None:
+    if circuit.vocab_size != backbone.vocab_size:
+        raise InvalidInput(
+            f"the circuit is over {circuit.vocab_size} tokens, the model over {backbone.vocab_size}: they do not "
+            "belong together."
+        )
+    width = backbone.config.width
+    if isinstance(circuit, Modulated) and circuit.features != width:
+        raise InvalidInput(
+            f"the circuit listens to hidden states of {circuit.features} numbers, those of the model have {width}: "
+            "they do not belong together."
+        )

@@ -13,10 +13,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from codd.circuits import Modulated
 from codd.coupling.coupled import Prior
 from codd.decoding import decide
 from codd.decoding.decide import Asked, Decision, Window
-from codd.decoding.draft import Draft, Draw
+from codd.decoding.draft import Draw
 from codd.decoding.options import Options
 from codd.decoding.orders import ranked
 from codd.decoding.samplers import Noise, Ranking
@@ -29,7 +30,7 @@ _NEVER, _ALWAYS = -1e9, 1e9
 
 def block(asked: Asked, *, dream: bool) -> Decision:
     """Block diffusion, as for LLaDA or, with Dream's way of sampling, as for Dream."""
-    draft, turn, rows, logits, circuit, options = asked
+    draft, turn, rows, logits, circuit, options, _ = asked
     window = (turn.begin, turn.end)
     ratio = decide.share_masked(draft, window)
     draw = draft.drawer(logits.device)
@@ -37,14 +38,14 @@ def block(asked: Asked, *, dream: bool) -> Decision:
     possible = _sure(logits)
     if acted:
         assert circuit is not None
-        logits, possible = modified(circuit, draft, window, rows, logits, options, draw)
+        logits, possible = modified(circuit, asked, window, draw)
     found = (_dream if dream else _llada)(logits, options, draw)
     return _decision(rows, found, turn.count, window, ratio, acted, possible)
 
 
 def full(asked: Asked) -> Decision:
     """Full diffusion: Dream's own loop, or with a circuit the one with dynamic windows."""
-    draft, turn, rows, logits, circuit, options = asked
+    draft, turn, rows, logits, circuit, options, _ = asked
     total, draw = len(draft.ids), draft.drawer(logits.device)
     if circuit is None or options.sampler == "factorized":
         found = _dream(logits, options, draw)
@@ -57,8 +58,8 @@ def full(asked: Asked) -> Decision:
     return _windowed(asked, circuit, draw)
 
 
-def _windowed(asked: Asked, circuit: Prior, draw: Draw) -> Decision:
-    draft, turn, rows, logits, _, options = asked
+def _windowed(asked: Asked, circuit: Prior | Modulated, draw: Draw) -> Decision:
+    draft, turn, rows, logits, _, options, _ = asked
     total = len(draft.ids)
     length = min(circuit.length or getattr(circuit, "window", None) or options.block_length, total)
     due = torch.zeros(total, dtype=torch.bool)
@@ -71,7 +72,7 @@ def _windowed(asked: Asked, circuit: Prior, draw: Draw) -> Decision:
     acted = covered > 1 and decide.active(circuit, ratio, options)
     possible = _sure(logits)
     if acted:
-        logits, possible = modified(circuit, draft, window, rows, logits, options, draw)
+        logits, possible = modified(circuit, asked, window, draw)
     found = _dream(logits, options, draw)
     confidence = found.confidence
     outside = (rows < begin) | (rows >= begin + length)
@@ -82,19 +83,13 @@ def _windowed(asked: Asked, circuit: Prior, draw: Draw) -> Decision:
 
 
 def modified(
-    circuit: Prior,
-    draft: Draft,
-    window: Window,
-    rows: Int[Tensor, " R"],
-    logits: Float[Tensor, "R V"],
-    options: Options,
-    draw: Draw,
+    circuit: Prior | Modulated, asked: Asked, window: Window, draw: Draw
 ) -> tuple[Float[Tensor, "R V"], Bool[Tensor, ""]]:
     """Logits with the scores of one latent path in the window, in the logits' own type; whether there is a path."""
-    tempered = 0 < options.circuit_temperature < 1
-    divided = logits / options.circuit_temperature if tempered else logits
+    rows, logits, tau = asked.rows, asked.logits, asked.options.circuit_temperature
+    divided = logits / tau if 0 < tau < 1 else logits
     path = draw(window[1] - window[0])
-    given = decide.given_to(draft, window, rows, divided, Noise.none(len(draft.ids)))
+    given = decide.given_to(asked._replace(logits=divided), window, Noise.none(len(asked.draft.ids)))
     step = given.joint(circuit, 1.0).joint_step(path[None])
     inside = ((rows >= window[0]) & (rows < window[1])).nonzero()[:, 0].to(logits.device)
     scores = step.scores[0, rows.to(logits.device)[inside] - window[0]]

@@ -1,1 +1,3 @@
-"""Measurements: what the joint layer costs, and (later) what it gains."""
+"""Measurements: what the joint layer costs, and what it gains."""
+
+from codd.evaluation.gap import misspecification as misspecification

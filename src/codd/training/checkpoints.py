@@ -27,8 +27,12 @@ def write_checkpoint(
     folder, partial = root / f"step-{step:07d}", root / f".step-{step:07d}.{os.getpid()}"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
-    files.write_weights(partial / STATE, files.standalone(tensors))
-    files.write_text(partial / NOTES, json.dumps({"step": step, **notes}, indent=2) + "\n")
+    try:
+        files.write_weights(partial / STATE, files.standalone(tensors))
+        files.write_text(partial / NOTES, json.dumps({"step": step, **notes}, indent=2) + "\n")
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)  # a full disk has no room for half a checkpoint
+        raise
     files.sync_folder(partial)
     if folder.exists():  # the run was started again from an older checkpoint; this one is the same to the bit
         shutil.rmtree(folder)

@@ -23,12 +23,12 @@ from codd.backbones.tokenizer import Tokenizer
 from codd.errors import FormatError
 from codd.training.problems import problems
 from codd.training.recipe import Source
-from codd.training.rows import Example, PackedRows, Rows, RowSource, TextRows, pack
+from codd.training.rows import MOST_SEGMENTS, Example, PackedRows, Rows, RowSource, TextRows, Tokens, pack, token_type
 
 CALCULATOR = re.compile(r"<<[^>]*>>")
 """GSM8K's marks for a calculator, such as <<48/2=24>>: not part of what is said."""
 TAILS = (0.6, 0.25, 0.15)
-"""How often an answer is followed by no, one or two further blocks of end marks: answers end before their room does."""
+"""By default: answers end before their room does."""
 CHUNK = 2000
 """Problems that one process makes at a time."""
 MANY = 4_000_000
@@ -51,6 +51,10 @@ class Layout(NamedTuple):
     row_length: int
     block_length: int
     seed: int
+    texts: int = MOST_SEGMENTS
+    """How many questions with their answers may share a row: one, for networks that cannot keep them apart."""
+    tails: tuple[float, ...] = TAILS
+    """How often an answer is followed by no, one, two ... further blocks of end marks."""
 
 
 def texts(source: Source, root: Path) -> Iterator[str]:
@@ -58,7 +62,7 @@ def texts(source: Source, root: Path) -> Iterator[str]:
     path = resolve(source, root)
     if ".jsonl" in path.suffixes[-2:]:
         key = source.fields[0] if len(source.fields) == 1 else "text"
-        for where, entry in _entries(path, source.count):
+        for where, entry in entries(path, source.count):
             yield _field(entry, key, where)
     else:
         with _open(path) as file:
@@ -74,7 +78,7 @@ def pairs(source: Source, root: Path) -> Iterator[Pair]:
     path = resolve(source, root)
     if len(source.fields) != 2:
         raise FormatError(f"source {source.name}: fields must name the question's and the answer's key.")
-    for where, entry in _entries(path, source.count):
+    for where, entry in entries(path, source.count):
         question, answer = (_field(entry, key, where) for key in source.fields)
         yield Pair(question.strip(), CALCULATOR.sub("", answer).strip())
 
@@ -122,22 +126,23 @@ def open_source(source: Source, root: Path, tokenizer: Tokenizer, layout: Layout
     return PackedRows(Rows(**kept), layout.seed)
 
 
-def token_stream(source: Source, root: Path, tokenizer: Tokenizer) -> NDArray[np.uint16]:
+def token_stream(source: Source, root: Path, tokenizer: Tokenizer) -> Tokens:
     """All documents, one after the other, each followed by the end mark."""
     documents = list(texts(source, root))
     if len(documents) > 1 and sum(map(len, documents)) > MANY and (os.cpu_count() or 1) > 1:
         parts = _in_processes(_encode_one, documents, tokenizer)
     else:
         parts = [_encode_document(document, tokenizer) for document in documents]
-    return np.concatenate(parts) if parts else np.empty(0, np.uint16)
+    return np.concatenate(parts) if parts else np.empty(0, token_type(tokenizer.vocab_size))
 
 
-def _encode_document(document: str, tokenizer: Tokenizer) -> NDArray[np.uint16]:
+def _encode_document(document: str, tokenizer: Tokenizer) -> Tokens:
     # Cut at paragraphs, which no token crosses: the library is slow on one text of many megabytes.
     pieces = re.split(r"(?<=\n\n)(?=\S)", document)
     encoded = tokenizer.encode_batch(pieces, parse_special=False)
     end = [_required(tokenizer.eos_id, "eos")]
-    return np.concatenate([np.asarray(ids, dtype=np.uint16) for ids in (*encoded, end)])
+    kind = token_type(tokenizer.vocab_size)
+    return np.concatenate([np.asarray(ids, dtype=kind) for ids in (*encoded, end)])
 
 
 def _packed(source: Source, root: Path, tokenizer: Tokenizer, layout: Layout) -> Rows:
@@ -147,12 +152,14 @@ def _packed(source: Source, root: Path, tokenizer: Tokenizer, layout: Layout) ->
         found = encode_pairs(list(pairs(source, root)), tokenizer)
     generator = np.random.default_rng((layout.seed, 1))
     eos = _required(tokenizer.eos_id, "eos")
-    extra = generator.choice(len(TAILS), size=len(found), p=TAILS)
+    tails = np.asarray(layout.tails) / np.sum(layout.tails)
+    extra = generator.choice(len(tails), size=len(found), p=tails)
     examples = [_fill(*pair, int(more), eos, layout) for pair, more in zip(found, extra, strict=True)]
-    return pack(examples, layout.row_length, _required(tokenizer.pad_id, "pad"))
+    pad = eos if tokenizer.pad_id is None else tokenizer.pad_id  # what stands at padding is not looked at
+    return pack(examples, layout.row_length, pad, layout.texts)
 
 
-Encoded = tuple[NDArray[np.uint16], NDArray[np.uint16]]
+Encoded = tuple[Tokens, Tokens]
 """A question, with all that a conversation puts around it up to the answer, and the answer."""
 
 
@@ -160,20 +167,21 @@ def encode_pairs(found: Sequence[Pair], tokenizer: Tokenizer) -> list[Encoded]:
     """Questions and answers as tokens."""
     questions = [tokenizer.encode_chat(pair.question) for pair in found]
     answers = tokenizer.encode_batch([pair.answer for pair in found], parse_special=False)
+    kind = token_type(tokenizer.vocab_size)
     return [
-        (np.asarray(question, np.uint16), np.asarray(answer, np.uint16))
+        (np.asarray(question, kind), np.asarray(answer, kind))
         for question, answer in zip(questions, answers, strict=True)
     ]
 
 
-def _fill(question: NDArray[np.uint16], answer: NDArray[np.uint16], extra: int, eos: int, layout: Layout) -> Example:
+def _fill(question: Tokens, answer: Tokens, extra: int, eos: int, layout: Layout) -> Example:
     """End marks up to the end of the answer's last block, and sometimes further blocks of them if there is room."""
     size = layout.block_length
     blocks = len(answer) // size + 1
     while extra and len(question) + (blocks + extra) * size > layout.row_length:
         extra -= 1
     room = min((blocks + extra) * size, max(len(answer) + 1, layout.row_length - len(question)))
-    end = np.full(room - len(answer), eos, np.uint16)
+    end = np.full(room - len(answer), eos, answer.dtype)
     return Example(np.concatenate((question, answer, end)), len(question))
 
 
@@ -201,7 +209,7 @@ def _prepare_process(tokenizer: Tokenizer) -> None:
     _process_tokenizer = tokenizer
 
 
-def _encode_one(document: str) -> NDArray[np.uint16]:
+def _encode_one(document: str) -> Tokens:
     """In a process of its own."""
     assert _process_tokenizer is not None
     return _encode_document(document, _process_tokenizer)
@@ -209,7 +217,7 @@ def _encode_one(document: str) -> NDArray[np.uint16]:
 
 def _generate_some(
     job: tuple[int, int, Literal["train", "test"], int],
-) -> tuple[NDArray[np.int64], NDArray[np.uint16]]:
+) -> tuple[NDArray[np.int64], Tokens]:
     """In a process of its own; the result is two arrays, since thousands would take long to hand over."""
     start, count, split, seed = job
     assert _process_tokenizer is not None
@@ -218,7 +226,7 @@ def _generate_some(
     return np.asarray([len(part) for part in parts]), np.concatenate(parts)
 
 
-def _cut(sizes: NDArray[np.int64], tokens: NDArray[np.uint16]) -> Iterator[Encoded]:
+def _cut(sizes: NDArray[np.int64], tokens: Tokens) -> Iterator[Encoded]:
     """The opposite of joining: questions and answers in turns."""
     parts = iter(np.split(tokens, np.cumsum(sizes)[:-1]))
     return zip(parts, parts, strict=True)
@@ -235,15 +243,7 @@ def _kept(
     """The arrays of a source: read if they were made before from the same things, else made and written."""
     if cache is None:
         return make()
-    content = None if source.kind == "problems" else files.sha256(resolve(source, root))
-    identity = {
-        **asdict(source),
-        "weight": None,
-        "layout": list(layout),
-        "content": content,
-        "tokenizer": _digest(tokenizer),
-    }
-    digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12]
+    digest = identity(source, root, tokenizer, layout)
     folder = cache / f"{source.name}-{digest}"
     if not folder.is_dir():
         arrays = make()
@@ -257,13 +257,23 @@ def _kept(
     return {path.stem: np.load(path, mmap_mode="r") for path in sorted(folder.glob("*.npy"))}
 
 
+def identity(source: Source, root: Path, tokenizer: Tokenizer, layout: Layout) -> str:
+    """Names the rows of a source: the same name means the same rows."""
+    content = None if source.kind == "problems" else files.sha256(resolve(source, root))
+    # Fields that came later: what is kept under the old names stays good.
+    later = {"texts": MOST_SEGMENTS, "tails": TAILS}
+    shown = [value for name, value in layout._asdict().items() if value != later.get(name)]
+    fields = {**asdict(source), "weight": None, "layout": shown, "content": content, "tokenizer": _digest(tokenizer)}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:12]
+
+
 def _digest(tokenizer: Tokenizer) -> str:
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(folder)
         return "".join(files.sha256(path) for path in sorted(Path(folder).iterdir()))
 
 
-def _entries(path: Path, most: int | None) -> Iterator[tuple[str, dict[str, Any]]]:
+def entries(path: Path, most: int | None) -> Iterator[tuple[str, dict[str, Any]]]:
     """The lines of a file of JSON objects, each with where it stands."""
     with _open(path) as file:
         for number, line in enumerate(file):

@@ -212,7 +212,7 @@ def resume(state: State, recipe: Recipe, out: Path, workers: Workers) -> None:
     kept, notes = read_checkpoint(found[-1], str(workers.device))
     if notes.get("digest") != recipe.digest():
         raise InvalidInput(
-            f"{found[-1]}: is of another recipe ({_difference(notes.get('recipe', {}), recipe)}). Give another --out, "
+            f"{found[-1]}: is of another recipe ({difference(notes.get('recipe', {}), recipe)}). Give another --out, "
             "or --fresh to begin again."
         )
     try:
@@ -224,7 +224,8 @@ def resume(state: State, recipe: Recipe, out: Path, workers: Workers) -> None:
         ) from error
 
 
-def _difference(old: dict[str, Any], recipe: Recipe) -> str:
+def difference(old: dict[str, Any], recipe: Any) -> str:
+    """Which fields of a recipe differ from those that a checkpoint notes."""
     new = json.loads(json.dumps(dataclasses.asdict(recipe)))
     differing = [name for name in new if old.get(name) != new[name]]
     return f"{', '.join(differing)} differ" if differing else "of another version of codd"
@@ -243,7 +244,7 @@ def _stepper(recipe: Recipe, data: Data, state: State, workers: Workers) -> Call
     averages = [state.average[name] for name, _ in state.network.named_parameters()]
 
     def step() -> dict[str, Tensor]:
-        generator = torch.Generator(device).manual_seed(_mix(recipe.seed, state.step))
+        generator = torch.Generator(device).manual_seed(mix(recipe.seed, state.step))
         batch = make(data.training.batch_at(state.step), generator)
         rate = learning_rate(state.step, recipe.steps, recipe.optimizer)
         for group in state.optimizer.param_groups:
@@ -357,6 +358,6 @@ class Clock:
         self.begun, self.since = time.perf_counter(), step
 
 
-def _mix(seed: int, step: int) -> int:
+def mix(seed: int, step: int) -> int:
     """A seed of its own for every step."""
     return (seed * 1_000_003 + step) % 2**63

@@ -8,10 +8,10 @@ import math
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import yaml
 
@@ -119,12 +119,27 @@ class Recipe:
 
     def digest(self) -> str:
         """Names the run: two recipes with the same digest train the same network."""
-        text = json.dumps(dataclasses.asdict(self), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        return digest_of(self)
+
+
+def digest_of(recipe: Any) -> str:
+    """A name for what a recipe's fields say."""
+    text = json.dumps(dataclasses.asdict(recipe), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def read_recipe(path: Path, changes: Sequence[str] = ()) -> Recipe:
     """Read a YAML file; ``changes`` like ``optimizer.lr=1e-3`` come on top of it."""
+    return read_fields(Recipe, path, changes, _problems)
+
+
+Kind = TypeVar("Kind")
+
+
+def read_fields(
+    kind: type[Kind], path: Path, changes: Sequence[str], problems: Callable[[Kind], Iterator[str]]
+) -> Kind:
+    """A recipe of some kind from a YAML file; ``problems`` are what no type says."""
     try:
         fields = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -133,8 +148,9 @@ def read_recipe(path: Path, changes: Sequence[str] = ()) -> Recipe:
         raise FormatError(f"{path}: expected fields like `name: mini`, found {type(fields).__name__}.")
     for change in changes:
         _change(fields, change)
-    recipe: Recipe = _build(Recipe, fields, str(path))
-    _check(recipe, path)
+    recipe: Kind = _build(kind, fields, str(path))
+    if found := list(problems(recipe)):
+        raise FormatError(f"{path}: {'; '.join(found)}.")
     return recipe
 
 
@@ -192,17 +208,17 @@ def _build_section(kind: Any, value: Any, where: str) -> Any:
     return kind(**{name: _build(hints[name], item, f"{where}: {name}") for name, item in value.items()})
 
 
-def _check(recipe: Recipe, path: Path) -> None:
+def _problems(recipe: Recipe) -> Iterator[str]:
     """What no type says."""
-    problems = [*_source_problems(recipe), *_number_problems(recipe)]
-    if problems:
-        raise FormatError(f"{path}: {'; '.join(problems)}.")
-
-
-def _source_problems(recipe: Recipe) -> Iterator[str]:
     if not recipe.data:
         yield "data is empty"
-    for source in (*recipe.data, *recipe.validation):
+    yield from source_problems((recipe.data, recipe.validation))
+    yield from _number_problems(recipe)
+
+
+def source_problems(sets: Sequence[Sequence[Source]]) -> Iterator[str]:
+    """What is wrong with sets of data, the first of which is to be trained on."""
+    for source in (source for sources in sets for source in sources):
         if not re.fullmatch(r"[\w-][\w.-]*", source.name):  # it becomes part of a folder's name
             yield f"source name {source.name!r} must be of letters, digits and . _ -"
         if source.kind == "problems" and not source.count:
@@ -211,9 +227,9 @@ def _source_problems(recipe: Recipe) -> Iterator[str]:
             yield f"source {source.name} needs a path"
         if any(number is not None and number < 1 for number in (source.count, source.rows)):
             yield f"source {source.name}: count and rows must be above zero"
-    if any(source.weight <= 0 for source in recipe.data):
+    if any(source.weight <= 0 for source in sets[0]):
         yield "every weight must be above zero"
-    for sources in (recipe.data, recipe.validation):
+    for sources in sets:
         if len({source.name for source in sources}) < len(sources):
             yield "two sources have the same name"
 

@@ -6,7 +6,7 @@ goes on with exactly the rows that it would have seen.
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,11 +18,19 @@ PADDING = 0
 MOST_SEGMENTS = 255
 """Texts in a row: more would not fit the type of their numbers."""
 
+Tokens = NDArray[np.unsignedinteger[Any]]
+"""Ids in the smallest type that holds the vocabulary, see `token_type`."""
+
+
+def token_type(vocab_size: int) -> type[np.uint16] | type[np.uint32]:
+    """Two bytes an id, or four where the vocabulary needs them."""
+    return np.uint16 if vocab_size <= 2**16 else np.uint32
+
 
 class Rows(NamedTuple):
     """Some rows. Texts that share a row have different segment numbers, from 1 on, and do not see each other."""
 
-    tokens: NDArray[np.uint16]
+    tokens: Tokens
     segments: NDArray[np.uint8]
     scored: NDArray[np.bool_]
     """Which tokens are to be predicted: all of a prose, the answers of questions."""
@@ -42,7 +50,7 @@ class RowSource(Protocol):
 class TextRows:
     """Rows cut from a stream of tokens, each epoch at another offset."""
 
-    def __init__(self, stream: NDArray[np.uint16], length: int, seed: int):
+    def __init__(self, stream: Tokens, length: int, seed: int):
         """The stream must hold at least one row."""
         assert len(stream) >= length
         self.stream, self.length, self.seed = stream, length, seed
@@ -97,16 +105,17 @@ class PackedRows:
 class Example(NamedTuple):
     """A question and its answer as tokens, the answer with its end mark and whatever fills its last block."""
 
-    tokens: NDArray[np.uint16]
+    tokens: Tokens
     prompt: int
     """How many of the tokens are the question's."""
 
 
-def pack(examples: Sequence[Example], length: int, pad_id: int) -> Rows:
-    """Lay examples into as few rows as best fit manages; ones that are too long are left out."""
-    bins = _best_fit([len(example.tokens) for example in examples], length)
+def pack(examples: Sequence[Example], length: int, pad_id: int, most: int = MOST_SEGMENTS) -> Rows:
+    """Lay examples, ``most`` to a row, into as few rows as best fit manages; ones that are too long are left out."""
+    bins = _best_fit([len(example.tokens) for example in examples], length, most)
+    kind = examples[0].tokens.dtype if examples else np.uint16
     rows = Rows(
-        np.full((len(bins), length), pad_id, np.uint16),
+        np.full((len(bins), length), pad_id, kind),
         np.full((len(bins), length), PADDING, np.uint8),
         np.zeros((len(bins), length), np.bool_),
     )
@@ -122,7 +131,7 @@ def pack(examples: Sequence[Example], length: int, pad_id: int) -> Rows:
     return rows
 
 
-def _best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+def _best_fit(sizes: Sequence[int], capacity: int, most: int) -> list[list[int]]:
     """Which items share a bin: longest first, each into the bin that it fills best."""
     bins: list[list[int]] = []
     open_bins: dict[int, list[int]] = {}
@@ -142,7 +151,7 @@ def _best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
             bins.append([])
         bins[chosen].append(item)
         left = room - size
-        if left and len(bins[chosen]) < MOST_SEGMENTS:
+        if left and len(bins[chosen]) < most:
             open_bins.setdefault(left, []).append(chosen)
             rooms |= 1 << left
     return bins

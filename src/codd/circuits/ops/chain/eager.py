@@ -14,7 +14,8 @@ from codd.circuits.ops.scaled import Scaled
 from codd.circuits.parameters import Transition
 
 _RESCALE_EVERY = {torch.float32: 4, torch.float64: 16}
-_FLUSH = {torch.float32: 1e-36, torch.float64: 1e-300}
+FLUSH = {torch.float32: 1e-36, torch.float64: 1e-300}
+"""Products under this may have been lost."""
 
 
 def _factors(transition: Transition, reverse: bool) -> tuple[Float[Tensor, "*steps _ _"], ...]:
@@ -33,8 +34,11 @@ def messages(
     walk = _walk_cpu if values.device.type == "cpu" else _walk_torch
     factors = _factors(transition, reverse)
     first = None if start is None else start.detach().to(values.dtype).exp()
-    products, carried = walk(factors, first, values, norms, reverse, keep_messages=not absorb)
+    gates = None if transition.gates is None else transition.gates[0].transpose(0, 1)
+    products, carried = walk(factors, gates, first, values, norms, reverse, keep_messages=not absorb)
     total = _scales(norms[..., 0], scale, reverse, absorb)
+    if transition.gates is not None:
+        total = total + _met_gates(transition.gates[1].transpose(0, 1).to(total.dtype), reverse)
     return Scaled((products if absorb else carried).transpose(0, 1), total.transpose(0, 1)[..., None])
 
 
@@ -57,8 +61,17 @@ def _scales(
     return total
 
 
+def _met_gates(scale: Float[Tensor, "T B"], reverse: bool) -> Float[Tensor, "L B"]:
+    """The logarithm of what was taken out of the gates on the way to each position."""
+    none = scale.new_zeros(1, scale.shape[1])
+    if reverse:
+        return torch.cat([scale.flip(0).cumsum(0).flip(0), none])
+    return torch.cat([none, scale.cumsum(0)])
+
+
 def _walk_torch(
     factors: tuple[Float[Tensor, "*steps _ _"], ...],
+    gates: Float[Tensor, "T B R"] | None,
     first: Float[Tensor, " N"] | None,
     values: Float[Tensor, "L B N"],
     norms: Float[Tensor, "L B 1"],
@@ -80,14 +93,18 @@ def _walk_torch(
             product = product / norms[t]
         products[t] = product
         if k < len(order):
-            for factor in factors:
-                product = product @ (factor[t - 1 if reverse else t] if factor.ndim == 3 else factor)
+            step = t - 1 if reverse else t
+            for place, factor in enumerate(factors):
+                product = product @ (factor[step] if factor.ndim == 3 else factor)
+                if gates is not None and place == 0:
+                    product = product * gates[step]
             message = product
     return products, carried
 
 
 def _walk_cpu(
     factors: tuple[Float[Tensor, "*steps _ _"], ...],
+    gates: Float[Tensor, "T B R"] | None,
     first: Float[Tensor, " N"] | None,
     values: Float[Tensor, "L B N"],
     norms: Float[Tensor, "L B 1"],
@@ -117,20 +134,22 @@ def _walk_cpu(
             step = t - 1 if reverse else t
             for table in inner:
                 row = row @ (table[step] if table.ndim == 3 else table)
+                if gates is not None:
+                    row *= gates[step].numpy()
             np.dot(row, last[step] if last.ndim == 3 else last, kept[order[k]])
     return products, carried
 
 
 def nothing_lost(product: Scaled) -> bool:
     """Whether all products are so far from zero that none of their factors can have lost anything."""
-    return float(product.values.numpy().min()) >= _FLUSH[product.values.dtype]
+    return float(product.values.numpy().min()) >= FLUSH[product.values.dtype]
 
 
 def lost_terms(
     transition: Transition, start: Float[Tensor, " N"] | None, leaf: Scaled, message: Scaled, reverse: bool
 ) -> Bool[Tensor, " B"] | None:
     """The sequences in which a product that is not zero may have been lost to underflow; None if there are none."""
-    flush = _FLUSH[leaf.values.dtype]
+    flush = FLUSH[leaf.values.dtype]
     got, values = message.values.transpose(0, 1), leaf.values.transpose(0, 1)
     work = got * values
     lost = ((work < flush) & (got > 0) & (values > 0)).any(-1).any(0)
@@ -170,27 +189,60 @@ def transition_flow(
     """
     left, right = source.values[:, :-1], target.values[:, 1:]
     log_ratio = source.log_scale[:, :-1] + target.log_scale[:, 1:] - log_partition[:, None, None]
-    # The two messages carry scales of their own; their product is normalised, so neither overflows after the split.
+    gates, gate_scale = (None, None) if transition.gates is None else transition.gates
+    if gate_scale is not None:
+        log_ratio = log_ratio + gate_scale[..., None]
+    left, right = _shares(left, right, log_ratio, log_partition, weights)
+    out = []
+    factors = transition.linear
+    for k, factor in enumerate(factors):
+        before, after = left, right
+        for f in factors[:k]:
+            before = _apply(before, f) if gates is None else _apply(before, f) * gates
+        for f in reversed(factors[k + 1 :]):
+            after = _apply(after, f.transpose(-1, -2)) if gates is None else _apply(after, f.transpose(-1, -2)) * gates
+        if transition.per_position:
+            out.append(factor * torch.einsum("bti,btj->tij", before, after))
+        else:
+            out.append(factor * (before.flatten(0, 1).T @ after.flatten(0, 1)))
+    return tuple(out)
+
+
+def _shares(
+    left: Float[Tensor, "B T N"],
+    right: Float[Tensor, "B T N"],
+    log_ratio: Float[Tensor, "B T 1"],
+    log_partition: Float[Tensor, " B"],
+    weights: Float[Tensor, " B"] | None,
+) -> tuple[Float[Tensor, "B T N"], Float[Tensor, "B T N"]]:
+    """Both sides of a step so that left times step times right is a probability, times the sequence's weight.
+
+    The two messages carry scales of their own; their product is normalised, so neither overflows after the split.
+    """
     left_top, right_top = _top(left), _top(right)
     share = (log_ratio + left_top.log() + right_top.log()).exp()
     share = torch.where(log_partition[:, None, None] > -torch.inf, share, 0).to(left.dtype)
     if weights is not None:  # a sequence without weight may hold infinities: it is answered elsewhere
         given = weights.to(share.dtype)[:, None, None]
         share = torch.where(given != 0, share * given, 0)
-    left, right = left / left_top * share, right / right_top
-    out = []
-    factors = transition.linear
-    for k, factor in enumerate(factors):
-        before, after = left, right
-        for f in factors[:k]:
-            before = _apply(before, f)
-        for f in reversed(factors[k + 1 :]):
-            after = _apply(after, f.transpose(-1, -2))
-        if transition.per_position:
-            out.append(factor * torch.einsum("bti,btj->tij", before, after))
-        else:
-            out.append(factor * (before.flatten(0, 1).T @ after.flatten(0, 1)))
-    return tuple(out)
+    return left / left_top * share, right / right_top
+
+
+def gate_flow(
+    transition: Transition,
+    source: Scaled,
+    target: Scaled,
+    log_partition: Float[Tensor, " B"],
+    weights: Float[Tensor, " B"] | None,
+) -> Float[Tensor, "B T R"]:
+    """The probability of each inner state at each step, times the sequence's weight."""
+    assert transition.gates is not None
+    gates, gate_scale = transition.gates
+    log_ratio = source.log_scale[:, :-1] + target.log_scale[:, 1:] - log_partition[:, None, None]
+    sides = (source.values[:, :-1], target.values[:, 1:])
+    left, right = _shares(*sides, log_ratio + gate_scale[..., None], log_partition, weights)
+    first, second = transition.linear
+    return _apply(left, first) * gates * _apply(right, second.transpose(-1, -2))
 
 
 def _top(x: Float[Tensor, "B T N"]) -> Float[Tensor, "B T 1"]:

@@ -8,11 +8,6 @@ from codd.circuits.ops.scaled import Scaled
 from codd.circuits.parameters import Transition
 
 
-def _step(transition: Transition, t: int) -> Float[Tensor, "N N"]:
-    """log p(z at t + 1 | z at t)."""
-    return transition.dense_log[t] if transition.per_position else transition.dense_log
-
-
 def messages(
     transition: Transition, start: Float[Tensor, " N"] | None, leaf: Scaled, reverse: bool, absorb: bool = False
 ) -> Scaled:
@@ -26,7 +21,7 @@ def messages(
     out = [first]
     for k in range(length - 1):
         t = length - 1 - k if reverse else k
-        matrix = _step(transition, t - 1 if reverse else t)
+        matrix = transition.log_step(t - 1 if reverse else t)
         incoming = out[-1] + log_leaf[:, t]
         terms = incoming[:, None, :] + matrix if reverse else incoming[:, :, None] + matrix
         out.append(terms.logsumexp(-1 if reverse else -2))
@@ -55,6 +50,8 @@ def transition_flow(
             continue
         for t in range(length - 1):
             at = [f[t] if transition.per_position else f for f in factors]
+            if transition.log_gates is not None:  # a gate weighs what leaves its inner state
+                at[1] = at[1] + transition.log_gates[b, t].double()[:, None]
             left, right = log_source[b, t], log_target[b, t + 1] - log_partition[b].double()
             for k, factor in enumerate(at):
                 before, after = left, right
@@ -65,3 +62,25 @@ def transition_flow(
                 flow = share[b] * (before[:, None] + factor + after).exp()
                 out[k][t if transition.per_position else ...] += flow
     return tuple(out)
+
+
+def gate_flow(
+    transition: Transition,
+    source: Scaled,
+    target: Scaled,
+    log_partition: Float[Tensor, " B"],
+    weights: Float[Tensor, " B"] | None,
+) -> Float[Tensor, "B T R"]:
+    """The probability of each inner state at each step, times the sequence's weight."""
+    assert transition.log_gates is not None
+    log_source, log_target = source.log().double(), target.log().double()
+    left, right = (f.detach().double() for f in transition.log_factors)
+    out = torch.zeros_like(transition.log_gates, dtype=torch.float64)
+    for t in range(out.shape[1]):
+        first, second = (left[t], right[t]) if transition.per_position else (left, right)
+        before = (log_source[:, t, :, None] + first).logsumexp(1)
+        after = (second + log_target[:, t + 1, None]).logsumexp(2)
+        out[:, t] = before + transition.log_gates[:, t].double() + after - log_partition.double()[:, None]
+    possible = (log_partition > -torch.inf)[:, None, None]
+    flow = torch.where(possible, out, -torch.inf).exp()
+    return flow if weights is None else flow * weights.double()[:, None, None]

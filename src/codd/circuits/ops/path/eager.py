@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from codd.circuits.ops import native
+from codd.circuits.ops.path import reference as path_reference
 from codd.circuits.ops.scaled import Scaled
 from codd.circuits.parameters import Transition
 
@@ -23,21 +24,33 @@ def sample_path(
     thresholds = (uniforms.to(weights.dtype) * _BELOW_ONE).permute(2, 0, 1).contiguous()
     first = start.detach().to(weights.dtype).exp()
     if weights.device.type == "cpu":
-        if not transition.per_position:
+        if not transition.stepwise:
             done = native.path(transition.dense, first, weights, thresholds, FLUSH)
             if done is not None:
                 return done.permute(1, 2, 0)
-        return torch.from_numpy(_walk(transition, start.detach(), weights, thresholds)).permute(1, 2, 0)
+        if transition.gates is None:
+            return torch.from_numpy(_walk(transition, start.detach(), weights, thresholds)).permute(1, 2, 0)
     length, samples, batch = thresholds.shape
     path = torch.empty(length, samples, batch, dtype=torch.int64, device=weights.device)
-    rows = first.expand(samples, batch, -1)
+    # Through logarithms: an improbable start times an improbable leaf would leave the range of float32.
+    log_row = start.detach().double() + weights[0].double().log()
+    row = (log_row - log_row.amax(-1, keepdim=True)).exp().nan_to_num_(0.0).to(weights.dtype)
+    row = row.expand(samples, batch, -1)
     for t in range(length):
-        cumulative = (rows * weights[t]).cumsum(-1)
+        cumulative = row.cumsum(-1)
         passed = cumulative <= thresholds[t][..., None] * cumulative[..., -1:]
         path[t] = passed.sum(-1).clamp_max_(weights.shape[-1] - 1)
         if t + 1 < length:
-            rows = (transition.dense[t] if transition.per_position else transition.dense)[path[t]]
+            row = _leaving(transition, t, path[t]) * weights[t + 1]
     return path.permute(1, 2, 0)
+
+
+def _leaving(transition: Transition, t: int, states: Int[Tensor, "S B"]) -> Float[Tensor, "S B N"]:
+    """The weights of the next states; through the gates if there are some."""
+    if transition.gates is None:
+        return (transition.dense[t] if transition.per_position else transition.dense)[states]
+    left, right = (f[t] if transition.per_position else f for f in transition.linear)
+    return (left[states] * transition.gates[0][:, t]) @ right
 
 
 def _walk(
@@ -83,6 +96,8 @@ def best_path(
     transition: Transition, start: Float[Tensor, " N"], log_leaf: Float[Tensor, "B L N"]
 ) -> tuple[Int[Tensor, "B L"], Float[Tensor, " B"]]:
     """The path that maximises start, transitions and leaf values, and the logarithm of its value (Viterbi)."""
+    if transition.gates is not None:
+        return path_reference.best_path(transition, start, log_leaf)
     table = transition.dense.log() if transition.low_rank else transition.log_factors[0].detach()
     leaf = log_leaf.unbind(1)
     score = start.detach().to(table.dtype) + leaf[0]

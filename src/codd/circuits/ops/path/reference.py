@@ -15,6 +15,11 @@ def draw(weights: Float[Tensor, "... K"], uniform: Float[Tensor, "..."]) -> Int[
     return torch.searchsorted(cumulative, threshold, right=True)[..., 0].clamp_max_(weights.shape[-1] - 1)
 
 
+def _rows(table: Float[Tensor, "*B N N"], states: Int[Tensor, "S B"]) -> Float[Tensor, "S B N"]:
+    """The rows of some states, from one table or from one a sequence."""
+    return table[states] if table.ndim == 2 else table[torch.arange(len(table), device=table.device), states]
+
+
 def sample_path(
     transition: Transition, start: Float[Tensor, " N"], target: Scaled, uniforms: Float[Tensor, "S B L"]
 ) -> Int[Tensor, "S B L"]:
@@ -24,8 +29,7 @@ def sample_path(
     path: list[Tensor] = []
     for t in range(log_target.shape[1]):
         if t > 0:
-            table = transition.dense_log[t - 1] if transition.per_position else transition.dense_log
-            logits = table[path[-1]] + log_target[:, t]
+            logits = _rows(transition.log_step(t - 1), path[-1]) + log_target[:, t]
         path.append(draw(logits.softmax(-1).nan_to_num(0.0), uniforms[..., t]))
     return torch.stack(path, -1)
 
@@ -39,8 +43,7 @@ def best_path(
     score = start.detach().double() + log_leaf[:, 0]
     back = []
     for t in range(1, length):
-        table = transition.dense_log[t - 1] if transition.per_position else transition.dense_log
-        best, arg = (score[:, :, None] + table).max(1)
+        best, arg = (score[:, :, None] + transition.log_step(t - 1)).max(1)
         back.append(arg)
         score = best + log_leaf[:, t]
     value, state = score.max(-1)

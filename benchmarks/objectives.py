@@ -1,0 +1,158 @@
+"""Objectives and optimizers of a static circuit side by side: the same windows, the same number of updates, on a CPU.
+
+    python benchmarks/objectives.py --data DATA --out FILE.json
+
+For a relative comparison in minutes, not for circuits to keep: few states, few windows, a few hundred updates, and as
+training text the books' VALIDATION rows (DATA/books/valid.jsonl.xz) and generated problems. Scored on books' test rows
+and problems of the test stream. All ways learn in turn from each batch, so that the network's logits are made once and
+what else the machine does slows all of them alike; no way's settings were tuned beyond the recipe's defaults.
+"""
+
+import argparse
+import json
+import math
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from codd.circuits import HMM, Modulated
+from codd.training.circuit_recipe import BankRecipe, CircuitRecipe, RuleRecipe, TablesRecipe, problems_of
+from codd.training.learners import learner_for, rate_at
+from codd.training.objectives import Objective
+from codd.training.recipe import Source
+from codd.training.supplies import Setup, prepare
+from codd.training.windows import WindowRecipe
+from codd.training.workers import Workers
+
+Rule = Literal["adam", "em", "ratio", "baum-welch"]
+TRAINING = (
+    Source("text", "books", path="books/valid.jsonl.xz", fields=("text",)),
+    Source("problems", "problems", count=800),
+)
+"""What a full run keeps for validation is enough to tell ways of training apart."""
+
+
+def main() -> None:
+    args = arguments()
+    recipe = base(args)
+    workers = Workers(0, 1, torch.device("cpu"))
+    with tempfile.TemporaryDirectory() as folder:
+        setup = prepare(recipe, args.data, Path(folder), workers)
+        ways = {name: way for name, way in recipes(recipe, args).items() if not args.way or name in args.way}
+        for name, way in ways.items():
+            wrong = list(problems_of(way))
+            assert not wrong, (name, wrong)
+        learners = {name: learner_for(way, setup.ground) for name, way in ways.items()}
+        seconds = dict.fromkeys(learners, 0.0)
+        report: dict[str, Any] = {"settings": {k: str(v) for k, v in vars(args).items()}, "torch": torch.__version__}
+        for step in range(args.updates):
+            windows, rate = setup.draw(step), rate_at(step, step / args.updates, recipe.optimizer.warmup)
+            for name, learner in learners.items():
+                begun = time.perf_counter()
+                learner.learn(windows, rate, workers.add_up)
+                seconds[name] += time.perf_counter() - begun
+            if (step + 1) % args.every == 0 or step + 1 == args.updates:
+                report |= {"updates": step + 1, "ways": {}}
+                for name, learner in learners.items():
+                    found = scores(setup, learner.circuit())
+                    report["ways"][name] = {"milliseconds": 1e3 * seconds[name] / (step + 1), **found}
+                args.out.parent.mkdir(parents=True, exist_ok=True)
+                args.out.write_text(json.dumps(report, indent=1) + "\n")
+                print(f"\nafter {step + 1} updates of {args.batch} windows\n\n{markdown(report['ways'])}", flush=True)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--updates", type=int, default=250)
+    parser.add_argument("--every", type=int, default=50, help="updates between two readings")
+    parser.add_argument("--batch", type=int, default=64, help="windows of an update")
+    parser.add_argument("--windows", type=int, default=2048, help="in all")
+    parser.add_argument("--states", type=int, default=64)
+    parser.add_argument("--row-length", type=int, default=384)
+    parser.add_argument("--held-out", type=int, default=24, help="rows of each kind of held-out text")
+    parser.add_argument("--way", nargs="+", help="only these")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True, help="a .json file")
+    return parser.parse_args()
+
+
+def base(args: argparse.Namespace) -> CircuitRecipe:
+    """What all ways share."""
+    return CircuitRecipe(
+        name="objectives",
+        data=TRAINING,
+        validation=(
+            Source("text", "books", path="books/test.jsonl.xz", fields=("text",), rows=args.held_out),
+            Source("problems", "problems", split="test", seed=400, count=6 * args.held_out, rows=args.held_out),
+        ),
+        seed=args.seed,
+        steps=args.updates,
+        batch_windows=args.batch,
+        row_length=args.row_length,
+        ratios=(0.5, 1.0),
+        circuit=TablesRecipe(num_states=args.states),
+        optimizer=RuleRecipe(warmup=20),
+        windows=WindowRecipe(per_row=4),
+        bank=BankRecipe(windows=args.windows, rows_at_once=8),
+    )
+
+
+def recipes(recipe: CircuitRecipe, args: argparse.Namespace) -> dict[str, CircuitRecipe]:
+    """Every way."""
+    pairs: list[tuple[Objective, Rule]] = [
+        ("conditional", "adam"),
+        ("conditional", "ratio"),
+        ("conditional", "baum-welch"),
+        ("local", "adam"),
+        ("local", "ratio"),
+        ("generative", "adam"),
+        ("generative", "em"),
+    ]
+    found = {
+        f"{objective}, {rule}": replace(recipe, objective=objective, optimizer=replace(recipe.optimizer, rule=rule))
+        for objective, rule in pairs
+    }
+    found["conditional, adam, 1/t"] = replace(recipe, weighting="elbo")
+    ranks = TablesRecipe(num_states=args.states, emission_rank=32, transition_rank=16)
+    found["conditional, adam, ranks 32 and 16"] = replace(recipe, circuit=ranks)
+    return found
+
+
+def scores(setup: Setup, circuit: HMM | Modulated) -> dict[str, dict[str, float | None]]:
+    """Of each kind of held-out text at each ratio. JSON has no infinity."""
+    found: dict[str, dict[str, float | None]] = {}
+    for name, held_out in setup.held_out.items():
+        for ratio, score in held_out.scores(circuit).items():
+            figures = {
+                "factorized": score.factorized,
+                "coupled": score.coupled,
+                "sequential": score.sequential,
+                "gap_closed": score.gap_closed,
+            }
+            found[f"{name} {ratio:g}"] = {k: v if math.isfinite(v) else None for k, v in figures.items()}
+    return found
+
+
+def markdown(ways: dict[str, dict[str, Any]]) -> str:
+    """The share of the gap closed, and beside it what the log-likelihood of a masked token gained."""
+    columns = [name for name in next(iter(ways.values())) if name != "milliseconds"]
+    lines = [f"| way | {' | '.join(columns)} | ms an update |", "|---" * (len(columns) + 2) + "|"]
+    for name, found in ways.items():
+        cells = [cell(found[column]) for column in columns]
+        lines.append(f"| {name} | {' | '.join(cells)} | {found['milliseconds']:.0f} |")
+    return "\n".join(lines)
+
+
+def cell(score: dict[str, float | None]) -> str:
+    if score["gap_closed"] is None or score["coupled"] is None or score["factorized"] is None:
+        return "impossible"
+    return f"{score['gap_closed']:.1%} ({score['coupled'] - score['factorized']:+.3f})"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""Circuits that listen to the network: a small head on its hidden states weighs latents and transitions.
+
+A static circuit knows how language hangs together, but not what this text is about. The head says so, at each position,
+as log-weights on the circuit's latents (latent space), and at each step as log-weights on the inner states of its
+transition (parameter space). Both are evidence of the chain, so that every query stays exact. A head starts at zero,
+where the circuit is the unmodulated one.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from codd.circuits import storage
+from codd.circuits.hmm import HMM
+from codd.errors import FormatError, InvalidCircuit, InvalidEvidence
+
+WAVES = 8
+"""Numbers by which a head is told the share of masks: cosines, so that it can tell small shares apart."""
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """The sizes of a head."""
+
+    features: int
+    """Numbers in a hidden state."""
+    states: int
+    """N; 0: the latents are left alone."""
+    inner_states: int = 0
+    """R of the detour's; 0: the transitions are left alone."""
+    hidden: int = 0
+    """Width of the layer between; 0: none."""
+    dropout: float = 0.0
+    """In training."""
+
+
+class Modulation(NamedTuple):
+    """What a head says of B windows."""
+
+    latent_log_potentials: Float[Tensor, "B L N"] | None
+    step_log_gates: Float[Tensor, "B T R"] | None
+
+
+class Head(nn.Module):
+    """From hidden states, and from which tokens are masked, to log-weights."""
+
+    def __init__(self, config: HeadConfig, seed: int = 0):
+        """What comes out is zero at first; what lies before it is drawn on the CPU, alike everywhere."""
+        super().__init__()
+        self.config = config
+        width = config.features + WAVES + 1
+        self.norm = nn.LayerNorm(config.features)
+        self.drop = nn.Dropout(config.dropout)
+        self.between = nn.Linear(width, config.hidden) if config.hidden else None
+        size = config.hidden or width
+        self.latents = nn.Linear(size, config.states) if config.states else None
+        self.gates = nn.Linear(2 * size, config.inner_states) if config.inner_states else None
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            if self.between is not None:
+                self.between.weight.normal_(0, width**-0.5, generator=generator)
+                self.between.bias.zero_()
+            for last in (self.latents, self.gates):
+                if last is not None:
+                    last.weight.zero_()
+                    last.bias.zero_()
+
+    def forward(self, features: Float[Tensor, "B L d"], masked: Bool[Tensor, "B L"]) -> Modulation:
+        """Log-weights; those of steps come from the hidden states at both of their ends."""
+        x = self.drop(torch.cat((self.norm(features.float()), _told(masked)), -1))
+        if self.between is not None:
+            x = self.drop(nn.functional.gelu(self.between(x)))
+        latents = None if self.latents is None else self.latents(x)
+        gates = None if self.gates is None else self.gates(torch.cat((x[:, :-1], x[:, 1:]), -1))
+        return Modulation(latents, gates)
+
+
+def _told(masked: Bool[Tensor, "B L"]) -> Float[Tensor, "B L w"]:
+    """Whether a position is masked, and the share of those that are."""
+    here = masked.float()
+    angles = here.mean(1, keepdim=True) * torch.arange(1, WAVES + 1, device=masked.device) * math.pi
+    return torch.cat((here[..., None], angles.cos()[:, None].expand(-1, masked.shape[1], -1)), -1)
+
+
+class Modulated:
+    """An HMM and the head that modulates it. `Coupled` takes one with the ``features`` of the window."""
+
+    def __init__(self, hmm: HMM, head: Head):
+        """Check that the two belong together."""
+        config = head.config
+        detour = hmm.factors.detour if hmm.factors is not None else None
+        inner = 0 if detour is None else detour.left.shape[1]
+        if config.states not in (0, hmm.num_states) or config.inner_states not in (0, inner):
+            raise InvalidCircuit(
+                f"the head is for {config.states} states and {config.inner_states} inner ones, the circuit has "
+                f"{hmm.num_states} and {inner}: they do not belong together"
+            )
+        self.hmm, self.head = hmm, head.eval()
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self.hmm.vocab_size
+
+    @property
+    def num_states(self) -> int:
+        """N."""
+        return self.hmm.num_states
+
+    @property
+    def length(self) -> int | None:
+        """The only length that is served, or None: any."""
+        return self.hmm.length
+
+    @property
+    def window(self) -> int | None:
+        """The length that it was made for."""
+        return self.hmm.window
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return self.hmm.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of results."""
+        return self.hmm.dtype
+
+    @property
+    def features(self) -> int:
+        """How many numbers a hidden state must have."""
+        return self.head.config.features
+
+    def __repr__(self) -> str:
+        """The circuit and what is modulated."""
+        config = self.head.config
+        spaces = [name for name, size in (("latents", config.states), ("steps", config.inner_states)) if size]
+        return f"Modulated({self.hmm!r}, {' and '.join(spaces) or 'nothing'} by {config.features} features)"
+
+    def modulate(self, features: Float[Tensor, "B L d"], masked: Bool[Tensor, "B L"]) -> Modulation:
+        """The evidence that the network's states of a window are, ``masked`` being what was hidden from it."""
+        if features.ndim != 3 or features.shape[:2] != masked.shape or features.shape[2] != self.features:
+            raise InvalidEvidence(
+                f"features must be (B, L, {self.features}) = {(*masked.shape, self.features)}, the network's last "
+                f"hidden states in the window; found {tuple(features.shape)}"
+            )
+        return widened(self.head(features, masked), self.hmm)
+
+    def to(self, device: torch.device | str | None = None, **options: Any) -> "Modulated":
+        """The same elsewhere; the options are those of `HMM.to`."""
+        moved = Head(self.head.config)
+        moved.load_state_dict(self.head.state_dict())
+        return Modulated(self.hmm.to(device, **options), moved.to(device))
+
+    def save(self, folder: str | PathLike[str], *, half: bool = False) -> Path:
+        """Write config.json and circuit.safetensors, atomically; ``half``: in 16 bits what can be."""
+        config = {**self.hmm.description(), "circuit": "modulated", "head": dataclasses.asdict(self.head.config)}
+        weights = {f"head.{name}": x.detach().cpu().contiguous() for name, x in self.head.state_dict().items()}
+        if half:
+            weights = {name: x.half() for name, x in weights.items()}
+        return storage.write_folder(folder, config, {**self.hmm.stored(half=half), **weights})
+
+    @classmethod
+    def load(
+        cls, source: str | PathLike[str], *, device: torch.device | str = "cpu", revision: str | None = None
+    ) -> "Modulated":
+        """Read a folder or a hub id written by ``save``."""
+        config, tensors = storage.read_folder(source, device=device, revision=revision)
+        return cls.from_stored(config, tensors, str(source))
+
+    def save_pretrained(self, folder: str | PathLike[str], **_: Any) -> Path:
+        """``save`` under the hub's name."""
+        return self.save(folder)
+
+    @classmethod
+    def from_pretrained(cls, source: str | PathLike[str], **options: Any) -> "Modulated":
+        """``load`` under the hub's name."""
+        return cls.load(source, **options)
+
+    def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
+        """Upload the two files to a hub repository, which is made if it does not exist."""
+        return storage.push(self.save, repo_id, private=private, token=token)
+
+    @classmethod
+    def from_stored(cls, config: dict[str, Any], tensors: dict[str, Tensor], source: str) -> "Modulated":
+        """What a file holds."""
+        if config.get("circuit") != "modulated":
+            raise FormatError(f"{source} holds a circuit of type {config.get('circuit')!r}, expected 'modulated'")
+        try:
+            head = Head(HeadConfig(**config["head"]))
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise FormatError(f"{source}: config.json does not describe a head ({error})") from None
+        start = "head."
+        weights = {name.removeprefix(start): x.float() for name, x in tensors.items() if name.startswith(start)}
+        try:
+            head.load_state_dict(weights)
+        except RuntimeError as error:
+            raise FormatError(f"{source}: the head's tensors do not fit ({' '.join(str(error).split())})") from None
+        if wrong := [name for name, x in weights.items() if not bool(x.isfinite().all())]:
+            raise FormatError(f"{source}: the head's {wrong[0]} holds NaN or infinite numbers. Save the circuit again")
+        rest = {name: x for name, x in tensors.items() if not name.startswith(start)}
+        hmm = HMM.from_stored(config, rest, source)
+        return cls(hmm, head.to(hmm.device))
+
+
+def widened(found: Modulation, hmm: HMM) -> Modulation:
+    """Gates of all inner states: those that only stand for the direct way stay open."""
+    if found.step_log_gates is None:
+        return found
+    return found._replace(step_log_gates=pad(found.step_log_gates, (hmm.num_states, 0)))
+
+
+def load_circuit(
+    source: str | PathLike[str], *, device: torch.device | str = "cpu", revision: str | None = None
+) -> HMM | Modulated:
+    """Read a circuit of any kind from a folder or a hub id."""
+    config, tensors = storage.read_folder(source, device=device, revision=revision)
+    kind = Modulated if config.get("circuit") == "modulated" else HMM
+    if config.get("circuit") not in ("hmm", "modulated"):
+        raise FormatError(f"{source} holds a circuit of type {config.get('circuit')!r}: known are 'hmm', 'modulated'")
+    return kind.from_stored(config, tensors, str(source))

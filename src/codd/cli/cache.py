@@ -1,0 +1,278 @@
+"""``codd cache``: ask a backbone once about many windows, and keep what it says for training circuits."""
+
+import argparse
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from codd.backbones.loading import Checkpoint, load_checkpoint
+from codd.backbones.tokenizer import Tokenizer
+from codd.circuits import HMM
+from codd.cli import console
+from codd.errors import FormatError, InvalidInput
+from codd.training import cache_files
+from codd.training.cache import Cache
+from codd.training.cache_build import Progress, RowsAt, build, check, windows_per_row
+from codd.training.cache_files import ROWS, CacheSettings
+from codd.training.cache_sources import Samples, Supply, digest_of, find_sources, mixture, open_supplies
+from codd.training.corpus import Layout
+from codd.training.rows import MOST_SEGMENTS
+from codd.training.windows import WindowRecipe, keeps_texts_apart
+from codd.training.workers import Workers, workers
+
+NAME = "cache"
+HELP = """\
+Masks texts as in training, asks the frozen backbone once, and keeps what it says of each masked token: the log-
+probabilities of the truth and of the k - 1 likeliest others, and the mass of the rest. k is the smallest for which the
+log-likelihood under a circuit changes by less than the tolerance. Data: files of questions and answers or of prose
+(.jsonl, .txt, also .xz), problems that codd writes, samples of a causal model. Start it again with the same arguments
+to go on after an interruption: finished shards are kept, damaged ones are made again. Under torchrun, the processes
+share the shards.
+
+Prints what the lists change for each k, a progress bar, and at the end the size of the cache."""
+CIRCUIT = "circuit"
+LONGEST_ROW = 384
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """A backbone, data, where the cache goes."""
+    parser.epilog = """\
+examples:
+  codd cache --data ../data/gsm8k/train.jsonl --problems 20000 --out caches/mini
+  codd cache --backbone GSAI-ML/LLaDA-8B-Instruct --data train.jsonl --windows 100000 --out caches/llada
+  codd cache --samples-from models/causal --count 20000 --features --out caches/samples
+  torchrun --nproc-per-node 8 -m codd cache --data books.txt --out caches/books"""
+    parser.add_argument("--backbone", default="bundled", help="a folder, a hub id, or bundled (the default)")
+    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="the folder of the cache")
+    _configure_data(parser)
+    _configure_windows(parser)
+    parser.add_argument("--top-k", type=int, metavar="K", help="how many tokens to list (default: by the tolerance)")
+    parser.add_argument("--tolerance", type=float, default=1e-3, help="nats a masked token (default: 1e-3)")
+    parser.add_argument("--circuit", type=Path, help="to measure with (default: the backbone's own, or a random one)")
+    parser.add_argument("--features", action="store_true", help="keep the last hidden states too, in float16")
+    parser.add_argument("--shard-windows", type=int, default=8192, help="about so many in a file (default: 8192)")
+    parser.add_argument("--batch-rows", type=int, default=32, help="rows in one pass of the network (default: 32)")
+    parser.add_argument("--mask-id", type=int, help="for checkpoints that do not say which token is the mask")
+    parser.add_argument("--seed", type=int, default=0, help="of order, noise and samples (default: 0)")
+    parser.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
+    parser.add_argument("--fresh", action="store_true", help="throw away what DIR holds of another cache")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of text")
+
+
+def _configure_data(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--data", metavar="PATH", type=Path, nargs="+", default=[], help="files; of a folder its train files, or all")
+    add("--fields", metavar="KEY", nargs="+", help="keys of question and answer, or of a text, in .jsonl files")
+    add("--problems", metavar="N", type=int, help="so many of codd's own word problems")
+    add("--samples-from", metavar="MODEL", type=Path, help="draw rows from this causal model")
+    add("--count", metavar="N", type=int, default=1000, help="so many samples (default: 1000)")
+    add("--prompt", default="", help="what samples begin with (default: the beginning of a text)")
+    add("--weights", metavar="W", type=float, nargs="+", help="share of each of these sources (default: by their rows)")
+    add("--row-length", type=int, help=f"tokens that the backbone sees at once (default: {LONGEST_ROW}, or its most)")
+
+
+def _configure_windows(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--window", metavar="S", type=int, default=32, help="tokens in a window (default: 32)")
+    add("--windows", metavar="N", type=int, help="about so many in all (default: one pass over the data)")
+    add("--per-row", metavar="N", type=int, default=4, help="at most so many of each row (default: 4)")
+    add("--block-share", type=float, default=0.5, help="rows with block noise instead of uniform noise (default: 0.5)")
+    add("--minimum", type=float, default=1e-3, help="the smallest masking probability (default: 1e-3)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Make the cache, or go on with it."""
+    _check_numbers(args)
+    with workers(args.device) as group:
+        if group.leads:
+            cache_files.claim(args.out, fresh=args.fresh)
+        with console.working("reading the backbone and the data") if group.leads else nullcontext():
+            checkpoint = load_checkpoint(None if args.backbone == "bundled" else args.backbone, device=group.device)
+            circuit = _circuit(args.circuit, checkpoint)
+            settings, rows_at = _prepare(args, checkpoint, group)
+            check(checkpoint.backbone, circuit, settings)
+        steps = build(
+            checkpoint.backbone, rows_at, settings, args.out, group, circuit=circuit, batch_rows=args.batch_rows
+        )
+        _watch(steps, settings, args.out, group)
+        if group.leads:
+            _report(args.out, as_json=args.json)
+    return 0
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    for name in ("window", "windows", "per_row", "problems", "count", "top_k", "shard_windows", "batch_rows"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise InvalidInput(f"--{name.replace('_', '-')} must be at least 1, found {value}.")
+    if not 0 <= args.block_share <= 1 or not 0 < args.minimum < 1:
+        raise InvalidInput("--block-share must be from 0 to 1, and --minimum between 0 and 1.")
+    if args.seed < 0 or not args.tolerance > 0:
+        raise InvalidInput("--seed must not be below 0, and --tolerance must be above it.")
+
+
+def _prepare(args: argparse.Namespace, checkpoint: Checkpoint, group: Workers) -> tuple[CacheSettings, RowsAt]:
+    """Read the data, the leading process first; the others then find what it kept."""
+    if not group.leads:
+        group.wait()
+    backbone, tokenizer = checkpoint.backbone, _tokenizer(checkpoint)
+    length = args.row_length or min(LONGEST_ROW, backbone.plan.max_length or LONGEST_ROW)
+    layout = Layout(length, args.window, args.seed, MOST_SEGMENTS if keeps_texts_apart(backbone) else 1)
+    sources = find_sources(args.data, args.fields, args.problems, args.seed)
+    samples = Samples(args.samples_from.resolve(), args.count, args.prompt) if args.samples_from else None
+    supplies = open_supplies(sources, samples, tokenizer, layout, kept=args.out / ROWS, device=group.device)
+    if group.leads:
+        group.wait()
+    first = CacheSettings(
+        vocab_size=backbone.vocab_size,
+        mask_id=_mask_id(args.mask_id, checkpoint),
+        shards=1,
+        shard_rows=1,
+        window=WindowRecipe(args.window, args.per_row, args.block_share, args.minimum),
+        top_k=args.top_k,
+        tolerance=args.tolerance,
+        features=args.features,
+        seed=args.seed,
+        backbone=f"{backbone.family} {digest_of(checkpoint.folder)}",
+        data=tuple(f"{name} x {share:g}" for name, share in _shares(supplies, args.weights)),
+    )
+    settings = _divide(first, args, supplies)
+    return settings, mixture(supplies, args.weights, settings.shard_rows).batch_at
+
+
+def _shares(supplies: list[Supply], weights: list[float] | None) -> list[tuple[str, float]]:
+    mixture(supplies, weights, 1)  # refuses weights that do not fit
+    return [(supply.name, weights[i] if weights else float(len(supply.rows))) for i, supply in enumerate(supplies)]
+
+
+def _divide(settings: CacheSettings, args: argparse.Namespace, supplies: list[Supply]) -> CacheSettings:
+    """How many shards of how many rows; a look at some rows says how many windows a row gives."""
+    whole = sum(len(supply.rows) for supply in supplies)
+    some = mixture(supplies, args.weights, min(whole, 256)).batch_at(0)
+    each = windows_per_row(some, settings)
+    rows = whole if args.windows is None else math.ceil(args.windows / each)
+    shards = math.ceil(rows * each / args.shard_windows)
+    return dataclasses.replace(settings, shards=shards, shard_rows=math.ceil(rows / shards))
+
+
+def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    found, size = checkpoint.tokenizer, checkpoint.backbone.vocab_size
+    if found is None:
+        raise FormatError(f"{checkpoint.folder}: has no tokenizer files, so that no text can be read for it.")
+    if found.vocab_size > size:
+        raise InvalidInput(
+            f"{checkpoint.folder}: the tokenizer has {found.vocab_size} tokens, the network {size}: they do not belong "
+            "together."
+        )
+    return found
+
+
+def _mask_id(given: int | None, checkpoint: Checkpoint) -> int:
+    named = None if checkpoint.tokenizer is None else checkpoint.tokenizer.mask_id
+    known = (given, checkpoint.backbone.special.mask, named)
+    found = next((id for id in known if id is not None), None)
+    if found is None:
+        raise InvalidInput(f"{checkpoint.folder}: does not say which token is the mask; give its id with --mask-id.")
+    if not 0 <= found < checkpoint.backbone.vocab_size:
+        raise InvalidInput(f"--mask-id {found} is not one of the {checkpoint.backbone.vocab_size} tokens.")
+    return found
+
+
+def _circuit(given: Path | None, checkpoint: Checkpoint) -> HMM | None:
+    """What the lists are measured with; a circuit of a kind that is no plain HMM is passed over."""
+    folder = given or checkpoint.folder / CIRCUIT
+    if given is None and not folder.is_dir():
+        return None
+    try:
+        return HMM.load(folder, device=checkpoint.backbone.device)
+    except FormatError:
+        if given is not None:
+            raise
+        return None
+
+
+def _watch(steps: Iterator[Progress], settings: CacheSettings, out: Path, group: Workers) -> None:
+    with console.working("measuring how many tokens to list") if group.leads else nullcontext():
+        first = next(steps)
+    if group.leads:
+        _table(out)
+    with _bar(settings, group) as show:
+        show(first)
+        for step in steps:
+            if step.note is not None:
+                _say(step.note)
+            show(step)
+
+
+def _table(out: Path) -> None:
+    """What was measured."""
+    index = cache_files.read_index(out)
+    assert index is not None
+    _say("    k  change of the log-likelihood, nats a masked token")
+    for k, change in index.measured:
+        _say(f"{k:>5}  {change:.2e}{'  <- kept' if k == index.top_k else ''}")
+
+
+@contextmanager
+def _bar(settings: CacheSettings, group: Workers) -> Iterator[Callable[[Progress], None]]:
+    """A progress bar on a terminal, nothing elsewhere."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    terminal, begun = console.err(), time.perf_counter()
+    if not group.leads or not terminal.is_terminal:
+        yield lambda step: None
+        return
+    columns: list[Any] = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+    with Bar(*columns, console=terminal) as bar:
+        own = len(range(group.rank, settings.shards, group.count))
+        task = bar.add_task("rows", total=own * settings.shard_rows)
+
+        def show(step: Progress) -> None:
+            rate = step.windows / (time.perf_counter() - begun)
+            bar.update(task, completed=step.rows, description=f"{step.windows:,} windows, {rate:,.0f}/s")
+
+        yield show
+
+
+def _say(text: str) -> None:
+    console.err().print("".join(c if c.isprintable() else "?" for c in text), soft_wrap=True)
+
+
+def summary(cache: Cache) -> dict[str, Any]:
+    """What a finished cache is, for people and programs."""
+    counts, measured = cache.index.counts(), dict(cache.index.measured)
+    return {
+        "windows": counts["windows"],
+        "masked_tokens": counts["masked"],
+        "shards": cache.settings.shards,
+        "top_k": cache.top_k,
+        "change": measured[cache.top_k],
+        "bytes": counts["bytes"],
+        "bytes_per_token": counts["bytes"] / max(1, counts["masked"]),
+        "dense_bytes_per_token": 2 * cache.vocab_size,
+        "digest": cache.settings.digest(),
+        "out": str(cache.folder),
+    }
+
+
+def _report(out: Path, *, as_json: bool) -> None:
+    cache = Cache.open(out)
+    found = summary(cache)
+    if found["bytes_per_token"] >= found["dense_bytes_per_token"]:
+        _say("note: this is no smaller than dense logits; a larger --tolerance or a --top-k makes it so.")
+    if as_json:
+        console.as_json({**found, "measured": [change._asdict() for change in cache.index.measured]})
+        return
+    shown = {
+        **found,
+        "change": f"{found['change']:.2e} nats a masked token",
+        "bytes": console.size(found["bytes"]),
+        "bytes_per_token": f"{found['bytes_per_token']:.0f}, dense logits {found['dense_bytes_per_token']:,}",
+    }
+    del shown["dense_bytes_per_token"]
+    console.fields(f"cached: {out}", shown)

@@ -1,0 +1,68 @@
+"""What the verbs that train share: their arguments, the folder of a run, and who speaks."""
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from codd.cli import console
+from codd.errors import InvalidInput
+from codd.training.pretrain import METRICS
+from codd.training.workers import Workers
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """A recipe, where the data is, where the result goes."""
+    parser.add_argument("recipe", metavar="RECIPE.yaml", type=Path, help="what to train on what; see recipes/")
+    parser.add_argument("--data", type=Path, default=Path(), help="the folder that paths in the recipe begin from")
+    parser.add_argument("--out", metavar="OUT_DIR", type=Path, help="default: runs/ and the recipe's name")
+    parser.add_argument("--set", metavar="NAME=VALUE", action="append", default=[], help="change a field of the recipe")
+    parser.add_argument("--seed", type=int, help="of parameters, order and noise (default: the recipe's)")
+    parser.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
+    parser.add_argument("--fresh", action="store_true", help="throw away what OUT_DIR holds of an earlier run")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of text")
+
+
+def changes(args: argparse.Namespace) -> list[str]:
+    """What the command line changes in the recipe."""
+    return [*args.set, *([f"seed={args.seed}"] if args.seed is not None else [])]
+
+
+def say(text: str) -> None:
+    """One line beside the result."""
+    console.err().print(console.one_line(text), soft_wrap=True)
+
+
+def spinner(group: Workers, text: str) -> Any:
+    """While something takes long."""
+    from contextlib import nullcontext
+
+    return console.working(text) if group.leads else nullcontext()
+
+
+def where(group: Workers) -> str:
+    """The device, and how many processes."""
+    return f"on {group.device}" + (f", {group.count} processes" if group.count > 1 else "")
+
+
+def check_out(out: Path) -> None:
+    """Refuse a folder that is not a run's."""
+    if out.exists() and not out.is_dir():
+        raise InvalidInput(f"{out}: is a file; --out must be a folder.")
+    if out.is_dir() and os.listdir(out) and not (out / METRICS).is_file():
+        raise InvalidInput(f"{out}: holds something else than a run; give an empty or new folder with --out.")
+
+
+def claim(out: Path) -> None:
+    """Make the folder recognisable as a run, so that --fresh never throws away what is not one."""
+    out.mkdir(parents=True, exist_ok=True)
+    (out / METRICS).touch()
+
+
+def last_figures(out: Path) -> dict[str, float | int]:
+    """Of every figure of a run the last, also of a run that had ended before."""
+    found: dict[str, float | int] = {}
+    for line in (out / METRICS).read_text().splitlines():
+        found |= json.loads(line)
+    return found

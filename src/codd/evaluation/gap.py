@@ -1,0 +1,285 @@
+"""How much of the gap between one step and many a circuit closes.
+
+Given all that is left of a block, how probable are its masked tokens: if the network writes all of them at once, each
+for itself (factorized); if a circuit joins them (coupled); if the network writes one at a time and looks again after
+each (sequential)? Sequential is what one step could reach at best, and costs as many steps as there are tokens.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from codd.backbones.backbone import Backbone
+from codd.circuits import Modulated
+from codd.coupling import Coupled
+from codd.coupling.coupled import Prior
+from codd.decoding.model import Model
+from codd.errors import InvalidInput
+
+RATIOS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
+BLOCK_LENGTH = 32
+"""Of circuits that serve any length, and of models without one."""
+NUMBERS = 2**28
+"""The most logits that are held at a time: a gigabyte in float32."""
+
+Progress = Callable[[int, int], None]
+"""Told how many evaluations of how many are done; an evaluation is of one sequence."""
+
+
+class BlockScores(NamedTuple):
+    """Log-likelihoods at one mask ratio, of each block the sum over its masked tokens. On the host, in float64."""
+
+    masked: int
+    """Tokens that are masked in each block."""
+    factorized: Float[Tensor, " B"]
+    coupled: Mapping[str, Float[Tensor, " B"]]
+    """Of each circuit."""
+    sequential: Float[Tensor, " B"]
+
+
+def misspecification(
+    model: Model,
+    ids: Int[Tensor, "B T"],
+    starts: Int[Tensor, " B"],
+    ratios: Sequence[float] = RATIOS,
+    seed: int = 0,
+    *,
+    block_length: int | None = None,
+    progress: Progress | None = None,
+) -> dict[float, dict[str, float]]:
+    """Log-likelihoods per masked token, and the share of the gap that the circuit closes, at several mask ratios.
+
+    ``ids`` are texts, ``starts`` the first position of a block in each; a block has the circuit's length (32 if it has
+    none, or ``block_length``). Left of the block all is given, in it the ratio is masked (rounded, at least one token),
+    right of it all is masked: what stands there, padding for example, is seen by nobody.
+
+    For each ratio: ``factorized``, ``coupled``, ``sequential``; ``gap_closed`` is (coupled - factorized) / (sequential
+    - factorized), NaN if there is no gap, and ``gap_closed_error`` its standard error over blocks; ``tokens`` is how
+    many were masked in all. Without a circuit, coupled is factorized and closes nothing. The seed fixes masks and
+    orders whatever the model, and the masks of a higher ratio contain those of a lower one.
+    """
+    if model.mask_id is None:
+        raise InvalidInput("this checkpoint does not say which token is the mask: codd.load(..., mask_id=...).")
+    scores = block_scores(
+        model.backbone,
+        {} if model.circuit is None else {"": model.circuit},
+        ids,
+        starts,
+        mask_id=model.mask_id,
+        block_length=block_length or circuit_length(model.circuit),
+        ratios=ratios,
+        seed=seed,
+        progress=progress,
+    )
+    return {ratio: summary(found, found.coupled.get("", found.factorized)) for ratio, found in scores.items()}
+
+
+def circuit_length(circuit: Prior | Modulated | None) -> int:
+    """The length of the blocks that a circuit is for."""
+    if circuit is None:
+        return BLOCK_LENGTH
+    window: int | None = getattr(circuit, "window", None)
+    return window or circuit.length or BLOCK_LENGTH
+
+
+def summary(scores: BlockScores, coupled: Float[Tensor, " B"]) -> dict[str, float]:
+    """The figures of one circuit at one ratio, over all blocks."""
+    blocks = len(coupled)
+    gains, gaps = coupled - scores.factorized, scores.sequential - scores.factorized
+    gain, gap = float(gains.sum()), float(gaps.sum())
+    closed = gain / gap if gap else math.nan
+    error = math.nan
+    if gap and blocks > 1:
+        residuals = gains - closed * gaps  # of the linearised ratio
+        error = math.sqrt(float(residuals.square().sum()) * blocks / (blocks - 1)) / abs(gap)
+    tokens = blocks * scores.masked
+    return {
+        "factorized": float(scores.factorized.sum()) / tokens,
+        "coupled": float(coupled.sum()) / tokens,
+        "sequential": float(scores.sequential.sum()) / tokens,
+        "gap_closed": closed if gain else 0.0,
+        "gap_closed_error": error if gain else 0.0,
+        "tokens": float(tokens),
+    }
+
+
+@torch.no_grad()
+def block_scores(
+    backbone: Backbone,
+    circuits: Mapping[str, Prior | Modulated],
+    ids: Int[Tensor, "B T"],
+    starts: Int[Tensor, " B"],
+    *,
+    mask_id: int,
+    block_length: int = BLOCK_LENGTH,
+    ratios: Sequence[float] = RATIOS,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> dict[float, BlockScores]:
+    """`misspecification` block by block, of any number of circuits for the network evaluations of one.
+
+    A ratio masks the tokens that are revealed last. So one sequential run passes through the states of all ratios.
+    """
+    _check(ids, starts, ratios, block_length)
+    _check_tokens(ids, starts + block_length, mask_id, backbone.vocab_size)
+    counts = {ratio: max(1, round(ratio * block_length)) for ratio in ratios}
+    order = reveal_order(len(ids), block_length, seed)
+    size = rows_at_once(backbone, block_length)
+    total, done, parts = len(ids) * max(counts.values()), 0, []
+
+    def advance(rows: int) -> None:
+        nonlocal done
+        done += rows
+        if progress is not None:
+            progress(done, total)
+
+    for begin in range(0, len(ids), size):
+        some = slice(begin, begin + size)
+        blocks = _Blocks(*(x[some].to(backbone.device, torch.long) for x in (ids, starts, order)))
+        parts.append(_reveal(backbone, circuits, blocks, set(counts.values()), mask_id, advance))
+    found = {ratio: _joined([part[count] for part in parts]) for ratio, count in counts.items()}
+    _check_numbers(found.values())
+    return found
+
+
+def reveal_order(blocks: int, length: int, seed: int) -> Int[Tensor, "B S"]:
+    """The order in which the tokens of each block are revealed: a ratio masks those that come last."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(blocks, length, generator=generator, dtype=torch.float64).argsort(dim=1)
+
+
+def rows_at_once(backbone: Backbone, block_length: int) -> int:
+    """How many sequences the network is given at a time."""
+    most = 128 if backbone.device.type == "cuda" else 16
+    return max(1, min(most, NUMBERS // (block_length * backbone.vocab_size)))
+
+
+class _Blocks(NamedTuple):
+    """Some texts with a block in each, on the network's device."""
+
+    ids: Int[Tensor, "B T"]
+    starts: Int[Tensor, " B"]
+    order: Int[Tensor, "B S"]
+
+    def window(self) -> Int[Tensor, "B S"]:
+        """The positions of the block."""
+        return self.starts[:, None] + torch.arange(self.order.shape[1], device=self.ids.device)
+
+    def turns(self) -> Int[Tensor, "B T"]:
+        """When each token of the text is revealed: -1 before all, S never."""
+        length = self.order.shape[1]
+        places = torch.arange(self.ids.shape[1], device=self.ids.device)
+        outside = torch.where(places < self.starts[:, None], -1, length)
+        return outside.scatter(1, self.window(), self.order.argsort(dim=1))
+
+
+class _Looked(NamedTuple):
+    """What the network says of some positions."""
+
+    logits: Float[Tensor, "B n V"]
+    """With the mask excluded."""
+    states: Float[Tensor, "B n d"]
+
+
+def _reveal(
+    backbone: Backbone,
+    circuits: Mapping[str, Prior | Modulated],
+    blocks: _Blocks,
+    counts: set[int],
+    mask_id: int,
+    advance: Callable[[int], None],
+) -> dict[int, BlockScores]:
+    """Reveal the blocks token by token, and stop to score where as many are masked as is asked for."""
+    window, turns = blocks.window(), blocks.turns()
+    truth, rank = blocks.ids.gather(1, window), turns.gather(1, window)
+    stops: dict[int, tuple[Tensor, dict[str, Tensor]]] = {}
+    steps = []
+    for masked in range(max(counts), 0, -1):
+        turn = rank.shape[1] - masked
+        shown = torch.where(turns >= turn, mask_id, blocks.ids)
+        now = blocks.order[:, turn : turn + 1]
+        if masked in counts:
+            looked = _look(backbone, shown, window, mask_id)
+            hidden, log_probs = rank >= turn, _log_probs(looked.logits, truth)
+            joint = {name: _joint(circuit, looked, truth, hidden) for name, circuit in circuits.items()}
+            stops[masked] = torch.where(hidden, log_probs, 0).sum(1), joint
+            steps.append(log_probs.gather(1, now)[:, 0])
+        else:
+            looked = _look(backbone, shown, window.gather(1, now), mask_id)
+            steps.append(_log_probs(looked.logits, truth.gather(1, now))[:, 0])
+        advance(len(truth))
+    return {
+        masked: BlockScores(masked, single, joint, torch.stack(steps[-masked:]).sum(0))
+        for masked, (single, joint) in stops.items()
+    }
+
+
+def _look(backbone: Backbone, shown: Int[Tensor, "B T"], at: Int[Tensor, "B n"], mask_id: int) -> _Looked:
+    states = backbone.states(shown)
+    states = states.gather(1, at[..., None].expand(-1, -1, states.shape[-1]))
+    logits = backbone.logits(states, shown.gather(1, at)).float()
+    logits[..., mask_id] = -torch.inf
+    return _Looked(logits, states)
+
+
+def _log_probs(logits: Float[Tensor, "B n V"], tokens: Int[Tensor, "B n"]) -> Float[Tensor, "B n"]:
+    return (logits.gather(-1, tokens[..., None])[..., 0] - logits.logsumexp(-1)).double()
+
+
+def _joint(
+    circuit: Prior | Modulated, looked: _Looked, truth: Int[Tensor, "B S"], hidden: Bool[Tensor, "B S"]
+) -> Float[Tensor, " B"]:
+    extra: dict[str, Any] = {"features": looked.states} if hasattr(circuit, "modulate") else {}
+    return Coupled(circuit, logits=looked.logits, tokens=truth, masked=hidden, **extra).log_prob(truth).double()
+
+
+def _joined(parts: Sequence[BlockScores]) -> BlockScores:
+    """All blocks, on the host: the only place that waits for the device."""
+    return BlockScores(
+        parts[0].masked,
+        torch.cat([part.factorized for part in parts]).cpu(),
+        {name: torch.cat([part.coupled[name] for part in parts]).cpu() for name in parts[0].coupled},
+        torch.cat([part.sequential for part in parts]).cpu(),
+    )
+
+
+def _check(ids: Tensor, starts: Tensor, ratios: Sequence[float], block_length: int) -> None:
+    if ids.ndim != 2 or ids.is_floating_point() or not len(ids) or starts.shape != ids.shape[:1]:
+        raise InvalidInput(
+            "ids must be whole numbers of shape (B, T) and starts (B,), with at least one text, found "
+            f"{tuple(ids.shape)} and {tuple(starts.shape)}."
+        )
+    if not ratios or not all(0 < ratio <= 1 for ratio in ratios):
+        raise InvalidInput(f"ratios must be above 0 and at most 1, found {list(ratios)}.")
+    length, first, last = ids.shape[1], int(starts.min()), int(starts.max())
+    if length < block_length:
+        raise InvalidInput(f"texts of {length} tokens hold no block of {block_length}: give longer ones.")
+    if first < 0 or last > length - block_length:
+        raise InvalidInput(
+            f"a block of {block_length} tokens starts at {first if first < 0 else last} of a text of {length}: starts "
+            f"must be from 0 to {length - block_length}."
+        )
+
+
+def _check_tokens(ids: Int[Tensor, "B T"], ends: Int[Tensor, " B"], mask_id: int, vocab_size: int) -> None:
+    """Of what stands right of the blocks nothing is asked."""
+    used = torch.arange(ids.shape[1], device=ids.device) < ends.to(ids.device)[:, None]
+    if len(masks := (used & (ids == mask_id)).nonzero()):
+        where = f"text {int(masks[0, 0])}, position {int(masks[0, 1])}"
+        raise InvalidInput(f"{where}: the mask ({mask_id}) stands in or before the block. Give the text itself.")
+    if len(wrong := (used & ((ids < 0) | (ids >= vocab_size))).nonzero()):
+        where, found = f"text {int(wrong[0, 0])}, position {int(wrong[0, 1])}", int(ids[*wrong[0]])
+        raise InvalidInput(f"{where}: id {found} is not in the vocabulary of {vocab_size} tokens.")
+
+
+def _check_numbers(scores: Iterable[BlockScores]) -> None:
+    for found in scores:
+        if len(wrong := (found.factorized.isnan() | found.sequential.isnan()).nonzero()):
+            raise InvalidInput(
+                f"text {int(wrong[0])}: the network's logits are NaN. Check the checkpoint "
+                "(codd.load(..., check=True)) and the precision."
+            )

@@ -1,0 +1,260 @@
+"""Making a cache: each shard is a function of the settings and its number, so that any of them can be made again.
+
+Rows and noise of a shard are drawn on the CPU from (seed, number). The frozen network is asked once. What is finished
+stays: a run that was killed goes on with the shards that are missing or damaged.
+"""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from codd.backbones.backbone import Backbone
+from codd.circuits import HMM
+from codd.errors import Diverged, InvalidInput
+from codd.training import cache_files, cache_width
+from codd.training.cache_entries import Entries, Shortlist, narrow, shorten
+from codd.training.cache_files import CacheSettings, Index
+from codd.training.objective import to_tensors
+from codd.training.rows import Rows
+from codd.training.windows import CPU, Places, Shown, Windows, cut, look, mask_rows, pick, positions_of, see
+from codd.training.workers import Workers
+
+SAMPLE = 64
+"""Windows that the length of the lists is measured on."""
+ELEMENTS = 2**25
+"""Logits that are held at once."""
+
+HALF = 65504.0
+"""The largest number in float16."""
+
+RowsAt = Callable[[int], Rows]
+"""The rows of a shard."""
+
+
+class Progress(NamedTuple):
+    """How far this process is."""
+
+    rows: int
+    """Of all that are its own, those of shards that were found finished included."""
+    windows: int
+    """Made in this run."""
+    note: str | None = None
+    """Something that whoever watches should know."""
+
+
+class Draw(NamedTuple):
+    """The rows of a shard after noise, those without a window left out."""
+
+    shown: Shown
+    places: Places
+    level: Float[Tensor, "B k"]
+    """The masking probability in each window."""
+    row: Int[Tensor, "B k"]
+    """Which row of the shard each window is of."""
+
+    def each(self, function: Callable[[Tensor], Tensor]) -> "Draw":
+        """Something done to every tensor."""
+        shown, places = Shown(*map(function, self.shown)), Places(*map(function, self.places))
+        return Draw(shown, places, function(self.level), function(self.row))
+
+
+def draw(rows: Rows, settings: CacheSettings, number: int) -> Draw:
+    """Mask the rows of a shard and choose windows, without the network."""
+    recipe = settings.window
+    generator = torch.Generator().manual_seed((settings.seed * 1_000_003 + number) % 2**63)
+    tokens, segments, scored = to_tensors(rows, CPU)
+    found = mask_rows(segments, scored, int(rows.segments.max()) + 1, recipe, generator)
+    places = pick(found.may_begin, recipe.per_row, generator)
+    level = cut(found.level, places, recipe.length).amax(-1).view_as(places.starts)
+    row = torch.arange(len(tokens))[:, None].expand_as(places.starts)
+    use = places.useful.any(-1)
+    if not use.any():
+        use[0] = True  # a batch of no rows is nothing that networks are made for
+    return Draw(Shown(tokens, segments, found.hidden), places, level, row).each(lambda x: x[use])
+
+
+def windows_per_row(rows: Rows, settings: CacheSettings) -> float:
+    """How many windows a row gives; none at all is an error."""
+    found = int(draw(rows, settings, 0).places.useful.sum())
+    if not found:
+        raise InvalidInput(
+            f"{len(rows.tokens)} rows hold no window of {settings.window.length} tokens with a masked one: the texts "
+            "are too short. Give other data or a smaller window."
+        )
+    return found / len(rows.tokens)
+
+
+def build(
+    backbone: Backbone,
+    rows_at: RowsAt,
+    settings: CacheSettings,
+    folder: Path,
+    workers: Workers,
+    *,
+    circuit: HMM | None = None,
+    batch_rows: int = 32,
+    fresh: bool = False,
+) -> Iterator[Progress]:
+    """Make the shards that are missing. ``circuit`` is what the length of the lists is measured with."""
+    rows_at = functools.lru_cache(maxsize=1)(rows_at)  # those of the first shard are looked at twice
+    if workers.leads:
+        cache_files.claim(folder, fresh=fresh)
+        begin(backbone, rows_at, settings, folder, circuit)
+    workers.wait()
+    index = cache_files.read_index(folder)
+    assert index is not None, "it was just written"
+    known = cache_files.records(folder, index)
+    own = range(workers.rank, settings.shards, workers.count)
+    rows, windows = 0, 0
+    yield Progress(rows, windows)
+    for number in own:
+        record = known[number]
+        wrong = None if record is None else cache_files.damage(folder, number, record)
+        if record is None or wrong is not None:
+            if wrong is not None:
+                yield Progress(rows, windows, f"{wrong}; it is made again")
+            parts = []
+            for entries in ask(backbone, rows_at(number), settings, number, index.top_k, batch_rows):
+                parts.append(entries)
+                windows += len(entries)
+                yield Progress(min(rows + batch_rows * len(parts), rows + settings.shard_rows), windows)
+            finish(folder, number, parts, index)
+        rows += settings.shard_rows
+        yield Progress(rows, windows)
+    workers.wait()
+    if workers.leads:
+        seal(folder, index)
+    workers.wait()
+
+
+def begin(backbone: Backbone, rows_at: RowsAt, settings: CacheSettings, folder: Path, circuit: HMM | None) -> Index:
+    """Write the index of a new cache, or read that of an older run, which must be of the same settings."""
+    index = cache_files.read_index(folder)
+    if index is None:
+        check(backbone, circuit, settings)
+        batches = sample(backbone, rows_at, settings)
+        circuit = circuit or cache_width.stand_in(backbone.vocab_size, backbone.device)
+        top_k, measured = cache_width.choose(batches, circuit, top_k=settings.top_k, tolerance=settings.tolerance)
+        index = Index(settings, top_k, measured)
+        cache_files.write_index(folder, index)
+    elif index.settings != settings:
+        raise InvalidInput(
+            f"{folder}: is a cache of other settings ({_difference(index.settings, settings)}). Give another --out, or "
+            "--fresh to begin again."
+        )
+    return index
+
+
+def check(backbone: Backbone, circuit: HMM | None, settings: CacheSettings) -> None:
+    """Refuse what cannot give a cache, before any work."""
+    if backbone.config.causal:
+        raise InvalidInput("this backbone is a causal model; a cache needs a denoiser. Draw samples from it instead.")
+    if settings.vocab_size != backbone.vocab_size:
+        raise InvalidInput(
+            f"the settings are for {settings.vocab_size} tokens, the backbone has {backbone.vocab_size}: they do not "
+            "belong together."
+        )
+    if circuit is not None and circuit.vocab_size != backbone.vocab_size:
+        raise InvalidInput(
+            f"the circuit is over {circuit.vocab_size} tokens, the backbone over {backbone.vocab_size}: they do not "
+            "belong together."
+        )
+    if settings.top_k is not None and not 1 <= settings.top_k <= backbone.vocab_size:
+        raise InvalidInput(f"top_k must be from 1 to the {backbone.vocab_size} tokens, found {settings.top_k}.")
+
+
+def _difference(old: CacheSettings, new: CacheSettings) -> str:
+    was, now = (json.loads(json.dumps(dataclasses.asdict(each))) for each in (old, new))
+    return ", ".join(f"{name} was {was[name]}, is {now[name]}" for name in now if was[name] != now[name])
+
+
+@torch.no_grad()
+def sample(backbone: Backbone, rows_at: RowsAt, settings: CacheSettings) -> list[Windows]:
+    """Some windows of the first shards with the network's whole answer."""
+    many = max(1, ELEMENTS // (settings.window.per_row * settings.window.length * backbone.vocab_size))
+    batches, found = [], 0
+    for number in range(settings.shards):
+        for part in _parts(draw(rows_at(number), settings, number), many, backbone.device):
+            if not bool(part.places.useful.any()):
+                continue
+            windows = look(backbone, settings.mask_id, part.shown, part.places, settings.window.length)
+            assert windows.logits is not None
+            bad = windows.logits.logsumexp(-1).isnan() & windows.masked
+            _check_numbers(bad.any(-1), part.row.flatten(), number)
+            batches.append(windows)
+            found += int(part.places.useful.sum())
+            if found >= SAMPLE:
+                return batches
+    return batches
+
+
+def _parts(drawn: Draw, rows: int, device: torch.device) -> Iterator[Draw]:
+    for begin in range(0, len(drawn.level), rows):
+        yield drawn.each(lambda x, begin=begin: x[begin : begin + rows].to(device))  # type: ignore[misc]  # mypy and defaults
+
+
+def _check_numbers(bad: Bool[Tensor, " W"], rows: Int[Tensor, " W"], number: int) -> None:
+    if bool(bad.any()):
+        raise Diverged(
+            f"the network's logits are not numbers in row {int(rows[bad][0])} of shard {number}: check the backbone's "
+            "weights and precision. Finished shards are kept."
+        )
+
+
+@torch.no_grad()
+def ask(
+    backbone: Backbone, rows: Rows, settings: CacheSettings, number: int, k: int, batch_rows: int
+) -> Iterator[Entries]:
+    """The windows of a shard, some rows at a time."""
+    size = settings.window.length
+    for part in _parts(draw(rows, settings, number), batch_rows, backbone.device):
+        use, at = part.places.useful.flatten(), positions_of(part.places, size)
+        states = see(backbone, settings.mask_id, part.shown, part.places, size)
+        states = states.view(-1, size, states.shape[-1])[use]
+        tokens, masked = (x.gather(1, at).view(-1, size)[use] for x in (part.shown.tokens, part.shown.hidden))
+        lists = _lists(backbone, settings.mask_id, states[masked], tokens[masked], k)
+        of_row = part.row.flatten()[use].repeat_interleave(masked.sum(-1))
+        _check_numbers(lists.truth.isnan(), of_row, number)
+        features = states.clamp(-HALF, HALF).half() if settings.features else None
+        level = part.level.flatten()[use]
+        yield Entries.of(narrow(tokens, backbone.vocab_size), masked, level, lists, features).to(CPU)
+
+
+def _lists(
+    backbone: Backbone, mask_id: int, states: Float[Tensor, "M d"], truth: Int[Tensor, " M"], k: int
+) -> Shortlist:
+    """The head, at masked positions alone and not at all of them at once."""
+    many, parts = max(1, ELEMENTS // backbone.vocab_size), []
+    for begin in range(0, max(1, len(truth)), many):
+        here = states[None, begin : begin + many]
+        logits = backbone.logits(here, torch.full(here.shape[:2], mask_id, device=here.device))[0].float()
+        logits[:, mask_id] = -torch.inf
+        parts.append(shorten(logits, truth[begin : begin + many], k))
+    return Shortlist(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def finish(folder: Path, number: int, parts: list[Entries], index: Index) -> None:
+    """Write a shard; an error says what is finished nevertheless."""
+    entries = Entries.joined(parts)
+    try:
+        cache_files.write_shard(folder, number, entries, index.settings)
+    except OSError as error:
+        done = sum(record is not None for record in cache_files.records(folder, index))
+        raise OSError(
+            f"{folder / cache_files.shard_name(number)}: could not be written ({error.strerror or error}). {done} of "
+            f"{index.settings.shards} shards are finished and kept: make room and run the same command to go on."
+        ) from error
+
+
+def seal(folder: Path, index: Index) -> None:
+    """All shards are there: the index takes their records over."""
+    known = [record for record in cache_files.records(folder, index) if record is not None]
+    assert len(known) == index.settings.shards
+    cache_files.write_index(folder, dataclasses.replace(index, shards=tuple(known)))

@@ -1,0 +1,245 @@
+"""The folder of a cache: index.json, and shards that take their place only when they are whole.
+
+While a cache is made, each finished shard has a record (its checksum and sizes) in a file of its own, so that several
+processes need not share one. The index takes the records over at the end. Shard and record are renamed in this order:
+a shard without a record, or with one that does not fit it, is not finished and is made again.
+"""
+
+import dataclasses
+import hashlib
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+
+from codd import files
+from codd.errors import FormatError, InvalidInput
+from codd.training.cache_entries import NARROW, Entries, Shortlist
+from codd.training.windows import WindowRecipe
+
+FORMAT, VERSION = "codd logit cache", 1
+INDEX, ROWS = "index.json", "rows"
+
+
+@dataclass(frozen=True)
+class CacheSettings:
+    """Everything that makes a cache what it is: two with the same digest hold the same windows."""
+
+    vocab_size: int
+    mask_id: int
+    shards: int
+    shard_rows: int
+    window: WindowRecipe
+    top_k: int | None = None
+    """How long the lists are; None: as long as the tolerance needs."""
+    tolerance: float = 1e-3
+    """By how many nats a masked token the conditional log-likelihood may change."""
+    features: bool = False
+    """Whether the network's last states are kept, at all positions."""
+    seed: int = 0
+    backbone: str = ""
+    """Names the network."""
+    data: tuple[str, ...] = ()
+    """Names the rows, source by source."""
+
+    def digest(self) -> str:
+        """Names the cache."""
+        return hashlib.sha256(json.dumps(dataclasses.asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+
+
+class Change(NamedTuple):
+    """What lists of k tokens do to the conditional log-likelihood, in nats a masked token."""
+
+    k: int
+    change: float
+
+
+class Record(NamedTuple):
+    """A finished shard."""
+
+    sha256: str
+    bytes: int
+    windows: int
+    masked: int
+
+
+@dataclass(frozen=True)
+class Index:
+    """What index.json says."""
+
+    settings: CacheSettings
+    top_k: int
+    measured: tuple[Change, ...]
+    shards: tuple[Record, ...] = ()
+    """Empty until all are finished."""
+
+    def counts(self) -> dict[str, int]:
+        """Windows, masked tokens and bytes of all shards."""
+        return {name: sum(getattr(shard, name) for shard in self.shards) for name in ("windows", "masked", "bytes")}
+
+
+def shard_name(number: int) -> str:
+    """The file of a shard."""
+    return f"shard-{number:05d}.safetensors"
+
+
+def record_name(number: int) -> str:
+    """The file of its record, while the cache is made."""
+    return f"shard-{number:05d}.json"
+
+
+def claim(folder: Path, *, fresh: bool) -> None:
+    """Make the folder recognisable as a cache; refuse one that holds something else, so that nothing of it is lost."""
+    if folder.exists() and not folder.is_dir():
+        raise InvalidInput(f"{folder}: is a file; a cache is a folder.")
+    found = _fields(folder)
+    if found is None and folder.is_dir() and any(folder.iterdir()):
+        raise InvalidInput(f"{folder}: holds something else than a cache; give an empty or new folder.")
+    for remains in folder.glob(".*.tmp"):  # of processes that were killed while writing
+        remains.unlink()
+    if fresh and found is not None:
+        shutil.rmtree(folder / ROWS, ignore_errors=True)
+        for path in folder.glob("shard-*"):
+            path.unlink()
+    if fresh or found is None:
+        _write(folder, {"format": FORMAT, "version": VERSION})
+
+
+def write_index(folder: Path, index: Index) -> None:
+    """Write index.json; the records that it takes over are removed."""
+    settings = index.settings
+    fields: dict[str, Any] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "digest": settings.digest(),
+        "settings": dataclasses.asdict(settings),
+        "top_k": index.top_k,
+        "measured": [change._asdict() for change in index.measured],
+        **index.counts(),
+        "shards": [{"name": shard_name(n), **record._asdict()} for n, record in enumerate(index.shards)],
+    }
+    _write(folder, fields)
+    if index.shards:
+        for path in folder.glob("shard-*.json"):
+            path.unlink()
+
+
+def read_index(folder: Path) -> Index | None:
+    """What index.json says; None if its cache was begun and no more."""
+    where, fields = folder / INDEX, _fields(folder)
+    if fields is None:
+        raise FormatError(f"{where}: there is no cache. Make one with `codd cache --out {folder}`.")
+    if "settings" not in fields:
+        return None
+    try:
+        window = WindowRecipe(**fields["settings"]["window"])
+        data = tuple(fields["settings"]["data"])
+        settings = CacheSettings(**{**fields["settings"], "window": window, "data": data})
+        shards = tuple(Record(**{k: v for k, v in shard.items() if k != "name"}) for shard in fields["shards"])
+        index = Index(settings, int(fields["top_k"]), tuple(Change(**each) for each in fields["measured"]), shards)
+    except (KeyError, TypeError, ValueError) as error:
+        raise FormatError(f"{where}: lacks what an index has ({files.brief(error)}). Make the cache again.") from error
+    if fields.get("digest") != settings.digest() or len(shards) not in (0, settings.shards):
+        raise FormatError(f"{where}: its settings do not have its digest: it was changed. Make the cache again.")
+    return index
+
+
+def _fields(folder: Path) -> dict[str, Any] | None:
+    """The object in index.json; None where there is none."""
+    where = folder / INDEX
+    if not where.is_file():
+        return None
+    try:
+        found = json.loads(where.read_bytes())
+    except ValueError as error:
+        raise FormatError(f"{where}: is not JSON ({error}). Make the cache again, in another folder.") from error
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise FormatError(f"{where}: is not the index of a cache.")
+    if found.get("version") != VERSION:
+        raise FormatError(f"{where}: is of version {found.get('version')}, this codd reads {VERSION}. Make it again.")
+    return found
+
+
+def _write(folder: Path, fields: dict[str, Any]) -> None:
+    with files.replacing(folder, INDEX) as (path,):
+        files.write_text(path, json.dumps(fields, indent=1) + "\n")
+
+
+def records(folder: Path, index: Index) -> list[Record | None]:
+    """Of each shard: its own record, if it has one, else the index's."""
+    known: list[Record | None] = [*index.shards] or [None] * index.settings.shards
+    for number in range(len(known)):
+        path = folder / record_name(number)
+        if path.is_file():
+            try:
+                fields = json.loads(path.read_bytes())
+                fits = fields.pop("digest") == index.settings.digest()
+                known[number] = Record(**fields) if fits else None
+            except (KeyError, TypeError, ValueError, AttributeError):
+                known[number] = None  # then the shard is made again
+    return known
+
+
+def write_shard(folder: Path, number: int, entries: Entries, settings: CacheSettings) -> Record:
+    """Shard and record, both on the disk when this returns."""
+    tensors = {
+        "tokens": _unsigned(entries.tokens, settings),
+        "masked": entries.masked,
+        "level": entries.level,
+        "offsets": torch.cat((entries.begins, torch.tensor([len(entries.lists.truth)]))),
+        **entries.lists._asdict(),
+        "ids": _unsigned(entries.lists.ids, settings),
+        **({} if entries.features is None else {"features": entries.features}),
+    }
+    with files.replacing(folder, shard_name(number), record_name(number)) as (shard, note):
+        # One word of metadata only: safetensors writes several in any order, and shards are the same to the byte.
+        files.write_weights(shard, files.standalone(tensors), {FORMAT: settings.digest()})
+        record = Record(files.sha256(shard), shard.stat().st_size, len(entries), len(entries.lists.truth))
+        files.write_text(note, json.dumps({**record._asdict(), "digest": settings.digest()}) + "\n")
+    return record
+
+
+def damage(folder: Path, number: int, record: Record) -> str | None:
+    """What is wrong with a finished shard."""
+    path = folder / shard_name(number)
+    if not path.is_file():
+        return f"{path}: is missing"
+    if (size := path.stat().st_size) != record.bytes:
+        return f"{path}: has {size} bytes instead of {record.bytes}"
+    if files.sha256(path) != record.sha256:
+        return f"{path}: does not have its checksum"
+    return None
+
+
+def read_shard(folder: Path, number: int, record: Record) -> Entries:
+    """Read a shard whole, and check it against its record."""
+    path = folder / shard_name(number)
+    advice = "Run `codd cache` with the same arguments again: it makes this shard anew and no other."
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise FormatError(f"{path}: cannot be read ({error.strerror}). {advice}") from error
+    if hashlib.sha256(content).hexdigest() != record.sha256:
+        raise FormatError(f"{path}: is damaged, its checksum is not the index's. {advice}")
+    try:
+        found = load(content)
+        lists = Shortlist(*(_signed(found[name]) for name in Shortlist._fields))
+        begins = found["offsets"][:-1]
+        tokens = _signed(found["tokens"])
+        return Entries(tokens, found["masked"], found["level"], begins, lists, found.get("features"))
+    except (KeyError, SafetensorError) as error:
+        raise FormatError(f"{path}: is not a shard ({files.brief(error)}). {advice}") from error
+
+
+def _unsigned(ids: torch.Tensor, settings: CacheSettings) -> torch.Tensor:
+    """Files say what they hold: ids of two bytes are whole numbers from 0 to 65,535."""
+    return ids.view(torch.uint16) if settings.vocab_size <= NARROW else ids
+
+
+def _signed(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.int16) if x.dtype == torch.uint16 else x

@@ -1,0 +1,314 @@
+"""Circuits made of free numbers: what their tables are, and that files and moves keep them."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from strategies import generator, make_evidence, shape_checks
+from torch import Tensor
+from torch.testing import assert_close
+
+from codd.circuits import HMM, Evidence, Factors, ops
+from codd.circuits.factors import Detour, logits_of
+from codd.circuits.storage import CONFIG_FILE, WEIGHTS_FILE, write_folder
+from codd.errors import FormatError, InvalidCircuit
+
+N, V, INNER = 5, 7, 3
+KINDS = {
+    "plain": {},
+    "thin": {"transition_rank": 2, "emission_rank": 3},
+    "detour": {"inner_states": INNER},
+    "all": {"transition_rank": 2, "emission_rank": 3, "inner_states": INNER},
+}
+
+
+@pytest.fixture(params=KINDS)
+def factors(request) -> Factors:
+    """With a share and a bias that are not zero."""
+    made = Factors.near_neutral(N, V, noise=1.0, seed=3, **KINDS[request.param])
+    g = generator(8)
+    bias = None if made.bias is None else torch.randn(V, generator=g)
+    detour = None if made.detour is None else made.detour._replace(share=torch.randn(N, generator=g))
+    return replace(made, bias=bias, detour=detour)
+
+
+def pieces(tables: tuple) -> list[Tensor]:
+    initial, transition, emission = tables
+    return [initial, *(transition if isinstance(transition, tuple) else (transition,)), emission]
+
+
+def whole(transition: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    """Probabilities from state to state."""
+    return transition[0].exp() @ transition[1].exp() if isinstance(transition, tuple) else transition.exp()
+
+
+def same(a: Factors, b: Factors) -> bool:
+    left, right = a.named(), b.named()
+    return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
+
+
+# What they stand for.
+
+
+def test_tables_are_normalised(factors):
+    for table in pieces(factors.tables()):
+        assert_close(table.exp().sum(-1), torch.ones(table.shape[:-1]), rtol=0, atol=1e-5)
+
+
+def test_tables_are_softmaxes_of_what_was_given(factors):
+    initial, transition, emission = factors.tables()
+    assert_close(initial, factors.initial.log_softmax(-1))
+    logits = factors.emission[0] if len(factors.emission) == 1 else factors.emission[0] @ factors.emission[1]
+    assert_close(emission, (logits + (0 if factors.bias is None else factors.bias)).log_softmax(-1))
+    if factors.detour is None:
+        assert_close(transition, logits_of(factors.transition).log_softmax(-1))
+
+
+def test_a_detour_is_a_mixture_of_two_ways(factors):
+    _, transition, _ = factors.tables()
+    direct = logits_of(factors.transition).softmax(-1)
+    if factors.detour is None:
+        assert not isinstance(transition, tuple)
+        return
+    share, left, right = factors.detour
+    taken = share.sigmoid()[:, None]
+    wanted = (1 - taken) * direct + taken * (left.softmax(-1) @ right.softmax(-1))
+    assert [tuple(x.shape) for x in transition] == [(N, N + INNER), (N + INNER, N)]
+    assert_close(whole(transition), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_detour_gives_the_answers_of_its_mixture(factors):
+    hmm = HMM.from_factors(factors.map(lambda x: x.double()))
+    dense = HMM(hmm.log_initial, whole(hmm.log_transition).log(), hmm.log_emission)
+    for kind in ("logits", "mixed_all"):
+        ev = make_evidence(kind, (3, 6), N, V)
+        for name in ("log_partition", "posterior", "marginals", "filter"):
+            assert_close(getattr(hmm, name)(ev), getattr(dense, name)(ev), rtol=1e-9, atol=1e-9)
+        assert_close(hmm.max_product(ev).log_value, dense.max_product(ev).log_value, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("share", [-60.0, 60.0])
+def test_a_share_may_be_next_to_nothing(share):
+    """No NaN, and the way that is taken is the other one alone."""
+    made = Factors.near_neutral(N, V, inner_states=INNER)
+    made = replace(made, detour=made.detour._replace(share=torch.full((N,), share)))
+    hmm = HMM.from_factors(made)
+    alone = made.detour.left.softmax(-1) @ made.detour.right.softmax(-1)
+    direct = logits_of(made.transition).softmax(-1)
+    assert_close(whole(hmm.log_transition), direct if share < 0 else alone, rtol=1e-5, atol=1e-6)
+    ev = Evidence(logits=torch.randn(2, 6, V, generator=generator(0)))
+    with ops.use("reference"):
+        exact = hmm.to(dtype=torch.float64).log_partition(ev)
+    assert_close(hmm.log_partition(ev).double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_gates_widen_and_narrow_the_detour_only():
+    made = Factors.near_neutral(N, V, inner_states=INNER, noise=1.0)
+    hmm = HMM.from_factors(made.map(lambda x: x.double()))
+    ev = make_evidence("logits", (2, 6), N, V)
+    for gate, share in ((-80.0, -60.0), (80.0, 60.0)):
+        gates = torch.zeros(2, 5, N + INNER, dtype=torch.float64)
+        gates[..., N:] = gate
+        moved = replace(made, detour=made.detour._replace(share=torch.full((N,), share)))
+        other = HMM.from_factors(moved.map(lambda x: x.double()))
+        found = hmm.posterior(replace(ev, step_log_gates=gates))
+        assert_close(found.exp(), other.posterior(ev).exp(), rtol=0, atol=1e-9)
+
+
+# Where they start.
+
+
+def test_near_neutral_depends_on_the_seed_only():
+    options = KINDS["all"]
+    first = Factors.near_neutral(N, V, seed=1, **options)
+    torch.manual_seed(99)
+    assert same(first, Factors.near_neutral(N, V, seed=1, **options))
+    assert not same(first, Factors.near_neutral(N, V, seed=2, **options))
+    assert (first.num_states, first.vocab_size) == (N, V)
+
+
+def test_without_noise_it_is_the_circuit_that_changes_nothing():
+    made = Factors.near_neutral(N, V, noise=0.0, **KINDS["all"])
+    ids = torch.randint(V, (4, 6), generator=generator(0))
+    assert_close(HMM.from_factors(made).log_prob(ids), HMM.neutral(N, V).log_prob(ids), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rank", [None, 1, 4])
+def test_the_noise_does_not_grow_with_the_rank(rank):
+    made = Factors.near_neutral(60, 400, transition_rank=rank, emission_rank=rank, noise=0.5)
+    for table in (made.transition, made.emission):
+        assert len(table) == (1 if rank is None else 2)
+        assert 0.3 < float(logits_of(table).std()) < 0.8
+
+
+def test_half_of_the_transitions_take_the_detour_at_first():
+    made = Factors.near_neutral(N, V, inner_states=INNER)
+    left, _ = made.tables()[1]
+    assert_close(left[:, N:].exp().sum(-1), torch.full((N,), 0.5))
+
+
+# As named tensors.
+
+
+def test_names_and_back(factors):
+    found = Factors.from_named(factors.named())
+    assert same(found, factors)
+    assert len(list(factors)) == len(factors.named())
+    assert {id(x) for x in factors} == {id(x) for x in factors.named().values()}
+
+
+def test_every_tensor_is_replaced(factors):
+    doubled = factors.map(lambda x: 2 * x)
+    assert all(torch.equal(a, 2 * b) for a, b in zip(doubled, factors, strict=True))
+    assert doubled.named().keys() == factors.named().keys()
+
+
+def test_training_reaches_every_tensor_and_detached_ends_it(factors):
+    free = factors.map(lambda x: x.clone().requires_grad_())
+    gates = torch.randn(2, 3, N + INNER, generator=generator(1)) if factors.detour is not None else None
+    ev = Evidence(logits=torch.randn(2, 4, V, generator=generator(0)), step_log_gates=gates)
+    HMM.from_factors(free).log_partition(ev).sum().backward()
+    assert all(x.grad is not None and bool((x.grad != 0).any()) for x in free)
+    assert not any(x.requires_grad for x in free.detached())
+
+
+@pytest.mark.parametrize("name", Factors.near_neutral(N, V, **KINDS["all"]).named())
+def test_a_missing_tensor_is_named(name):
+    tensors = Factors.near_neutral(N, V, **KINDS["all"]).named()
+    del tensors[name]
+    if name in ("emission_bias", "detour_share"):  # what says whether there is any
+        Factors.from_named(tensors)
+        return
+    with pytest.raises(FormatError, match=f"my file: has no tensor '{name}'"):
+        Factors.from_named(tensors, "my file")
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        ("initial_logits", torch.zeros(4), r"transition of 4 states must be \(4, 4\).*found \(5, 2\) and \(2, 5\)"),
+        ("initial_logits", torch.zeros(5, 1), r"initial_logits must be \(N,\), found \(5, 1\)"),
+        ("transition_left", torch.zeros(5, 3), r"transition of 5 states must be \(5, 5\).*\(5, 3\) and \(2, 5\)"),
+        ("transition_right", torch.zeros(2, 6), r"transition of 5 states .*\(5, 2\) and \(2, 6\)"),
+        ("transition_right", torch.zeros(2), r"transition of 5 states .*\(5, 2\) and \(2,\)"),
+        ("transition_right", torch.zeros(2, 5, 5), r"transition of 5 states .*\(2, 5, 5\)"),
+        ("emission_left", torch.zeros(4, 3), r"emission of 5 states must be \(5, V\).*\(4, 3\) and \(3, 7\)"),
+        ("emission_right", torch.zeros(2, 7), r"emission of 5 states .*\(5, 3\) and \(2, 7\)"),
+        ("emission_bias", torch.zeros(6), r"emission_bias must be \(7,\), found \(6,\)"),
+        ("detour_share", torch.zeros(4), r"detour of 5 states .*found \(4,\), \(5, 3\), \(3, 5\)"),
+        ("detour_left", torch.zeros(5), r"detour of 5 states .*found \(5,\), \(5,\), \(3, 5\)"),
+        ("detour_right", torch.zeros(4, 5), r"detour of 5 states .*\(5, 3\), \(4, 5\)"),
+    ],
+)
+def test_wrong_shapes_are_refused(name, wrong, message):
+    made = Factors.near_neutral(N, V, **KINDS["all"])
+    with shape_checks(False), pytest.raises(InvalidCircuit, match=message):
+        Factors.from_named({**made.named(), name: wrong})
+
+
+def test_a_circuit_checks_its_factors():
+    made = Factors.near_neutral(N, V, inner_states=INNER)
+    odd = replace(made, detour=Detour(torch.zeros(N), torch.zeros(N, 2), torch.zeros(3, N)))
+    with shape_checks(False), pytest.raises(InvalidCircuit, match="detour of 5 states"):
+        HMM.from_factors(odd)
+
+
+# In files, and elsewhere.
+
+
+def tables_of(hmm: HMM) -> list[Tensor]:
+    return [hmm.log_initial, *hmm.transition.log_factors, hmm.log_emission]
+
+
+def assert_near(found: HMM, wanted: HMM, atol: float) -> None:
+    for a, b in zip(tables_of(found), tables_of(wanted), strict=True):
+        finite = b > -torch.inf
+        assert torch.equal(a > -torch.inf, finite)
+        assert_close(a[finite], b[finite], rtol=0, atol=atol)
+
+
+def test_what_is_saved_is_loaded(factors, tmp_path):
+    hmm = HMM.from_factors(factors, window=6)
+    found = HMM.load(hmm.save(tmp_path))
+    assert same(found.factors, factors)
+    assert (repr(found), found.window) == (repr(hmm), 6)
+    assert_near(found, hmm, 0.0)
+
+
+def test_half_precision_is_near_and_half_as_large(factors, tmp_path):
+    hmm = HMM.from_factors(factors)
+    hmm.save(tmp_path / "full")
+    found = HMM.load(hmm.save(tmp_path / "half", half=True))
+    assert found.dtype == torch.float32
+    assert all(x.dtype == torch.float32 for x in found.factors)
+    assert_near(found, hmm, 2e-2)
+    stored = json.loads((tmp_path / "half" / CONFIG_FILE).read_text())["tensors"]
+    assert {x["dtype"] for x in stored.values()} == {"float16"}
+
+
+def test_thin_factors_in_half_precision_make_a_small_file(tmp_path):
+    states, vocab, rank = 64, 2000, 8
+    made = Factors.near_neutral(states, vocab, transition_rank=rank, emission_rank=rank, inner_states=16)
+    folder = HMM.from_factors(made).save(tmp_path, half=True)
+    numbers = states + (2 * states + states + vocab) * rank + vocab + states + 2 * 16 * states
+    size = (folder / WEIGHTS_FILE).stat().st_size
+    assert 2 * numbers <= size < 2 * numbers + 4096
+    assert size < states * vocab * 4 / 8
+    assert_near(HMM.load(folder), HMM.from_factors(made), 2e-2)
+
+
+def test_a_loaded_one_can_be_saved_again(factors, tmp_path):
+    first = HMM.load(HMM.from_factors(factors).save(tmp_path / "first", half=True))
+    again = HMM.load(first.save(tmp_path / "again", half=True))
+    assert same(first.factors, again.factors)
+    assert_near(again, first, 0.0)
+
+
+def test_float64_stays_float64(factors, tmp_path):
+    hmm = HMM.from_factors(factors.map(lambda x: x.double()))
+    found = HMM.load(hmm.save(tmp_path))
+    assert found.dtype == torch.float64
+    assert_near(found, hmm, 1e-12)
+
+
+def test_saving_while_training(factors, tmp_path):
+    hmm = HMM.from_factors(factors.map(lambda x: x.clone().requires_grad_()))
+    found = HMM.load(hmm.save(tmp_path))
+    assert not any(x.requires_grad for x in found.factors)
+    assert same(found.factors, factors)
+
+
+def test_moves_keep_the_factors(factors, tmp_path):
+    hmm = HMM.from_factors(factors, window=4)
+    assert same(hmm.to("cpu").factors, factors)
+    assert all(x.device.type == "meta" for x in hmm.to("meta").factors)
+    exact = hmm.to(dtype=torch.float64)
+    assert all(x.dtype == torch.float64 for x in exact.factors)
+    found = HMM.load(exact.save(tmp_path))
+    assert (found.dtype, found.window) == (torch.float64, 4)
+    assert_near(found, exact, 1e-5)
+    assert same(exact.to(dtype=torch.float32).factors, factors)
+    compact = hmm.to(emission=torch.bfloat16)
+    assert compact.emission.compact
+    assert same(compact.factors, factors)
+
+
+def test_a_circuit_of_tables_has_no_factors_and_is_saved_as_it_is(tmp_path):
+    hmm = HMM.random(N, V)
+    assert hmm.factors is None
+    assert_near(HMM.load(hmm.save(tmp_path, half=True)), hmm, 0.0)
+
+
+def test_damaged_files_are_named(tmp_path):
+    tensors = Factors.near_neutral(N, V, **KINDS["all"]).named()
+    for wrong, kind, message in (
+        ({"emission_left": None}, FormatError, "no tensor 'emission_left'"),
+        ({"emission_left": torch.zeros(4, 3)}, InvalidCircuit, "emission of 5 states"),
+        ({"initial_logits": torch.full((N,), torch.nan)}, InvalidCircuit, "log_initial holds NaN"),
+        ({"detour_share": torch.full((N,), torch.nan)}, InvalidCircuit, "NaN"),
+    ):
+        changed = {name: x for name, x in {**tensors, **wrong}.items() if x is not None}
+        write_folder(tmp_path, {"circuit": "hmm"}, changed)
+        with pytest.raises(kind, match=message):
+            HMM.load(tmp_path)

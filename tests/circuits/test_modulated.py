@@ -1,0 +1,341 @@
+"""Circuits with a head: what the head is told, what it says, and that files and moves keep it."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from strategies import generator, shape_checks
+from torch import Tensor
+from torch.testing import assert_close
+
+import codd
+from codd.circuits import HMM, Factors, Head, HeadConfig, Modulated, load_circuit, storage
+from codd.circuits.modulated import WAVES, widened
+from codd.circuits.storage import CONFIG_FILE, WEIGHTS_FILE, write_folder
+from codd.errors import CoddError, FormatError, InvalidCircuit, InvalidEvidence
+
+N, V, R, D, B, L = 4, 6, 3, 8, 2, 5
+MASKED = torch.tensor([[True, False, True, True, False], [True, True, True, True, True]])
+SIZES = {
+    "latents": HeadConfig(D, N),
+    "steps": HeadConfig(D, 0, R),
+    "both": HeadConfig(D, N, R),
+    "deep": HeadConfig(D, N, R, hidden=7, dropout=0.5),
+}
+
+
+def features(seed: int = 0, length: int = L) -> Tensor:
+    return torch.randn(B, length, D, generator=generator(seed))
+
+
+def shaken(head: Head, seed: int = 1) -> Head:
+    """Every weight is drawn anew: a head that has learnt something."""
+    with torch.no_grad():
+        for x in head.parameters():
+            x.copy_(torch.randn(x.shape, generator=generator(seed)))
+            seed += 1
+    return head
+
+
+def make_hmm() -> HMM:
+    return HMM.from_factors(Factors.near_neutral(N, V, emission_rank=2, inner_states=R, noise=1.0), window=L)
+
+
+@pytest.fixture(params=SIZES)
+def config(request) -> HeadConfig:
+    return SIZES[request.param]
+
+
+@pytest.fixture
+def circuit(config) -> Modulated:
+    return Modulated(make_hmm(), shaken(Head(config)))
+
+
+def outputs(head: Head, x: Tensor, masked: Tensor = MASKED) -> list[Tensor]:
+    with torch.no_grad():
+        return [y for y in head(x, masked) if y is not None]
+
+
+# The head.
+
+
+def test_a_new_head_says_nothing(config):
+    latents, gates = Head(config).eval()(features(), MASKED)
+    assert (latents is None) == (config.states == 0)
+    assert (gates is None) == (config.inner_states == 0)
+    assert latents is None or (latents.shape == (B, L, N) and not bool(latents.any()))
+    assert gates is None or (gates.shape == (B, L - 1, R) and not bool(gates.any()))
+
+
+def test_a_new_head_depends_on_its_seed_only():
+    config = SIZES["deep"]
+    torch.manual_seed(5)
+    first = Head(config, seed=3).state_dict()
+    torch.manual_seed(6)
+    again, other = Head(config, seed=3).state_dict(), Head(config, seed=4).state_dict()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["between.weight"], other["between.weight"])
+
+
+def test_all_of_a_new_head_learns(config):
+    head = Head(config).eval()
+    for _ in range(2):  # what lies before a layer of zeros learns from the second step on
+        head.zero_grad()
+        sum(y.square().sum() + y.sum() for y in head(features(), MASKED) if y is not None).backward()
+        with torch.no_grad():
+            for x in head.parameters():
+                x -= 0.1 * x.grad
+    assert all(bool((x.grad != 0).any()) for x in head.parameters())
+
+
+def test_the_numbers_by_hand():
+    """Layer norm, flag and cosines of the share of masks, one linear map; steps see both of their ends."""
+    head = shaken(Head(SIZES["both"])).eval()
+    x, b, t = features(), 0, 1
+    found = outputs(head, x)
+
+    def told(t: int) -> Tensor:
+        row = x[b, t]
+        row = (row - row.mean()) / (row.var(unbiased=False) + 1e-5).sqrt() * head.norm.weight + head.norm.bias
+        waves = [math.cos(math.pi * k * 3 / 5) for k in range(1, WAVES + 1)]  # three of five are masked
+        return torch.cat([row, torch.tensor([float(MASKED[b, t]), *waves])])
+
+    assert_close(found[0][b, t], head.latents.weight @ told(t) + head.latents.bias, rtol=1e-4, atol=1e-4)
+    both = torch.cat([told(t), told(t + 1)])
+    assert_close(found[1][b, t], head.gates.weight @ both + head.gates.bias, rtol=1e-4, atol=1e-4)
+
+
+def test_the_head_sees_flags_and_the_share_of_masks(circuit):
+    x = features()
+    before = outputs(circuit.head, x)
+    swapped = MASKED.clone()
+    swapped[0, [0, 1]] = swapped[0, [1, 0]]  # as many masks in other places
+    fewer = MASKED.clone()
+    fewer[0, 0] = False
+    for other, touched in ((swapped, (0, 1)), (fewer, range(L))):
+        after = outputs(circuit.head, x, other)
+        for a, b, places in zip(before, after, (L, L - 1) if len(after) == 2 else (len(before[0][0]),), strict=True):
+            assert torch.equal(a[1], b[1])  # the other sequence
+            span = 1 if places == L else 2
+            changed = (a[0] != b[0]).any(-1).tolist()
+            assert changed == [any(t + k in touched for k in range(span)) for t in range(places)]
+
+
+def test_a_step_sees_both_of_its_ends_and_no_more():
+    head, x = shaken(Head(SIZES["steps"])).eval(), features()
+    moved = x.clone()
+    moved[0, 2] += torch.randn(D, generator=generator(9))
+    (before,), (after,) = outputs(head, x), outputs(head, moved)
+    assert (before[0] != after[0]).any(-1).tolist() == [False, True, True, False]
+
+
+def test_dropout_acts_in_training_only():
+    head = shaken(Head(SIZES["deep"])).train()
+    torch.manual_seed(0)
+    one, two = outputs(head, features()), outputs(head, features())
+    assert not torch.equal(one[0], two[0])
+    circuit = Modulated(make_hmm(), head)
+    assert not circuit.head.training
+    one, two = outputs(circuit.head, features()), outputs(circuit.head, features())
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def test_features_of_any_precision_are_taken(circuit):
+    wanted = outputs(circuit.head, features().bfloat16().float())
+    for x in (features().bfloat16(), features().bfloat16().double()):
+        for a, b in zip(outputs(circuit.head, x), wanted, strict=True):
+            assert a.dtype == torch.float32
+            assert_close(a, b)
+
+
+# The pair.
+
+
+def test_the_direct_way_has_no_gate(circuit):
+    found, head = circuit.modulate(features(), MASKED), circuit.head(features(), MASKED)
+    if head.step_log_gates is None:
+        assert found.step_log_gates is None
+    else:
+        assert found.step_log_gates.shape == (B, L - 1, N + R)
+        assert not bool(found.step_log_gates[..., :N].any())
+        assert torch.equal(found.step_log_gates[..., N:], head.step_log_gates)
+    assert widened(head, circuit.hmm).latent_log_potentials is head.latent_log_potentials
+
+
+def test_it_answers_for_its_circuit(circuit):
+    hmm = circuit.hmm
+    assert (circuit.vocab_size, circuit.num_states, circuit.features) == (V, N, D)
+    assert (circuit.length, circuit.window, circuit.device, circuit.dtype) == (None, L, hmm.device, torch.float32)
+    assert repr(hmm) in repr(circuit)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [("latents", "latents by 8"), ("steps", "steps by 8"), ("both", "latents and steps by 8")],
+)
+def test_it_says_what_it_modulates(config, words):
+    assert words in repr(Modulated(make_hmm(), Head(SIZES[config])))
+    assert "nothing" in repr(Modulated(make_hmm(), Head(HeadConfig(D, 0))))
+
+
+@pytest.mark.parametrize(
+    ("hmm", "config", "message"),
+    [
+        (make_hmm(), HeadConfig(D, N + 1), "head is for 5 states and 0 inner ones, the circuit has 4 and 3"),
+        (make_hmm(), HeadConfig(D, N, R + 1), "4 states and 4 inner ones, the circuit has 4 and 3"),
+        (HMM.random(N, V), HeadConfig(D, N, R), "the circuit has 4 and 0"),
+        (HMM.random(N, V, rank=R), HeadConfig(D, N, R), "the circuit has 4 and 0"),
+        (HMM.from_factors(Factors.near_neutral(N, V)), HeadConfig(D, 0, 1), "the circuit has 4 and 0"),
+    ],
+)
+def test_heads_of_other_circuits_are_refused(hmm, config, message):
+    with pytest.raises(InvalidCircuit, match=message):
+        Modulated(hmm, Head(config))
+
+
+def test_any_circuit_can_have_its_latents_modulated():
+    for hmm in (HMM.random(N, V), HMM.random(N, V, rank=2), HMM.random(N, V, length=L)):
+        found = Modulated(hmm, shaken(Head(SIZES["latents"]))).modulate(features(), MASKED)
+        assert found.latent_log_potentials.shape == (B, L, N)
+        assert found.step_log_gates is None
+
+
+@pytest.mark.parametrize(
+    "shape", [(B, L, D + 1), (B, L + 1, D), (B + 1, L, D), (B, D), (B, L, 1, D)], ids=lambda s: "x".join(map(str, s))
+)
+def test_features_of_the_wrong_size_are_refused(shape):
+    circuit = Modulated(make_hmm(), Head(SIZES["both"]))
+    with shape_checks(False), pytest.raises(InvalidEvidence, match=r"features must be \(B, L, 8\) = \(2, 5, 8\)"):
+        circuit.modulate(torch.zeros(shape), MASKED)
+
+
+def test_a_window_of_one_position_has_no_steps(circuit):
+    found = circuit.modulate(features(length=1), MASKED[:, :1])
+    gates = found.step_log_gates
+    assert gates is None or gates.shape == (B, 0, N + R)
+
+
+# Elsewhere.
+
+
+def same_head(a: Modulated, b: Modulated) -> bool:
+    left, right = a.head.state_dict(), b.head.state_dict()
+    return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
+
+
+def test_moves(circuit):
+    for moved in (circuit.to("cpu"), circuit.to(), circuit.to(dtype=torch.float64)):
+        assert same_head(moved, circuit)
+        assert moved.head is not circuit.head
+        assert not moved.head.training
+        assert moved.window == L
+        assert_close(outputs(moved.head, features()), outputs(circuit.head, features()))
+    assert circuit.to(dtype=torch.float64).dtype == torch.float64
+    assert circuit.to(emission=torch.bfloat16).hmm.emission.compact
+    assert circuit.to("meta").device.type == "meta"
+    assert all(x.device.type == "meta" for x in circuit.to("meta").head.parameters())
+
+
+# Files.
+
+
+def test_what_is_saved_is_loaded(circuit, tmp_path):
+    assert circuit.save(tmp_path) == tmp_path
+    for found in (Modulated.load(tmp_path), load_circuit(str(tmp_path)), codd.load_circuit(tmp_path)):
+        assert isinstance(found, Modulated)
+        assert same_head(found, circuit)
+        assert (repr(found), found.head.config) == (repr(circuit), circuit.head.config)
+        assert torch.equal(found.hmm.log_emission, circuit.hmm.log_emission)
+        assert not found.head.training
+
+
+def test_half_precision_is_near_and_small(circuit, tmp_path):
+    found = Modulated.load(circuit.save(tmp_path, half=True))
+    listed = json.loads((tmp_path / CONFIG_FILE).read_text())["tensors"]
+    assert {x["dtype"] for x in listed.values()} == {"float16"}
+    numbers = sum(math.prod(x["shape"]) for x in listed.values())
+    assert (tmp_path / WEIGHTS_FILE).stat().st_size < 2 * numbers + 8192
+    assert all(x.dtype == torch.float32 for x in found.head.parameters())
+    assert_close(found.hmm.log_emission, circuit.hmm.log_emission, rtol=0, atol=2e-2)
+    for a, b in zip(outputs(found.head, features()), outputs(circuit.head, features()), strict=True):
+        assert_close(a, b, rtol=1e-2, atol=5e-2)
+    again = Modulated.load(found.save(tmp_path / "again", half=True))
+    assert same_head(again, found)
+
+
+def test_a_circuit_of_plain_tables_is_kept_too(tmp_path):
+    circuit = Modulated(HMM.random(N, V, rank=2), shaken(Head(SIZES["latents"])))
+    found = load_circuit(circuit.save(tmp_path))
+    assert same_head(found, circuit)
+    assert torch.equal(found.hmm.log_transition[0], circuit.hmm.log_transition[0])
+
+
+def test_load_circuit_reads_both_and_each_reader_its_own(tmp_path):
+    hmm = make_hmm()
+    hmm.save(tmp_path / "plain")
+    Modulated(hmm, Head(SIZES["both"])).save(tmp_path / "modulated")
+    assert isinstance(load_circuit(tmp_path / "plain"), HMM)
+    assert isinstance(load_circuit(tmp_path / "modulated"), Modulated)
+    with pytest.raises(FormatError, match=r"type 'modulated', expected 'hmm': use codd\.load_circuit"):
+        HMM.load(tmp_path / "modulated")
+    with pytest.raises(FormatError, match="type 'hmm', expected 'modulated'"):
+        Modulated.load(tmp_path / "plain")
+    write_folder(tmp_path / "tree", {"circuit": "tree"}, {"x": torch.zeros(1)})
+    with pytest.raises(FormatError, match="type 'tree': known are 'hmm', 'modulated'"):
+        load_circuit(tmp_path / "tree")
+
+
+def without(name: str) -> Callable[[dict], dict]:
+    return lambda found: {key: x for key, x in found.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without("head.latents.weight"), "head's tensors do not fit .*latents.weight"),
+        (lambda found: {**found, "head.more": torch.zeros(1)}, "head's tensors do not fit .*more"),
+        (lambda found: {**found, "head.gates.bias": torch.zeros(R + 1)}, "head's tensors do not fit .*gates.bias"),
+        (lambda found: {**found, "head.gates.bias": torch.full((R,), math.nan)}, "head's gates.bias holds NaN"),
+        (without("emission_left"), "no tensor 'emission_left'"),
+        (without("initial_logits"), "no tensor 'log_transition"),
+    ],
+)
+def test_damaged_tensors_are_named_in_one_line(change, message, tmp_path):
+    Modulated(make_hmm(), Head(SIZES["both"])).save(tmp_path)
+    config, tensors = storage.read_folder(tmp_path)
+    write_folder(tmp_path, config, change(tensors))
+    with pytest.raises(FormatError, match=message) as error:
+        load_circuit(tmp_path)
+    assert "\n" not in str(error.value)
+    assert str(tmp_path) in str(error.value)
+
+
+GOOD = dataclasses.asdict(SIZES["both"])
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        None,
+        "wide",
+        {},
+        {"features": D},
+        {**GOOD, "colour": 1},
+        {**GOOD, "features": "many"},
+        {**GOOD, "features": -20},
+        {**GOOD, "dropout": 7.0},
+        {**GOOD, "states": N + 1},
+    ],
+    ids=str,
+)
+def test_a_description_that_is_none_of_a_head_is_refused(head, tmp_path):
+    Modulated(make_hmm(), Head(SIZES["both"])).save(tmp_path)
+    config, tensors = storage.read_folder(tmp_path)
+    config.pop("head")
+    write_folder(tmp_path, config if head is None else {**config, "head": head}, tensors)
+    with shape_checks(False), pytest.raises(CoddError, match="head") as error:
+        load_circuit(tmp_path)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,295 @@
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from codd.backbones import mini
+from codd.backbones.config import Config
+from codd.backbones.transformer import initialise
+from codd.circuits import HMM
+from codd.cli import main
+from codd.training.bpe import train_bpe
+from codd.training.cache import Cache
+from codd.training.problems import problems
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+WINDOW = 8
+SMALL = ["--window", str(WINDOW), "--row-length", "384", "--device", "cpu"]
+
+
+def save_network(folder: Path, tokenizer, **changes) -> Path:
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_id") for name in ("mask", "eos", "pad")}
+    sizes = {"vocab_size": tokenizer.vocab_size, "width": 16, "layers": 1, "heads": 2, "mlp_width": 16}
+    built = mini.build(Config({**sizes, **special, **changes}, "a test"))
+    initialise(built.network, generator=torch.Generator().manual_seed(3), std=0.3)
+    mini.save(built, folder)
+    tokenizer.save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    """A small denoiser, a small causal model, questions and prose."""
+    root = tmp_path_factory.mktemp("root")
+    made = list(problems(60))
+    tokenizer = train_bpe([f"{p.question}\n{p.solution}" for p in made], vocab_size=400)
+    save_network(root / "mini", tokenizer)
+    save_network(root / "causal", tokenizer, causal=True)
+    lines = [json.dumps({"question": p.question, "answer": p.solution}) for p in made]
+    (root / "train.jsonl").write_text("\n".join(lines) + "\n")
+    (root / "prose.txt").write_text("\n\n".join(p.question for p in made) * 3)
+    return root
+
+
+@pytest.fixture(autouse=True)
+def here(root, monkeypatch):
+    monkeypatch.chdir(root)
+
+
+def arguments(out: Path, *more: str, backbone: str = "mini") -> list[str]:
+    return ["cache", "--backbone", backbone, "--out", str(out), *SMALL, *more]
+
+
+def cache(out: Path, *more: str, backbone: str = "mini") -> int:
+    return main(arguments(out, *more, backbone=backbone))
+
+
+def refused(capsys, out: Path, *more: str, backbone: str = "mini") -> str:
+    assert cache(out, *more, backbone=backbone) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("codd: ")
+    assert printed.err.count("\n") == 1
+    return printed.err
+
+
+def shards(out: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(out.glob("shard-*"))}
+
+
+def test_help_teaches(capsys):
+    assert main(["cache", "--help"]) == 0
+    printed = capsys.readouterr().out
+    for word in ("--samples-from", "--top-k", "--tolerance", "--features", "--fresh", "torchrun", "--problems"):
+        assert word in printed
+
+
+def test_text(tmp_path, capsys):
+    assert cache(tmp_path, "--data", "train.jsonl", "--top-k", "40") == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith(f"cached: {tmp_path}\n")
+    assert "bytes_per_token" in printed.out
+    assert "dense logits 800" in printed.out
+    table = [line.split() for line in printed.err.splitlines()[1:]]
+    assert [line[0] for line in table] == ["16", "32", "40"]
+    assert table[-1][2:] == ["<-", "kept"]
+    assert float(table[0][1]) > float(table[-1][1]) > 0
+
+
+def test_json(tmp_path, capsys):
+    assert cache(tmp_path, "--data", "train.jsonl", "--tolerance", "0.01", "--windows", "150", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    opened = Cache.open(tmp_path)
+    assert found["windows"] == len(opened) == pytest.approx(150, rel=0.2)
+    assert found["top_k"] == opened.top_k == found["measured"][-1]["k"]
+    assert found["change"] == found["measured"][-1]["change"] < 0.01
+    assert found["bytes"] == sum(map(len, shards(tmp_path).values()))
+    assert found["bytes_per_token"] == found["bytes"] / found["masked_tokens"]
+    assert found["dense_bytes_per_token"] == 800
+    assert opened.window == WINDOW
+
+
+def test_a_cache_that_saves_nothing_says_so(tmp_path, capsys):
+    few = ["--data", "train.jsonl", "--windows", "40"]
+    assert cache(tmp_path / "large", *few, "--top-k", "400") == 0
+    assert "note: this is no smaller than dense logits" in capsys.readouterr().err
+    assert cache(tmp_path / "small", *few, "--top-k", "16") == 0
+    assert "note:" not in capsys.readouterr().err
+
+
+def test_features_are_kept_only_if_asked_for(tmp_path):
+    more = ["--data", "train.jsonl", "--windows", "40", "--top-k", "4"]
+    assert cache(tmp_path / "with", *more, "--features") == 0
+    assert cache(tmp_path / "without", *more) == 0
+    found = Cache.open(tmp_path / "with").windows([0]).features
+    assert found is not None
+    assert found.shape == (1, WINDOW, 16)
+    assert Cache.open(tmp_path / "without").windows([0]).features is None
+
+
+def test_every_kind_of_data(tmp_path):
+    more = ["--data", "train.jsonl", "prose.txt", "--problems", "30", "--samples-from", "causal", "--count", "6"]
+    assert cache(tmp_path, *more, "--top-k", "4", "--weights", "1", "1", "1", "1") == 0
+    found = Cache.open(tmp_path)
+    assert [name.split()[0] for name in found.settings.data] == [
+        "0-train.jsonl",
+        "1-prose.txt",
+        "2-problems",
+        "samples",
+    ]
+    assert all(name.endswith(" x 1") for name in found.settings.data)
+    assert len(found) > 50
+
+
+def test_a_folder_of_data_gives_its_training_files(tmp_path, root, capsys):
+    (tmp_path / "data").mkdir()
+    shutil.copy(root / "prose.txt", tmp_path / "data" / "test.txt")
+    few = ["--top-k", "4", "--windows", "10", "--data", str(tmp_path / "data")]
+    assert cache(tmp_path / "one", *few) == 0
+    assert Cache.open(tmp_path / "one").settings.data[0].startswith("0-test.txt")
+    shutil.copy(root / "train.jsonl", tmp_path / "data")
+    assert cache(tmp_path / "two", *few) == 0
+    assert [name.split()[0] for name in Cache.open(tmp_path / "two").settings.data] == ["0-train.jsonl"]
+
+
+def test_the_backbones_own_circuit_measures(tmp_path, root, capsys):
+    own = shutil.copytree(root / "mini", tmp_path / "own")
+    HMM.neutral(2, 400).save(own / "circuit")
+    few = ["--data", "train.jsonl", "--windows", "40", "--json"]
+    assert cache(tmp_path / "a", *few, backbone=str(own)) == 0
+    assert json.loads(capsys.readouterr().out)["top_k"] == 16  # to it the truth is enough
+    other = HMM.random(8, 400, scale=3.0).save(tmp_path / "other")
+    assert cache(tmp_path / "b", *few, "--circuit", str(other), backbone=str(own)) == 0
+    assert json.loads(capsys.readouterr().out)["top_k"] > 16
+    wrong = HMM.neutral(2, 401).save(tmp_path / "wrong")
+    message = refused(capsys, tmp_path / "c", *few, "--circuit", str(wrong))
+    assert "the circuit is over 401 tokens, the backbone over 400" in message
+
+
+MANY = ["--data", "train.jsonl", "--windows", "500", "--shard-windows", "20", "--top-k", "16", "--batch-rows", "2"]
+
+
+@pytest.fixture(scope="module")
+def whole(root, tmp_path_factory) -> Path:
+    """An uninterrupted run."""
+    out = tmp_path_factory.mktemp("whole") / "cache"
+    before = Path.cwd()
+    os.chdir(root)
+    assert cache(out, *MANY) == 0
+    os.chdir(before)
+    return out
+
+
+def test_kill_9_and_restart_gives_the_same_bytes(whole, tmp_path):
+    out = tmp_path / "killed"
+    command = [sys.executable, "-m", "codd", *arguments(out, *MANY)]
+    running = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
+    while not (out / "shard-00002.json").exists() and running.poll() is None:
+        time.sleep(0.001)
+    running.send_signal(signal.SIGKILL)
+    _, printed = running.communicate()
+    assert running.returncode == -signal.SIGKILL, printed
+    finished = {path.with_suffix(".safetensors"): 0 for path in out.glob("shard-*.json")}
+    finished = {path: path.stat().st_mtime_ns for path in finished}
+    assert 3 <= len(finished) < Cache.open(whole).settings.shards
+    assert cache(out, *MANY) == 0
+    assert shards(out) == shards(whole)
+    assert {path: path.stat().st_mtime_ns for path in finished} == finished
+    assert not list(out.glob(".*"))
+
+
+def test_a_flipped_byte_is_named_and_only_its_shard_made_again(whole, tmp_path, capsys):
+    out = shutil.copytree(whole, tmp_path / "flipped")
+    path = out / "shard-00003.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 4
+    path.write_bytes(content)
+    before = {each: each.stat().st_mtime_ns for each in out.glob("shard-*")}
+    capsys.readouterr()
+    assert cache(out, *MANY) == 0
+    assert f"{path}: does not have its checksum; it is made again" in capsys.readouterr().err
+    assert shards(out) == shards(whole)
+    assert [each.name for each in before if each.stat().st_mtime_ns != before[each]] == [path.name]
+
+
+def test_two_processes_make_what_one_makes(whole, tmp_path):
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "codd"]
+    done = subprocess.run(
+        [sys.executable, *launch, *arguments(tmp_path / "two", *MANY)], env=ENVIRONMENT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("cached: ") == 1
+    assert shards(tmp_path / "two") == shards(whole)
+
+
+def test_other_arguments_need_fresh(whole, tmp_path, capsys):
+    out = shutil.copytree(whole, tmp_path / "other")
+    before = shards(out)
+    capsys.readouterr()
+    message = refused(capsys, out, *MANY, "--seed", "1")
+    assert "is a cache of other settings (" in message
+    assert "seed was 0, is 1" in message
+    assert "--fresh to begin again" in message
+    assert shards(out) == before
+    assert cache(out, *MANY, "--seed", "1", "--fresh") == 0
+    assert Cache.open(out).settings.seed == 1
+
+
+def test_data_that_cannot_be_used(tmp_path, capsys):
+    out = tmp_path / "out"
+    assert "there is no data: give files" in refused(capsys, out)
+    (tmp_path / "empty.jsonl").touch()
+    assert "empty.jsonl: is empty" in refused(capsys, out, "--data", str(tmp_path / "empty.jsonl"))
+    (tmp_path / "empty.txt").touch()
+    assert "do not fill a row" in refused(capsys, out, "--data", str(tmp_path / "empty.txt"))
+    (tmp_path / "odd.jsonl").write_text('{"a": "x", "b": "y"}\n')
+    odd = ["--data", str(tmp_path / "odd.jsonl")]
+    assert "has the keys a, b; say with --fields" in refused(capsys, out, *odd)
+    assert "expected a text under 'c'" in refused(capsys, out, *odd, "--fields", "a", "c")
+    (tmp_path / "folder").mkdir()
+    assert "folder: holds no .jsonl" in refused(capsys, out, "--data", str(tmp_path / "folder"))
+    assert "no.txt: there is no such file" in refused(capsys, out, "--data", "no.txt")
+    assert "weights must be 1 numbers" in refused(capsys, out, "--data", "prose.txt", "--weights", "1", "2")
+    assert cache(out, "--data", "train.jsonl", "--windows", "20", "--top-k", "4") == 0  # what failed is no obstacle
+
+
+def test_backbones_that_cannot_be_used(tmp_path, root, capsys):
+    out, data = tmp_path / "out", ["--data", "train.jsonl"]
+    assert "is a causal model" in refused(capsys, out, *data, backbone="causal")
+    llada = str(FIXTURES / "llada_mha")
+    assert "llada_mha: has no tokenizer files" in refused(capsys, out, *data, "--row-length", "96", backbone=llada)
+    silent = Path(shutil.copytree(root / "mini", tmp_path / "silent"))
+    config = json.loads((silent / "config.json").read_text())
+    (silent / "config.json").write_text(json.dumps({**config, "mask_token_id": None}))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (silent / name).write_text((silent / name).read_text().replace("<|mask|>", "<|blank|>"))
+    named = json.loads((silent / "tokenizer_config.json").read_text())
+    (silent / "tokenizer_config.json").write_text(json.dumps({**named, "mask_token": None}))
+    assert "does not say which token is the mask; give its id" in refused(capsys, out, *data, backbone=str(silent))
+    assert "--mask-id 400 is not one of the 400" in refused(capsys, out, *data, "--mask-id=400", backbone=str(silent))
+    more = ["--mask-id", str(config["mask_token_id"]), "--windows", "20", "--top-k", "4"]
+    assert cache(out, *data, *more, backbone=str(silent)) == 0
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--window=0"], "--window must be at least 1, found 0"),
+        (["--top-k=500"], "top_k must be from 1 to the 400 tokens, found 500"),
+        (["--block-share=2"], "--block-share must be from 0 to 1"),
+        (["--seed=-1"], "--seed must not be below 0"),
+        (["--tolerance=0"], "--tolerance must be above"),
+        (["--window=340"], "hold no window of 340 tokens with a masked one"),
+        (["--window=500"], "rows of 384 tokens hold no window of 500"),
+        (["--device=tpu9"], "there is no device 'tpu9'"),
+        (["--samples-from=no"], "no: there is no such folder"),
+        (["--samples-from=mini"], "mini: is a denoiser; samples are drawn from a causal model"),
+    ],
+)
+def test_errors_are_one_line(tmp_path, capsys, more, message):
+    assert message in refused(capsys, tmp_path / "out", "--data", "train.jsonl", *more)
+
+
+def test_out_that_holds_something_else_is_left_alone(tmp_path, capsys):
+    (tmp_path / "mine.txt").write_text("mine")
+    for more in ([], ["--fresh"]):
+        assert "holds something else than a cache" in refused(capsys, tmp_path, "--data", "train.jsonl", *more)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]

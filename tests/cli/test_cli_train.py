@@ -1,0 +1,309 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import codd
+from codd.backbones import mini
+from codd.backbones.config import Config
+from codd.backbones.transformer import initialise
+from codd.circuits import HMM, Modulated, load_circuit
+from codd.cli import main
+from codd.training.bpe import train_bpe
+from codd.training.checkpoints import checkpoints
+from codd.training.problems import problems
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+CLOCK = ("windows_per_second", "seconds")
+RECIPE = """\
+name: small
+backbone: mini
+data: [{kind: qa, name: questions, path: train.jsonl}]
+validation: [{kind: qa, name: held, path: train.jsonl, rows: 3}]
+steps: 4
+batch_windows: 16
+windows: {length: 8, per_row: 4}
+bank: {windows: 32, rows_at_once: 4}
+circuit: {num_states: 8}
+optimizer: {lr: 0.05, head_lr: 0.01, warmup: 2}
+ratios: [0.5, 1.0]
+log_every: 2
+validate_every: 2
+checkpoint_every: 2
+"""
+SOFT = ["--set=head.latents=true", "--set=head.dropout=0.2"]
+CACHED = ["--set=data=[]", "--set=validation=[]"]
+
+
+def save_network(folder: Path, vocab_size: int = 400, **changes) -> Path:
+    made = [f"{p.question}\n{p.solution}" for p in problems(60)]
+    tokenizer = train_bpe(made, vocab_size=vocab_size)
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_id") for name in ("mask", "eos", "pad")}
+    sizes = {"vocab_size": tokenizer.vocab_size, "width": 16, "layers": 1, "heads": 2, "mlp_width": 16}
+    built = mini.build(Config({**sizes, **special, **changes}, "a test"))
+    initialise(built.network, generator=torch.Generator().manual_seed(3), std=0.3)
+    mini.save(built, folder)
+    tokenizer.save(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    """A network, questions, a recipe and caches."""
+    root = tmp_path_factory.mktemp("root")
+    save_network(root / "mini")
+    save_network(root / "other", 410)
+    lines = [json.dumps({"question": p.question, "answer": p.solution}) for p in problems(20)]
+    (root / "train.jsonl").write_text("\n".join(lines) + "\n")
+    (root / "small.yaml").write_text(RECIPE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        small = ["--data", "train.jsonl", "--window", "8", "--row-length", "384", "--windows", "40", "--top-k", "16"]
+        for name, more in (("plain", []), ("full", ["--features"])):
+            assert main(["cache", "--backbone=mini", "--out", name, "--device=cpu", *small, *more]) == 0
+    return root
+
+
+@pytest.fixture(autouse=True)
+def here(root, monkeypatch):
+    monkeypatch.chdir(root)
+
+
+def arguments(out: Path, *more: str, recipe: str | Path = "small.yaml") -> list[str]:
+    return ["train", str(recipe), "--out", str(out), "--device", "cpu", *more]
+
+
+def train(out: Path, *more: str, recipe: str | Path = "small.yaml") -> int:
+    return main(arguments(out, *more, recipe=recipe))
+
+
+def refused(capsys, out: Path, *more: str, recipe: str | Path = "small.yaml") -> str:
+    capsys.readouterr()
+    assert train(out, *more, recipe=recipe) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    last = printed.err.splitlines()[-1]
+    assert last.startswith("codd: ")
+    assert "bug in codd" not in last
+    assert printed.err.count("codd: ") == 1
+    return last
+
+
+def metrics_of(out: Path) -> list[dict[str, float]]:
+    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    return [{name: value for name, value in line.items() if name not in CLOCK} for line in lines]
+
+
+def test_help_teaches(capsys):
+    assert main(["train", "--help"]) == 0
+    printed = capsys.readouterr().out
+    for word in ("codd train recipes/tiny-circuit.yaml", "torchrun", "--set", "--fresh", "--data", "metrics.jsonl"):
+        assert word in printed
+    assert (RECIPES / "tiny-circuit.yaml").is_file()
+
+
+def test_text_and_what_is_written(tmp_path, capsys):
+    out = tmp_path / "new" / "run"
+    assert train(out) == 0
+    printed = capsys.readouterr()
+    assert printed.out.startswith(f"trained: {out / 'circuit'}\n")
+    assert f"codd info {out / 'circuit'}" in printed.out
+    assert "held_out/held@1/gap_closed" in printed.out
+    lines = printed.err.splitlines()
+    assert lines[0] == "small: a static circuit, 8 states, 4 steps of 16 windows, on cpu"
+    assert [line.rsplit(" ", 1)[0] for line in lines[1:]] == ["step 2: gap closed held", "step 4: gap closed held"]
+    assert all(line.endswith("%") for line in lines[1:])
+    assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert [line["step"] for line in metrics_of(out)] == [2, 4]
+    model = codd.load("mini", circuit=out / "circuit", device="cpu")
+    assert isinstance(model.circuit, HMM)
+    assert model.circuit.window == 8
+    assert model.generate("How many?", gen_length=8, steps=2).texts
+    before = (out / "circuit" / "circuit.safetensors").read_bytes()
+    assert train(out) == 0
+    assert capsys.readouterr().out == printed.out  # a finished run says so again, with its figures
+    assert (out / "circuit" / "circuit.safetensors").read_bytes() == before
+    assert "is of another recipe (seed differ)" in refused(capsys, out, "--seed=1")
+    assert (out / "circuit" / "circuit.safetensors").read_bytes() == before
+    assert train(out, "--seed=1", "--fresh") == 0
+    assert (out / "circuit" / "circuit.safetensors").read_bytes() != before
+
+
+@pytest.mark.parametrize(
+    ("more", "kind"),
+    [
+        (SOFT, "latents by 16"),
+        (["--set=head.inner_states=3"], "steps by 16"),
+        ([*SOFT, "--set=head.inner_states=3", "--set=head.hidden=5"], "latents and steps by 16"),
+    ],
+)
+def test_modulated_circuits_decode_like_any_other(tmp_path, capsys, more, kind):
+    assert train(tmp_path, *more, "--json", "--seed", "5") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["recipe"], found["step"], found["out"]) == ("small", 4, str(tmp_path))
+    assert found["settings"]["seed"] == 5
+    assert found["loss"] > 0
+    model = codd.load("mini", circuit=tmp_path / "circuit", device="cpu")
+    assert isinstance(model.circuit, Modulated)
+    assert kind in repr(model.circuit)
+    assert model.generate("How many?", gen_length=8, steps=2).texts
+    assert main(["info", str(tmp_path / "circuit")]) == 0
+
+
+def test_joint_training_writes_a_model_with_its_circuit(tmp_path, capsys):
+    assert train(tmp_path, "--set=joint.weights=lora", "--set=joint.lr=0.01") == 0
+    assert capsys.readouterr().out.startswith(f"trained: {tmp_path / 'model'}\n")
+    model = codd.load(tmp_path / "model", device="cpu")
+    assert isinstance(model.circuit, HMM)
+    assert model.generate("How many?", gen_length=8, steps=2).texts
+
+
+@pytest.mark.parametrize(
+    ("rule", "objective"),
+    [
+        ("adam", "conditional"),
+        ("adam", "local"),
+        ("adam", "generative"),
+        ("em", "generative"),
+        ("ratio", "conditional"),
+        ("ratio", "local"),
+        ("baum-welch", "conditional"),
+        ("baum-welch", "local"),
+    ],
+)
+def test_every_rule_learns_from_a_cache(tmp_path, rule, objective, monkeypatch):
+    monkeypatch.setattr("codd.training.fit.write_curve", lambda *_: None)  # it takes longer than the run
+    more = [f"--set=optimizer.rule={rule}", f"--set=objective={objective}", "--set=steps=12", "--set=cache=plain"]
+    assert train(tmp_path, *CACHED, *more) == 0
+    losses = [line["loss"] for line in metrics_of(tmp_path)]
+    assert losses[-1] < losses[0]
+    assert isinstance(load_circuit(tmp_path / "circuit"), HMM)
+
+
+def test_caches_with_and_without_features(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("codd.training.fit.write_curve", lambda *_: None)
+    assert train(tmp_path / "a", *CACHED, "--set=cache=full", *SOFT) == 0
+    assert isinstance(load_circuit(tmp_path / "a" / "circuit"), Modulated)
+    assert train(tmp_path / "b", "--set=data=[]", "--set=cache=full", *SOFT) == 0
+    assert "held_out/held@1/gap_closed" in metrics_of(tmp_path / "b")[-1]
+    for more in (CACHED, ["--set=data=[]"]):
+        message = refused(capsys, tmp_path / "c", *more, "--set=cache=plain", *SOFT)
+        assert "a head listens to hidden states, which this cache has not: make it with --features" in message
+    start = f"--set=start={tmp_path / 'a' / 'circuit'}"
+    message = refused(capsys, tmp_path / "d", *CACHED, "--set=cache=plain", start)
+    assert "listens to hidden states of 16 numbers, there are 0" in message
+    message = refused(capsys, tmp_path / "e", "--set=data=[]", "--set=cache=plain", "--set=backbone=other")
+    assert "cache: plain is over 400 tokens, the backbone other over 410" in message
+    message = refused(capsys, tmp_path / "f", *CACHED, "--set=cache=plain", "--set=windows.length=16")
+    assert "plain: has windows of 8 tokens, the recipe of 16: set windows.length" in message
+    assert "nowhere" in refused(capsys, tmp_path / "g", *CACHED, "--set=cache=nowhere")
+
+
+@pytest.mark.parametrize("more", [SOFT, ["--set=optimizer.rule=em", "--set=objective=generative"]])
+def test_kill_9_and_resume_gives_the_same_bytes(tmp_path, more, monkeypatch):
+    monkeypatch.setattr("codd.training.fit.write_curve", lambda *_: None)
+    # So many steps that the end is far when the first checkpoint is seen; logs and checkpoints are out of step.
+    many = [*more, "--set=steps=40", "--set=log_every=5", "--set=validate_every=20", "--set=checkpoint_every=3"]
+    out = tmp_path / "killed"
+    command = [sys.executable, "-m", "codd", *arguments(out, *many)]
+    running = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
+    while not checkpoints(out / "checkpoints") and running.poll() is None:
+        time.sleep(0.001)
+    running.send_signal(signal.SIGKILL)
+    _, printed = running.communicate()
+    assert running.returncode == -signal.SIGKILL, printed
+    assert not (out / "curve.png").exists()
+    for each in (out, tmp_path / "whole"):
+        assert train(each, *many) == 0
+    one, two = ((each / "circuit" / "circuit.safetensors").read_bytes() for each in (out, tmp_path / "whole"))
+    assert one == two
+    assert metrics_of(out) == metrics_of(tmp_path / "whole")
+
+
+def processes(count: int, out: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count), "-m", "codd"]
+    command = [sys.executable, *launch, *arguments(out, *more)]
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+
+
+def test_two_processes_speak_with_one_voice(tmp_path):
+    done = processes(2, tmp_path / "two", "--set=validation=[]")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("trained: ") == 1
+    assert "2 processes" in done.stderr
+    assert train(tmp_path / "one", "--set=validation=[]") == 0
+    one, two = (load_circuit(tmp_path / name / "circuit") for name in ("one", "two"))
+    assert isinstance(one, HMM)
+    assert isinstance(two, HMM)
+    torch.testing.assert_close(one.log_emission.exp(), two.log_emission.exp(), rtol=0, atol=1e-5)
+
+
+def test_three_processes_are_told_what_to_do(tmp_path):
+    done = processes(3, tmp_path / "three")
+    assert done.returncode != 0
+    assert "codd: 3 processes cannot share 8 strata: use 1, 2, 4 or 8." in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--set=stepz=1"], "unknown field stepz"),
+        (["--set=steps=many"], "steps: must be of type int, found 'many'"),
+        (["--seed=-1"], "must not be below zero"),
+        (["--set=optimizer.rule=em"], "is for the generative objective"),
+        (["--set=ratios=[2]"], "ratios must be above 0 and at most 1"),
+        (["--device=tpu9"], "there is no device 'tpu9'"),
+        (["--set=backbone=nowhere"], "nowhere: there is no such folder"),
+        (["--set=start=nowhere"], "nowhere: there is no such folder"),
+        (["--set=row_length=16"], "no question with its answer fits 16 tokens"),
+        (["--set=windows.length=380"], "no window of 380 tokens with a mask was found in the data"),
+        (["--set=data=[{kind: qa, name: q, path: no.jsonl}]"], "no.jsonl: there is no such file (source q)"),
+    ],
+)
+def test_errors_are_one_line(tmp_path, capsys, more, message):
+    valid = [] if "row_length" in more[0] else ["--set=validation=[]"]
+    assert message in refused(capsys, tmp_path / "out", *valid, *more)
+
+
+def test_data_that_cannot_be_used(tmp_path, capsys):
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "short.txt").write_text("A few words.")
+    out, data = tmp_path / "out", f"--data={tmp_path}"
+    for name, kind, message in (
+        ("empty.jsonl", "qa", "no question with its answer fits 384 tokens"),
+        ("empty.txt", "text", "do not fill a row of 384"),
+        ("short.txt", "text", "do not fill a row of 384"),
+    ):
+        source = f"[{{kind: {kind}, name: mine, path: {name}}}]"
+        found = refused(capsys, out, f"--set=data={source}", "--set=validation=[]", data)
+        assert message in found
+        assert "source mine" in found
+    assert train(out, "--set=validation=[]") == 0  # what failed is no obstacle
+
+
+def test_held_out_text_without_a_block_is_refused(tmp_path, capsys):
+    message = refused(capsys, tmp_path / "out", "--set=windows.length=380")
+    assert "no block of 380 tokens fits the held-out text. Give longer texts." in message
+
+
+def test_a_run_that_diverges_says_so_in_one_line(tmp_path, capsys):
+    message = refused(capsys, tmp_path, "--set=optimizer.lr=1e30", "--set=checkpoint_every=1", "--set=validate_every=1")
+    assert "the training has diverged. Lower optimizer.lr" in message
+    assert "are whole" in message
+    assert checkpoints(tmp_path / "checkpoints")
+    assert isinstance(load_circuit(tmp_path / "circuit"), HMM)
+
+
+def test_out_that_holds_something_else_is_left_alone(tmp_path, capsys):
+    (tmp_path / "mine.txt").write_text("mine")
+    for more in ([], ["--fresh"]):
+        assert "holds something else than a run" in refused(capsys, tmp_path, *more)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]

@@ -1,0 +1,332 @@
+"""Circuits that listen to the network, in every way of decoding: they get the states of what the network saw."""
+
+import functools
+from itertools import pairwise
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+import torch
+from tiny_models import FIXTURES, MASK, VOCAB, detouring, last, modulated, of, random_hmm, run, tiny
+from torch import Tensor
+
+import codd
+from codd.backbones import Backbone
+from codd.circuits import HMM, Modulated
+from codd.coupling import Coupled
+from codd.decoding import Options, Step, graphs
+from codd.decoding.draft import generator_for
+from codd.decoding.graphs import WARMUP, Given, eager_step, step_on_device
+from codd.decoding.samplers import Noise, Ranking
+
+PROMPTS = [[1, 2, 3], [4]]
+SIZES = MappingProxyType({"gen_length": 12, "block_length": 6, "steps": 4})
+WAYS = [
+    {"sampler": "latent"},
+    {"sampler": "any_order"},
+    {"sampler": "factorized"},
+    {"sampler": "latent", "temperature": 1.0, "remasking": "random", "circuit_temperature": 0.7},
+    {"sampler": "latent", "tempering": "paper", "circuit_temperature": 0.7},
+    {"sampler": "latent", "threshold": 0.3},
+    {"sampler": "latent", "activation": 0.7},
+    {"sampler": "any_order", "threshold": 0.3},
+    {"sampler": "any_order", "entropy_budget": 2.0},
+    {"sampler": "any_order", "temperature": 1.0, "top_p": 0.9},
+    {"sampler": "any_order", "remasking": "entropy"},
+    {"cfg_scale": 1.5},
+    {"preset": "reference"},
+]
+
+
+def assert_same(found: list[Step], wanted: list[Step]) -> None:
+    assert len(found) == len(wanted) > 0
+    for a, b in zip(found, wanted, strict=True):
+        assert (a.sequence, a.window, a.circuit, a.mask_ratio) == (b.sequence, b.window, b.circuit, b.mask_ratio)
+        assert a.positions.tolist() == b.positions.tolist()
+        assert a.ids.tolist() == b.ids.tolist()
+        torch.testing.assert_close(a.scores, b.scores, rtol=1e-4, atol=1e-5)
+        assert not a.scores.requires_grad
+
+
+class TestSilent:
+    """A head that says nothing."""
+
+    @pytest.mark.parametrize("mode", ["block", "full"])
+    @pytest.mark.parametrize("way", WAYS, ids=str)
+    def test_it_decodes_as_its_hmm(self, way, mode):
+        hmm = random_hmm(window=6)
+        options = {**SIZES, "mode": mode, "seed": 3, **way}
+        assert_same(
+            run(tiny(), PROMPTS, circuit=modulated(hmm), **options), run(tiny(), PROMPTS, circuit=hmm, **options)
+        )
+
+    @pytest.mark.parametrize("mode", ["block", "full"])
+    @pytest.mark.parametrize("sampler", ["latent", "any_order"])
+    def test_with_gates_too(self, sampler, mode):
+        hmm = detouring(window=6)
+        options = {**SIZES, "mode": mode, "sampler": sampler}
+        circuit = modulated(hmm, inner_states=4)
+        assert_same(run(tiny(), PROMPTS, circuit=circuit, **options), run(tiny(), PROMPTS, circuit=hmm, **options))
+
+    def test_over_windows_of_fixed_length(self):
+        hmm = random_hmm(3, length=5)
+        options = {"gen_length": 6, "block_length": 4, "steps": None, "sampler": "any_order"}
+        assert_same(
+            run(tiny(), PROMPTS, circuit=modulated(hmm), **options), run(tiny(), PROMPTS, circuit=hmm, **options)
+        )
+
+
+@functools.cache
+def loud(kind: str) -> Modulated:
+    """Heads that say much: to latents, to steps, to both, through a layer between."""
+    if kind == "latents":
+        return modulated(random_hmm(5, window=6), scale=0.5)
+    if kind == "fixed":
+        return modulated(random_hmm(5, length=7), scale=0.5)
+    return modulated(detouring(window=6), inner_states=4, hidden=8 if kind == "deep" else 0, scale=0.7, seed=2)
+
+
+class Slowly:
+    """What a step must commit in its window, from the network asked anew and potentials made by hand."""
+
+    def __init__(self, backbone: Backbone, circuit: Modulated, options: Options):
+        self.backbone, self.circuit, self.options = backbone, circuit, options
+
+    def joint(self, ids: Tensor, given: Tensor, window: tuple[int, int]) -> Coupled:
+        begin, end = window
+        logits, states = self.backbone(ids[None]), self.backbone.states(ids[None])
+        if self.options.cfg_scale:
+            blind = self.backbone(torch.where(given, MASK, ids)[None])
+            logits = blind + (self.options.cfg_scale + 1) * (logits - blind)
+        if not self.options.reference:
+            logits[..., MASK] = -torch.inf
+        masked = (ids == MASK)[None, begin:end]
+        with torch.no_grad():
+            latents, gates = self.circuit.head(states[:, begin:end], masked)
+        if gates is not None:
+            straight = torch.zeros(1, end - begin - 1, self.circuit.num_states)
+            gates = torch.cat((straight, gates), -1)
+        return Coupled(
+            self.circuit.hmm,
+            logits=logits[:, begin:end],
+            tokens=ids[None, begin:end],
+            masked=masked,
+            latent_log_potentials=latents,
+            step_log_gates=gates,
+        )
+
+    def any_order(self, joint: Coupled, count: int) -> tuple[list[tuple[int, int]], list[float]]:
+        """The surest token, given those before; and how sure they were, one more included."""
+        picks, scores = [], []
+        for _ in range(min(count + 1, int(joint.masked.sum()))):
+            best = joint.marginals()[0].masked_fill(~joint.masked[0, :, None], -torch.inf)
+            place, token = divmod(int(best.argmax()), VOCAB)
+            picks.append((place, token))
+            scores.append(float(best.max().exp()))
+            here = torch.arange(joint.masked.shape[1])[None] == place
+            joint = joint.condition(torch.full_like(joint.tokens, token), here)
+        return picks[:count], scores
+
+    def latent(self, joint: Coupled, count: int, path: Tensor) -> list[tuple[int, int]]:
+        scores = joint.joint_step(path[None]).scores[0].masked_fill(~joint.masked[0, :, None], -torch.inf)
+        places = joint.masked[0].nonzero()[:, 0]
+        sure = scores[places].softmax(-1).amax(-1)
+        first = sure.argsort(descending=True, stable=True)[:count]
+        return [(int(place), int(scores[place].argmax())) for place in places[first]]
+
+
+def in_window(step: Step) -> list[tuple[int, int]]:
+    begin, end = step.window
+    pairs = zip(step.positions.tolist(), step.tokens.tolist(), strict=True)
+    return [(place - begin, token) for place, token in pairs if begin <= place < end]
+
+
+def before(steps: list[Step], prompt: list[int], size: int) -> list[Tensor]:
+    """The sequence before each step."""
+    return [torch.tensor([*prompt, *[MASK] * size]), *(step.ids for step in steps[:-1])]
+
+
+def replay(circuit: Modulated, prompts: list[list[int]], **chosen) -> list[Step]:
+    """Run, and hold every step of every sequence against the slow way."""
+    options = Options.of(**chosen)
+    steps = run(tiny(), prompts, circuit=circuit, **chosen)
+    slow = Slowly(tiny(), circuit, options)
+    for number, prompt in enumerate(prompts):
+        own, generator = of(steps, number), generator_for(options.seed, prompt)
+        start = before(own, prompt, options.gen_length)[0]
+        for step, ids in zip(own, before(own, prompt, options.gen_length), strict=True):
+            if options.reference and not step.circuit:
+                continue  # it leaves the circuit out where one token is due
+            assert step.circuit
+            joint = slow.joint(ids, start != MASK, step.window)
+            found = in_window(step)
+            if options.reference:
+                path = torch.rand(step.window[1] - step.window[0], generator=generator)
+                assert found == slow.latent(joint, len(found), path)
+                continue
+            path = Noise.drawn(len(ids), generator).path[slice(*step.window)]
+            if options.sampler == "latent":
+                assert found == slow.latent(joint, len(found), path)
+                continue
+            picks, scores = slow.any_order(joint, len(found))
+            assert found == picks
+            if options.mode == "block":
+                torch.testing.assert_close(step.scores.tolist(), scores[: len(found)], rtol=1e-3, atol=1e-5)
+            if options.threshold is not None:
+                assert all(score >= options.threshold for score in scores[1 : len(found)])
+                assert all(score < options.threshold for score in scores[max(1, len(found)) :])
+    assert any(step.circuit for step in steps)
+    return steps
+
+
+class TestLoud:
+    @pytest.mark.parametrize("kind", ["latents", "both", "deep"])
+    @pytest.mark.parametrize(
+        "way",
+        [
+            {"sampler": "any_order"},
+            {"sampler": "latent"},
+            {"sampler": "any_order", "mode": "full"},
+            {"sampler": "latent", "mode": "full"},
+            {"sampler": "any_order", "threshold": 0.3},
+            {"sampler": "any_order", "cfg_scale": 1.5},
+            {"preset": "reference"},
+            {"preset": "reference", "mode": "full"},
+        ],
+        ids=str,
+    )
+    def test_every_step_is_that_of_potentials_made_by_hand(self, way, kind):
+        circuit = loud(kind)
+        options = {**SIZES, **way}
+        steps = replay(circuit, PROMPTS, **options)
+        plain = run(tiny(), PROMPTS, circuit=circuit.hmm, **options)
+        assert [last(steps, i) for i in (0, 1)] != [last(plain, i) for i in (0, 1)]
+
+    @pytest.mark.parametrize("sampler", ["latent", "any_order"])
+    def test_a_window_that_reaches_back_hears_what_is_written(self, sampler):
+        options = {"gen_length": 6, "block_length": 4, "steps": None, "sampler": sampler}
+        steps = replay(loud("fixed"), [[1, 2, 3, 4]], **options)
+        assert {step.window for step in steps} == {(1, 8), (3, 10)}
+
+    def test_masks_in_the_prompt(self):
+        replay(loud("both"), [[MASK, 2, MASK, MASK, 5, 6, MASK]], gen_length=0, steps=2, sampler="any_order")
+
+    @pytest.mark.parametrize("kind", ["latents", "both"])
+    def test_a_window_of_one(self, kind):
+        steps = run(tiny(), [[1]], circuit=loud(kind), gen_length=7, block_length=6, steps=2)
+        assert steps[-1].window == (7, 8)
+        assert steps[-1].circuit
+
+    @pytest.mark.parametrize("mode", ["block", "full"])
+    @pytest.mark.parametrize("sampler", ["latent", "any_order"])
+    def test_neighbours_change_nothing(self, sampler, mode):
+        prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
+        options = {**SIZES, "sampler": sampler, "mode": mode, "temperature": 0.8, "seed": 5}
+        together = run(tiny(), prompts, circuit=loud("both"), **options)
+        for number, prompt in enumerate(prompts):
+            alone = run(tiny(), [prompt], circuit=loud("both"), **options)
+            assert [step.ids.tolist() for step in alone] == [step.ids.tolist() for step in of(together, number)]
+
+    def test_within_a_turn_the_network_has_seen_what_it_saw(self):
+        """Tokens that become known do not change what the head was told."""
+        circuit = loud("both")
+        window = heard(0)
+        known = window.places[:2]
+        after = window.after(known, torch.tensor([3, 4]))
+        left = after.joint(circuit, 1.0)
+        here = torch.zeros(1, len(window.tokens), dtype=torch.bool)
+        here[0, known] = True
+        tokens = torch.zeros_like(window.tokens).scatter(0, known, torch.tensor([3, 4]))
+        wanted = window.joint(circuit, 1.0).condition(tokens[None], here)
+        torch.testing.assert_close(left.marginals()[~here], wanted.marginals()[~here])
+        anew = after._replace(hidden=after.masked).joint(circuit, 1.0)
+        assert not torch.allclose(anew.marginals()[~here], wanted.marginals()[~here])
+
+
+def heard(seed: int, length: int = 6) -> Given:
+    """A window with features."""
+    draw = torch.Generator().manual_seed(seed)
+    masked = torch.rand(length, generator=draw) < 0.7
+    places = masked.nonzero()[:, 0]
+    tokens = torch.where(masked, MASK, torch.randint(MASK, (length,), generator=draw))
+    logits = 3 * torch.randn(len(places), VOCAB, generator=draw)
+    noise = Noise.drawn(length, draw)
+    return Given(tokens, masked, places, logits, noise, torch.randn(length, 16, generator=draw), masked)
+
+
+class Replayed:
+    """What a graph does, without one: the same work again on the same buffers, into the same result."""
+
+    def __init__(self, function):
+        self.function, self.found = function, function()
+
+    def replay(self) -> None:
+        self.found.copy_(self.function())
+
+
+@pytest.mark.parametrize("kind", ["latents", "both"])
+@pytest.mark.parametrize("options", [{"sampler": "latent"}, {"sampler": "any_order"}], ids=str)
+def test_a_captured_step_hears_every_window_anew(options, kind, monkeypatch):
+    def capture(function):
+        made = Replayed(function)
+        return made, made.found
+
+    monkeypatch.setattr(graphs, "_capture", capture)
+    circuit, chosen = loud.__wrapped__(kind), Options.of(**options)
+    windows = [heard(seed) for seed in range(WARMUP + 8)]
+    windows += [window.after(window.places[:1], torch.tensor([2])) for window in windows]  # not all hidden are masked
+    seen, deaf = [], []
+    with torch.no_grad():
+        for window in windows:
+            found = Ranking.unpacked(step_on_device(circuit, window, 1, chosen)).chosen()
+            wanted = eager_step(circuit, window, 1, chosen).chosen()
+            for a, b in zip(found[:3], wanted[:3], strict=True):
+                torch.testing.assert_close(a, b)
+            seen.append((int(wanted.rows), int(wanted.tokens), float(wanted.scores)))
+            told = eager_step(circuit, window._replace(hidden=window.masked), 1, chosen).chosen()
+            deaf.append((int(told.rows), int(told.tokens), float(told.scores)))
+    assert seen[: WARMUP + 8] == deaf[: WARMUP + 8]
+    assert seen[WARMUP + 8 :] != deaf[WARMUP + 8 :]
+    assert len(graphs._STEPS[circuit].graphs) == 1
+    del graphs._STEPS[circuit]
+
+
+def test_a_plain_circuit_is_given_no_features():
+    steps = run(tiny(), [[1]], circuit=HMM.neutral(2, VOCAB), **SIZES)
+    assert all(step.circuit for step in steps)
+    packed = Given(*heard(0)[:5]).packed()
+    assert len(packed) == 5
+    assert len(heard(0).packed()) == 6
+
+
+class TestLoaded:
+    NAME = "decode_llada"
+
+    @pytest.mark.parametrize("kind", ["latents", "both"])
+    def test_what_was_saved_writes_the_same(self, kind, tmp_path: Path):
+        made = made_for(self.NAME, kind)
+        made.save(tmp_path / "mine")
+        options = {**SIZES, "sampler": "any_order"}
+        wanted = codd.load(FIXTURES / self.NAME, made, device="cpu").generate(PROMPTS, **options)
+        loaded = codd.load(FIXTURES / self.NAME, tmp_path / "mine", device="cpu")
+        assert isinstance(loaded.circuit, Modulated)
+        found = loaded.generate(PROMPTS, **options)
+        assert [ids.tolist() for ids in found.sequences] == [ids.tolist() for ids in wanted.sequences]
+        plain = codd.load(FIXTURES / self.NAME, made.hmm, device="cpu").generate(PROMPTS, **options)
+        assert [ids.tolist() for ids in found.sequences] != [ids.tolist() for ids in plain.sequences]
+
+
+def made_for(name: str, kind: str) -> Modulated:
+    backbone = codd.load(FIXTURES / name, None, device="cpu").backbone
+    hmm = detouring(vocab=backbone.vocab_size) if kind == "both" else random_hmm(5, backbone.vocab_size)
+    inner = 4 if kind == "both" else 0
+    return modulated(hmm, inner_states=inner, scale=0.7, features=backbone.config.width)
+
+
+def test_the_steps_of_a_run_share_no_state():
+    """Two runs at once of one model do not hear each other's states."""
+    first = run(tiny(), [[1]], circuit=loud("both"), **SIZES)
+    streams = [codd.Model(tiny(), loud("both"), None, MASK).denoise([[k]], **SIZES) for k in (1, 2)]
+    woven = list(zip(*streams, strict=True))
+    assert [pair[0].ids.tolist() for pair in woven] == [step.ids.tolist() for step in first]
+    assert all(a.ids.tolist() != b.ids.tolist() for a, b in pairwise(first))

@@ -1,0 +1,78 @@
+"""A small network, rows for it, and caches of what it says of them."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from codd.backbones import Backbone, mini
+from codd.backbones.config import Config
+from codd.backbones.transformer import initialise
+from codd.circuits import HMM
+from codd.training.cache import Cache
+from codd.training.cache_build import Progress, build
+from codd.training.cache_files import CacheSettings
+from codd.training.rows import Example, PackedRows, Rows, pack
+from codd.training.windows import WindowRecipe
+from codd.training.workers import Workers
+
+CPU = torch.device("cpu")
+ALONE = Workers(0, 1, CPU)
+VOCAB, MASK, WINDOW = 90, 0, 8
+
+
+@functools.cache
+def network(vocab_size: int = VOCAB, seed: int = 3) -> Backbone:
+    sizes = {"vocab_size": vocab_size, "width": 16, "layers": 1, "heads": 2, "mlp_width": 16}
+    built = mini.build(Config({**sizes, "mask_token_id": MASK}, "a test"))
+    initialise(built.network, generator=torch.Generator().manual_seed(seed), std=0.5)
+    return built.eval().requires_grad_(False)
+
+
+def rows_of(vocab_size: int = VOCAB, *, length: int = 40, texts: int = 255, mask: int = MASK) -> PackedRows:
+    """Questions of a few tokens and answers of one to three blocks."""
+    random = np.random.default_rng(7)
+    allowed = np.delete(np.arange(vocab_size), mask)
+    kind = np.uint16 if vocab_size <= 2**16 else np.uint32
+    examples = []
+    for _ in range(40):
+        prompt, answer = int(random.integers(1, 6)), WINDOW * int(random.integers(1, 4))
+        examples.append(Example(random.choice(allowed, prompt + answer).astype(kind), prompt))
+    return PackedRows(pack(examples, length, mask, texts), 0)
+
+
+def settings_of(**changes: Any) -> CacheSettings:
+    fields: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "mask_id": MASK,
+        "shards": 3,
+        "shard_rows": 6,
+        "window": WindowRecipe(WINDOW, per_row=3),
+        "features": True,
+        "top_k": 16,
+    }
+    return CacheSettings(**{**fields, **changes})
+
+
+def rows_at(settings: CacheSettings, rows: PackedRows | None = None) -> Callable[[int], Rows]:
+    source = rows or rows_of(settings.vocab_size)
+    return lambda shard: source.take(shard * settings.shard_rows, settings.shard_rows)
+
+
+def steps(
+    folder: Path, settings: CacheSettings, *, backbone: Backbone | None = None, circuit: HMM | None = None, **more: Any
+) -> list[Progress]:
+    backbone = backbone or network(settings.vocab_size)
+    return list(build(backbone, rows_at(settings), settings, folder, ALONE, circuit=circuit, batch_rows=4, **more))
+
+
+def made(folder: Path, settings: CacheSettings | None = None, **more: Any) -> Cache:
+    steps(folder, settings or settings_of(), **more)
+    return Cache.open(folder)
+
+
+def shards(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("shard-*"))}

@@ -1,0 +1,92 @@
+"""A small network on the disk, recipes of circuits for it, and runs of them; as a program, in several processes."""
+
+import itertools
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from small_runs import CPU, small_tokenizer
+
+from codd.backbones import mini
+from codd.backbones.config import Config
+from codd.backbones.transformer import initialise
+from codd.training.circuit_recipe import CircuitRecipe, read_circuit_recipe
+from codd.training.fit import train
+from codd.training.pretrain import Progress
+from codd.training.supplies import Setup, prepare
+from codd.training.workers import Workers, workers
+
+ALONE = Workers(0, 1, CPU)
+WINDOW, WIDTH, STEPS = 8, 16, 8
+CLOCK = ("windows_per_second", "seconds")
+RECIPE = """\
+name: small
+backbone: ROOT/mini
+data: [{kind: problems, name: problems, count: 30}]
+validation: [{kind: problems, name: held, split: test, count: 10, rows: 4}]
+steps: 8
+batch_windows: 16
+windows: {length: 8, per_row: 4}
+bank: {windows: 64, rows_at_once: 4}
+circuit: {num_states: 8}
+optimizer: {lr: 0.05, head_lr: 0.01, warmup: 3}
+ratios: [0.5, 1.0]
+log_every: 3
+validate_every: 4
+checkpoint_every: 2
+half: false
+"""
+HEAD = ["head.latents=true", "head.dropout=0.2", "head.hidden=6"]
+EM = ["optimizer.rule=em", "objective=generative"]
+
+
+def save_network(folder: Path, vocab_size: int = 400, **changes: Any) -> Path:
+    tokenizer = small_tokenizer(vocab_size)
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_id") for name in ("mask", "eos", "pad")}
+    sizes = {"vocab_size": tokenizer.vocab_size, "width": WIDTH, "layers": 1, "heads": 2, "mlp_width": 16}
+    built = mini.build(Config({**sizes, **special, **changes}, "a test"))
+    initialise(built.network, generator=torch.Generator().manual_seed(3), std=0.3)
+    mini.save(built, folder)
+    tokenizer.save(folder)
+    return folder
+
+
+def make_root(root: Path) -> Path:
+    save_network(root / "mini")
+    (root / "small.yaml").write_text(RECIPE.replace("ROOT", str(root)))
+    return root
+
+
+def small(root: Path, *changes: str) -> CircuitRecipe:
+    return read_circuit_recipe(root / "small.yaml", changes)
+
+
+def run(recipe: CircuitRecipe, out: Path, *, steps: int | None = None, setup: Setup | None = None) -> list[Progress]:
+    """Some steps of a run, as if it had been killed after them, or all."""
+    setup = setup or prepare(recipe, Path(), out, ALONE)
+    return list(itertools.islice(train(recipe, setup, out, ALONE), steps))
+
+
+def metrics_of(out: Path) -> list[dict[str, float]]:
+    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    return [{name: value for name, value in line.items() if name not in CLOCK} for line in lines]
+
+
+def circuit_of(out: Path) -> bytes:
+    return (out / "circuit" / "circuit.safetensors").read_bytes()
+
+
+def main(root: Path, out: Path, jobs: dict[str, Any]) -> None:
+    """Each job has changes of the recipe and how many steps to make."""
+    with workers("cpu") as group:
+        for name, (changes, steps) in jobs.items():
+            recipe = small(root, *changes)
+            setup = prepare(recipe, Path(), out / name, group)
+            made = len(list(itertools.islice(train(recipe, setup, out / name, group), steps)))
+            (out / f"{name}.{group.rank}").write_text(str(made))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]))

@@ -1,0 +1,119 @@
+from pathlib import Path
+
+import pytest
+
+from codd.errors import FormatError
+from codd.training.circuit_recipe import STRATA, CircuitRecipe, as_dict, read_circuit_recipe
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+DATA = "data: [{kind: problems, name: problems, count: 20}]"
+VALIDATION = "validation=[{kind: problems, name: problems, count: 5}]"
+
+
+def read(tmp_path: Path, *changes: str, text: str = DATA) -> CircuitRecipe:
+    (tmp_path / "recipe.yaml").write_text(f"name: small\n{text}\n")
+    return read_circuit_recipe(tmp_path / "recipe.yaml", changes)
+
+
+@pytest.mark.parametrize("name", ["tiny-circuit", "circuit"])
+def test_shipped_recipes_are_read(name):
+    recipe = read_circuit_recipe(RECIPES / f"{name}.yaml")
+    assert recipe.name == name
+    assert recipe.head.latents
+    assert not recipe.by_flows
+
+
+def test_the_static_circuit_is_the_same_recipe_with_the_changes_that_it_names():
+    text = (RECIPES / "circuit.yaml").read_text()
+    changes = [word for line in text.splitlines() if "--set name" in line for word in line.split() if "=" in word]
+    assert len(changes) == 3
+    recipe = read_circuit_recipe(RECIPES / "circuit.yaml", changes)
+    assert (recipe.name, recipe.head.wanted, recipe.seconds) == ("circuit-static", False, 120)
+
+
+def test_defaults_and_changes(tmp_path):
+    recipe = read(tmp_path, "circuit.num_states=16", "optimizer.lr=1e-3", "head.inner_states=4", "seconds=3")
+    assert (recipe.backbone, recipe.cache, recipe.start) == ("bundled", None, None)
+    assert (recipe.circuit.num_states, recipe.optimizer.lr, recipe.seconds) == (16, 1e-3, 3.0)
+    assert recipe.head.wanted
+    assert as_dict(recipe)["head"] == {"latents": False, "inner_states": 4, "hidden": 0, "dropout": 0.0}
+
+
+def test_the_digest_names_the_recipe(tmp_path):
+    assert read(tmp_path).digest() == read(tmp_path, "steps=2000").digest()
+    assert read(tmp_path).digest() != read(tmp_path, "windows.length=16").digest()
+
+
+def test_flows_are_for_static_circuits_of_free_logits(tmp_path):
+    assert read(tmp_path).by_flows
+    for change in ("circuit.emission_rank=4", "circuit.transition_rank=4", "head.latents=true", "joint.weights=lora"):
+        assert not read(tmp_path, change).by_flows
+
+
+@pytest.mark.parametrize(
+    ("rule", "objective"),
+    [
+        ("adam", "conditional"),
+        ("adam", "local"),
+        ("adam", "generative"),
+        ("em", "generative"),
+        ("ratio", "conditional"),
+        ("ratio", "local"),
+        ("baum-welch", "conditional"),
+        ("baum-welch", "local"),
+    ],
+)
+def test_rules_that_go_with_objectives(tmp_path, rule, objective):
+    chosen = [f"optimizer.rule={rule}", f"objective={objective}"]
+    assert read(tmp_path, *chosen).by_flows
+    if chosen != ["optimizer.rule=adam", "objective=conditional"]:
+        with pytest.raises(FormatError, match="is for static circuits of free logits"):
+            read(tmp_path, *chosen, "head.latents=true")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["stepz=1"], "unknown field stepz; there are name, backbone, start"),
+        (["circuit.states=1"], "circuit: unknown field states; there are num_states"),
+        (["steps=many"], "steps: must be of type int, found 'many'"),
+        (["objective=best"], "objective: must be 'conditional' or 'local' or 'generative', found 'best'"),
+        (["data=[]"], "there is neither data nor a cache"),
+        (["cache=x"], "give data or a cache, not both"),
+        (["data=[{kind: text, name: t}]"], "source t needs a path"),
+        (["steps=0"], "steps must be above zero"),
+        (["patience=0", VALIDATION], "patience must be above zero"),
+        (["patience=2"], "patience needs validation"),
+        (["seconds=0"], "seconds must be above zero"),
+        (["circuit.num_states=0"], "circuit.num_states must be above zero"),
+        (["windows.length=0"], "windows.length must be above zero"),
+        (["windows.length=500"], "rows of 384 tokens hold no window of 500: raise row_length"),
+        (["windows.block_share=1.5"], "windows.block_share from 0 to 1"),
+        (["windows.minimum=1"], "windows.minimum must be between 0 and 1"),
+        (["seed=-1"], "seed, optimizer.warmup and optimizer.weight_decay must not be below zero"),
+        (["batch_windows=12"], f"must be multiples of {STRATA}"),
+        (["bank.windows=12"], f"must be multiples of {STRATA}"),
+        (["ratios=[]"], "ratios must be above 0 and at most 1"),
+        (["ratios=[0.5, 1.5]"], "ratios must be above 0 and at most 1"),
+        (["ratios=[0]"], "ratios must be above 0 and at most 1"),
+        (["tails=[0, 0]"], "tails must be numbers from 0 on, not all 0"),
+        (["optimizer.betas=[0.9]"], "optimizer.betas must be two numbers"),
+        (["optimizer.momentum=1"], "optimizer.momentum must be from 0 to below 1"),
+        (["optimizer.step_size=2"], "optimizer.step_size at most 1"),
+        (["head.dropout=1"], "head.dropout must be from 0 to below 1"),
+        (["optimizer.rule=em"], "rule 'em' is for the generative objective; for 'conditional' take 'ratio'"),
+        (["optimizer.rule=ratio", "objective=generative"], "for 'generative' take 'em'"),
+        (["objective=local", "circuit.emission_rank=4"], "objective 'local' is for static circuits of free logits"),
+        (["data=[]", "cache=x", "joint.weights=all"], "joint training needs data"),
+    ],
+)
+def test_mistakes_are_named(tmp_path, changes, message):
+    with pytest.raises(FormatError) as error:
+        read(tmp_path, *changes)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_all_mistakes_are_named_at_once(tmp_path):
+    with pytest.raises(FormatError, match=r"steps must be above zero; .*ratios must be above 0"):
+        read(tmp_path, "steps=0", "ratios=[2]")

@@ -1,0 +1,184 @@
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+from small_windows import (
+    CPU,
+    MASK,
+    VOCAB,
+    WIDTH,
+    WINDOW,
+    own_network,
+    recipe_of,
+    rows_of_pairs,
+)
+from torch import nn
+
+from codd.backbones import Backbone
+from codd.circuits import Factors, Head, HeadConfig
+from codd.training.circuit_recipe import CircuitRecipe, HeadRecipe, JointRecipe, RuleRecipe, TablesRecipe
+from codd.training.joint import LowRank, merge, trainable
+from codd.training.learners import GradientLearner, Ground, learner_for, rate_at
+from codd.training.objective import to_tensors
+from codd.training.rows import Example, Rows, pack
+from codd.training.windows import Places, Shown, Windows, look, mask_rows, pick
+
+IDS = torch.tensor([[0, 3, MASK, 5, MASK, 1, 2, 7, 6, MASK, MASK, 4]])
+
+
+def alone(tensors):
+    """One process has nothing to add."""
+
+
+def wide_awake(backbone: Backbone) -> Backbone:
+    """With low-rank additions that say something."""
+    generator = torch.Generator().manual_seed(5)
+    for name, parameter in backbone.named_parameters():
+        if name.endswith(".up"):
+            parameter.data.normal_(0, 0.3, generator=generator)
+    return backbone
+
+
+def hidden_in(rows: Rows, seed: int, recipe: CircuitRecipe) -> tuple[Shown, Places]:
+    tokens, segments, scored = to_tensors(rows, CPU)
+    generator = torch.Generator().manual_seed(seed)
+    noised = mask_rows(segments, scored, 2, recipe.windows, generator)
+    return Shown(tokens, segments, noised.hidden), pick(noised.may_begin, recipe.windows.per_row, generator)
+
+
+def asked(backbone: Backbone, shown: Shown, places: Places) -> Windows:
+    """As `codd train` asks a network that changes: with a graph."""
+    return look(backbone, MASK, shown, places, WINDOW)
+
+
+def monotonous(number: int, count: int = 16) -> Rows:
+    """Texts of one token each, which the question tells."""
+    tokens = np.random.default_rng(number).integers(MASK, size=(count, 1)).astype(np.uint16).repeat(18, axis=1)
+    return pack([Example(x, 2) for x in tokens], 18, MASK)
+
+
+def test_low_rank_additions_start_at_zero():
+    backbone = own_network()
+    before = backbone(IDS)
+    found = trainable(backbone, "lora", 2, 0)
+    assert torch.equal(backbone(IDS), before)
+    layers = [x for x in backbone.modules() if isinstance(x, LowRank)]
+    linears = [x for x in own_network().network.blocks.modules() if isinstance(x, nn.Linear)]
+    assert len(layers) == len(linears) > 3
+    assert len(found) == 2 * len(layers)
+    assert all(bool(x.down.any()) and not bool(x.up.any()) for x in layers)
+    again = own_network()
+    same = trainable(again, "lora", 2, 0)
+    assert all(torch.equal(x, same[name]) for name, x in found.items())
+    other = trainable(own_network(), "lora", 2, 1)
+    assert any(not torch.equal(x, other[name]) for name, x in found.items())
+
+
+def test_merging_keeps_the_function():
+    backbone = own_network()
+    plain, names = backbone(IDS), set(backbone.state_dict())
+    trainable(backbone, "lora", 2, 0)
+    changed = wide_awake(backbone)(IDS)
+    assert not torch.allclose(changed, plain, atol=1e-2)
+    merge(backbone)
+    assert set(backbone.state_dict()) == names  # saved like any other
+    assert not any(isinstance(x, LowRank) for x in backbone.modules())
+    torch.testing.assert_close(backbone(IDS), changed, atol=1e-5, rtol=1e-4)
+
+
+def test_merging_nothing_changes_nothing():
+    backbone = own_network()
+    before = backbone(IDS)
+    merge(backbone)
+    assert torch.equal(backbone(IDS), before)
+
+
+@pytest.mark.parametrize("weights", ["none", "lora", "all"])
+def test_only_wanted_parameters_are_trained(weights):
+    backbone = own_network()
+    backbone.requires_grad_(True)
+    found = trainable(backbone, weights, 2, 0)
+    wanted = {name for name, x in backbone.named_parameters() if x.requires_grad}
+    assert set(found) == wanted
+    every = {name for name, _ in backbone.named_parameters()}
+    lora = {name for name in every if name.endswith((".up", ".down"))}
+    assert wanted == {"none": set(), "lora": lora, "all": every}[weights]
+    assert bool(lora) == (weights == "lora")
+    if weights == "none":
+        return
+    recipe = recipe_of(circuit=TablesRecipe(4), joint=JointRecipe(weights, rank=2))
+    backbone = own_network()
+    before = {name: x.clone() for name, x in backbone.state_dict().items()}
+    learner = learner_for(recipe, Ground(VOCAB, WIDTH, CPU, backbone))
+    learner.learn(asked(backbone, *hidden_in(rows_of_pairs(0), 0, recipe)), 1.0, alone)
+    after = {name.replace(".base.", "."): x for name, x in backbone.state_dict().items()}
+    if weights == "lora":
+        assert all(torch.equal(after[name], x) for name, x in before.items())
+        assert all(bool(x.any()) for name, x in after.items() if name.endswith(".up"))
+    else:
+        assert sum(not torch.equal(after[name], x) for name, x in before.items()) > len(before) // 2
+
+
+@pytest.mark.parametrize("weights", ["lora", "all"])
+@pytest.mark.parametrize("listens", [False, True], ids=["logits", "features"])
+def test_gradients_are_those_of_finite_differences(weights, listens, monkeypatch):
+    """With ``listens`` also through the head, which the network's states reach by another way than the logits."""
+    recipe = recipe_of(head=HeadRecipe(latents=listens), joint=JointRecipe(weights, rank=2))
+    given = hidden_in(rows_of_pairs(1, 8), 1, recipe)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    head = Head(HeadConfig(WIDTH, 4, 2, 5)).double() if listens else None
+    generator = torch.Generator().manual_seed(1)
+    for parameter in () if head is None else head.parameters():
+        parameter.data.normal_(0, 0.5, generator=generator)
+    factors = Factors.near_neutral(4, VOCAB, inner_states=2, noise=1.5).map(torch.Tensor.double)
+    backbone = own_network().double()
+    learner = GradientLearner(recipe, factors, head, Ground(VOCAB, WIDTH, CPU, backbone))
+    wide_awake(backbone)
+
+    def loss() -> float:
+        with torch.no_grad():
+            return -float(learner.log_prob(asked(backbone, *given)).sum())
+
+    windows = asked(backbone, *given)
+    assert windows.logits.dtype == torch.float64
+    learner.differentiate(windows)
+    found = {name: x.grad.clone() for name, x in learner.network.items()}
+    reached = 0
+    for name, parameter in learner.network.items():
+        direction = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        kept, values = parameter.data.clone(), []
+        for sign in (1, -1):
+            parameter.data = kept + sign * 1e-5 * direction
+            values.append(loss())
+        parameter.data = kept
+        wanted = (values[0] - values[1]) / 2e-5
+        assert float((found[name] * direction).sum()) == pytest.approx(wanted, rel=1e-5, abs=1e-6), name
+        reached += bool(found[name].any())
+    assert reached > len(found) // 2
+    if not listens:
+        return
+    learner.differentiate(asked(backbone, *given)._replace(features=windows.features.detach()))
+    assert any(not torch.allclose(found[name], x.grad) for name, x in learner.network.items())
+
+
+@pytest.mark.parametrize("weights", ["lora", "all"])
+def test_a_network_that_learns_along_does_better(weights):
+    """The question is outside of the window: no circuit knows what it says, and this network has yet to look there."""
+    steps = 50
+
+    def trained(chosen: Literal["none", "lora", "all"]) -> float:
+        backbone = own_network(std=0.3)
+        recipe = recipe_of(
+            circuit=TablesRecipe(2), optimizer=RuleRecipe(lr=0.05), joint=JointRecipe(chosen, lr=2e-2, rank=4)
+        )
+        ground = Ground(VOCAB, WIDTH, CPU, None if chosen == "none" else backbone)
+        learner = GradientLearner(recipe, Factors.near_neutral(2, VOCAB), None, ground)
+        for step in range(steps):
+            windows = asked(backbone, *hidden_in(monotonous(step), step, recipe))
+            learner.learn(windows, rate_at(step, step / steps, 5), alone)
+        fresh = asked(backbone, *hidden_in(monotonous(10**6, 64), 0, recipe))
+        sums = learner.learn(fresh, 0.0, alone)
+        return float(sums[0] / sums[2])
+
+    assert trained(weights) > trained("none") + 0.3
