@@ -45,8 +45,12 @@ def exactly(hmm: "HMM", ev: Evidence, query: Query) -> tuple[Tensor, ...]:
     return tuple(x.to(hmm.dtype) if x.dtype.is_floating_point else x for x in out)
 
 
-def _leaf(hmm: "HMM", ev: Evidence, backend: Backend) -> tuple[Scaled, Doubt]:
-    """The leaf values and the sequences in doubt; NaN is an error. Elsewhere than on the CPU nothing is looked at."""
+def _leaf(hmm: "HMM", ev: Evidence, backend: Backend, *, each: bool = True) -> tuple[Scaled, Doubt]:
+    """The leaf values and the sequences in doubt; NaN is an error. Elsewhere than on the CPU nothing is looked at.
+
+    Without ``each`` every sequence with a small value is in doubt, whether or not anything can have been lost: finding
+    that out takes long, and is seldom needed.
+    """
     leaf = backend.leaf_values(hmm.emission, ev)
     if leaf.values.device.type != "cpu":
         return leaf, None
@@ -60,6 +64,8 @@ def _leaf(hmm: "HMM", ev: Evidence, backend: Backend) -> tuple[Scaled, Doubt]:
         )
     if not backend.checked or smallest >= leaf_eager.FLUSH:
         return leaf, None
+    if not each:
+        return leaf, (leaf.values < leaf_eager.FLUSH).flatten(1).any(-1)
     return leaf, leaf_eager.lost_terms(hmm.emission, ev, leaf)
 
 
@@ -68,10 +74,14 @@ def steps_of(hmm: "HMM", ev: Evidence) -> Transition:
     return hmm.transition.gated(ev.step_log_gates)
 
 
-def _doubt(hmm: "HMM", ev: Evidence, leaf: Scaled, product: Scaled, reverse: bool, backend: Backend) -> Doubt:
+def _doubt(
+    hmm: "HMM", ev: Evidence, leaf: Scaled, product: Scaled, reverse: bool, backend: Backend, *, each: bool = True
+) -> Doubt:
     """The sequences in which the products of message and leaf may have lost something on the way."""
     if not backend.checked or leaf.values.device.type != "cpu" or chain_eager.nothing_lost(product):
         return None
+    if not each:
+        return torch.ones(len(leaf.values), dtype=torch.bool)
     start = None if reverse else hmm.log_initial
     message = backend.messages(steps_of(hmm, ev), start, leaf, reverse)
     return chain_eager.lost_terms(hmm.transition, start, leaf, message, reverse)
@@ -133,9 +143,9 @@ def _outweighed(hmm: "HMM", ev: Evidence, leaf: Scaled, doubt: Doubt, backend: B
 
 def backward_pass(hmm: "HMM", ev: Evidence, backend: Backend) -> tuple[Scaled, Float[Tensor, " B"], Doubt]:
     """Leaf times backward message at every position, log Z, and the sequences in doubt."""
-    leaf, doubt = _leaf(hmm, ev, backend)
+    leaf, doubt = _leaf(hmm, ev, backend, each=False)
     target = backend.messages(steps_of(hmm, ev), None, leaf, True, absorb=True)
-    doubt = _either(doubt, _doubt(hmm, ev, leaf, target, True, backend))
+    doubt = _either(doubt, _doubt(hmm, ev, leaf, target, True, backend, each=False))
     return target, _root(hmm, target), _outweighed(hmm, ev, leaf, doubt, backend)
 
 
@@ -152,12 +162,13 @@ class Smoothed(NamedTuple):
 
 def smooth(hmm: "HMM", ev: Evidence, backend: Backend, *, each: bool = True) -> Smoothed:
     """Both directions; with ``each`` every state's probability must be right, else their sums need."""
-    leaf, doubt = _leaf(hmm, ev, backend)
+    leaf, doubt = _leaf(hmm, ev, backend, each=each)
     steps = steps_of(hmm, ev)
     source = backend.messages(steps, hmm.log_initial, leaf, False, absorb=True)
     backward = backend.messages(steps, None, leaf, True)
     target = leaf * backward
-    doubt = _either(doubt, _doubt(hmm, ev, leaf, source, False, backend), _doubt(hmm, ev, leaf, target, True, backend))
+    products = ((source, False), (target, True))
+    doubt = _either(doubt, *(_doubt(hmm, ev, leaf, x, reverse, backend, each=each) for x, reverse in products))
     doubt = doubt if each else _outweighed(hmm, ev, leaf, doubt, backend)
     q, value = source * backward, _root(hmm, target)
     return Smoothed(leaf, source, target, q, value, _either(doubt, _faint(q, value, backend)))

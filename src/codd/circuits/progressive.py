@@ -263,7 +263,7 @@ class Progressive:
         if normalisers and fits and backend.leaf_totals is not None:
             found, totals = backend.leaf_totals(hmm.emission, ev)
             backend = replace(backend, leaf_values=lambda *_: found)  # to be looked at as all leaf values are
-        leaf, doubt = inference._leaf(hmm, ev, backend)
+        leaf, doubt = inference._leaf(hmm, ev, backend, each=False)
         if not self._host:  # as the kernels read and write them
             leaf = Scaled(leaf.values.contiguous(), leaf.log_scale.contiguous())
         return leaf, doubt, totals
@@ -341,16 +341,12 @@ class Progressive:
         out = self._backend.messages(self._steps, None, start, reverse)
         message.values[:, new] = out.values[:, new]
         message.log_scale[:, new] = out.log_scale[:, new]
-        self._look(leaf, message, begin == 0, reverse)
+        self._look(leaf, message)
 
-    def _look(self, leaf: Scaled, message: Scaled, initial: bool, reverse: bool) -> None:
-        """Doubt the sequences in which a product of message and leaf may have lost something."""
-        if chain_eager.nothing_lost(leaf * message):
-            return
-        start = self._hmm.log_initial if initial and not reverse else None
-        lost = chain_eager.lost_terms(self._hmm.transition, start, leaf, message, reverse)
-        if lost is not None:
-            self._doubt |= lost
+    def _look(self, leaf: Scaled, message: Scaled) -> None:
+        """Doubt all sequences if a product of message and leaf may have lost something; `_in_doubt` says which."""
+        if not chain_eager.nothing_lost(leaf * message):
+            self._doubt.fill_(True)
 
     def _root(self) -> Float[Tensor, " B"]:
         """log Z, at a position where both messages are right."""
