@@ -3,10 +3,7 @@
 import argparse
 import dataclasses
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from codd.cli import console, runs
 from codd.training.pretrain import METRICS, Data, Progress, prepare, train
@@ -53,43 +50,21 @@ def run(args: argparse.Namespace) -> int:
 
 def _train(recipe: Recipe, data: Data, out: Path, group: Workers) -> dict[str, float]:
     """Run, with a bar; the last value of every metric."""
-    latest: dict[str, float] = {}
     if group.leads:
         size = f"{recipe.batch_rows} x {recipe.row_length} tokens"
         runs.say(f"{recipe.name}: {recipe.steps} steps of {size}, {runs.where(group)}")
-    with _bar(recipe, group) as show:
-        for progress in train(recipe, data, out, group):
-            latest |= progress.metrics
-            show(progress, latest)
-    return latest
+    return runs.follow(recipe.steps, train(recipe, data, out, group), group, _shown, _line)
 
 
-@contextmanager
-def _bar(recipe: Recipe, group: Workers) -> Iterator[Any]:
-    """A progress bar on a terminal; elsewhere a line for every validation."""
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    terminal = console.err()
-    if not group.leads or not terminal.is_terminal:
-        yield lambda progress, latest: _line(progress) if group.leads else None
-        return
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-    with Bar(*columns, console=terminal) as bar:
-        task = bar.add_task("loss -", total=recipe.steps)
-
-        def show(progress: Progress, latest: dict[str, float]) -> None:
-            loss, rate = latest.get("loss", float("nan")), latest.get("tokens_per_second", 0.0)
-            bar.update(task, completed=progress.step, description=f"loss {loss:.3f}, {rate / 1e3:,.0f}k tokens/s")
-
-        yield show
+def _shown(latest: dict[str, float]) -> str:
+    loss, rate = latest.get("loss", float("nan")), latest.get("tokens_per_second", 0.0)
+    return f"loss {loss:.3f}, {rate / 1e3:,.0f}k tokens/s"
 
 
-def _line(progress: Progress) -> None:
-    if any(name.startswith("validation/") for name in progress.metrics):
-        runs.say(
-            f"step {progress.step}: " + ", ".join(f"{name} {value:.4g}" for name, value in progress.metrics.items())
-        )
+def _line(progress: Progress) -> str | None:
+    if not any(name.startswith("validation/") for name in progress.metrics):
+        return None
+    return f"step {progress.step}: " + ", ".join(f"{name} {value:.4g}" for name, value in progress.metrics.items())
 
 
 def _clear(out: Path) -> None:

@@ -3,12 +3,13 @@
 import argparse
 import json
 import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from codd.cli import console
 from codd.errors import InvalidInput
-from codd.training.pretrain import METRICS
+from codd.training.pretrain import METRICS, Progress
 from codd.training.workers import Workers
 
 
@@ -66,3 +67,27 @@ def last_figures(out: Path) -> dict[str, float | int]:
     for line in (out / METRICS).read_text().splitlines():
         found |= json.loads(line)
     return found
+
+
+def follow(
+    steps: int,
+    progress: Iterable[Progress],
+    group: Workers,
+    describe: Callable[[dict[str, float]], str],
+    line: Callable[[Progress], str | None],
+) -> dict[str, float]:
+    """Let a run pass by: a bar on a terminal, elsewhere the lines that there are. The last value of every metric."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    latest: dict[str, float] = {}
+    terminal = console.err()
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+    with Bar(*columns, console=terminal, disable=not (group.leads and terminal.is_terminal)) as bar:
+        task = bar.add_task("loss -", total=steps)
+        for made in progress:
+            latest |= made.metrics
+            bar.update(task, completed=made.step, description=describe(latest))
+            if group.leads and bar.disable and (text := line(made)):
+                say(text)
+    return latest

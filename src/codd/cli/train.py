@@ -2,17 +2,14 @@
 
 import argparse
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from codd.cli import console, runs
 from codd.training.circuit_recipe import CircuitRecipe, as_dict, read_circuit_recipe
 from codd.training.fit import CHECKPOINTS, CIRCUIT, CURVE, MODEL, check_recipe, train
 from codd.training.pretrain import METRICS, Progress
 from codd.training.supplies import prepare
-from codd.training.workers import Workers, workers
+from codd.training.workers import workers
 
 NAME = "train"
 HELP = """\
@@ -49,13 +46,9 @@ def run(args: argparse.Namespace) -> int:
             runs.claim(out)
         with runs.spinner(group, "asking the backbone"):
             setup = prepare(recipe, args.data, out, group)
-        latest: dict[str, float] = {}
         if group.leads:
             runs.say(f"{recipe.name}: {_described(recipe)}, {runs.where(group)}")
-        with _bar(recipe, group) as show:
-            for progress in train(recipe, setup, out, group):
-                latest |= progress.metrics
-                show(progress, latest)
+        runs.follow(recipe.steps, train(recipe, setup, out, group), group, _shown, _line)
         if group.leads:
             _report(recipe, out, runs.last_figures(out), as_json=args.json)
     return 0
@@ -68,26 +61,9 @@ def _described(recipe: CircuitRecipe) -> str:
     return f"a {kind} circuit, {size}, {limit} of {recipe.batch_windows} windows"
 
 
-@contextmanager
-def _bar(recipe: CircuitRecipe, group: Workers) -> Iterator[Any]:
-    """A progress bar on a terminal; elsewhere a line for every validation."""
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    terminal = console.err()
-    if not group.leads or not terminal.is_terminal:
-        yield lambda progress, latest: _line(progress) if group.leads else None
-        return
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-    with Bar(*columns, console=terminal) as bar:
-        task = bar.add_task("loss -", total=recipe.steps)
-
-        def show(progress: Progress, latest: dict[str, float]) -> None:
-            loss, alone = latest.get("loss", float("nan")), latest.get("factorized", float("nan"))
-            text = f"loss {loss:.3f} (network {alone:.3f}), gap closed {_gaps(latest) or '-'}"
-            bar.update(task, completed=progress.step, description=text)
-
-        yield show
+def _shown(latest: dict[str, float]) -> str:
+    loss, alone = latest.get("loss", float("nan")), latest.get("factorized", float("nan"))
+    return f"loss {loss:.3f} (network {alone:.3f}), gap closed {_gaps(latest) or '-'}"
 
 
 def _gaps(metrics: dict[str, float]) -> str:
@@ -100,9 +76,9 @@ def _gaps(metrics: dict[str, float]) -> str:
     return ", ".join(f"{text} {value:.0%}" for text, (_, value) in found.items())
 
 
-def _line(progress: Progress) -> None:
-    if gaps := _gaps(progress.metrics):
-        runs.say(f"step {progress.step}: gap closed {gaps}")
+def _line(progress: Progress) -> str | None:
+    gaps = _gaps(progress.metrics)
+    return f"step {progress.step}: gap closed {gaps}" if gaps else None
 
 
 def _clear(out: Path) -> None:
