@@ -28,7 +28,7 @@ def test_the_static_circuit_is_the_same_recipe_with_the_changes_that_it_names():
     changes = [word for line in text.splitlines() if "--set name" in line for word in line.split() if "=" in word]
     assert len(changes) == 3
     recipe = read_circuit_recipe(RECIPES / "circuit.yaml", changes)
-    assert (recipe.name, recipe.head.wanted, recipe.seconds) == ("circuit-static", False, 120)
+    assert (recipe.name, recipe.head.wanted, recipe.seconds) == ("circuit-static", False, 105)
 
 
 def test_defaults_and_changes(tmp_path):

@@ -20,11 +20,10 @@ from codd.training.cache_entries import Entries
 from codd.training.circuit_recipe import STRATA, CircuitRecipe
 from codd.training.held_out import HeldOut
 from codd.training.learners import Ground
-from codd.training.objective import to_tensors
 from codd.training.pretrain import VALIDATION_SEED, mix
 from codd.training.recipe import Source
 from codd.training.rows import MOST_SEGMENTS, Rows, RowSource
-from codd.training.windows import Shown, Windows, cut, keeps_texts_apart, look, mask_rows, pick
+from codd.training.windows import Windows, draw_windows, keeps_texts_apart
 from codd.training.workers import Workers
 
 Draw = Callable[[int], Windows]
@@ -201,7 +200,8 @@ def _online(recipe: CircuitRecipe, backbone: Backbone, mask_id: int, sources: li
             number = step * STRATA + stratum
             taken = [source.take(number * n, n) for source, n in zip(sources, shares, strict=True)]
             found = Rows(*(np.concatenate(column) for column in zip(*taken, strict=True)))
-            parts.append(_asked(backbone, mask_id, found, recipe, mix(recipe.seed, number)))
+            generator = torch.Generator(backbone.device).manual_seed(mix(recipe.seed, number))
+            parts.append(draw_windows(backbone, mask_id, found, recipe.windows, generator))
         return _joined(parts)
 
     return draw
@@ -213,12 +213,3 @@ def _joined(parts: Sequence[Windows]) -> Windows:
 
     dense = {name: join(name) for name in ("logits", "features", "level")}
     return Windows(join("tokens"), join("masked"), **dense)  # type: ignore[arg-type]  # none of them is sparse
-
-
-def _asked(backbone: Backbone, mask_id: int, rows: Rows, recipe: CircuitRecipe, seed: int) -> Windows:
-    generator = torch.Generator(backbone.device).manual_seed(seed)
-    tokens, segments, scored = to_tensors(rows, backbone.device)
-    noised = mask_rows(segments, scored, int(rows.segments.max()) + 1, recipe.windows, generator)
-    places = pick(noised.may_begin, recipe.windows.per_row, generator)
-    found = look(backbone, mask_id, Shown(tokens, segments, noised.hidden), places, recipe.windows.length)
-    return found._replace(level=cut(noised.level, places, recipe.windows.length).amax(-1))

@@ -90,7 +90,6 @@ class Masked(NamedTuple):
     """The masking probability of each hidden token that is asked; 0 elsewhere."""
 
 
-@torch.no_grad()
 def draw_windows(
     backbone: Backbone, mask_id: int, rows: Rows, recipe: WindowRecipe, generator: torch.Generator
 ) -> Windows:
@@ -212,7 +211,7 @@ def see(backbone: Backbone, mask_id: int, rows: Shown, places: Places, size: int
 
 
 def look(backbone: Backbone, mask_id: int, rows: Shown, places: Places, size: int) -> Windows:
-    """What the network says in some windows; its head, in these places alone, is not."""
+    """What the network says in some windows. Its head, in these places alone, keeps the weights' own precision."""
     tokens, _, hidden = rows
     states = see(backbone, mask_id, rows, places, size)
     at = positions_of(places, size)
