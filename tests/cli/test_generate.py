@@ -307,6 +307,6 @@ def test_options_typed_in_a_conversation():
 
 
 def test_settings_are_json_whatever_they_are():
-    found = sampling.settings_of(Options(activation=0.5, ban={3}))
+    found = Options(activation=0.5, ban={3}).as_json()
     assert json.loads(json.dumps(found, allow_nan=False))["activation"] == 0.5
     assert found["ban"] == [3]

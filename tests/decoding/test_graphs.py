@@ -145,7 +145,7 @@ def test_a_captured_step_is_the_hosts(sampler, kind):
     """The graph reads the window, the features and what was hidden from buffers that every call fills anew."""
     host, options = chain(kind), Options.of(sampler=sampler)
     device = host.to("cuda")
-    windows = [given(seed) for seed in range(WARMUP + 3)]
+    windows = [given(seed) for seed in range(1, WARMUP + 4)]  # in that of seed 0 two tokens are nearly tied
     windows.append(windows[-1].after(windows[-1].places[:2], torch.tensor([3, 4])))
     for window in windows:
         moved = window._replace(logits=window.logits.cuda(), features=window.features.cuda())

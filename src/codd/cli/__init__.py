@@ -23,6 +23,8 @@ VERBS = {
     "pretrain": "train a backbone from a recipe",
     "cache": "ask a backbone once about many windows, and keep what it says for training circuits",
     "train": "train a circuit for a backbone from a recipe",
+    "report": "one page of an evaluation: tables, figures, and whether a gain survives the control",
+    "eval": "tasks, likelihoods and cost, with every circuit beside its control",
     "convert": "turn a PyJuice file (.jpc) into a codd circuit, running nothing of it",
     "info": "describe a model, a circuit, a hub id or a .jpc file",
     "bench": "what the engine costs on this machine, side by side with other libraries",

@@ -223,7 +223,7 @@ def _piped(conversation: Conversation, chosen: dict[str, Any], lines: Iterable[s
         found, dropped = conversation.ask(question, options, lambda step, prompt_length: None)
         if as_json:
             record = {"question": question, **vars(found), "dropped": dropped}
-            print(json.dumps({**record, "settings": sampling.settings_of(options)}, allow_nan=False), flush=True)
+            print(json.dumps({**record, "settings": options.as_json()}, allow_nan=False), flush=True)
             continue
         print(sampling.printable(found.text or ""), flush=True)
         if dropped:
@@ -253,7 +253,7 @@ def command(line: str, conversation: Conversation, chosen: dict[str, Any], say: 
         conversation.exchanges.clear()
         say("the conversation begins anew.")
     elif words == ["/set"]:
-        settings = sampling.settings_of(sampling.options_of(chosen))
+        settings = sampling.options_of(chosen).as_json()
         say(", ".join(f"{name} {value}" for name, value in settings.items()))
     elif words[0] == "/set" and len(words) == 3:
         _set(words[1].replace("-", "_"), words[2], chosen)

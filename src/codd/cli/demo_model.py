@@ -106,7 +106,7 @@ def _attempt(task: Task, contenders: dict[str, Model], watch: Callable[[Step], N
                     "seconds": found.seconds,
                 }
             )
-    settings = sampling.settings_of(sampling.options_of(task.options))
+    settings = sampling.options_of(task.options).as_json()
     shared = {name: value for name, value in settings.items() if name != "steps"}
     return {"kind": task.kind, "prompt": task.prompt, "right": task.right, "settings": shared, "runs": runs}
 

@@ -161,4 +161,4 @@ def _print(prompt: Prompt, answer: Answer, options: Options, args: argparse.Name
 
 def _record(prompt: Prompt, answer: Answer, options: Options, args: argparse.Namespace) -> dict[str, Any]:
     chosen = {"model": args.model, "circuit": args.circuit, "chat": args.chat}
-    return {"prompt": prompt, **vars(answer), "settings": chosen | sampling.settings_of(options)}
+    return {"prompt": prompt, **vars(answer), "settings": chosen | options.as_json()}

@@ -145,12 +145,6 @@ def parse_option(name: str, text: str) -> Any:
         raise InvalidInput(f"{name}: {error}.") from None
 
 
-def settings_of(options: Options) -> dict[str, Any]:
-    """The options as JSON can write them."""
-    found = {name: value for name, value in vars(options).items() if name != "hooks"}
-    return {**found, "ban": list(options.ban)}
-
-
 def model_from(args: argparse.Namespace) -> Model:
     """The model that was asked for, with its circuit."""
     if args.dtype is not None and args.dtype not in DTYPES:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Unpack
 
@@ -24,6 +24,8 @@ TURN_ENDS = ("<|eot_id|>", "<|im_end|>")
 
 
 AnyCircuit = HMM | Circuit | Modulated
+Wanted = str | os.PathLike[str] | AnyCircuit | Literal["auto", "static", "null"] | None
+"""How a circuit is named: see `load`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +55,12 @@ class Model:
     tokenizer: Tokenizer | None
     """None where the checkpoint has none: give ids then."""
     mask_id: int | None
+    folder: Path | None = None
+    """Where it was loaded from."""
+
+    def with_circuit(self, circuit: Wanted) -> "Model":
+        """The same network with another circuit, named as for `load`; the weights are shared."""
+        return replace(self, circuit=_circuit(circuit, self.backbone, self.folder))
 
     @property
     def stop_ids(self) -> frozenset[int]:
@@ -100,7 +108,7 @@ class Model:
 
 def load(
     source: str | os.PathLike[str] | None = None,
-    circuit: str | os.PathLike[str] | AnyCircuit | Literal["auto", "static", "null"] | None = "auto",
+    circuit: Wanted = "auto",
     *,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
@@ -123,11 +131,11 @@ def load(
         mask_id = tokenizer.mask_id
     if mask_id is not None and not 0 <= mask_id < backbone.vocab_size:
         raise InvalidInput(f"mask_id {mask_id} is not one of the {backbone.vocab_size} tokens of the model.")
-    return Model(backbone, _circuit(circuit, backbone, folder), tokenizer, mask_id)
+    return Model(backbone, _circuit(circuit, backbone, folder), tokenizer, mask_id, folder)
 
 
-def _circuit(wanted: str | os.PathLike[str] | AnyCircuit | None, backbone: Backbone, folder: Path) -> AnyCircuit | None:
-    if wanted is None or (wanted == "auto" and not (folder / CIRCUIT_FOLDERS["auto"]).is_dir()):
+def _circuit(wanted: Wanted, backbone: Backbone, folder: Path | None) -> AnyCircuit | None:
+    if wanted is None or (wanted == "auto" and not (folder and (folder / CIRCUIT_FOLDERS["auto"]).is_dir())):
         return None
     found: AnyCircuit
     if isinstance(wanted, AnyCircuit):
@@ -140,8 +148,10 @@ def _circuit(wanted: str | os.PathLike[str] | AnyCircuit | None, backbone: Backb
     return found if isinstance(found, Circuit) else found.to(device=backbone.device)
 
 
-def _beside(name: object, folder: Path) -> Path:
+def _beside(name: object, folder: Path | None) -> Path:
     """Where one of a checkpoint's own circuits is."""
+    if folder is None:
+        raise InvalidInput(f"this model was not loaded from a folder, so that there is no circuit {name!r} beside it.")
     found = folder / CIRCUIT_FOLDERS[str(name)]
     if not found.is_dir():
         raise InvalidInput(

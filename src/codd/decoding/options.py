@@ -147,6 +147,11 @@ class Options:
         """Whether a schedule says how many tokens a step commits."""
         return self.threshold is None and self.entropy_budget is None
 
+    def as_json(self) -> dict[str, Any]:
+        """All that JSON can write: everything but the hooks."""
+        found = {name: value for name, value in vars(self).items() if name != "hooks"}
+        return {**found, "ban": list(self.ban)}
+
     def changed(self, **changes: Any) -> "Options":
         """The same with something different."""
         return replace(self, **changes)

@@ -39,6 +39,7 @@ class BlockScores(NamedTuple):
     coupled: Mapping[str, Float[Tensor, " B"]]
     """Of each circuit."""
     sequential: Float[Tensor, " B"]
+    """NaN if it was left out."""
 
 
 def misspecification(
@@ -118,18 +119,22 @@ def block_scores(
     block_length: int = BLOCK_LENGTH,
     ratios: Sequence[float] = RATIOS,
     seed: int = 0,
+    order: Int[Tensor, "B S"] | None = None,
+    sequential: bool = True,
     progress: Progress | None = None,
 ) -> dict[float, BlockScores]:
     """`misspecification` block by block, of any number of circuits for the network evaluations of one.
 
     A ratio masks the tokens that are revealed last. So one sequential run passes through the states of all ratios.
+    ``order`` replaces the random one of the seed. Without ``sequential`` there is one evaluation a ratio.
     """
-    _check(ids, starts, ratios, block_length)
-    _check_tokens(ids, starts + block_length, mask_id, backbone.vocab_size)
-    counts = {ratio: max(1, round(ratio * block_length)) for ratio in ratios}
-    order = reveal_order(len(ids), block_length, seed)
+    check_blocks(ids, starts, ratios, block_length, mask_id, backbone.vocab_size)
+    counts = masked_counts(ratios, block_length)
+    order = reveal_order(len(ids), block_length, seed) if order is None else order
     size = rows_at_once(backbone, block_length)
-    total, done, parts = len(ids) * max(counts.values()), 0, []
+    stops = set(counts.values())
+    turns = range(max(stops), 0, -1) if sequential else sorted(stops, reverse=True)
+    total, done, parts = len(ids) * len(turns), 0, []
 
     def advance(rows: int) -> None:
         nonlocal done
@@ -139,11 +144,20 @@ def block_scores(
 
     for begin in range(0, len(ids), size):
         some = slice(begin, begin + size)
-        blocks = _Blocks(*(x[some].to(backbone.device, torch.long) for x in (ids, starts, order)))
-        parts.append(_reveal(backbone, circuits, blocks, set(counts.values()), mask_id, advance))
-    found = {ratio: _joined([part[count] for part in parts]) for ratio, count in counts.items()}
-    _check_numbers(found.values())
+        blocks = Blocks(*(x[some].to(backbone.device, torch.long) for x in (ids, starts, order)))
+        scores = _reveal(backbone, circuits, blocks, stops, turns, mask_id, advance)
+        if not sequential:
+            scores = {n: x._replace(sequential=torch.full_like(x.factorized, torch.nan)) for n, x in scores.items()}
+        parts.append(scores)
+    found = {ratio: joined([part[count] for part in parts]) for ratio, count in counts.items()}
+    check_numbers(x.factorized for x in found.values())
+    check_numbers(x.sequential for x in found.values() if sequential)
     return found
+
+
+def masked_counts(ratios: Sequence[float], block_length: int) -> dict[float, int]:
+    """How many tokens of a block each ratio masks."""
+    return {ratio: max(1, round(ratio * block_length)) for ratio in ratios}
 
 
 def reveal_order(blocks: int, length: int, seed: int) -> Int[Tensor, "B S"]:
@@ -158,7 +172,7 @@ def rows_at_once(backbone: Backbone, block_length: int) -> int:
     return max(1, min(most, NUMBERS // (block_length * backbone.vocab_size)))
 
 
-class _Blocks(NamedTuple):
+class Blocks(NamedTuple):
     """Some texts with a block in each, on the network's device."""
 
     ids: Int[Tensor, "B T"]
@@ -177,7 +191,7 @@ class _Blocks(NamedTuple):
         return outside.scatter(1, self.window(), self.order.argsort(dim=1))
 
 
-class _Looked(NamedTuple):
+class Looked(NamedTuple):
     """What the network says of some positions."""
 
     logits: Float[Tensor, "B n V"]
@@ -188,28 +202,32 @@ class _Looked(NamedTuple):
 def _reveal(
     backbone: Backbone,
     circuits: Mapping[str, Prior | Modulated],
-    blocks: _Blocks,
+    blocks: Blocks,
     counts: set[int],
+    numbers: Sequence[int],
     mask_id: int,
     advance: Callable[[int], None],
 ) -> dict[int, BlockScores]:
-    """Reveal the blocks token by token, and stop to score where as many are masked as is asked for."""
+    """Reveal the blocks token by token, and stop to score where as many are masked as is asked for.
+
+    ``numbers`` are those of masked tokens that are visited; unless all below the highest are, sequential means nothing.
+    """
     window, turns = blocks.window(), blocks.turns()
     truth, rank = blocks.ids.gather(1, window), turns.gather(1, window)
     stops: dict[int, tuple[Tensor, dict[str, Tensor]]] = {}
     steps = []
-    for masked in range(max(counts), 0, -1):
+    for masked in numbers:
         turn = rank.shape[1] - masked
         shown = torch.where(turns >= turn, mask_id, blocks.ids)
         now = blocks.order[:, turn : turn + 1]
         if masked in counts:
-            looked = _look(backbone, shown, window, mask_id)
+            looked = look(backbone, shown, window, mask_id)
             hidden, log_probs = rank >= turn, _log_probs(looked.logits, truth)
             joint = {name: _joint(circuit, looked, truth, hidden) for name, circuit in circuits.items()}
             stops[masked] = torch.where(hidden, log_probs, 0).sum(1), joint
             steps.append(log_probs.gather(1, now)[:, 0])
         else:
-            looked = _look(backbone, shown, window.gather(1, now), mask_id)
+            looked = look(backbone, shown, window.gather(1, now), mask_id)
             steps.append(_log_probs(looked.logits, truth.gather(1, now))[:, 0])
         advance(len(truth))
     return {
@@ -218,12 +236,13 @@ def _reveal(
     }
 
 
-def _look(backbone: Backbone, shown: Int[Tensor, "B T"], at: Int[Tensor, "B n"], mask_id: int) -> _Looked:
+def look(backbone: Backbone, shown: Int[Tensor, "B T"], at: Int[Tensor, "B n"], mask_id: int) -> Looked:
+    """Evaluate the network, and keep what it says of some positions of each text."""
     states = backbone.states(shown)
     states = states.gather(1, at[..., None].expand(-1, -1, states.shape[-1]))
     logits = backbone.logits(states, shown.gather(1, at)).float()
     logits[..., mask_id] = -torch.inf
-    return _Looked(logits, states)
+    return Looked(logits, states)
 
 
 def _log_probs(logits: Float[Tensor, "B n V"], tokens: Int[Tensor, "B n"]) -> Float[Tensor, "B n"]:
@@ -231,20 +250,28 @@ def _log_probs(logits: Float[Tensor, "B n V"], tokens: Int[Tensor, "B n"]) -> Fl
 
 
 def _joint(
-    circuit: Prior | Modulated, looked: _Looked, truth: Int[Tensor, "B S"], hidden: Bool[Tensor, "B S"]
+    circuit: Prior | Modulated, looked: Looked, truth: Int[Tensor, "B S"], hidden: Bool[Tensor, "B S"]
 ) -> Float[Tensor, " B"]:
     extra: dict[str, Any] = {"features": looked.states} if hasattr(circuit, "modulate") else {}
     return Coupled(circuit, logits=looked.logits, tokens=truth, masked=hidden, **extra).log_prob(truth).double()
 
 
-def _joined(parts: Sequence[BlockScores]) -> BlockScores:
-    """All blocks, on the host: the only place that waits for the device."""
+def joined(parts: Sequence[BlockScores]) -> BlockScores:
+    """All blocks, on the host."""
     return BlockScores(
         parts[0].masked,
         torch.cat([part.factorized for part in parts]).cpu(),
         {name: torch.cat([part.coupled[name] for part in parts]).cpu() for name in parts[0].coupled},
         torch.cat([part.sequential for part in parts]).cpu(),
     )
+
+
+def check_blocks(
+    ids: Tensor, starts: Tensor, ratios: Sequence[float], block_length: int, mask_id: int, vocab_size: int
+) -> None:
+    """Refuse texts and blocks that cannot be scored."""
+    _check(ids, starts, ratios, block_length)
+    _check_tokens(ids, starts + block_length, mask_id, vocab_size)
 
 
 def _check(ids: Tensor, starts: Tensor, ratios: Sequence[float], block_length: int) -> None:
@@ -276,9 +303,10 @@ def _check_tokens(ids: Int[Tensor, "B T"], ends: Int[Tensor, " B"], mask_id: int
         raise InvalidInput(f"{where}: id {found} is not in the vocabulary of {vocab_size} tokens.")
 
 
-def _check_numbers(scores: Iterable[BlockScores]) -> None:
+def check_numbers(scores: Iterable[Float[Tensor, " B"]]) -> None:
+    """Refuse what a network that gives no numbers has given."""
     for found in scores:
-        if len(wrong := (found.factorized.isnan() | found.sequential.isnan()).nonzero()):
+        if len(wrong := found.isnan().nonzero()):
             raise InvalidInput(
                 f"text {int(wrong[0])}: the network's logits are NaN. Check the checkpoint "
                 "(codd.load(..., check=True)) and the precision."

@@ -1,0 +1,176 @@
+"""Discrete Copula Diffusion (DCD, Liu et al. 2025): a causal model lends the network the dependence that it lacks.
+
+From left to right, for each masked position i of a block,
+
+    p(x_i | x_<i, observed)  proportional to  p_AR(x_i | x_<i) * p(x_i | all observed) / p(x_i | observed left of i)
+
+where the causal model p_AR knows how tokens follow each other, and the ratio of the network's marginals tells what the
+tokens right of i change. Here the denominator masks every observed token right of i: the network's own marginal, for an
+evaluation for each run of masked tokens with something observed behind it. Where nothing is observed right of a block
+and all of it is masked, numerator and denominator are the same: at mask ratio 1, and for continuations, **DCD is the
+causal model alone** and the diffusion network has no say.
+
+The authors' code (github.com/liuanji/Copula-Diffusion) gets the denominator in one evaluation, by running the network
+with a causal attention mask. That network was never trained so, and it then misses the masks on the right too, so that
+the ratio does not vanish when nothing is observed there. They clip probabilities at 1e-16 before taking logarithms;
+an exponent on the ratio is there but is 1; nothing is tempered. The first token of a text, of which a causal model says
+nothing, they take from the network alone, and so is it here.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from codd.backbones.backbone import Backbone
+from codd.errors import InvalidInput
+from codd.evaluation.gap import (
+    BLOCK_LENGTH,
+    RATIOS,
+    Blocks,
+    Progress,
+    check_blocks,
+    check_numbers,
+    look,
+    masked_counts,
+    reveal_order,
+    rows_at_once,
+)
+
+
+@torch.no_grad()
+def dcd_scores(
+    backbone: Backbone,
+    causal: Backbone,
+    ids: Int[Tensor, "B T"],
+    starts: Int[Tensor, " B"],
+    *,
+    mask_id: int,
+    block_length: int = BLOCK_LENGTH,
+    ratios: Sequence[float] = RATIOS,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> dict[float, Float[Tensor, " B"]]:
+    """Log-likelihoods by ratio, of each block the sum over its masked tokens: `block_scores` with DCD as the model.
+
+    One seed gives the blocks the same masks as there. ``causal`` is a causal model of the same tokens, whose logits at
+    a position are about the next one. On the host, in float64.
+    """
+    check_blocks(ids, starts, ratios, block_length, mask_id, backbone.vocab_size)
+    _check_causal(causal, backbone)
+    counts = masked_counts(ratios, block_length)
+    order = reveal_order(len(ids), block_length, seed)
+    size = rows_at_once(backbone, block_length)
+    total, done = _evaluations(order, set(counts.values())), 0
+    parts: list[dict[int, Tensor]] = []
+
+    def advance(rows: int) -> None:
+        nonlocal done
+        done += rows
+        if progress is not None:
+            progress(done, total)
+
+    for begin in range(0, len(ids), size):
+        some = slice(begin, begin + size)
+        blocks = Blocks(*(x[some].to(backbone.device, torch.long) for x in (ids, starts, order)))
+        parts.append(_scores(backbone, causal, blocks, set(counts.values()), mask_id, advance))
+    found = {ratio: torch.cat([part[count] for part in parts]).cpu() for ratio, count in counts.items()}
+    check_numbers(found.values())
+    return found
+
+
+def _scores(
+    backbone: Backbone,
+    causal: Backbone,
+    blocks: Blocks,
+    counts: set[int],
+    mask_id: int,
+    advance: Callable[[int], None],
+) -> dict[int, Tensor]:
+    """Of some blocks, for each number of masked tokens."""
+    window = blocks.window()
+    truth = blocks.ids.gather(1, window)
+    following = _following(causal, blocks, window, mask_id)
+    advance(len(truth))
+    found = {}
+    for masked in counts:
+        hidden = _hidden(blocks.order, masked)
+        shown = torch.where(blocks.turns() >= truth.shape[1] - masked, mask_id, blocks.ids)
+        by_all = look(backbone, shown, window, mask_id).logits.log_softmax(-1)
+        advance(len(truth))
+        by_left = by_all.clone()  # right where nothing is observed behind
+        for rows, places, log_probs in _views(backbone, shown, window, hidden, mask_id, advance):
+            by_left[rows, places] = log_probs
+        first = (window == 0)[..., None]
+        joint = torch.where(first, by_all, following + (by_all - by_left))
+        joint = joint.masked_fill(by_all == -torch.inf, -torch.inf)  # the mask, which both exclude
+        log_probs = joint.gather(-1, truth[..., None])[..., 0] - joint.logsumexp(-1)
+        found[masked] = torch.where(hidden, log_probs.double(), 0).sum(1)
+    return found
+
+
+def _following(causal: Backbone, blocks: Blocks, window: Int[Tensor, "B S"], mask_id: int) -> Float[Tensor, "B S V"]:
+    """What the causal model says of each position of the block, given all before it. Of position 0 it says nothing."""
+    given = torch.where(torch.arange(blocks.ids.shape[1], device=window.device) > window[:, -1:], mask_id, blocks.ids)
+    before = (window - 1).clamp(min=0)
+    states = causal.states(given)
+    at = before.to(states.device)
+    states = states.gather(1, at[..., None].expand(-1, -1, states.shape[-1]))
+    return causal.logits(states, given.gather(1, before).to(states.device)).float().to(window.device)
+
+
+def _views(
+    backbone: Backbone,
+    shown: Int[Tensor, "B T"],
+    window: Int[Tensor, "B S"],
+    hidden: Bool[Tensor, "B S"],
+    mask_id: int,
+    advance: Callable[[int], None],
+) -> Iterator[tuple[Int[Tensor, " n"], Int[Tensor, " n"], Float[Tensor, "n V"]]]:
+    """Log-probabilities given what is observed on the left alone: of which texts, and which places of the block.
+
+    Masked tokens in a row have the same tokens on their left, and share an evaluation.
+    """
+    runs = _run_begins(hidden).cumsum(1)
+    texts, begins = _seen_behind(hidden).nonzero(as_tuple=True)
+    positions = torch.arange(shown.shape[1], device=shown.device)
+    size = rows_at_once(backbone, window.shape[1])
+    for some in range(0, len(texts), size):
+        text, begin = texts[some : some + size], begins[some : some + size]
+        view = torch.where(positions >= window[text, begin][:, None], mask_id, shown[text])
+        log_probs = look(backbone, view, window[text], mask_id).logits.log_softmax(-1)
+        which, place = (hidden[text] & (runs[text] == runs[text, begin][:, None])).nonzero(as_tuple=True)
+        advance(len(text))
+        yield text[which], place, log_probs[which, place]
+
+
+def _hidden(order: Int[Tensor, "B S"], masked: int) -> Bool[Tensor, "B S"]:
+    return order.argsort(dim=1) >= order.shape[1] - masked
+
+
+def _run_begins(hidden: Bool[Tensor, "B S"]) -> Bool[Tensor, "B S"]:
+    """Where a run of masked tokens begins."""
+    before = torch.nn.functional.pad(hidden, (1, 0))[:, :-1]
+    return hidden & ~before
+
+
+def _seen_behind(hidden: Bool[Tensor, "B S"]) -> Bool[Tensor, "B S"]:
+    """Where a run begins that has an observed token of the block behind it."""
+    seen = (~hidden).flip(1).cumsum(1).flip(1)
+    return _run_begins(hidden) & (seen > 0)
+
+
+def _evaluations(order: Int[Tensor, "B S"], counts: set[int]) -> int:
+    """Of sequences, by either model."""
+    return len(order) + sum(len(order) + int(_seen_behind(_hidden(order, masked)).sum()) for masked in counts)
+
+
+def _check_causal(causal: Backbone, backbone: Backbone) -> None:
+    if not causal.config.causal:
+        raise InvalidInput(f"DCD needs a causal model, found a denoiser ({causal.family}); give one with causal: true.")
+    if causal.vocab_size != backbone.vocab_size:
+        raise InvalidInput(
+            f"the causal model has {causal.vocab_size} tokens, the network {backbone.vocab_size}: DCD needs one "
+            "tokenizer for both."
+        )

@@ -1,0 +1,1 @@
+"""What is asked, how it is answered, and what counts as right."""

@@ -1,0 +1,129 @@
+"""Running cells: resumable, divided over processes, and in stages for machines that lack the harness or the network."""
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from codd.decoding import Model, Options
+from codd.errors import InvalidInput
+from codd.evaluation.provenance import provenance
+from codd.evaluation.runs import Log, Result, Run, read_json, read_lines, write_json, write_lines
+from codd.evaluation.tasks.answering import Advance, Answerer, Request
+from codd.evaluation.tasks.catalogue import OWN_LENGTH, PAPER_LENGTH, task_of
+from codd.evaluation.tasks.cells import NONE, TRAINED, Cell
+from codd.evaluation.tasks.sandbox import Limits
+from codd.training.workers import Workers
+
+ANSWERED = "answered.json"
+"""Who answered, where it was not the process that scores."""
+
+
+def quietly(count: int) -> None:
+    """No progress to show."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all cells of a run share."""
+
+    run: Run
+    model: Model
+    group: Workers
+    data: Path | None = None
+    batch: int = 8
+    limits: Limits = field(default_factory=Limits)
+
+    def model_for(self, cell: Cell) -> Model:
+        """With the cell's circuit."""
+        found = self.model.with_circuit(circuit_name(cell.circuit))
+        if cell.circuit == TRAINED and found.circuit is None:
+            raise InvalidInput(
+                "this checkpoint has no circuit: give the folder of one with --circuit, or null, or none."
+            )
+        return found
+
+
+def default_length(task: str, model: Model) -> int:
+    """The paper's length, or a shorter one where the model has no room for it."""
+    known, limit = task_of(task), model.backbone.plan.max_length
+    wanted = PAPER_LENGTH if known is None else known.gen_length
+    return wanted if limit is None or wanted <= limit // 2 else OWN_LENGTH
+
+
+def circuit_name(circuit: str) -> str | None:
+    """As `Model.with_circuit` takes it."""
+    return None if circuit == NONE else "auto" if circuit == TRAINED else circuit
+
+
+def run_cell(cell: Cell, setting: Setting, advance: Advance = quietly) -> Result | None:
+    """Evaluate a cell, or give what was found before; None on the processes that do not lead."""
+    from codd.evaluation.tasks.harness import CoddLM
+    from codd.evaluation.tasks.scoring import evaluated, result_of
+
+    done = setting.run.result(cell)
+    if done is not None:
+        return done
+    model = setting.model_for(cell)
+    folder = setting.run.cell_folder(cell)
+    log = Log(folder, setting.group.rank)
+    setting.group.wait()  # all have read the log before anyone writes to it
+    lm = CoddLM(
+        model,
+        batch_size=setting.batch,
+        seed=cell.seed,
+        log=log,
+        group=setting.group,
+        advance=advance,
+        closed=cell.device != model.backbone.device.type,
+        **cell.options,
+    )
+    found = evaluated(lm, cell, setting.data, setting.limits)
+    costs = lm.gather_object(lm.costs)
+    if found is None or costs is None:
+        return None
+    made = {**_made(cell, setting), **(read_json(folder / ANSWERED) if (folder / ANSWERED).exists() else {})}
+    all_costs = {key: line for each in costs for key, line in each.items()}
+    result, samples = result_of(cell, lm, found, all_costs, folder=folder, **made)
+    setting.run.write_result(result, samples)
+    return result
+
+
+def _made(cell: Cell, setting: Setting) -> dict[str, Any]:
+    data = None if setting.data is None else str(setting.data)
+    return {
+        "settings": {"batch": setting.batch, "data": data},
+        "provenance": provenance(setting.model.backbone.device, cell.dtype),
+    }
+
+
+def prepare_cell(cell: Cell, setting: Setting) -> None:
+    """Write down what a cell asks, so that a machine without the harness can answer."""
+    from codd.evaluation.tasks.scoring import requests_of
+
+    setting.run.cell_folder(cell)
+    path = _requests_path(cell, setting.run)
+    if not path.exists():
+        write_lines(path, [asdict(request) for request in requests_of(cell, setting.model, setting.data)])
+
+
+def answer_cell(cell: Cell, setting: Setting, advance: Advance = quietly) -> None:
+    """Answer what was prepared; processes share the problems, and what is answered already is not asked again."""
+    path = _requests_path(cell, setting.run)
+    if not path.exists():
+        raise InvalidInput(f"{path}: there is no such file; codd eval --stage prepare writes it.")
+    if cell.device != setting.model.backbone.device.type:
+        raise InvalidInput(f"{cell.slug} was prepared for {cell.device}: give --device {cell.device}.")
+    requests = [Request(**line) for line in read_lines(path)][setting.group.rank :: setting.group.count]
+    model, folder = setting.model_for(cell), setting.run.cell_folder(cell)
+    log = Log(folder, setting.group.rank)
+    setting.group.wait()
+    options = Options.of(**cell.options)
+    Answerer(model, options, seed=cell.seed, batch=setting.batch, log=log, advance=advance).answers(requests)
+    if setting.group.leads:
+        write_json(folder / ANSWERED, _made(cell, setting))
+
+
+def _requests_path(cell: Cell, run: Run) -> Path:
+    """The same for all cells that ask the same."""
+    asked = f"{cell.task}-{cell.split}-{cell.problems or 'all'}"
+    return run.folder / "requests" / f"{asked}.jsonl"

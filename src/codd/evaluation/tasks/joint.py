@@ -1,0 +1,105 @@
+"""How probable a continuation is under the joint of network and circuit.
+
+A continuation is scored block by block, as block decoding would write it: a block is as long as the circuit's window,
+all of its tokens are masked together, everything left of it is given, and the rest of the continuation is masked too.
+The probability of a continuation of one block is exact for one step of decoding; that of a longer one is the product
+over its blocks. Without a circuit, and with the null circuit, tokens of a block are independent.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from codd.circuits import Modulated
+from codd.coupling import Coupled
+from codd.decoding import Model, Options
+from codd.decoding.loop import pad_left
+from codd.errors import InvalidInput
+from codd.evaluation.gap import circuit_length
+
+
+class Stretch(NamedTuple):
+    """Tokens that are given, and tokens that are to be scored."""
+
+    given: Sequence[int]
+    written: Sequence[int]
+
+
+class Score(NamedTuple):
+    """Of a stretch."""
+
+    log_prob: float
+    greedy: bool
+    """Whether each token is the most probable one at its place while its block is masked."""
+
+
+class _Block(NamedTuple):
+    stretch: int
+    shown: list[int]
+    begin: int
+    truth: list[int]
+
+
+@torch.no_grad()
+def score_stretches(model: Model, stretches: Sequence[Stretch], options: Options = Options()) -> list[Score]:  # noqa: B008 frozen
+    """Score several at once; what becomes of one does not depend on the others."""
+    if model.mask_id is None:
+        raise InvalidInput("this checkpoint does not say which token is the mask: codd.load(..., mask_id=...).")
+    size = min(options.block_length, circuit_length(model.circuit))
+    blocks = [block for i, stretch in enumerate(stretches) for block in _blocks(i, stretch, size, model.mask_id)]
+    totals, greedy = [0.0] * len(stretches), [True] * len(stretches)
+    at_once = max(1, len(stretches))
+    for begin in range(0, len(blocks), at_once):
+        some = blocks[begin : begin + at_once]
+        for block, score in zip(some, _scored(model, some, options), strict=True):
+            totals[block.stretch] += score.log_prob
+            greedy[block.stretch] &= score.greedy
+    return [Score(total, sure) for total, sure in zip(totals, greedy, strict=True)]
+
+
+def _blocks(number: int, stretch: Stretch, size: int, mask_id: int) -> list[_Block]:
+    given, written = list(stretch.given), list(stretch.written)
+    found = []
+    for start in range(0, len(written), size):
+        left = given + written[:start]
+        shown = left + [mask_id] * (len(written) - start)
+        found.append(_Block(number, shown, len(left), written[start : start + size]))
+    return found
+
+
+def _scored(model: Model, blocks: Sequence[_Block], options: Options) -> list[Score]:
+    backbone = model.backbone
+    pad = backbone.special.pad if backbone.special.pad is not None else 0
+    ids, valid = pad_left([block.shown for block in blocks], pad, backbone.device)
+    states = backbone.states(ids, valid)
+    found = []
+    for row, block in enumerate(blocks):
+        at = ids.shape[1] - len(block.shown) + block.begin
+        own = states[row : row + 1, at : at + len(block.truth)]
+        logits = backbone.logits(own, ids[row : row + 1, at : at + len(block.truth)]).float()
+        logits[..., model.mask_id] = -torch.inf
+        found.append(_score(model, logits, own, torch.tensor([block.truth], device=ids.device), options))
+    return found
+
+
+def _score(
+    model: Model,
+    logits: Float[Tensor, "1 n V"],
+    states: Float[Tensor, "1 n d"],
+    truth: Int[Tensor, "1 n"],
+    options: Options,
+) -> Score:
+    if model.circuit is None or options.sampler == "factorized":
+        single = logits.log_softmax(-1)
+        total = single.gather(-1, truth[..., None]).double().sum()
+        return Score(float(total), bool((single.argmax(-1) == truth).all()))
+    extra: dict[str, Any] = {"features": states} if isinstance(model.circuit, Modulated) else {}
+    hidden = torch.ones_like(truth, dtype=torch.bool)
+    joint = Coupled(
+        model.circuit, logits=logits, tokens=truth, masked=hidden, temperature=options.circuit_temperature, **extra
+    )
+    sure = bool((joint.marginals().argmax(-1) == truth).all())
+    return Score(float(joint.log_prob(truth)[0]), sure)

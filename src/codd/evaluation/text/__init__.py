@@ -1,0 +1,1 @@
+"""Continued text: judges, measures, distances."""

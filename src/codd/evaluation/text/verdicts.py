@@ -1,0 +1,106 @@
+"""Continued texts of a run before a judge: likelihood, repetition, and the distance to one token a step."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from codd.evaluation.runs import Result, Run, write_json
+from codd.evaluation.tasks.cells import NONE
+from codd.evaluation.text.distance import FEWEST, compare
+from codd.evaluation.text.judging import Assessed, Judge
+from codd.evaluation.text.measures import measures
+
+Progress = Callable[[int, int], None]
+FEATURES = "features.npy"
+"""Of a cell's texts, beside what the judge says of them."""
+
+
+def to_be_judged(run: Run, judge: str | None = None) -> list[Result]:
+    """The cells of continued text that this judge has not seen."""
+    texts = [result for result in run.results() if result.metric is None]
+    return [r for r in texts if judge is None or (r.judged or {}).get("judge", {}).get("name") != judge]
+
+
+def judge_run(run: Run, judge: Judge, progress: Progress | None = None) -> None:
+    """Score what this judge has not scored, then compare all texts with those of one token a step, where there are any.
+
+    Words are what n-grams are made of: the same whatever a model's tokenizer. A text that several cells have in common
+    (the null circuit writes what the network alone writes) is read once.
+    """
+    known: dict[tuple[str, str], Assessed] = {}
+    waiting = to_be_judged(run, judge.name)
+    for number, result in enumerate(waiting):
+        _judge(result, judge, known)
+        if progress:
+            progress(number + 1, len(waiting))
+    for group in _groups(to_be_judged(run)):
+        _compare(group)
+
+
+def _judge(result: Result, judge: Judge, known: dict[tuple[str, str], Assessed]) -> None:
+    written = [(sample.prompt, sample.text) for sample in result.samples]
+    true = [(sample.prompt, sample.target) for sample in result.samples]
+    fresh = [pair for pair in dict.fromkeys([*written, *true]) if pair not in known]
+    found = judge.assess([prompt for prompt, _ in fresh], [text for _, text in fresh])
+    known |= dict(zip(fresh, found, strict=True))
+    scores, truths = ([known[pair].score for pair in pairs] for pairs in (written, true))
+    features = torch.stack([known[pair].feature for pair in written])
+    np.save(result.folder / FEATURES, features.numpy().astype(np.float16))
+    write_json(
+        result.folder / "judged.json",
+        {
+            "judge": {"name": judge.name, "description": judge.description},
+            "nats": [score.nats for score in scores],
+            "tokens": [score.tokens for score in scores],
+            "measures": measures(
+                [text.split() for _, text in written],
+                [score.nats for score in scores],
+                [score.tokens for score in scores],
+                [score.bytes for score in scores],
+            ),
+            "true_nll": sum(score.nats for score in truths) / max(1, sum(score.tokens for score in truths)),
+        },
+    )
+
+
+def _groups(results: Sequence[Result]) -> list[list[Result]]:
+    """What may be compared: one task, one split, one temperature, by one judge."""
+    found: dict[tuple[Any, ...], list[Result]] = {}
+    for result in results:
+        cell = result.cell
+        judge = (result.judged or {}).get("judge", {}).get("name")
+        found.setdefault((cell.task, cell.split, cell.options.get("temperature"), result.problems, judge), []).append(
+            result
+        )
+    return list(found.values())
+
+
+def _compare(results: Sequence[Result]) -> None:
+    """Against the network alone, one token a step; a second sample of it, with another seed, is the ceiling."""
+    alone = [r for r in results if r.cell.circuit == NONE and r.calls >= 0.99 * r.tokens]
+    if not alone or alone[0].problems < FEWEST:
+        return
+    reference = min(alone, key=lambda r: r.cell.seed)
+    again = [r for r in alone if r.cell == replace(reference.cell, seed=r.cell.seed) and r is not reference]
+    if not again:
+        return
+    known, second = _features(reference), _features(again[0])
+    for result in results:
+        if result.folder == reference.folder or "mauve" in (result.judged or {}):
+            continue
+        found = asdict(compare(known, second, _features(result)))
+        write_json(
+            result.folder / "judged.json",
+            {**(result.judged or {}), "mauve": {**found, "reference": reference.folder.name}},
+        )
+
+
+def _features(result: Result) -> Float[Tensor, "n d"]:
+    path: Path = result.folder / FEATURES
+    return torch.from_numpy(np.load(path, allow_pickle=False).astype(np.float32))

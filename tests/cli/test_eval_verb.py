@@ -1,0 +1,78 @@
+import json
+
+import pytest
+
+from codd.cli import main
+from codd.evaluation.runs import Run
+
+pytest.importorskip("lm_eval")
+QUICK = ["--tasks", "word_problems", "--problems", "3", "--gen-length", "16", "--block-length", "16", "--steps", "2"]
+
+
+def test_a_grid_with_its_control(tmp_path, capsys):
+    out = tmp_path / "run"
+    assert main(["eval", *QUICK, "--circuit", "static", "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "word_problems, 3 problems" in shown
+    assert "null circuit" in shown
+    assert [result.cell.circuit for result in Run(out).results()] == ["null", "static"]
+    assert main(["eval", *QUICK, "--circuit", "static", "--json", "--out", str(out)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    [pair] = found["comparisons"]
+    assert (pair["circuit"], pair["problems"]) == ("static", 3)
+    assert main(["report", str(out), "--no-png"]) == 0
+    assert "word_problems" in (out / "report.html").read_text()
+
+
+def test_tuning_chooses_on_validation_and_reports_on_test(tmp_path):
+    out = tmp_path / "run"
+    extra = ["--circuit", "null", "--circuit-temperature", "1,0.5", "--tune", "2"]
+    assert main(["eval", *QUICK, *extra, "--out", str(out)]) == 0
+    splits = [(result.cell.split, result.problems) for result in Run(out).results()]
+    assert sorted(splits) == [("test", 3), ("validation", 2), ("validation", 2)]
+
+
+def test_stages(tmp_path, capsys):
+    out = ["--out", str(tmp_path / "run")]
+    assert main(["eval", *QUICK, "--circuit", "none", "--stage", "prepare", "--device", "cpu", *out]) == 0
+    assert Run(tmp_path / "run").results() == []
+    assert main(["eval", "--stage", "answer", "--device", "cpu", *out]) == 0
+    assert main(["eval", "--stage", "score", *out]) == 0
+    [result] = Run(tmp_path / "run").results()
+    assert result.problems == 3
+    assert "network alone" in capsys.readouterr().out
+
+
+def test_cost(tmp_path):
+    out = tmp_path / "run"
+    small = ["--steps", "1", "--circuit", "static", "--gen-length", "16"]
+    assert main(["eval", "--studies", "cost", *small, "--out", str(out)]) == 0
+    rows = Run(out).studies()["cost"]["data"]["rows"]
+    assert [row["way"] for row in rows] == ["factorized", "coupled", "any order"]
+    assert rows[0]["overhead"] is None
+    assert all(row["seconds"]["median"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ([], "there is nothing to do"),
+        (["--studies", "weather"], "there is no study 'weather'"),
+        (["--studies", "gap"], "give their folder with --data"),
+        (["--tasks", "gsm8k", "--data", "/no/such"], "there is no such folder"),
+        (["--tasks", "no_such_task", "--circuit", "none", "--steps", "1"], "there is no task 'no_such_task'"),
+        (["--tasks", "books_text", "--circuit", "none", "--steps", "1"], "needs its texts"),
+        (["--tasks", "word_problems", "--dtype", "int3"], "--dtype must be one of"),
+        (["--stage", "answer"], "no folder of an evaluation"),
+    ],
+)
+def test_errors_are_one_line(tmp_path, capsys, extra, message):
+    assert main(["eval", *extra, "--out", str(tmp_path / "run")]) == 1
+    shown = capsys.readouterr().err
+    assert message in " ".join(shown.split())
+    assert "Traceback" not in shown
+
+
+def test_values_are_checked_while_they_are_read(tmp_path, capsys):
+    assert main(["eval", "--tasks", "gsm8k", "--steps", "8,many", "--out", str(tmp_path / "run")]) == 2
+    assert "steps" in capsys.readouterr().err

@@ -1,0 +1,47 @@
+"""Small networks for the tests of likelihoods: denoisers, and causal ones of the same tokens."""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from codd.backbones import Backbone, mini
+from codd.backbones.config import Config
+from codd.backbones.transformer import initialise
+
+VOCAB, MASK = 7, 5
+
+
+@functools.cache
+def network(*, causal: bool = False, vocab: int = VOCAB, mask: int = MASK, seed: int = 3) -> Backbone:
+    """Random weights, large enough that what is given matters."""
+    sizes = {"vocab_size": vocab, "width": 16, "layers": 1, "heads": 2, "mlp_width": 16, "max_length": 64}
+    built = mini.build(Config({**sizes, "causal": causal, "mask_token_id": mask}, "a test"))
+    initialise(built.network, generator=torch.Generator().manual_seed(seed), std=0.5)
+    return built.eval().requires_grad_(False)
+
+
+class Flat(Backbone):
+    """Holds all tokens for equally probable, whatever it sees."""
+
+    def logits(self, states: Tensor, ids: Tensor) -> Tensor:
+        return torch.zeros(*states.shape[:-1], self.vocab_size)
+
+
+def flat(under: Backbone) -> Flat:
+    return Flat(under.plan, under.network)
+
+
+def log_probs(backbone: Backbone, shown: Tensor, place: int, mask: int) -> Tensor:
+    """Of one position of one text, in float64, without the mask."""
+    return without(backbone(shown[None])[0, place].double(), mask).log_softmax(-1)
+
+
+def without(logits: Tensor, mask: int) -> Tensor:
+    return logits.index_fill(-1, torch.tensor(mask), -torch.inf)
+
+
+def causal_log_prob(causal: Backbone, row: Tensor, places: list[int], mask: int) -> float:
+    """Of some tokens of a text, each given all before it."""
+    logits = without(causal(row[None])[0].double(), mask).log_softmax(-1)
+    return sum(float(logits[place - 1, row[place]]) for place in places)

@@ -1,0 +1,233 @@
+"""Four problems of every task through the harness, resumed, in stages, and over two processes."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from small_tasks import ASKED, TINY, cell, data, setting
+
+import codd
+from codd.decoding import Model
+from codd.errors import FormatError, InvalidInput
+from codd.evaluation.runs import Log, Run, read_lines
+from codd.evaluation.tasks import passages, sandbox
+from codd.evaluation.tasks.answering import problem_seed
+from codd.evaluation.tasks.catalogue import TASKS
+from codd.evaluation.tasks.grid import answer_cell, default_length, prepare_cell, run_cell
+from codd.evaluation.tasks.harness import CoddLM, request_key
+from codd.evaluation.tasks.joint import Stretch, score_stretches
+
+lm_eval = pytest.importorskip("lm_eval")
+from lm_eval.api.instance import Instance  # noqa: E402 only where it is installed
+
+CONFINED = pytest.mark.skipif(sandbox.unavailable() is not None, reason=str(sandbox.unavailable()))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def run(root, tmp_path_factory):
+    return setting(tmp_path_factory.mktemp("run") / "run", root)
+
+
+@pytest.mark.parametrize(
+    "task", ["gsm8k", "minerva_math500", "gpqa_main_generative_n_shot", "word_problems", "books_text"]
+)
+def test_four_problems_of_each_task(run, task):
+    result = run_cell(cell(task), run)
+    assert result.problems == ASKED
+    assert result.metric == TASKS[task].metric
+    assert [sample.doc_id for sample in result.samples] == list(range(ASKED))
+    assert all(sample.calls == 2 for sample in result.samples if sample.tokens == 16)
+    if result.metric is None:
+        assert result.accuracy is None
+    else:
+        assert result.accuracy == sum(result.correct) / ASKED
+    assert len({sample.seed for sample in result.samples}) == ASKED
+    told = json.loads((result.folder / "result.json").read_text())
+    assert told["provenance"]["versions"]["lm_eval"]
+    assert told["settings"]["options"]["gen_length"] == 16
+    assert told["settings"]["system"] == TASKS[task].system
+
+
+@CONFINED
+def test_a_hostile_program_fails_its_problem_and_nothing_else(run, tmp_path):
+    """Answers as a model might write them stand in the log; everything else is the real path."""
+    marker = tmp_path / "keep"
+    marker.write_text("here")
+    answers = [
+        "def add(x):\n    return x + 0\n```",
+        "while True: pass",
+        f"import os\nos.remove({str(marker)!r})\ndef add(x): return x + 2",
+        "def add(x):\n    return x + 3\n```\nThat adds three.",
+    ]
+    wanted = cell("mbpp_instruct")
+    prepare_cell(wanted, run)
+    requests = list(read_lines(run.run.folder / "requests" / "mbpp_instruct-test-4.jsonl"))
+    cost = {"tokens": 9, "calls": 2, "seconds": 0.1, "seed": 0}
+    lines = [{"key": r["key"], "text": text, **cost} for r, text in zip(requests, answers, strict=True)]
+    Log(run.run.cell_folder(wanted)).add(lines)
+    limited = type(run)(run.run, run.model, run.group, run.data, 4, sandbox.Limits(seconds=3.0, cpu_seconds=2.0))
+    result = run_cell(wanted, limited)
+    assert result.correct == [1, 0, 0, 1]
+    assert marker.read_text() == "here"
+    assert requests[0]["prompt"].endswith("<|assistant|>\n```python\n")
+
+
+def test_what_was_answered_is_not_asked_again(run, monkeypatch):
+    wanted = cell("word_problems", remasking="random")
+    asked = []
+    plain = Model.generate
+
+    def counted(self, prompts, **options):
+        asked.append(len(prompts))
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return plain(self, prompts, **options)
+
+    monkeypatch.setattr(Model, "generate", counted)
+    pairs = type(run)(run.run, run.model, run.group, run.data, 2)
+    with pytest.raises(KeyboardInterrupt):
+        run_cell(wanted, pairs)
+    assert run.run.result(wanted) is None
+    result = run_cell(wanted, pairs)
+    assert asked == [2, 2, 2]  # the second was cut off, and only its problems were asked again
+    assert run_cell(wanted, pairs).samples == result.samples
+    assert asked == [2, 2, 2]
+    assert not list(result.folder.glob("answers.*"))
+
+
+def test_an_answer_does_not_depend_on_the_batch(run, tmp_path, root):
+    wanted = cell("word_problems", temperature=1.0)
+    found = [run_cell(wanted, setting(tmp_path / str(batch), root, batch)) for batch in (1, 3)]
+    assert [sample.text for sample in found[0].samples] == [sample.text for sample in found[1].samples]
+
+
+def test_in_stages_without_the_harness_in_the_middle(run, tmp_path, root, monkeypatch):
+    wanted = cell("gsm8k", temperature=0.5)
+    whole = run_cell(wanted, run)
+    parts = setting(tmp_path / "run", root)
+    prepare_cell(wanted, parts)
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "lm_eval", None)
+        without.setitem(sys.modules, "codd.evaluation.tasks.harness", None)
+        answer_cell(wanted, parts)
+    monkeypatch.setattr(Model, "generate", lambda *args, **options: pytest.fail("all was answered"))
+    found = run_cell(wanted, parts)
+    assert [s.text for s in found.samples] == [s.text for s in whole.samples]
+    assert found.correct == whole.correct
+
+
+def test_answers_of_another_device_are_waited_for(tmp_path, root):
+    elsewhere = setting(tmp_path / "run", root)
+    wanted = type(cell("gsm8k"))("gsm8k", "none", TINY, problems=ASKED, device="cuda")
+    with pytest.raises(InvalidInput, match="4 of 4 answers are not there yet"):
+        run_cell(wanted, elsewhere)
+    prepare_cell(wanted, elsewhere)
+    with pytest.raises(InvalidInput, match="was prepared for cuda"):
+        answer_cell(wanted, elsewhere)
+
+
+def test_two_processes_find_what_one_finds(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29517", "-m"]
+    rest = ["codd", "eval", "--tasks", "word_problems", "--problems", "5", "--steps", "2", "--gen-length", "16"]
+    rest += ["--block-length", "16", "--circuit", "none", "--device", "cpu", "--json", "--out"]
+    folders = [tmp_path / "two", tmp_path / "one"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    for start, folder in zip((command, [sys.executable, "-m"]), folders, strict=True):
+        made = subprocess.run([*start, *rest, str(folder)], capture_output=True, text=True, env=environment)
+        assert made.returncode == 0, made.stderr
+        assert json.loads(made.stdout)["run"] == str(folder)
+    two, one = ([s.text for s in Run(folder).results()[0].samples] for folder in folders)
+    assert two == one
+    assert Run(folders[0]).results()[0].provenance["processes"] == 2
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return CoddLM(codd.load(device="cpu"), **TINY)
+
+
+class TestAdapter:
+    def test_loglikelihood_is_the_joint_one(self, lm):
+        pairs = [("The sea was", " calm and grey"), ("One and one is ", "two"), ("", "Hello")]
+        asked = [Instance("loglikelihood", {}, pair, i, ("t", i, 1)) for i, pair in enumerate(pairs)]
+        found = lm.loglikelihood(asked)
+        ids = lm.tokenizer.encode("The sea was"), lm.tokenizer.encode("The sea was calm and grey")
+        [alone] = score_stretches(lm.model, [Stretch(ids[0], ids[1][len(ids[0]) :])], lm.options)
+        assert found[0][0] == pytest.approx(alone.log_prob, abs=1e-3)
+        assert all(score < 0 for score, _ in found)
+
+    def test_rolling_covers_every_token_once(self, lm):
+        text = "The sea was calm. " * 60  # longer than half of the model
+        [whole] = lm.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0, ("t", 0, 1))])
+        ids, half = lm.tokenizer.encode(text), 192
+        pieces = [Stretch(ids[max(0, i - half) : i], ids[i : i + half]) for i in range(0, len(ids), half)]
+        assert len(pieces) > 1
+        assert whole == pytest.approx(sum(s.log_prob for s in score_stretches(lm.model, pieces, lm.options)), rel=1e-4)
+
+    def test_stop_strings_and_end_marks(self, lm):
+        [text] = lm.generate_until([Instance("generate_until", {}, ("x", {"until": ["e", "a"]}), 0, ("t", 0, 1))])
+        assert "e" not in text
+        assert "a" not in text
+
+    def test_an_answer_that_was_begun_is_left_open(self, lm):
+        talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "\n```python\n"}]
+        assert lm.apply_chat_template(talk, add_generation_prompt=False) == "<|user|>Hi<|assistant|>\n```python\n"
+        assert lm.apply_chat_template(talk[:1]) == "<|user|>Hi<|assistant|>"
+
+    def test_the_harness_knows_it_by_name(self):
+        from lm_eval.api.registry import get_model
+
+        assert get_model("codd") is CoddLM
+
+    def test_keys_tell_requests_apart(self):
+        one, two = (Instance("generate_until", {}, (text, {}), 0, ("t", 0, 1)) for text in "ab")
+        assert request_key(one) != request_key(two)
+        assert problem_seed(0, 1, 0) != problem_seed(1, 0, 0)
+
+
+def test_a_prompt_that_does_not_fit_keeps_its_end():
+    lm = CoddLM(codd.load(circuit=None, device="cpu"), gen_length=380, steps=1, block_length=32)
+    assert len(lm._answerer._encode("word " * 100)) == 4
+    lm = CoddLM(codd.load(circuit=None, device="cpu"), gen_length=384, steps=1)
+    with pytest.raises(InvalidInput, match="leaves no room"):
+        lm._answerer._encode("word")
+
+
+def test_lengths_follow_the_paper_where_the_model_has_room():
+    model = codd.load(circuit=None, device="cpu")
+    assert default_length("gsm8k", model) == 128
+    assert TASKS["gsm8k"].gen_length == 512
+
+
+def test_errors_name_what_is_missing(run, tmp_path):
+    with pytest.raises(InvalidInput, match=r"no task 'gsm8kk'.*gsm8k"):
+        run_cell(cell("gsm8kk"), run)
+    with pytest.raises(FormatError, match=r"gsm8k/test.jsonl: there is no such file"):
+        run_cell(cell("gsm8k"), setting(tmp_path / "run", tmp_path))
+    with pytest.raises(FormatError, match="GPQA's authors ask"):
+        run_cell(cell("gpqa_main_generative_n_shot"), setting(tmp_path / "run", tmp_path))
+    with pytest.raises(InvalidInput, match="has no split 'validation'"):
+        run_cell(type(cell("gsm8k"))("minerva_math500", "none", TINY, split="validation"), run)
+
+
+def test_passages_are_the_same_for_every_count(root):
+    few, more = (passages.passages("books", root, count) for count in (3, 6))
+    assert more[:3] == few
+    assert all(20 <= len(found.prefix.split()) <= 80 for found in more)
+    assert all(len(found.continuation.split()) == passages.CONTINUED for found in more)
+    assert all(found.continuation[0].isspace() for found in more)
+    with pytest.raises(FormatError, match="fewer than the 999"):
+        passages.passages("books", root, 999)
+
+
+def test_the_model_is_not_changed_by_an_evaluation(run):
+    assert run.model.circuit is None
+    assert torch.is_grad_enabled()

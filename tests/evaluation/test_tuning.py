@@ -1,0 +1,30 @@
+from small_evaluations import add, pattern
+
+from codd.evaluation.runs import Run
+from codd.evaluation.tasks.tuning import chosen
+
+TUNED = ("circuit_temperature", "activation")
+
+
+def test_each_circuit_is_tuned_by_itself_and_tested_beside_its_control(tmp_path):
+    run = Run(tmp_path / "run", create=True)
+    right = {("trained", 1.0): 3, ("trained", 0.2): 5, ("null", 1.0): 4, ("null", 0.2): 2}
+    results = [
+        add(run, "a", circuit, {"steps": 8, "circuit_temperature": t}, correct=pattern(n, 8), split="validation")
+        for (circuit, t), n in right.items()
+    ]
+    found = [
+        (c.circuit, c.options["circuit_temperature"], c.split, c.problems) for c in chosen(results, TUNED, problems=9)
+    ]
+    assert found == [("trained", 0.2, "test", 9), ("null", 0.2, "test", 9), ("null", 1.0, "test", 9)]
+
+
+def test_paces_are_not_tuned_and_ties_go_to_the_first(tmp_path):
+    run = Run(tmp_path / "run", create=True)
+    results = [
+        add(run, "a", "null", {"steps": n, "activation": a}, correct=pattern(2, 4), split="validation")
+        for n in (8, 16)
+        for a in (None, 0.5)
+    ]
+    found = chosen(results, TUNED, problems=None)
+    assert [(c.options["steps"], c.options["activation"]) for c in found] == [(8, None), (16, None)]
