@@ -48,6 +48,9 @@ def test_every_text_is_judged_once(run, judge, monkeypatch):
     assert to_be_judged(run, judge.name) == []
     judge_run(run, judge)
     assert len(asked) == 63
+    add(run, "books_text", "static", {"steps": 8, "temperature": 1.0}, texts=TEXTS)
+    judge_run(run, judge)
+    assert len(asked) == 63 + 21  # the texts are known from the files; true ones are not kept
 
 
 def test_what_it_says(run, judge):

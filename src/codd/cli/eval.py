@@ -15,6 +15,7 @@ from codd.training.workers import Workers, workers
 
 if TYPE_CHECKING:
     from codd.decoding import Model
+    from codd.evaluation.report.findings import Comparison
     from codd.evaluation.runs import Run
     from codd.evaluation.tasks.grid import Setting
 
@@ -267,7 +268,7 @@ def _tables(found: "Run") -> list[tables.Section]:
                 cells_of = [
                     way(result.cell, names),
                     "-" if estimate is None else f"{estimate.value:.3g}",
-                    "-" if pair is None else str(pair),
+                    "-" if pair is None else _difference(pair),
                     f"{result.calls:.1f}",
                     f"{result.seconds:.2g}",
                 ]
@@ -276,6 +277,14 @@ def _tables(found: "Run") -> list[tables.Section]:
             name = task if split == "test" else f"{task} ({split})"
             shown.append(tables.Section(f"{name}, {results[0].problems} problems", [], header, rows))
     return shown
+
+
+def _difference(pair: "Comparison") -> str:
+    from codd.evaluation.report.findings import chance_of
+
+    digits = 1 if pair.unit == "points" else 3
+    chance = "" if pair.p is None else f", {chance_of(pair.p)}"
+    return f"{pair.difference:+.{digits}f} ({pair.low:+.{digits}f} to {pair.high:+.{digits}f}){chance}"
 
 
 def _words(text: str) -> list[str]:

@@ -63,8 +63,9 @@ class Result:
     problems: int
     calls: float
     tokens: float
-    seconds: float
     """Means over problems."""
+    seconds: float
+    """The median: the batch in which kernels were compiled does not count."""
     settings: Mapping[str, Any]
     """The prompt's parts, the options in full, stop strings, batch."""
     provenance: Mapping[str, Any]

@@ -117,7 +117,7 @@ def _chosen(
         rows.append(
             [
                 Cell(way(result.cell, names)),
-                Cell(settings(result.cell, TUNED)),
+                Cell(settings(result.cell, TUNED, defaults=True)),
                 estimate(quality.of(result), digits),
                 Cell("not measured", "faint") if match is None else estimate(quality.of(match), digits),
                 NOTHING if match is None else difference(found.get(match.folder.name), digits),

@@ -13,6 +13,8 @@ from codd.evaluation.statistics import Floats, bootstrap_interval, ratio_of_sums
 from codd.evaluation.tasks.cells import CONTROLS
 
 LEVEL = 0.05
+UNEQUAL = 0.05
+"""From which share on a difference of network calls is told: a threshold commits more tokens where more are sure."""
 SWAPS = 9999
 
 GAIN, LOSS, WEAK_GAIN, WEAK_LOSS, NOTHING = "gain", "loss", "weak gain", "weak loss", "no difference"
@@ -53,6 +55,9 @@ class Comparison:
         """Difference, interval and p value in words."""
         d = 1 if self.unit == "points" else 3
         chance = "" if self.p is None else f", {chance_of(self.p)}"
+        mine, other = self.result.calls, self.control.calls
+        if abs(mine - other) > UNEQUAL * other:
+            chance += f", {mine:.1f} calls against {other:.1f}"
         return f"{self.difference:+.{d}f} {self.unit}, 95% {self.low:+.{d}f} to {self.high:+.{d}f}{chance}"
 
     def as_json(self) -> dict[str, Any]:

@@ -102,10 +102,12 @@ def varying(cells: Iterable[Cell]) -> list[str]:
     return [name for name, values in seen.items() if len(values) > 1]
 
 
-def settings(cell: Cell, names: Sequence[str]) -> str:
-    """Those of the rest that are named, in words."""
+def settings(cell: Cell, names: Sequence[str], *, defaults: bool = False) -> str:
+    """Those of the rest that are named, in words; without ``defaults`` only those that are not as they always are."""
     told = rest(cell)
     heeded = [name for name in names if not (cell.circuit == NONE and name in HEEDED)]
+    if not defaults:
+        heeded = [name for name in heeded if not (hasattr(Options, name) and told[name] == getattr(Options, name))]
     return ", ".join(f"{name.replace('_', ' ')} {_value(name, told[name])}" for name in heeded)
 
 

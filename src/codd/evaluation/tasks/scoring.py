@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from codd.decoding import Model
@@ -139,7 +139,7 @@ def result_of(
         problems=len(samples),
         calls=fmean(sample.calls for sample in samples),
         tokens=fmean(sample.tokens for sample in samples),
-        seconds=fmean(sample.seconds for sample in samples),
+        seconds=median(sample.seconds for sample in samples),
         settings={
             **settings,
             "options": {**lm.options.as_json(), "seed": cell.seed},

@@ -13,7 +13,7 @@ from torch import Tensor
 from codd.evaluation.runs import Result, Run, write_json
 from codd.evaluation.tasks.cells import NONE
 from codd.evaluation.text.distance import FEWEST, compare
-from codd.evaluation.text.judging import Assessed, Judge
+from codd.evaluation.text.judging import Assessed, Judge, Score
 from codd.evaluation.text.measures import measures
 
 Progress = Callable[[int, int], None]
@@ -33,14 +33,25 @@ def judge_run(run: Run, judge: Judge, progress: Progress | None = None) -> None:
     Words are what n-grams are made of: the same whatever a model's tokenizer. A text that several cells have in common
     (the null circuit writes what the network alone writes) is read once.
     """
-    known: dict[tuple[str, str], Assessed] = {}
     waiting = to_be_judged(run, judge.name)
+    known = _known([result for result in to_be_judged(run) if result not in waiting])
     for number, result in enumerate(waiting):
         _judge(result, judge, known)
         if progress:
             progress(number + 1, len(waiting))
     for group in _groups(to_be_judged(run)):
         _compare(group)
+
+
+def _known(results: Sequence[Result]) -> dict[tuple[str, str], Assessed]:
+    """What was judged before, by prompt and text."""
+    found = {}
+    for result in results:
+        judged = result.judged or {}
+        scores = [Score(*each) for each in zip(judged["nats"], judged["tokens"], judged["bytes"], strict=True)]
+        for sample, score, feature in zip(result.samples, scores, _features(result), strict=True):
+            found[sample.prompt, sample.text] = Assessed(score, feature)
+    return found
 
 
 def _judge(result: Result, judge: Judge, known: dict[tuple[str, str], Assessed]) -> None:
@@ -58,6 +69,7 @@ def _judge(result: Result, judge: Judge, known: dict[tuple[str, str], Assessed])
             "judge": {"name": judge.name, "description": judge.description},
             "nats": [score.nats for score in scores],
             "tokens": [score.tokens for score in scores],
+            "bytes": [score.bytes for score in scores],
             "measures": measures(
                 [text.split() for _, text in written],
                 [score.nats for score in scores],
