@@ -32,7 +32,7 @@ class Family(Protocol):
 
 
 FAMILIES: tuple[Family, ...] = (llada, dream, mdlm, sedd, bert, modernbert, mini)
-WANTED = (
+MODEL_FILES = (
     "config.json",
     "*.safetensors",
     "*.safetensors.index.json",
@@ -41,10 +41,9 @@ WANTED = (
     "merges.txt",
     "special_tokens_map.json",
     "added_tokens.json",
-    "chat_template.jinja",
-    "circuit/*",
-    "circuit-static/*",
 )
+"""Of a checkpoint in the hub's layout: no pickled weights, no code."""
+WANTED = (*MODEL_FILES, "chat_template.jinja", "circuit/*", "circuit-static/*")
 BUNDLED = Path(__file__).parent / "bundled"
 
 

@@ -39,31 +39,21 @@ def gap(args: argparse.Namespace, model: "Model", told: Told) -> dict[str, Any]:
     """Log-likelihood against mask ratio."""
     from codd.evaluation.likelihood.studies import mask_ratio_study
 
-    found = mask_ratio_study(
-        model,
-        _circuits(args, model),
-        _causal(args),
-        _data(args),
-        seed=args.seed,
-        progress=told,
-        **_given(blocks=args.problems),
-    )
-    return {**found, "provenance": _provenance(model)}
+    return _likelihood(mask_ratio_study, "blocks", args, model, told)
 
 
 def continuations(args: argparse.Namespace, model: "Model", told: Told) -> dict[str, Any]:
     """Log-likelihood of true continuations by context."""
     from codd.evaluation.likelihood.studies import continuation_study
 
-    found = continuation_study(
-        model,
-        _circuits(args, model),
-        _causal(args),
-        _data(args),
-        seed=args.seed,
-        progress=told,
-        **_given(texts=args.problems),
-    )
+    return _likelihood(continuation_study, "texts", args, model, told)
+
+
+def _likelihood(
+    study: Callable[..., dict[str, Any]], count: str, args: argparse.Namespace, model: "Model", told: Told
+) -> dict[str, Any]:
+    parts = _circuits(args, model), _causal(args), _data(args)
+    found = study(model, *parts, seed=args.seed, progress=told, **_given(**{count: args.problems}))
     return {**found, "provenance": _provenance(model)}
 
 

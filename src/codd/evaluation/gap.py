@@ -6,7 +6,7 @@ each (sequential)? Sequential is what one step could reach at best, and costs as
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -134,17 +134,8 @@ def block_scores(
     size = rows_at_once(backbone, block_length)
     stops = set(counts.values())
     turns = range(max(stops), 0, -1) if sequential else sorted(stops, reverse=True)
-    total, done, parts = len(ids) * len(turns), 0, []
-
-    def advance(rows: int) -> None:
-        nonlocal done
-        done += rows
-        if progress is not None:
-            progress(done, total)
-
-    for begin in range(0, len(ids), size):
-        some = slice(begin, begin + size)
-        blocks = Blocks(*(x[some].to(backbone.device, torch.long) for x in (ids, starts, order)))
+    advance, parts = counted(progress, len(ids) * len(turns)), []
+    for blocks in batches(backbone, ids, starts, order, size):
         scores = _reveal(backbone, circuits, blocks, stops, turns, mask_id, advance)
         if not sequential:
             scores = {n: x._replace(sequential=torch.full_like(x.factorized, torch.nan)) for n, x in scores.items()}
@@ -172,6 +163,19 @@ def rows_at_once(backbone: Backbone, block_length: int) -> int:
     return max(1, min(most, NUMBERS // (block_length * backbone.vocab_size)))
 
 
+def counted(progress: Progress | None, total: int) -> Callable[[int], None]:
+    """Adds up evaluations, and tells."""
+    done = 0
+
+    def advance(rows: int) -> None:
+        nonlocal done
+        done += rows
+        if progress is not None:
+            progress(done, total)
+
+    return advance
+
+
 class Blocks(NamedTuple):
     """Some texts with a block in each, on the network's device."""
 
@@ -189,6 +193,15 @@ class Blocks(NamedTuple):
         places = torch.arange(self.ids.shape[1], device=self.ids.device)
         outside = torch.where(places < self.starts[:, None], -1, length)
         return outside.scatter(1, self.window(), self.order.argsort(dim=1))
+
+
+def batches(
+    backbone: Backbone, ids: Int[Tensor, "B T"], starts: Int[Tensor, " B"], order: Int[Tensor, "B S"], size: int
+) -> Iterator[Blocks]:
+    """So many texts at a time, on the network's device."""
+    for begin in range(0, len(ids), size):
+        some = slice(begin, begin + size)
+        yield Blocks(*(x[some].to(backbone.device, torch.long) for x in (ids, starts, order)))
 
 
 class Looked(NamedTuple):

@@ -30,8 +30,10 @@ from codd.evaluation.gap import (
     RATIOS,
     Blocks,
     Progress,
+    batches,
     check_blocks,
     check_numbers,
+    counted,
     look,
     masked_counts,
     reveal_order,
@@ -61,20 +63,12 @@ def dcd_scores(
     _check_causal(causal, backbone)
     counts = masked_counts(ratios, block_length)
     order = reveal_order(len(ids), block_length, seed)
-    size = rows_at_once(backbone, block_length)
-    total, done = _evaluations(order, set(counts.values())), 0
-    parts: list[dict[int, Tensor]] = []
-
-    def advance(rows: int) -> None:
-        nonlocal done
-        done += rows
-        if progress is not None:
-            progress(done, total)
-
-    for begin in range(0, len(ids), size):
-        some = slice(begin, begin + size)
-        blocks = Blocks(*(x[some].to(backbone.device, torch.long) for x in (ids, starts, order)))
-        parts.append(_scores(backbone, causal, blocks, set(counts.values()), mask_id, advance))
+    stops = set(counts.values())
+    advance = counted(progress, _evaluations(order, stops))
+    parts = [
+        _scores(backbone, causal, blocks, stops, mask_id, advance)
+        for blocks in batches(backbone, ids, starts, order, rows_at_once(backbone, block_length))
+    ]
     found = {ratio: torch.cat([part[count] for part in parts]).cpu() for ratio, count in counts.items()}
     check_numbers(found.values())
     return found

