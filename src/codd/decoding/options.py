@@ -63,7 +63,8 @@ class Options:
     Speed: ``steps`` evaluations of the network for each sequence, None for one a token; tokens are divided among them
     evenly, and what is left over goes to the early ones. Instead: ``threshold``, commit every token at least so
     probable, and at least one; with the any-order sampler the probability is the conditional one, given the tokens
-    already picked in the step. ``entropy_budget``: commit in order while the entropies sum to less.
+    already picked in the step; with the latent one it is that given one path, which makes every token look sure: use
+    any_order. ``entropy_budget``: commit in order while the entropies sum to less.
 
     Order: ``remasking`` says which tokens come first; ties go to the leftmost. ``sharpened`` is low_confidence with
     logits divided by ``sharpening``.
