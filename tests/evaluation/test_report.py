@@ -334,3 +334,12 @@ def test_a_page_can_have_names_in_two_columns():
     text = page("t", [Section("s", [], ["x", "y", "z"], rows, names=2)])
     assert '<table class="names2">' in text
     assert ".names2 td:nth-child(2)" in text
+
+
+def test_notes_of_the_author_are_shown_as_text(tmp_path):
+    run = Run(tmp_path / "run", create=True)
+    add(run, "gsm8k", "null", {"steps": 8}, correct=pattern(2, 4))
+    (run.folder / "notes.txt").write_text("Four processes\nshared the GPU.\n\n<b>Second</b>\n")
+    text = render(make_report(run))
+    assert "Note: Four processes shared the GPU." in text
+    assert "Note: &lt;b&gt;Second&lt;/b&gt;" in text

@@ -198,5 +198,5 @@ def _scale(place: "Axes", panel: Panel) -> None:
     xs = [x for curve in panel.curves for x in curve.xs]
     if panel.ratio_axis and xs and min(xs) > 0 and max(xs) / min(xs) >= WIDE:
         place.set_xscale("log", base=2)
-        place.xaxis.set_major_formatter("{x:.2g}")
+        place.xaxis.set_major_formatter("{x:.3g}")
         place.xaxis.set_minor_formatter("")

@@ -24,7 +24,7 @@ from codd.evaluation.tasks.cells import CONTROLS, Cell
 
 VALIDATION = "validation"
 SAMPLES = 4
-PAGE, PICTURES = "report.html", "figures"
+PAGE, PICTURES, NOTES = "report.html", "figures", "notes.txt"
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,10 @@ def make_report(run: Run, samples: int = SAMPLES) -> Report:
     pairs = {each.result.folder.name: each for each in [*alone, *found] if each is not None}
     frontier, saved = frontier_parts(tests)
     missing = [*notes, *unpaired(tests, found), *_missing(tests, validation, studies)]
+    gaps = [f"Not in this report: {' '.join(missing)}"] if missing else []
     sentences = finding(found)
     parts = [
-        Part(_summary(sentences, missing)),
+        Part(_summary(sentences, [*_written(run), *gaps])),
         *task_parts(tests, pairs),
         *frontier,
         *likelihood_parts(studies),
@@ -124,13 +125,19 @@ def _missing(tests: Sequence[Result], validation: Sequence[Result], studies: dic
     return [f"This run has {name}." for name, there in checks.items() if not there]
 
 
-def _summary(sentences: Sequence[str], missing: Sequence[str]) -> Section:
+def _written(run: Run) -> list[str]:
+    """What whoever made the run wants its readers to know: the paragraphs of notes.txt."""
+    path = run.folder / NOTES
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    return [f"Note: {' '.join(part.split())}" for part in text.split("\n\n") if part.strip()]
+
+
+def _summary(sentences: Sequence[str], after: Sequence[str]) -> Section:
     method = (
         "How to read this: the null circuit is the control. It goes through the same code with the same temperature, "
         "order, precision and seeds, and changes nothing by itself; only what a circuit gains over it is its own."
     )
-    gaps = [f"Not in this report: {' '.join(missing)}"] if missing else []
-    return Section("What this run says", [*sentences, method, *gaps])
+    return Section("What this run says", [*sentences, method, *after])
 
 
 def render(report: Report, advance: Callable[[int], None] = lambda count: None) -> str:
