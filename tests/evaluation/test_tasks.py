@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -67,7 +68,7 @@ def test_a_hostile_program_fails_its_problem_and_nothing_else(run, tmp_path):
         f"import os\nos.remove({str(marker)!r})\ndef add(x): return x + 2",
         "def add(x):\n    return x + 3\n```\nThat adds three.",
     ]
-    wanted = cell("mbpp_instruct")
+    wanted = replace(cell("mbpp_instruct"), seed=1)
     prepare_cell(wanted, run)
     requests = list(read_lines(run.run.folder / "requests" / "mbpp_instruct-test-4.jsonl"))
     cost = {"tokens": 9, "calls": 2, "seconds": 0.1, "seed": 0}
@@ -132,6 +133,16 @@ def test_answers_of_another_device_are_waited_for(tmp_path, root):
     prepare_cell(wanted, elsewhere)
     with pytest.raises(InvalidInput, match="was prepared for cuda"):
         answer_cell(wanted, elsewhere)
+
+
+def test_a_circuit_trained_anew_under_the_same_name_is_not_mixed_with_the_old_one(tmp_path, root):
+    path = str(tmp_path / "circuit")
+    codd.HMM.random(2, 8192, seed=0).save(path)
+    first = run_cell(cell("word_problems", path), setting(tmp_path / "run", root))
+    assert run_cell(cell("word_problems", path), setting(tmp_path / "run", root)).samples == first.samples
+    codd.HMM.random(2, 8192, seed=1).save(path)
+    with pytest.raises(InvalidInput, match="begun with another circuit"):
+        run_cell(cell("word_problems", path), setting(tmp_path / "run", root))
 
 
 def test_two_processes_find_what_one_finds(tmp_path):

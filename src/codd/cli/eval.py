@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import math
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     from codd.evaluation.runs import Run
 
     with workers("cpu" if args.stage in ("prepare", "score") else args.device) as group:
-        if group.leads:
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # machines need not share a disk
             Run(args.out, create=args.stage in ("all", "prepare"))
         group.wait()
         found = Run(args.out)

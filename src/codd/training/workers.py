@@ -44,6 +44,14 @@ class Workers:
             tensor.copy_(flat[at : at + tensor.numel()].view_as(tensor))
             at += tensor.numel()
 
+    def told(self, value: bool) -> bool:
+        """What the first process says, so that all do the same even where they do not share a disk."""
+        if self.count == 1:
+            return value
+        said = torch.tensor([int(value)], device=self.device)
+        dist.broadcast(said, 0)
+        return bool(said.item())
+
     def wait(self) -> None:
         """Until all processes are here."""
         if self.count > 1:

@@ -2,9 +2,12 @@
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from codd.circuits import Circuit
 from codd.decoding import Model, Options
+from codd.decoding.model import AnyCircuit
 from codd.errors import InvalidInput
 from codd.evaluation.provenance import provenance
 from codd.evaluation.runs import Log, Result, Run, read_json, read_lines, write_json, write_lines
@@ -12,8 +15,11 @@ from codd.evaluation.tasks.answering import Advance, Answerer, Request
 from codd.evaluation.tasks.catalogue import OWN_LENGTH, PAPER_LENGTH, task_of
 from codd.evaluation.tasks.cells import NONE, TRAINED, Cell
 from codd.evaluation.tasks.sandbox import Limits
+from codd.files import sha256
 from codd.training.workers import Workers
 
+CIRCUIT = "circuit.json"
+"""A fingerprint of the circuit that a cell was begun with."""
 ANSWERED = "answered.json"
 """Who answered, where it was not the process that scores."""
 
@@ -33,14 +39,41 @@ class Setting:
     batch: int = 8
     limits: Limits = field(default_factory=Limits)
 
+    _models: dict[str, Model] = field(default_factory=dict)
+    """With each circuit once: kernels and graphs are kept with them."""
+    _prints: dict[str, str] = field(default_factory=dict)
+
     def model_for(self, cell: Cell) -> Model:
-        """With the cell's circuit."""
-        found = self.model.with_circuit(circuit_name(cell.circuit))
-        if cell.circuit == TRAINED and found.circuit is None:
+        """With the cell's circuit, which must be the one that the cell's folder was begun with."""
+        if cell.circuit not in self._models:
+            found = self.model.with_circuit(circuit_name(cell.circuit))
+            if cell.circuit == TRAINED and found.circuit is None:
+                raise InvalidInput(
+                    "this checkpoint has no circuit: give the folder of one with --circuit, or null, or none."
+                )
+            self._models[cell.circuit], self._prints[cell.circuit] = found, fingerprint(found.circuit)
+        self._claim(cell)
+        return self._models[cell.circuit]
+
+    def _claim(self, cell: Cell) -> None:
+        """A circuit that was trained anew under the same name must not be mixed with the old one's answers."""
+        path, now = self.run.cell_folder(cell) / CIRCUIT, self._prints[cell.circuit]
+        if not path.exists():  # by every process: they need not share a disk
+            write_json(path, now)
+        if read_json(path) != now:
             raise InvalidInput(
-                "this checkpoint has no circuit: give the folder of one with --circuit, or null, or none."
+                f"{path.parent}: was begun with another circuit of the name {cell.circuit!r}: give another --out, or "
+                "remove that folder."
             )
-        return found
+
+
+def fingerprint(circuit: AnyCircuit | None) -> str:
+    """What tells circuits of one name apart: a digest of what would be saved of it."""
+    if circuit is None or isinstance(circuit, Circuit):
+        return "none" if circuit is None else repr(circuit)
+    with TemporaryDirectory() as folder:
+        circuit.save(folder)
+        return " ".join(sha256(path)[:16] for path in sorted(Path(folder).iterdir()))
 
 
 def default_length(task: str, model: Model) -> int:
@@ -60,10 +93,10 @@ def run_cell(cell: Cell, setting: Setting, advance: Advance = quietly) -> Result
     from codd.evaluation.tasks.harness import CoddLM
     from codd.evaluation.tasks.scoring import evaluated, result_of
 
-    done = setting.run.result(cell)
-    if done is not None:
-        return done
     model = setting.model_for(cell)
+    done = setting.run.result(cell)
+    if setting.group.told(done is not None):
+        return done
     folder = setting.run.cell_folder(cell)
     log = Log(folder, setting.group.rank)
     setting.group.wait()  # all have read the log before anyone writes to it
