@@ -10,7 +10,6 @@ from typing import Any
 from codd.cli import console, sampling
 from codd.cli.sampling import Answer
 from codd.decoding import Model, Options, Step
-from codd.decoding.loop import begin
 from codd.decoding.prompts import Prompt
 from codd.errors import InvalidInput
 
@@ -51,8 +50,7 @@ def run(args: argparse.Namespace) -> int:
     prompts = read_prompts(args)
     model = sampling.model_from(args)
     ids = model.encode(prompts, gen_length=options.gen_length, chat=args.chat)
-    if model.mask_id is not None:
-        begin(model.backbone, ids, options, model.mask_id, model.circuit)  # an error in the last prompt comes first
+    model.begin(ids, options)  # an error in the last prompt comes first
     found: list[Answer] = []
     seconds = 0.0
     for first in range(0, len(ids), args.batch):

@@ -16,11 +16,12 @@ from codd.backbones.backbone import Backbone
 from codd.circuits import Modulated
 from codd.coupling.coupled import Prior
 from codd.decoding import decide, graphs, reference
+from codd.decoding.course import Course, begin
 from codd.decoding.decide import Asked, Decision
-from codd.decoding.draft import Draft, Turn, check_reference, turns
+from codd.decoding.draft import Draft, Turn
 from codd.decoding.options import Options
 from codd.decoding.samplers import Ranking
-from codd.errors import CircuitSteppedAside, InvalidInput
+from codd.errors import CircuitSteppedAside, CoddError, InvalidInput
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,79 +72,39 @@ def denoise(
     stop_ids: frozenset[int] = frozenset(),
 ) -> Iterator[Step]:
     """Fill the masks of every prompt and those put after it; a step of each unfinished sequence in turn."""
-    drafts = begin(backbone, prompts, options, mask_id, circuit)
-    banned = _banned(backbone, options, mask_id)
-    stop_ids = stop_ids if options.stop and not options.reference else frozenset()
-    plans = [turns(draft, options) for draft in drafts]
-    asked = [(draft, plan, next(plan, None)) for draft, plan in zip(drafts, plans, strict=True)]
-    while now := [(draft, plan, turn) for draft, plan, turn in asked if turn is not None]:
-        states = evaluate(backbone, [draft for draft, _, _ in now], options.cfg_scale)
-        decided = []
-        for (draft, _, turn), given in zip(now, states, strict=True):
-            rows = rows_of(draft, turn, options)
-            logits = logits_at(backbone, draft, rows, given, options, banned)
-            features = given[0] if isinstance(circuit, Modulated) else None  # with guidance, the ones with the prompt
-            case = Asked(draft, turn, rows, logits, circuit, options, features)
-            decided.append((case, _decide(backbone, case)))
-        asked = []
-        for (draft, plan, _), (case, decision) in zip(now, decided, strict=True):
-            found = decision.fetched()
-            if decision.circuit and not bool(found.sure):
-                _warn(draft)
-                decision = _decide(backbone, case._replace(circuit=None))
-                found = decision.fetched()
-            kept = found.chosen()
-            _check_numbers(draft, kept)
-            end = _commit(draft, kept, stop_ids)
-            following = next(plan, None) if end is None else None
-            asked.append((draft, plan, following))
-            yield _step(draft, decision, kept, end, finished=following is None)
+    courses = begin(backbone, prompts, options, mask_id=mask_id, circuit=circuit, stop_ids=stop_ids)
+    while now := [course for course in courses if not course.finished]:
+        for outcome in advance(backbone, now):
+            if isinstance(outcome, CoddError):
+                raise outcome
+            yield outcome
 
 
-def begin(
-    backbone: Backbone,
-    prompts: Sequence[Sequence[int]],
-    options: Options,
-    mask_id: int,
-    circuit: Prior | Modulated | None,
-) -> list[Draft]:
-    """All sequences before the first step, after checking that this can be done."""
-    if options.reference:
-        check_reference(options, backbone.family)
-    seeds = list(options.seed) if isinstance(options.seed, Sequence) else [options.seed] * len(prompts)
-    if len(seeds) != len(prompts):
-        raise InvalidInput(f"{len(seeds)} seeds for {len(prompts)} prompts: give one, or one for each.")
-    limit, fixed = backbone.plan.max_length, None if circuit is None else circuit.length
-    if fixed is not None and options.mode == "block" and options.block_length > fixed:
-        raise InvalidInput(f"block_length is {options.block_length}, but the circuit has only {fixed} positions.")
-    if fixed is not None and options.reference and options.mode == "block" and options.block_length < fixed:
-        raise InvalidInput(f"the reference needs block_length to be the circuit's {fixed}, not {options.block_length}.")
-    for number, prompt in enumerate(prompts):
-        total = len(prompt) + options.gen_length
-        if limit is not None and total > limit:
-            raise InvalidInput(
-                f"prompt {number} has {len(prompt)} tokens; with gen_length {options.gen_length} that makes {total}, "
-                f"but this model was made for {limit}. Shorten the prompt or gen_length."
-            )
-        wrong = [token for token in prompt if not 0 <= int(token) < backbone.vocab_size]
-        if wrong:
-            raise InvalidInput(
-                f"prompt {number} has the id {wrong[0]}, but the model has {backbone.vocab_size} tokens."
-            )
-    return [Draft.begin(p, i, mask_id, options, seed) for i, (p, seed) in enumerate(zip(prompts, seeds, strict=True))]
+@torch.no_grad()
+def advance(backbone: Backbone, courses: Sequence[Course]) -> list[Step | CoddError]:
+    """One step of each, whatever their lengths and settings; where one cannot go on, the reason, and it is finished."""
+    cases = [
+        _asked(backbone, course, states) for course, states in zip(courses, evaluate(backbone, courses), strict=True)
+    ]
+    decided = [_tried(backbone, case) for case in cases]
+    return [_settled(backbone, *each) for each in zip(courses, cases, decided, strict=True)]
 
 
-def evaluate(backbone: Backbone, drafts: Sequence[Draft], cfg_scale: float) -> list[list[Float[Tensor, "L d"]]]:
+def evaluate(backbone: Backbone, courses: Sequence[Course]) -> list[list[Float[Tensor, "L d"]]]:
     """The network's last states: of every sequence, and with guidance also of it without what was given."""
+    drafts = [course.draft for course in courses]
+    guided = [i for i, course in enumerate(courses) if course.options.cfg_scale > 0]
     seen = [draft.ids for draft in drafts]
-    if cfg_scale > 0:
-        seen += [torch.where(draft.given, draft.mask_id, draft.ids) for draft in drafts]
+    seen += [torch.where(drafts[i].given, drafts[i].mask_id, drafts[i].ids) for i in guided]
     pad = backbone.special.pad if backbone.special.pad is not None else 0
     ids, valid = pad_left(seen, pad, backbone.device)
     equal = len({len(x) for x in seen}) == 1
     states = graphs.network_states(backbone, ids, None if equal else valid)
     own = [state[ids.shape[1] - len(x) :] for state, x in zip(states, seen, strict=True)]
-    return [own[i :: len(drafts)] for i in range(len(drafts))]
+    found = [[state] for state in own[: len(drafts)]]
+    for i, state in zip(guided, own[len(drafts) :], strict=True):
+        found[i].append(state)
+    return found
 
 
 def rows_of(draft: Draft, turn: Turn, options: Options) -> Int[Tensor, " R"]:
@@ -175,12 +136,57 @@ def logits_at(
     return logits.index_fill(1, banned, -torch.inf) if options.hooks else logits.index_fill_(1, banned, -torch.inf)
 
 
+def _asked(backbone: Backbone, course: Course, states: Sequence[Float[Tensor, "L d"]]) -> Asked | CoddError:
+    """What a course is to decide; a hook may be at fault that it cannot."""
+    assert course.turn is not None
+    rows = rows_of(course.draft, course.turn, course.options)
+    try:
+        logits = logits_at(backbone, course.draft, rows, states, course.options, course.banned)
+    except CoddError as error:
+        return error
+    features = states[0] if isinstance(course.circuit, Modulated) else None  # with guidance, the ones with the prompt
+    return Asked(course.draft, course.turn, rows, logits, course.circuit, course.options, features)
+
+
+def _tried(backbone: Backbone, asked: Asked | CoddError) -> Decision | CoddError:
+    try:
+        return asked if isinstance(asked, CoddError) else _decide(backbone, asked)
+    except CoddError as error:
+        return error
+
+
 def _decide(backbone: Backbone, asked: Asked) -> Decision:
     if not asked.options.reference:
         return decide.block(asked) if asked.options.mode == "block" else decide.full(asked)
     if asked.options.mode == "block":
         return reference.block(asked, dream=backbone.family == "dream")
     return reference.full(asked)
+
+
+def _settled(
+    backbone: Backbone, course: Course, asked: Asked | CoddError, decision: Decision | CoddError
+) -> Step | CoddError:
+    """Write what was decided. The host waits for the device here, after all decisions are on their way."""
+    try:
+        if isinstance(decision, CoddError):
+            raise decision
+        assert isinstance(asked, Asked)
+        found = decision.fetched()
+        if decision.circuit and not bool(found.sure):
+            _warn(course.draft)
+            decision = _decide(backbone, asked._replace(circuit=None))
+            found = decision.fetched()
+        kept = found.chosen()
+        _check_numbers(course.draft, kept)
+    except CoddError as error:
+        course.turn = None
+        return error
+    course.draft.commit(kept.rows, kept.tokens)
+    course.draft.evaluations += 1
+    end = course.ended()
+    if end is not None:
+        course.draft.ids = course.draft.ids[:end]
+    return _step(course, decision, kept)
 
 
 def _check_numbers(draft: Draft, found: Ranking) -> None:
@@ -193,38 +199,19 @@ def _check_numbers(draft: Draft, found: Ranking) -> None:
         )
 
 
-def _commit(draft: Draft, found: Ranking, stop_ids: frozenset[int]) -> int | None:
-    """Write the tokens; where the text ends, if it does."""
-    draft.commit(found.rows, found.tokens)
-    draft.evaluations += 1
-    return draft.end(stop_ids) if stop_ids else None
-
-
-def _step(draft: Draft, decision: Decision, found: Ranking, end: int | None, finished: bool) -> Step:
-    if end is not None:
-        draft.ids = draft.ids[:end]
+def _step(course: Course, decision: Decision, found: Ranking) -> Step:
     return Step(
-        sequence=draft.number,
-        number=draft.evaluations - 1,
+        sequence=course.draft.number,
+        number=course.draft.evaluations - 1,
         positions=found.rows,
         tokens=found.tokens,
         scores=found.scores,
         mask_ratio=decision.mask_ratio,
         circuit=decision.circuit,
         window=decision.window,
-        ids=draft.ids,
-        finished=finished,
+        ids=course.draft.ids,
+        finished=course.finished,
     )
-
-
-def _banned(backbone: Backbone, options: Options, mask_id: int) -> Int[Tensor, " n"]:
-    """The mask is never written; the reference forbids nothing."""
-    ids = sorted(set(options.ban) | (set() if options.reference else {mask_id}))
-    if ids and not 0 <= ids[0] <= ids[-1] < backbone.vocab_size:
-        raise InvalidInput(f"ban holds {ids[0] if ids[0] < 0 else ids[-1]}, which is none of the model's tokens.")
-    if len(ids) >= backbone.vocab_size:
-        raise InvalidInput("every token is banned: nothing is left to write.")
-    return torch.tensor(ids, dtype=torch.long, device=backbone.device)
 
 
 def _warn(draft: Draft) -> None:

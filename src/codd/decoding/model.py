@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Unpack
+from typing import Literal, TypedDict, Unpack
 
 import torch
 from jaxtyping import Int
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from codd.backbones import Backbone, Tokenizer, load_checkpoint
 from codd.circuits import HMM, Circuit, Modulated, load_circuit
+from codd.decoding.course import Course, begin
 from codd.decoding.loop import Step, denoise
 from codd.decoding.options import Keywords, Options
 from codd.decoding.prompts import Prompts, encode_prompts
@@ -26,6 +27,12 @@ TURN_ENDS = ("<|eot_id|>", "<|im_end|>")
 AnyCircuit = HMM | Circuit | Modulated
 Wanted = str | os.PathLike[str] | AnyCircuit | Literal["auto", "static", "null"] | None
 """How a circuit is named: see `load`."""
+
+
+class _Told(TypedDict):
+    mask_id: int
+    circuit: AnyCircuit | None
+    stop_ids: frozenset[int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,9 +85,17 @@ class Model:
         """The run of `generate` as a stream of steps: each is one evaluation of the network for one prompt."""
         chosen = Options.of(**options)
         ids = self.encode(prompts, gen_length=chosen.gen_length, chat=chat)
+        return denoise(self.backbone, ids, chosen, **self._told())
+
+    def begin(self, ids: Sequence[Sequence[int]], options: Options) -> list[Course]:
+        """The sequences of a run before their first step, checked: for those who take the steps themselves."""
+        return begin(self.backbone, ids, options, **self._told())
+
+    def _told(self) -> _Told:
+        """What the loop must know of a model beside its network."""
         if self.mask_id is None:
             raise InvalidInput("this checkpoint does not say which token is the mask: codd.load(..., mask_id=...).")
-        return denoise(self.backbone, ids, chosen, mask_id=self.mask_id, circuit=self.circuit, stop_ids=self.stop_ids)
+        return {"mask_id": self.mask_id, "circuit": self.circuit, "stop_ids": self.stop_ids}
 
     def generate(self, prompts: Prompts, *, chat: bool | None = None, **options: Unpack[Keywords]) -> Generation:
         """Answer prompts: a text, a list of texts, of id lists, or of conversations; `Options` says what may be given.

@@ -1,0 +1,95 @@
+"""Sequences with settings of their own in one step: each is what it would be alone."""
+
+import pytest
+import torch
+from tiny_models import MASK, tiny
+
+import codd
+from codd.decoding import Options, Step
+from codd.decoding.course import Course
+from codd.decoding.loop import advance
+from codd.errors import CoddError, InvalidInput
+
+VOCAB = tiny().vocab_size
+CIRCUIT = codd.HMM.random(num_states=5, vocab_size=VOCAB, seed=3)
+MODEL = codd.Model(tiny(), CIRCUIT, None, MASK)
+REQUESTS = [
+    ([1, 2, 3], {"gen_length": 8, "block_length": 4, "steps": 4, "sampler": "latent", "temperature": 0.7, "seed": 1}),
+    ([4], {"gen_length": 6, "block_length": 6, "steps": None, "sampler": "any_order", "seed": 2}),
+    ([4, 1, 5, 2, 2], {"gen_length": 5, "mode": "full", "steps": 3, "sampler": "factorized", "temperature": 1.0}),
+    ([2, MASK, 3], {"gen_length": 0, "sampler": "any_order", "threshold": 0.3}),
+    ([5, 5], {"gen_length": 7, "cfg_scale": 0.5, "steps": 2, "remasking": "random", "seed": 9, "ban": [1, 2]}),
+    (
+        [3, 1],
+        {"gen_length": 9, "block_length": 3, "entropy_budget": 1.5, "circuit_temperature": 0.6, "activation": 0.9},
+    ),
+]
+
+
+def course(number: int) -> Course:
+    prompt, options = REQUESTS[number]
+    [found] = MODEL.begin([prompt], Options.of(**options))
+    return found
+
+
+def alone(number: int) -> list[Step]:
+    prompt, options = REQUESTS[number]
+    return list(MODEL.denoise([prompt], **options))
+
+
+def same(a: Step, b: Step) -> bool:
+    fields = ("positions", "tokens", "scores", "ids")
+    rest = ("number", "mask_ratio", "circuit", "window", "finished")
+    return all(torch.equal(getattr(a, x), getattr(b, x)) for x in fields) and all(
+        getattr(a, x) == getattr(b, x) for x in rest
+    )
+
+
+def test_courses_of_all_kinds_share_their_steps_and_are_as_if_alone():
+    """They join one after the other while earlier ones are under way, and leave when they are done."""
+    waiting = list(range(len(REQUESTS)))
+    running: dict[int, Course] = {}
+    seen: dict[int, list[Step]] = {number: [] for number in waiting}
+    most = 0
+    while waiting or running:
+        if waiting:
+            number = waiting.pop(0)
+            running[number] = course(number)
+        most = max(most, len(running))
+        for number, step in zip(running, advance(MODEL.backbone, list(running.values())), strict=True):
+            assert isinstance(step, Step)
+            seen[number].append(step)
+        running = {number: found for number, found in running.items() if not found.finished}
+    assert most > 2
+    for number, steps in seen.items():
+        expected = alone(number)
+        assert len(steps) == len(expected)
+        assert all(map(same, steps, expected))
+
+
+def test_a_course_that_fails_leaves_the_others_as_they_are():
+    def spoil(logits, rows, ids):
+        return logits[:1, :3]
+
+    [bad] = MODEL.begin([[1, 2]], Options(gen_length=4, hooks=(spoil,)))
+    good = [course(0), course(1)]
+    found = advance(MODEL.backbone, [good[0], bad, good[1]])
+    assert isinstance(found[1], InvalidInput)
+    assert "hook" in str(found[1])
+    assert bad.finished
+    assert same(found[0], alone(0)[0])
+    assert same(found[2], alone(1)[0])
+
+
+def test_logits_that_are_not_numbers_end_only_their_own_course():
+    [bad] = MODEL.begin([[1, 2]], Options(gen_length=4, hooks=(lambda logits, rows, ids: logits * torch.nan,)))
+    good = course(2)
+    found = advance(MODEL.backbone, [bad, good])
+    assert isinstance(found[0], CoddError)
+    assert "NaN" in str(found[0])
+    assert same(found[1], alone(2)[0])
+
+
+def test_a_course_says_what_is_wrong_before_it_starts():
+    with pytest.raises(InvalidInput, match="prompt 0 has the id 999"):
+        MODEL.begin([[999]], Options(gen_length=4))
