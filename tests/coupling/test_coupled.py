@@ -98,6 +98,51 @@ def test_marginals(circuit):
             assert float(found[row, t, v]) == pytest.approx(wanted, abs=1e-9)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
+def test_pairs_of_tokens(circuit, temperature):
+    given = window()
+    joint = Coupled(circuit, **given, temperature=temperature)
+    likely = joint.marginals().topk(V, dim=-1).indices
+    tables, every = joint.pairwise(likely[..., :2]), torch.zeros(2, L, L, dtype=torch.float64)
+    assert tables.shape == (2, L, L, 3, 3)
+    for row in range(2):
+        strings, weights = enumerate_all(circuit, given, temperature, row)
+        probabilities = weights.softmax(0)
+        ranks = (strings[:, :, None] == likely[row]).long().argmax(-1)
+        for s, t in itertools.product(range(L), repeat=2):
+            whole = torch.zeros(V, V, dtype=torch.float64)
+            whole.index_put_((ranks[:, s], ranks[:, t]), probabilities, accumulate=True)
+            coarse = torch.zeros(3, 3, dtype=torch.float64)
+            coarse.index_put_((ranks[:, s].clamp_max(2), ranks[:, t].clamp_max(2)), probabilities, accumulate=True)
+            torch.testing.assert_close(tables[row, s, t].double(), coarse, atol=1e-9, rtol=0)
+            independent = whole.sum(1, keepdim=True) * whole.sum(0)
+            every[row, s, t] = 0 if s == t else torch.xlogy(whole, whole / independent).nan_to_num().sum()
+    for count in (V - 1, V, V + 3):  # all but one is all
+        torch.testing.assert_close(joint.mutual_information(count).double(), every, atol=1e-9, rtol=0)
+    few = joint.mutual_information(1)
+    assert bool((few <= every + 1e-9).all())
+    assert float((every - few).max()) > 1e-6
+    observed = ~given["masked"][0]
+    assert not bool(few[0, observed].any() or few[0, :, observed].any())
+
+
+def test_two_cities_know_of_each_other():
+    city = Circuit(
+        mixture(
+            [product([leaf(0, [1, 0]), leaf(1, [1, 0])]), product([leaf(0, [0, 1]), leaf(1, [0, 1])])],
+            weights=[0.5, 0.5],
+        )
+    )
+    masked = torch.ones(1, 2, dtype=torch.bool)
+    joint = Coupled(city, logits=torch.zeros(1, 2, 2), tokens=torch.zeros(1, 2).long(), masked=masked)
+    wanted = math.log(2) * (1 - torch.eye(2, dtype=torch.float64))[None]
+    torch.testing.assert_close(joint.mutual_information(1), wanted)
+    known = joint.condition(torch.tensor([[1, 0]]), torch.tensor([[True, False]]))
+    assert not bool(known.mutual_information().any())
+    with pytest.raises(InvalidEvidence, match="candidates must be at least 1, found 0"):
+        joint.mutual_information(0)
+
+
 def test_samples_pass_a_chi_square_test(circuit):
     given = window()
     drawn = Coupled(circuit, **given).sample(generator=torch.Generator().manual_seed(5), num_samples=TRIALS).tokens
@@ -213,6 +258,8 @@ def test_factors_that_exclude_each_other():
     joint = Coupled(never, logits=logits, tokens=torch.zeros(1, 1).long(), masked=torch.ones(1, 1).bool())
     assert float(joint.log_partition()) == -math.inf
     assert float(joint.log_prob(torch.tensor([[1]]))) == -math.inf
+    assert not bool(joint.pairwise(torch.zeros(1, 1, 1).long()).any())
+    assert float(joint.mutual_information()) == 0
     with pytest.raises(ImpossibleEvidence):
         joint.sample()
 
@@ -260,6 +307,7 @@ def answers(joint: Coupled) -> list[Tensor]:
         given = joint.conditionals(candidates)
         given.commit(torch.tensor([2, 0]), torch.tensor([1, 3]))
         out += [given.log_marginals(), given.dense_log_marginals(torch.tensor([3, 1])), given.log_partition]
+    out += [joint.pairwise(torch.tensor([2, 0]).expand(2, L, 2)), joint.mutual_information(2)]
     rest = joint.condition(x0, torch.tensor([[False, False, True, False, False]] * 2))
     return [x.detach() for x in (*out, *drawn, *step, rest.marginals(), rest.log_partition())]
 

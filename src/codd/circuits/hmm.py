@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from codd.circuits import gradients, inference, sampling, storage
+from codd.circuits import gradients, inference, pairwise, sampling, storage
 from codd.circuits.evidence import Evidence, Kind
 from codd.circuits.factors import Factors
 from codd.circuits.ops.backend import backend_for
@@ -254,6 +254,14 @@ class HMM:
             _check_ids("candidates", candidates, self.vocab_size)
             candidates = candidates.long()
         return inference.marginals(self, ev, candidates)
+
+    def pairwise(self, ev: Evidence, candidates: Int[Tensor, "B L K"]) -> Float[Tensor, "B L L C C"]:
+        """p(class at s, class at t | evidence) of every two positions: each candidate, and all other tokens together.
+
+        C = K + 1, the others last. `codd.circuits.pairwise.mutual_information` says how much the two are coupled.
+        """
+        self._check(ev)
+        return pairwise.tables(self, ev, candidates.long())
 
     def progressive(self, ev: Evidence, candidates: int | None = None) -> Progressive:
         """Marginals while tokens become known one by one, with what does not change computed once.

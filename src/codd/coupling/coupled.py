@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from codd.circuits import HMM, Evidence, Modulated
+from codd.circuits import HMM, Evidence, Modulated, pairwise
 from codd.circuits.results import JointStep, Samples
 from codd.errors import InvalidEvidence
 
@@ -134,6 +134,27 @@ class Coupled:
     def marginals(self) -> Float[Tensor, "B L V"]:
         """Log-probabilities of each position's token by itself."""
         return self.circuit.marginals(self.evidence)
+
+    def pairwise(self, candidates: Int[Tensor, "B L K"]) -> Float[Tensor, "B L L C C"]:
+        """p(c_s, c_t) of every two positions, each token being one of its position's candidates or, last, any other.
+
+        The table of a position with itself is diagonal. All are zero where the two factors exclude each other.
+        """
+        if isinstance(self.circuit, HMM):
+            return self.circuit.pairwise(self.evidence, candidates)
+        return pairwise.by_conditioning(self.circuit, self.evidence, candidates.long())
+
+    def mutual_information(self, candidates: int = 8) -> Float[Tensor, "B L L"]:
+        """How much every two positions tell of each other, in nats: a lower bound from coarsened tokens.
+
+        The tokens that are kept apart are the ``candidates`` most probable ones of each position; if they are all
+        that is possible, it is exact. Zero on the diagonal and where a position is observed.
+        """
+        if candidates < 1:
+            raise InvalidEvidence(f"candidates must be at least 1, found {candidates}.")
+        likely = self.marginals().topk(min(candidates, self.circuit.vocab_size), dim=-1).indices
+        found = pairwise.mutual_information(self.pairwise(likely))
+        return found * (self.masked[:, :, None] & self.masked[:, None, :])
 
     def posterior(self) -> Float[Tensor, "B L N"]:
         """Log-probabilities of each position's latent by itself."""

@@ -57,7 +57,7 @@ def begin(
     _check_circuit(backbone, options, circuit)
     for number, prompt in enumerate(prompts):
         _check_prompt(backbone, options, number, prompt)
-    banned = _banned(backbone, options, mask_id)
+    banned = banned_ids(backbone, options, mask_id)
     stops = stop_ids if options.stop and not options.reference else frozenset()
     courses = []
     for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
@@ -89,7 +89,7 @@ def _check_prompt(backbone: Backbone, options: Options, number: int, prompt: Seq
         raise InvalidInput(f"prompt {number} has the id {wrong[0]}, but the model has {backbone.vocab_size} tokens.")
 
 
-def _banned(backbone: Backbone, options: Options, mask_id: int) -> Int[Tensor, " n"]:
+def banned_ids(backbone: Backbone, options: Options, mask_id: int) -> Int[Tensor, " n"]:
     """The mask is never written; the reference forbids nothing."""
     ids = sorted(set(options.ban) | (set() if options.reference else {mask_id}))
     if ids and not 0 <= ids[0] <= ids[-1] < backbone.vocab_size:

@@ -1,0 +1,239 @@
+"""Which positions go together: exact tables of two positions at a time, the vocabulary coarsened to a few classes.
+
+At every position each of K candidates is a class of its own, and all other tokens are one more: C = K + 1. With q_t the
+posterior of the latent, r_t(c | i) the share of class c in the leaf value of state i, and the chain's step given all
+evidence, P_t(j | i) = A[i, j] L_{t+1}(j) b_{t+1}(j) / b_t(i),
+
+    p(c_s, c_t) = sum_ij  q_s(i) r_s(c_s | i)  (P_s ... P_{t-1})(j | i)  r_t(c_t | j)
+
+Every factor is a probability, so nothing leaves the range of numbers, and a row that goes through P keeps its sum: if
+it does not, something was lost to underflow, and the reference is asked. All rows of all positions walk together.
+
+What two classes tell about each other is no more than what the tokens do, so the mutual information of these tables is
+a lower bound of that of the tokens, and equal to it where the candidates are all that is possible.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from codd.circuits import inference
+from codd.circuits.evidence import Evidence, Kind
+from codd.circuits.inference import Answer, Pick, Smoothed
+from codd.circuits.ops.backend import REFERENCE, Backend
+from codd.circuits.parameters import Emission, Transition
+from codd.errors import InvalidEvidence
+
+if TYPE_CHECKING:
+    from codd.circuits.hmm import HMM
+
+Walk: TypeAlias = Callable[[int, Float[Tensor, "B R N"]], Float[Tensor, "B R N"]]
+"""Rows over the states of a position, and those over the states of the next."""
+
+LOST = {torch.float32: 1e-5, torch.float64: 1e-9}
+"""How much of its sum a row may lose in a step; more than rounding does, less than counts."""
+
+
+@runtime_checkable
+class TokenMarginals(Protocol):
+    """A circuit of any kind that can say what a token's probability is."""
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+
+    def marginals(self, ev: Evidence) -> Float[Tensor, "B L V"]:
+        """Log-probabilities of the tokens; -inf for impossible evidence."""
+
+
+def mutual_information(tables: Float[Tensor, "B L L C C"]) -> Float[Tensor, "B L L"]:
+    """In nats, of every two positions; symmetric, never negative, zero on the diagonal."""
+    p = _normalised(tables.double())
+    rows, columns = p.sum(-1, keepdim=True), p.sum(-2, keepdim=True)
+    # Margins one by one: the product of two small ones would vanish.
+    found = (torch.xlogy(p, p) - torch.xlogy(p, rows) - torch.xlogy(p, columns)).sum((-1, -2))
+    upper = found.clamp_min(0).triu(1)
+    return (upper + upper.mT).to(tables.dtype)
+
+
+@torch.no_grad()
+def by_conditioning(
+    circuit: TokenMarginals, ev: Evidence, candidates: Int[Tensor, "B L K"]
+) -> Float[Tensor, "B L L C C"]:
+    """The tables from C queries of marginals for every position: for any circuit, and for comparison."""
+    check_candidates(candidates, ev, circuit.vocab_size)
+    weights = ev.dense_log_weights(circuit.vocab_size)
+    classes = torch.full_like(weights, candidates.shape[-1], dtype=torch.int64)
+    classes.scatter_(-1, candidates, torch.arange(candidates.shape[-1], device=ev.device).expand_as(candidates))
+
+    def by_class(log_weights: Float[Tensor, "B L V"]) -> Float[Tensor, "B L C"]:
+        soft = Evidence(
+            log_potentials=log_weights,
+            latent_log_potentials=ev.latent_log_potentials,
+            step_log_gates=ev.step_log_gates,
+        )
+        found = circuit.marginals(soft).double().exp()
+        return found.new_zeros(*ev.shape, candidates.shape[-1] + 1).scatter_add(-1, classes, found)
+
+    alone = by_class(weights)
+    out = _independent(alone)
+    for s in _open(ev):
+        for c in range(alone.shape[-1]):
+            given = weights.clone()
+            given[:, s].masked_fill_(classes[:, s] != c, -torch.inf)
+            out[:, s, :, c] = alone[:, s, None, None, c] * by_class(given)
+    return _finished(out, alone)
+
+
+def tables(hmm: "HMM", ev: Evidence, candidates: Int[Tensor, "B L K"]) -> Float[Tensor, "B L L C C"]:
+    """The tables of an HMM; of impossible evidence all are zero."""
+    check_candidates(candidates, ev, hmm.vocab_size)
+
+    def query(ev: Evidence, backend: Backend, pick: Pick) -> Answer:
+        found = inference.smooth(hmm, ev, backend, each=False)
+        dtype = found.leaf.values.dtype
+        shares = _class_shares(hmm.emission, ev, backend, pick(candidates)).to(dtype)
+        out, lost = _walked(found.posterior.normalised().to(dtype), shares, _open(ev), _walk(hmm, ev, backend, found))
+        doubt = found.doubt
+        if backend.checked and ev.device.type == "cpu":
+            faint = ~(lost <= LOST[dtype])
+            doubt = inference._either(doubt, faint if bool(faint.any()) else None)
+        return (out,), doubt
+
+    return inference.exactly(hmm, ev, query)[0]
+
+
+def check_candidates(candidates: Int[Tensor, "B L K"], ev: Evidence, vocab_size: int) -> None:
+    """Refuse candidates that do not fit the evidence, are no tokens, or are listed twice."""
+    if candidates.ndim != 3 or candidates.shape[:2] != ev.shape or not 1 <= candidates.shape[-1] <= vocab_size:
+        wanted = f"({ev.shape[0]}, {ev.shape[1]}, K) with 1 <= K <= {vocab_size}"
+        raise InvalidEvidence(f"candidates must be {wanted}, found {tuple(candidates.shape)}")
+    if candidates.dtype != torch.int64 or candidates.device != ev.device:
+        raise InvalidEvidence(
+            f"candidates must be int64 on {ev.device}, found {candidates.dtype} on {candidates.device}"
+        )
+    ordered = candidates.sort(-1).values
+    wrong = ordered[(ordered < 0) | (ordered >= vocab_size)]
+    if len(wrong):
+        raise InvalidEvidence(f"candidates must be in 0..{vocab_size - 1}, found {int(wrong[0])}")
+    if bool((ordered.diff(dim=-1) == 0).any()):
+        raise InvalidEvidence("the candidates of a position must differ from each other: a token is listed twice")
+
+
+def _open(ev: Evidence) -> list[int]:
+    """The positions that some sequence does not know."""
+    known = ev.rows(Kind.OBSERVED).all(0)
+    return (~known).nonzero()[:, 0].tolist()
+
+
+def _class_shares(
+    emission: Emission, ev: Evidence, backend: Backend, candidates: Int[Tensor, "B L K"]
+) -> Float[Tensor, "B L C N"]:
+    """r_t(c | i) in float64; zero for states that can emit nothing. What weighs the latents has no part in it."""
+    weights = ev.dense_log_weights(emission.stored.shape[-1])
+    chosen = weights.gather(-1, candidates)
+    # A pass over the vocabulary of its own: the leaf value less those of the candidates would be rounding only, where
+    # they are nearly all of it.
+    others = Evidence(
+        tokens=ev.tokens,
+        observed=None if ev.tokens is None else ev.rows(Kind.OBSERVED),
+        log_potentials=weights.scatter(-1, candidates, -torch.inf),
+    )
+    rest = backend.leaf_values(emission, others).log().double()
+    listed = _log_columns(emission, candidates).double() + chosen[..., None]
+    log = torch.cat([listed, rest[:, :, None]], 2)
+    total = log.logsumexp(2, keepdim=True)
+    shares = (log - torch.where(total > -torch.inf, total, 0)).exp()
+    # An observed token is of one class in all states.
+    is_one = chosen == 0
+    hard = torch.cat([is_one, ~is_one.any(-1, keepdim=True)], -1)[..., None].double()
+    return torch.where(ev.rows(Kind.OBSERVED)[..., None, None], hard, shares)
+
+
+def _log_columns(emission: Emission, ids: Int[Tensor, "B L K"]) -> Float[Tensor, "B L K N"]:
+    """The log-probabilities of some tokens under every state."""
+    table = emission.stored.detach()
+    if emission.per_position:
+        found = torch.stack([table[t][:, ids[:, t]].permute(1, 2, 0) for t in range(ids.shape[1])], 1)
+    else:
+        found = table[:, ids].permute(1, 2, 3, 0)
+    return found.float().log() if emission.compact else found
+
+
+def _walk(hmm: "HMM", ev: Evidence, backend: Backend, found: Smoothed) -> Walk:
+    """Rows times P_t: with P_t itself from logarithms (the reference), or as products with the transition's factors."""
+    steps = inference.steps_of(hmm, ev)
+    backward = backend.messages(steps, None, found.leaf, True)
+    if backend is REFERENCE:
+        log_target, log_backward = found.target.log(), backward.log()
+        log_backward = torch.where(log_backward > -torch.inf, log_backward, 0)  # such a state leads nowhere
+
+        def exact(t: int, rows: Float[Tensor, "B R N"]) -> Float[Tensor, "B R N"]:
+            step = steps.log_step(t) + log_target[:, t + 1, None, :] - log_backward[:, t, :, None]
+            return rows @ step.exp()
+
+        return exact
+    values = backward.values
+    before = torch.where(values > 0, 1 / values, 0)
+    scale = found.target.log_scale[:, 1:].double() - backward.log_scale[:, :-1].double()
+    if steps.gates is not None:
+        scale = scale + steps.gates[1][..., None]
+    after = (found.target.values[:, 1:] * scale.exp()).to(values.dtype)
+
+    def fast(t: int, rows: Float[Tensor, "B R N"]) -> Float[Tensor, "B R N"]:
+        return _through(steps, t, rows * before[:, t, None]) * after[:, t, None]
+
+    return fast
+
+
+def _through(steps: Transition, t: int, rows: Float[Tensor, "B R N"]) -> Float[Tensor, "B R N"]:
+    for place, factor in enumerate(steps.linear):
+        rows = rows @ (factor[t] if steps.per_position else factor)
+        if steps.gates is not None and place == 0:
+            rows = rows * steps.gates[0][:, t, None]
+    return rows
+
+
+def _walked(
+    posterior: Float[Tensor, "B L N"], shares: Float[Tensor, "B L C N"], places: list[int], walk: Walk
+) -> tuple[Float[Tensor, "B L L C C"], Float[Tensor, " B"]]:
+    """The tables, and the most that a row lost of its sum in a step."""
+    alone = (posterior[:, :, None] @ shares.mT)[:, :, 0]
+    out = _independent(alone)
+    batch, _, classes, states = shares.shape
+    rows, sums = shares.new_zeros(batch, 0, states), shares.new_zeros(batch, 0)
+    lost = sums.new_zeros(batch)
+    for t in range(places[0], places[-1] + 1) if places else ():
+        if t > places[0]:
+            rows = walk(t - 1, rows)
+            now = rows.sum(-1)
+            lost = torch.maximum(lost, (now - sums).abs().amax(-1))
+            rows = rows * torch.where(now > 0, sums / now, 0)[..., None]
+        if t in places:
+            earlier = [s for s in places if s < t]
+            out[:, earlier, t] = (rows @ shares[:, t].mT).reshape(batch, len(earlier), classes, classes)
+            rows = torch.cat([rows, posterior[:, t, None] * shares[:, t]], 1)
+            sums = torch.cat([sums, alone[:, t]], 1)
+    return _finished(out, alone), lost
+
+
+def _independent(alone: Float[Tensor, "B L C"]) -> Float[Tensor, "B L L C C"]:
+    """The tables if no position knew of another."""
+    return alone[:, :, None, :, None] * alone[:, None, :, None, :]
+
+
+def _finished(out: Float[Tensor, "B L L C C"], alone: Float[Tensor, "B L C"]) -> Float[Tensor, "B L L C C"]:
+    """With sums of one, each position's table with itself, and those below the diagonal from those above."""
+    length, out = out.shape[1], _normalised(out)
+    later = torch.ones(length, length, dtype=torch.bool, device=out.device).triu(1)[..., None, None]
+    mirrored = torch.where(later, out, out.transpose(1, 2).mT)
+    itself = torch.eye(length, dtype=torch.bool, device=out.device)[..., None, None]
+    return torch.where(itself, _normalised(alone.diag_embed())[:, :, None], mirrored)
+
+
+def _normalised(out: Float[Tensor, "*pairs C C"]) -> Float[Tensor, "*pairs C C"]:
+    total = out.sum((-1, -2), keepdim=True)
+    return out / torch.where(total > 0, total, 1)

@@ -1,0 +1,364 @@
+"""Tables of two positions against all strings and paths, against conditioning, and at the ends of the range."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import BACKENDS, KINDS, LAYOUTS, Truth, generator, make_evidence, make_hmm, shape_checks
+from torch import Tensor
+from torch.testing import assert_close
+
+from codd.circuits import HMM, Circuit, Evidence, leaf, mixture, ops, pairwise, product
+from codd.circuits.evidence import Kind
+from codd.errors import InvalidEvidence
+
+N, V, L, B = 3, 4, 4, 3
+EXACT = {"rtol": 0, "atol": 1e-9}
+ROUNDED = {"rtol": 0, "atol": 2e-6}
+DTYPES = {torch.float32: ROUNDED, torch.float64: EXACT}
+
+
+def some_tokens(shape: tuple[int, int], vocab: int, count: int, seed: int = 0) -> Tensor:
+    """Different ones at every position, in any order."""
+    return torch.rand(*shape, vocab, generator=generator(seed)).argsort(-1)[..., :count]
+
+
+def classes_of(candidates: Tensor, vocab: int) -> Tensor:
+    """The class of every token, (B, L, V), number by number."""
+    rows = [
+        [listed.index(v) if v in listed else len(listed) for v in range(vocab)]
+        for listed in candidates.flatten(0, 1).tolist()
+    ]
+    return torch.tensor(rows).reshape(*candidates.shape[:2], vocab)
+
+
+def enumerated(truth: Truth, candidates: Tensor) -> Tensor:
+    """Every string's probability put into the cell of its two classes, for every two positions."""
+    (batch, length), count = truth.ev.shape, candidates.shape[-1] + 1
+    of_string = truth.probability.logsumexp(-1).exp()
+    classes = classes_of(candidates, truth.hmm.vocab_size)
+    out = torch.zeros(batch, length, length, count, count, dtype=torch.float64)
+    for b in range(batch):
+        own = classes[b, torch.arange(length), truth.strings]
+        for s in range(length):
+            for t in range(length):
+                out[b, s, t].index_put_((own[:, s], own[:, t]), of_string[b], accumulate=True)
+    return out
+
+
+def information(table: Tensor) -> float:
+    """Of one table, cell by cell."""
+    rows, columns = table.sum(1).tolist(), table.sum(0).tolist()
+    cells = [(p, r * c) for r, row in zip(rows, table.tolist(), strict=True) for p, c in zip(row, columns, strict=True)]
+    return sum(p * math.log(p / independent) for p, independent in cells if p > 0)
+
+
+def with_gates(ev: Evidence, rank: int, seed: int = 0) -> Evidence:
+    shape = (ev.shape[0], ev.shape[1] - 1, rank)
+    return replace(ev, step_log_gates=torch.randn(shape, generator=generator(seed), dtype=torch.float64))
+
+
+def assert_sound(tables: Tensor, tolerance: float = 1e-5) -> Tensor:
+    """Finite, probabilities, symmetric; gives their mutual information, of which the same is true."""
+    assert bool(tables.isfinite().all())
+    assert float(tables.min()) >= 0
+    totals = tables.sum((-1, -2))
+    assert bool(((totals - 1).abs() < tolerance).logical_or(totals == 0).all())
+    assert_close(tables, tables.transpose(1, 2).mT, rtol=0, atol=0)
+    found = pairwise.mutual_information(tables)
+    assert bool(found.isfinite().all())
+    assert float(found.min()) >= 0
+    assert torch.equal(found, found.mT)
+    assert not bool(found.diagonal(dim1=1, dim2=2).any())
+    assert float(found.max()) <= math.log(tables.shape[-1]) + tolerance
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_kinds_of_evidence_and_layouts(kind, layout):
+    hmm, ev = make_hmm(layout, N, V, L, seed=1, scale=2.0), make_evidence(kind, (B, L), N, V)
+    truth = Truth(hmm, ev)
+    for count in (1, V - 1, V):
+        candidates = some_tokens((B, L), V, count, seed=count)
+        wanted = enumerated(truth, candidates)
+        for name in BACKENDS:
+            with ops.use(name), shape_checks(False):
+                assert_close(hmm.pairwise(ev, candidates), wanted, **EXACT)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["low_rank", "low_rank_per_position"])
+def test_gates_between_positions(layout, dtype):
+    """An HMM whose steps are written down with their gates in them, normalised by what the evidence can undo."""
+    hmm = make_hmm(layout, N, V, L)
+    ev = with_gates(make_evidence("mixed_dense", (1, L), N, V), hmm.rank)
+    left, right = (f.expand(L - 1, *f.shape[-2:]) for f in hmm.log_transition)
+    step = (left[..., None] + ev.step_log_gates[0][:, None, :, None] + right[:, None]).logsumexp(2)
+    leaving = step.logsumexp(-1, keepdim=True)
+    plain = HMM(hmm.log_initial, step - leaving, hmm.log_emission)
+    latent = ev.latent_log_potentials.clone()
+    latent[0, :-1] += leaving[..., 0]
+    ungated = replace(ev, step_log_gates=None, latent_log_potentials=latent)
+    candidates = some_tokens((1, L), V, 2)
+    wanted = enumerated(Truth(plain, ungated), candidates)
+    for name in BACKENDS:
+        with ops.use(name):
+            assert_close(hmm.to(dtype=dtype).pairwise(ev, candidates).double(), wanted, **DTYPES[dtype])
+    assert float((wanted - hmm.pairwise(replace(ev, step_log_gates=None), candidates)).abs().max()) > 1e-2
+
+
+@pytest.fixture
+def walks(monkeypatch) -> list[str]:
+    """The backends that were asked."""
+    asked, walk = [], pairwise._walk
+
+    def noted(hmm, ev, backend, found):
+        asked.append(backend.name)
+        return walk(hmm, ev, backend, found)
+
+    monkeypatch.setattr(pairwise, "_walk", noted)
+    return asked
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_fast_way_answers_by_itself(layout, dtype, walks):
+    """Wrong rows would not keep their sums, and the reference would give the right answer late."""
+    for kind in ("logits", "mixed_all"):
+        hmm, ev = make_hmm(layout, 20, 30, 12, dtype=dtype), make_evidence(kind, (2, 12), 20, 30)
+        ev = with_gates(ev, hmm.rank) if "low_rank" in layout else ev
+        hmm.pairwise(ev, some_tokens((2, 12), 30, 5))
+    assert walks == ["eager", "eager"]
+
+
+def test_rows_that_lose_something_are_walked_again(walks, monkeypatch):
+    hmm, ev = make_hmm("dense", dtype=torch.float32), make_evidence("logits", (B, L))
+    candidates = some_tokens((B, L), V, 2)
+    wanted, through = hmm.pairwise(ev, candidates), pairwise._through
+
+    def lossy(steps, t, rows):
+        rows = through(steps, t, rows).clone()
+        rows[1, :, 0] = 0.0 if t == 1 else rows[1, :, 0]
+        return rows
+
+    monkeypatch.setattr(pairwise, "_through", lossy)
+    assert_close(hmm.pairwise(ev, candidates), wanted, **ROUNDED)
+    assert walks == ["eager", "eager", "reference"]
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS),
+    layout=st.sampled_from(LAYOUTS),
+    gated=st.booleans(),
+    shape=st.tuples(st.integers(1, 2), st.integers(2, 6)),
+    vocab=st.integers(2, 6),
+    count=st.integers(1, 6),
+    scale=st.sampled_from([0.1, 1.0, 4.0, 30.0]),
+    dtype=st.sampled_from(list(DTYPES)),
+    seed=st.integers(0, 99),
+)
+def test_walking_is_conditioning(kind, layout, gated, shape, vocab, count, scale, dtype, seed):
+    with shape_checks(False):
+        hmm = make_hmm(layout, N, vocab, shape[1], seed=seed, dtype=dtype)
+        ev = make_evidence(kind, shape, N, vocab, seed=seed, scale=scale)
+        ev = with_gates(ev, hmm.rank, seed) if gated and "low_rank" in layout else ev
+        candidates = some_tokens(shape, vocab, min(count, vocab), seed)
+        found = hmm.pairwise(ev, candidates)
+        assert found.dtype == dtype
+        wanted = pairwise.by_conditioning(hmm.to(dtype=torch.float64), ev, candidates)
+        assert_close(found.double(), wanted, rtol=0, atol=1e-8 if dtype == torch.float64 else 2e-5)
+        information = assert_sound(found)
+        known = ev.rows(Kind.OBSERVED)
+        assert float((information * (known[:, :, None] | known[:, None])).abs().max()) < 1e-6
+
+
+def test_all_tokens_but_one_give_the_information_of_the_tokens():
+    hmm, ev = make_hmm("dense", N, V, L, seed=1, scale=2.0), make_evidence("logits", (B, L), N, V)
+    truth = Truth(hmm, ev)
+    tokens = enumerated(truth, torch.arange(V).expand(B, L, V))
+    exact = assert_sound(hmm.pairwise(ev, some_tokens((B, L), V, V - 1)))
+    for b in range(B):
+        for s in range(L):
+            for t in range(L):
+                wanted = 0.0 if s == t else information(tokens[b, s, t])
+                assert float(exact[b, s, t]) == pytest.approx(wanted, abs=1e-9)
+    assert float(exact.max()) > 0.05
+    order = some_tokens((B, L), V, V)
+    by_count = [pairwise.mutual_information(hmm.pairwise(ev, order[..., :k])) for k in range(1, V + 1)]
+    for few, more in itertools.pairwise(by_count):  # finer classes tell more: each is a lower bound
+        assert bool((few <= more + 1e-12).all())
+    assert float((by_count[1] - by_count[0]).max()) > 1e-3
+
+
+def test_two_cities():
+    """Either San Diego or New York: the second word is known when the first is."""
+    san, diego, new, york = range(4)
+    cities = HMM(
+        torch.tensor([0.5, 0.5, 0, 0]).log(),
+        torch.tensor([[0, 0, 1, 0], [0, 0, 0, 1], [0.5, 0.5, 0, 0], [0.5, 0.5, 0, 0]]).log(),
+        torch.eye(4)[[san, new, diego, york]].log(),
+    )
+    ev = Evidence(logits=torch.zeros(1, 4, 4))
+    listed = torch.arange(4).expand(1, 4, 4)
+    for candidates in (listed, listed[..., :3], listed[..., [0, 1]]):  # two are apart wherever one of them is listed
+        found = assert_sound(cities.pairwise(ev, candidates))
+        for s, t in ((0, 1), (2, 3)):
+            assert float(found[0, s, t]) == pytest.approx(math.log(2), abs=1e-6)
+        for s, t in ((0, 2), (0, 3), (1, 2), (1, 3)):  # two cities that do not know of each other
+            assert float(found[0, s, t]) == pytest.approx(0, abs=1e-6)
+    coarse = pairwise.mutual_information(cities.pairwise(ev, listed[..., [york]]))[0, 0, 1]
+    assert float(coarse) == pytest.approx(0, abs=1e-6)  # nobody begins with York: its class is all there is
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_neutral_circuit_couples_nothing(dtype):
+    hmm = HMM.neutral(5, 40, dtype=dtype)
+    ev = Evidence(logits=torch.randn(2, 8, 40, generator=generator(1)) * 4)
+    candidates = ev.logits.topk(6, dim=-1).indices
+    tables = hmm.pairwise(ev, candidates)
+    assert float(assert_sound(tables).max()) < 1e-9
+    alone = ev.logits.softmax(-1).gather(-1, candidates)
+    assert_close(tables[:, 0, 1, :-1, :-1].double(), (alone[:, 0, :, None] * alone[:, 1, None]).double(), **ROUNDED)
+
+
+def test_a_position_with_itself_is_its_marginal():
+    hmm, ev = make_hmm("dense"), make_evidence("mixed_dense", (B, L))
+    candidates = some_tokens((B, L), V, 2)
+    found = hmm.pairwise(ev, candidates).diagonal(dim1=1, dim2=2).permute(0, 3, 1, 2)
+    listed = hmm.marginals(ev, candidates).exp()
+    wanted = torch.cat([listed, 1 - listed.sum(-1, keepdim=True)], -1)
+    assert_close(found, wanted.diag_embed(), **EXACT)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1e2, 1e4])
+def test_extreme_logits(size, dtype):
+    hmm = HMM.random(6, 12, seed=2, scale=3.0, dtype=dtype)
+    logits = torch.randn(4, 7, 12, generator=generator(3), dtype=torch.float64).to(dtype)
+    logits[0] *= size
+    logits[1] = logits[1].sign() * size
+    logits[2, :, 3:] = -math.inf
+    logits[3, ::2, 1:] = -size
+    logits[3, 1::2, 5] = size
+    ev = Evidence(logits=logits)
+    candidates = logits.topk(4, dim=-1).indices
+    found = hmm.pairwise(ev, candidates)
+    assert_sound(found)
+    with ops.use("reference"):
+        wanted = hmm.to(dtype=torch.float64).pairwise(ev, candidates)
+    assert_close(found.double(), wanted, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scale", [40.0, 400.0])
+def test_circuits_whose_numbers_are_far_apart(scale, dtype):
+    """Steps and tokens of probability exp(-1000): the rows would vanish, were it not noticed."""
+    hmm = HMM.random(5, 9, seed=4, scale=scale, dtype=dtype)
+    ev = Evidence(
+        logits=torch.randn(3, 6, 9, generator=generator(5)) * 5,
+        latent_log_potentials=torch.randn(3, 6, 5, generator=generator(6)) * scale,
+    )
+    candidates = some_tokens((3, 6), 9, 3)
+    found = hmm.pairwise(ev, candidates)
+    assert_sound(found)
+    with ops.use("reference"):
+        wanted = hmm.to(dtype=torch.float64).pairwise(ev, candidates)
+    assert_close(found.double(), wanted, rtol=0, atol=1e-4)
+
+
+def test_what_is_lost_on_the_way_is_noticed():
+    """A state that the past all but excludes and the future asks for: float32 cannot hold the way there."""
+    rare = -200.0
+    hmm = HMM(
+        torch.tensor([0.0, rare]),
+        torch.tensor([[0.0, rare], [rare, 0.0]]),
+        torch.tensor([[math.log(0.5), math.log(0.5), -math.inf], [math.log(0.9), math.log(0.1), rare]]),
+    )
+    only = torch.tensor([[[0.0, 0.0, -math.inf], [0.0, 0.0, -math.inf], [-math.inf, -math.inf, 0.0]]])
+    ev, candidates = Evidence(log_potentials=only), torch.tensor([[[0], [0], [2]]])
+    truth = enumerated(Truth(hmm.to(dtype=torch.float64), ev), candidates)
+    assert_close(hmm.pairwise(ev, candidates).double(), truth, rtol=0, atol=1e-5)
+    assert float(truth[0, 1, 1, 0, 0]) > 0.6  # the rare state is the one that counts
+
+
+def test_impossible_evidence_has_empty_tables():
+    hmm = HMM(torch.tensor([0.0]), torch.tensor([[0.0]]), torch.tensor([[math.log(0.5), math.log(0.5), -math.inf]]))
+    logits = torch.zeros(2, 3, 3)
+    logits[0, 1, :2] = -math.inf
+    ev, candidates = Evidence(logits=logits), torch.arange(2).expand(2, 3, 2)
+    for found in (hmm.pairwise(ev, candidates), pairwise.by_conditioning(hmm, ev, candidates)):
+        assert not bool(found[0].any())
+        assert float(found[1].sum()) == pytest.approx(9)
+        assert not bool(assert_sound(found)[0].any())
+
+
+def test_the_emission_may_be_kept_small():
+    hmm = HMM.random(6, 10, seed=1).to(emission=torch.bfloat16)
+    ev = Evidence(logits=torch.randn(2, 5, 10, generator=generator(2)))
+    candidates = some_tokens((2, 5), 10, 4)
+    widened = hmm.to(emission=torch.float32)
+    assert_close(hmm.pairwise(ev, candidates), widened.pairwise(ev, candidates), **ROUNDED)
+
+
+def test_any_circuit_by_conditioning():
+    """No chain: a mixture of two products, whose table of two positions is written down by hand."""
+    p, q = torch.tensor([0.6, 0.3, 0.1]), torch.tensor([0.1, 0.2, 0.7])
+    circuit = Circuit(
+        mixture(
+            [product([leaf(t, p.tolist()) for t in range(3)]), product([leaf(t, q.tolist()) for t in range(3)])],
+            weights=[0.4, 0.6],
+        )
+    )
+    weights = torch.tensor([[1.0, 2.0, 3.0], [1.0, 1.0, 1.0], [0.0, 1.0, 1.0]])
+    ev = Evidence(
+        tokens=torch.tensor([[9, 1, 9]]),
+        observed=torch.tensor([[False, True, False]]),
+        log_potentials=weights.log()[None],
+    )
+    table = 0.4 * p[1] * torch.outer(p * weights[0], p * weights[2])
+    table = (table + 0.6 * q[1] * torch.outer(q * weights[0], q * weights[2])).double()
+    table = table / table.sum()
+    candidates = torch.tensor([[[2], [0], [1]]])
+    found = pairwise.by_conditioning(circuit, ev, candidates)
+    order = torch.stack([table[2], table[0] + table[1]])[:, [1, 2]] + 0
+    order[:, 1] += torch.stack([table[2, 0], table[0, 0] + table[1, 0]])
+    assert_close(found[0, 0, 2], order, rtol=0, atol=1e-6)
+    assert float(assert_sound(found)[0, 0, 1]) == pytest.approx(0, abs=1e-12)  # the one between is known
+    chain = make_hmm("dense", 2, 3, 4)
+    soft = make_evidence("mixed_dense", (2, 4), 2, 3)
+    soft = replace(soft, latent_log_potentials=None)  # leaves are numbered otherwise
+    some = some_tokens((2, 4), 3, 2)
+    assert_close(pairwise.by_conditioning(chain.as_circuit(4), soft, some), chain.pairwise(soft, some), **EXACT)
+
+
+def test_gradients_are_not_kept():
+    hmm = make_hmm("dense")
+    ev = Evidence(logits=torch.zeros(1, L, V, requires_grad=True))
+    assert not hmm.pairwise(ev, some_tokens((1, L), V, 2)).requires_grad
+    assert not pairwise.by_conditioning(hmm, ev, some_tokens((1, L), V, 2)).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("candidates", "message"),
+    [
+        (torch.zeros(1, L, 2, dtype=torch.int64), "a token is listed twice"),
+        (torch.tensor([0, V]).expand(1, L, 2), f"must be in 0..{V - 1}, found {V}"),
+        (torch.tensor([0, -1]).expand(1, L, 2), f"must be in 0..{V - 1}, found -1"),
+        (torch.zeros(1, L + 1, 1, dtype=torch.int64), rf"candidates must be \(1, {L}, K\) with 1 <= K <= {V}, found"),
+        (torch.zeros(1, L, 0, dtype=torch.int64), "1 <= K"),
+        (torch.arange(V + 1).expand(1, L, V + 1), "1 <= K"),
+    ],
+    ids=["twice", "too large", "negative", "shape", "none", "too many"],
+)
+def test_candidates_that_are_none(candidates, message):
+    hmm, ev = make_hmm("dense"), make_evidence("logits", (1, L))
+    with shape_checks(False), pytest.raises(InvalidEvidence, match=message):
+        hmm.pairwise(ev, candidates)
+    with shape_checks(False), pytest.raises(InvalidEvidence, match=message):
+        pairwise.by_conditioning(hmm, ev, candidates)
