@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
 
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint browser bench clean
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 10
@@ -12,13 +12,19 @@ help: ## this list
 demo: $(VENV)/.ready ## install, and show the library at work on this machine
 	@$(BIN)/codd demo
 
-test: $(VENV)/.ready-dev lint ## install, then lint, types and all tests
+test: $(VENV)/.ready-dev lint browser ## install, then lint, types and all tests
 	$(BIN)/python -m pytest -n $${TEST_PROCESSES:-2}
 
 lint: $(VENV)/.ready-dev ## style and types only
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+browser: ## Debian's chromium for the tests of the playground, where it may be installed
+	@command -v chromium >/dev/null \
+	  || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && apt-get update -qq \
+	       && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium fonts-dejavu-core >/dev/null; } \
+	  || echo "no chromium here, and no way to install it: the tests of the playground are skipped"
 
 bench: $(VENV)/.ready ## the CPU benchmark against other libraries (installs them beside, in .venv-bench)
 	$(MAKE) VENV=.venv-bench .venv-bench/.ready-bench
@@ -31,7 +37,7 @@ $(VENV)/.python: constraints.txt
 	@touch $@
 
 $(VENV)/.ready: $(VENV)/.python pyproject.toml
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[serve]"
 	@touch $@
 
 $(VENV)/.ready-dev: $(VENV)/.python pyproject.toml

@@ -25,6 +25,7 @@ VERBS = {
     "train": "train a circuit for a backbone from a recipe",
     "report": "one page of an evaluation: tables, figures, and whether a gain survives the control",
     "eval": "tasks, likelihoods and cost, with every circuit beside its control",
+    "serve": "a model over HTTP for OpenAI clients, with a playground in which sentences resolve",
     "convert": "turn a PyJuice file (.jpc) into a codd circuit, running nothing of it",
     "info": "describe a model, a circuit, a hub id or a .jpc file",
     "bench": "what the engine costs on this machine, side by side with other libraries",

@@ -1,0 +1,272 @@
+"""The server under load: is any answer lost or mixed up, does every slot come back, what does sharing steps gain?
+
+    python benchmarks/serving.py load                       # 64 clients for 60 s; every answer is checked
+    python benchmarks/serving.py load --leave 0.5           # half of them hang up at random
+    python benchmarks/serving.py throughput                 # 8 clients: 8 slots against 1, in turn, in one run
+
+Servers are real processes (``codd serve`` on the bundled model), clients are in this one. What every request must be
+answered is computed beforehand with `model.generate`, one prompt at a time. A client that gets 429 comes again after
+the time it was told. For the throughput two servers, one of them with a single slot, are asked in turn, so that what
+else happens on the machine happens to both.
+"""
+
+import argparse
+import asyncio
+import json
+import platform
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+import httpx
+import torch
+
+import codd
+from codd.training.problems import problems
+
+NAME = "codd-mini"
+WAYS: tuple[dict[str, Any], ...] = (
+    {"gen_length": 32, "steps": 4, "sampler": "any_order"},
+    {"gen_length": 64, "steps": 8, "sampler": "latent", "temperature": 0.7},
+    {"gen_length": 64, "threshold": 0.9, "sampler": "any_order"},
+    {"gen_length": 48, "steps": 6, "sampler": "factorized", "temperature": 1.0},
+    {"gen_length": 40, "steps": 5, "block_length": 20, "sampler": "any_order", "temperature": 0.5},
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt, its settings, and what must come back."""
+
+    prompt: str
+    options: dict[str, Any]
+    expected: str
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """As chat completions."""
+        return {"model": NAME, "messages": [{"role": "user", "content": self.prompt}], **self.options}
+
+
+@dataclass
+class Seen:
+    """What became of all requests."""
+
+    statuses: Counter[str] = field(default_factory=Counter)
+    seconds: list[float] = field(default_factory=list)
+    wrong: list[dict[str, str]] = field(default_factory=list)
+    memory: list[float] = field(default_factory=list)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("load", "throughput"))
+    parser.add_argument("--clients", type=int, help="(default: 64 for load, 8 for throughput)")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of load (default: 60)")
+    parser.add_argument("--leave", type=float, default=0.0, help="the share of clients that hang up at random")
+    parser.add_argument("--requests", type=int, default=30, help="different ones (default: 30)")
+    parser.add_argument("--rounds", type=int, default=3, help="of throughput, on each server (default: 3)")
+    parser.add_argument("--slots", type=int, default=8)
+    parser.add_argument("--queue", type=int, default=32)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", metavar="FILE", help="write the result here, too")
+    args = parser.parse_args()
+    found = load(args) if args.what == "load" else throughput(args)
+    found = {"command": " ".join(sys.argv), "machine": machine(), **found}
+    print(json.dumps(found, indent=2))
+    if args.json:
+        Path(args.json).write_text(json.dumps(found, indent=2) + "\n")
+
+
+def machine() -> dict[str, Any]:
+    """Where this was measured."""
+    return {
+        "cpu": platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "dtype": "float32",
+    }
+
+
+def made(count: int, seed: int, ways: Sequence[dict[str, Any]]) -> list[Request]:
+    """Word problems, and what the model says to each alone."""
+    model = codd.load(device="cpu")
+    prompts = [problem.question for problem in problems(count, split="test", seed=seed)]
+    found = []
+    for number, prompt in enumerate(prompts):
+        options = {**ways[number % len(ways)], "seed": seed + number}
+        texts = model.generate([[{"role": "user", "content": prompt}]], **options).texts
+        assert texts is not None
+        found.append(Request(prompt, options, texts[0]))
+    return found
+
+
+@contextmanager
+def serving(slots: int, queue: int) -> Iterator[str]:
+    """A server of its own process; it must stop cleanly."""
+    command = [sys.executable, "-m", "codd", "serve", "--port", "0", "--json", "--quiet"]
+    command += ["--slots", str(slots), "--queue", str(queue)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield json.loads(process.stdout.readline())["url"]
+    finally:
+        process.terminate()
+        code = process.wait(60)
+        assert code == 0, f"the server ended with {code}"
+
+
+def load(args: argparse.Namespace) -> dict[str, Any]:
+    requests = made(args.requests, args.seed, WAYS)
+    with serving(args.slots, args.queue) as url:
+        seen, health = asyncio.run(_loaded(args, url, requests))
+    quarter = max(1, len(seen.memory) // 4)
+    return {
+        "clients": args.clients or 64,
+        "leave": args.leave,
+        "statuses": dict(seen.statuses),
+        "wrong": seen.wrong[:5],
+        "answers_per_second": seen.statuses["200"] / args.seconds,
+        "seconds_median": median(seen.seconds) if seen.seconds else None,
+        "memory_mb": {
+            "second_quarter": mean(seen.memory[quarter : 2 * quarter] or seen.memory),
+            "last_quarter": mean(seen.memory[-quarter:]),
+        },
+        "health_at_the_end": health,
+    }
+
+
+async def _loaded(args: argparse.Namespace, url: str, requests: list[Request]) -> tuple[Seen, dict[str, Any]]:
+    seen, end = Seen(), time.monotonic() + args.seconds
+    count = args.clients or 64
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=httpx.Limits(max_connections=None)) as http:
+        leaving = round(count * args.leave)
+        clients = [_client(http, requests, seen, end, random.Random(args.seed + i), i < leaving) for i in range(count)]
+        watch = asyncio.create_task(_memory(http, seen))
+        await asyncio.gather(*clients)
+        watch.cancel()
+        for _ in range(50):  # those who left last are noticed after the step that was under way
+            health = (await http.get("/health")).json()
+            if not health["running"] and not health["waiting"]:
+                break
+            await asyncio.sleep(0.1)
+    return seen, health
+
+
+async def _client(
+    http: httpx.AsyncClient, requests: list[Request], seen: Seen, end: float, rng: random.Random, leaves: bool
+) -> None:
+    while time.monotonic() < end:
+        request = rng.choice(requests)
+        if leaves:
+            await _leave(http, request, seen, rng)
+            continue
+        await _ask(http, request, seen, streamed=rng.random() < 0.5)
+
+
+async def _ask(http: httpx.AsyncClient, request: Request, seen: Seen, streamed: bool) -> None:
+    """One answer, checked against its own seed and prompt."""
+    begun = time.monotonic()
+    body = {**request.body, "stream": streamed}
+    try:
+        response = await http.post("/v1/chat/completions", json=body)
+    except httpx.HTTPError as error:
+        seen.statuses[type(error).__name__] += 1
+        return
+    seen.statuses[str(response.status_code)] += 1
+    if response.status_code == 429:
+        await asyncio.sleep(float(response.headers["Retry-After"]))
+    elif response.status_code == 200:
+        seen.seconds.append(time.monotonic() - begun)
+        text = _joined(response.text) if streamed else response.json()["choices"][0]["message"]["content"]
+        if text != request.expected:
+            seen.wrong.append({"prompt": request.prompt, "expected": request.expected, "found": text})
+
+
+def _joined(stream: str) -> str:
+    events = [json.loads(line[6:]) for line in stream.split("\n") if line.startswith("data: {")]
+    assert "error" not in events[-1], events[-1]
+    return "".join(choice["delta"].get("content", "") for event in events for choice in event["choices"])
+
+
+async def _leave(http: httpx.AsyncClient, request: Request, seen: Seen, rng: random.Random) -> None:
+    """Ask, and hang up after a while, in the middle of the stream or before it."""
+    body = {"messages": request.body["messages"], **request.options}
+    try:
+        async with asyncio.timeout(rng.uniform(0.0, 3.0)):
+            async with http.stream("POST", "/v1/denoise", json=body) as response:
+                if response.status_code == 429:
+                    seen.statuses["429"] += 1
+                    await asyncio.sleep(float(response.headers["Retry-After"]))
+                    return
+                async for _ in response.aiter_bytes():
+                    pass
+        seen.statuses["stayed"] += 1
+    except TimeoutError:
+        seen.statuses["left"] += 1
+
+
+async def _memory(http: httpx.AsyncClient, seen: Seen) -> None:
+    """What the server's process holds, every second."""
+    while True:
+        text = (await http.get("/metrics")).text
+        line = next(line for line in text.split("\n") if line.startswith("process_resident_memory_bytes"))
+        seen.memory.append(float(line.split()[1]) / 1e6)
+        await asyncio.sleep(1)
+
+
+def throughput(args: argparse.Namespace) -> dict[str, Any]:
+    """Requests a second of a server that shares steps, and of one that does not."""
+    ways = {
+        "any_order, 8 tokens a step": {"gen_length": 64, "steps": 8, "sampler": "any_order"},
+        "any_order, threshold 0.9": {"gen_length": 64, "threshold": 0.9, "sampler": "any_order"},
+        "latent, 4 tokens a step": {"gen_length": 64, "steps": 16, "sampler": "latent"},
+        "factorized, 4 tokens a step": {"gen_length": 64, "steps": 16, "sampler": "factorized"},
+    }
+    count = args.clients or 8
+    found: dict[str, Any] = {"clients": count, "rounds": args.rounds}
+    with serving(args.slots, args.queue) as shared, serving(1, args.queue) as alone:
+        for name, way in ways.items():
+            requests = made(2 * count, args.seed, [way])
+            rates: dict[str, list[float]] = {"shared": [], "alone": []}
+            for _ in range(args.rounds):
+                for which, url in (("shared", shared), ("alone", alone)):
+                    rates[which].append(asyncio.run(_rate(url, requests, count)))
+            ratios = [a / b for a, b in zip(rates["shared"], rates["alone"], strict=True)]
+            found[name] = {
+                f"requests_per_second_{args.slots}_slots": median(rates["shared"]),
+                "requests_per_second_1_slot": median(rates["alone"]),
+                "ratio": median(ratios),
+                "ratios": ratios,
+            }
+            print(name, json.dumps(found[name]), file=sys.stderr, flush=True)
+    return found
+
+
+async def _rate(url: str, requests: list[Request], count: int) -> float:
+    """All requests, by so many clients, each of which asks again when it has its answer."""
+    seen, left = Seen(), list(requests)
+
+    async def client(http: httpx.AsyncClient) -> None:
+        while left:
+            await _ask(http, left.pop(), seen, streamed=False)
+
+    async with httpx.AsyncClient(base_url=url, timeout=300) as http:
+        begun = time.monotonic()
+        await asyncio.gather(*(client(http) for _ in range(count)))
+        took = time.monotonic() - begun
+    assert seen.statuses == {"200": len(requests)}, seen.statuses
+    assert not seen.wrong, seen.wrong[0]
+    return len(requests) / took
+
+
+if __name__ == "__main__":
+    main()

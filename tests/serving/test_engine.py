@@ -1,0 +1,298 @@
+"""The engine: sequences of all kinds at once, each as if alone; and what happens when something does not go well."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+import torch
+from small_models import small
+
+from codd.decoding import Options, Step
+from codd.errors import InvalidInput
+from codd.serving.engine import Engine
+from codd.serving.tickets import Broken, Busy, Closing, Denoising, Late, Question
+
+PROMPT = [3, 1, 4, 1, 5]
+SHORT: dict[str, Any] = {"gen_length": 8, "block_length": 8, "steps": 4}
+KINDS: list[tuple[list[int], dict[str, Any]]] = [
+    ([1, 2, 3], {"gen_length": 16, "block_length": 8, "steps": 8, "temperature": 0.7, "seed": 5}),
+    ([7], {"gen_length": 8, "block_length": 8, "sampler": "any_order", "steps": 3}),
+    ([9, 9, 2, 1], {"gen_length": 12, "mode": "full", "sampler": "factorized", "temperature": 1.0, "seed": 8}),
+    ([4, 4], {"gen_length": 10, "block_length": 5, "sampler": "any_order", "threshold": 0.02}),
+    ([5, 6, 7, 8, 9, 10], {"gen_length": 6, "cfg_scale": 0.7, "steps": None, "remasking": "entropy"}),
+]
+
+
+def ticket(
+    prompt: list[int] = PROMPT,
+    client: str = "me",
+    deadline: float | None = None,
+    base: dict[str, Any] = SHORT,
+    **options: Any,
+) -> Denoising:
+    [course] = small().begin([prompt], Options.of(**{**base, "stop": False, **options}))
+    return Denoising(course, client, deadline)
+
+
+def running(test: Callable[[Engine], Awaitable[None]], **settings: Any) -> None:
+    """Run a test with an engine, and stop it."""
+
+    async def main() -> None:
+        engine = Engine(small(), **settings)
+        engine.start()
+        try:
+            await asyncio.wait_for(test(engine), 60)
+        finally:
+            await engine.close()
+        assert (engine.load.running, engine.load.waiting) == (0, 0)
+
+    asyncio.run(main())
+
+
+async def written(engine: Engine, one: Denoising) -> torch.Tensor:
+    with engine.submit([one]):
+        last = None
+        async for step in one.steps():
+            last = step
+        assert last is not None
+        return last.ids
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.002)
+
+
+class Gate:
+    """A hook that holds a sequence's step until it is let go."""
+
+    def __init__(self) -> None:
+        self.reached, self.open = threading.Semaphore(0), threading.Semaphore(0)
+
+    def __call__(self, logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        self.reached.release()
+        assert self.open.acquire(timeout=30)
+        return logits
+
+    async def arrived(self) -> None:
+        await asyncio.to_thread(self.reached.acquire, timeout=30)
+
+
+def test_a_crowd_of_all_kinds_gets_what_each_would_get_alone():
+    alone = [small().generate([prompt], **{"stop": False, **how}).sequences[0] for prompt, how in KINDS]
+
+    async def test(engine: Engine) -> None:
+        async def one(number: int) -> bool:
+            await asyncio.sleep(0.003 * (number % 7))  # they come while others are under way
+            prompt, how = KINDS[number % len(KINDS)]
+            made = ticket(prompt, client=str(number % 3), base={}, **how)
+            return torch.equal(await written(engine, made), alone[number % len(KINDS)])
+
+        assert all(await asyncio.gather(*(one(number) for number in range(30))))
+
+    running(test, slots=4, queue=64)
+
+
+def test_steps_arrive_one_by_one_while_the_sequence_is_under_way():
+    async def test(engine: Engine) -> None:
+        gate = Gate()
+        one = ticket(hooks=(gate,))
+        with engine.submit([one]):
+            steps = one.steps()
+            for number in range(4):
+                gate.open.release()
+                step = await anext(steps)
+                assert (step.number, step.finished) == (number, number == 3)
+            assert [step async for step in steps] == []
+
+    running(test)
+
+
+def test_sequences_really_share_their_steps():
+    async def test(engine: Engine) -> None:
+        gate = Gate()
+        first, second = ticket(hooks=(gate,)), ticket()
+        with engine.submit([first, second]):
+            await gate.arrived()
+            assert engine.load.running == 2
+            for _ in range(4):
+                gate.open.release()
+            async for _ in first.steps():
+                pass
+            async for _ in second.steps():
+                pass
+        assert engine.metrics.steps._value.get() == 8
+        assert engine.metrics.step_seconds._sum.get() > 0
+        samples = {s.name: s.value for m in engine.metrics.batch.collect() for s in m.samples}
+        assert samples["codd_batch_size_count"] == 4
+
+    running(test, slots=2)
+
+
+def test_a_full_queue_refuses_all_of_a_request_or_nothing():
+    async def test(engine: Engine) -> None:
+        gate = Gate()
+        held = ticket(hooks=(gate,))
+        with engine.submit([held]):
+            await gate.arrived()
+            with engine.submit([ticket(), ticket()]):
+                assert engine.load.waiting == 2
+                with pytest.raises(Busy) as busy, engine.submit([ticket(), ticket()]):
+                    pass
+                assert 1 <= busy.value.retry_after <= 60
+                assert engine.load.waiting == 2
+                with engine.submit([ticket()]):
+                    assert engine.load.waiting == 3
+            gate.open.release()
+
+    running(test, slots=1, queue=3)
+
+
+def test_an_idle_engine_takes_as_many_as_it_has_slots_even_without_a_queue():
+    async def test(engine: Engine) -> None:
+        assert len(await written(engine, ticket())) == len(PROMPT) + 8
+        with pytest.raises(Busy), engine.submit([ticket(), ticket()]):
+            pass
+
+    running(test, slots=1, queue=0)
+
+
+def test_who_leaves_frees_the_slot_within_one_step():
+    async def test(engine: Engine) -> None:
+        gate = Gate()
+        gone = ticket(hooks=(gate,))
+        with engine.submit([gone]):
+            await gate.arrived()
+            other = ticket()
+            waiting = asyncio.create_task(written(engine, other))
+            await until(lambda: engine.load.waiting == 1)
+        gate.open.release()  # the step that was under way, and no other
+        await waiting
+        assert gate.reached.acquire(blocking=False) is False
+        assert gone.course.draft.evaluations == 1
+        assert engine.metrics.dropped.labels("cancelled")._value.get() == 1
+
+    running(test, slots=1)
+
+
+def test_deadlines_end_what_is_under_way_and_what_waits():
+    async def test(engine: Engine) -> None:
+        gate = Gate()
+        slow = ticket(hooks=(gate,), deadline=time.monotonic() + 0.05)
+        waits = ticket(client="other", deadline=time.monotonic() + 0.05)
+        with engine.submit([slow, waits]):
+            await gate.arrived()
+            await asyncio.sleep(0.1)
+            gate.open.release()
+            steps = slow.steps()
+            assert isinstance(await anext(steps), Step)
+            with pytest.raises(Late):
+                await anext(steps)
+            with pytest.raises(Late):
+                await anext(waits.steps())
+        await written(engine, ticket())
+
+    running(test, slots=1)
+
+
+def test_a_sequence_that_cannot_go_on_fails_alone():
+    def wrong(logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return logits[:, :2]
+
+    async def test(engine: Engine) -> None:
+        bad, good = ticket(hooks=(wrong,)), ticket()
+        with engine.submit([bad, good]):
+            with pytest.raises(InvalidInput, match="hook"):
+                await anext(bad.steps())
+            assert len([step async for step in good.steps()]) == 4
+
+    running(test)
+
+
+def test_after_a_failure_of_the_model_the_engine_goes_on(caplog):
+    def explode(logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("boom")
+
+    async def test(engine: Engine) -> None:
+        bad = ticket(hooks=(explode,))
+        with engine.submit([bad]), pytest.raises(Broken):
+            await anext(bad.steps())
+        assert engine.load.running == 0
+        await written(engine, ticket())
+
+    running(test)
+    assert "boom" in caplog.text
+
+
+def test_questions_are_answered_between_two_steps():
+    async def test(engine: Engine) -> None:
+        gate = Gate()
+        one, question = ticket(hooks=(gate,)), Question(lambda: threading.current_thread().name, "me")
+        with engine.submit([one]):
+            await gate.arrived()
+            with engine.submit([question]):
+                gate.open.release()
+                assert await question.answer() == "codd-model"
+            assert one.course.draft.evaluations == 1
+            for _ in range(3):
+                gate.open.release()
+            assert len([step async for step in one.steps()]) == 4
+
+        def impossible() -> None:
+            raise InvalidInput("no")
+
+        wrong = Question(impossible, "me")
+        with engine.submit([wrong]), pytest.raises(InvalidInput):
+            await wrong.answer()
+
+    running(test)
+
+
+def test_what_has_nothing_to_fill_is_done_at_once():
+    async def test(engine: Engine) -> None:
+        one = ticket(gen_length=0)
+        with engine.submit([one]):
+            assert [step async for step in one.steps()] == []
+
+    running(test)
+
+
+def test_draining_finishes_what_is_here_and_takes_nothing_new():
+    async def test(engine: Engine) -> None:
+        gate = Gate()
+        first, second = ticket(hooks=(gate,)), ticket()
+        with engine.submit([first, second]):
+            await gate.arrived()
+            engine.drain()
+            assert engine.closing
+            with pytest.raises(Closing), engine.submit([ticket()]):
+                pass
+            for _ in range(4):
+                gate.open.release()
+            assert len([step async for step in first.steps()]) == 4
+            assert len([step async for step in second.steps()]) == 4
+        await asyncio.to_thread(engine._thread.join, 10)
+        assert not engine._thread.is_alive()
+
+    running(test, slots=1)
+
+
+def test_closing_tells_those_who_still_wait():
+    async def test(engine: Engine) -> None:
+        gate = Gate()
+        first, second = ticket(hooks=(gate,)), ticket()
+        with engine.submit([first, second]):
+            await gate.arrived()
+            closing = asyncio.create_task(engine.close())
+            await until(lambda: engine._stopped)
+            gate.open.release()
+            await closing
+            with pytest.raises(Closing):
+                _ = [step async for step in first.steps()]
+            with pytest.raises(Closing):
+                _ = [step async for step in second.steps()]
+
+    running(test, slots=1)

@@ -1,0 +1,245 @@
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import anyio
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.routing import Route
+from starlette.testclient import TestClient
+
+from codd.serving.guards import POLICY, Guards, guarded
+
+LOCAL = "http://127.0.0.1:8000"
+
+
+async def echo(request: Request) -> JSONResponse:
+    body = await request.body()
+    return JSONResponse({"size": len(body), "id": request.state.request_id, "path": request.url.path})
+
+
+async def broken(request: Request) -> StreamingResponse:
+    async def parts() -> AsyncIterator[bytes]:
+        yield b"one"
+        raise RuntimeError("in the middle")
+
+    return StreamingResponse(parts())
+
+
+PATHS = ("/", "/health", "/metrics", "/v1/models", "/v1/denoise", "/playground/page.js", "/openapi.json")
+
+
+def app(**guards: Any) -> Any:
+    routes = [Route(path, echo, methods=["GET", "POST"]) for path in PATHS]
+    return guarded(Starlette(routes=[*routes, Route("/broken", broken)]), Guards(**guards))
+
+
+def client(base_url: str = LOCAL, **guards: Any) -> TestClient:
+    return TestClient(app(**guards), base_url=base_url)
+
+
+def test_bodies_have_a_limit():
+    small = client(max_body=100)
+    assert small.post("/v1/denoise", content=b"x" * 100).json()["size"] == 100
+    answer = small.post("/v1/denoise", content=b"x" * 101)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+    assert "100 bytes" in answer.json()["error"]["message"]
+
+
+def test_bodies_in_chunks_have_the_same_limit():
+    small = client(max_body=100)
+    assert small.post("/v1/denoise", content=iter([b"x" * 50] * 2)).json()["size"] == 100
+    assert small.post("/v1/denoise", content=iter([b"x" * 50] * 3)).status_code == 413
+
+
+def call(target: Any, headers: dict[str, str], messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], int]:
+    """Speak ASGI: what was sent, and how many of the messages were read."""
+    sent: list[dict[str, Any]] = []
+    left = list(reversed(messages))
+
+    async def receive() -> Any:
+        return left.pop()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    raw = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()]
+    scope = {"type": "http", "method": "POST", "path": "/v1/denoise", "headers": raw, "query_string": b""}
+    anyio.run(target, scope, receive, send)
+    return sent, len(messages) - len(left)
+
+
+def test_no_more_is_read_than_needed():
+    part = {"type": "http.request", "body": b"x" * 60, "more_body": True}
+    sent, read = call(app(max_body=100), {"Host": "localhost"}, [part] * 9)
+    assert (sent[0]["status"], read) == (413, 2)
+    sent, read = call(app(max_body=100), {"Host": "localhost", "Content-Length": "101"}, [part] * 9)
+    assert (sent[0]["status"], read) == (413, 0)
+    for odd, status in (("9" * 5000, 413), ("-1", 400), ("²", 400), ("", 400)):
+        sent, read = call(app(max_body=100), {"Host": "localhost", "Content-Length": odd}, [part] * 9)
+        assert (sent[0]["status"], read) == (status, 0)
+        assert "error" in json.loads(sent[1]["body"])
+
+
+def test_a_disconnect_is_still_seen_after_the_body():
+    seen = []
+
+    async def listening(scope: Any, receive: Any, send: Any) -> None:
+        seen.extend([await receive(), await receive()])
+
+    whole, gone = {"type": "http.request", "body": b"x", "more_body": False}, {"type": "http.disconnect"}
+    call(guarded(listening, Guards()), {"Host": "localhost"}, [whole, gone])
+    assert seen == [whole, gone]
+    seen.clear()
+    part = {"type": "http.request", "body": b"x", "more_body": True}
+    call(guarded(listening, Guards()), {"Host": "localhost"}, [part, gone])
+    assert seen == [part, gone]
+
+
+def test_streams_are_not_collected():
+    order = []
+
+    async def streaming(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(2):
+            order.append("made")
+            await send({"type": "http.response.body", "body": b"x", "more_body": True})
+
+    async def send(message: Any) -> None:
+        order.append("sent" if message["type"] == "http.response.body" else "begun")
+
+    async def receive() -> Any:
+        return {"type": "http.request"}
+
+    scope = {"type": "http", "method": "GET", "path": "/v1/denoise", "headers": [(b"host", b"localhost")]}
+    anyio.run(guarded(streaming, Guards(api_key=None, origins=("http://a.example",))), scope, receive, send)
+    assert order == ["begun", "made", "sent", "made", "sent"]
+
+
+KEY = "geheim-schlüssel"
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_the_key_is_asked_for_where_there_is_something_to_protect(path):
+    locked = client(api_key=KEY)
+    free = path in ("/", "/health", "/playground/page.js")
+    answer = locked.get(path)
+    assert answer.status_code == (200 if free else 401)
+    if not free:
+        assert answer.headers["WWW-Authenticate"].startswith("Bearer")
+        assert answer.json()["error"]["type"] == "authentication_error"
+        assert answer.headers["Cache-Control"] == "no-store"
+    right = locked.get(path, headers={"Authorization": f"Bearer {KEY}".encode()})
+    assert right.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        *(b"", b"Bearer", b"Bearer ", b"Bearer x", b"Basic " + KEY.encode(), KEY.encode(), b"Bearer \xff\xfe"),
+        *(f"Bearer {KEY}x".encode(), f"Bearer {KEY[:-1]}".encode()),
+    ],
+)
+def test_wrong_keys(header):
+    assert client(api_key=KEY).get("/v1/models", headers={"Authorization": header}).status_code == 401
+
+
+def test_the_right_key_in_any_case_of_the_scheme():
+    locked = client(api_key="k")
+    assert locked.get("/v1/models", headers={"Authorization": "bearer  k"}).status_code == 200
+    assert client().get("/v1/models").status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/playground/../v1/models", "//v1/models", "/V1/models", "/v1/models/", "/health/"])
+def test_no_way_around_the_key(path):
+    assert client(api_key=KEY).get(LOCAL + path, follow_redirects=False).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("host", "guards", "known"),
+    [
+        ("127.0.0.1:8000", {}, True),
+        ("localhost", {}, True),
+        ("LOCALHOST:9", {}, True),
+        ("localhost.", {}, True),
+        ("[::1]:8000", {}, True),
+        ("127.8.9.10", {}, True),
+        ("evil.example", {}, False),
+        ("localhost.evil.example", {}, False),
+        ("127.0.0.1.evil.example", {}, False),
+        ("192.168.1.5", {}, False),
+        ("192.168.1.5:80", {"bound": "192.168.1.5"}, True),
+        ("192.168.1.6", {"bound": "192.168.1.5"}, False),
+        ("192.168.1.6", {"bound": "0.0.0.0"}, True),
+        ("[fe80::1]", {"bound": "::"}, True),
+        ("evil.example", {"bound": "0.0.0.0"}, False),
+        ("codd.example", {"hosts": ("codd.example",)}, True),
+        ("a.codd.example", {"hosts": ("codd.example",)}, False),
+        ("a.codd.example:1", {"hosts": ("*.codd.example",)}, True),
+        ("acodd.example", {"hosts": ("*.codd.example",)}, False),
+        ("evil.example", {"hosts": ("*",)}, True),
+        ("", {}, False),
+        ("localhost:x", {}, False),
+        ("a@localhost", {}, False),
+        ("[::1", {}, False),
+        ("é", {}, False),
+    ],
+)
+def test_names_of_the_server(host, guards, known):
+    sent, _ = call(app(**guards), {"Host": host}, [{"type": "http.request"}])
+    assert sent[0]["status"] == (200 if known else 400)
+    if not known:
+        assert json.loads(sent[1]["body"])["error"]["param"] == "Host"
+
+
+def test_a_request_without_a_name_is_refused():
+    sent, _ = call(app(), {}, [{"type": "http.request"}])
+    assert sent[0]["status"] == 400
+
+
+def test_headers_for_browsers():
+    for path in ("/", "/v1/models", "/nowhere"):
+        headers = client().get(path).headers
+        assert headers["Content-Security-Policy"] == POLICY
+        assert headers["X-Content-Type-Options"] == "nosniff"
+        assert headers["Referrer-Policy"] == "no-referrer"
+        assert headers["Cross-Origin-Opener-Policy"] == "same-origin"
+        assert headers["Cross-Origin-Resource-Policy"] == "same-origin"
+        assert "camera=()" in headers["Permissions-Policy"]
+        assert headers["Cache-Control"] == ("no-cache" if path == "/" else "no-store")
+        assert "Access-Control-Allow-Origin" not in headers
+
+
+def test_other_sites_only_if_they_are_named():
+    asked = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+    shared = client(origins=("https://a.example",), api_key=KEY)
+    answer = shared.options("/v1/denoise", headers=asked)
+    assert (answer.status_code, answer.headers["Access-Control-Allow-Origin"]) == (200, "https://a.example")
+    answer = shared.get("/v1/models", headers={"Origin": "https://a.example"})
+    assert answer.status_code == 401
+    assert answer.headers["Access-Control-Allow-Origin"] == "https://a.example"
+    assert answer.headers["Cross-Origin-Resource-Policy"] == "cross-origin"
+    assert shared.options("/v1/denoise", headers={**asked, "Origin": "https://b.example"}).status_code == 400
+    assert "Access-Control-Allow-Origin" not in client().options("/v1/denoise", headers=asked).headers
+
+
+def test_requests_have_names():
+    one, two = (client().get("/v1/models") for _ in range(2))
+    assert one.headers["X-Request-Id"] == one.json()["id"] != two.json()["id"]
+    own = client().get("/v1/models", headers={"X-Request-Id": "mine-1"})
+    assert own.headers["X-Request-Id"] == own.json()["id"] == "mine-1"
+    for odd in ("x" * 65, "a b", "", "\xe9"):
+        kept = client().get("/v1/models", headers={"X-Request-Id": odd.encode("latin-1")})
+        assert kept.json()["id"] not in (odd, "")
+
+
+def test_an_error_in_the_middle_of_a_stream_is_not_hidden():
+    with pytest.raises(RuntimeError, match="in the middle"):
+        client().get("/broken")
+
+
+def test_what_is_no_request_passes():
+    with client(api_key=KEY) as started:
+        assert started.get("/health").status_code == 200

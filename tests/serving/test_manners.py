@@ -1,0 +1,279 @@
+"""How the server behaves to clients that are too many, too long, wrong, gone, or strangers."""
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from live import Live, bundled, live
+from small_models import small
+
+from codd.decoding import Options
+from codd.serving.app import Settings
+from codd.serving.guards import Guards
+from codd.serving.prompts import Limits
+
+PROMPT = "What is 7 + 8?"
+QUICK: dict[str, Any] = {"prompt": PROMPT, "gen_length": 8, "steps": 2}
+IDS: dict[str, Any] = {"prompt": [3, 1, 4], "gen_length": 8, "block_length": 8, "steps": 4, "stop": False}
+
+
+class Gate:
+    """A hook among the server's defaults that holds every step until it is let go."""
+
+    def __init__(self) -> None:
+        self.reached, self.open = threading.Semaphore(0), threading.Semaphore(0)
+
+    def __call__(self, logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        self.reached.release()
+        assert self.open.acquire(timeout=30)
+        return logits
+
+    def settings(self, **more: Any) -> Settings:
+        return Settings(limits=Limits(Options(hooks=(self,))), **more)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Live]:
+    with live(settings=Settings(name="mini", guards=Guards(max_body=5000))) as found:
+        yield found
+
+
+def error(response: httpx.Response) -> dict[str, Any]:
+    found = response.json()["error"]
+    assert set(found) == {"message", "type", "param", "code"}
+    return found
+
+
+def events(response: httpx.Response) -> list[tuple[str, dict[str, Any]]]:
+    found = []
+    for block in response.text.strip().split("\n\n"):
+        name, data = block.split("\n")
+        found.append((name.removeprefix("event: "), json.loads(data.removeprefix("data: "))))
+    return found
+
+
+def test_denoise_streams_the_steps_of_model_denoise(server):
+    how: dict[str, Any] = {"gen_length": 16, "steps": 4, "sampler": "any_order", "temperature": 0.7, "seed": 5}
+    (first, start), *steps, (last, done) = events(server.http.post("/v1/denoise", json={"prompt": PROMPT, **how}))
+    assert (first, last) == ("start", "done")
+    expected = list(bundled().denoise(PROMPT, **how))
+    assert [name for name, _ in steps] == ["step"] * len(expected)
+    for (_, step), wanted in zip(steps, expected, strict=True):
+        assert step["positions"] == wanted.positions.tolist()
+        assert step["tokens"] == wanted.tokens.tolist()
+        assert step["scores"] == pytest.approx(wanted.scores.tolist(), abs=1e-6)
+        assert (step["circuit"], step["window"]) == (wanted.circuit, list(wanted.window))
+    assert start["ids"][: start["prompt_length"]] == bundled().encode(PROMPT)[0]
+    assert start["ids"][start["prompt_length"] :] == [bundled().mask_id] * 16
+    assert start["pieces"][-1] is None
+    assert done["text"] == bundled().generate(PROMPT, **how).texts[0]
+    assert done["steps"] == len(expected)
+    whole = server.http.post("/v1/denoise", json={"prompt": PROMPT, **how, "stream": False}).json()
+    assert whole["steps"] == [step for _, step in steps]
+    assert whole["done"]["text"] == done["text"]
+
+
+def test_inspect_says_what_network_and_joint_believe(server):
+    model = bundled()
+    ids = [*model.encode(PROMPT)[0], *[model.mask_id] * 8]
+    body = {"ids": ids, "window": [len(ids) - 8, len(ids)], "candidates": 4}
+    found = server.http.post("/v1/inspect", json=body).json()
+    assert found["positions"] == list(range(len(ids) - 8, len(ids)))
+    for kind in ("network", "joint"):
+        assert [len(each) for each in found[kind]] == [4] * 8
+        assert all(0 < candidate["probability"] <= 1 for each in found[kind] for candidate in each)
+    assert found["circuit"]
+    assert max(map(max, found["mutual_information"])) > 0.01
+    wrong = server.http.post("/v1/inspect", json={**body, "window": [0, 3]})
+    assert (wrong.status_code, error(wrong)["param"]) == (400, "window")
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({"prompt": PROMPT, "gen_length": 999}, 400, "gen_length"),
+        ({"prompt": "word " * 600}, 400, "prompt"),
+        ({"prompt": PROMPT, "steps": 0}, 422, "steps"),
+        ({"prompt": PROMPT, "steps": "8"}, 422, "steps"),
+        ({"prompt": PROMPT, "remasking": "best"}, 422, "remasking"),
+        ({"prompt": PROMPT, "thresold": 0.9}, 422, "thresold"),
+        ({"prompt": PROMPT, "threshold": 0.9, "entropy_budget": 1.0}, 400, "threshold"),
+        ({"prompt": [99999]}, 400, "prompt"),
+        ({}, 400, "prompt"),
+        ({"prompt": PROMPT, "messages": [{"role": "user", "content": "x"}]}, 400, "prompt"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, 422, "messages.0.role"),
+    ],
+)
+def test_what_is_wrong_is_named(server, body, status, param):
+    found = server.http.post("/v1/denoise", json=body)
+    assert (found.status_code, error(found)["param"]) == (status, param)
+
+
+@pytest.mark.parametrize("body", [b"{", b"[1, 2", b"\xff\xfe", b"[" * 4000, b'{"prompt": 1e999}', b"", b"null"])
+def test_what_is_no_request_is_refused(server, body):
+    found = server.http.post("/v1/denoise", content=body, headers={"Content-Type": "application/json"})
+    assert found.status_code in (400, 422)
+    assert error(found)["message"]
+
+
+def test_a_body_that_is_too_large_is_refused_whether_it_says_so_or_not(server):
+    big = json.dumps({"prompt": "x" * 6000}).encode()
+    assert server.http.post("/v1/denoise", content=big).status_code == 413
+    pieces = (big[i : i + 1000] for i in range(0, len(big), 1000))
+    assert server.http.post("/v1/denoise", content=pieces).status_code == 413
+
+
+def test_a_full_queue_says_when_to_come_again():
+    gate = Gate()
+    with live(small(), gate.settings(), slots=1, queue=1) as server:
+        asked = [threading.Thread(target=lambda: server.http.post("/v1/denoise", json=IDS)) for _ in range(2)]
+        asked[0].start()
+        assert gate.reached.acquire(timeout=30)
+        asked[1].start()
+        while server.engine.load.waiting < 1:
+            time.sleep(0.002)
+        refused = server.http.post("/v1/denoise", json=IDS)
+        assert refused.status_code == 429
+        assert int(refused.headers["Retry-After"]) >= 1
+        assert error(refused)["code"] == "queue_full"
+        gate.open.release(8)
+        for each in asked:
+            each.join(30)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_who_hangs_up_frees_the_slot_within_one_step(stream):
+    gate = Gate()
+    with live(small(), gate.settings(), slots=1) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        body = json.dumps({**IDS, "stream": stream}).encode()
+        with socket.create_connection((host, int(port))) as wire:
+            head = f"POST /v1/denoise HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+            wire.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+            assert gate.reached.acquire(timeout=30)
+            assert server.engine.load.running == 1
+        time.sleep(0.2)  # the step is still under way; the server hears that the client has gone
+        gate.open.release()
+        server.until_idle()
+        assert gate.reached.acquire(blocking=False) is False, "another step was taken for nobody"
+        gate.open.release(4)
+        assert server.http.post("/v1/denoise", json={**IDS, "stream": False}).status_code == 200
+
+
+def test_a_deadline_ends_a_request():
+    gate = Gate()
+    with live(small(), gate.settings(), slots=1) as server:
+        threading.Timer(0.3, gate.open.release, [100]).start()
+        late = server.http.post("/v1/denoise", json={**IDS, "stream": False, "timeout": 0.1})
+        assert (late.status_code, error(late)["code"]) == (504, "deadline_passed")
+        found = server.http.post("/v1/denoise", json=IDS)
+        assert events(found)[-1][0] == "done"
+
+
+def test_an_error_in_the_middle_of_a_stream_is_its_last_event():
+    gate = Gate()
+    with live(small(), gate.settings(), slots=1) as server:
+        threading.Timer(0.3, gate.open.release, [100]).start()
+        found = events(server.http.post("/v1/denoise", json={**IDS, "timeout": 0.1}))
+        assert found[0][0] == "start"
+        assert found[-1][0] == "error"
+        assert found[-1][1]["error"]["code"] == "deadline_passed"
+
+
+def test_a_key_is_asked_for():
+    with live(small(), Settings(guards=Guards(api_key="sesame"))) as server:
+        for path in ("/v1/models", "/metrics"):
+            refused = server.http.get(path)
+            assert (refused.status_code, error(refused)["code"]) == (401, "invalid_api_key")
+        assert server.http.get("/v1/models", headers={"Authorization": "Bearer sesam"}).status_code == 401
+        assert server.http.get("/v1/models", headers={"Authorization": "Bearer sesame"}).status_code == 200
+        assert server.http.get("/health").status_code == 200
+        assert server.http.get("/").status_code == 200
+
+
+def test_strange_hosts_and_other_sites_are_kept_out(server):
+    assert server.http.get("/health", headers={"Host": "evil.example"}).status_code == 400
+    found = server.http.post("/v1/denoise", json=QUICK, headers={"Origin": "https://evil.example"})
+    assert "access-control-allow-origin" not in found.headers
+    asked = {"Origin": "https://evil.example", "Access-Control-Request-Method": "POST"}
+    assert "access-control-allow-origin" not in server.http.options("/v1/denoise", headers=asked).headers
+
+
+def test_the_page_comes_with_headers_that_guard_it(server):
+    found = server.http.get("/")
+    assert found.status_code == 200
+    policy = found.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert found.headers["x-content-type-options"] == "nosniff"
+    assert server.http.get("/playground/main.js").headers["content-type"].startswith("text/javascript")
+    assert server.http.get("/playground/..%2fapp.py").status_code == 404
+    assert server.http.get("/playground/nothing.js").status_code == 404
+
+
+def test_no_word_of_a_request_is_logged_unless_that_was_asked_for(caplog):
+    secret = "The password is Rumpelstilzchen"
+    caplog.set_level(logging.DEBUG)
+    with live(settings=Settings()) as server:
+        server.http.post("/v1/denoise", json={**QUICK, "prompt": secret})
+        server.http.post("/v1/denoise", json={"prompt": secret, "steps": secret})
+    assert "POST /v1/denoise 200" in caplog.text
+    assert "Rumpelstilzchen" not in caplog.text
+    with live(settings=Settings(log_text=True)) as server:
+        server.http.post("/v1/denoise", json={**QUICK, "prompt": secret})
+    assert "Rumpelstilzchen" in caplog.text
+
+
+def test_metrics_count_what_happened(server):
+    server.http.post("/v1/denoise", json=QUICK)
+    server.http.get("/nowhere")
+    text = server.http.get("/metrics").text
+    assert 'codd_requests_total{route="/v1/denoise",status="200"}' in text
+    assert 'route="other",status="404"' in text
+    for name in ("codd_running 0.0", "codd_slots 8.0", "codd_steps_total", "codd_batch_size_bucket"):
+        assert name in text
+
+
+@pytest.fixture
+def process(tmp_path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    command = [sys.executable, "-m", "codd", "serve", "--port", "0", "--json", "--drain", "20"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "CODD_API_KEY": "k"}
+    ) as found:
+        try:
+            assert found.stdout is not None
+            yield found, json.loads(found.stdout.readline())["url"]
+        finally:
+            found.kill()
+
+
+def test_sigterm_finishes_what_is_under_way_and_takes_nothing_new(process):
+    """The whole thing as a process, with a key in its environment."""
+    found, url = process
+    key = {"Authorization": "Bearer k"}
+    body = {"prompt": PROMPT, "gen_length": 64, "steps": 16, "stop": False}
+    with httpx.stream("POST", f"{url}/v1/denoise", json=body, headers=key, timeout=60) as response:
+        lines = response.iter_lines()
+        assert next(lines) == "event: start"
+        found.send_signal(signal.SIGTERM)
+        rest = list(lines)
+    assert "event: done" in rest
+    assert sum(line == "event: step" for line in rest) == 16
+    assert found.wait(30) == 0
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{url}/health")
+    assert found.stderr is not None
+    logged = found.stderr.read()
+    assert "Traceback" not in logged
+    assert "POST /v1/denoise 200" in logged

@@ -1,0 +1,156 @@
+"""The real OpenAI client gets what `model.generate` gives."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from live import Live, bundled, live
+
+from codd.serving.app import Settings
+
+QUESTION = "Mia has 84 stamps. She gives half of them to Tom. How many does she keep?"
+STORY = "It was a dark night, and the old man"
+SHORT: dict[str, Any] = {"steps": 4, "block_length": 16}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Live]:
+    with live(settings=Settings(name="mini"), slots=4) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(server: Live) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
+        yield found
+
+
+def generated(prompt: Any, **options: Any) -> str:
+    texts = bundled().generate(prompt, **{"gen_length": 16, **SHORT, **options}).texts
+    assert texts is not None
+    return texts[0]
+
+
+@pytest.mark.parametrize("sampler", ["latent", "any_order", "factorized"])
+def test_a_chat_is_what_generate_gives(client, sampler):
+    expected = generated([[{"role": "user", "content": QUESTION}]], sampler=sampler, temperature=0.8, seed=7)
+    assert expected
+    asked: dict[str, Any] = {
+        "model": "mini",
+        "messages": [{"role": "user", "content": QUESTION}],
+        "max_tokens": 16,
+        "temperature": 0.8,
+        "seed": 7,
+        "extra_body": {**SHORT, "sampler": sampler},
+    }
+    whole = client.chat.completions.create(**asked)
+    assert whole.choices[0].message.content == expected
+    assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
+    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == expected
+    assert [chunk.usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    reasons = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices]
+    assert reasons[-1] == whole.choices[0].finish_reason
+    assert set(reasons[:-1]) == {None}
+
+
+def test_a_completion_is_what_generate_gives(client):
+    expected = [generated(STORY, chat=False, temperature=1.0, seed=3 + i) for i in range(2)]
+    assert expected[0] != expected[1]
+    asked: dict[str, Any] = {
+        "model": "mini",
+        "prompt": STORY,
+        "max_tokens": 16,
+        "temperature": 1.0,
+        "seed": 3,
+        "n": 2,
+        "extra_body": {**SHORT, "chat": False},
+    }
+    whole = client.completions.create(**asked)
+    assert [choice.text for choice in whole.choices] == expected
+    texts = ["", ""]
+    for chunk in client.completions.create(**asked, stream=True):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == expected
+
+
+def test_the_defaults_are_those_of_python(client):
+    found = client.chat.completions.create(model="mini", messages=[{"role": "user", "content": QUESTION}])
+    [expected] = bundled().generate([[{"role": "user", "content": QUESTION}]]).texts
+    assert found.choices[0].message.content == expected
+
+
+def test_what_is_between_two_texts_can_be_filled(client):
+    model = bundled()
+    found = client.completions.create(
+        model="mini", prompt="Tom has 3 apples. ", suffix=" He has 8 now.", max_tokens=8, extra_body={"steps": 4}
+    )
+    before, after = model.tokenizer.encode("Tom has 3 apples. "), model.tokenizer.encode(" He has 8 now.")
+    ids = [*before, *[model.mask_id] * 8, *after]
+    whole = model.generate([ids], gen_length=0, steps=4).sequences[0]
+    assert found.choices[0].text == model.tokenizer.decode(whole[len(before) : len(before) + 8])
+
+
+def test_a_stop_text_ends_the_answer_and_frees_the_slot(client, server):
+    [whole] = bundled().generate([[{"role": "user", "content": QUESTION}]], gen_length=32, steps=16).texts
+    stop = whole[len(whole) // 2 :][:3]
+    asked: dict[str, Any] = {
+        "model": "mini",
+        "messages": [{"role": "user", "content": QUESTION}],
+        "stop": [stop],
+        "max_tokens": 32,
+        "extra_body": {"steps": 16},
+    }
+    found = client.chat.completions.create(**asked)
+    assert found.choices[0].message.content == whole[: whole.index(stop)]
+    assert found.choices[0].finish_reason == "stop"
+    streamed = client.chat.completions.create(**asked, stream=True)
+    assert "".join(c.choices[0].delta.content or "" for c in streamed) == whole[: whole.index(stop)]
+    server.until_idle()  # the step that was under way is the last
+
+
+def test_a_crowd_of_clients_get_each_their_own(server):
+    wanted = [(f"What is {i} + {i + 3}?", i, "any_order" if i % 2 else "latent") for i in range(10)]
+    expected = [
+        generated([[{"role": "user", "content": text}]], seed=seed, sampler=sampler, temperature=0.9)
+        for text, seed, sampler in wanted
+    ]
+
+    async def ask() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            answers = await asyncio.gather(
+                *(
+                    client.chat.completions.create(
+                        model="mini",
+                        messages=[{"role": "user", "content": text}],
+                        max_tokens=16,
+                        seed=seed,
+                        temperature=0.9,
+                        extra_body={**SHORT, "sampler": sampler},
+                    )
+                    for text, seed, sampler in wanted
+                )
+            )
+            return [answer.choices[0].message.content for answer in answers]
+
+    assert asyncio.run(ask()) == expected
+
+
+def test_models_are_listed(client):
+    [model] = client.models.list().data
+    assert model.id == "mini"
+    assert client.models.retrieve("mini").owned_by == "codd"
+    with pytest.raises(openai.NotFoundError, match="mini"):
+        client.chat.completions.create(model="gpt-4o", messages=[{"role": "user", "content": "hi"}])
+
+
+def test_errors_are_what_the_client_knows(client):
+    with pytest.raises(openai.BadRequestError) as error:
+        client.completions.create(model="mini", prompt="x " * 500, max_tokens=4)
+    assert error.value.param == "prompt"
+    with pytest.raises(openai.UnprocessableEntityError) as wrong:
+        client.completions.create(model="mini", prompt="x", extra_body={"stepps": 4})
+    assert wrong.value.param == "stepps"

@@ -1,0 +1,221 @@
+"""Requests as sequences for the loop, compared with `codd.Model.generate` on the bundled model."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import codd
+from codd.decoding.options import Options
+from codd.serving.prefix import Prefix
+from codd.serving.problems import Problem
+from codd.serving.prompts import Limits, Plan, chat_plans, completion_plans, denoise_plan, inspection
+from codd.serving.schemas import ChatRequest, CompletionRequest, DenoiseRequest, InspectRequest
+
+MODEL = codd.load(device="cpu")
+assert MODEL.tokenizer is not None
+MASK = MODEL.mask_id
+ROOM = MODEL.backbone.plan.max_length
+assert ROOM is not None
+LIMITS = Limits()
+QUICK: dict[str, Any] = {"steps": 2, "temperature": 1.0, "seed": 3}
+SAID = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 7 + 8?"}]
+
+
+def denoise(**fields: Any) -> Plan:
+    return denoise_plan(DenoiseRequest.model_validate(fields), MODEL, LIMITS)
+
+
+def complete(limits: Limits = LIMITS, **fields: Any) -> list[Plan]:
+    return completion_plans(CompletionRequest.model_validate({"model": "m", **fields}), MODEL, limits)
+
+
+def converse(**fields: Any) -> list[Plan]:
+    return chat_plans(ChatRequest.model_validate({"model": "m", "messages": SAID, **fields}), MODEL, LIMITS)
+
+
+def texts(plans: list[Plan]) -> list[str]:
+    """What a server would answer, by the stream of steps."""
+    found = []
+    for plan in plans:
+        prefix = Prefix(plan, MODEL)
+        for step in MODEL.denoise([list(plan.ids)], **vars(plan.options)):
+            prefix.feed(step.ids, step.finished)
+        found.append(prefix.text)
+    return found
+
+
+def refused(call: Any, **fields: Any) -> Problem:
+    with pytest.raises(Problem) as found:
+        call(**fields)
+    assert found.value.status == 400
+    return found.value
+
+
+def test_a_text_is_answered_as_in_python():
+    for fields in ({"prompt": "What is 7 + 8?"}, {"prompt": "It was", "chat": False}):
+        wanted = MODEL.generate(fields["prompt"], chat=fields.get("chat"), gen_length=12, **QUICK)
+        plan = denoise(**fields, gen_length=12, **QUICK)
+        assert texts([plan]) == wanted.texts
+        assert [list(plan.ids)] == MODEL.encode(fields["prompt"], chat=fields.get("chat"))
+        assert texts(complete(**fields, max_tokens=12, **QUICK)) == wanted.texts
+
+
+def test_a_conversation_is_answered_as_in_python():
+    wanted = MODEL.generate([SAID], gen_length=12, **QUICK)
+    assert texts(converse(max_completion_tokens=12, **QUICK)) == wanted.texts
+    assert texts([denoise(messages=SAID, gen_length=12, **QUICK)]) == wanted.texts
+
+
+def test_masks_in_a_text_are_filled():
+    text = "They were married in<|mask|><|mask|>, he said."
+    wanted = MODEL.generate(text, gen_length=0, seed=1)
+    plan = denoise(prompt=text, gen_length=0, seed=1)
+    assert (plan.begin, texts([plan])) == (0, wanted.texts)
+    assert plan.given(MASK) == len(plan.ids) - 2
+    assert texts(complete(prompt=text, max_tokens=0, seed=1, echo=True)) == wanted.texts
+    assert texts(complete(prompt=text, max_tokens=8, **QUICK)) == MODEL.generate(text, gen_length=8, **QUICK).texts
+
+
+def test_every_choice_has_its_own_seed():
+    plans = complete(prompt=["one", "two"], n=2, max_tokens=6, **QUICK)
+    assert [(plan.prompt, plan.choice, plan.options.seed) for plan in plans] == [
+        (0, 0, 3),
+        (0, 1, 4),
+        (1, 0, 3),
+        (1, 1, 4),
+    ]
+    for number in (0, 1):
+        wanted = MODEL.generate(["one", "two"], gen_length=6, **{**QUICK, "seed": 3 + number}).texts
+        assert texts(plans[number::2]) == wanted
+
+
+@pytest.mark.parametrize("seed", [-(2**63), -7, 2**63 - 1])
+def test_every_whole_number_is_a_seed(seed):
+    plans = complete(prompt="one", n=2, max_tokens=4, steps=1, temperature=1, seed=seed)
+    wanted = [MODEL.generate("one", gen_length=4, steps=1, temperature=1.0, seed=seed + i).texts for i in (0, 1)]
+    assert [[text] for text in texts(plans)] == wanted
+
+
+def test_a_suffix_is_written_up_to():
+    [plan] = complete(prompt="It was a dark", suffix=" night.", max_tokens=3, seed=1)
+    before, after = MODEL.tokenizer.encode("It was a dark"), MODEL.tokenizer.encode(" night.")
+    assert list(plan.ids) == [*before, MASK, MASK, MASK, *after]
+    [sequence] = MODEL.generate([list(plan.ids)], gen_length=0, seed=1).sequences
+    assert texts([plan]) == [MODEL.tokenizer.decode(sequence[len(before) : len(before) + 3])]
+    assert plan.given(MASK) == len(before) + len(after)
+    assert complete(prompt="one", suffix="", max_tokens=3) == complete(prompt="one", max_tokens=3)
+    assert refused(complete, prompt="one", suffix="two", chat=True).param == "chat"
+
+
+def test_an_echo_is_what_was_sent():
+    answer, echoed = (texts(complete(prompt="one", echo=echo, max_tokens=4, **QUICK)) for echo in (False, True))
+    assert echoed == ["one" + answer[0]]
+    [plan] = complete(prompt=MODEL.tokenizer.encode("one two"), echo=True, max_tokens=4)
+    assert plan.echo == "one two"
+
+
+def test_the_usual_length_is_cut_to_the_room():
+    assert complete(prompt=[5] * 10)[0].options.gen_length == 128
+    assert complete(prompt=[5] * (ROOM - 9))[0].options.gen_length == 9
+    assert complete(Limits(length=20), prompt=[5] * 12)[0].options.gen_length == 8
+    assert complete(prompt=[5] * 10, suffix="one", max_tokens=None)[0].end == 10 + 128
+    full = refused(complete, prompt=[5] * ROOM)
+    assert (full.param, full.code) == ("prompt", "context_length_exceeded")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": [5] * 380, "max_tokens": 5}, "max_tokens"),
+        ({"prompt": [5] * 380, "gen_length": 5}, "gen_length"),
+        ({"prompt": [5] * 385, "max_tokens": 5}, "prompt"),
+        ({"prompt": [5] * 384, "max_tokens": 1}, "prompt"),
+        ({"prompt": [5] * 383 + [MASK], "max_tokens": 1}, "max_tokens"),
+        ({"prompt": [5] * 383 + [MASK]}, "prompt"),
+        ({"prompt": [5], "max_tokens": 2**31 - 1}, "max_tokens"),
+        ({"prompt": "one " * 1000}, "prompt"),
+        ({"prompt": [5], "suffix": "one " * 400}, "prompt"),
+        ({"prompt": "one", "max_tokens": 0}, "max_tokens"),
+        ({"prompt": [8192]}, "prompt"),
+        ({"prompt": "half \ud800"}, "prompt"),
+        ({"prompt": "one", "suffix": "half \ud800"}, "suffix"),
+        ({"prompt": ["one"] * 17}, "prompt"),
+        ({"prompt": ["one"] * 2, "n": 9}, "n"),
+        ({"prompt": "one", "ban": [8192]}, "ban"),
+        ({"prompt": "one", "ban": list(range(8192))}, "ban"),
+        ({"prompt": "one", "steps": 1, "block_length": 4}, "steps"),
+        ({"prompt": "one", "preset": "reference", "max_tokens": 33}, "max_tokens"),
+        ({"prompt": "one", "preset": "reference", "steps": 2**31 - 1}, "steps"),
+        ({"prompt": "one", "preset": "reference", "steps": 2**31 - 1, "mode": "full"}, "steps"),
+        ({"prompt": "one", "circuit_temperature": 0}, "circuit_temperature"),
+    ],
+)
+def test_what_cannot_be_done_names_the_field(fields, param):
+    assert refused(complete, **fields).param == param
+
+
+def test_denoise_takes_a_prompt_or_messages():
+    assert refused(denoise).param == "prompt"
+    assert refused(denoise, prompt="one", messages=SAID).param == "prompt"
+    twice = [SAID[0], SAID[0]]
+    assert refused(denoise, messages=twice).param == "messages"
+    assert "system message" in refused(converse, messages=twice).message
+
+
+def test_long_texts_get_the_usual_tokens_a_step():
+    limits = Limits(defaults=Options(gen_length=64, steps=4, block_length=16))
+    assert complete(limits, prompt=[5])[0].options.steps == 4
+    assert complete(limits, prompt=[5], max_tokens=32)[0].options.steps == 4
+    assert complete(limits, prompt=[5], max_tokens=320)[0].options.steps == 20
+    assert complete(limits, prompt=[5], max_tokens=320, block_length=8)[0].options.steps == 40
+    assert complete(limits, prompt=[5], max_tokens=320, mode="full")[0].options.steps == 4
+    assert complete(limits, prompt=[5], max_tokens=320, threshold=0.5)[0].options.steps == 4
+    assert complete(limits, prompt=[5], max_tokens=320, steps=None)[0].options.steps is None
+    assert complete(limits, prompt=[5], suffix="one", max_tokens=320)[0].options.steps == 21  # blocks begin at the end
+    assert refused(complete, limits=limits, prompt=[5], max_tokens=320, steps=4).param == "steps"
+
+
+def test_a_course_is_the_sequence_before_its_first_step():
+    [plan] = complete(prompt="one", max_tokens=4)
+    course = plan.course(MODEL)
+    assert course.draft.ids.tolist() == [*plan.ids, *[MASK] * 4]
+    assert course.stop_ids == MODEL.stop_ids
+    assert not course.finished
+
+
+def test_without_a_tokenizer_only_ids_can_be_denoised():
+    blind = replace(MODEL, tokenizer=None)
+    asked = DenoiseRequest.model_validate({"prompt": [5, 6], "gen_length": 4})
+    assert denoise_plan(asked, blind, LIMITS).ids == (5, 6)
+    with pytest.raises(Problem, match="no tokenizer"):
+        denoise_plan(DenoiseRequest.model_validate({"prompt": "one"}), blind, LIMITS)
+    with pytest.raises(Problem, match="no tokenizer"):
+        completion_plans(CompletionRequest.model_validate({"model": "m", "prompt": [5]}), blind, LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"ids": [5] * 385, "window": [0, 2]}, "ids"),
+        ({"ids": [5, 8192], "window": [0, 2]}, "ids"),
+        ({"ids": [5, MASK], "window": [0, 3]}, "window"),
+        ({"ids": [5, MASK], "window": [1, 1]}, "window"),
+        ({"ids": [5, MASK], "window": [2, 1]}, "window"),
+        ({"ids": [5, MASK], "window": [0, 1]}, "window"),
+        ({"ids": [5, MASK], "window": [0, 2], "ban": [9000]}, "ban"),
+        ({"ids": [5, MASK], "window": [0, 2], "circuit_temperature": 0}, "circuit_temperature"),
+    ],
+)
+def test_what_cannot_be_inspected(fields, param):
+    def call(**fields: Any) -> object:
+        return inspection(InspectRequest.model_validate(fields), MODEL, LIMITS)
+
+    assert refused(call, **fields).param == param
+
+
+def test_an_inspection():
+    asked = {"ids": [5, MASK, 6], "window": [1, 3], "candidates": 3, "tempering": "paper"}
+    found = inspection(InspectRequest.model_validate(asked), MODEL, LIMITS)
+    assert (found.ids, found.window, found.candidates) == ([5, MASK, 6], (1, 3), 3)
+    assert found.options == Options(tempering="paper")

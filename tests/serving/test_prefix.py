@@ -1,0 +1,248 @@
+"""What is sent while masks are filled in any order, compared with what `codd.Model.text` says of the whole."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models
+
+import codd
+from codd.decoding.options import Options
+from codd.serving.prefix import Prefix, first_stop
+from codd.serving.prompts import Plan
+
+MODEL = codd.load(device="cpu")
+assert MODEL.tokenizer is not None
+assert MODEL.mask_id is not None
+EOS = MODEL.backbone.special.eos
+assert EOS is not None
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+QUICK = settings(max_examples=80, deadline=None)
+ODD = "ab .,'👩\u200d🚀🇨🇭日本語é\u0301\ufffd"
+TEXTS = st.text(alphabet=st.one_of(st.characters(codec="utf-8"), st.sampled_from(ODD)), max_size=20)
+
+
+def word_pieces() -> codd.Model:
+    """The masked language model among the fixtures, with 120 word pieces."""
+    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *".,!?'", "n't", "'s", "do", "not", "it", "the", "日"]
+    words += [*letters, *(f"##{letter}" for letter in letters)]
+    words += [f"word{n}" for n in range(120 - len(words))]
+    backend = tokenizers.Tokenizer(models.WordPiece({word: id for id, word in enumerate(words)}, unk_token="[UNK]"))
+    backend.decoder = decoders.WordPiece()
+    special = {"mask_token": "[MASK]", "pad_token": "[PAD]", "eos_token": "[SEP]"}
+    found = codd.load(FIXTURES / "bert", device="cpu", mask_id=4)
+    return replace(found, tokenizer=codd.Tokenizer(backend, special=special))
+
+
+WORD_PIECES = word_pieces()
+
+
+def planned(prompt: Sequence[int], length: int, model: codd.Model = MODEL, **fields) -> Plan:
+    begin = 0 if model.mask_id in prompt else len(prompt)
+    return Plan(**{"ids": tuple(prompt), "options": Options(gen_length=length), "begin": begin, **fields})
+
+
+def deltas(plan: Plan, whole: Sequence[int], model: codd.Model = MODEL, seed: int = 0, portion: int = 1) -> list[str]:
+    """What is sent if the masks become ``whole`` in a random order, some at a time."""
+    prefix = Prefix(plan, model)
+    given = [*plan.ids, *[model.mask_id] * (len(whole) - len(plan.ids))]
+    places = [place for place, token in enumerate(given) if token == model.mask_id]
+    random.Random(seed).shuffle(places)
+    found, ids = [], torch.tensor(given)
+    for first in range(0, len(places), portion):
+        ids = ids.clone()
+        for place in places[first : first + portion]:
+            ids[place] = whole[place]
+        found.append(prefix.feed(ids, first + portion >= len(places)))
+        assert prefix.text == "".join(found)
+        if prefix.finished:
+            break
+    assert prefix.finished
+    assert prefix.feed(ids, True) == ""
+    return found
+
+
+def text_of(plan: Plan, whole: Sequence[int], model: codd.Model = MODEL) -> str:
+    return model.text(torch.tensor(whole), plan.ids)
+
+
+@QUICK
+@given(text=TEXTS, seed=st.integers(0, 99), portion=st.integers(1, 4))
+def test_the_deltas_are_the_text(text, seed, portion):
+    prompt, answer = MODEL.tokenizer.encode("one "), MODEL.tokenizer.encode(text, parse_special=False)
+    if answer:
+        plan = planned(prompt, len(answer))
+        found = deltas(plan, [*prompt, *answer], seed=seed, portion=portion)
+        assert "".join(found) == text_of(plan, [*prompt, *answer]) == text
+
+
+@QUICK
+@given(answer=st.lists(st.integers(5, 300), min_size=1, max_size=12), seed=st.integers(0, 99))
+def test_the_deltas_are_the_text_of_bytes_that_are_none(answer, seed):
+    plan = planned([5], len(answer))
+    assert "".join(deltas(plan, [5, *answer], seed=seed)) == text_of(plan, [5, *answer])
+
+
+@QUICK
+@given(answer=st.lists(st.integers(0, 119).filter(lambda t: t != 4), min_size=1, max_size=12), seed=st.integers(0, 99))
+def test_the_deltas_are_the_text_of_word_pieces(answer, seed):
+    for prompt in ([30], []):
+        plan = planned(prompt, len(answer), WORD_PIECES)
+        found = deltas(plan, [*prompt, *answer], WORD_PIECES, seed=seed)
+        assert "".join(found) == text_of(plan, [*prompt, *answer], WORD_PIECES)
+
+
+@QUICK
+@given(seed=st.integers(0, 99), portion=st.integers(1, 3))
+def test_the_whole_text_is_sent_if_the_prompt_had_masks(seed, portion):
+    whole = MODEL.tokenizer.encode("Zoë met 👩‍🚀 in Zürich, of all places.")
+    prompt = [MODEL.mask_id if place in (3, 4, 5, 9) else token for place, token in enumerate(whole[:-3])]
+    plan = planned(prompt, 3)
+    found = deltas(plan, whole, seed=seed, portion=portion)
+    assert "".join(found) == text_of(plan, whole) == "Zoë met 👩‍🚀 in Zürich, of all places."
+
+
+def test_characters_are_sent_whole():
+    answer = MODEL.tokenizer.encode("a👩b")
+    assert len(answer) > 3
+    found = []
+    prefix, ids = Prefix(planned([5], len(answer)), MODEL), torch.tensor([5, *[MODEL.mask_id] * len(answer)])
+    for place, token in enumerate(answer, start=1):
+        ids[place] = token
+        found.append(prefix.feed(ids, place == len(answer)))
+    assert [delta for delta in found if delta] == ["a", "👩", "b"]
+
+
+def test_only_what_has_no_gap_before_it_is_sent():
+    whole = [5, *MODEL.tokenizer.encode(" one two three")]
+    prefix = Prefix(planned([5], 3), MODEL)
+    ids = torch.tensor([5, *[MODEL.mask_id] * 3])
+    ids[2:] = torch.tensor(whole[2:])
+    assert (prefix.feed(ids, False), prefix.tokens) == ("", 0)
+    ids[1] = whole[1]
+    assert (prefix.feed(ids, True), prefix.tokens) == (" one two three", 3)
+
+
+def test_the_middle_of_an_infilling():
+    before, middle, after = map(MODEL.tokenizer.encode, ("one", " two three", " four"))
+    ids = [*before, *[MODEL.mask_id] * len(middle), *after]
+    plan = planned(ids, 0, begin=len(before), end=len(before) + len(middle))
+    for seed in range(5):
+        assert "".join(deltas(plan, [*before, *middle, *after], seed=seed)) == " two three"
+
+
+def test_an_echo_comes_first_and_once():
+    whole = [5, *MODEL.tokenizer.encode(" one two")]
+    assert deltas(planned([5], 2, echo="zero"), whole, seed=1)[-1] in ("zero one two", " two")
+    assert "".join(deltas(planned([5], 2, echo="zero", stops=(" one",)), whole)) == "zero"
+
+
+@QUICK
+@given(
+    text=st.text(alphabet="ab ", min_size=1, max_size=14),
+    stops=st.lists(st.text(alphabet="ab ", min_size=1, max_size=4), max_size=3),
+    seed=st.integers(0, 99),
+    portion=st.integers(1, 5),
+)
+def test_a_text_ends_before_the_first_stop_however_it_came(text, stops, seed, portion):
+    answer = MODEL.tokenizer.encode(text)
+    plan = planned([5], len(answer), stops=tuple(stops))
+    ends = [end for end in range(len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)]
+    wanted = text
+    if ends:
+        wanted = text[: ends[0] - max(len(stop) for stop in stops if text[: ends[0]].endswith(stop))]
+    assert "".join(deltas(plan, [5, *answer], seed=seed, portion=portion)) == wanted
+
+
+def test_a_stop_ends_the_run_early():
+    answer = MODEL.tokenizer.encode(" one two three four")
+    prefix = Prefix(planned([5], len(answer), stops=(" thr",)), MODEL)
+    ids = torch.tensor([5, *[MODEL.mask_id] * len(answer)])
+    ids[1:4] = torch.tensor(answer[:3])
+    assert (prefix.feed(ids, False), prefix.finished, prefix.reason, prefix.tokens) == (" one two", True, "stop", 3)
+
+
+def test_what_may_become_a_stop_is_held_back():
+    answer = MODEL.tokenizer.encode(" one two three")
+    prefix = Prefix(planned([5], 3, stops=(" two four",)), MODEL)
+    ids = torch.tensor([5, *[MODEL.mask_id] * 3])
+    found = []
+    for place, token in enumerate(answer, start=1):
+        ids[place] = token
+        found.append(prefix.feed(ids, False))
+    assert found == [" one", "", " two three"]
+    assert prefix.feed(ids, True) == ""
+    held = Prefix(planned([5], 2, stops=(" two four",)), MODEL)
+    assert held.feed(torch.tensor([5, *answer[:2]]), False) == " one"
+    assert held.feed(torch.tensor([5, *answer[:2]]), True) == " two"
+
+
+def test_a_stop_in_what_was_given_does_not_count():
+    whole = MODEL.tokenizer.encode("one. two. three.")
+    at = len(MODEL.tokenizer.encode("one. two"))
+    prompt = [*whole[: at - 1], MODEL.mask_id, *whole[at:]]
+    assert "".join(deltas(planned(prompt, 0, stops=(".",)), whole)) == "one. two"
+
+
+def test_the_first_stop_is_the_one_that_is_complete_first():
+    assert first_stop("xabcd", ["abcd", "bc"]) == 2
+    assert first_stop("xabcd", ["bc", "abc"]) == 1
+    assert first_stop("abab", ["ab"], 1) == 2
+    assert first_stop("ab", ["c"]) is None
+
+
+@pytest.mark.parametrize(
+    ("last", "options", "reason"),
+    [
+        (EOS, Options(), "stop"),
+        (7, Options(), "length"),
+        (EOS, Options(stop=False), "length"),
+        (EOS, Options(preset="reference"), "length"),
+    ],
+)
+def test_why_a_text_ends(last, options, reason):
+    prefix = Prefix(planned([5], 2, options=options), MODEL)
+    text = prefix.feed(torch.tensor([5, *MODEL.tokenizer.encode(" one"), last]), True)
+    assert prefix.reason == reason
+    assert text == " one" + MODEL.tokenizer.decode([last])
+    assert prefix.tokens == 2
+
+
+def test_a_real_run():
+    [ids] = MODEL.encode("Mia has 8 stamps and buys 4. How many has she?")
+    options = {"gen_length": 16, "steps": 8, "temperature": 0.7, "seed": 2, "remasking": "random"}
+    prefix, found = Prefix(planned(ids, 16, options=Options(**options)), MODEL), []
+    for step in MODEL.denoise([ids], **options):
+        found.append(prefix.feed(step.ids, step.finished))
+        last = step.ids
+    assert "".join(found) == prefix.text == MODEL.text(last, ids)
+    assert sum(map(bool, found)) > 1
+    assert prefix.tokens == len(last) - len(ids)
+    assert prefix.reason == ("stop" if last[-1] == EOS else "length")
+
+
+def test_a_decoder_that_takes_back_what_it_said_is_waited_for():
+    backend = tokenizers.Tokenizer(models.WordLevel({"[M]": 0, "a": 1, "'": 2, "s": 3, "b": 4}, unk_token="a"))
+    backend.decoder = decoders.Sequence([decoders.Fuse(), decoders.Replace("'s", "S")])
+    model = replace(MODEL, tokenizer=codd.Tokenizer(backend, special={"mask_token": "[M]"}), mask_id=0)
+    whole = [1, 1, 2, 3, 4]
+    plan = planned([1], 4, model)
+    ids = torch.tensor([1, 1, 2, 0, 0])
+    prefix = Prefix(plan, model)
+    assert prefix.feed(ids, False) == "a'"
+    ids[3] = 3
+    assert prefix.feed(ids, False) == ""
+    prefix.feed(torch.tensor(whole), True)
+    assert len(prefix.text) == len(text_of(plan, whole, model))
+
+
+def test_without_a_tokenizer_there_is_no_text():
+    prefix = Prefix(planned([5], 2), replace(MODEL, tokenizer=None))
+    assert (prefix.feed(torch.tensor([5, 6, 7]), True), prefix.tokens, prefix.reason) == ("", 2, "length")

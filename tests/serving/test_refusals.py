@@ -1,0 +1,193 @@
+"""Errors as a client gets them, from a small application with the real schemas."""
+
+import json
+import logging
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.testclient import TestClient
+
+from codd.errors import CoddError, InvalidEvidence, InvalidInput
+from codd.serving import problems
+from codd.serving.guards import Guards, guarded
+from codd.serving.problems import RESPONSES, Problem, problem_of
+from codd.serving.schemas import ChatRequest, CompletionRequest, DenoiseRequest
+from codd.serving.tickets import Busy, Closing, Late
+
+RAISED: list[Exception] = []
+
+
+def made() -> FastAPI:
+    app = FastAPI(docs_url=None, redoc_url=None)
+    problems.install(app)
+
+    @app.post("/v1/denoise", responses=RESPONSES)
+    async def denoise(request: DenoiseRequest) -> dict[str, Any]:
+        return request.given()
+
+    @app.post("/v1/completions", responses=RESPONSES)
+    async def completions(request: CompletionRequest) -> dict[str, Any]:
+        request.check_supported()
+        return {}
+
+    @app.post("/v1/chat/completions", responses=RESPONSES)
+    async def chat(request: ChatRequest) -> dict[str, Any]:
+        request.check_supported()
+        return {}
+
+    @app.get("/raise")
+    async def fail() -> None:
+        raise RAISED.pop()
+
+    return app
+
+
+CLIENT = TestClient(guarded(made(), Guards(max_body=300_000)), base_url="http://127.0.0.1")
+JSON = {"Content-Type": "application/json"}
+
+
+def error_of(status: int, path: str = "/v1/denoise", headers: Any = JSON, **sent: Any) -> dict[str, Any]:
+    answer = CLIENT.post(path, headers=headers, **sent)
+    assert answer.status_code == status, answer.text
+    found = answer.json()["error"]
+    assert set(found) == {"message", "type", "param", "code"}
+    assert found["type"] == "invalid_request_error"
+    return found
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"stpes": 3}, "stpes", "no such field"),
+        ({"steps": "3"}, "steps", "integer"),
+        ({"steps": 0}, "steps", "greater than or equal to 1"),
+        ({"mode": "blok"}, "mode", "'block' or 'full'"),
+        ({"prompt": 3}, "prompt", "valid string, or input should be a valid list"),
+        ({"prompt": [1, -2]}, "prompt.1", "greater than or equal to 0"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content", "is missing"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role", "'system'"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text", "missing"),
+        ({"messages": {"str": 1}}, "messages", "valid list"),
+        ([1], "body", "JSON object"),
+        ("text", "body", "JSON object"),
+        (None, "body", "missing"),
+    ],
+)
+def test_a_malformed_request_names_the_field(body, param, words):
+    found = error_of(422, json=body) if body is not None else error_of(422)
+    assert found["param"] == param
+    assert words in found["message"]
+    assert found["message"].startswith(f"{param}: ")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_openai_requests_need_a_model(path):
+    assert "is missing" in error_of(422, path, json={"prompt": "x", "messages": []})["message"]
+    found = error_of(400, path, json={**_fine(path), "frequency_penalty": 1})
+    assert (found["param"], found["code"]) == ("frequency_penalty", "unsupported")
+
+
+def _fine(path: str) -> dict[str, Any]:
+    said = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"prompt": "x"}
+    return {"model": "m", **said}
+
+
+@pytest.mark.parametrize(
+    ("content", "status"),
+    [
+        (b"{", 422),
+        (b'{"steps": }', 422),
+        (b"", 422),
+        (b"\xff\xfe\xff", 400),
+        (b'{"prompt": "\xe9"}', 400),
+        (b"[" * 100_000, 400),
+        (b"[" * 100_000 + b"]" * 100_000, 400),
+        (b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400),
+        (b'{"a":' * 40_000 + b"1" + b"}" * 40_000, 400),
+        (b'{"steps": ' + b"9" * 5_000 + b"}", 400),
+    ],
+)
+def test_what_is_no_json(content, status):
+    assert error_of(status, content=content)["param"] == "body"
+
+
+@pytest.mark.parametrize(
+    ("content", "param"),
+    [
+        (b'{"steps": ' + b"9" * 4_000 + b"}", "steps"),
+        (b'{"temperature": 1e999}', "temperature"),
+        (b'{"temperature": NaN}', "temperature"),
+        (b'{"temperature": ' + b"9" * 400 + b"}", "temperature"),
+        (b'{"prompt": [' + b"[" * 900 + b"]" * 900 + b"]}", "prompt"),
+    ],
+)
+def test_odd_numbers_and_depths(content, param):
+    assert error_of(422, content=content)["param"].startswith(param)
+
+
+def test_bodies_that_do_not_say_that_they_are_json_are_not_read_as_such():
+    """A page of another site can send text without asking, but not JSON."""
+    assert error_of(422, headers={"Content-Type": "text/plain"}, content=b'{"prompt": "x"}')["param"] == "body"
+
+
+def test_little_of_a_request_is_sent_back():
+    long = "x" * 10_000
+    for body in ({long: 1}, {"mode": long}, {"messages": [{"role": long, "content": ""}]}, {"steps": long}):
+        found = error_of(422, json=body)
+        assert "x" * 101 not in json.dumps(found)
+        assert len(found["param"]) <= 100
+    assert error_of(422, content=b'{"\\ud800": 1}')["param"] == "body"  # a name that cannot be said
+
+
+def test_one_wrong_id_is_reported_not_all():
+    assert error_of(422, json={"prompt": [True] * 40_000})["param"] == "prompt.0"
+    assert error_of(422, "/v1/completions", json={"model": "m", "prompt": [True] * 40_000})["param"] == "prompt.0"
+
+
+def test_addresses_and_methods():
+    answer = CLIENT.get("/nowhere")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+    answer = CLIENT.get("/v1/denoise")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (405, "method_not_allowed")
+    assert answer.headers["Allow"] == "POST"
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "kind", "param"),
+    [
+        (Problem(400, "no", "steps"), 400, "invalid_request_error", "steps"),
+        (InvalidInput("the reference knows no sampler='any_order'"), 400, "invalid_request_error", "sampler"),
+        (InvalidInput("circuit_temperature must be positive"), 400, "invalid_request_error", "circuit_temperature"),
+        (InvalidInput("every token is banned"), 400, "invalid_request_error", None),
+        (InvalidEvidence("the potentials are infinite"), 400, "invalid_request_error", None),
+        (HTTPException(403, "no"), 403, "permission_error", None),
+        (Busy(7), 429, "rate_limit_error", None),
+        (Closing(), 503, "server_error", None),
+        (Late("late"), 504, "timeout", "timeout"),
+        (CoddError("secret"), 500, "server_error", None),
+        (RuntimeError("secret"), 500, "server_error", None),
+    ],
+)
+def test_what_is_raised_becomes_an_answer(raised, status, kind, param, caplog):
+    RAISED.append(raised)
+    with caplog.at_level(logging.ERROR, "codd.serving"):
+        answer = CLIENT.get("/raise")
+    assert answer.status_code == status
+    assert answer.json() == problem_of(raised).as_json()
+    assert (answer.json()["error"]["type"], answer.json()["error"]["param"]) == (kind, param)
+    assert "secret" not in answer.text
+    assert bool(caplog.records) == (status == 500)
+    if status == 500:
+        assert caplog.records[0].exc_info is not None
+    if status == 429:
+        assert answer.headers["Retry-After"] == "7"
+    assert answer.headers["X-Content-Type-Options"] == "nosniff"
+
+
+def test_the_document_describes_the_errors():
+    found = CLIENT.get("/openapi.json").json()
+    answers = found["paths"]["/v1/denoise"]["post"]["responses"]
+    assert set(answers) == {"200", *map(str, RESPONSES)}
+    assert answers["422"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ErrorBody"}

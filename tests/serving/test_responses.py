@@ -1,0 +1,127 @@
+import json
+import math
+
+import torch
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+import codd
+from codd.backbones import Tokenizer
+from codd.decoding import Step
+from codd.serving.answers import DONE, Cost, Envelope, Pieces, done_event, dump, event, start_event, step_event
+
+COST = Cost(prompt_tokens=3, completion_tokens=4, steps=2, circuit_steps=1, seconds=0.5, queued_seconds=0.25)
+MODEL = codd.load(device="cpu")
+assert MODEL.tokenizer is not None
+PIECES = Pieces(MODEL)
+
+
+def envelope(chat: bool, include_usage: bool = False) -> Envelope:
+    return Envelope("id-1", 1_700_000_000, "mini", chat, include_usage)
+
+
+def test_json_is_ascii_and_has_no_nan():
+    odd = {"a": [math.nan, 1.0, (math.inf, -math.inf)], "b": "é\u2028\ud800"}
+    found = dump(odd)
+    assert found.isascii()
+    assert json.loads(found) == {"a": [None, 1.0, [None, None]], "b": "é\u2028\ud800"}
+    assert dump({"a": 1}) == b'{"a":1}'
+
+
+def test_events_are_one_line_each():
+    assert event({"a": "b\nc\r\n"}) == b'data: {"a":"b\\nc\\r\\n"}\n\n'
+    assert event({}, "step") == b"event: step\ndata: {}\n\n"
+    assert DONE == b"data: [DONE]\n\n"
+
+
+def test_a_completion_is_what_openai_reads():
+    body = json.loads(dump(envelope(chat=False).whole([("one", "stop"), ("two", "length")], COST)))
+    found = Completion.model_validate(body)
+    assert [(c.index, c.text, c.finish_reason) for c in found.choices] == [(0, "one", "stop"), (1, "two", "length")]
+    assert found.usage is not None
+    assert (found.usage.prompt_tokens, found.usage.completion_tokens, found.usage.total_tokens) == (3, 4, 7)
+    assert body["usage"]["codd"] == {"steps": 2, "circuit_steps": 1, "seconds": 0.5, "queued_seconds": 0.25}
+    assert found.object == "text_completion"
+
+
+def test_a_chat_completion_is_what_openai_reads():
+    found = ChatCompletion.model_validate(envelope(chat=True).whole([("one", "stop")], COST), strict=True)
+    assert found.choices[0].message.content == "one"
+    assert found.choices[0].message.role == "assistant"
+    assert (found.object, found.model, found.created) == ("chat.completion", "mini", 1_700_000_000)
+
+
+def test_chunks_of_a_chat():
+    made = envelope(chat=True, include_usage=True)
+    chunks = [made.first(1), made.delta(1, "one"), made.last(1, "length"), made.usage(COST)]
+    found = [ChatCompletionChunk.model_validate(chunk, strict=True) for chunk in chunks]
+    assert [chunk.choices[0].delta.role for chunk in found[:3]] == ["assistant", None, None]
+    assert [chunk.choices[0].delta.content for chunk in found[:3]] == ["", "one", None]
+    assert [chunk.choices[0].finish_reason for chunk in found[:3]] == [None, None, "length"]
+    assert {chunk.choices[0].index for chunk in found[:3]} == {1}
+    assert [chunk["usage"] if chunk else 0 for chunk in chunks[:3]] == [None] * 3
+    assert found[3].choices == []
+    assert found[3].usage is not None
+    assert found[3].usage.total_tokens == 7
+
+
+def test_chunks_of_a_completion():
+    made = envelope(chat=False)
+    assert made.first(0) is None
+    assert made.usage(COST) is None
+    assert "usage" not in made.delta(0, "one")
+    chunk = made.delta(0, "one")
+    assert chunk["choices"] == [{"index": 0, "text": "one", "logprobs": None, "finish_reason": None}]
+    [choice] = Completion.model_validate(made.last(0, "stop")).choices
+    assert (choice.text, choice.finish_reason) == ("", "stop")
+
+
+def test_pieces_of_bytes():
+    ids = MODEL.tokenizer.encode("one two 👩")
+    found = PIECES([*ids, MODEL.mask_id, MODEL.backbone.special.eos])
+    assert found[:2] == [MODEL.tokenizer.decode([ids[0]]), " two"]
+    assert found[-2:] == [None, "<|eos|>"]
+    assert "\ufffd" in "".join(filter(None, found[2:-2]))
+    assert PIECES(ids) == PIECES(ids)
+
+
+def test_pieces_of_words():
+    """As they look in the middle of a text: a decoder drops the space before a word, and shows ##, at its beginning."""
+    backend = _word_pieces()
+    found = Pieces(codd.Model(MODEL.backbone, None, backend, 0))
+    assert found([0, 1, 2, 3, 99]) == [None, " play", "ing", ".", "<99>"]
+    blind = Pieces(codd.Model(MODEL.backbone, None, None, 0))
+    assert blind([0, 7]) == [None, "<7>"]
+
+
+def _word_pieces() -> Tokenizer:
+    import tokenizers
+    from tokenizers import decoders, models
+
+    words = {"[MASK]": 0, "play": 1, "##ing": 2, ".": 3}
+    backend = tokenizers.Tokenizer(models.WordPiece(words, unk_token="."))
+    backend.decoder = decoders.WordPiece()
+    return Tokenizer(backend, special={"mask_token": "[MASK]"})
+
+
+def test_the_events_of_a_run():
+    [ids] = MODEL.encode("one")
+    all_ids = [*ids, MODEL.mask_id, MODEL.mask_id]
+    begun = start_event(id="a", model="m", ids=all_ids, prompt_length=len(ids), options={}, ahead=2, pieces=PIECES)
+    assert set(begun) == {"id", "model", "prompt_length", "ids", "pieces", "options", "ahead"}
+    assert begun["pieces"][-2:] == [None, None]
+    for step in MODEL.denoise([ids], gen_length=2, steps=1):
+        found = step_event(step, PIECES)
+        assert found["positions"] == step.positions.tolist()
+        assert found["pieces"] == [MODEL.tokenizer.decode([token]) or "<|eos|>" for token in found["tokens"]]
+        assert (found["length"], found["window"], found["finished"]) == (len(step.ids), list(step.window), True)
+    assert done_event("one", "stop", COST) == {
+        **{"text": "one", "finish_reason": "stop", "steps": 2, "circuit_steps": 1, "tokens": 4},
+        **{"seconds": 0.5, "queued_seconds": 0.25},
+    }
+
+
+def test_a_score_that_is_none_is_null():
+    at = torch.tensor([1])
+    step = Step(0, 0, at, at, torch.tensor([math.nan]), 0.5, False, (0, 2), torch.tensor([5, 1]), True)
+    assert json.loads(event(step_event(step, PIECES), "step").split(b"data: ")[1])["scores"] == [None]

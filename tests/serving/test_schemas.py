@@ -1,0 +1,276 @@
+import math
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jaxtyping import TypeCheckError
+from pydantic import ValidationError
+
+from codd.decoding.options import ALIASES, REFERENCE_ORDERS, Options, Order
+from codd.errors import InvalidInput
+from codd.serving.options import NULLABLE, AnyOrder
+from codd.serving.problems import Problem
+from codd.serving.schemas import NEUTRAL, ChatRequest, CompletionRequest, DenoiseRequest, InspectRequest
+
+OPTIONS = {field.name for field in fields(Options)} - {"hooks"}
+SAID = [{"role": "user", "content": "one"}]
+DEFAULTS = Options(gen_length=64, threshold=0.9, temperature=0.5)
+OPENAI_COMPLETION = {
+    *("model", "prompt", "best_of", "echo", "frequency_penalty", "logit_bias", "logprobs", "max_tokens", "n"),
+    *("presence_penalty", "seed", "stop", "stream", "stream_options", "suffix", "temperature", "top_p", "user"),
+}
+
+
+def denoise(**fields: Any) -> DenoiseRequest:
+    return DenoiseRequest.model_validate({"prompt": "one", **fields})
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return CompletionRequest.model_validate({"model": "m", "prompt": "one", **fields})
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return ChatRequest.model_validate({"model": "m", "messages": SAID, **fields})
+
+
+def accepted(make: Callable[..., Any], **fields: Any) -> bool:
+    try:
+        make(**fields)
+    except (ValidationError, InvalidInput, TypeCheckError):
+        return False
+    return True
+
+
+def test_the_fields_are_the_options():
+    own = {"prompt", "messages", "chat", "timeout", "stream"}
+    assert set(DenoiseRequest.model_fields) - own == OPTIONS
+    assert set(CompletionRequest.model_fields) > OPTIONS
+    assert set(ChatRequest.model_fields) > OPTIONS
+    assert set(InspectRequest.model_fields) & OPTIONS == {"circuit_temperature", "tempering", "cfg_scale", "ban"}
+    assert all(DenoiseRequest.model_fields[name].default is None for name in OPTIONS)
+    assert denoise().given() == {}
+    assert denoise().options(DEFAULTS) == DEFAULTS
+
+
+def test_what_openai_documents_is_known():
+    from openai.types.chat.completion_create_params import CompletionCreateParamsBase as Chat
+
+    assert set(CompletionRequest.model_fields) > OPENAI_COMPLETION
+    assert set(Chat.__annotations__) <= set(ChatRequest.model_fields)
+
+
+def test_the_orders_are_those_of_the_options():
+    assert set(get_args(AnyOrder)) == {*get_args(Order), *ALIASES, *REFERENCE_ORDERS}
+    assert denoise(remasking="topk_margin").options(DEFAULTS).remasking == "margin"
+
+
+NUMBERS = st.one_of(
+    st.floats(allow_nan=True, allow_infinity=True),
+    st.integers(-3, 3),
+    st.sampled_from([0.0, 1.0, 1e-300, math.nextafter(1, 2), math.nextafter(0, -1)]),
+)
+VALUES = st.one_of(NUMBERS, st.booleans(), st.text(max_size=3), st.sampled_from(["block", "full", "paper", "defer"]))
+
+
+REALS = {field.name for field in fields(Options) if float in (field.type, *get_args(field.type))}
+
+
+@settings(max_examples=150, deadline=None)
+@given(name=st.sampled_from(sorted(OPTIONS - {"ban", "seed", "stop"})), value=VALUES)
+def test_the_schema_takes_what_the_options_take(name, value):
+    if isinstance(value, bool):
+        assert not accepted(denoise, **{name: value})  # to Python, True is a number
+        return
+    as_typed = float(value) if isinstance(value, int) and name in REALS else value
+    preset = {"preset": "reference"} if name == "circuit_temperature" else {}  # where it may be 0
+    assert accepted(denoise, **{name: value}) == accepted(Options, **{name: as_typed}, **preset)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("steps", "3"),
+        ("steps", 3.0),
+        ("steps", True),
+        ("gen_length", -1),
+        ("gen_length", 2**31),
+        ("temperature", "1"),
+        ("temperature", math.inf),
+        ("ban", [-1]),
+        ("ban", [1.5]),
+        ("ban", 3),
+        ("seed", 2**63),
+        ("seed", [1, 2]),
+        ("stop", "end"),
+        ("stop", 1),
+        ("hooks", []),
+        ("timeout", 0),
+        ("stream", 1),
+        ("prompt", []),
+        ("prompt", [True]),
+        ("prompt", ["one"]),
+        ("messages", []),
+        ("messages", [{"role": "tool", "content": "one"}]),
+        ("messages", [{"role": "user", "content": None}]),
+        ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]),
+        ("messages", [{"role": "assistant", "content": "one", "tool_calls": [{}]}]),
+        ("stpes", 3),
+    ],
+)
+def test_what_is_malformed(name, value):
+    with pytest.raises(ValidationError) as found:
+        denoise(**{name: value})
+    assert {error["loc"][0] for error in found.value.errors()} == {name}
+
+
+@pytest.mark.parametrize("seed", [-(2**63), -1, 0, 2**63 - 1])
+def test_every_seed_of_openai(seed):
+    assert denoise(seed=seed).options(DEFAULTS).seed == seed
+
+
+def test_null_is_the_default_unless_it_means_something():
+    nothing = dict.fromkeys(OPTIONS)
+    assert denoise(**nothing).given() == dict.fromkeys(NULLABLE)
+    found = denoise(threshold=None, temperature=None, steps=None).options(DEFAULTS)
+    assert (found.threshold, found.temperature, found.steps) == (None, 0.5, None)
+    assert {field.name for field in fields(Options) if type(None) in get_args(field.type)} == NULLABLE
+
+
+def test_the_client_comes_before_the_server():
+    found = denoise(entropy_budget=1, gen_length=7, ban=[3]).options(DEFAULTS)
+    assert (found.entropy_budget, found.threshold) == (1.0, None)
+    assert (found.gen_length, list(found.ban), found.temperature) == (7, [3], 0.5)
+
+
+@pytest.mark.parametrize(
+    ("given_fields", "param"),
+    [
+        ({"circuit_temperature": 0}, "circuit_temperature"),
+        ({"threshold": 0.5, "entropy_budget": 1}, "threshold"),
+        ({"preset": "reference", "threshold": 0.5}, "threshold"),
+        ({"preset": "reference", "threshold": None, "sampler": "any_order"}, "sampler"),
+        ({"remasking": "topprob"}, "remasking"),
+    ],
+)
+def test_what_the_options_refuse_names_the_field(given_fields, param):
+    with pytest.raises(Problem) as found:
+        denoise(**given_fields).options(DEFAULTS)
+    assert (found.value.status, found.value.param) == (400, param)
+
+
+def test_the_length_has_three_names():
+    assert completion(max_tokens=5).given() == {"gen_length": 5}
+    assert chat(max_completion_tokens=5, max_tokens=5).length() == ("max_tokens", 5)
+    assert chat(max_completion_tokens=5).length() == ("max_completion_tokens", 5)
+    assert completion(gen_length=5).length() == ("gen_length", 5)
+    assert completion().length() == ("max_tokens", None)
+    with pytest.raises(Problem) as found:
+        chat(max_completion_tokens=5, max_tokens=6).given()
+    assert (found.value.status, found.value.param) == (400, "max_completion_tokens")
+
+
+def test_stop_is_a_switch_or_texts():
+    assert (completion(stop=False).given(), completion(stop=False).stops) == ({"stop": False}, ())
+    assert (completion(stop="x").given(), completion(stop="x").stops) == ({}, ("x",))
+    assert chat(stop=["x", "yy"]).stops == ("x", "yy")
+    assert chat(stop=None).options(DEFAULTS).stop is True
+    for wrong in ("", [""], ["a"] * 5, 3):
+        with pytest.raises(ValidationError):
+            chat(stop=wrong)
+
+
+OTHERS = {
+    "frequency_penalty": 0.5,
+    "presence_penalty": -1,
+    "logit_bias": {"5": 100},
+    "logprobs": True,
+    "top_logprobs": 2,
+    "tools": [{"type": "function"}],
+    "tool_choice": "required",
+    "functions": [{}],
+    "function_call": {"name": "f"},
+    "response_format": {"type": "json_object"},
+    "modalities": ["text", "audio"],
+    "audio": {},
+    "prediction": {},
+    "web_search_options": {},
+    "moderation": {},
+    "store": True,
+}
+
+
+@pytest.mark.parametrize("name", sorted(NEUTRAL))
+def test_what_is_not_supported_is_named(name):
+    chat(**{name: None}).check_supported()
+    for neutral in NEUTRAL[name]:
+        chat(**{name: neutral}).check_supported()
+    with pytest.raises(Problem, match="not supported") as found:
+        chat(**{name: OTHERS[name]}).check_supported()
+    assert (found.value.status, found.value.param) == (400, name)
+
+
+@pytest.mark.parametrize("fields", [{"logprobs": 0}, {"logprobs": 3}, {"best_of": 2}, {"best_of": 1, "n": 2}])
+def test_what_completions_do_not_support(fields):
+    completion(best_of=2, n=2, frequency_penalty=0, logit_bias={}).check_supported()
+    with pytest.raises(Problem) as found:
+        completion(**fields).check_supported()
+    assert found.value.param == next(iter(fields))
+
+
+def test_what_is_ignored():
+    chat(
+        user="u",
+        metadata={"a": "b"},
+        service_tier="auto",
+        parallel_tool_calls=True,
+        reasoning_effort="low",
+        verbosity="low",
+        safety_identifier="s",
+        prompt_cache_key="k",
+        stream_options={"include_usage": True, "include_obfuscation": False},
+    ).check_supported()
+
+
+def test_messages_as_templates_take_them():
+    said = [
+        {"role": "developer", "content": "be brief", "name": "boss"},
+        {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
+        {"role": "assistant", "content": "three", "refusal": None, "tool_calls": None, "annotations": []},
+    ]
+    assert [message.plain() for message in chat(messages=said).messages] == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "one\ntwo"},
+        {"role": "assistant", "content": "three"},
+    ]
+
+
+@pytest.mark.parametrize("prompt", ["", "one", ["one", "two"], [1, 2], [[1], [2, 3]]])
+def test_prompts_of_completions(prompt):
+    assert completion(prompt=prompt).prompt == prompt
+
+
+@pytest.mark.parametrize("prompt", [[], [[]], [1, "a"], [1.5], None, {"a": 1}, [[1], "a"]])
+def test_what_is_no_prompt_of_completions(prompt):
+    with pytest.raises(ValidationError):
+        completion(prompt=prompt)
+
+
+def test_a_window_is_a_pair():
+    fine = {"ids": [1, 2], "window": [0, 2]}
+    assert InspectRequest.model_validate(fine).candidates == 8
+    for wrong in ([0], [0, 1, 2], [0, "1"], [-1, 1], 3):
+        with pytest.raises(ValidationError):
+            InspectRequest.model_validate({**fine, "window": wrong})
+    for wrong in (0, 33, True):
+        with pytest.raises(ValidationError):
+            InspectRequest.model_validate({**fine, "candidates": wrong})
+
+
+def test_the_schema_states_the_ranges():
+    found = DenoiseRequest.model_json_schema()["properties"]
+    assert {"maximum": 1, "minimum": 0, "type": "number"} in found["top_p"]["anyOf"]
+    assert {"exclusiveMaximum": 1, "exclusiveMinimum": 0, "type": "number"} in found["eps"]["anyOf"]
+    assert all("description" in found[name] for name in OPTIONS)
