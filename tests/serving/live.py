@@ -46,8 +46,8 @@ def live(model: codd.Model | None = None, settings: Settings | None = None, **en
         found.append(url)
         ready.set()
 
-    running = server.make(made, settings or Settings(), host="127.0.0.1", port=0, drain=5, ready=tell)
-    thread = threading.Thread(target=running.run)
+    running = server.make(made, settings or Settings(), drain=5, ready=tell)
+    thread = threading.Thread(target=running.run, args=([server.listen("127.0.0.1", 0)],))
     thread.start()
     try:
         assert ready.wait(30)

@@ -20,6 +20,7 @@ from small_models import small
 
 from codd.decoding import Options
 from codd.serving.app import Settings
+from codd.serving.connection import EventStream
 from codd.serving.guards import Guards
 from codd.serving.prompts import Limits
 
@@ -189,6 +190,18 @@ def test_an_error_in_the_middle_of_a_stream_is_its_last_event():
         assert found[0][0] == "start"
         assert found[-1][0] == "error"
         assert found[-1][1]["error"]["code"] == "deadline_passed"
+
+
+def test_a_client_that_waits_long_hears_that_the_server_is_still_there(monkeypatch):
+    monkeypatch.setattr(EventStream, "patience", 0.02)
+    gate = Gate()
+    with live(small(), gate.settings(), slots=1) as server:
+        threading.Timer(0.3, gate.open.release, [100]).start()
+        found = server.http.post("/v1/denoise", json=IDS)
+        assert found.text.count(": waiting\n\n") > 2
+        found = found.text.replace(": waiting\n\n", "")
+        assert found.count("event: step") == 4
+        assert found.count("event: done") == 1
 
 
 def test_a_key_is_asked_for():

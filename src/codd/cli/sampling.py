@@ -69,18 +69,19 @@ SAMPLING = {
 """Every option of `Options` that can be typed (hooks cannot), and one that stands for ``steps``."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which model, whether it converses, and all options of the loop."""
+def add_arguments(parser: argparse.ArgumentParser, *, chat: bool = True) -> None:
+    """Which model, whether it converses (if that is for the verb to say), and all options of the loop."""
     group = parser.add_argument_group("model")
     group.add_argument("--model", metavar="PATH", help="a folder or hub id (default: the bundled model)")
     add_circuit_argument(group)
     group.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
     group.add_argument("--dtype", metavar="TYPE", help=f"{', '.join(DTYPES)} (default: float32 on a CPU)")
-    group.add_argument(
-        "--chat",
-        action=argparse.BooleanOptionalAction,
-        help="whether a prompt is a question for the chat template (default: if the model has one)",
-    )
+    if chat:
+        group.add_argument(
+            "--chat",
+            action=argparse.BooleanOptionalAction,
+            help="whether a prompt is a question for the chat template (default: if the model has one)",
+        )
     group = parser.add_argument_group("sampling")
     pace = group.add_mutually_exclusive_group()
     for name, (parse, metavar, text) in SAMPLING.items():

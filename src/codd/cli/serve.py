@@ -12,7 +12,6 @@ from codd.cli import console, sampling
 from codd.errors import InvalidInput, MissingDependency
 
 if TYPE_CHECKING:
-    from codd.decoding import Model, Options
     from codd.serving.app import Settings
 
 NAME = "serve"
@@ -48,7 +47,7 @@ examples:
     group.add_argument("--slots", type=int, metavar="N", default=8, help="sequences that share a step (default: 8)")
     group.add_argument("--queue", type=int, metavar="N", default=64, help="sequences that may wait (default: 64)")
     group.add_argument(
-        "--timeout", type=float, metavar="S", default=600, help="seconds a request may take (default: 600)"
+        "--timeout", type=float, metavar="S", default=600.0, help="seconds a request may take (default: 600)"
     )
     group.add_argument(
         "--drain", type=int, metavar="S", default=30, help="seconds to finish when stopped (default: 30)"
@@ -71,7 +70,7 @@ examples:
     group.add_argument("--log-text", action="store_true", help="log what is asked")
     group.add_argument("--quiet", action="store_true", help="log only what goes wrong")
     parser.add_argument("--json", action="store_true", help="print the address as a JSON object")
-    sampling.add_arguments(parser)
+    sampling.add_arguments(parser, chat=False)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -82,25 +81,26 @@ def run(args: argparse.Namespace) -> int:
         from codd.serving.engine import Engine
     except ImportError as error:
         raise MissingDependency(f"codd serve needs {error.name}: pip install 'codd[serve]'.") from None
-    options = sampling.options_from(args)
-    model = sampling.model_from(args)
-    if model.mask_id is None:
-        raise InvalidInput("this checkpoint does not say which token is the mask, so that nothing can be filled.")
-    settings = _settings(args, model, options)
-    level = logging.WARNING if args.quiet else logging.INFO
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    logging.getLogger("codd.serving").setLevel(level)
-    engine = Engine(model, slots=args.slots, queue=args.queue)
-
-    def ready(url: str) -> None:
-        if args.json:
-            print(json.dumps({"url": url, "model": settings.name}), flush=True)
-        else:
-            print(f"{settings.name} is served at {url}", flush=True)
-
-    found = server.make(engine, settings, host=args.host, port=args.port, drain=args.drain, ready=ready)
-    found.run()
+    settings = _settings(args)
+    with server.listen(args.host, args.port) as wire:
+        model = sampling.model_from(args)
+        if model.mask_id is None:
+            raise InvalidInput("this checkpoint does not say which token is the mask, so that nothing can be filled.")
+        _log(quiet=args.quiet)
+        engine = Engine(model, slots=args.slots, queue=args.queue)
+        found = server.make(engine, settings, drain=args.drain, ready=lambda url: _tell(url, settings.name, args.json))
+        found.run(sockets=[wire])
     return 0 if found.started else 1
+
+
+def _tell(url: str, name: str, as_json: bool) -> None:
+    print(json.dumps({"url": url, "model": name}) if as_json else f"{name} is served at {url}", flush=True)
+
+
+def _log(quiet: bool) -> None:
+    """To stderr; of other libraries only what goes wrong."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
+    logging.getLogger("codd.serving").setLevel(logging.WARNING if quiet else logging.INFO)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -114,7 +114,7 @@ def _check(args: argparse.Namespace) -> None:
         raise InvalidInput(f"--timeout must be more than 0 seconds, found {args.timeout}.")
 
 
-def _settings(args: argparse.Namespace, model: "Model", options: "Options") -> "Settings":
+def _settings(args: argparse.Namespace) -> "Settings":
     from codd.serving.app import Settings
     from codd.serving.guards import Guards
     from codd.serving.prompts import Limits
@@ -125,15 +125,15 @@ def _settings(args: argparse.Namespace, model: "Model", options: "Options") -> "
             f"codd: anybody who can reach {args.host} can use this server: set {KEY} to ask for a key.", style="yellow"
         )
     return Settings(
-        name=args.name or _name(args, model),
-        limits=Limits(options, args.max_length),
+        name=args.name or _name(args),
+        limits=Limits(sampling.options_from(args), args.max_length),
         guards=Guards(args.host, tuple(args.allow_host), key, args.max_body, tuple(args.cors)),
         timeout=args.timeout,
         log_text=args.log_text,
     )
 
 
-def _name(args: argparse.Namespace, model: "Model") -> str:
+def _name(args: argparse.Namespace) -> str:
     return "codd-mini" if args.model is None else Path(args.model).name or str(args.model)
 
 

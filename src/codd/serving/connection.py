@@ -1,7 +1,7 @@
 """Answers to clients who may leave before they have them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
@@ -48,6 +48,9 @@ class EventStream(Response):
     What goes wrong before the first event is an ordinary error; later it is the last event of the stream.
     """
 
+    patience = 15.0
+    """Seconds without an event after which a comment is sent instead."""
+
     def __init__(self, engine: Engine, tickets: list[Ticket], events: AsyncIterator[bytes], *, named: bool):
         """``named``: whether events have names, as those of /v1/denoise do, and OpenAI's do not."""
         super().__init__(headers=SSE_HEADERS)
@@ -61,12 +64,12 @@ class EventStream(Response):
 
     async def _stream(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async with aclosing(self._guarded()) as events:  # type: ignore[type-var]  # a generator can be closed
-            async for data in events:
+        async with aclosing(self._guarded()) as events:
+            async for data in with_signs_of_life(events, self.patience):
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _guarded(self) -> AsyncIterator[bytes]:
+    async def _guarded(self) -> AsyncGenerator[bytes]:
         try:
             async for data in self.events:
                 yield data
@@ -78,3 +81,23 @@ class EventStream(Response):
         """What the engine has not logged itself, and nobody foresaw."""
         if problem_of(error).status == 500 and not isinstance(error, Broken):
             log.error("a stream failed", exc_info=error)
+
+
+async def with_signs_of_life(events: AsyncIterator[bytes], patience: float) -> AsyncIterator[bytes]:
+    """The same, with comments in long silences: whoever waits in a queue must not be taken for dead by a proxy."""
+    coming: asyncio.Future[bytes] | None = None
+    try:
+        while True:
+            coming = asyncio.ensure_future(anext(events))
+            while not (await asyncio.wait({coming}, timeout=patience))[0]:
+                yield b": waiting\n\n"
+            try:
+                yield coming.result()
+            except StopAsyncIteration:
+                return
+    finally:
+        if coming is not None:
+            coming.cancel()
+            await asyncio.wait({coming})
+            if not coming.cancelled():
+                coming.exception()

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 import threading
@@ -12,7 +13,7 @@ from types import FrameType
 
 import uvicorn
 
-from codd.errors import CircuitSteppedAside
+from codd.errors import CircuitSteppedAside, InvalidInput
 from codd.serving.app import Settings, create_app
 from codd.serving.engine import Engine
 
@@ -56,15 +57,21 @@ class Server(uvicorn.Server):
                 loop.remove_signal_handler(each)
 
 
-def make(
-    engine: Engine, settings: Settings, *, host: str, port: int, drain: int, ready: Callable[[str], None]
-) -> Server:
-    """A server that waits for its ``run``."""
+def listen(host: str, port: int) -> socket.socket:
+    """A socket for a server; before a model is loaded, since the address may be taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error  # names have codes of their own
+        raise InvalidInput(f"cannot listen on {host}, port {port}: {reason}.") from None
+
+
+def make(engine: Engine, settings: Settings, *, drain: int, ready: Callable[[str], None]) -> Server:
+    """A server that waits for its ``run``, which takes the socket."""
     warnings.simplefilter("ignore", CircuitSteppedAside)  # a client's text may be impossible, which is no news
     config = uvicorn.Config(
         create_app(engine, settings),
-        host=host,
-        port=port,
         lifespan="on",
         log_config=None,
         access_log=False,  # `Counted` writes one line a request, without the query

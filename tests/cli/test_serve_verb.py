@@ -1,0 +1,47 @@
+"""``codd serve``: what is refused before anything listens. How it serves is in tests/serving."""
+
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from codd.cli import FAILED, main
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--slots", "0"], "--slots must be at least 1"),
+        (["--port", "70000"], "--port must be at most 65535"),
+        (["--timeout", "0"], "--timeout must be more than 0"),
+        (["--api-key-file", "/nowhere/key"], "/nowhere/key"),
+        (["--threshold", "2"], "threshold must be"),
+        (["--model", "/nowhere/model"], "/nowhere/model"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line(capsys, arguments, words):
+    assert main(["serve", *arguments]) == FAILED
+    found = capsys.readouterr().err.strip()
+    assert words in found
+    assert "\n" not in found
+
+
+def test_an_empty_key_is_no_key(capsys, tmp_path):
+    (tmp_path / "key").write_text("\n")
+    assert main(["serve", "--api-key-file", str(tmp_path / "key")]) == FAILED
+    assert "there is no key in it" in capsys.readouterr().err
+
+
+def test_without_its_extra_it_says_what_to_install():
+    code = "import sys; sys.modules['fastapi'] = None; from codd.cli import main; sys.exit(main(['serve']))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert found.returncode == FAILED
+    assert found.stderr.strip() == "codd: codd serve needs fastapi: pip install 'codd[serve]'."
+
+
+def test_a_port_that_is_taken_is_said_before_a_model_is_loaded(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "--port", str(port), "--model", "/nowhere"]) == FAILED
+    assert capsys.readouterr().err.strip() == f"codd: cannot listen on 127.0.0.1, port {port}: Address already in use."
