@@ -117,19 +117,20 @@ TOLERATED = 1e-6
 
 
 def lost_share(
-    steps: Transition, log_initial: Float[Tensor, " N"], leaf: Scaled, backend: Backend
+    forward: Float[Tensor, "B L N"], leaf: Float[Tensor, "B L N"], backward: Float[Tensor, "B L N"]
 ) -> Float[Tensor, " B"]:
-    """A bound of the share of Z that underflow can have cost, in each sequence.
+    """A bound of the share of Z that underflow can have cost, in each sequence; all values in the units of their walk.
 
     At every position Z is the sum over states of forward times leaf times backward, in units that all three share. A
-    leaf that was lost is below its flush, a product below the chain's; what each was multiplied with is no more than
-    the largest message. So a circuit whose numbers are far apart is in no doubt if those that count are there.
+    leaf that was lost is below its flush, a product with a message below the chain's (in the units of that message, or
+    in those that make its largest entry one); what each was multiplied with is no more than the largest message. So a
+    circuit whose numbers are far apart is in no doubt if those that count are there.
     """
-    forward = backend.messages(steps, log_initial, leaf, False).values
-    backward = backend.messages(steps, None, leaf, True).values
-    total = (forward * leaf.values * backward).sum(-1)
+    total = (forward * leaf * backward).sum(-1)
     high, above = forward.amax(-1), backward.amax(-1)
-    lost = leaf.values.shape[-1] * above * (leaf_eager.FLUSH * high + chain_eager.FLUSH[leaf.values.dtype])
+    flush = chain_eager.FLUSH[leaf.dtype]
+    products = flush * (above * high.clamp_min(1) + high * above.clamp_min(1))
+    lost = leaf.shape[-1] * (leaf_eager.FLUSH * high * above + products)
     return torch.where(total > 0, lost / total, torch.inf).amax(-1)
 
 
@@ -137,7 +138,9 @@ def _outweighed(hmm: "HMM", ev: Evidence, leaf: Scaled, doubt: Doubt, backend: B
     """The doubts that are left when what may be lost is compared with what is there."""
     if doubt is None:
         return None
-    doubt = doubt & ~(lost_share(steps_of(hmm, ev), hmm.log_initial, leaf, backend) <= TOLERATED)
+    assert backend.both is not None  # the reference loses nothing
+    forward, backward = backend.both(steps_of(hmm, ev), hmm.log_initial, leaf)
+    doubt = doubt & ~(lost_share(forward.values, leaf.values, backward.values) <= TOLERATED)
     return doubt if bool(doubt.any()) else None
 
 

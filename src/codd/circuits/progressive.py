@@ -59,6 +59,38 @@ class _Places:
         return x[self._sequences, self.index] if self.own else x[:, self.index]
 
 
+class _Part:
+    """Messages after ``begin``, where one is known, up to ``end``: backward ones if that is before."""
+
+    def __init__(self, leaf: Scaled, message: Scaled, begin: int, end: int) -> None:
+        """Of both, those positions, which change in place."""
+        self.reverse = end < begin
+        here = slice(min(begin, end), max(begin, end) + 1)
+        self.leaf = Scaled(leaf.values[:, here], leaf.log_scale[:, here])
+        self.message = Scaled(message.values[:, here], message.log_scale[:, here])
+
+    def way(self) -> chain_eager.Way:
+        """The chain starts from one: what is known goes into the first leaf.
+
+        Its largest entry is at one, so that scales do not pile up over many short chains.
+        """
+        leaf, message = self.leaf, self.message
+        start = Scaled(leaf.values.clone(), leaf.log_scale.to(torch.float64, copy=True))
+        edge = slice(-1, None) if self.reverse else slice(1)
+        first = start.values[:, edge].mul_(message.values[:, edge])
+        top = first.amax(-1, keepdim=True)
+        top.masked_fill_(top == 0, 1)
+        first.div_(top)
+        start.log_scale[:, edge] += message.log_scale[:, edge] + top.log()
+        return chain_eager.Way(None, start, self.reverse)
+
+    def put(self, found: Scaled) -> None:
+        """Write the messages that were not known."""
+        new = slice(None, -1) if self.reverse else slice(1, None)
+        self.message.values[:, new] = found.values[:, new]
+        self.message.log_scale[:, new] = found.log_scale[:, new]
+
+
 class Progressive:
     """An HMM and evidence to which tokens are added one by one. Made by ``HMM.progressive``."""
 
@@ -131,24 +163,12 @@ class Progressive:
         at, tokens = (self._sequences, choice.positions), choice.numbers
         if candidates is not None:
             tokens = candidates[(*at, tokens)]
-        self._observe(choice.positions, tokens, choice.some, choice.probabilities)
+        self._observe(choice.positions, tokens, choice.some)
         open_.scatter_(1, choice.positions[:, None], False)
         return Picked(choice.positions, tokens, choice.probabilities.float(), choice.sure)
 
-    def _observe(
-        self,
-        positions: Int[Tensor, " B"],
-        tokens: Int[Tensor, " B"],
-        where: Bool[Tensor, " B"],
-        probabilities: Float[Tensor, " B"] | None = None,
-    ) -> None:
-        """Replace leaf values by columns of the emission, in some sequences, unless a position is known already.
-
-        A token of probability p leaves p of Z, and of what was lost no more than there was: the lost share grows by
-        no more than 1 / p. If entries of the new column vanish, it is found anew.
-        """
-        if self._lost is not None:
-            self._lost = None if probabilities is None else self._lost / torch.where(where, probabilities, 1)
+    def _observe(self, positions: Int[Tensor, " B"], tokens: Int[Tensor, " B"], where: Bool[Tensor, " B"]) -> None:
+        """Replace leaf values by columns of the emission, in some sequences, unless a position is known already."""
         at = (self._sequences, positions)
         new = where & ~self._observed[at]
         log = _log_column(self._hmm.emission, positions, tokens)
@@ -159,15 +179,12 @@ class Progressive:
         self._leaf.log_scale[at] = torch.where(new[:, None], row.log_scale[:, 0], self._leaf.log_scale[at])
         self._tokens[at] = torch.where(new, tokens, self._tokens[at])
         self._observed[at] |= new
-        self._log_partition = None
+        self._log_partition = self._lost = None
         if self._host:
             low, high = (int(x) for x in torch.aminmax(positions))
             self._ahead, self._behind = min(self._ahead, low), max(self._behind, high)
             tiny = torch.finfo(log.dtype).tiny
-            vanished = ((log > -torch.inf) & (row.values[:, 0] < tiny)).any(-1) & new
-            self._doubt |= vanished
-            if bool(vanished.any()):
-                self._lost = None
+            self._doubt |= ((log > -torch.inf) & (row.values[:, 0] < tiny)).any(-1) & new
         else:
             self._both = None
 
@@ -311,42 +328,26 @@ class Progressive:
             self._both = both
         if not self._host:
             return both
-        places = self._open()
+        places, last = self._open(), self._given.shape[1] - 1
         low, high = (int(places[0]), int(places[-1])) if len(places) else (self._ahead, self._ahead)
+        if bool(self._doubt.any()):  # what may be lost shows where both are right
+            low, high = 0, last
         # Tables that belong to their steps serve the whole chain only.
-        whole, last = self._steps.stepwise, self._given.shape[1] - 1
+        whole = self._steps.stepwise
+        parts = []
         if high > self._ahead:
             self._ahead, begin = (last, 0) if whole else (high, self._ahead)
-            self._extend(both[0], begin, self._ahead)
+            parts.append(_Part(self._leaf, both[0], begin, self._ahead))
         if low < self._behind:
             self._behind, begin = (0, last) if whole else (low, self._behind)
-            self._extend(both[1], begin, self._behind)
+            parts.append(_Part(self._leaf, both[1], begin, self._behind))
+        found = chain_eager.along(self._steps, [part.way() for part in parts])
+        for part, out in zip(parts, found, strict=True):
+            part.put(out)
+            # Doubt all sequences if a product of message and leaf may have lost something; `_in_doubt` says which.
+            if not chain_eager.nothing_lost(part.leaf * part.message):
+                self._doubt.fill_(True)
         return both
-
-    def _extend(self, message: Scaled, begin: int, end: int) -> None:
-        """Compute the messages after ``begin``, where one is known, up to ``end``: backward ones if that is before."""
-        reverse = end < begin
-        part = slice(min(begin, end), max(begin, end) + 1)
-        leaf = Scaled(self._leaf.values[:, part], self._leaf.log_scale[:, part])
-        message = Scaled(message.values[:, part], message.log_scale[:, part])
-        # The chain starts from one: what is known goes into the first leaf, with its largest entry at one, so that
-        # scales do not pile up over many short chains.
-        start = Scaled(leaf.values.clone(), leaf.log_scale.to(torch.float64, copy=True))
-        edge, new = (slice(-1, None), slice(None, -1)) if reverse else (slice(1), slice(1, None))
-        first = start.values[:, edge].mul_(message.values[:, edge])
-        top = first.amax(-1, keepdim=True)
-        top.masked_fill_(top == 0, 1)
-        first.div_(top)
-        start.log_scale[:, edge] += message.log_scale[:, edge] + top.log()
-        out = self._backend.messages(self._steps, None, start, reverse)
-        message.values[:, new] = out.values[:, new]
-        message.log_scale[:, new] = out.log_scale[:, new]
-        self._look(leaf, message)
-
-    def _look(self, leaf: Scaled, message: Scaled) -> None:
-        """Doubt all sequences if a product of message and leaf may have lost something; `_in_doubt` says which."""
-        if not chain_eager.nothing_lost(leaf * message):
-            self._doubt.fill_(True)
 
     def _root(self) -> Float[Tensor, " B"]:
         """log Z, at a position where both messages are right."""
@@ -425,8 +426,9 @@ class Progressive:
         """The sequences in which more may be lost than counts."""
         if not bool(self._doubt.any()):
             return self._faint
-        if self._lost is None or bool((self._doubt & ~(self._lost <= inference.TOLERATED)).any()):
-            self._lost = inference.lost_share(self._steps, self._hmm.log_initial, self._leaf, self._backend)
+        if self._lost is None:
+            forward, backward = self._messages()
+            self._lost = inference.lost_share(forward.values, self._leaf.values, backward.values)
         return self._faint | (self._doubt & ~(self._lost <= inference.TOLERATED))
 
 

@@ -7,7 +7,7 @@ shapes are fixed. Graphs are kept with the backbone and the circuit that they be
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Generic, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -22,8 +22,8 @@ from codd.decoding import samplers
 from codd.decoding.options import Options
 from codd.decoding.samplers import Noise, Ranking
 
-NETWORKS, STEPS = 2, 16
-"""Graphs that are kept: those of a network hold all its activations. What was not used for the longest time goes."""
+NETWORKS, STEPS = 32, 16
+"""Graphs that are kept. Those of a network share their memory. What was not used for the longest time goes."""
 WARMUP = 2
 """Calls of a kind that are made without a graph first: they compile what is to be captured."""
 
@@ -41,6 +41,7 @@ class Kept(Generic[Arguments, Result]):
         self.most = most
         self.seen: dict[Hashable, int] = {}
         self.graphs: OrderedDict[Hashable, Callable[Arguments, Result]] = OrderedDict()
+        self.pool: Any = None  # of memory that they share; PyTorch has no public name for its type
 
     def find(
         self, key: Hashable, capture: Callable[[], Callable[Arguments, Result]]
@@ -65,7 +66,7 @@ _NETWORKS: WeakKeyDictionary[Backbone, Kept[[Tensor, Tensor | None], Tensor]] = 
 _STEPS: WeakKeyDictionary[Chain, Kept[["Given"], Tensor]] = WeakKeyDictionary()
 
 
-def _capture(function: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result]:
+def _capture(function: Callable[[], Result], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Result]:
     """Once on a stream of its own, as PyTorch wants it, then for the record."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
@@ -73,7 +74,7 @@ def _capture(function: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Resu
         function()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, pool=pool):
         result = function()
     return graph, result
 
@@ -86,16 +87,24 @@ def network_states(
         return backbone.states(ids, valid, fill_padding=False)
     kept = _NETWORKS.setdefault(backbone, Kept(NETWORKS))
     where = tuple(parameter.data_ptr() for parameter in backbone.parameters())  # weights may be moved
-    graph = kept.find((where, ids.shape, valid is None), lambda: _Network(backbone, ids, valid))
+    if kept.pool is None:
+        kept.pool = torch.cuda.graph_pool_handle()
+    graph = kept.find((where, ids.shape, valid is None), lambda: _Network(backbone, ids, valid, kept.pool))
     return backbone.states(ids, valid, fill_padding=False) if graph is None else graph(ids, valid)
 
 
 class _Network:
-    """The network for batches of one shape."""
+    """The network for batches of one shape. Its activations lie where those of other shapes do."""
 
-    def __init__(self, backbone: Backbone, ids: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"] | None):
+    def __init__(
+        self,
+        backbone: Backbone,
+        ids: Int[Tensor, "B L"],
+        valid: Bool[Tensor, "B L"] | None,
+        pool: Any,
+    ):
         self.ids, self.valid = ids.clone(), None if valid is None else valid.clone()
-        self.graph, self.states = _capture(lambda: backbone.states(self.ids, self.valid, fill_padding=False))
+        self.graph, self.states = _capture(lambda: backbone.states(self.ids, self.valid, fill_padding=False), pool)
 
     def __call__(self, ids: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"] | None) -> Float[Tensor, "B L d"]:
         self.ids.copy_(ids)

@@ -15,13 +15,16 @@ from torch import Tensor
 from codd.backbones.backbone import Backbone
 from codd.circuits import Modulated
 from codd.coupling.coupled import Prior
-from codd.decoding import decide, graphs, reference
+from codd.decoding import decide, graphs, reference, together
 from codd.decoding.course import Course, begin
 from codd.decoding.decide import Asked, Decision
 from codd.decoding.draft import Draft, Turn
 from codd.decoding.options import Options
 from codd.decoding.samplers import Ranking
 from codd.errors import CircuitSteppedAside, CoddError, InvalidInput
+
+SHAPES = 32
+"""Of how many positions the length of a ragged batch is a multiple on a GPU."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,9 +52,11 @@ class Step:
     """Whether this was the sequence's last step."""
 
 
-def pad_left(sequences: Sequence[Sequence[int] | Tensor], pad_id: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def pad_left(
+    sequences: Sequence[Sequence[int] | Tensor], pad_id: int, device: torch.device, at_least: int = 0
+) -> tuple[Tensor, Tensor]:
     """One batch of sequences of any lengths: ids, and which of them are real."""
-    longest = max(map(len, sequences), default=0)
+    longest = max(at_least, max(map(len, sequences), default=0))
     ids = torch.full((len(sequences), longest), pad_id, dtype=torch.long)
     valid = torch.zeros(len(sequences), longest, dtype=torch.bool)
     for row, sequence in enumerate(sequences):
@@ -86,7 +91,7 @@ def advance(backbone: Backbone, courses: Sequence[Course]) -> list[Step | CoddEr
     cases = [
         _asked(backbone, course, states) for course, states in zip(courses, evaluate(backbone, courses), strict=True)
     ]
-    decided = [_tried(backbone, case) for case in cases]
+    decided = together.each(lambda case: _tried(backbone, case), cases)
     return [_settled(backbone, *each) for each in zip(courses, cases, decided, strict=True)]
 
 
@@ -97,14 +102,22 @@ def evaluate(backbone: Backbone, courses: Sequence[Course]) -> list[list[Float[T
     seen = [draft.ids for draft in drafts]
     seen += [torch.where(drafts[i].given, drafts[i].mask_id, drafts[i].ids) for i in guided]
     pad = backbone.special.pad if backbone.special.pad is not None else 0
-    ids, valid = pad_left(seen, pad, backbone.device)
     equal = len({len(x) for x in seen}) == 1
+    ids, valid = pad_left(seen, pad, backbone.device, 0 if equal else _rounded(backbone, max(map(len, seen))))
     states = graphs.network_states(backbone, ids, None if equal else valid)
     own = [state[ids.shape[1] - len(x) :] for state, x in zip(states, seen, strict=True)]
     found = [[state] for state in own[: len(drafts)]]
     for i, state in zip(guided, own[len(drafts) :], strict=True):
         found[i].append(state)
     return found
+
+
+def _rounded(backbone: Backbone, longest: int) -> int:
+    """On a GPU batches of unequal lengths have one of few shapes, so that there is a graph for most of them."""
+    if backbone.device.type != "cuda":
+        return longest
+    up = -(-longest // SHAPES) * SHAPES
+    return up if backbone.plan.max_length is None else max(longest, min(up, backbone.plan.max_length))
 
 
 def rows_of(draft: Draft, turn: Turn, options: Options) -> Int[Tensor, " R"]:

@@ -72,6 +72,7 @@ EAGER = Backend(
     sample_path=path_eager.sample_path,
     scores=scores_eager.scores,
     checked=True,
+    both=chain_eager.both,
 )
 
 

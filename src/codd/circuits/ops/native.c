@@ -1,66 +1,107 @@
 /* The two sequential loops of the engine on a CPU, for float32 and one dense matrix.
  * Compiled on first use by native.py; NumPy does the same where there is no compiler. */
 #include <stdint.h>
-#include <string.h>
 
 typedef float vec __attribute__((vector_size(64), aligned(4))); /* one register of AVX-512, two of AVX2 */
 #define LANES 16
+#define DEPTH 32
 
-/* out[r][0..n) = rows[r][0..n) times matrix, for R rows at once: their sums stay in registers. */
-#define PRODUCT(R)                                                                                  \
-    static void product_##R(const float *rows, const float *matrix, float *out, int64_t n) {        \
-        int64_t j = 0;                                                                              \
-        for (; j + 2 * LANES <= n; j += 2 * LANES) {                                                \
-            vec left[R] = {{0}}, right[R] = {{0}};                                                  \
-            for (int64_t i = 0; i < n; i++) {                                                       \
-                const vec a = *(const vec *)(matrix + i * n + j);                                   \
-                const vec b = *(const vec *)(matrix + i * n + j + LANES);                           \
-                _Pragma("GCC unroll 8") for (int r = 0; r < R; r++) {                               \
-                    left[r] += rows[r * n + i] * a;                                                 \
-                    right[r] += rows[r * n + i] * b;                                                \
-                }                                                                                   \
-            }                                                                                       \
-            _Pragma("GCC unroll 8") for (int r = 0; r < R; r++) {                                   \
-                *(vec *)(out + r * n + j) = left[r];                                                \
-                *(vec *)(out + r * n + j + LANES) = right[r];                                       \
-            }                                                                                       \
-        }                                                                                           \
-        for (; j < n; j++)                                                                          \
-            for (int r = 0; r < R; r++) {                                                           \
-                float sum = 0;                                                                      \
-                for (int64_t i = 0; i < n; i++) sum += rows[r * n + i] * matrix[i * n + j];         \
-                out[r * n + j] = sum;                                                               \
-            }                                                                                       \
+/* to[r] = from[r] times matrix, for R rows at once, some rows of the matrix at a time: these are read from their
+ * beginnings to their ends, as memory likes it, while the sums stay in registers. A row's sums are the same to the bit
+ * whatever R is: their terms are added in the order of i. */
+#define PRODUCT(R)                                                                                        \
+    static void product_##R(const float *const *from, const float *matrix, float *const *to, int64_t n) { \
+        for (int64_t begin = 0; begin < n; begin += DEPTH) {                                              \
+            const int64_t end = begin + DEPTH < n ? begin + DEPTH : n;                                    \
+            for (int64_t j = 0; j + 2 * LANES <= n; j += 2 * LANES) {                                     \
+                vec left[R] = {{0}}, right[R] = {{0}};                                                    \
+                _Pragma("GCC unroll 8") for (int r = 0; begin && r < R; r++) {                            \
+                    left[r] = *(const vec *)(to[r] + j);                                                  \
+                    right[r] = *(const vec *)(to[r] + j + LANES);                                         \
+                }                                                                                         \
+                for (int64_t i = begin; i < end; i++) {                                                   \
+                    const vec a = *(const vec *)(matrix + i * n + j);                                     \
+                    const vec b = *(const vec *)(matrix + i * n + j + LANES);                             \
+                    _Pragma("GCC unroll 8") for (int r = 0; r < R; r++) {                                 \
+                        left[r] += from[r][i] * a;                                                        \
+                        right[r] += from[r][i] * b;                                                       \
+                    }                                                                                     \
+                }                                                                                         \
+                _Pragma("GCC unroll 8") for (int r = 0; r < R; r++) {                                     \
+                    *(vec *)(to[r] + j) = left[r];                                                        \
+                    *(vec *)(to[r] + j + LANES) = right[r];                                               \
+                }                                                                                         \
+            }                                                                                             \
+        }                                                                                                 \
     }
 PRODUCT(8)
 PRODUCT(4)
+PRODUCT(2)
 PRODUCT(1)
 
-static void product(const float *rows, const float *matrix, float *out, int64_t batch, int64_t n) {
-    int64_t b = 0;
-    for (; b + 8 <= batch; b += 8) product_8(rows + b * n, matrix, out + b * n, n);
-    for (; b + 4 <= batch; b += 4) product_4(rows + b * n, matrix, out + b * n, n);
-    for (; b < batch; b++) product_1(rows + b * n, matrix, out + b * n, n);
+/* The columns that are left over. Not inlined: one piece of code for every number of rows. */
+__attribute__((noinline)) static void rest(const float *from, const float *matrix, float *to, int64_t n) {
+    for (int64_t j = n - n % (2 * LANES); j < n; j++) {
+        float sum = 0;
+        for (int64_t i = 0; i < n; i++) sum += from[i] * matrix[i * n + j];
+        to[j] = sum;
+    }
 }
 
-/* products[t] = message t times leaf t; the next message is products[t] times matrix. Every few positions a row is
- * divided by its largest entry, which goes into norms. `messages` has a row for each position, or one for all. */
-void codd_walk(const float *matrix, const float *leaf, float *products, float *messages, float *norms,
-               int64_t length, int64_t batch, int64_t n, int64_t reverse, int64_t keep, int64_t every, float tiny) {
-    const int64_t size = batch * n;
-    for (int64_t k = 0; k < length; k++) {
-        const int64_t t = reverse ? length - 1 - k : k;
-        const float *message = messages + (keep ? t * size : 0);
-        float *row = products + t * size;
-        for (int64_t i = 0; i < size; i++) row[i] = message[i] * leaf[t * size + i];
-        if ((k + 1) % every == 0)
-            for (int64_t b = 0; b < batch; b++) {
-                float top = tiny;
-                for (int64_t i = 0; i < n; i++) top = row[b * n + i] > top ? row[b * n + i] : top;
-                for (int64_t i = 0; i < n; i++) row[b * n + i] /= top;
-                norms[t * batch + b] = top;
+/* Up to 8 rows; the pointers have room for 8. Reading the matrix is what takes the time, so that it is cheaper to do
+ * the last row again than to read it once more. */
+static void product(const float **from, const float *matrix, float **to, int rows, int64_t n) {
+    for (int r = 0; r < rows; r++) rest(from[r], matrix, to[r], n);
+    for (int r = rows; r < 8; r++) from[r] = from[rows - 1], to[r] = to[rows - 1];
+    if (rows > 4) product_8(from, matrix, to, n);
+    else if (rows > 2) product_4(from, matrix, to, n);
+    else if (rows == 2) product_2(from, matrix, to, n);
+    else if (rows == 1) product_1(from, matrix, to, n);
+}
+
+/* Along one chain or several of equal length: arrays of (length, batch, n), norms of (length, batch). */
+typedef struct {
+    const float *leaf;
+    float *products, *messages, *norms;
+    int64_t length, batch, reverse, keep; /* keep: `messages` has a row for each position, else one for all */
+} walk;
+
+/* Position k of a walk, its rescaling included: products[t] = message t times leaf t. */
+static void advance(const walk *w, int64_t t, int64_t n, int rescale, float tiny) {
+    const int64_t size = w->batch * n;
+    const float *message = w->messages + (w->keep ? t * size : 0);
+    float *row = w->products + t * size;
+    for (int64_t i = 0; i < size; i++) row[i] = message[i] * w->leaf[t * size + i];
+    for (int64_t b = 0; rescale && b < w->batch; b++, row += n) {
+        float top = tiny;
+        for (int64_t i = 0; i < n; i++) top = row[i] > top ? row[i] : top;
+        for (int64_t i = 0; i < n; i++) row[i] /= top;
+        w->norms[t * w->batch + b] = top;
+    }
+}
+
+/* Walks that have nothing in common but the matrix, which is read once for 8 rows of any of them: the next message is
+ * products[t] times matrix. Every few positions a row is divided by its largest entry, which goes into norms. */
+void codd_walk(const float *matrix, const walk *walks, int64_t count, int64_t n, int64_t every, float tiny) {
+    const float *from[8];
+    float *to[8];
+    int64_t going = 1;
+    for (int64_t k = 0; going; k++) {
+        int rows = 0;
+        going = 0;
+        for (const walk *w = walks; w < walks + count; w++) {
+            if (k >= w->length) continue;
+            const int64_t t = w->reverse ? w->length - 1 - k : k;
+            advance(w, t, n, (k + 1) % every == 0, tiny);
+            if (k + 1 == w->length) continue;
+            going = 1;
+            for (int64_t b = 0; b < w->batch; b++) {
+                from[rows] = w->products + (t * w->batch + b) * n;
+                to[rows] = w->messages + ((w->keep ? (w->reverse ? t - 1 : t + 1) : 0) * w->batch + b) * n;
+                if (++rows == 8) product(from, matrix, to, rows, n), rows = 0;
             }
-        if (k + 1 < length) product(row, matrix, messages + (keep ? (reverse ? t - 1 : t + 1) * size : 0), batch, n);
+        }
+        if (rows) product(from, matrix, to, rows, n);
     }
 }
 

@@ -12,6 +12,8 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -80,33 +82,73 @@ def _processor() -> bytes:
 
 
 def _declare(found: ctypes.CDLL) -> ctypes.CDLL:
-    found.codd_walk.argtypes = [_DATA] * 5 + [_SIZE] * 6 + [_REAL]
+    found.codd_walk.argtypes = [_DATA] * 2 + [_SIZE] * 3 + [_REAL]
     found.codd_walk.restype = None
     found.codd_path.argtypes = [_DATA] * 6 + [_SIZE] * 4 + [_REAL]
     found.codd_path.restype = _SIZE
     return found
 
 
-def walk(
-    matrix: Float[Tensor, "N N"],
-    first: Float[Tensor, " N"] | None,
-    values: Float[Tensor, "L B N"],
-    norms: Float[Tensor, "L B 1"],
-    reverse: bool,
-    keep_messages: bool,
-    every: int,
-) -> tuple[Float[Tensor, "L B N"], Float[Tensor, "L B N"]] | None:
-    """What ``chain.eager`` does with NumPy; None if this case is not for here."""
-    length, batch, states = values.shape
-    if values.dtype != torch.float32 or batch * states * states > MAX_PRODUCT or (found := library()) is None:
-        return None
-    products = torch.empty_like(values)
-    carried = torch.empty_like(values) if keep_messages else torch.empty_like(values[:1])
-    carried[-1 if reverse and keep_messages else 0] = 1.0 if first is None else first
-    pointers = (matrix.data_ptr(), values.data_ptr(), products.data_ptr(), carried.data_ptr(), norms.data_ptr())
-    tiny = torch.finfo(torch.float32).tiny
-    found.codd_walk(*pointers, length, batch, states, reverse, keep_messages, every, tiny)
-    return products, carried if keep_messages else products
+class _Walk(ctypes.Structure):
+    """``walk`` of native.c."""
+
+    _fields_ = (
+        *((name, _DATA) for name in ("leaf", "products", "messages", "norms")),
+        *((name, _SIZE) for name in ("length", "batch", "reverse", "keep")),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Walk:
+    """A walk along chains of one length, with room for what comes of it."""
+
+    matrix: Float[Tensor, "N N"]
+    values: Float[Tensor, "L B N"]
+    norms: Float[Tensor, "L B 1"]
+    products: Float[Tensor, "L B N"]
+    messages: Float[Tensor, "L B N"] | Float[Tensor, "1 B N"]
+    reverse: bool
+    keep_messages: bool
+    every: int
+    """Positions between two rescalings."""
+
+    @classmethod
+    def begun(
+        cls,
+        matrix: Float[Tensor, "N N"],
+        first: Float[Tensor, " N"] | None,
+        values: Float[Tensor, "L B N"],
+        norms: Float[Tensor, "L B 1"],
+        reverse: bool,
+        keep_messages: bool,
+        every: int,
+    ) -> "Walk | None":
+        """Before its first step; None if this case is not for here."""
+        _, batch, states = values.shape
+        if values.dtype != torch.float32 or batch * states * states > MAX_PRODUCT or library() is None:
+            return None
+        messages = torch.empty_like(values) if keep_messages else torch.empty_like(values[:1])
+        messages[-1 if reverse and keep_messages else 0] = 1.0 if first is None else first
+        return cls(matrix, values, norms, torch.empty_like(values), messages, reverse, keep_messages, every)
+
+    @property
+    def cost(self) -> int:
+        """Multiplications."""
+        return self.values.numel() * self.values.shape[-1]
+
+
+def walk(walks: Sequence[Walk]) -> None:
+    """Do walks that share matrix and rescaling, as ``chain.eager`` does one with NumPy.
+
+    What becomes of one does not depend on the others, to the bit.
+    """
+    found = library()
+    assert found is not None  # else there would be no walk
+    rows = [(w.values, w.products, w.messages, w.norms) for w in walks]
+    flags = [(*w.values.shape[:2], w.reverse, w.keep_messages) for w in walks]
+    given = (_Walk * len(walks))(*(_Walk(*(x.data_ptr() for x in a), *b) for a, b in zip(rows, flags, strict=True)))
+    matrix, tiny = walks[0].matrix, torch.finfo(torch.float32).tiny
+    found.codd_walk(matrix.data_ptr(), given, len(walks), len(matrix), walks[0].every, tiny)
 
 
 def path(

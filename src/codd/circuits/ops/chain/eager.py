@@ -4,12 +4,15 @@ Messages are rescaled every few positions only, and every message keeps its own 
 lose on the way is looked for afterwards (``lost_terms``), so the loop itself carries no checks.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from codd.circuits.ops import native
+from codd.circuits.ops import gathering, native
 from codd.circuits.ops.scaled import Scaled
 from codd.circuits.parameters import Transition
 
@@ -22,24 +25,74 @@ def _factors(transition: Transition, reverse: bool) -> tuple[Float[Tensor, "*ste
     return transition.transposed if reverse else transition.linear
 
 
+class Way(NamedTuple):
+    """A chain to go along. Forward: p(z_t, evidence before t), from ``start`` in logarithms. Reverse: p(evidence after
+    t | z_t). With ``absorb`` each message comes multiplied with the leaf values of its own position, as the next step
+    needs it.
+    """
+
+    start: Float[Tensor, " N"] | None
+    leaf: Scaled
+    reverse: bool
+    absorb: bool = False
+
+
 def messages(
     transition: Transition, start: Float[Tensor, " N"] | None, leaf: Scaled, reverse: bool, absorb: bool = False
 ) -> Scaled:
-    """Forward: p(z_t, evidence before t), from ``start`` in logarithms. Reverse: p(evidence after t | z_t).
+    """The messages along one `Way`."""
+    return along(transition, [Way(start, leaf, reverse, absorb)])[0]
 
-    With ``absorb`` each message comes multiplied with the leaf values of its own position, as the next step needs it.
-    """
-    values, scale = leaf.values.transpose(0, 1).contiguous(), leaf.log_scale[..., 0].transpose(0, 1)
-    norms = values.new_ones(*values.shape[:2], 1)
-    walk = _walk_cpu if values.device.type == "cpu" else _walk_torch
-    factors = _factors(transition, reverse)
-    first = None if start is None else start.detach().to(values.dtype).exp()
-    gates = None if transition.gates is None else transition.gates[0].transpose(0, 1)
-    products, carried = walk(factors, gates, first, values, norms, reverse, keep_messages=not absorb)
-    total = _scales(norms[..., 0], scale, reverse, absorb)
-    if transition.gates is not None:
-        total = total + _met_gates(transition.gates[1].transpose(0, 1).to(total.dtype), reverse)
-    return Scaled((products if absorb else carried).transpose(0, 1), total.transpose(0, 1)[..., None])
+
+def both(transition: Transition, start: Float[Tensor, " N"], leaf: Scaled) -> tuple[Scaled, Scaled]:
+    """Forward and backward messages, at once where there are cores for it."""
+    forward, backward = along(transition, [Way(start, leaf, False), Way(None, leaf, True)])
+    return forward, backward
+
+
+def along(transition: Transition, ways: Sequence[Way]) -> list[Scaled]:
+    """The messages along each of some ways, which do not depend on each other."""
+    begun = [_Begun.of(transition, way) for way in ways]
+    gathering.walk([one.walk for one in begun if one.walk is not None])
+    return [one.done(transition) for one in begun]
+
+
+class _Begun(NamedTuple):
+    """A way before its walk, or after it if it has one that was done."""
+
+    way: Way
+    first: Float[Tensor, " N"] | None
+    values: Float[Tensor, "L B N"]
+    norms: Float[Tensor, "L B 1"]
+    walk: native.Walk | None
+    """None: in Python."""
+
+    @classmethod
+    def of(cls, transition: Transition, way: Way) -> "_Begun":
+        values = way.leaf.values.transpose(0, 1).contiguous()
+        norms = values.new_ones(*values.shape[:2], 1)
+        first = None if way.start is None else way.start.detach().to(values.dtype).exp()
+        factors, walk = _factors(transition, way.reverse), None
+        if values.device.type == "cpu" and len(factors) == 1 and factors[0].ndim == 2:
+            given = (factors[0], first, values, norms, way.reverse, not way.absorb, _RESCALE_EVERY[values.dtype])
+            walk = native.Walk.begun(*given)
+        return cls(way, first, values, norms, walk)
+
+    def done(self, transition: Transition) -> Scaled:
+        """What came of it."""
+        _, leaf, reverse, absorb = self.way
+        if self.walk is not None:
+            out = self.walk.products if absorb else self.walk.messages
+        else:
+            gates = None if transition.gates is None else transition.gates[0].transpose(0, 1)
+            walk = _walk_cpu if self.values.device.type == "cpu" else _walk_torch
+            given = (_factors(transition, reverse), gates, self.first, self.values, self.norms, reverse)
+            products, carried = walk(*given, keep_messages=not absorb)
+            out = products if absorb else carried
+        total = _scales(self.norms[..., 0], leaf.log_scale[..., 0].transpose(0, 1), reverse, absorb)
+        if transition.gates is not None:
+            total = total + _met_gates(transition.gates[1].transpose(0, 1).to(total.dtype), reverse)
+        return Scaled(out.transpose(0, 1), total.transpose(0, 1)[..., None])
 
 
 def _scales(
@@ -111,11 +164,7 @@ def _walk_cpu(
     reverse: bool,
     keep_messages: bool,
 ) -> tuple[Float[Tensor, "L B N"], Float[Tensor, "L B N"]]:
-    """The same through C, or through NumPy: its calls cost a third of PyTorch's, and stay on one core."""
-    if len(factors) == 1 and factors[0].ndim == 2:
-        done = native.walk(factors[0], first, values, norms, reverse, keep_messages, _RESCALE_EVERY[values.dtype])
-        if done is not None:
-            return done
+    """The same through NumPy: its calls cost a third of PyTorch's, and stay on one core."""
     every, smallest = _RESCALE_EVERY[values.dtype], torch.finfo(values.dtype).tiny
     products = torch.empty_like(values)
     carried = torch.empty_like(values) if keep_messages else products

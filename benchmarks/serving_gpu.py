@@ -1,0 +1,113 @@
+"""The engine on a GPU: what sharing steps gains there, for sequences that have nothing in common.
+
+    python benchmarks/serving_gpu.py mini                 # the bundled model
+    python benchmarks/serving_gpu.py llada --json FILE    # LLaDA-8B's shape with random weights, bfloat16
+
+No HTTP: requests with prompts of all lengths (64 to 256 tokens), samplers and seeds go through `codd.serving.engine`,
+as many clients as there are slots and some more. Engines with different numbers of slots take turns over the same
+requests; the ratio of each round is against one slot in that round.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+import codd
+from codd.decoding import Options
+from codd.serving.engine import Engine
+from codd.serving.tickets import Denoising
+from decoding import llada_8b
+
+SAMPLERS = ("latent", "any_order", "factorized")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("mini", "llada"))
+    parser.add_argument("--slots", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--gen-length", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--states", type=int, default=1024)
+    parser.add_argument("--spread", type=float, default=8.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if args.what == "mini":
+        model = codd.load(device="cuda")
+    else:
+        backbone, circuit = llada_8b(args)
+        model = codd.Model(backbone, circuit, None, backbone.special.mask)
+    found: dict[str, Any] = {
+        "machine": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "dtype": str(model.backbone.dtype),
+        "settings": {key: str(value) for key, value in vars(args).items()},
+        "samplers": {},
+    }
+    for sampler in SAMPLERS:
+        found["samplers"][sampler] = measure(model, sampler, args)
+        print(sampler, json.dumps(found["samplers"][sampler]), flush=True)
+    found["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
+    print(json.dumps(found, indent=1))
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def measure(model: codd.Model, sampler: str, args: argparse.Namespace) -> dict[str, Any]:
+    rng = random.Random(args.seed)
+    prompts = [[rng.randrange(10, 8000) for _ in range(rng.randrange(64, 257))] for _ in range(args.requests)]
+    rates: dict[int, list[float]] = {slots: [] for slots in args.slots}
+    written: dict[int, list[list[int]]] = {}
+    for number in range(args.rounds + 1):
+        for slots in args.slots:
+            texts, rate = asyncio.run(served(model, prompts, sampler, slots, args))
+            written[slots] = texts
+            if number:  # the first round compiles and captures
+                rates[slots].append(rate)
+    base = rates[args.slots[0]]
+    same = {s: sum(a == b for a, b in zip(written[s], written[args.slots[0]], strict=True)) for s in args.slots}
+    return {
+        str(slots): {
+            "requests_per_second": median(rates[slots]),
+            "ratio": median(a / b for a, b in zip(rates[slots], base, strict=True)),
+            "same_text_as_with_one_slot": same[slots],
+        }
+        for slots in args.slots
+    }
+
+
+async def served(
+    model: codd.Model, prompts: list[list[int]], sampler: str, slots: int, args: argparse.Namespace
+) -> tuple[list[list[int]], float]:
+    """All requests at once; the texts, and how many a second."""
+    engine = Engine(model, slots=slots, queue=len(prompts))
+    engine.start()
+    options = {"gen_length": args.gen_length, "steps": args.steps, "sampler": sampler, "stop": False}
+
+    async def one(number: int, prompt: list[int]) -> list[int]:
+        [course] = model.begin([prompt], Options.of(**options, seed=args.seed + number))
+        ticket = Denoising(course, number % 7)
+        ids: list[int] = []
+        with engine.submit([ticket]):
+            async for step in ticket.steps():
+                ids = step.ids.tolist()
+        return ids
+
+    begun = time.perf_counter()
+    texts = await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts)))
+    took = time.perf_counter() - begun
+    await engine.close()
+    return texts, len(prompts) / took
+
+
+if __name__ == "__main__":
+    main()

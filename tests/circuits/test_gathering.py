@@ -1,0 +1,151 @@
+"""Walks on several cores and in company: who waits for whom, and that nobody waits for ever."""
+
+import shutil
+from threading import Thread
+
+import pytest
+import torch
+
+from codd.circuits.ops import gathering, native
+from codd.circuits.ops.gathering import Gathering
+
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="this machine has no C compiler")
+MATRICES = [torch.rand(40, 40, generator=torch.Generator().manual_seed(i)) / 40 for i in range(2)]
+
+
+def begun(seed: int, length: int = 6, matrix: int = 0) -> native.Walk:
+    values = torch.rand(length, 1, 40, generator=torch.Generator().manual_seed(seed))
+    made = native.Walk.begun(MATRICES[matrix], None, values, torch.ones(length, 1, 1), False, True, 4)
+    assert made is not None
+    return made
+
+
+def products_alone(seed: int, **kind: int) -> torch.Tensor:
+    one = begun(seed, **kind)
+    native.walk([one])
+    return one.products
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """How many walks each call of C did."""
+    counts, real = [], native.walk
+
+    def noted(walks):
+        counts.append(len(walks))
+        real(walks)
+
+    monkeypatch.setattr(native, "walk", noted)
+    return counts
+
+
+def run(jobs) -> list[BaseException | None]:
+    """Each in a thread of one gathering; what they raised."""
+    together, found = Gathering(len(jobs)), [None] * len(jobs)
+
+    def member(number):
+        try:
+            together.run(jobs[number])
+        except BaseException as error:
+            found[number] = error
+
+    threads = [Thread(target=member, args=(number,), daemon=True) for number in range(len(jobs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+        assert not thread.is_alive(), "someone waits for ever"
+    return found
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3])
+def test_tasks_hold_every_walk_once_and_one_matrix_each(cores):
+    walks = [begun(i, 3 + i, i % 2) for i in range(7)]
+    tasks = gathering._tasks(walks, cores)
+    assert len(tasks) == max(2, cores // 2 * 2)
+    assert all(len({walk.matrix.data_ptr() for walk in task}) == 1 for task in tasks)
+    assert sorted(id(walk) for task in tasks for walk in task) == sorted(map(id, walks))
+
+
+@pytest.mark.parametrize("worth", [0, 2**40])
+def test_two_cores_do_what_one_does(worth, monkeypatch):
+    monkeypatch.setattr(gathering, "WORTH", worth)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    walks = [begun(1), begun(2, matrix=1)]
+    gathering.walk(walks)
+    assert torch.equal(walks[0].products, products_alone(1))
+    assert torch.equal(walks[1].products, products_alone(2, matrix=1))
+
+
+def test_members_walk_together_as_long_as_they_stay(seen):
+    """Of three members one walks once, one twice, one three times: 3 walks at once, then 2, then 1."""
+    done = {}
+
+    def job(number):
+        def walk_some():
+            for turn in range(number + 1):
+                one = begun(10 * number + turn)
+                gathering.walk([one])
+                done[number, turn] = one.products
+
+        return walk_some
+
+    assert run([job(number) for number in range(3)]) == [None] * 3
+    assert sorted(seen) == [1, 2, 3]
+    for (number, turn), products in done.items():
+        assert torch.equal(products, products_alone(10 * number + turn))
+
+
+def test_one_member_works_at_a_time():
+    inside, most = [], []
+
+    def job():
+        for _ in range(20):
+            inside.append(1)
+            most.append(len(inside))
+            inside.pop()
+            gathering.walk([begun(1)])
+
+    assert run([job] * 4) == [None] * 4
+    assert max(most) == 1
+
+
+def test_who_fails_is_not_waited_for():
+    done = []
+
+    def good():
+        for _ in range(3):
+            gathering.walk([one := begun(1)])
+        done.append(one.products)
+
+    def bad():
+        gathering.walk([begun(2)])
+        raise ValueError("mine alone")
+
+    found = run([good, bad, good])
+    assert [type(error) for error in found] == [type(None), ValueError, type(None)]
+    assert all(torch.equal(products, products_alone(1)) for products in done)
+
+
+@pytest.mark.parametrize("worth", [0, 2**40])
+def test_a_walk_that_fails_fails_for_all_who_wait_for_it(worth, monkeypatch):
+    def broken(walks):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(native, "walk", broken)
+    monkeypatch.setattr(gathering, "WORTH", worth)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    found = run([lambda: gathering.walk([begun(1)])] * 3)
+    assert [type(error) for error in found] == [MemoryError] * 3
+
+
+def test_outside_of_a_gathering_nobody_is_waited_for(seen):
+    run([lambda: gathering.walk([begun(1)])] * 2)
+    gathering.walk([begun(1)])
+    assert seen[-1] == 1
+
+
+def test_no_walks_are_no_reason_to_wait(seen):
+    gathering.walk([])
+    assert run([lambda: gathering.walk([])] * 2) == [None] * 2
+    assert not any(seen)
