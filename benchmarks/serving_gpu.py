@@ -3,8 +3,8 @@
     python benchmarks/serving_gpu.py mini                 # the bundled model
     python benchmarks/serving_gpu.py llada --json FILE    # LLaDA-8B's shape with random weights, bfloat16
 
-No HTTP: requests with prompts of all lengths (64 to 256 tokens), samplers and seeds go through `codd.serving.engine`,
-as many clients as there are slots and some more. Engines with different numbers of slots take turns over the same
+No HTTP: requests with prompts of all lengths (word problems; for LLaDA's shape 64 to 256 tokens) and seeds of their own
+go through `codd.serving.engine`, all at once. Engines with different numbers of slots take turns over the same
 requests; the ratio of each round is against one slot in that round.
 """
 
@@ -23,6 +23,7 @@ import codd
 from codd.decoding import Options
 from codd.serving.engine import Engine
 from codd.serving.tickets import Denoising
+from codd.training.problems import problems
 from decoding import llada_8b
 
 SAMPLERS = ("latent", "any_order", "factorized")
@@ -63,8 +64,7 @@ def main() -> None:
 
 
 def measure(model: codd.Model, sampler: str, args: argparse.Namespace) -> dict[str, Any]:
-    rng = random.Random(args.seed)
-    prompts = [[rng.randrange(10, 8000) for _ in range(rng.randrange(64, 257))] for _ in range(args.requests)]
+    prompts = asked(model, args)
     rates: dict[int, list[float]] = {slots: [] for slots in args.slots}
     written: dict[int, list[list[int]]] = {}
     for number in range(args.rounds + 1):
@@ -83,6 +83,14 @@ def measure(model: codd.Model, sampler: str, args: argparse.Namespace) -> dict[s
         }
         for slots in args.slots
     }
+
+
+def asked(model: codd.Model, args: argparse.Namespace) -> list[list[int]]:
+    """Word problems for the bundled model; weights that were never trained get any tokens."""
+    if args.what == "mini":
+        return model.encode([problem.question for problem in problems(args.requests, split="test", seed=args.seed)])
+    rng = random.Random(args.seed)
+    return [[rng.randrange(10, 8000) for _ in range(rng.randrange(64, 257))] for _ in range(args.requests)]
 
 
 async def served(

@@ -33,7 +33,7 @@ CIRCUITS = {
 
 @functools.cache
 def bundled() -> codd.Model:
-    return codd.load()
+    return codd.load(device="cpu")
 
 
 def asked(number: int, states: Tensor, logits: Tensor, draft: Draft, circuit, options: Options) -> Asked:

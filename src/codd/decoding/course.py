@@ -23,7 +23,7 @@ class Course:
     options: Options
     circuit: Prior | Modulated | None
     banned: Int[Tensor, " n"]
-    """The tokens that are never written, on the network's device."""
+    """The tokens that are never written: on the host at first, so that a course can be made while a device works."""
     stop_ids: frozenset[int]
     plan: Iterator[Turn]
     turn: Turn | None
@@ -96,4 +96,4 @@ def banned_ids(backbone: Backbone, options: Options, mask_id: int) -> Int[Tensor
         raise InvalidInput(f"ban holds {ids[0] if ids[0] < 0 else ids[-1]}, which is none of the model's tokens.")
     if len(ids) >= backbone.vocab_size:
         raise InvalidInput("every token is banned: nothing is left to write.")
-    return torch.tensor(ids, dtype=torch.long, device=backbone.device)
+    return torch.tensor(ids, dtype=torch.long)

@@ -74,7 +74,8 @@ def _capture(function: Callable[[], Result], pool: Any = None) -> tuple[torch.cu
         function()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    # What other threads of the program do meanwhile is no part of it, and must not spoil it.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         result = function()
     return graph, result
 

@@ -91,7 +91,7 @@ def _course(model: Model, ids: Sequence[int], written: Sequence[int], options: O
     assert model.mask_id is not None
     draft = Draft.begin(ids, 0, model.mask_id, options.changed(gen_length=0), 0)
     draft.given[list(written)] = False
-    banned = course.banned_ids(model.backbone, options, model.mask_id)
+    banned = course.banned_ids(model.backbone, options, model.mask_id).to(model.backbone.device)
     return Course(draft, options, model.circuit, banned, frozenset(), iter(()), None)
 
 

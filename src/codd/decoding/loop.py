@@ -153,6 +153,7 @@ def _asked(backbone: Backbone, course: Course, states: Sequence[Float[Tensor, "L
     """What a course is to decide; a hook may be at fault that it cannot."""
     assert course.turn is not None
     rows = rows_of(course.draft, course.turn, course.options)
+    course.banned = course.banned.to(backbone.device)
     try:
         logits = logits_at(backbone, course.draft, rows, states, course.options, course.banned)
     except CoddError as error:
