@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--states", type=int, default=1024)
     parser.add_argument("--spread", type=float, default=8.0)
+    parser.add_argument("--exact", action="store_true", help="the network sees one sequence at a time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -97,7 +98,7 @@ async def served(
     model: codd.Model, prompts: list[list[int]], sampler: str, slots: int, args: argparse.Namespace
 ) -> tuple[list[list[int]], float]:
     """All requests at once; the texts, and how many a second."""
-    engine = Engine(model, slots=slots, queue=len(prompts))
+    engine = Engine(model, slots=slots, queue=len(prompts), exact=args.exact)
     engine.start()
     options = {"gen_length": args.gen_length, "steps": args.steps, "sampler": sampler, "stop": False}
 

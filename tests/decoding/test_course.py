@@ -45,7 +45,8 @@ def same(a: Step, b: Step) -> bool:
     )
 
 
-def test_courses_of_all_kinds_share_their_steps_and_are_as_if_alone():
+@pytest.mark.parametrize("exact", [False, True])
+def test_courses_of_all_kinds_share_their_steps_and_are_as_if_alone(exact):
     """They join one after the other while earlier ones are under way, and leave when they are done."""
     waiting = list(range(len(REQUESTS)))
     running: dict[int, Course] = {}
@@ -56,7 +57,7 @@ def test_courses_of_all_kinds_share_their_steps_and_are_as_if_alone():
             number = waiting.pop(0)
             running[number] = course(number)
         most = max(most, len(running))
-        for number, step in zip(running, advance(MODEL.backbone, list(running.values())), strict=True):
+        for number, step in zip(running, advance(MODEL.backbone, list(running.values()), exact=exact), strict=True):
             assert isinstance(step, Step)
             seen[number].append(step)
         running = {number: found for number, found in running.items() if not found.finished}

@@ -67,6 +67,12 @@ examples:
     group.add_argument(
         "--cors", metavar="ORIGIN", action="append", default=[], help="a site whose pages may call the server"
     )
+    group.add_argument(
+        "--exact",
+        action="store_true",
+        help="answers that do not depend on who else asks, to the bit, on a GPU too, whose network then sees one "
+        "sequence at a time (on a CPU that is so anyway)",
+    )
     group.add_argument("--log-text", action="store_true", help="log what is asked")
     group.add_argument("--quiet", action="store_true", help="log only what goes wrong")
     parser.add_argument("--json", action="store_true", help="print the address as a JSON object")
@@ -87,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         if model.mask_id is None:
             raise InvalidInput("this checkpoint does not say which token is the mask, so that nothing can be filled.")
         _log(quiet=args.quiet)
-        engine = Engine(model, slots=args.slots, queue=args.queue)
+        engine = Engine(model, slots=args.slots, queue=args.queue, exact=args.exact)
         found = server.make(engine, settings, drain=args.drain, ready=lambda url: _tell(url, settings.name, args.json))
         found.run(sockets=[wire])
     return 0 if found.started else 1

@@ -86,30 +86,42 @@ def denoise(
 
 
 @torch.no_grad()
-def advance(backbone: Backbone, courses: Sequence[Course]) -> list[Step | CoddError]:
-    """One step of each, whatever their lengths and settings; where one cannot go on, the reason, and it is finished."""
+def advance(backbone: Backbone, courses: Sequence[Course], *, exact: bool = False) -> list[Step | CoddError]:
+    """One step of each, whatever their lengths and settings; where one cannot go on, the reason, and it is finished.
+
+    On a GPU the network sees all of them in one batch, whose shape changes how it rounds; ``exact``: one by one, so
+    that each is what it is alone, to the bit. On a CPU that is always so.
+    """
     cases = [
-        _asked(backbone, course, states) for course, states in zip(courses, evaluate(backbone, courses), strict=True)
+        _asked(backbone, course, states)
+        for course, states in zip(courses, evaluate(backbone, courses, exact), strict=True)
     ]
     decided = together.each(lambda case: _tried(backbone, case), cases)
     return [_settled(backbone, *each) for each in zip(courses, cases, decided, strict=True)]
 
 
-def evaluate(backbone: Backbone, courses: Sequence[Course]) -> list[list[Float[Tensor, "L d"]]]:
+def evaluate(backbone: Backbone, courses: Sequence[Course], exact: bool = False) -> list[list[Float[Tensor, "L d"]]]:
     """The network's last states: of every sequence, and with guidance also of it without what was given."""
     drafts = [course.draft for course in courses]
     guided = [i for i, course in enumerate(courses) if course.options.cfg_scale > 0]
     seen = [draft.ids for draft in drafts]
     seen += [torch.where(drafts[i].given, drafts[i].mask_id, drafts[i].ids) for i in guided]
-    pad = backbone.special.pad if backbone.special.pad is not None else 0
-    equal = len({len(x) for x in seen}) == 1
-    ids, valid = pad_left(seen, pad, backbone.device, 0 if equal else _rounded(backbone, max(map(len, seen))))
-    states = graphs.network_states(backbone, ids, None if equal else valid)
-    own = [state[ids.shape[1] - len(x) :] for state, x in zip(states, seen, strict=True)]
+    if exact:  # the next call would overwrite what a graph gave
+        own = [graphs.network_states(backbone, x[None].to(backbone.device), None)[0].clone() for x in seen]
+    else:
+        own = _in_one_batch(backbone, seen)
     found = [[state] for state in own[: len(drafts)]]
     for i, state in zip(guided, own[len(drafts) :], strict=True):
         found[i].append(state)
     return found
+
+
+def _in_one_batch(backbone: Backbone, seen: Sequence[Int[Tensor, " _"]]) -> list[Float[Tensor, "_ d"]]:
+    pad = backbone.special.pad if backbone.special.pad is not None else 0
+    equal = len({len(x) for x in seen}) == 1
+    ids, valid = pad_left(seen, pad, backbone.device, 0 if equal else _rounded(backbone, max(map(len, seen))))
+    states = graphs.network_states(backbone, ids, None if equal else valid)
+    return [state[ids.shape[1] - len(x) :] for state, x in zip(states, seen, strict=True)]
 
 
 def _rounded(backbone: Backbone, longest: int) -> int:

@@ -46,8 +46,11 @@ class Engine:
     ``submit`` and ``cancel`` are called on the event loop on which ``start`` was.
     """
 
-    def __init__(self, model: Model, *, slots: int = 8, queue: int = 64, metrics: Metrics | None = None):
-        """``slots`` sequences share a step; ``queue`` more may wait."""
+    def __init__(
+        self, model: Model, *, slots: int = 8, queue: int = 64, exact: bool = False, metrics: Metrics | None = None
+    ):
+        """``slots`` sequences share a step; ``queue`` more may wait; ``exact`` as in `advance`."""
+        self.exact = exact
         self.model = model
         self.slots = slots
         self.metrics = metrics or Metrics()
@@ -193,7 +196,7 @@ class Engine:
         """One step of all; what came of it goes to those who wait for it."""
         courses = [sequence.course for sequence in running]
         begun = time.monotonic()
-        found = self._guarded(lambda: advance(self.model.backbone, courses))
+        found = self._guarded(lambda: advance(self.model.backbone, courses, exact=self.exact))
         outcomes = found if isinstance(found, list) else [found] * len(running)
         now = time.monotonic()
         self.metrics.stepped([step for step in outcomes if isinstance(step, Step)], now - begun)
