@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import small
+from small_models import Gate, small
 
 from codd.decoding import Options, Step
 from codd.errors import InvalidInput
@@ -66,19 +66,8 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.002)
 
 
-class Gate:
-    """A hook that holds a sequence's step until it is let go."""
-
-    def __init__(self) -> None:
-        self.reached, self.open = threading.Semaphore(0), threading.Semaphore(0)
-
-    def __call__(self, logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        self.reached.release()
-        assert self.open.acquire(timeout=30)
-        return logits
-
-    async def arrived(self) -> None:
-        await asyncio.to_thread(self.reached.acquire, timeout=30)
+async def arrived(gate: Gate) -> None:
+    await asyncio.to_thread(gate.reached.acquire, timeout=30)
 
 
 def test_a_crowd_of_all_kinds_gets_what_each_would_get_alone():
@@ -116,7 +105,7 @@ def test_sequences_really_share_their_steps():
         gate = Gate()
         first, second = ticket(hooks=(gate,)), ticket()
         with engine.submit([first, second]):
-            await gate.arrived()
+            await arrived(gate)
             assert engine.load.running == 2
             for _ in range(4):
                 gate.open.release()
@@ -137,7 +126,7 @@ def test_a_full_queue_refuses_all_of_a_request_or_nothing():
         gate = Gate()
         held = ticket(hooks=(gate,))
         with engine.submit([held]):
-            await gate.arrived()
+            await arrived(gate)
             with engine.submit([ticket(), ticket()]):
                 assert engine.load.waiting == 2
                 with pytest.raises(Busy) as busy, engine.submit([ticket(), ticket()]):
@@ -165,7 +154,7 @@ def test_who_leaves_frees_the_slot_within_one_step():
         gate = Gate()
         gone = ticket(hooks=(gate,))
         with engine.submit([gone]):
-            await gate.arrived()
+            await arrived(gate)
             other = ticket()
             waiting = asyncio.create_task(written(engine, other))
             await until(lambda: engine.load.waiting == 1)
@@ -184,7 +173,7 @@ def test_deadlines_end_what_is_under_way_and_what_waits():
         slow = ticket(hooks=(gate,), deadline=time.monotonic() + 0.05)
         waits = ticket(client="other", deadline=time.monotonic() + 0.05)
         with engine.submit([slow, waits]):
-            await gate.arrived()
+            await arrived(gate)
             await asyncio.sleep(0.1)
             gate.open.release()
             steps = slow.steps()
@@ -232,7 +221,7 @@ def test_questions_are_answered_between_two_steps():
         gate = Gate()
         one, question = ticket(hooks=(gate,)), Question(lambda: threading.current_thread().name, "me")
         with engine.submit([one]):
-            await gate.arrived()
+            await arrived(gate)
             with engine.submit([question]):
                 gate.open.release()
                 assert await question.answer() == "codd-model"
@@ -265,7 +254,7 @@ def test_draining_finishes_what_is_here_and_takes_nothing_new():
         gate = Gate()
         first, second = ticket(hooks=(gate,)), ticket()
         with engine.submit([first, second]):
-            await gate.arrived()
+            await arrived(gate)
             engine.drain()
             assert engine.closing
             with pytest.raises(Closing), engine.submit([ticket()]):
@@ -285,7 +274,7 @@ def test_closing_tells_those_who_still_wait():
         gate = Gate()
         first, second = ticket(hooks=(gate,)), ticket()
         with engine.submit([first, second]):
-            await gate.arrived()
+            await arrived(gate)
             closing = asyncio.create_task(engine.close())
             await until(lambda: engine._stopped)
             gate.open.release()

@@ -14,9 +14,8 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
 from live import Live, bundled, live
-from small_models import small
+from small_models import Gate, small
 
 from codd.decoding import Options
 from codd.serving.app import Settings
@@ -29,19 +28,9 @@ QUICK: dict[str, Any] = {"prompt": PROMPT, "gen_length": 8, "steps": 2}
 IDS: dict[str, Any] = {"prompt": [3, 1, 4], "gen_length": 8, "block_length": 8, "steps": 4, "stop": False}
 
 
-class Gate:
-    """A hook among the server's defaults that holds every step until it is let go."""
-
-    def __init__(self) -> None:
-        self.reached, self.open = threading.Semaphore(0), threading.Semaphore(0)
-
-    def __call__(self, logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        self.reached.release()
-        assert self.open.acquire(timeout=30)
-        return logits
-
-    def settings(self, **more: Any) -> Settings:
-        return Settings(limits=Limits(Options(hooks=(self,))), **more)
+def held(gate: Gate, **more: Any) -> Settings:
+    """The gate is among the server's defaults, so that it holds every request."""
+    return Settings(limits=Limits(Options(hooks=(gate,))), **more)
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +126,7 @@ def test_a_body_that_is_too_large_is_refused_whether_it_says_so_or_not(server):
 
 def test_a_full_queue_says_when_to_come_again():
     gate = Gate()
-    with live(small(), gate.settings(), slots=1, queue=1) as server:
+    with live(small(), held(gate), slots=1, queue=1) as server:
         asked = [threading.Thread(target=lambda: server.http.post("/v1/denoise", json=IDS)) for _ in range(2)]
         asked[0].start()
         assert gate.reached.acquire(timeout=30)
@@ -156,7 +145,7 @@ def test_a_full_queue_says_when_to_come_again():
 @pytest.mark.parametrize("stream", [True, False])
 def test_who_hangs_up_frees_the_slot_within_one_step(stream):
     gate = Gate()
-    with live(small(), gate.settings(), slots=1) as server:
+    with live(small(), held(gate), slots=1) as server:
         host, port = server.url.removeprefix("http://").split(":")
         body = json.dumps({**IDS, "stream": stream}).encode()
         with socket.create_connection((host, int(port))) as wire:
@@ -174,7 +163,7 @@ def test_who_hangs_up_frees_the_slot_within_one_step(stream):
 
 def test_a_deadline_ends_a_request():
     gate = Gate()
-    with live(small(), gate.settings(), slots=1) as server:
+    with live(small(), held(gate), slots=1) as server:
         threading.Timer(0.3, gate.open.release, [100]).start()
         late = server.http.post("/v1/denoise", json={**IDS, "stream": False, "timeout": 0.1})
         assert (late.status_code, error(late)["code"]) == (504, "deadline_passed")
@@ -184,7 +173,7 @@ def test_a_deadline_ends_a_request():
 
 def test_an_error_in_the_middle_of_a_stream_is_its_last_event():
     gate = Gate()
-    with live(small(), gate.settings(), slots=1) as server:
+    with live(small(), held(gate), slots=1) as server:
         threading.Timer(0.3, gate.open.release, [100]).start()
         found = events(server.http.post("/v1/denoise", json={**IDS, "timeout": 0.1}))
         assert found[0][0] == "start"
@@ -195,7 +184,7 @@ def test_an_error_in_the_middle_of_a_stream_is_its_last_event():
 def test_a_client_that_waits_long_hears_that_the_server_is_still_there(monkeypatch):
     monkeypatch.setattr(EventStream, "patience", 0.02)
     gate = Gate()
-    with live(small(), gate.settings(), slots=1) as server:
+    with live(small(), held(gate), slots=1) as server:
         threading.Timer(0.3, gate.open.release, [100]).start()
         found = server.http.post("/v1/denoise", json=IDS)
         assert found.text.count(": waiting\n\n") > 2
