@@ -45,6 +45,7 @@ COLUMNS = {
     "hmm": "x HMM",
 }
 NEXT = (
+    ("codd serve", "a playground in your browser"),
     ("codd chat", "ask the model yourself, and watch the answer resolve"),
     ('codd generate "A question"', "the same for programs: files, pipes, --json"),
     ("codd info", "what the bundled model is"),
