@@ -14,7 +14,7 @@ from codd.serving.app import Settings
 from codd.serving.prompts import Limits
 
 EXAMPLES = 30
-STATUSES = {200, 400, 404, 405, 406, 413, 415, 422, 429}
+STATUSES = {200, 400, 404, 405, 406, 413, 415, 422, 429, 504}
 
 
 @pytest.fixture(scope="module")
