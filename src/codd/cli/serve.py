@@ -132,7 +132,8 @@ def _settings(args: argparse.Namespace) -> "Settings":
         )
     return Settings(
         name=args.name or _name(args),
-        limits=Limits(sampling.options_from(args), args.max_length),
+        # More than can ever wait would be told to come again for ever.
+        limits=Limits(sampling.options_from(args), args.max_length, min(Limits.sequences, args.slots + args.queue)),
         guards=Guards(args.host, tuple(args.allow_host), key, args.max_body, tuple(args.cors)),
         timeout=args.timeout,
         log_text=args.log_text,
