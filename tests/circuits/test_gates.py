@@ -177,7 +177,7 @@ def test_short_windows(layout, kind, length, backend):
     step = hmm.joint_step(ev, generator=generator(0))
     assert torch.equal(step.latents, hmm.sample_latents(ev, generator=generator(0)))
     assert_close(step.log_partition, truth.log_partition, **EXACT)
-    assert_close(hmm.progressive(ev).log_marginals(), truth.marginals, **EXACT)
+    assert_close(hmm.incremental(ev).log_marginals(), truth.marginals, **EXACT)
 
 
 # Samples.
@@ -236,7 +236,7 @@ def test_tokens_that_become_known_one_by_one(layout, candidates, dtype, size, ba
     ev = replace(make_evidence("mixed_dense", (B, L), seed=2), step_log_gates=make_gates((B, L), seed=3, size=size))
     order = torch.stack([torch.randperm(L, generator=generator(b)) for b in range(B)])
     known, each = torch.zeros(B, L, dtype=torch.bool), torch.arange(B)
-    found = hmm.to(dtype=dtype).progressive(ev, candidates)
+    found = hmm.to(dtype=dtype).incremental(ev, candidates)
     near = {"rtol": 0, "atol": 1e-9 if dtype == torch.float64 else 2e-5}
     for t in range(L + 1):
         truth, at = GatedTruth(hmm, observing(ev, tokens, known)), order[:, t % L]
@@ -254,7 +254,7 @@ def test_tokens_that_become_known_one_by_one(layout, candidates, dtype, size, ba
 def test_picks_are_the_most_probable_tokens(layout, candidates, backend):
     hmm = make_hmm(layout, seed=5)
     ev = Evidence(logits=make_evidence("logits", (B, L), seed=6).logits, step_log_gates=make_gates((B, L), size=3.0))
-    found, open_ = hmm.progressive(ev, candidates), torch.ones(B, L, dtype=torch.bool)
+    found, open_ = hmm.incremental(ev, candidates), torch.ones(B, L, dtype=torch.bool)
     now = ev
     for _ in range(L):
         top, token = GatedTruth(hmm, now).marginals.exp().max(-1)
@@ -450,10 +450,10 @@ def test_the_kernels_leave_gates_to_the_eager_path():
     with warnings.catch_warnings(), ops.use("triton"):
         warnings.simplefilter("ignore", RuntimeWarning)  # numpy in the interpreter: infinities are allowed for
         found = answers(hmm, ev)
-        marginals = hmm.progressive(ev, V).log_marginals()
+        marginals = hmm.incremental(ev, V).log_marginals()
     for a, b in zip(found, wanted, strict=True):
         assert_close(a, b, rtol=1e-3, atol=1e-3)
-    exact = hmm.marginals(ev).gather(-1, hmm.progressive(ev, V).candidates)
+    exact = hmm.marginals(ev).gather(-1, hmm.incremental(ev, V).candidates)
     assert_close(marginals, exact, rtol=2e-3, atol=2e-3)
 
 
@@ -466,7 +466,7 @@ def test_every_query_keeps_the_shapes_of_its_signature(layout, backend):
                 continue
             ev = replace(make_evidence(kind, (B, length)), step_log_gates=make_gates((B, length)))
             assert len(answers(hmm, ev)) == 14
-            assert hmm.progressive(ev).log_marginals().shape == (B, length, V)
+            assert hmm.incremental(ev).log_marginals().shape == (B, length, V)
             assert hmm.conditional_log_prob(torch.zeros(B, length, dtype=torch.int64), ev).shape == (B,)
 
 
@@ -503,7 +503,7 @@ def test_gates_that_do_not_fit_the_evidence(gates, named):
 )
 def test_gates_that_do_not_fit_the_circuit(hmm, named):
     ev = Evidence(logits=LOGITS, step_log_gates=torch.zeros(2, 2, 2))
-    for name in (*QUERIES, "flows", "sample", "sample_latents", "joint_step", "max_product", "progressive"):
+    for name in (*QUERIES, "flows", "sample", "sample_latents", "joint_step", "max_product", "incremental"):
         with pytest.raises(InvalidEvidence, match=named):
             getattr(hmm, name)(ev)
 

@@ -118,7 +118,7 @@ def test_both_directions_in_one_launch(shape, layout):
     leaf = ops.Scaled(torch.rand(batch, length, states, generator=g), torch.randn(batch, length, 1, generator=g))
     leaf.values[0, -1] *= torch.rand(states, generator=g) < 0.5
     leaf = ops.Scaled(leaf.values.to(DEVICE), leaf.log_scale.to(DEVICE))
-    got = chain_kernels.both(hmm.transition, hmm.log_initial, leaf)
+    got = chain_kernels.forward_backward(hmm.transition, hmm.log_initial, leaf)
     truth = hmm.to(dtype=torch.float64)
     exact = ops.Scaled(leaf.values.double(), leaf.log_scale.double())
     with ops.use("eager" if CUDA else "reference"):
@@ -137,10 +137,10 @@ def test_both_directions_take_one_launch_where_they_fit(monkeypatch):
     calls = []
     messages = chain_kernels.messages
     monkeypatch.setattr(chain_kernels, "messages", lambda *args: calls.append(args[3]) or messages(*args))
-    chain_kernels.both(hmm.transition, hmm.log_initial, leaf)
+    chain_kernels.forward_backward(hmm.transition, hmm.log_initial, leaf)
     assert calls == []
     streamed = chain_kernels.plan_for(2, 20, 1)._replace(stages=3)
-    chain_kernels.both(hmm.transition, hmm.log_initial, leaf, streamed)
+    chain_kernels.forward_backward(hmm.transition, hmm.log_initial, leaf, streamed)
     assert calls == [False, True]
 
 

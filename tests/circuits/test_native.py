@@ -42,12 +42,12 @@ def test_messages_are_those_of_numpy(batch, length, states, reverse, absorb, fre
     torch.testing.assert_close(got.log(), want.log(), rtol=1e-5, atol=1e-5)
 
 
-def begun(matrix: torch.Tensor, length: int, batch: int, reverse: bool, keep: bool, seed: int) -> native.Walk:
-    """A walk over leaf values of its own; what is not written is NaN."""
+def begun(matrix: torch.Tensor, length: int, batch: int, reverse: bool, keep: bool, seed: int) -> native.ChainPass:
+    """A pass over leaf values of its own; what is not written is NaN."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.rand(length, batch, len(matrix), generator=generator)
     first = None if reverse else torch.rand(len(matrix), generator=generator)
-    made = native.Walk.begun(matrix, first, values, torch.ones(length, batch, 1), reverse, keep, 4)
+    made = native.ChainPass.prepared(matrix, first, values, torch.ones(length, batch, 1), reverse, keep, 4)
     assert made is not None
     made.products.fill_(torch.nan)
     return made
@@ -61,24 +61,24 @@ SHAPES = [
     [(t, 1) for t in (4, 13, 8, 1, 9, 9, 2, 6, 11)],
     [(6, 13), (17, 8), (3, 4), (8, 1)],
 ]
-"""Lengths and batches of walks that are done together: 1 to 9 and more rows, and fewer as the short ones end."""
+"""Lengths and batches of passes that are run together: 1 to 9 and more rows, and fewer as the short ones end."""
 
 
 @needs_compiler
 @pytest.mark.parametrize("states", [1, 5, 32, 77, 96])
 @pytest.mark.parametrize("shapes", SHAPES, ids=str)
-def test_a_walk_is_the_same_to_the_bit_alone_and_in_company(shapes, states):
+def test_a_pass_is_the_same_to_the_bit_alone_and_in_a_batch(shapes, states):
     matrix = torch.rand(states, states, generator=torch.Generator().manual_seed(3)) / states
 
-    def all_of_them() -> list[native.Walk]:
+    def all_of_them() -> list[native.ChainPass]:
         kinds = itertools.cycle([(False, True), (True, True), (True, False), (False, False)])
         return [begun(matrix, *shape, *kind, i) for i, (shape, kind) in enumerate(zip(shapes, kinds, strict=False))]
 
-    alone, company = all_of_them(), all_of_them()
-    for walk in alone:
-        native.walk([walk])
-    native.walk(company)
-    for a, b in zip(alone, company, strict=True):
+    alone, batched = all_of_them(), all_of_them()
+    for one in alone:
+        native.run_passes([one])
+    native.run_passes(batched)
+    for a, b in zip(alone, batched, strict=True):
         assert not a.products.isnan().any()
         assert torch.equal(a.products, b.products)
         assert torch.equal(a.norms, b.norms)
@@ -90,12 +90,12 @@ def test_a_walk_is_the_same_to_the_bit_alone_and_in_company(shapes, states):
 def test_a_row_of_a_batch_is_the_same_to_the_bit_as_by_itself(batch):
     matrix = torch.rand(77, 77, generator=torch.Generator().manual_seed(3)) / 77
     whole = begun(matrix, 9, batch, True, True, 1)
-    native.walk([whole])
+    native.run_passes([whole])
     for b in range(batch):
         values, norms = whole.values[:, b : b + 1].contiguous(), torch.ones(9, 1, 1)
-        one = native.Walk.begun(matrix, None, values, norms, True, True, 4)
+        one = native.ChainPass.prepared(matrix, None, values, norms, True, True, 4)
         assert one is not None
-        native.walk([one])
+        native.run_passes([one])
         assert torch.equal(one.products, whole.products[:, b : b + 1])
 
 

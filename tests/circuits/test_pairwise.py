@@ -113,30 +113,30 @@ def test_gates_between_positions(layout, dtype):
 
 
 @pytest.fixture
-def walks(monkeypatch) -> list[str]:
+def backends(monkeypatch) -> list[str]:
     """The backends that were asked."""
-    asked, walk = [], pairwise._walk
+    asked, propagator = [], pairwise._propagator
 
     def noted(hmm, ev, backend, found):
         asked.append(backend.name)
-        return walk(hmm, ev, backend, found)
+        return propagator(hmm, ev, backend, found)
 
-    monkeypatch.setattr(pairwise, "_walk", noted)
+    monkeypatch.setattr(pairwise, "_propagator", noted)
     return asked
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_fast_way_answers_by_itself(layout, dtype, walks):
+def test_the_fast_way_answers_by_itself(layout, dtype, backends):
     """Wrong rows would not keep their sums, and the reference would give the right answer late."""
     for kind in ("logits", "mixed_all"):
         hmm, ev = make_hmm(layout, 20, 30, 12, dtype=dtype), make_evidence(kind, (2, 12), 20, 30)
         ev = with_gates(ev, hmm.rank) if "low_rank" in layout else ev
         hmm.pairwise(ev, some_tokens((2, 12), 30, 5))
-    assert walks == ["eager", "eager"]
+    assert backends == ["eager", "eager"]
 
 
-def test_rows_that_lose_something_are_walked_again(walks, monkeypatch):
+def test_rows_that_lose_something_are_propagated_again(backends, monkeypatch):
     hmm, ev = make_hmm("dense", dtype=torch.float32), make_evidence("logits", (B, L))
     candidates = some_tokens((B, L), V, 2)
     wanted, through = hmm.pairwise(ev, candidates), pairwise._through
@@ -148,7 +148,7 @@ def test_rows_that_lose_something_are_walked_again(walks, monkeypatch):
 
     monkeypatch.setattr(pairwise, "_through", lossy)
     assert_close(hmm.pairwise(ev, candidates), wanted, **ROUNDED)
-    assert walks == ["eager", "eager", "reference"]
+    assert backends == ["eager", "eager", "reference"]
 
 
 @settings(max_examples=30, deadline=None)
@@ -163,7 +163,7 @@ def test_rows_that_lose_something_are_walked_again(walks, monkeypatch):
     dtype=st.sampled_from(list(DTYPES)),
     seed=st.integers(0, 99),
 )
-def test_walking_is_conditioning(kind, layout, gated, shape, vocab, count, scale, dtype, seed):
+def test_propagating_is_conditioning(kind, layout, gated, shape, vocab, count, scale, dtype, seed):
     with shape_checks(False):
         hmm = make_hmm(layout, N, vocab, shape[1], seed=seed, dtype=dtype)
         ev = make_evidence(kind, shape, N, vocab, seed=seed, scale=scale)

@@ -10,8 +10,8 @@ from strategies import generator, shape_checks
 from torch.testing import assert_close
 
 from codd.circuits import HMM, Evidence, ops
+from codd.circuits.incremental import IncrementalConditioner
 from codd.circuits.ops.pick import eager
-from codd.circuits.progressive import Progressive
 from codd.coupling import Coupled
 from codd.decoding import samplers
 from codd.decoding.options import Options
@@ -70,16 +70,16 @@ def case(shape, style, seed=1):
     return hmm, Evidence(**fields).to(DEVICE)
 
 
-def progressive(hmm, ev, count, backend="triton"):
+def conditioner(hmm, ev, count, backend="triton"):
     with ops.use(backend):
-        return hmm.progressive(ev, count)
+        return hmm.incremental(ev, count)
 
 
-def masked(found: Progressive):
+def masked(found: IncrementalConditioner):
     return ~found.evidence.observed
 
 
-def compared(found: Progressive) -> Progressive:
+def compared(found: IncrementalConditioner) -> IncrementalConditioner:
     """With every launch checked against PyTorch on copies of the same tensors."""
     fast = found._backend
 
@@ -117,7 +117,7 @@ def test_one_launch_equals_pytorch_until_all_is_committed(shape, style, rule):
     batch, length, *_, count = shape
     hmm, ev = case(shape, style)
     exact = hmm.to(dtype=torch.float64) if not CUDA else None
-    found = compared(progressive(hmm, ev, count))
+    found = compared(conditioner(hmm, ev, count))
     open_ = masked(found)
     # Equal numbers: the leftmost comes first.
     given = (3 * torch.rand(batch, length, generator=generator(3))).floor().to(DEVICE) if rule == "given" else None
@@ -141,7 +141,7 @@ def test_one_launch_equals_pytorch_until_all_is_committed(shape, style, rule):
 @pytest.mark.parametrize(("shape", "style"), CASES, ids=str)
 def test_columns_and_weights_are_those_of_pytorch(shape, style):
     hmm, ev = case(shape, style)
-    found = progressive(hmm, ev, shape[-1])
+    found = conditioner(hmm, ev, shape[-1])
     columns, weights = found._prepare(found.candidates, None)
     assert_close(found._columns.float(), columns, rtol=1e-6, atol=0)
     assert_close(found._weights, weights, rtol=1e-5, atol=1e-5)
@@ -154,7 +154,7 @@ def test_columns_and_weights_are_those_of_pytorch(shape, style):
 def test_a_pick_is_a_choice_and_a_commit(backend, rule, count):
     shape = (2, 5, 6, 11, count)
     hmm, ev = case(shape, "mixed", seed=4)
-    fast, slow = (progressive(hmm, ev, count, backend) for _ in range(2))
+    fast, slow = (conditioner(hmm, ev, count, backend) for _ in range(2))
     open_ = masked(fast) & torch.tensor([True, True, False, True, True], device=DEVICE)
     given = torch.rand(2, 5, generator=generator(0)).to(DEVICE) if rule == "given" else None
     for _ in range(int(open_.sum(-1).min())):
@@ -228,7 +228,7 @@ def test_a_token_that_only_the_circuit_wants(backend):
     hmm = HMM(torch.zeros(1), torch.zeros(1, 1), emission).to(DEVICE)
     ev = Evidence(logits=torch.tensor([[[0.2, 0.1, 0, 0, 0]]], device=DEVICE))
     for count, want in ((2, (0, False)), (5, (4, True))):
-        found = progressive(hmm, ev, count, backend)
+        found = conditioner(hmm, ev, count, backend)
         got = found.pick("low_confidence", masked(found))
         assert (int(got.tokens), bool(got.sure)) == want
 
@@ -236,7 +236,7 @@ def test_a_token_that_only_the_circuit_wants(backend):
 @pytest.mark.parametrize("what", ["tile", "strides"])
 def test_what_the_kernel_does_not_serve_goes_through_pytorch(monkeypatch, what):
     hmm, ev = case((2, 4, 6, 9, 3), "mixed")
-    found, other = (progressive(hmm, ev, 3) for _ in range(2))
+    found, other = (conditioner(hmm, ev, 3) for _ in range(2))
     open_ = masked(found)
     want = found.pick("margin", open_.clone())
     if what == "tile":
@@ -250,7 +250,7 @@ def test_what_the_kernel_does_not_serve_goes_through_pytorch(monkeypatch, what):
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_a_sequence_with_nothing_open_stays_as_it_is(backend):
     hmm, ev = case((2, 4, 6, 9, 3), "logits")
-    found = progressive(hmm, ev, 3, backend)
+    found = conditioner(hmm, ev, 3, backend)
     before = found.log_marginals()
     open_ = torch.zeros(2, 4, dtype=torch.bool, device=DEVICE)
     open_[1] = True
@@ -263,7 +263,7 @@ def test_a_sequence_with_nothing_open_stays_as_it_is(backend):
 @pytest.mark.parametrize("backend", ["eager", "triton"])
 def test_an_open_position_that_is_known_is_closed_and_nothing_else(backend):
     hmm, ev = case((1, 4, 6, 9, 3), "logits")
-    found = progressive(hmm, ev, 3, backend)
+    found = conditioner(hmm, ev, 3, backend)
     at, token = torch.tensor([2], device=DEVICE), found.candidates[:, 2, 1].clone()
     found.commit(at, token)
     before = found.log_marginals()
@@ -286,7 +286,7 @@ def test_an_open_position_that_is_known_is_closed_and_nothing_else(backend):
 )
 def test_what_makes_no_sense_is_refused(ask, message):
     hmm, ev = case((1, 4, 6, 9, 3), "logits")
-    found = progressive(hmm, ev, 3)
+    found = conditioner(hmm, ev, 3)
     with shape_checks(False), pytest.raises(InvalidEvidence, match=message):
         ask(found, masked(found))
 
@@ -320,7 +320,7 @@ def test_picks_can_be_captured_in_a_graph_and_wait_for_nothing(rule):
     given = torch.rand(1, 32, generator=generator(0)).to(DEVICE) if rule == "given" else None
 
     def all_of_them():
-        found = hmm.progressive(ev, 64)
+        found = hmm.incremental(ev, 64)
         open_ = torch.ones(1, 32, dtype=torch.bool, device=DEVICE)
         return [found.pick(rule, open_, given) for _ in range(32)]
 

@@ -78,14 +78,14 @@ def check(got: list[Decision], want: list[Decision]) -> None:
 @pytest.fixture
 def met(monkeypatch):
     """Small circuits meet, too; how many walks each call of C did."""
-    counts, real = [], native.walk
+    counts, real = [], native.run_passes
 
     def noted(walks):
         counts.append(len(walks))
         real(walks)
 
     monkeypatch.setattr(together, "STATES", 1)
-    monkeypatch.setattr(native, "walk", noted)
+    monkeypatch.setattr(native, "run_passes", noted)
     return counts
 
 
@@ -106,8 +106,8 @@ def test_a_sequence_is_decided_alike_alone_and_in_a_crowd(circuit, pace, count, 
 @torch.no_grad()
 def test_the_bundled_model_decides_alike_alone_and_in_a_crowd(pace, monkeypatch):
     model, largest = bundled(), []
-    real = native.walk
-    monkeypatch.setattr(native, "walk", lambda walks: (largest.append(len(walks)), real(walks))[1])
+    real = native.run_passes
+    monkeypatch.setattr(native, "run_passes", lambda walks: (largest.append(len(walks)), real(walks))[1])
 
     def given(count: int) -> list[Asked]:
         chosen = PACES[pace] | ({"steps": 16} if pace == "count" else {})

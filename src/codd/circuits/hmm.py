@@ -11,9 +11,9 @@ from torch import Tensor
 from codd.circuits import gradients, inference, pairwise, sampling, storage
 from codd.circuits.evidence import Evidence, Kind
 from codd.circuits.factors import Factors
+from codd.circuits.incremental import IncrementalConditioner
 from codd.circuits.ops.backend import backend_for
 from codd.circuits.parameters import Emission, Transition, check_rows
-from codd.circuits.progressive import Progressive
 from codd.circuits.pyjuice import read_jpc
 from codd.circuits.results import BestPath, Flows, JointStep, Samples
 from codd.errors import FormatError, ImpossibleEvidence, InvalidCircuit, InvalidEvidence
@@ -263,13 +263,13 @@ class HMM:
         self._check(ev)
         return pairwise.tables(self, ev, candidates.long())
 
-    def progressive(self, ev: Evidence, candidates: int | None = None) -> Progressive:
+    def incremental(self, ev: Evidence, candidates: int | None = None) -> IncrementalConditioner:
         """Marginals while tokens become known one by one, with what does not change computed once.
 
         With ``candidates`` those of that many tokens of each position, the ones with the largest dense potentials.
         """
         self._check(ev)
-        return Progressive(self, ev, candidates)
+        return IncrementalConditioner(self, ev, candidates)
 
     def max_product(self, ev: Evidence) -> BestPath:
         """Tokens and latents that are most probable together, and the logarithm of their weight."""

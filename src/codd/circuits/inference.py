@@ -138,8 +138,8 @@ def _outweighed(hmm: "HMM", ev: Evidence, leaf: Scaled, doubt: Doubt, backend: B
     """The doubts that are left when what may be lost is compared with what is there."""
     if doubt is None:
         return None
-    assert backend.both is not None  # the reference loses nothing
-    forward, backward = backend.both(steps_of(hmm, ev), hmm.log_initial, leaf)
+    assert backend.forward_backward is not None  # the reference loses nothing
+    forward, backward = backend.forward_backward(steps_of(hmm, ev), hmm.log_initial, leaf)
     doubt = doubt & ~(lost_share(forward.values, leaf.values, backward.values) <= TOLERATED)
     return doubt if bool(doubt.any()) else None
 

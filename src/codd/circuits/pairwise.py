@@ -7,7 +7,7 @@ evidence, P_t(j | i) = A[i, j] L_{t+1}(j) b_{t+1}(j) / b_t(i),
     p(c_s, c_t) = sum_ij  q_s(i) r_s(c_s | i)  (P_s ... P_{t-1})(j | i)  r_t(c_t | j)
 
 Every factor is a probability, so nothing leaves the range of numbers, and a row that goes through P keeps its sum: if
-it does not, something was lost to underflow, and the reference is asked. All rows of all positions walk together.
+it does not, something was lost to underflow, and the reference answers. All rows are propagated at once.
 
 What two classes tell about each other is no more than what the tokens do, so the mutual information of these tables is
 a lower bound of that of the tokens, and equal to it where the candidates are all that is possible.
@@ -30,8 +30,8 @@ from codd.errors import InvalidEvidence
 if TYPE_CHECKING:
     from codd.circuits.hmm import HMM
 
-Walk: TypeAlias = Callable[[int, Float[Tensor, "B R N"]], Float[Tensor, "B R N"]]
-"""Rows over the states of a position, and those over the states of the next."""
+Propagate: TypeAlias = Callable[[int, Float[Tensor, "B R N"]], Float[Tensor, "B R N"]]
+"""From rows over the states of position t to rows over those of t + 1: (t, rows) -> rows."""
 
 LOST = {torch.float32: 1e-5, torch.float64: 1e-9}
 """How much of its sum a row may lose in a step; more than rounding does, less than counts."""
@@ -96,7 +96,9 @@ def tables(hmm: "HMM", ev: Evidence, candidates: Int[Tensor, "B L K"]) -> Float[
         found = inference.smooth(hmm, ev, backend, each=False)
         dtype = found.leaf.values.dtype
         shares = _class_shares(hmm.emission, ev, backend, pick(candidates)).to(dtype)
-        out, lost = _walked(found.posterior.normalised().to(dtype), shares, _open(ev), _walk(hmm, ev, backend, found))
+        out, lost = _propagated(
+            found.posterior.normalised().to(dtype), shares, _open(ev), _propagator(hmm, ev, backend, found)
+        )
         doubt = found.doubt
         if backend.checked and ev.device.type == "cpu":
             faint = ~(lost <= LOST[dtype])
@@ -163,7 +165,7 @@ def _log_columns(emission: Emission, ids: Int[Tensor, "B L K"]) -> Float[Tensor,
     return found.float().log() if emission.compact else found
 
 
-def _walk(hmm: "HMM", ev: Evidence, backend: Backend, found: Smoothed) -> Walk:
+def _propagator(hmm: "HMM", ev: Evidence, backend: Backend, found: Smoothed) -> Propagate:
     """Rows times P_t: with P_t itself from logarithms (the reference), or as products with the transition's factors."""
     steps = inference.steps_of(hmm, ev)
     backward = backend.messages(steps, None, found.leaf, True)
@@ -197,8 +199,8 @@ def _through(steps: Transition, t: int, rows: Float[Tensor, "B R N"]) -> Float[T
     return rows
 
 
-def _walked(
-    posterior: Float[Tensor, "B L N"], shares: Float[Tensor, "B L C N"], places: list[int], walk: Walk
+def _propagated(
+    posterior: Float[Tensor, "B L N"], shares: Float[Tensor, "B L C N"], places: list[int], propagate: Propagate
 ) -> tuple[Float[Tensor, "B L L C C"], Float[Tensor, " B"]]:
     """The tables, and the most that a row lost of its sum in a step."""
     alone = (posterior[:, :, None] @ shares.mT)[:, :, 0]
@@ -208,7 +210,7 @@ def _walked(
     lost = sums.new_zeros(batch)
     for t in range(places[0], places[-1] + 1) if places else ():
         if t > places[0]:
-            rows = walk(t - 1, rows)
+            rows = propagate(t - 1, rows)
             now = rows.sum(-1)
             lost = torch.maximum(lost, (now - sums).abs().amax(-1))
             rows = rows * torch.where(now > 0, sums / now, 0)[..., None]

@@ -50,8 +50,8 @@ class Prior(Protocol):
 
 
 @runtime_checkable
-class Conditionals(Protocol):
-    """Token marginals while tokens are committed one by one: `codd.HMM.progressive`, or the slow way below."""
+class Conditioner(Protocol):
+    """Token marginals while tokens are committed one by one: `codd.HMM.incremental`, or the slow way below."""
 
     candidates: Int[Tensor, "B L K"] | None
     """The tokens that `log_marginals` is about; None: all."""
@@ -180,11 +180,11 @@ class Coupled:
         found = self.sample(generator=torch.Generator(log_z.device).manual_seed(seed))
         return JointStep(found.latents, self.scores(found.latents), log_z)
 
-    def conditionals(self, candidates: int | None = None) -> Conditionals:
+    def conditionals(self, candidates: int | None = None) -> Conditioner:
         """Token marginals while tokens are committed one by one; of that many candidates a position, or of all."""
         if isinstance(self.circuit, HMM):
             few = candidates is not None and candidates < self.circuit.vocab_size
-            return self.circuit.progressive(self.evidence, candidates if few else None)
+            return self.circuit.incremental(self.evidence, candidates if few else None)
         return _Recomputed(self)
 
     def condition(self, tokens: Int[Tensor, "B L"], where: Bool[Tensor, "B L"]) -> "Coupled":
@@ -202,7 +202,7 @@ class Coupled:
 
 
 class _Recomputed:
-    """`Conditionals` by asking the circuit again after every token: for any circuit, and for comparison."""
+    """`Conditioner` by asking the circuit again after every token: for any circuit, and for comparison."""
 
     candidates: Int[Tensor, "B L K"] | None = None
 

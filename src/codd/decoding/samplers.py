@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from codd.circuits.incremental import IncrementalConditioner
 from codd.circuits.ops.pick.eager import choose as surest
-from codd.circuits.progressive import Progressive
 from codd.coupling import Coupled
-from codd.coupling.coupled import Conditionals
+from codd.coupling.coupled import Conditioner
 from codd.decoding.options import Options
 from codd.decoding.orders import entropy, order_of, probability_of, ranked
 from codd.decoding.tokens import choose
@@ -169,7 +169,7 @@ def any_order(
     noise = noise.at(rows)
     open_rows = torch.ones(size, dtype=torch.bool, device=rows.device) if open_rows is None else open_rows.clone()
     greedy = options.temperature == 0 and options.entropy_budget is None and rows.device.type != "cpu"
-    if greedy and count is not None and isinstance(given, Progressive) and given.candidates is not None:
+    if greedy and count is not None and isinstance(given, IncrementalConditioner) and given.candidates is not None:
         return _picked(given, rows, open_rows, count, noise, options)
     picks: list[_Pick] = []
     spent = 0.0
@@ -193,7 +193,7 @@ def any_order(
 
 
 def _picked(
-    given: Progressive,
+    given: IncrementalConditioner,
     rows: Int[Tensor, " R"],
     open_rows: Bool[Tensor, " R"],
     count: int,
@@ -235,7 +235,7 @@ def _nothing(rows: Int[Tensor, " R"]) -> Ranking:
 
 
 def _pick(
-    given: Conditionals,
+    given: Conditioner,
     rows: Int[Tensor, " R"],
     open_rows: Bool[Tensor, " R"],
     noise: Noise,

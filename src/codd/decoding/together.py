@@ -1,8 +1,8 @@
 """Decisions of several sequences, each in a thread of its own, that share nothing but the reading of the circuit.
 
-One of the threads works at a time, as if the sequences came one after the other; only where a sampler walks along the
-chain they wait for each other (`codd.circuits.ops.gathering`). So a sequence is decided alike, to the bit, alone and in
-a crowd.
+One of the threads works at a time, as if the sequences came one after the other; only where a sampler passes
+messages along the chain they wait for each other (`codd.circuits.ops.batch_barrier`). So a sequence is decided alike,
+to the bit, alone and in a crowd.
 """
 
 from collections import deque
@@ -15,7 +15,7 @@ import torch
 
 from codd.circuits import HMM, Modulated
 from codd.circuits.ops import native
-from codd.circuits.ops.gathering import Gathering
+from codd.circuits.ops.batch_barrier import BatchBarrier
 from codd.decoding.decide import Asked
 
 Case = TypeVar("Case")
@@ -65,7 +65,7 @@ def _walks(case: object) -> bool:
 
 def _gather(work: Callable[[], None], members: int) -> None:
     """The same work in some threads, of which this is one."""
-    gathering = Gathering(members)
+    barrier = BatchBarrier(members)
     cores, inference, grad = torch.get_num_threads(), torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
     def aside() -> None:
@@ -77,14 +77,14 @@ def _gather(work: Callable[[], None], members: int) -> None:
     started: list[Thread] = []
     try:
         while len(started) < members - 1:
-            thread = Thread(target=copy_context().run, args=(gathering.run, aside), name="codd-decision")
+            thread = Thread(target=copy_context().run, args=(barrier.run, aside), name="codd-decision")
             thread.start()
             started.append(thread)
     except RuntimeError:  # the machine has no more threads to give: those that there are do it all
         for _ in range(members - 1 - len(started)):
-            gathering.leave()
+            barrier.leave()
     try:
-        gathering.run(work)
+        barrier.run(work)
     finally:
         for thread in started:
             thread.join()

@@ -40,7 +40,7 @@ class Backend:
     """Whether this implementation can lose terms to underflow, so that its answers are checked where that is free."""
     joint_step: Callable[..., tuple[Tensor, Tensor, Tensor]] | None = None
     """Latents, scores and log Z in one go, for one dense transition and one emission table."""
-    both: Callable[..., tuple[Scaled, Scaled]] | None = None
+    forward_backward: Callable[..., tuple[Scaled, Scaled]] | None = None
     """Forward and backward messages in one go."""
     leaf_totals: Callable[..., tuple[Scaled, Tensor]] | None = None
     """Leaf values with the normalisers of the dense rows, for one emission table and no sparse evidence."""
@@ -72,7 +72,7 @@ EAGER = Backend(
     sample_path=path_eager.sample_path,
     scores=scores_eager.scores,
     checked=True,
-    both=chain_eager.both,
+    forward_backward=chain_eager.forward_backward,
 )
 
 
@@ -93,7 +93,7 @@ def _triton() -> Backend:
         scores=kernels.scores,
         checked=False,
         joint_step=kernels.joint_step,
-        both=kernels.both,
+        forward_backward=kernels.forward_backward,
         leaf_totals=kernels.fused,
         prepare=kernels.prepare,
         candidate_marginals=kernels.candidate_marginals,

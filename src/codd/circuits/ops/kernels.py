@@ -4,7 +4,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from codd.circuits.evidence import Evidence
-from codd.circuits.ops.chain.triton import both as both
+from codd.circuits.ops.chain.triton import forward_backward as forward_backward
 from codd.circuits.ops.chain.triton import messages as messages
 from codd.circuits.ops.leaf.triton import fused as fused
 from codd.circuits.ops.leaf.triton import leaf_values as leaf_values

@@ -64,40 +64,40 @@ typedef struct {
     const float *leaf;
     float *products, *messages, *norms;
     int64_t length, batch, reverse, keep; /* keep: `messages` has a row for each position, else one for all */
-} walk;
+} chain_pass;
 
-/* Position k of a walk, its rescaling included: products[t] = message t times leaf t. */
-static void advance(const walk *w, int64_t t, int64_t n, int rescale, float tiny) {
-    const int64_t size = w->batch * n;
-    const float *message = w->messages + (w->keep ? t * size : 0);
-    float *row = w->products + t * size;
-    for (int64_t i = 0; i < size; i++) row[i] = message[i] * w->leaf[t * size + i];
-    for (int64_t b = 0; rescale && b < w->batch; b++, row += n) {
+/* Position t of a pass, its rescaling included: products[t] = message t times leaf t. */
+static void advance(const chain_pass *p, int64_t t, int64_t n, int rescale, float tiny) {
+    const int64_t size = p->batch * n;
+    const float *message = p->messages + (p->keep ? t * size : 0);
+    float *row = p->products + t * size;
+    for (int64_t i = 0; i < size; i++) row[i] = message[i] * p->leaf[t * size + i];
+    for (int64_t b = 0; rescale && b < p->batch; b++, row += n) {
         float top = tiny;
         for (int64_t i = 0; i < n; i++) top = row[i] > top ? row[i] : top;
         for (int64_t i = 0; i < n; i++) row[i] /= top;
-        w->norms[t * w->batch + b] = top;
+        p->norms[t * p->batch + b] = top;
     }
 }
 
-/* Walks that have nothing in common but the matrix, which is read once for 8 rows of any of them: the next message is
+/* Passes that have nothing in common but the matrix, which is read once for 8 rows of any of them: the next message is
  * products[t] times matrix. Every few positions a row is divided by its largest entry, which goes into norms. */
-void codd_walk(const float *matrix, const walk *walks, int64_t count, int64_t n, int64_t every, float tiny) {
+void codd_run_passes(const float *matrix, const chain_pass *passes, int64_t count, int64_t n, int64_t every, float tiny) {
     const float *from[8];
     float *to[8];
     int64_t going = 1;
     for (int64_t k = 0; going; k++) {
         int rows = 0;
         going = 0;
-        for (const walk *w = walks; w < walks + count; w++) {
-            if (k >= w->length) continue;
-            const int64_t t = w->reverse ? w->length - 1 - k : k;
-            advance(w, t, n, (k + 1) % every == 0, tiny);
-            if (k + 1 == w->length) continue;
+        for (const chain_pass *p = passes; p < passes + count; p++) {
+            if (k >= p->length) continue;
+            const int64_t t = p->reverse ? p->length - 1 - k : k;
+            advance(p, t, n, (k + 1) % every == 0, tiny);
+            if (k + 1 == p->length) continue;
             going = 1;
-            for (int64_t b = 0; b < w->batch; b++) {
-                from[rows] = w->products + (t * w->batch + b) * n;
-                to[rows] = w->messages + ((w->keep ? (w->reverse ? t - 1 : t + 1) : 0) * w->batch + b) * n;
+            for (int64_t b = 0; b < p->batch; b++) {
+                from[rows] = p->products + (t * p->batch + b) * n;
+                to[rows] = p->messages + ((p->keep ? (p->reverse ? t - 1 : t + 1) : 0) * p->batch + b) * n;
                 if (++rows == 8) product(from, matrix, to, rows, n), rows = 0;
             }
         }

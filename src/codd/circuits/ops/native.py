@@ -81,16 +81,16 @@ def _processor() -> bytes:
     return f"{platform.machine()} {platform.processor()} {flags}".encode()
 
 
-def _declare(found: ctypes.CDLL) -> ctypes.CDLL:
-    found.codd_walk.argtypes = [_DATA] * 2 + [_SIZE] * 3 + [_REAL]
-    found.codd_walk.restype = None
-    found.codd_path.argtypes = [_DATA] * 6 + [_SIZE] * 4 + [_REAL]
-    found.codd_path.restype = _SIZE
-    return found
+def _declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
+    loaded.codd_run_passes.argtypes = [_DATA] * 2 + [_SIZE] * 3 + [_REAL]
+    loaded.codd_run_passes.restype = None
+    loaded.codd_path.argtypes = [_DATA] * 6 + [_SIZE] * 4 + [_REAL]
+    loaded.codd_path.restype = _SIZE
+    return loaded
 
 
-class _Walk(ctypes.Structure):
-    """``walk`` of native.c."""
+class _ChainPass(ctypes.Structure):
+    """``chain_pass`` of native.c."""
 
     _fields_ = (
         *((name, _DATA) for name in ("leaf", "products", "messages", "norms")),
@@ -99,8 +99,8 @@ class _Walk(ctypes.Structure):
 
 
 @dataclass(frozen=True, eq=False)
-class Walk:
-    """A walk along chains of one length, with room for what comes of it."""
+class ChainPass:
+    """One pass of messages along B chains of one length, forward or in reverse, with room for its results."""
 
     matrix: Float[Tensor, "N N"]
     values: Float[Tensor, "L B N"]
@@ -109,11 +109,11 @@ class Walk:
     messages: Float[Tensor, "L B N"] | Float[Tensor, "1 B N"]
     reverse: bool
     keep_messages: bool
-    every: int
+    rescale_every: int
     """Positions between two rescalings."""
 
     @classmethod
-    def begun(
+    def prepared(
         cls,
         matrix: Float[Tensor, "N N"],
         first: Float[Tensor, " N"] | None,
@@ -121,34 +121,35 @@ class Walk:
         norms: Float[Tensor, "L B 1"],
         reverse: bool,
         keep_messages: bool,
-        every: int,
-    ) -> "Walk | None":
-        """Before its first step; None if this case is not for here."""
+        rescale_every: int,
+    ) -> "ChainPass | None":
+        """A pass before its first step; None if unsupported (the caller falls back to NumPy)."""
         _, batch, states = values.shape
         if values.dtype != torch.float32 or batch * states * states > MAX_PRODUCT or library() is None:
             return None
         messages = torch.empty_like(values) if keep_messages else torch.empty_like(values[:1])
         messages[-1 if reverse and keep_messages else 0] = 1.0 if first is None else first
-        return cls(matrix, values, norms, torch.empty_like(values), messages, reverse, keep_messages, every)
+        return cls(matrix, values, norms, torch.empty_like(values), messages, reverse, keep_messages, rescale_every)
 
     @property
     def cost(self) -> int:
-        """Multiplications."""
+        """Multiplications that the pass takes."""
         return self.values.numel() * self.values.shape[-1]
 
 
-def walk(walks: Sequence[Walk]) -> None:
-    """Do walks that share matrix and rescaling, as ``chain.eager`` does one with NumPy.
+def run_passes(passes: Sequence[ChainPass]) -> None:
+    """Run passes that share matrix and rescaling as one batch, as ``chain.eager`` runs one with NumPy.
 
-    What becomes of one does not depend on the others, to the bit.
+    The results of one pass do not depend on the others, to the bit.
     """
-    found = library()
-    assert found is not None  # else there would be no walk
-    rows = [(w.values, w.products, w.messages, w.norms) for w in walks]
-    flags = [(*w.values.shape[:2], w.reverse, w.keep_messages) for w in walks]
-    given = (_Walk * len(walks))(*(_Walk(*(x.data_ptr() for x in a), *b) for a, b in zip(rows, flags, strict=True)))
-    matrix, tiny = walks[0].matrix, torch.finfo(torch.float32).tiny
-    found.codd_walk(matrix.data_ptr(), given, len(walks), len(matrix), walks[0].every, tiny)
+    loaded = library()
+    assert loaded is not None  # else `ChainPass.prepared` would have made none
+    arrays = [(p.values, p.products, p.messages, p.norms) for p in passes]
+    sizes = [(*p.values.shape[:2], p.reverse, p.keep_messages) for p in passes]
+    structs = (_ChainPass(*(x.data_ptr() for x in a), *b) for a, b in zip(arrays, sizes, strict=True))
+    arguments = (_ChainPass * len(passes))(*structs)
+    matrix, tiny = passes[0].matrix, torch.finfo(torch.float32).tiny
+    loaded.codd_run_passes(matrix.data_ptr(), arguments, len(passes), len(matrix), passes[0].rescale_every, tiny)
 
 
 def path(
@@ -158,12 +159,12 @@ def path(
     limits: Float[Tensor, "L S B"],
     faint: float,
 ) -> Int[Tensor, "L S B"] | None:
-    """Paths by inverse CDF; None if this case is not for here, or needs logarithms."""
-    if target.dtype != torch.float32 or (found := library()) is None:
+    """Paths by inverse CDF; None if unsupported or too faint for float32 (the caller falls back)."""
+    if target.dtype != torch.float32 or (loaded := library()) is None:
         return None
     target = target.contiguous()
     out, work = torch.empty(limits.shape, dtype=torch.int64), torch.empty_like(first)
     length, samples, batch = limits.shape
     pointers = (x.data_ptr() for x in (matrix, first, target, limits, out, work))
-    weak = found.codd_path(*pointers, length, samples, batch, len(first), faint)
+    weak = loaded.codd_path(*pointers, length, samples, batch, len(first), faint)
     return None if weak else out

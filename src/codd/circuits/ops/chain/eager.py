@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from codd.circuits.ops import gathering, native
+from codd.circuits.ops import batch_barrier, native
 from codd.circuits.ops.scaled import Scaled
 from codd.circuits.parameters import Transition
 
@@ -25,10 +25,10 @@ def _factors(transition: Transition, reverse: bool) -> tuple[Float[Tensor, "*ste
     return transition.transposed if reverse else transition.linear
 
 
-class Way(NamedTuple):
-    """A chain to go along. Forward: p(z_t, evidence before t), from ``start`` in logarithms. Reverse: p(evidence after
-    t | z_t). With ``absorb`` each message comes multiplied with the leaf values of its own position, as the next step
-    needs it.
+class PassInputs(NamedTuple):
+    """One pass of messages along the chain. Forward: p(z_t, evidence before t), from ``start`` in logarithms. Reverse:
+    p(evidence after t | z_t). With ``absorb`` each message comes multiplied with the leaf values of its own position,
+    as the next step needs it.
     """
 
     start: Float[Tensor, " N"] | None
@@ -40,54 +40,54 @@ class Way(NamedTuple):
 def messages(
     transition: Transition, start: Float[Tensor, " N"] | None, leaf: Scaled, reverse: bool, absorb: bool = False
 ) -> Scaled:
-    """The messages along one `Way`."""
-    return along(transition, [Way(start, leaf, reverse, absorb)])[0]
+    """The messages of one pass; the arguments are those of `PassInputs`."""
+    return passes(transition, [PassInputs(start, leaf, reverse, absorb)])[0]
 
 
-def both(transition: Transition, start: Float[Tensor, " N"], leaf: Scaled) -> tuple[Scaled, Scaled]:
+def forward_backward(transition: Transition, start: Float[Tensor, " N"], leaf: Scaled) -> tuple[Scaled, Scaled]:
     """Forward and backward messages, at once where there are cores for it."""
-    forward, backward = along(transition, [Way(start, leaf, False), Way(None, leaf, True)])
+    forward, backward = passes(transition, [PassInputs(start, leaf, False), PassInputs(None, leaf, True)])
     return forward, backward
 
 
-def along(transition: Transition, ways: Sequence[Way]) -> list[Scaled]:
-    """The messages along each of some ways, which do not depend on each other."""
-    begun = [_Begun.of(transition, way) for way in ways]
-    gathering.walk([one.walk for one in begun if one.walk is not None])
-    return [one.done(transition) for one in begun]
+def passes(transition: Transition, inputs: Sequence[PassInputs]) -> list[Scaled]:
+    """The messages of each of some passes, which do not depend on each other."""
+    prepared = [_Prepared.of(transition, one) for one in inputs]
+    batch_barrier.run_passes([one.in_c for one in prepared if one.in_c is not None])
+    return [one.messages(transition) for one in prepared]
 
 
-class _Begun(NamedTuple):
-    """A way before its walk, or after it if it has one that was done."""
+class _Prepared(NamedTuple):
+    """A pass in the layout of its loop, (L, B, N), to be run in C or, by `messages`, in Python."""
 
-    way: Way
+    inputs: PassInputs
     first: Float[Tensor, " N"] | None
     values: Float[Tensor, "L B N"]
     norms: Float[Tensor, "L B 1"]
-    walk: native.Walk | None
-    """None: in Python."""
+    in_c: native.ChainPass | None
+    """The pass in C; None: in Python."""
 
     @classmethod
-    def of(cls, transition: Transition, way: Way) -> "_Begun":
-        values = way.leaf.values.transpose(0, 1).contiguous()
+    def of(cls, transition: Transition, inputs: PassInputs) -> "_Prepared":
+        values = inputs.leaf.values.transpose(0, 1).contiguous()
         norms = values.new_ones(*values.shape[:2], 1)
-        first = None if way.start is None else way.start.detach().to(values.dtype).exp()
-        factors, walk = _factors(transition, way.reverse), None
+        first = None if inputs.start is None else inputs.start.detach().to(values.dtype).exp()
+        factors, in_c = _factors(transition, inputs.reverse), None
         if values.device.type == "cpu" and len(factors) == 1 and factors[0].ndim == 2:
-            given = (factors[0], first, values, norms, way.reverse, not way.absorb, _RESCALE_EVERY[values.dtype])
-            walk = native.Walk.begun(*given)
-        return cls(way, first, values, norms, walk)
+            arrays = (factors[0], first, values, norms)
+            in_c = native.ChainPass.prepared(*arrays, inputs.reverse, not inputs.absorb, _RESCALE_EVERY[values.dtype])
+        return cls(inputs, first, values, norms, in_c)
 
-    def done(self, transition: Transition) -> Scaled:
-        """What came of it."""
-        _, leaf, reverse, absorb = self.way
-        if self.walk is not None:
-            out = self.walk.products if absorb else self.walk.messages
+    def messages(self, transition: Transition) -> Scaled:
+        """The results of the pass, after those in C were run."""
+        _, leaf, reverse, absorb = self.inputs
+        if self.in_c is not None:
+            out = self.in_c.products if absorb else self.in_c.messages
         else:
             gates = None if transition.gates is None else transition.gates[0].transpose(0, 1)
-            walk = _walk_cpu if self.values.device.type == "cpu" else _walk_torch
-            given = (_factors(transition, reverse), gates, self.first, self.values, self.norms, reverse)
-            products, carried = walk(*given, keep_messages=not absorb)
+            run = _pass_numpy if self.values.device.type == "cpu" else _pass_torch
+            arrays = (_factors(transition, reverse), gates, self.first, self.values, self.norms)
+            products, carried = run(*arrays, reverse, keep_messages=not absorb)
             out = products if absorb else carried
         total = _scales(self.norms[..., 0], leaf.log_scale[..., 0].transpose(0, 1), reverse, absorb)
         if transition.gates is not None:
@@ -122,7 +122,7 @@ def _met_gates(scale: Float[Tensor, "T B"], reverse: bool) -> Float[Tensor, "L B
     return torch.cat([none, scale.cumsum(0)])
 
 
-def _walk_torch(
+def _pass_torch(
     factors: tuple[Float[Tensor, "*steps _ _"], ...],
     gates: Float[Tensor, "T B R"] | None,
     first: Float[Tensor, " N"] | None,
@@ -155,7 +155,7 @@ def _walk_torch(
     return products, carried
 
 
-def _walk_cpu(
+def _pass_numpy(
     factors: tuple[Float[Tensor, "*steps _ _"], ...],
     gates: Float[Tensor, "T B R"] | None,
     first: Float[Tensor, " N"] | None,

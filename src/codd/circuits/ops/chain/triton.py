@@ -29,7 +29,7 @@ MAX_BATCH = 16
 
 
 @triton.jit
-def _walk(
+def _pass(
     matrix,
     start,
     leaf,
@@ -125,7 +125,7 @@ def _messages(
     N: tl.constexpr,
 ):
     """One direction."""
-    _walk(
+    _pass(
         matrix,
         start,
         leaf,
@@ -166,7 +166,7 @@ def _both(
 ):
     """Both directions side by side, each with half of the programs: neither needs anything of the other."""
     if tl.program_id(2) == 0:
-        _walk(
+        _pass(
             transposed,
             start,
             leaf,
@@ -185,7 +185,7 @@ def _both(
             N,
         )
     else:
-        _walk(
+        _pass(
             matrix,
             start,
             leaf,
@@ -292,7 +292,7 @@ def messages(
     return Scaled(out, scale) * leaf if absorb else Scaled(out, scale)
 
 
-def both(
+def forward_backward(
     transition: Transition, start: Float[Tensor, " N"], leaf: Scaled, plan: Plan | None = None
 ) -> tuple[Scaled, Scaled]:
     """Forward and backward messages: two chains of dependent steps that run at the same time, in one launch.

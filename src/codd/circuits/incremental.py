@@ -1,4 +1,4 @@
-"""Progressive conditioning: tokens become known one after the other, and the marginals of the rest follow each.
+"""Incremental conditioning: tokens become known one after the other, and the marginals of the rest follow each.
 
 The evidence of a position that is not yet known stays as it is, so its leaf values, which cost a pass over the
 vocabulary, are computed once. A token that becomes known replaces them with its column of the emission. What a token at
@@ -69,7 +69,7 @@ class _Part:
         self.leaf = Scaled(leaf.values[:, here], leaf.log_scale[:, here])
         self.message = Scaled(message.values[:, here], message.log_scale[:, here])
 
-    def way(self) -> chain_eager.Way:
+    def inputs(self) -> chain_eager.PassInputs:
         """The chain starts from one: what is known goes into the first leaf.
 
         Its largest entry is at one, so that scales do not pile up over many short chains.
@@ -82,7 +82,7 @@ class _Part:
         top.masked_fill_(top == 0, 1)
         first.div_(top)
         start.log_scale[:, edge] += message.log_scale[:, edge] + top.log()
-        return chain_eager.Way(None, start, self.reverse)
+        return chain_eager.PassInputs(None, start, self.reverse)
 
     def put(self, found: Scaled) -> None:
         """Write the messages that were not known."""
@@ -91,8 +91,8 @@ class _Part:
         self.message.log_scale[:, new] = found.log_scale[:, new]
 
 
-class Progressive:
-    """An HMM and evidence to which tokens are added one by one. Made by ``HMM.progressive``."""
+class IncrementalConditioner:
+    """An HMM and evidence to which tokens are added one by one. Made by ``HMM.incremental``."""
 
     @torch.no_grad()
     def __init__(self, hmm: "HMM", ev: Evidence, candidates: int | None = None) -> None:
@@ -320,8 +320,8 @@ class Progressive:
         """Forward and backward messages, right wherever a position is not yet known, and at ``_ahead``."""
         hmm, backend, both = self._hmm, self._backend, self._both
         if both is None:
-            if backend.both is not None:
-                both = backend.both(self._steps, hmm.log_initial, self._leaf)
+            if backend.forward_backward is not None:
+                both = backend.forward_backward(self._steps, hmm.log_initial, self._leaf)
             else:
                 forward = backend.messages(self._steps, hmm.log_initial, self._leaf, False)
                 both = forward, backend.messages(self._steps, None, self._leaf, True)
@@ -341,7 +341,7 @@ class Progressive:
         if low < self._behind:
             self._behind, begin = (0, last) if whole else (low, self._behind)
             parts.append(_Part(self._leaf, both[1], begin, self._behind))
-        found = chain_eager.along(self._steps, [part.way() for part in parts])
+        found = chain_eager.passes(self._steps, [part.inputs() for part in parts])
         for part, out in zip(parts, found, strict=True):
             part.put(out)
             # Doubt all sequences if a product of message and leaf may have lost something; `_in_doubt` says which.

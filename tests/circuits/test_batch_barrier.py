@@ -1,4 +1,4 @@
-"""Walks on several cores and in company: who waits for whom, and that nobody waits for ever."""
+"""Message passing on several cores and batched across threads: who waits for whom, and that nobody waits for ever."""
 
 import shutil
 from threading import Thread
@@ -6,42 +6,42 @@ from threading import Thread
 import pytest
 import torch
 
-from codd.circuits.ops import gathering, native
-from codd.circuits.ops.gathering import Gathering
+from codd.circuits.ops import batch_barrier, native
+from codd.circuits.ops.batch_barrier import BatchBarrier
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="this machine has no C compiler")
 MATRICES = [torch.rand(40, 40, generator=torch.Generator().manual_seed(i)) / 40 for i in range(2)]
 
 
-def begun(seed: int, length: int = 6, matrix: int = 0) -> native.Walk:
+def begun(seed: int, length: int = 6, matrix: int = 0) -> native.ChainPass:
     values = torch.rand(length, 1, 40, generator=torch.Generator().manual_seed(seed))
-    made = native.Walk.begun(MATRICES[matrix], None, values, torch.ones(length, 1, 1), False, True, 4)
+    made = native.ChainPass.prepared(MATRICES[matrix], None, values, torch.ones(length, 1, 1), False, True, 4)
     assert made is not None
     return made
 
 
 def products_alone(seed: int, **kind: int) -> torch.Tensor:
     one = begun(seed, **kind)
-    native.walk([one])
+    native.run_passes([one])
     return one.products
 
 
 @pytest.fixture
 def seen(monkeypatch):
-    """How many walks each call of C did."""
-    counts, real = [], native.walk
+    """How many passes each call of C ran."""
+    counts, real = [], native.run_passes
 
-    def noted(walks):
-        counts.append(len(walks))
-        real(walks)
+    def noted(passes):
+        counts.append(len(passes))
+        real(passes)
 
-    monkeypatch.setattr(native, "walk", noted)
+    monkeypatch.setattr(native, "run_passes", noted)
     return counts
 
 
 def run(jobs) -> list[BaseException | None]:
-    """Each in a thread of one gathering; what they raised."""
-    together, found = Gathering(len(jobs)), [None] * len(jobs)
+    """Each in a thread of one barrier; what they raised."""
+    together, found = BatchBarrier(len(jobs)), [None] * len(jobs)
 
     def member(number):
         try:
@@ -59,36 +59,36 @@ def run(jobs) -> list[BaseException | None]:
 
 
 @pytest.mark.parametrize("cores", [1, 2, 3])
-def test_tasks_hold_every_walk_once_and_one_matrix_each(cores):
-    walks = [begun(i, 3 + i, i % 2) for i in range(7)]
-    tasks = gathering._tasks(walks, cores)
+def test_tasks_hold_every_pass_once_and_one_matrix_each(cores):
+    passes = [begun(i, 3 + i, i % 2) for i in range(7)]
+    tasks = batch_barrier._tasks(passes, cores)
     assert len(tasks) == max(2, cores // 2 * 2)
-    assert all(len({walk.matrix.data_ptr() for walk in task}) == 1 for task in tasks)
-    assert sorted(id(walk) for task in tasks for walk in task) == sorted(map(id, walks))
+    assert all(len({one.matrix.data_ptr() for one in task}) == 1 for task in tasks)
+    assert sorted(id(one) for task in tasks for one in task) == sorted(map(id, passes))
 
 
 @pytest.mark.parametrize("worth", [0, 2**40])
 def test_two_cores_do_what_one_does(worth, monkeypatch):
-    monkeypatch.setattr(gathering, "WORTH", worth)
+    monkeypatch.setattr(batch_barrier, "WORTH", worth)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    walks = [begun(1), begun(2, matrix=1)]
-    gathering.walk(walks)
-    assert torch.equal(walks[0].products, products_alone(1))
-    assert torch.equal(walks[1].products, products_alone(2, matrix=1))
+    passes = [begun(1), begun(2, matrix=1)]
+    batch_barrier.run_passes(passes)
+    assert torch.equal(passes[0].products, products_alone(1))
+    assert torch.equal(passes[1].products, products_alone(2, matrix=1))
 
 
-def test_members_walk_together_as_long_as_they_stay(seen):
-    """Of three members one walks once, one twice, one three times: 3 walks at once, then 2, then 1."""
+def test_members_are_batched_as_long_as_they_stay(seen):
+    """Of three members one runs one pass, one two, one three: 3 passes at once, then 2, then 1."""
     done = {}
 
     def job(number):
-        def walk_some():
+        def run_some():
             for turn in range(number + 1):
                 one = begun(10 * number + turn)
-                gathering.walk([one])
+                batch_barrier.run_passes([one])
                 done[number, turn] = one.products
 
-        return walk_some
+        return run_some
 
     assert run([job(number) for number in range(3)]) == [None] * 3
     assert sorted(seen) == [1, 2, 3]
@@ -104,7 +104,7 @@ def test_one_member_works_at_a_time():
             inside.append(1)
             most.append(len(inside))
             inside.pop()
-            gathering.walk([begun(1)])
+            batch_barrier.run_passes([begun(1)])
 
     assert run([job] * 4) == [None] * 4
     assert max(most) == 1
@@ -115,11 +115,11 @@ def test_who_fails_is_not_waited_for():
 
     def good():
         for _ in range(3):
-            gathering.walk([one := begun(1)])
+            batch_barrier.run_passes([one := begun(1)])
         done.append(one.products)
 
     def bad():
-        gathering.walk([begun(2)])
+        batch_barrier.run_passes([begun(2)])
         raise ValueError("mine alone")
 
     found = run([good, bad, good])
@@ -128,24 +128,24 @@ def test_who_fails_is_not_waited_for():
 
 
 @pytest.mark.parametrize("worth", [0, 2**40])
-def test_a_walk_that_fails_fails_for_all_who_wait_for_it(worth, monkeypatch):
-    def broken(walks):
+def test_a_pass_that_fails_fails_for_all_who_wait_for_it(worth, monkeypatch):
+    def broken(passes):
         raise MemoryError("no room")
 
-    monkeypatch.setattr(native, "walk", broken)
-    monkeypatch.setattr(gathering, "WORTH", worth)
+    monkeypatch.setattr(native, "run_passes", broken)
+    monkeypatch.setattr(batch_barrier, "WORTH", worth)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    found = run([lambda: gathering.walk([begun(1)])] * 3)
+    found = run([lambda: batch_barrier.run_passes([begun(1)])] * 3)
     assert [type(error) for error in found] == [MemoryError] * 3
 
 
-def test_outside_of_a_gathering_nobody_is_waited_for(seen):
-    run([lambda: gathering.walk([begun(1)])] * 2)
-    gathering.walk([begun(1)])
+def test_outside_of_a_barrier_nobody_is_waited_for(seen):
+    run([lambda: batch_barrier.run_passes([begun(1)])] * 2)
+    batch_barrier.run_passes([begun(1)])
     assert seen[-1] == 1
 
 
-def test_no_walks_are_no_reason_to_wait(seen):
-    gathering.walk([])
-    assert run([lambda: gathering.walk([])] * 2) == [None] * 2
+def test_no_passes_are_no_reason_to_wait(seen):
+    batch_barrier.run_passes([])
+    assert run([lambda: batch_barrier.run_passes([])] * 2) == [None] * 2
     assert not any(seen)

@@ -11,7 +11,7 @@ from strategies import KINDS, LAYOUTS, generator, make_evidence, make_hmm, shape
 from torch import Tensor
 from torch.testing import assert_close
 
-from codd.circuits import HMM, Evidence, ops, progressive
+from codd.circuits import HMM, Evidence, incremental, ops
 from codd.circuits.evidence import Kind
 from codd.errors import InvalidEvidence
 
@@ -38,7 +38,7 @@ def follow(
     batch, length = ev.shape
     each = torch.arange(batch)
     with ops.use(backend):
-        found = hmm.progressive(ev, candidates)
+        found = hmm.incremental(ev, candidates)
     tokens = torch.randint(hmm.vocab_size, ev.shape, generator=g)
     order = torch.stack([torch.randperm(length, generator=g) for _ in range(batch)])
     known = torch.zeros(ev.shape, dtype=torch.bool)
@@ -120,7 +120,7 @@ def test_by_hand():
         return float(circuit * math.prod(float(w[t, x[t]]) for t in own))
 
     strings = list(itertools.product(range(3), repeat=3))
-    found = hmm.progressive(Evidence(logits=logits))
+    found = hmm.incremental(Evidence(logits=logits))
     hidden: set[int] = {0, 1, 2}
     fixed: dict[int, int] = {}
     for position, token in ((1, 2), (2, 0), (0, 1)):
@@ -141,7 +141,7 @@ def test_by_hand():
 def test_candidates_are_the_heaviest_and_leave_the_mass_of_the_others():
     hmm = HMM.random(5, 40, seed=1)
     logits = torch.randn(2, 4, 40, generator=generator(0))
-    found = hmm.progressive(Evidence(logits=logits, temperature=0.5), 6)
+    found = hmm.incremental(Evidence(logits=logits, temperature=0.5), 6)
     assert torch.equal(found.candidates.sort(-1).values, logits.argsort(-1, descending=True)[..., :6].sort(-1).values)
     found.commit(torch.tensor([0, 2]), torch.tensor([7, 9]))
     every = found.dense_log_marginals().exp()
@@ -155,7 +155,7 @@ def test_candidates_are_the_heaviest_and_leave_the_mass_of_the_others():
 def test_a_committed_token_is_certain_and_a_known_position_stays():
     hmm = HMM.random(5, 9, seed=1)
     logits = torch.randn(1, 4, 9, generator=generator(0))
-    found = hmm.progressive(Evidence(logits=logits), 3)
+    found = hmm.incremental(Evidence(logits=logits), 3)
     lightest = int(logits[0, 1].argmin())
     found.commit(ONE, torch.tensor([lightest]))
     assert lightest not in found.candidates[0, 1].tolist()
@@ -170,7 +170,7 @@ def test_a_committed_token_is_certain_and_a_known_position_stays():
 def test_the_given_evidence_is_left_alone():
     ev = make_evidence("mixed_dense", (2, 4), 3, 5, seed=1, dtype=torch.float32)
     tokens, observed = ev.tokens.clone(), ev.observed.clone()
-    found = HMM.random(3, 5).progressive(ev, 2)
+    found = HMM.random(3, 5).incremental(ev, 2)
     held = found.evidence
     found.commit(torch.tensor([0, 1]), torch.tensor([2, 3]))
     assert torch.equal(ev.tokens, tokens)
@@ -192,7 +192,7 @@ def test_an_impossible_token(backend, candidates):
     ev = Evidence(logits=torch.randn(2, 4, 3, generator=generator(0)))
     with warnings.catch_warnings(), ops.use(backend):
         warnings.simplefilter("ignore", RuntimeWarning)
-        found = hmm.progressive(ev, candidates)
+        found = hmm.incremental(ev, candidates)
         found.commit(torch.tensor([2, 2]), torch.tensor([2, 1]))
         for _ in range(2):
             assert torch.isneginf(found.log_partition).tolist() == [True, False]
@@ -241,7 +241,7 @@ def test_each_way_of_losing_something(emission, commits):
     states = len(table)
     hmm = HMM(torch.zeros(states).log_softmax(-1), torch.eye(states).log(), table)
     logits = torch.randn(1, 3, 3, generator=generator(0))
-    found, now = hmm.progressive(Evidence(logits=logits), 3), Evidence(logits=logits)
+    found, now = hmm.incremental(Evidence(logits=logits), 3), Evidence(logits=logits)
     for t, v in commits:
         at, token = torch.tensor([t]), torch.tensor([v])
         found.commit(at, token)
@@ -266,7 +266,7 @@ def test_a_long_window_from_left_to_right_keeps_its_scale():
     hmm = HMM.random(4, 5, seed=1, scale=3.0)
     ev = Evidence(missing=torch.ones(1, 100, dtype=torch.bool))
     tokens = hmm.sample_unconditional(1, 100, generator=generator(0)).tokens
-    found = hmm.progressive(ev)
+    found = hmm.incremental(ev)
     total = 0.0
     for t in range(100):
         total += float(found.dense_log_marginals(torch.tensor([t]))[0, tokens[0, t]])
@@ -281,16 +281,16 @@ def test_only_changed_messages_are_computed_again(monkeypatch):
     observed = torch.zeros(1, 10, dtype=torch.bool)
     observed[0, [0, 1, 9]] = True
     tokens = torch.zeros(1, 10, dtype=torch.int64)
-    found = hmm.progressive(Evidence(tokens=tokens, observed=observed, logits=torch.zeros(1, 10, 5)))
+    found = hmm.incremental(Evidence(tokens=tokens, observed=observed, logits=torch.zeros(1, 10, 5)))
     found.log_marginals()
     spans = []
 
-    class Noted(progressive._Part):
+    class Noted(incremental._Part):
         def __init__(self, leaf, message, begin, end):
             super().__init__(leaf, message, begin, end)
             spans.append((begin, end))
 
-    monkeypatch.setattr(progressive, "_Part", Noted)
+    monkeypatch.setattr(incremental, "_Part", Noted)
     found.commit(torch.tensor([6]), ONE)
     found.log_marginals()
     found.log_marginals()
@@ -307,7 +307,7 @@ def test_only_changed_messages_are_computed_again(monkeypatch):
     ],
 )
 def test_wrong_ids_are_refused(ask, message):
-    found = HMM.random(3, 5).progressive(Evidence(logits=torch.zeros(1, 4, 5)))
+    found = HMM.random(3, 5).incremental(Evidence(logits=torch.zeros(1, 4, 5)))
     with shape_checks(False), pytest.raises(InvalidEvidence, match=message.replace("..", r"\.\.")):
         ask(found)
 
@@ -324,7 +324,7 @@ def test_wrong_ids_are_refused(ask, message):
 )
 def test_wrong_evidence_is_refused(ev, candidates, message):
     with pytest.raises(InvalidEvidence, match=message):
-        HMM.random(3, 5).progressive(ev, candidates)
+        HMM.random(3, 5).incremental(ev, candidates)
 
 
 @pytest.mark.skipif(not CUDA, reason="there is no device to wait for")
@@ -336,7 +336,7 @@ def test_nothing_waits_for_the_device():
     at, token = torch.tensor([3, 4], device=DEVICE), torch.tensor([1, 2], device=DEVICE)
 
     def use():
-        found = hmm.progressive(ev, 64)
+        found = hmm.incremental(ev, 64)
         found.commit(at, token)
         return found.log_marginals(), found.dense_log_marginals(at), found.log_partition
 
