@@ -92,16 +92,16 @@ def mini(args: argparse.Namespace) -> tuple[Backbone, HMM]:
 def llada_8b(args: argparse.Namespace) -> tuple[Backbone, HMM]:
     """Random weights, made on the device: 16 GB would take minutes to come there."""
     torch.manual_seed(args.seed)
-    plan = llada.plan(Config(LLADA_8B, "LLaDA-8B's shape"))
+    spec = llada.read_spec(Config(LLADA_8B, "LLaDA-8B's shape"))
     with torch.device("meta"):
-        network = Transformer(plan.transformer)
+        network = Transformer(spec.transformer)
     network = network.to(torch.bfloat16).to_empty(device="cuda").requires_grad_(False)
     for parameter in network.parameters():
         parameter.normal_(0, 0.02) if parameter.ndim > 1 else parameter.fill_(1.0)
-    backbone = Backbone(plan, network).eval()
+    backbone = Backbone(spec, network).eval()
     ids = torch.randint(0, 126000, (1, 64), device="cuda")
     network.head.weight.mul_(args.spread / float(backbone(ids).float().std()))
-    states, vocab = args.states or 1024, plan.transformer.vocab_size
+    states, vocab = args.states or 1024, spec.transformer.vocab_size
 
     def table(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device="cuda").log_softmax(-1)

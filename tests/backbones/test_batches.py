@@ -62,8 +62,8 @@ def one_by_one(net: Backbone, ids: Tensor, mask: Tensor) -> Tensor:
 
 def together(net: Backbone, ids: Tensor, mask: Tensor) -> Tensor:
     """What an accelerator does: all sequences and their padding at once."""
-    given = net._given(ids, mask, None, {})
-    return net.logits(net._states(given), given.ids)
+    inputs = net._prepare_inputs(ids, mask, None, {})
+    return net.logits(net._states(inputs), inputs.ids)
 
 
 WAYS = (one_by_one, together)
@@ -154,7 +154,7 @@ def test_padding_may_be_left_empty(name):
 def test_a_cpu_may_be_told_to_do_all_at_once(name, monkeypatch):
     net, generator = model(name), torch.Generator().manual_seed(9)
     batch = pad([draw(net, (n,), generator) for n in (3, 7)], "left", draw(net, (2, 7), generator))
-    monkeypatch.setattr(net, "one_by_one", False)
+    monkeypatch.setattr(net, "batch_invariant", False)
     assert torch.equal(net(batch.ids, batch.mask), together(net, batch.ids, batch.mask))
 
 

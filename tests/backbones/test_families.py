@@ -10,9 +10,9 @@ from checkpoints import FIXTURES, MINI, backbone, cases, copy_of, edit_config, e
 from safetensors.torch import save_file
 
 from codd.backbones import bert, dream, llada, mdlm, mini, modernbert, sedd, weights
-from codd.backbones.backbone import Plan, SpecialIds
+from codd.backbones.backbone import ModelSpec, SpecialTokenIds
 from codd.backbones.config import Config
-from codd.backbones.loading import FAMILIES, load_checkpoint, plan_of
+from codd.backbones.loading import FAMILIES, load_checkpoint, read_spec
 from codd.backbones.transformer import Transformer
 from codd.errors import FormatError
 
@@ -125,14 +125,14 @@ PUBLISHED_SIZES = [
 NAMES = [family.NAME for family, *_ in PUBLISHED_SIZES]
 
 
-def shapes(planned: Plan) -> dict[str, tuple[int, ...]]:
+def shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Name and shape of each tensor that a file must have; the table must fill every parameter, none twice."""
     with torch.device("meta"):
-        parameters = dict(Transformer(planned.transformer).named_parameters())
-    config = planned.transformer
+        parameters = dict(Transformer(spec.transformer).named_parameters())
+    config = spec.transformer
     rows = defaultdict(list)
     found = {}
-    for name, slot in weights.expand(planned.keys, config.layers, config.row_ranges()).items():
+    for name, slot in weights.expand(spec.keys, config.layers, config.row_ranges()).items():
         whole = parameters[slot.target]
         start, end = slot.rows or (0, len(whole))
         rows[slot.target].extend(range(start, end))
@@ -146,7 +146,7 @@ def shapes(planned: Plan) -> dict[str, tuple[int, ...]]:
 def test_published_sizes(family, fields, parameters, tensors):
     config = Config(fields)
     assert [other.NAME for other in FAMILIES if other.recognises(config)] == [family.NAME]
-    found = shapes(family.plan(config))
+    found = shapes(family.read_spec(config))
     assert len(found) == tensors
     assert sum(torch.Size(shape).numel() for shape in found.values()) == parameters
 
@@ -154,11 +154,11 @@ def test_published_sizes(family, fields, parameters, tensors):
 @pytest.mark.parametrize(("family", "fields", "parameters", "tensors"), PUBLISHED_SIZES, ids=NAMES)
 def test_published_configs_are_read_from_a_file(family, fields, parameters, tensors, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    assert plan_of(tmp_path).family == family.NAME
+    assert read_spec(tmp_path).family == family.NAME
 
 
 def test_llada_keys():
-    found = shapes(llada.plan(Config(LLADA_8B)))
+    found = shapes(llada.read_spec(Config(LLADA_8B)))
     assert found["model.transformer.ff_out.weight"] == (126464, 4096)
     assert found["model.transformer.blocks.31.ff_out.weight"] == (4096, 12288)
     assert found["model.transformer.blocks.0.ff_proj.weight"] == (12288, 4096)
@@ -166,7 +166,7 @@ def test_llada_keys():
 
 
 def test_dream_keys():
-    found = shapes(dream.plan(Config(DREAM_7B)))
+    found = shapes(dream.read_spec(Config(DREAM_7B)))
     assert found["model.layers.27.self_attn.q_proj.weight"] == (3584, 3584)
     assert found["model.layers.27.self_attn.k_proj.weight"] == (512, 3584)
     assert found["model.layers.27.self_attn.v_proj.bias"] == (512,)
@@ -175,7 +175,7 @@ def test_dream_keys():
 
 
 def test_modernbert_keys():
-    found = shapes(modernbert.plan(Config(MODERNBERT_BASE)))
+    found = shapes(modernbert.read_spec(Config(MODERNBERT_BASE)))
     assert "model.layers.0.attn_norm.weight" not in found
     assert found["model.layers.1.attn_norm.weight"] == (768,)
     assert found["model.layers.21.mlp.Wi.weight"] == (2304, 768)
@@ -197,26 +197,26 @@ VARIANTS = [
 
 @pytest.mark.parametrize(("family", "fields"), VARIANTS)
 def test_the_tables_of_variants_fill_every_parameter(family, fields):
-    assert shapes(family.plan(Config(fields)))
+    assert shapes(family.read_spec(Config(fields)))
 
 
 @pytest.mark.parametrize(
     ("family", "fields", "special"),
     [
-        (llada, LLADA_8B, SpecialIds(mask=126336, eos=126081, pad=126081)),
-        (llada, {**LLADA_8B, "mask_token_id": None}, SpecialIds(mask=126336, eos=126081, pad=126081)),
+        (llada, LLADA_8B, SpecialTokenIds(mask=126336, eos=126081, pad=126081)),
+        (llada, {**LLADA_8B, "mask_token_id": None}, SpecialTokenIds(mask=126336, eos=126081, pad=126081)),
         (llada, {**LLADA_8B, "embedding_size": 64, "vocab_size": 60, "mask_token_id": 7, "eos_token_id": [5, 6]}, None),
-        (dream, DREAM_7B, SpecialIds(mask=151666, eos=151643, pad=151643, bos=151643)),
-        (mdlm, MDLM_OWT, SpecialIds(mask=50257)),
-        (mdlm, {**MDLM_OWT, "mask_token_id": 3}, SpecialIds(mask=3)),
-        (sedd, SEDD_SMALL, SpecialIds(mask=50257)),
-        (bert, BERT_BASE, SpecialIds(pad=0)),
-        (bert, {**BERT_BASE, "mask_token_id": 103}, SpecialIds(mask=103, pad=0)),
-        (modernbert, MODERNBERT_BASE, SpecialIds(eos=50282, pad=50283, bos=50281)),
+        (dream, DREAM_7B, SpecialTokenIds(mask=151666, eos=151643, pad=151643, bos=151643)),
+        (mdlm, MDLM_OWT, SpecialTokenIds(mask=50257)),
+        (mdlm, {**MDLM_OWT, "mask_token_id": 3}, SpecialTokenIds(mask=3)),
+        (sedd, SEDD_SMALL, SpecialTokenIds(mask=50257)),
+        (bert, BERT_BASE, SpecialTokenIds(pad=0)),
+        (bert, {**BERT_BASE, "mask_token_id": 103}, SpecialTokenIds(mask=103, pad=0)),
+        (modernbert, MODERNBERT_BASE, SpecialTokenIds(eos=50282, pad=50283, bos=50281)),
     ],
 )
 def test_special_ids(family, fields, special):
-    assert family.plan(Config(fields)).special == (special or SpecialIds(mask=7, eos=5, pad=126081))
+    assert family.read_spec(Config(fields)).special == (special or SpecialTokenIds(mask=7, eos=5, pad=126081))
 
 
 @pytest.mark.parametrize(
@@ -253,16 +253,16 @@ def test_special_ids(family, fields, special):
 def test_what_we_do_not_build_is_refused(family, fields, change: dict[str, Any]):
     field = "full_attention" if "rope_parameters" in change else next(iter(change))
     with pytest.raises(FormatError, match=field) as raised:
-        family.plan(Config({**fields, **change}, "here/config.json"))
+        family.read_spec(Config({**fields, **change}, "here/config.json"))
     message = str(raised.value)
     assert message.startswith("here/config.json")
     assert "\n" not in message
 
 
 def test_older_and_newer_activations():
-    assert bert.plan(Config({**BERT_BASE, "hidden_act": "gelu_new"})).transformer.activation == "gelu_tanh"
-    assert bert.plan(Config({**BERT_BASE, "hidden_act": None})).transformer.activation == "gelu"
-    silu = modernbert.plan(Config({**MODERNBERT_BASE, "classifier_activation": "silu"})).transformer
+    assert bert.read_spec(Config({**BERT_BASE, "hidden_act": "gelu_new"})).transformer.activation == "gelu_tanh"
+    assert bert.read_spec(Config({**BERT_BASE, "hidden_act": None})).transformer.activation == "gelu"
+    silu = modernbert.read_spec(Config({**MODERNBERT_BASE, "classifier_activation": "silu"})).transformer
     assert (silu.activation, silu.head_transform) == ("gelu", "silu")
 
 
@@ -342,7 +342,7 @@ def test_modernbert_as_newer_files_say_it(tmp_path):
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
         },
     )
-    assert plan_of(folder).transformer == plan_of(FIXTURES / "modernbert").transformer
+    assert read_spec(folder).transformer == read_spec(FIXTURES / "modernbert").transformer
 
 
 def test_every_family_is_registered_once():

@@ -6,7 +6,7 @@ from checkpoints import FIXTURES, PUBLISHED, backbone, cases, tensors_of
 from torch import Tensor
 
 from codd.backbones import loading
-from codd.backbones.backbone import positions_of
+from codd.backbones.backbone import default_positions
 from codd.backbones.loading import load_checkpoint
 
 TOLERANCE = 2e-4
@@ -37,7 +37,7 @@ def test_llada(name, case):
 def test_dream_before_the_shift(name, case):
     fields, dream = cases(name)[case], backbone(name)
     ids, visible = fields["input_ids"], fields.get("attention_mask", torch.ones_like(fields["input_ids"])).bool()
-    positions = positions_of(ids, visible)
+    positions = default_positions(ids, visible)
     assert torch.equal(positions[visible], fields.get("position_ids", positions)[visible])
     assert_close(dream.network.logits(dream.network.states(ids, positions, valid=visible)), fields["logits"], visible)
 

@@ -17,7 +17,7 @@ from checkpoints import (
 from safetensors.torch import save_file
 
 from codd.backbones import loading, mini, weights
-from codd.backbones.loading import load_checkpoint, plan_of
+from codd.backbones.loading import load_checkpoint, read_spec
 from codd.backbones.transformer import Transformer
 from codd.errors import FormatError, InvalidInput
 
@@ -364,8 +364,8 @@ def test_8_bit_integers_with_scales_of_another_shape(tmp_path):
 
 
 def test_a_table_that_leaves_something_empty_is_our_own_mistake(llada):
-    planned = plan_of(llada)
-    network = Transformer(planned.transformer)
-    table = weights.expand(planned.keys[1:], planned.transformer.layers, planned.transformer.row_ranges())
+    spec = read_spec(llada)
+    network = Transformer(spec.transformer)
+    table = weights.expand(spec.keys[1:], spec.transformer.layers, spec.transformer.row_ranges())
     with pytest.raises(AssertionError, match="leaves parameters empty"):
         weights.load(network, weights.files_of(llada), table)

@@ -159,7 +159,7 @@ def test_the_oldest_exchanges_are_forgotten(bundled, ask):
     ids, dropped = conversation.encode("word " * 150, gen_length=128)
     assert dropped == 1
     assert conversation.exchanges == [("new", "answer")]
-    assert len(ids) + 128 <= bundled.backbone.plan.max_length
+    assert len(ids) + 128 <= bundled.backbone.max_length
     question = "word " * 150 + "\n"
     out, err = ask(question + question + question)
     assert len(out) > 0

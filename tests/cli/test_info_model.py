@@ -518,5 +518,5 @@ def test_a_progress_bar_on_a_terminal_if_it_takes_long(patience, terminal, seen,
     written = io.StringIO()
     monkeypatch.setattr(console, "err", lambda: Console(file=written, force_terminal=terminal))
     monkeypatch.setattr(info_model, "PATIENCE", patience)
-    assert info_model.check_values(loading.match(llada, loading.plan_of(llada)).headers)
+    assert info_model.check_values(loading.match(llada, loading.read_spec(llada)).headers)
     assert ("reading the weights" in written.getvalue()) is seen

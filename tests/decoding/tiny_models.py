@@ -41,7 +41,7 @@ class Biased(Backbone):
 
 
 def biased(backbone: Backbone, bias: Tensor) -> Biased:
-    changed = Biased(backbone.plan, backbone.network)
+    changed = Biased(backbone.spec, backbone.network)
     changed.bias = bias
     return changed
 
@@ -57,7 +57,7 @@ class Stated(Backbone):
 
 def stated(logits: Tensor, mask: int) -> Stated:
     under = tiny(None, len(logits), mask)
-    changed = Stated(under.plan, under.network)
+    changed = Stated(under.spec, under.network)
     changed.stated = logits
     return changed
 

@@ -29,7 +29,7 @@ class Flat(Backbone):
 
 
 def flat(under: Backbone) -> Flat:
-    return Flat(under.plan, under.network)
+    return Flat(under.spec, under.network)
 
 
 def log_probs(backbone: Backbone, shown: Tensor, place: int, mask: int) -> Tensor:

@@ -138,7 +138,7 @@ class OneSided(Backbone):
 
 def test_a_causal_model_with_the_networks_own_marginals_cancels():
     ids, starts = texts()
-    causal = OneSided(network(causal=True).plan, network(causal=True).network)
+    causal = OneSided(network(causal=True).spec, network(causal=True).network)
     alone = block_scores(network(), {}, ids, starts, mask_id=MASK, block_length=LENGTH, ratios=(0.17,), seed=5)
     found = dcd_scores(network(), causal, ids, starts, mask_id=MASK, block_length=LENGTH, ratios=(0.17,), seed=5)
     assert found[0.17].tolist() == pytest.approx(alone[0.17].factorized.tolist(), abs=1e-5)
@@ -166,7 +166,7 @@ class Watched(Backbone):
 
 def test_there_are_as_many_evaluations_as_different_views_and_it_tells_how_far_it_is():
     ids, starts = texts(20)
-    watched = Watched(network().plan, network().network)
+    watched = Watched(network().spec, network().network)
     told: list[tuple[int, int]] = []
     settings = {**SETTINGS, "ratios": (0.5, 1.0)}
     dcd_scores(watched, network(causal=True), ids, starts, progress=lambda *at: told.append(at), **settings)
@@ -195,7 +195,7 @@ class Silent(Backbone):
     [
         ({"causal": network()}, "needs a causal model, found a denoiser"),
         ({"causal": network(causal=True, vocab=9)}, "the causal model has 9 tokens, the network 7"),
-        ({"causal": Silent(network(causal=True).plan, network(causal=True).network)}, "text 0: .* NaN"),
+        ({"causal": Silent(network(causal=True).spec, network(causal=True).network)}, "text 0: .* NaN"),
         ({"ratios": (0.0,)}, "ratios must be above 0"),
         ({"ids": torch.full((4, 14), MASK)}, r"the mask \(5\) stands in or before the block"),
     ],

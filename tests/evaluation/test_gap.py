@@ -192,7 +192,7 @@ class Counting(Backbone):
 
 
 def counting() -> Counting:
-    return Counting(tiny().plan, tiny().network)
+    return Counting(tiny().spec, tiny().network)
 
 
 def counted(rows: int = 4) -> tuple[Tensor, Tensor]:
@@ -355,7 +355,7 @@ class Silent(Backbone):
         ({"ratios": (0.5, 0.0)}, "ratios must be above 0"),
         ({"ratios": (1.1,)}, r"at most 1, found \[1.1\]"),
         ({"model": Model(tiny(), None, None, None)}, "which token is the mask"),
-        ({"model": model(None, Silent(tiny().plan, tiny().network))}, "text 0: the network's logits are NaN"),
+        ({"model": model(None, Silent(tiny().spec, tiny().network))}, "text 0: the network's logits are NaN"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_in_one_line(change, message):

@@ -15,7 +15,7 @@ from codd.serving.schemas import ChatRequest, CompletionRequest, DenoiseRequest,
 MODEL = codd.load(device="cpu")
 assert MODEL.tokenizer is not None
 MASK = MODEL.mask_id
-ROOM = MODEL.backbone.plan.max_length
+ROOM = MODEL.backbone.max_length
 assert ROOM is not None
 LIMITS = Limits()
 QUICK: dict[str, Any] = {"steps": 2, "temperature": 1.0, "seed": 3}

@@ -1,4 +1,4 @@
-"""What every family gives: position-aligned logits for a batch of ids, padded or not."""
+"""What every family gives: position-aligned logits for a batch of token ids, padded or not."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,8 +15,8 @@ from codd.errors import InvalidInput
 
 
 @dataclass(frozen=True)
-class SpecialIds:
-    """The ids that decoding needs; None where the checkpoint does not say."""
+class SpecialTokenIds:
+    """The ids of the special tokens that decoding needs; None where the checkpoint states none."""
 
     mask: int | None = None
     eos: int | None = None
@@ -24,64 +24,68 @@ class SpecialIds:
     bos: int | None = None
 
     @classmethod
-    def of(cls, config: Config, *, mask: int | None = None) -> "SpecialIds":
-        """As a config.json states them; ``mask`` is the family's, where the file is silent."""
+    def from_config(cls, config: Config, *, mask: int | None = None) -> "SpecialTokenIds":
+        """Read them from a config.json; ``mask`` is the family's own, used where the file states none."""
         stated = {name: config.token(f"{name}_token_id") for name in ("mask", "eos", "pad", "bos")}
         return cls(**{**stated, "mask": mask if stated["mask"] is None else stated["mask"]})
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How a checkpoint is to be built: what the file of a family makes of a config.json."""
+class ModelSpec:
+    """What a config.json describes, as its family reads it: the network's shape and how to load its weights."""
 
     family: str
     transformer: TransformerConfig
     keys: tuple[Key, ...]
-    special: SpecialIds = SpecialIds()
+    special: SpecialTokenIds = SpecialTokenIds()
     chat_template: str | None = None
+    """The family's, for a tokenizer that has none of its own."""
     max_length: int | None = None
+    """The longest sequence, in tokens; None where the checkpoint states none."""
     ignored: Callable[[str], bool] = lambda name: False
-    """Names in the file that carry nothing: buffers that are recomputed, copies of tied weights."""
+    """Whether a tensor of the file carries nothing: recomputed buffers, copies of tied weights."""
     rename: Callable[[str], str] = lambda name: name
-    """Older spellings of a name in the file."""
+    """From older spellings of a tensor's name to the one in ``keys``."""
     backbone: "type[Backbone] | None" = None
-    """A subclass with the family's quirks; None: it has none."""
+    """The subclass with the family's quirks; None: `Backbone` itself."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """What that subclass wants to know of the configuration."""
+    """Settings of that subclass."""
 
 
-class Given(NamedTuple):
-    """What a network is given, on its device."""
+class NetworkInputs(NamedTuple):
+    """A checked batch on the network's device."""
 
-    ids: Tensor
-    valid: Tensor | None
-    positions: Tensor
-    inputs: dict[str, Tensor]
+    ids: Int[Tensor, "B L"]
+    valid: Bool[Tensor, "B L"] | None
+    """False at padding; None: there is none."""
+    positions: Int[Tensor, "B L"]
+    extra: dict[str, Tensor]
+    """A family's own inputs, (B,) or (B, L)."""
 
-    def row(self, i: int) -> "Row":
-        """One sequence, without the padding around it."""
+    def sequence(self, i: int) -> "SequenceInputs":
+        """The i-th sequence without the padding around it."""
         begin, end = 0, self.ids.shape[1]
         valid = None
         if self.valid is not None and bool(self.valid[i].any()):
-            places = self.valid[i].nonzero()
-            begin, end = int(places[0]), int(places[-1]) + 1
+            tokens = self.valid[i].nonzero()
+            begin, end = int(tokens[0]), int(tokens[-1]) + 1
             valid = None if bool(self.valid[i, begin:end].all()) else self.valid[i : i + 1, begin:end]
-        inputs = {
+        extra = {
             name: value[i : i + 1, begin:end] if value.ndim == 2 else value[i : i + 1]
-            for name, value in self.inputs.items()
+            for name, value in self.extra.items()
         }
-        part = Given(self.ids[i : i + 1, begin:end], valid, self.positions[i : i + 1, begin:end], inputs)
-        return Row(part, begin, end, whole=end - begin == self.ids.shape[1])
+        inputs = NetworkInputs(self.ids[i : i + 1, begin:end], valid, self.positions[i : i + 1, begin:end], extra)
+        return SequenceInputs(inputs, begin, end, padded=end - begin < self.ids.shape[1])
 
 
-class Row(NamedTuple):
-    """A sequence of a batch, and where in its row it stands."""
+class SequenceInputs(NamedTuple):
+    """One sequence of a batch: its inputs (a batch of one) and its columns ``begin`` to ``end`` in the batch."""
 
-    given: Given
+    inputs: NetworkInputs
     begin: int
     end: int
-    whole: bool
-    """Whether it fills the row."""
+    padded: bool
+    """Whether its row of the batch holds padding before or after it."""
 
 
 class Backbone(nn.Module):
@@ -91,18 +95,19 @@ class Backbone(nn.Module):
     (or on the right) and comes with its ``attention_mask``; the logits of a sequence do not depend on its neighbours.
     """
 
-    def __init__(self, plan: Plan, network: Transformer):
-        """Use `codd.backbones.load_backbone`."""
+    def __init__(self, spec: ModelSpec, network: Transformer):
+        """Use `codd.backbones.load_checkpoint`."""
         super().__init__()
-        self.plan = plan
+        self.spec = spec
         self.network = network
-        self.one_by_one = True
-        """Whether a CPU evaluates the sequences of a batch one after the other: exact, and slower if they are short."""
+        self.batch_invariant = True
+        """Whether a CPU evaluates the sequences of a batch one after the other: a sequence's result is then the same
+        to the bit in any batch, but many short ones take longer."""
 
     @property
     def family(self) -> str:
         """The name of the family."""
-        return self.plan.family
+        return self.spec.family
 
     @property
     def config(self) -> TransformerConfig:
@@ -115,9 +120,14 @@ class Backbone(nn.Module):
         return self.config.vocab_size
 
     @property
-    def special(self) -> SpecialIds:
+    def max_length(self) -> int | None:
+        """The longest sequence, in tokens, that the checkpoint is made for; None where it states none."""
+        return self.spec.max_length
+
+    @property
+    def special(self) -> SpecialTokenIds:
         """The ids of mask, end, padding and beginning."""
-        return self.plan.special
+        return self.spec.special
 
     @property
     def device(self) -> torch.device:
@@ -126,7 +136,7 @@ class Backbone(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which precision the weights are."""
+        """The precision of the weights."""
         return self.network.embedding.tokens.weight.dtype
 
     def forward(
@@ -136,14 +146,15 @@ class Backbone(nn.Module):
         position_ids: Int[Tensor, "B L"] | None = None,
         *,
         fill_padding: bool = True,
-        **inputs: Tensor,
+        **extra: Tensor,
     ) -> Float[Tensor, "B L V"]:
         """Logits; ``attention_mask`` is 0 at padding. Further inputs are a family's own (noise level, token types).
 
-        What stands at padding is of use to nobody but tests; without ``fill_padding`` it is zero where it costs time.
+        With ``fill_padding`` padded positions hold what the network computes there, at the cost of a second pass on a
+        CPU; without it they may be zero. Raises InvalidInput for ids or inputs that the network cannot take.
         """
-        given = self._given(ids, attention_mask, position_ids, inputs)
-        return self._each(lambda part: self.logits(self._states(part), part.ids), given, fill_padding)
+        inputs = self._prepare_inputs(ids, attention_mask, position_ids, extra)
+        return self._per_sequence(lambda part: self.logits(self._states(part), part.ids), inputs, fill_padding)
 
     def states(
         self,
@@ -152,61 +163,66 @@ class Backbone(nn.Module):
         position_ids: Int[Tensor, "B L"] | None = None,
         *,
         fill_padding: bool = True,
-        **inputs: Tensor,
+        **extra: Tensor,
     ) -> Float[Tensor, "B L d"]:
-        """The last hidden states, aligned like the logits."""
-        return self._each(self._states, self._given(ids, attention_mask, position_ids, inputs), fill_padding)
+        """The last hidden states, aligned like the logits; arguments and errors as in `forward`."""
+        inputs = self._prepare_inputs(ids, attention_mask, position_ids, extra)
+        return self._per_sequence(self._states, inputs, fill_padding)
 
-    def _given(
-        self, ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, inputs: Mapping[str, Tensor]
-    ) -> "Given":
+    def _prepare_inputs(
+        self, ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, extra: Mapping[str, Tensor]
+    ) -> NetworkInputs:
         self._check(ids, attention_mask)
-        ids = self.place(ids)
+        ids = self._on_device(ids)
         valid = None if attention_mask is None else attention_mask.to(self.device).bool()
-        positions = positions_of(ids, valid) if position_ids is None else self.place(position_ids)
-        self.network_inputs(ids, valid, inputs)  # refuses what does not fit the batch
-        return Given(ids, valid, positions, {name: value.to(self.device) for name, value in inputs.items()})
+        positions = default_positions(ids, valid) if position_ids is None else self._on_device(position_ids)
+        self.extra_inputs(ids, valid, extra)  # refuses what does not fit the batch
+        return NetworkInputs(ids, valid, positions, {name: value.to(self.device) for name, value in extra.items()})
 
-    def _states(self, given: "Given") -> Float[Tensor, "B L d"]:
-        extra = self.network_inputs(given.ids, given.valid, given.inputs)
-        return self.align(self.network.states(given.ids, given.positions, valid=given.valid, **extra), given.valid)
+    def _on_device(self, ids: Int[Tensor, "B L"]) -> Int[Tensor, "B L"]:
+        return ids.to(self.device, torch.long)
 
-    def _each(
-        self, function: Callable[["Given"], Float[Tensor, "b l n"]], given: "Given", fill_padding: bool
+    def _states(self, inputs: NetworkInputs) -> Float[Tensor, "B L d"]:
+        extra = self.extra_inputs(inputs.ids, inputs.valid, inputs.extra)
+        states = self.network.states(inputs.ids, inputs.positions, valid=inputs.valid, **extra)
+        return self.align(states, inputs.valid)
+
+    def _per_sequence(
+        self, function: Callable[[NetworkInputs], Float[Tensor, "b l n"]], inputs: NetworkInputs, fill_padding: bool
     ) -> Float[Tensor, "B L n"]:
-        """On an accelerator all sequences at once; on a CPU one after the other, each without its padding.
+        """Apply a function to the whole batch on an accelerator, on a CPU to each sequence without its padding.
 
         A matrix product adds in an order that depends on its shape. One sequence at a time has the same shape whatever
         the batch, so that its result is the same to the bit; and a CPU has little to gain from more rows.
         """
-        if self.device.type != "cpu" or not self.one_by_one:
-            return function(given)
-        rows = [given.row(i) for i in range(len(given.ids))]
-        if len(rows) <= 1 and all(row.whole for row in rows):
-            return function(rows[0].given if rows else given)
-        found = [function(row.given) for row in rows]
-        if fill_padding and not all(row.whole for row in rows):
-            out = function(given)
+        if self.device.type != "cpu" or not self.batch_invariant:
+            return function(inputs)
+        sequences = [inputs.sequence(i) for i in range(len(inputs.ids))]
+        any_padded = any(sequence.padded for sequence in sequences)
+        if len(sequences) <= 1 and not any_padded:
+            return function(sequences[0].inputs if sequences else inputs)
+        outputs = [function(sequence.inputs) for sequence in sequences]
+        if fill_padding and any_padded:
+            out = function(inputs)
         else:
-            out = found[0].new_zeros(*given.ids.shape, found[0].shape[-1])
-        for i, (row, values) in enumerate(zip(rows, found, strict=True)):
-            out[i, row.begin : row.end] = values[0]
+            out = outputs[0].new_zeros(*inputs.ids.shape, outputs[0].shape[-1])
+        for i, (sequence, output) in enumerate(zip(sequences, outputs, strict=True)):
+            out[i, sequence.begin : sequence.end] = output[0]
         return out
-
-    def place(self, ids: Int[Tensor, "B L"]) -> Int[Tensor, "B L"]:
-        """Whole numbers of any type, as the network takes them, where its weights are."""
-        return ids.to(self.device, torch.long)
 
     def logits(self, states: Float[Tensor, "B L d"], ids: Int[Tensor, "B L"]) -> Float[Tensor, "B L V"]:
         """From hidden states to logits; ``ids`` are those that the states were computed from."""
         return self.network.logits(states)
 
-    def network_inputs(
-        self, ids: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"] | None, inputs: Mapping[str, Tensor]
+    def extra_inputs(
+        self, ids: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"] | None, extra: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """What the network wants beside ids and positions. Families that take something override this."""
-        if inputs:
-            raise InvalidInput(f"the family {self.family} takes no input called {', '.join(sorted(inputs))}.")
+        """The network's inputs beside ids and positions, made from the caller's; families that take some override this.
+
+        Raises InvalidInput for names or shapes that the family does not take.
+        """
+        if extra:
+            raise InvalidInput(f"the family {self.family} takes no input called {', '.join(sorted(extra))}.")
         return {}
 
     def align(self, states: Float[Tensor, "B L d"], valid: Bool[Tensor, "B L"] | None) -> Float[Tensor, "B L d"]:
@@ -217,11 +233,12 @@ class Backbone(nn.Module):
         if ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
             raise InvalidInput(f"ids must be whole numbers of shape (B, L), found {ids.dtype} {tuple(ids.shape)}.")
         if attention_mask is not None and attention_mask.shape != ids.shape:
-            found, wanted = tuple(attention_mask.shape), tuple(ids.shape)
-            raise InvalidInput(f"attention_mask has shape {found}, but ids have {wanted}.")
-        if self.plan.max_length is not None and self.config.positions and ids.shape[1] > self.plan.max_length:
             raise InvalidInput(
-                f"{ids.shape[1]} positions, but this {self.family} checkpoint has learned only {self.plan.max_length}. "
+                f"attention_mask has shape {tuple(attention_mask.shape)}, but ids have {tuple(ids.shape)}."
+            )
+        if self.max_length is not None and self.config.positions and ids.shape[1] > self.max_length:
+            raise InvalidInput(
+                f"{ids.shape[1]} positions, but this {self.family} checkpoint has learned only {self.max_length}. "
                 "Cut the text."
             )
         # On an accelerator a look at the values would wait for the device.
@@ -232,7 +249,7 @@ class Backbone(nn.Module):
             )
 
 
-def positions_of(ids: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"] | None) -> Int[Tensor, "B L"]:
+def default_positions(ids: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"] | None) -> Int[Tensor, "B L"]:
     """0, 1, ... from each sequence's first token on; padding on the left is counted backwards from there."""
     positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
     return positions if valid is None else positions - leading_padding(valid)[:, None]

@@ -6,7 +6,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from codd.backbones import chat
-from codd.backbones.backbone import Backbone, Plan, SpecialIds
+from codd.backbones.backbone import Backbone, ModelSpec, SpecialTokenIds
 from codd.backbones.config import Config
 from codd.backbones.transformer import TransformerConfig
 from codd.backbones.weights import Key
@@ -47,12 +47,12 @@ UNUSED = ("bert.pooler.", "cls.seq_relationship.", "bert.embeddings.position_ids
 class BERT(Backbone):
     """Takes ``token_type_ids``, which say to which of two texts a token belongs; 0 where they are not given."""
 
-    def network_inputs(
-        self, ids: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"] | None, inputs: Mapping[str, Tensor]
+    def extra_inputs(
+        self, ids: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"] | None, extra: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """The token types, if there are any."""
-        super().network_inputs(ids, valid, {name: x for name, x in inputs.items() if name != "token_type_ids"})
-        types = inputs.get("token_type_ids")
+        super().extra_inputs(ids, valid, {name: x for name, x in extra.items() if name != "token_type_ids"})
+        types = extra.get("token_type_ids")
         if types is None:
             return {}
         if types.shape != ids.shape:
@@ -69,7 +69,7 @@ def recognises(config: Config) -> bool:
     return bool(config.get("model_type") == "bert")
 
 
-def plan(config: Config) -> Plan:
+def read_spec(config: Config) -> ModelSpec:
     """The network that a config.json of this family describes."""
     config.only("position_embedding_type", ["absolute"])
     config.only("is_decoder", [False])
@@ -100,11 +100,11 @@ def plan(config: Config) -> Plan:
         head_bias=True,
         tied=tied,
     )
-    return Plan(
+    return ModelSpec(
         family=NAME,
         transformer=transformer,
         keys=KEYS + (() if tied else (DECODER,)),
-        special=SpecialIds.of(config),
+        special=SpecialTokenIds.from_config(config),
         chat_template=chat.PLAIN,
         max_length=positions,
         ignored=lambda name: name.startswith(UNUSED) or (tied and name == DECODER.source),

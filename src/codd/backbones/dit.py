@@ -68,21 +68,21 @@ def transformer(vocab_size: int, width: int, layers: int, heads: int, conditioni
 class NoiseConditioned(Backbone):
     """Takes a noise level ``sigma`` or a time ``t`` for each sequence; without them its share of masks tells."""
 
-    def network_inputs(
-        self, ids: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"] | None, inputs: Mapping[str, Tensor]
+    def extra_inputs(
+        self, ids: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"] | None, extra: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """The noise level of each sequence."""
-        super().network_inputs(ids, valid, {name: x for name, x in inputs.items() if name not in ("sigma", "t")})
-        if len(inputs) > 1:
+        super().extra_inputs(ids, valid, {name: x for name, x in extra.items() if name not in ("sigma", "t")})
+        if len(extra) > 1:
             raise InvalidInput("sigma and t say the same thing; give one of them.")
-        for name, given in inputs.items():
+        for name, given in extra.items():
             if given.shape != ids.shape[:1]:
                 wanted = tuple(ids.shape[:1])
                 raise InvalidInput(f"{name} must have one value a sequence, {wanted}; found {tuple(given.shape)}.")
-        if "sigma" in inputs:
-            return {"sigma": inputs["sigma"].float()}
-        if "t" in inputs:
-            return {"sigma": sigma_at(inputs["t"].float())}
+        if "sigma" in extra:
+            return {"sigma": extra["sigma"].float()}
+        if "t" in extra:
+            return {"sigma": sigma_at(extra["t"].float())}
         return {"sigma": sigma_of(ids == self.mask, valid)}
 
     def logits(self, states: Float[Tensor, "B L d"], ids: Int[Tensor, "B L"]) -> Float[Tensor, "B L V"]:

@@ -5,7 +5,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from codd.backbones import chat
-from codd.backbones.backbone import Backbone, Plan, SpecialIds, leading_padding
+from codd.backbones.backbone import Backbone, ModelSpec, SpecialTokenIds, leading_padding
 from codd.backbones.config import Config
 from codd.backbones.transformer import TransformerConfig
 from codd.backbones.weights import Key
@@ -49,7 +49,7 @@ def recognises(config: Config) -> bool:
     return bool(config.get("model_type") == "Dream")
 
 
-def plan(config: Config) -> Plan:
+def read_spec(config: Config) -> ModelSpec:
     """The network that a config.json of this family describes."""
     config.only("hidden_act", ["silu"])
     config.only("use_sliding_window", [False])
@@ -70,11 +70,11 @@ def plan(config: Config) -> Plan:
         qkv_bias=True,
         tied=tied,
     )
-    return Plan(
+    return ModelSpec(
         family=NAME,
         transformer=transformer,
         keys=KEYS + (() if tied else (HEAD,)),
-        special=SpecialIds.of(config),
+        special=SpecialTokenIds.from_config(config),
         chat_template=chat.CHATML,
         max_length=config.count("max_position_embeddings", 2048),
         ignored=lambda name: tied and name == HEAD.source,

@@ -1,7 +1,7 @@
 """LLaDA: a LLaMA-like network without a causal mask, a noise level or a cache."""
 
 from codd.backbones import chat
-from codd.backbones.backbone import Plan, SpecialIds
+from codd.backbones.backbone import ModelSpec, SpecialTokenIds
 from codd.backbones.config import Config
 from codd.backbones.transformer import TransformerConfig
 from codd.backbones.weights import Key
@@ -35,7 +35,7 @@ def recognises(config: Config) -> bool:
     return bool(config.get("model_type") == "llada")
 
 
-def plan(config: Config) -> Plan:
+def read_spec(config: Config) -> ModelSpec:
     """The network that a config.json of this family describes."""
     config.only("block_type", ["llama"])
     config.only("layer_norm_type", ["rms"])
@@ -61,11 +61,11 @@ def plan(config: Config) -> Plan:
         qkv_bias=biased,
         tied=tied,
     )
-    return Plan(
+    return ModelSpec(
         family=NAME,
         transformer=transformer,
         keys=KEYS + (QKV_BIASES if biased else ()) + (() if tied else (HEAD,)),
-        special=SpecialIds.of(config, mask=MASK_ID if vocab > MASK_ID else None),
+        special=SpecialTokenIds.from_config(config, mask=MASK_ID if vocab > MASK_ID else None),
         chat_template=chat.LLADA,
         max_length=config.count("max_sequence_length", 4096),
         ignored=lambda name: tied and name == HEAD.source,

@@ -12,7 +12,7 @@ import torch
 
 from codd import files
 from codd.backbones import bert, dream, llada, mdlm, mini, modernbert, sedd, weights
-from codd.backbones.backbone import Backbone, Plan
+from codd.backbones.backbone import Backbone, ModelSpec
 from codd.backbones.config import Config
 from codd.backbones.tokenizer import Tokenizer
 from codd.backbones.transformer import Transformer
@@ -27,7 +27,7 @@ class Family(Protocol):
     def recognises(self, config: Config) -> bool:
         """Whether a config.json is of this family."""
 
-    def plan(self, config: Config) -> Plan:
+    def read_spec(self, config: Config) -> ModelSpec:
         """The network that it describes."""
 
 
@@ -69,9 +69,9 @@ def load_checkpoint(
     checkpoint's own elsewhere. ``check`` refuses weights that are NaN or infinite.
     """
     folder = BUNDLED if source is None else files.local_folder(source, WANTED, revision)
-    planned = plan_of(folder)
-    backbone = _read(folder, planned, choose_device(device), dtype, check)
-    return Checkpoint(backbone, Tokenizer.from_folder(folder, chat_template=planned.chat_template), folder)
+    spec = read_spec(folder)
+    backbone = _read(folder, spec, choose_device(device), dtype, check)
+    return Checkpoint(backbone, Tokenizer.from_folder(folder, chat_template=spec.chat_template), folder)
 
 
 def choose_device(given: str | torch.device | None) -> torch.device:
@@ -87,22 +87,22 @@ def choose_device(given: str | torch.device | None) -> torch.device:
     return device
 
 
-def plan_of(folder: Path) -> Plan:
+def read_spec(folder: Path) -> ModelSpec:
     """What a folder's config.json describes."""
     config = Config.read(folder)
     for family in FAMILIES:
         if family.recognises(config):
-            planned = family.plan(config)
-            _check_geometry(config.where, planned)
-            return planned
+            spec = family.read_spec(config)
+            _check_geometry(config.where, spec)
+            return spec
     known = ", ".join(family.NAME for family in FAMILIES)
     found = reprlib.repr(config.get("model_type"))
     raise FormatError(f"{config.where}: model_type {found} is of no family that codd knows; use one of {known}.")
 
 
-def _check_geometry(where: str, planned: Plan) -> None:
+def _check_geometry(where: str, spec: ModelSpec) -> None:
     """Refuse sizes that no network can have, before one is built."""
-    config, mask = planned.transformer, planned.special.mask
+    config, mask = spec.transformer, spec.special.mask
     again = "Download the file again."
     if config.width % config.heads or config.heads % config.kv_heads:
         raise FormatError(
@@ -125,26 +125,26 @@ class Matched(NamedTuple):
     """Without memory."""
 
 
-def match(folder: Path, planned: Plan) -> Matched:
+def match(folder: Path, spec: ModelSpec) -> Matched:
     """Find out from the headers of the files alone whether a checkpoint can be loaded."""
     where = weights.files_of(folder)
-    table = weights.expand(planned.keys, planned.transformer.layers, planned.transformer.row_ranges())
-    slots = weights.assign(folder, where, table, rename=planned.rename, ignored=planned.ignored)
+    table = weights.expand(spec.keys, spec.transformer.layers, spec.transformer.row_ranges())
+    slots = weights.assign(folder, where, table, rename=spec.rename, ignored=spec.ignored)
     headers = weights.read_headers(where)
     with torch.device("meta"):
-        network = Transformer(planned.transformer)
+        network = Transformer(spec.transformer)
     weights.check_headers(network, headers, slots)
     return Matched(where, headers, slots, network)
 
 
-def _read(folder: Path, planned: Plan, device: torch.device, dtype: torch.dtype | None, check: bool) -> Backbone:
-    found = match(folder, planned)
+def _read(folder: Path, spec: ModelSpec, device: torch.device, dtype: torch.dtype | None, check: bool) -> Backbone:
+    found = match(folder, spec)
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else weights.stored_dtype(found.headers, found.slots)
     check_dtype(dtype, device)
     network = found.network.to(dtype).to_empty(device=device).requires_grad_(False)
     weights.load(network, found.files, found.slots, check=check)
-    return (planned.backbone or Backbone)(planned, network).eval()
+    return (spec.backbone or Backbone)(spec, network).eval()
 
 
 def check_dtype(dtype: torch.dtype, device: torch.device) -> None:

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from codd.backbones import chat, dit
-from codd.backbones.backbone import Plan, SpecialIds
+from codd.backbones.backbone import ModelSpec, SpecialTokenIds
 from codd.backbones.config import Config
 
 NAME = "mdlm"
@@ -19,12 +19,12 @@ PREFIX = "backbone."
 class MDLM(dit.NoiseConditioned):
     """Its rows are log-probabilities: of the real tokens where a position is masked, certainty where it is not."""
 
-    def network_inputs(
-        self, ids: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"] | None, inputs: Mapping[str, Tensor]
+    def extra_inputs(
+        self, ids: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"] | None, extra: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         """The noise level; 0, whatever is given, where the network was trained without it."""
-        wanted = super().network_inputs(ids, valid, inputs)
-        return wanted if self.plan.options["time_conditioning"] else {"sigma": torch.zeros_like(wanted["sigma"])}
+        wanted = super().extra_inputs(ids, valid, extra)
+        return wanted if self.spec.options["time_conditioning"] else {"sigma": torch.zeros_like(wanted["sigma"])}
 
 
 def recognises(config: Config) -> bool:
@@ -32,10 +32,10 @@ def recognises(config: Config) -> bool:
     return bool(config.get("model_type") == "mdlm")
 
 
-def plan(config: Config) -> Plan:
+def read_spec(config: Config) -> ModelSpec:
     """The network that a config.json of this family describes."""
     vocab = config.count("vocab_size")
-    return Plan(
+    return ModelSpec(
         family=NAME,
         transformer=dit.transformer(
             vocab_size=vocab,
@@ -45,7 +45,7 @@ def plan(config: Config) -> Plan:
             conditioning=config.count("cond_dim"),
         ),
         keys=KEYS,
-        special=SpecialIds.of(config, mask=vocab - 1),
+        special=SpecialTokenIds.from_config(config, mask=vocab - 1),
         chat_template=chat.PLAIN,
         max_length=config.count("model_length", 1024),
         ignored=lambda name: name == dit.BUFFER,

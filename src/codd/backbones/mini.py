@@ -14,7 +14,7 @@ from torch import Tensor
 
 from codd import files
 from codd.backbones import chat
-from codd.backbones.backbone import Backbone, Plan, SpecialIds
+from codd.backbones.backbone import Backbone, ModelSpec, SpecialTokenIds
 from codd.backbones.config import CONFIG, Config
 from codd.backbones.transformer import Transformer, TransformerConfig
 from codd.backbones.weights import SCALE, SINGLE, Key
@@ -44,7 +44,7 @@ def recognises(config: Config) -> bool:
     return bool(config.get("model_type") == MODEL_TYPE)
 
 
-def plan(config: Config) -> Plan:
+def read_spec(config: Config) -> ModelSpec:
     """The network that a config.json of this family describes."""
     heads = config.count("heads")
     transformer = TransformerConfig(
@@ -59,11 +59,11 @@ def plan(config: Config) -> Plan:
         qk_norm=True,
         tied=True,
     )
-    return Plan(
+    return ModelSpec(
         family=NAME,
         transformer=transformer,
         keys=KEYS,
-        special=SpecialIds.of(config),
+        special=SpecialTokenIds.from_config(config),
         chat_template=chat.MINI,
         max_length=config.count("max_length", 1024),
         ignored=lambda name: name.endswith(SCALE),
@@ -98,7 +98,7 @@ def describe(backbone: Backbone) -> dict[str, Any]:
         "mlp_width": config.mlp_width,
         "rope_theta": config.rope_theta,
         "causal": config.causal,
-        "max_length": backbone.plan.max_length,
+        "max_length": backbone.max_length,
         "mask_token_id": special.mask,
         "eos_token_id": special.eos,
         "pad_token_id": special.pad,
@@ -108,8 +108,8 @@ def describe(backbone: Backbone) -> dict[str, Any]:
 
 def build(config: Config) -> Backbone:
     """A network without weights, for training."""
-    planned = plan(config)
-    return Backbone(planned, Transformer(planned.transformer))
+    spec = read_spec(config)
+    return Backbone(spec, Transformer(spec.transformer))
 
 
 def quantise(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

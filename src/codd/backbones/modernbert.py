@@ -1,7 +1,7 @@
 """ModernBERT: rotary positions, gated MLPs, and layers that see only their neighbourhood between those that see all."""
 
 from codd.backbones import chat
-from codd.backbones.backbone import Plan, SpecialIds
+from codd.backbones.backbone import ModelSpec, SpecialTokenIds
 from codd.backbones.config import Config
 from codd.backbones.transformer import LocalLayers, TransformerConfig
 from codd.backbones.weights import Key
@@ -32,7 +32,7 @@ def recognises(config: Config) -> bool:
     return bool(config.get("model_type") == "modernbert")
 
 
-def plan(config: Config) -> Plan:
+def read_spec(config: Config) -> ModelSpec:
     """The network that a config.json of this family describes."""
     heads, layers = config.count("num_attention_heads"), config.layers("num_hidden_layers")
     tied = config.flag("tie_word_embeddings", True)
@@ -64,11 +64,11 @@ def plan(config: Config) -> Plan:
         head_bias=config.flag("decoder_bias", True),
         tied=tied,
     )
-    return Plan(
+    return ModelSpec(
         family=NAME,
         transformer=transformer,
         keys=_keys(transformer),
-        special=SpecialIds.of(config),
+        special=SpecialTokenIds.from_config(config),
         chat_template=chat.PLAIN,
         max_length=config.count("max_position_embeddings", 8192),
         ignored=lambda name: tied and name == DECODER.source,

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from codd.backbones import chat, dit
-from codd.backbones.backbone import Given, Plan, SpecialIds
+from codd.backbones.backbone import ModelSpec, NetworkInputs, SpecialTokenIds
 from codd.backbones.config import Config
 
 NAME = "sedd"
@@ -22,17 +22,18 @@ class SEDD(dit.NoiseConditioned):
         ids: Int[Tensor, "B L"],
         attention_mask: Int[Tensor, "B L"] | Bool[Tensor, "B L"] | None = None,
         position_ids: Int[Tensor, "B L"] | None = None,
-        **inputs: Tensor,
+        **extra: Tensor,
     ) -> Float[Tensor, "B L V"]:
         """log p(v) - log p(present token) at each position, at the noise level ``sigma`` (above 0) or time ``t``."""
-        return self._each(self._log_score, self._given(ids, attention_mask, position_ids, inputs), fill_padding=True)
+        inputs = self._prepare_inputs(ids, attention_mask, position_ids, extra)
+        return self._per_sequence(self._log_score, inputs, fill_padding=True)
 
-    def _log_score(self, given: Given) -> Float[Tensor, "B L V"]:
-        raw = self.network.logits(self._states(given)).float()
-        if self.plan.options["scale_by_sigma"]:
-            sigma = self.network_inputs(given.ids, given.valid, given.inputs)["sigma"]
+    def _log_score(self, inputs: NetworkInputs) -> Float[Tensor, "B L V"]:
+        raw = self.network.logits(self._states(inputs)).float()
+        if self.spec.options["scale_by_sigma"]:
+            sigma = self.extra_inputs(inputs.ids, inputs.valid, inputs.extra)["sigma"]
             raw = raw - torch.expm1(sigma).log()[:, None, None] - math.log(self.vocab_size - 1)
-        return raw.scatter(-1, given.ids[..., None], 0.0)
+        return raw.scatter(-1, inputs.ids[..., None], 0.0)
 
 
 def recognises(config: Config) -> bool:
@@ -40,14 +41,14 @@ def recognises(config: Config) -> bool:
     return all(isinstance(config.get(name), dict) for name in ("model", "graph")) and "tokens" in config.fields
 
 
-def plan(config: Config) -> Plan:
+def read_spec(config: Config) -> ModelSpec:
     """The network that a config.json of this family describes."""
     config.section("graph").only("type", ["absorb"])
     if config.get("noise") is not None:
         config.section("noise").only("type", ["loglinear"])
     model, tokens = config.section("model"), config.count("tokens")
     model.only("type", ["ddit"])
-    return Plan(
+    return ModelSpec(
         family=NAME,
         transformer=dit.transformer(
             vocab_size=tokens + 1,
@@ -57,7 +58,7 @@ def plan(config: Config) -> Plan:
             conditioning=model.count("cond_dim"),
         ),
         keys=KEYS,
-        special=SpecialIds.of(config, mask=tokens),
+        special=SpecialTokenIds.from_config(config, mask=tokens),
         chat_template=chat.PLAIN,
         max_length=model.count("length", 1024),
         ignored=lambda name: name == dit.BUFFER,

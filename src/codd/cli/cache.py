@@ -120,7 +120,7 @@ def _prepare(args: argparse.Namespace, checkpoint: Checkpoint, group: Workers) -
     if not group.leads:
         group.wait()
     backbone, tokenizer = checkpoint.backbone, _tokenizer(checkpoint)
-    length = args.row_length or min(LONGEST_ROW, backbone.plan.max_length or LONGEST_ROW)
+    length = args.row_length or min(LONGEST_ROW, backbone.max_length or LONGEST_ROW)
     layout = Layout(length, args.window, args.seed, MOST_SEGMENTS if keeps_texts_apart(backbone) else 1)
     sources = find_sources(args.data, args.fields, args.problems, args.seed)
     samples = Samples(args.samples_from.resolve(), args.count, args.prompt) if args.samples_from else None

@@ -92,7 +92,7 @@ class Conversation:
 
     def encode(self, question: str, gen_length: int) -> tuple[list[int], int]:
         """The ids of a prompt that the model has room for, and how many of the oldest exchanges were dropped for it."""
-        limit, dropped = self.model.backbone.plan.max_length, 0
+        limit, dropped = self.model.backbone.max_length, 0
         while True:
             [ids] = self.model.encode([self.prompt(question)], gen_length=gen_length, chat=self.chat)
             if limit is None or len(ids) + gen_length <= limit or not self.exchanges:

@@ -89,7 +89,7 @@ def _folder(source: str) -> Report:
         return circuit(source)
     if not (folder / storage.CONFIG_FILE).exists():
         raise FormatError(_other_folder(source, folder))
-    loading.plan_of(folder)
+    loading.read_spec(folder)
     return model(source)
 
 

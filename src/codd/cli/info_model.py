@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from codd import files
 from codd.backbones import loading, weights
-from codd.backbones.backbone import Plan
+from codd.backbones.backbone import ModelSpec
 from codd.backbones.config import Config
 from codd.backbones.tokenizer import Tokenizer
 from codd.backbones.transformer import TransformerConfig
@@ -64,10 +64,10 @@ class Stored:
 def model(source: str | None) -> Report:
     """Of a folder or a hub id; None is the bundled model."""
     folder = loading.BUNDLED if source is None else files.local_folder(source, loading.WANTED)
-    planned = loading.plan_of(folder)
-    found = loading.match(folder, planned)
+    spec = loading.read_spec(folder)
+    found = loading.match(folder, spec)
     stored = Stored(found.headers, frozenset(found.slots), sum(p.numel() for p in found.network.parameters()))
-    numbers, lines, bad = _network(folder, planned, stored)
+    numbers, lines, bad = _network(folder, spec, stored)
     if source is not None and str(folder) != str(Path(source)):
         lines["folder"] = folder
     lines["circuit"] = "none"
@@ -76,7 +76,7 @@ def model(source: str | None) -> Report:
         report = attached.get(name)
         numbers[name.replace(" ", "_")] = None if report is None else report.numbers
         if report is not None:
-            alien = _alien(report, planned.transformer)
+            alien = _alien(report, spec.transformer)
             lines[name] = _brief(report) + (f"; {alien}: remove the folder {kept}/" if alien else "")
             bad = (*bad, name) if report.bad or alien else bad
 
@@ -88,15 +88,17 @@ def model(source: str | None) -> Report:
     return Report(numbers, lines, bad, check)
 
 
-def _network(folder: Path, planned: Plan, stored: Stored) -> tuple[dict[str, Any], dict[str, object], tuple[str, ...]]:
+def _network(
+    folder: Path, spec: ModelSpec, stored: Stored
+) -> tuple[dict[str, Any], dict[str, object], tuple[str, ...]]:
     """Everything but the circuit."""
-    network, tokenizer = planned.transformer, Tokenizer.from_folder(folder)
+    network, tokenizer = spec.transformer, Tokenizer.from_folder(folder)
     bundled = folder.resolve() == loading.BUNDLED.resolve()
-    ids, id_lines = _special(planned, tokenizer)
+    ids, id_lines = _special(spec, tokenizer)
     stated, intact = _sha256(folder)
     numbers: dict[str, Any] = {
         "kind": "backbone",
-        "family": planned.family,
+        "family": spec.family,
         "bundled": bundled,
         "folder": str(folder),
         "parameters": stored.parameters,
@@ -108,9 +110,9 @@ def _network(folder: Path, planned: Plan, stored: Stored) -> tuple[dict[str, Any
         "causal": network.causal,
         "tied": network.tied,
         "vocab_size": network.vocab_size,
-        "max_length": planned.max_length,
+        "max_length": spec.max_length,
         **ids,
-        "tokenizer": None if tokenizer is None else _tokenizer(planned, tokenizer),
+        "tokenizer": None if tokenizer is None else _tokenizer(spec, tokenizer),
         "dtypes": stored.dtypes,
         "shards": len(stored.shards),
         "tensors": len(stored.used),
@@ -122,13 +124,13 @@ def _network(folder: Path, planned: Plan, stored: Stored) -> tuple[dict[str, Any
     shared = "" if network.kv_heads == network.heads else f", sharing {network.kv_heads} of keys and values"
     lines: dict[str, object] = {
         "kind": "causal language model" if network.causal else "denoiser",
-        "family": planned.family + (", the model that comes with codd" if bundled else ""),
+        "family": spec.family + (", the model that comes with codd" if bundled else ""),
         "parameters": f"{stored.parameters:,}",
         "layers": f"{network.layers}, {network.width:,} wide, {network.heads} heads{shared}",
         "vocabulary": f"{network.vocab_size:,} tokens, {'tied' if network.tied else 'untied'}",
-        "max length": "not stated" if planned.max_length is None else f"{planned.max_length:,} positions",
+        "max length": "not stated" if spec.max_length is None else f"{spec.max_length:,} positions",
         **id_lines,
-        "tokenizer": "none: give ids" if tokenizer is None else _tokenizer_line(planned, tokenizer),
+        "tokenizer": "none: give ids" if tokenizer is None else _tokenizer_line(spec, tokenizer),
         "dtype": ", ".join(f"{dtype} ({count:,})" for dtype, count in stored.dtypes.items()),
         "size": f"{console.size(stored.bytes)} in {_several(len(stored.shards), 'file')}",
     }
@@ -144,12 +146,12 @@ def _several(count: int, what: str) -> str:
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
-def _special(planned: Plan, tokenizer: Tokenizer | None) -> tuple[dict[str, int | None], dict[str, object]]:
+def _special(spec: ModelSpec, tokenizer: Tokenizer | None) -> tuple[dict[str, int | None], dict[str, object]]:
     """The ids that config.json states, else the tokenizer's."""
     ids: dict[str, int | None] = {}
     lines: dict[str, object] = {}
     for name in ("mask", "eos", "pad", "bos"):
-        stated = getattr(planned.special, name)
+        stated = getattr(spec.special, name)
         other = None if tokenizer is None else getattr(tokenizer, f"{name}_id")
         found = ids[f"{name}_id"] = other if stated is None else stated
         if found is None:
@@ -158,22 +160,22 @@ def _special(planned: Plan, tokenizer: Tokenizer | None) -> tuple[dict[str, int 
         token = None if tokenizer is None else tokenizer.id_to_token(found)
         differs = "" if other in (None, found) else f", but the tokenizer says {other}"
         lines[f"{name} id"] = f"{found}{'' if token is None else ' ' + token}{differs}"
-    if ids["mask_id"] is None and not planned.transformer.causal:
+    if ids["mask_id"] is None and not spec.transformer.causal:
         lines["mask id"] = "not stated: give mask_id to codd.load"
     return ids, lines
 
 
-def _tokenizer(planned: Plan, tokenizer: Tokenizer) -> dict[str, Any]:
-    template = "own" if tokenizer.chat_template else "family" if planned.chat_template else None
+def _tokenizer(spec: ModelSpec, tokenizer: Tokenizer) -> dict[str, Any]:
+    template = "own" if tokenizer.chat_template else "family" if spec.chat_template else None
     kind = type(tokenizer.backend.model).__name__
     return {"kind": kind, "vocab_size": tokenizer.vocab_size, "chat_template": template}
 
 
-def _tokenizer_line(planned: Plan, tokenizer: Tokenizer) -> str:
-    found = _tokenizer(planned, tokenizer)
+def _tokenizer_line(spec: ModelSpec, tokenizer: Tokenizer) -> str:
+    found = _tokenizer(spec, tokenizer)
     template = {"own": "its own chat template", "family": "the family's chat template", None: "no chat template"}
     line = f"{found['kind']}, {tokenizer.vocab_size:,} tokens, {template[found['chat_template']]}"
-    beyond = tokenizer.vocab_size - planned.transformer.vocab_size
+    beyond = tokenizer.vocab_size - spec.transformer.vocab_size
     return line if beyond <= 0 else f"{line}; {beyond:,} of its ids are beyond the network's vocabulary"
 
 

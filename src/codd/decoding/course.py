@@ -78,7 +78,7 @@ def _check_circuit(backbone: Backbone, options: Options, circuit: Prior | Modula
 
 
 def _check_prompt(backbone: Backbone, options: Options, number: int, prompt: Sequence[int]) -> None:
-    limit, total = backbone.plan.max_length, len(prompt) + options.gen_length
+    limit, total = backbone.max_length, len(prompt) + options.gen_length
     if limit is not None and total > limit:
         raise InvalidInput(
             f"prompt {number} has {len(prompt)} tokens; with gen_length {options.gen_length} that makes {total}, "

@@ -143,7 +143,7 @@ def _check(model: Model, ids: Sequence[int], window: Sequence[int], candidates: 
     """The window, if all that was given makes sense; the first word of an error is the field at fault."""
     if model.mask_id is None:
         raise InvalidInput("this checkpoint does not say which token is the mask: codd.load(..., mask_id=...).")
-    vocab, limit = model.backbone.vocab_size, model.backbone.plan.max_length
+    vocab, limit = model.backbone.vocab_size, model.backbone.max_length
     wrong = [token for token in ids if not _whole(token) or not 0 <= token < vocab]
     if wrong:
         raise InvalidInput(f"ids must be whole numbers in 0..{vocab - 1}, found {wrong[0]!r}.")

@@ -129,7 +129,7 @@ def _rounded(backbone: Backbone, longest: int) -> int:
     if backbone.device.type != "cuda":
         return longest
     up = -(-longest // SHAPES) * SHAPES
-    return up if backbone.plan.max_length is None else max(longest, min(up, backbone.plan.max_length))
+    return up if backbone.max_length is None else max(longest, min(up, backbone.max_length))
 
 
 def rows_of(draft: Draft, turn: Turn, options: Options) -> Int[Tensor, " R"]:

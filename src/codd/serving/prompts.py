@@ -29,7 +29,7 @@ class Limits:
 
     def room(self, model: Model) -> int:
         """How long a sequence may be."""
-        own = model.backbone.plan.max_length
+        own = model.backbone.max_length
         return self.length if own is None else min(self.length, own)
 
 

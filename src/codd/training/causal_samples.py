@@ -147,7 +147,7 @@ def load_causal(source: str | os.PathLike[str], device: torch.device) -> CausalM
         found = load_checkpoint(folder, device=device)
         if not found.backbone.config.causal:
             raise InvalidInput(f"{folder}: is a denoiser; samples are drawn from a causal model (`causal: true`).")
-        special, limit = found.backbone.special, found.backbone.plan.max_length
+        special, limit = found.backbone.special, found.backbone.max_length
         begin = special.eos if special.bos is None else special.bos
         never = tuple(id for id in (special.mask, special.pad) if id is not None and id != special.eos)
         tokenizer = _required(found.tokenizer, folder)

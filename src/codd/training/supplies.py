@@ -74,7 +74,7 @@ def prepare(recipe: CircuitRecipe, root: Path, out: Path, workers: Workers) -> S
 def _open(recipe: CircuitRecipe, root: Path, out: Path, workers: Workers) -> "_Opened":
     source = None if recipe.backbone == "bundled" else recipe.backbone
     backbone, tokenizer, _ = load_checkpoint(source, device=workers.device, dtype=torch.float32, check=True)
-    backbone.one_by_one = False
+    backbone.batch_invariant = False
     mask_id = backbone.special.mask if backbone.special.mask is not None else getattr(tokenizer, "mask_id", None)
     if tokenizer is None or mask_id is None:
         raise InvalidInput(f"{recipe.backbone}: training needs a checkpoint with a tokenizer and a mask token.")

@@ -89,7 +89,7 @@ class Answerer:
 
     def _encode(self, prompt: str) -> list[int]:
         """The prompt's end, if all of it does not fit: the question stands there."""
-        ids, limit = self.tokenizer.encode(prompt), self.model.backbone.plan.max_length
+        ids, limit = self.tokenizer.encode(prompt), self.model.backbone.max_length
         room = None if limit is None else limit - self.options.gen_length
         if room is not None and room < 1:
             raise InvalidInput(

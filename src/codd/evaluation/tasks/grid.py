@@ -78,7 +78,7 @@ def fingerprint(circuit: AnyCircuit | None) -> str:
 
 def default_length(task: str, model: Model) -> int:
     """The paper's length, or a shorter one where the model has no room for it."""
-    known, limit = task_of(task), model.backbone.plan.max_length
+    known, limit = task_of(task), model.backbone.max_length
     wanted = PAPER_LENGTH if known is None else known.gen_length
     return wanted if limit is None or wanted <= limit // 2 else OWN_LENGTH
 

@@ -98,7 +98,7 @@ class CoddLM(LM):  # type: ignore[misc] # lm-eval has no types
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Of whole texts; one that is longer than half the model is cut into pieces, each given as much before it."""
-        half = max(1, (self.model.backbone.plan.max_length or 2048) // 2)
+        half = max(1, (self.model.backbone.max_length or 2048) // 2)
         pieces = {}
         for request in requests:
             ids = self.tokenizer.encode(request.args[0])
@@ -116,7 +116,7 @@ class CoddLM(LM):  # type: ignore[misc] # lm-eval has no types
         given, whole = self.tokenizer.encode(context), self.tokenizer.encode(context + continuation)
         if whole[: len(given)] != given:
             whole = given + self.tokenizer.encode(continuation)
-        limit = self.model.backbone.plan.max_length
+        limit = self.model.backbone.max_length
         too_many = 0 if limit is None else max(0, len(whole) - limit)
         return Stretch(given[too_many:], whole[len(given) :])
 

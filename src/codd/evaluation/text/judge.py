@@ -96,7 +96,7 @@ def _ours(folder: Path, name: str, device: torch.device) -> Judge:
     if found.tokenizer is None:
         raise FormatError(f"{folder}: has no tokenizer files, and a judge reads text.")
     described = f"{_bare(name)}, a causal model of codd, {_size(found.backbone)}"
-    network, limit = OwnNetwork(found.backbone), found.backbone.plan.max_length
+    network, limit = OwnNetwork(found.backbone), found.backbone.max_length
     return Judge(name, described, _literal(found.tokenizer.backend), network, limit, device)
 
 
