@@ -88,6 +88,15 @@ class SequenceInputs(NamedTuple):
     """Whether its row of the batch holds padding before or after it."""
 
 
+class MaskedOutput(NamedTuple):
+    """What the network says of some positions."""
+
+    logits: Float[Tensor, "B n V"]
+    """In float32; minus infinity for the mask token."""
+    states: Float[Tensor, "B n d"]
+    """The last hidden states that they were computed from."""
+
+
 class Backbone(nn.Module):
     """A denoiser: for every position, logits of its token given the visible ones.
 
@@ -214,6 +223,34 @@ class Backbone(nn.Module):
         """From hidden states to logits; ``ids`` are those that the states were computed from."""
         return self.network.logits(states)
 
+    def masked_logits(self, ids: Int[Tensor, "B L"], positions: Int[Tensor, "B n"], *, mask_id: int) -> MaskedOutput:
+        """Evaluate the network on ``ids``, and its head at ``positions`` alone; no token there can be the mask."""
+        ids, positions = ids.to(self.device), positions.to(self.device)
+        states = take_positions(self.states(ids), positions)
+        return MaskedOutput(self.masked_logits_from_states(states, ids.gather(1, positions), mask_id=mask_id), states)
+
+    def masked_logits_from_states(
+        self,
+        states: Float[Tensor, "B n d"],
+        ids: Int[Tensor, "B n"] | None = None,
+        *,
+        mask_id: int,
+        exclude_mask: bool = True,
+    ) -> Float[Tensor, "B n V"]:
+        """`masked_logits` from hidden states: in float32, with minus infinity for the mask token.
+
+        ``ids`` are the tokens that the network saw at these positions; None: the mask at all of them. Without
+        ``exclude_mask`` the logits are as the head gives them, in its own precision, for callers that change them
+        (guidance, hooks) before they exclude tokens.
+        """
+        if ids is None:
+            ids = torch.full(states.shape[:-1], mask_id, device=states.device)
+        logits = self.logits(states, ids)
+        if exclude_mask:
+            logits = logits.float()
+            logits[..., mask_id] = -torch.inf
+        return logits
+
     def extra_inputs(
         self, ids: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"] | None, extra: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
@@ -247,6 +284,11 @@ class Backbone(nn.Module):
             raise InvalidInput(
                 f"id {wrong} is not in the vocabulary of {self.vocab_size} tokens (0 to {self.vocab_size - 1})."
             )
+
+
+def take_positions(states: Float[Tensor, "B L d"], positions: Int[Tensor, "B n"]) -> Float[Tensor, "B n d"]:
+    """The states of some positions of each sequence."""
+    return states.gather(1, positions[..., None].expand(-1, -1, states.shape[-1]))
 
 
 def default_positions(ids: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"] | None) -> Int[Tensor, "B L"]:

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from codd.backbones.backbone import Backbone
+from codd.backbones.backbone import Backbone, MaskedOutput
 from codd.circuits import Modulated
 from codd.coupling import Coupled
 from codd.coupling.coupled import Prior
@@ -204,14 +204,6 @@ def batches(
         yield Blocks(*(x[some].to(backbone.device, torch.long) for x in (ids, starts, order)))
 
 
-class Looked(NamedTuple):
-    """What the network says of some positions."""
-
-    logits: Float[Tensor, "B n V"]
-    """With the mask excluded."""
-    states: Float[Tensor, "B n d"]
-
-
 def _reveal(
     backbone: Backbone,
     circuits: Mapping[str, Prior | Modulated],
@@ -234,14 +226,14 @@ def _reveal(
         shown = torch.where(turns >= turn, mask_id, blocks.ids)
         now = blocks.order[:, turn : turn + 1]
         if masked in counts:
-            looked = look(backbone, shown, window, mask_id)
-            hidden, log_probs = rank >= turn, _log_probs(looked.logits, truth)
-            joint = {name: _joint(circuit, looked, truth, hidden) for name, circuit in circuits.items()}
+            output = backbone.masked_logits(shown, window, mask_id=mask_id)
+            hidden, log_probs = rank >= turn, _log_probs(output.logits, truth)
+            joint = {name: _joint(circuit, output, truth, hidden) for name, circuit in circuits.items()}
             stops[masked] = torch.where(hidden, log_probs, 0).sum(1), joint
             steps.append(log_probs.gather(1, now)[:, 0])
         else:
-            looked = look(backbone, shown, window.gather(1, now), mask_id)
-            steps.append(_log_probs(looked.logits, truth.gather(1, now))[:, 0])
+            output = backbone.masked_logits(shown, window.gather(1, now), mask_id=mask_id)
+            steps.append(_log_probs(output.logits, truth.gather(1, now))[:, 0])
         advance(len(truth))
     return {
         masked: BlockScores(masked, single, joint, torch.stack(steps[-masked:]).sum(0))
@@ -249,24 +241,15 @@ def _reveal(
     }
 
 
-def look(backbone: Backbone, shown: Int[Tensor, "B T"], at: Int[Tensor, "B n"], mask_id: int) -> Looked:
-    """Evaluate the network, and keep what it says of some positions of each text."""
-    states = backbone.states(shown)
-    states = states.gather(1, at[..., None].expand(-1, -1, states.shape[-1]))
-    logits = backbone.logits(states, shown.gather(1, at)).float()
-    logits[..., mask_id] = -torch.inf
-    return Looked(logits, states)
-
-
 def _log_probs(logits: Float[Tensor, "B n V"], tokens: Int[Tensor, "B n"]) -> Float[Tensor, "B n"]:
     return (logits.gather(-1, tokens[..., None])[..., 0] - logits.logsumexp(-1)).double()
 
 
 def _joint(
-    circuit: Prior | Modulated, looked: Looked, truth: Int[Tensor, "B S"], hidden: Bool[Tensor, "B S"]
+    circuit: Prior | Modulated, output: MaskedOutput, truth: Int[Tensor, "B S"], hidden: Bool[Tensor, "B S"]
 ) -> Float[Tensor, " B"]:
-    extra: dict[str, Any] = {"features": looked.states} if hasattr(circuit, "modulate") else {}
-    return Coupled(circuit, logits=looked.logits, tokens=truth, masked=hidden, **extra).log_prob(truth).double()
+    extra: dict[str, Any] = {"features": output.states} if hasattr(circuit, "modulate") else {}
+    return Coupled(circuit, logits=output.logits, tokens=truth, masked=hidden, **extra).log_prob(truth).double()
 
 
 def joined(parts: Sequence[BlockScores]) -> BlockScores:

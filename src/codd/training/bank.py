@@ -57,8 +57,8 @@ class Bank:
         tokens, masked, features = widen(self.tokens[index]), self.masked[index], self.features[index]
         features = features.to(self.backbone.dtype)
         with torch.no_grad():
-            logits = self.backbone.logits(features, torch.where(masked, self.mask_id, tokens)).float()
-            logits[..., self.mask_id] = -torch.inf
+            shown = torch.where(masked, self.mask_id, tokens)
+            logits = self.backbone.masked_logits_from_states(features, shown, mask_id=self.mask_id)
         return Windows(tokens, masked, logits=logits, features=features, level=self.level[index])
 
 

@@ -233,10 +233,8 @@ def _lists(
     """The head, at masked positions alone and not at all of them at once."""
     many, parts = max(1, ELEMENTS // backbone.vocab_size), []
     for begin in range(0, max(1, len(truth)), many):
-        here = states[None, begin : begin + many]
-        logits = backbone.logits(here, torch.full(here.shape[:2], mask_id, device=here.device))[0].float()
-        logits[:, mask_id] = -torch.inf
-        parts.append(shorten(logits, truth[begin : begin + many], k))
+        logits = backbone.masked_logits_from_states(states[None, begin : begin + many], mask_id=mask_id)
+        parts.append(shorten(logits[0], truth[begin : begin + many], k))
     return Shortlist(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 

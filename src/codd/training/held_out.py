@@ -146,6 +146,5 @@ class _Asked:
         at = self._places(place)
         states = see(self.backbone, self.mask_id, shown, at, 1)
         truth = shown.tokens.gather(1, at.starts)
-        logits = self.backbone.logits(states, torch.full_like(truth, self.mask_id)).float()
-        logits[..., self.mask_id] = -torch.inf
+        logits = self.backbone.masked_logits_from_states(states, mask_id=self.mask_id)
         return float((logits.gather(-1, truth[..., None])[..., 0] - logits.logsumexp(-1)).double().sum())

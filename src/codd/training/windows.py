@@ -8,7 +8,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from codd.backbones import mini
-from codd.backbones.backbone import Backbone
+from codd.backbones.backbone import Backbone, take_positions
 from codd.circuits.evidence import Evidence, SparsePotentials
 from codd.errors import InvalidInput
 from codd.training.noise import add_noise, positions_in
@@ -206,8 +206,7 @@ def see(backbone: Backbone, mask_id: int, rows: Shown, places: Places, size: int
             states = backbone.network.states(shown, positions_in(segments), segments=segments)
         else:
             states = backbone.states(shown, segments != PADDING, fill_padding=False)
-    at = positions_of(places, size)
-    return states.gather(1, at[..., None].expand(-1, -1, states.shape[-1])).to(backbone.dtype)
+    return take_positions(states, positions_of(places, size)).to(backbone.dtype)
 
 
 def look(backbone: Backbone, mask_id: int, rows: Shown, places: Places, size: int) -> Windows:
@@ -216,8 +215,7 @@ def look(backbone: Backbone, mask_id: int, rows: Shown, places: Places, size: in
     states = see(backbone, mask_id, rows, places, size)
     at = positions_of(places, size)
     shown = torch.where(hidden, mask_id, tokens).gather(1, at)
-    logits = backbone.logits(states, shown).float()
-    logits[..., mask_id] = -torch.inf
+    logits = backbone.masked_logits_from_states(states, shown, mask_id=mask_id)
     masked = hidden.gather(1, at) & places.useful.repeat_interleave(size, dim=1)
     truth, masked, logits, features = (
         x.reshape(-1, size, *x.shape[2:]) for x in (tokens.gather(1, at), masked, logits, states)

@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from codd.backbones.backbone import Backbone
+from codd.backbones.backbone import Backbone, take_positions
 from codd.errors import InvalidInput
 from codd.evaluation.gap import (
     BLOCK_LENGTH,
@@ -34,7 +34,6 @@ from codd.evaluation.gap import (
     check_blocks,
     check_numbers,
     counted,
-    look,
     masked_counts,
     reveal_order,
     rows_at_once,
@@ -91,7 +90,7 @@ def _scores(
     for masked in counts:
         hidden = _hidden(blocks.order, masked)
         shown = torch.where(blocks.turns() >= truth.shape[1] - masked, mask_id, blocks.ids)
-        by_all = look(backbone, shown, window, mask_id).logits.log_softmax(-1)
+        by_all = backbone.masked_logits(shown, window, mask_id=mask_id).logits.log_softmax(-1)
         advance(len(truth))
         by_left = by_all.clone()  # right where nothing is observed behind
         for rows, places, log_probs in _views(backbone, shown, window, hidden, mask_id, advance):
@@ -109,8 +108,7 @@ def _following(causal: Backbone, blocks: Blocks, window: Int[Tensor, "B S"], mas
     given = torch.where(torch.arange(blocks.ids.shape[1], device=window.device) > window[:, -1:], mask_id, blocks.ids)
     before = (window - 1).clamp(min=0)
     states = causal.states(given)
-    at = before.to(states.device)
-    states = states.gather(1, at[..., None].expand(-1, -1, states.shape[-1]))
+    states = take_positions(states, before.to(states.device))
     return causal.logits(states, given.gather(1, before).to(states.device)).float().to(window.device)
 
 
@@ -133,7 +131,7 @@ def _views(
     for some in range(0, len(texts), size):
         text, begin = texts[some : some + size], begins[some : some + size]
         view = torch.where(positions >= window[text, begin][:, None], mask_id, shown[text])
-        log_probs = look(backbone, view, window[text], mask_id).logits.log_softmax(-1)
+        log_probs = backbone.masked_logits(view, window[text], mask_id=mask_id).logits.log_softmax(-1)
         which, place = (hidden[text] & (runs[text] == runs[text, begin][:, None])).nonzero(as_tuple=True)
         advance(len(text))
         yield text[which], place, log_probs[which, place]

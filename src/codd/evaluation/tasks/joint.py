@@ -71,7 +71,8 @@ def _blocks(number: int, stretch: Stretch, size: int, mask_id: int) -> list[_Blo
 
 
 def _scored(model: Model, blocks: Sequence[_Block], options: Options) -> list[Score]:
-    backbone = model.backbone
+    backbone, mask_id = model.backbone, model.mask_id
+    assert mask_id is not None
     pad = backbone.special.pad if backbone.special.pad is not None else 0
     ids, valid = pad_left([block.shown for block in blocks], pad, backbone.device)
     states = backbone.states(ids, valid)
@@ -79,8 +80,7 @@ def _scored(model: Model, blocks: Sequence[_Block], options: Options) -> list[Sc
     for row, block in enumerate(blocks):
         at = ids.shape[1] - len(block.shown) + block.begin
         own = states[row : row + 1, at : at + len(block.truth)]
-        logits = backbone.logits(own, ids[row : row + 1, at : at + len(block.truth)]).float()
-        logits[..., model.mask_id] = -torch.inf
+        logits = backbone.masked_logits_from_states(own, mask_id=mask_id)
         found.append(_score(model, logits, own, torch.tensor([block.truth], device=ids.device), options))
     return found
 
