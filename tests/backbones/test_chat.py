@@ -110,6 +110,12 @@ def test_templates_stay_in_the_sandbox(template):
         chat.render(template, TURNS)
 
 
+@pytest.fixture
+def small_budget(monkeypatch):
+    """A tenth: the attacks fail all the same, in a tenth of the time."""
+    monkeypatch.setattr(chat, "BUDGET", chat.BUDGET // 10)
+
+
 FOREVER = "{% for a in range(90000) %}{% for b in range(90000) %}BODY{% endfor %}{% endfor %}"
 GROWING = "{% set n = namespace(s='xx') %}{% for i in range(60) %}BODY{% endfor %}{{ n.s | length }}"
 
@@ -120,8 +126,13 @@ GROWING = "{% set n = namespace(s='xx') %}{% for i in range(60) %}BODY{% endfor 
         FOREVER.replace("BODY", ""),
         FOREVER.replace("BODY", "some text"),
         FOREVER.replace("BODY", "{% set step = 1 %}{% continue %}"),
+        FOREVER.replace("BODY", "{% set n = 'x' * -100000000 %}"),
+        "{% for a in range(90000) %}{% for b in range(90000) if false %}{% endfor %}{% endfor %}",
         "{% for a in [1] recursive %}{{ loop([1]) }}{% endfor %}",
+        "{% for a in [1, 1, 1] recursive %}{% if loop.depth < 50 %}{{ loop([1, 1, 1]) }}{% endif %}{% endfor %}",
         "{% macro m() %}{{ m() }}{{ m() }}{% endmacro %}{{ m() }}",
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(50) }}",
+        "{% set n = namespace(l=[]) %}{% for i in range(90000) %}{% set n.l = n.l + ['x' * 1000000] %}{% endfor %}",
         "{% for a in range(90000) %}" + "text" * 1000 + "{% endfor %}",
         "{{ range(10 ** 9) | list }}",
         "{{ 'x' * 10 ** 9 }}",
@@ -132,14 +143,26 @@ GROWING = "{% set n = namespace(s='xx') %}{% for i in range(60) %}BODY{% endfor 
         GROWING.replace("BODY", "{% set n.s %}{{ n.s }}{{ n.s }}{% endset %}"),
     ],
 )
+@pytest.mark.usefixtures("small_budget")
 def test_templates_end_and_stay_small(template):
     with pytest.raises(FormatError, match=r"the chat template (was stopped|failed).*another chat_template"):
         chat.render(template, TURNS)
 
 
+@pytest.mark.usefixtures("small_budget")
 def test_the_budget_is_of_one_run():
-    template = "{% for a in range(60000) %}{% endfor %}done"
+    template = "{% for a in range(6000) %}{% endfor %}done"
     assert [chat.render(template, TURNS) for _ in range(3)] == ["done"] * 3
+
+
+def test_the_budget_is_enough_for_long_conversations():
+    """A template that gathers 200 messages of 4000 characters in a variable, as some published ones do."""
+    template = (
+        "{% set n = namespace(s='') %}{% for m in messages %}{% set n.s = n.s ~ m.content %}{% endfor %}{{ n.s }}"
+    )
+    contents = [f"{number:4000d}" for number in range(200)]
+    messages = [{"role": "user", "content": content} for content in contents]
+    assert chat.render(template, messages) == "".join(contents)
 
 
 def test_a_refusal_is_one_line():
@@ -173,7 +196,7 @@ def test_failures_of_a_template_are_one_line(template, message):
 )
 def test_what_is_not_jinja_is_refused(template, message):
     with pytest.raises(FormatError, match=re.escape("here.json: ") + ".*" + message) as caught:
-        chat.check(template, "here.json")
+        chat.compile_template(template, "here.json")
     assert "\n" not in str(caught.value)
     with pytest.raises(FormatError, match="the chat template: .*" + message):
         chat.render(template, TURNS)

@@ -1,11 +1,11 @@
 """How a conversation becomes one text: the published Jinja templates, in a sandbox, and the defaults of each family.
 
-A template comes with a checkpoint, so it is foreign code. It runs in Jinja's immutable sandbox, and every pass of a
-loop, every call of a macro and every string that it builds counts against a budget.
+A template comes with a checkpoint, so it is foreign code. It runs in Jinja's immutable sandbox, and what it does counts
+against a budget: passes of loops, calls of macros, and the characters and items that it builds.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from types import CodeType
@@ -65,8 +65,9 @@ PLAIN = (
 )
 """Models that were never taught to converse (BERT, MDLM, SEDD): the contents, with blank lines between them."""
 
-MAX_STEPS = 100_000
-MAX_SIZE = 10_000_000
+BUDGET = 100_000_000
+"""What a template may spend in one run: 1 for each character or item that it builds, `STEP` for each pass of a loop."""
+STEP = 1_000
 
 Messages = Sequence[Mapping[str, str]] | str
 
@@ -83,7 +84,7 @@ def render(
     ``special_tokens`` ({"bos_token": ...}) become variables of the template. A template that is broken, leaves the
     sandbox or does not end gives a FormatError; one that refuses the conversation itself gives a CoddError.
     """
-    code = _compile(template)
+    code = compile_template(template)
     variables = {
         "messages": as_messages(messages),
         "add_generation_prompt": add_generation_prompt,
@@ -92,9 +93,8 @@ def render(
         **(special_tokens or {}),
     }
     sandbox = _Sandbox()
-    loaded = Template.from_code(sandbox, code, sandbox.make_globals(None))
     try:
-        return _joined(loaded, variables)
+        return Template.from_code(sandbox, code, sandbox.make_globals(None)).render(variables)
     except CoddError:
         raise
     except SecurityError as error:
@@ -108,16 +108,24 @@ def render(
         ) from error
 
 
-def check(template: str, where: str = "the chat template") -> None:
-    """Raise a FormatError, beginning with ``where``, if the text is not valid Jinja."""
+def compile_template(template: str, where: str = "the chat template") -> CodeType:
+    """Compile a template, or raise a FormatError, beginning with ``where``, if it is not valid Jinja."""
     try:
-        _compile(template)
-    except FormatError as error:
-        raise FormatError(str(error).replace("the chat template", where, 1)) from error.__cause__
+        return _compile(template)
+    except TemplateSyntaxError as error:
+        raise FormatError(
+            f"{where}: is not valid Jinja (line {error.lineno}: {_one_line(error)}). "
+            "Correct it, or use another chat_template."
+        ) from error
+    except Exception as error:  # too deep for Python, for example
+        raise FormatError(
+            f"{where}: cannot be compiled ({type(error).__name__}: {_one_line(error)}). "
+            "Correct it, or use another chat_template."
+        ) from error
 
 
 def as_messages(messages: Messages) -> list[dict[str, str]]:
-    """The messages as dictionaries with a role and a content, both of them text."""
+    """The messages as dictionaries with a role and a content, both of them text; CoddError if they are not."""
     if isinstance(messages, str):
         return [{"role": "user", "content": messages}]
     if not messages:
@@ -136,30 +144,9 @@ def as_messages(messages: Messages) -> list[dict[str, str]]:
 @lru_cache(maxsize=64)
 def _compile(template: str) -> CodeType:
     sandbox = _Sandbox()
-    try:
-        tree = sandbox.parse(template)
-        _Budgeted().visit(tree)
-        tree.set_environment(sandbox)
-        return sandbox.compile(tree)
-    except TemplateSyntaxError as error:
-        raise FormatError(
-            f"the chat template: is not valid Jinja (line {error.lineno}: {_one_line(error)}). "
-            "Correct it, or use another chat_template."
-        ) from error
-    except Exception as error:  # too deep for Python, for example
-        raise FormatError(
-            f"the chat template: cannot be compiled ({type(error).__name__}: {_one_line(error)}). "
-            "Correct it, or use another chat_template."
-        ) from error
-
-
-def _joined(template: Template, variables: Mapping[str, Any]) -> str:
-    parts, size = [], 0
-    for part in template.generate(**variables):
-        size += len(part)
-        _check_size(size)
-        parts.append(part)
-    return "".join(parts)
+    tree = _Budgeted().visit(sandbox.parse(template))
+    tree.set_environment(sandbox)
+    return sandbox.compile(tree)
 
 
 def _one_line(error: object) -> str:
@@ -177,63 +164,67 @@ class _GenerationBlock(Extension):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """One run of a template: what published templates expect to find, and what remains of the budget."""
+    """The environment of one run: what published templates expect to find, and what is left of the budget."""
 
     intercepted_binops = frozenset(["+", "*", "**"])
 
     def __init__(self) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock])
         self.filters["tojson"] = _to_json
-        self.filters["within_budget"] = _within_budget
+        self.filters["joined"] = lambda parts: self.concat(map(str, parts))
         self.globals["raise_exception"] = _refuse
         self.globals["strftime_now"] = _strftime_now
-        self.steps_left = MAX_STEPS
+        self.budget = BUDGET
 
-    def step(self) -> None:
-        self.steps_left -= 1
-        if self.steps_left < 0:
-            raise SecurityError(f"it takes more than {MAX_STEPS} steps, so that it may never end")
+    def spend(self, cost: int) -> None:
+        self.budget -= max(0, cost)  # 'x' * -1 would give some back
+        if self.budget < 0:
+            raise SecurityError(
+                f"it takes more than {BUDGET // STEP} passes of loops or builds more than {BUDGET} characters"
+            )
+
+    def step(self) -> bool:
+        """Pay for a pass of a loop."""
+        self.spend(STEP)
+        return True
+
+    def concat(self, parts: Iterable[str]) -> str:
+        """Join what was written: by a macro, a recursive loop, a block that is assigned, and the whole template."""
+        self.spend(STEP)
+        kept = []
+        for part in parts:
+            self.spend(len(part))
+            kept.append(part)
+        return "".join(kept)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        _check_size(_size_of_result(operator, left, right))
+        self.spend(_size_of_result(operator, left, right))
         return super().call_binop(context, operator, left, right)
 
 
 class _Budgeted(NodeTransformer):
-    """Make loops and macros count their steps, and send all that builds strings through operators that are checked."""
+    """Have a template pay for what Jinja offers no hook for: passes of loops, and the operator ``~``."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
-        return self._counted(node)
-
-    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
-        return self._counted(node)
+        self.generic_visit(node)
+        # An attribute of the environment, unlike a variable, cannot be redefined by the template.
+        step = nodes.Call(nodes.EnvironmentAttribute("step"), [], [], None, None, lineno=node.lineno)
+        if node.test is None:
+            node.body.insert(0, nodes.ExprStmt(step, lineno=node.lineno))
+        else:  # a pass that fails the loop's own condition does not reach the body
+            node.test = nodes.And(step, node.test, lineno=node.lineno)
+        return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        first, *others = (nodes.Filter(part, "string", [], [], None, None, lineno=node.lineno) for part in node.nodes)
-        joined: nodes.Expr = first
-        for other in others:
-            joined = nodes.Add(joined, other, lineno=node.lineno)
-        return joined
-
-    def visit_AssignBlock(self, node: nodes.AssignBlock) -> nodes.Node:
-        self.generic_visit(node)
-        node.filter = nodes.Filter(node.filter, "within_budget", [], [], None, None, lineno=node.lineno)
-        return node
-
-    def _counted(self, node: nodes.For | nodes.Macro) -> nodes.Node:
-        self.generic_visit(node)
-        # An attribute of the environment, unlike a variable, cannot be redefined by the template.
-        count = nodes.Call(nodes.EnvironmentAttribute("step"), [], [], None, None, lineno=node.lineno)
-        node.body.insert(0, nodes.ExprStmt(count, lineno=node.lineno))
-        return node
+        return nodes.Filter(nodes.List(node.nodes), "joined", [], [], None, None, lineno=node.lineno)
 
 
 def _size_of_result(operator: str, left: Any, right: Any) -> int:
     """About how many characters, items or bits an operation will make; 0 where that cannot be much."""
     numbers = isinstance(left, int), isinstance(right, int)
     if operator == "**":
-        return left.bit_length() * right if all(numbers) and abs(left) > 1 else 0
+        return int(left.bit_length() * right) if all(numbers) and abs(left) > 1 else 0
     if operator == "*" and numbers == (False, True):
         return _size(left) * int(right)
     if operator == "*" and numbers == (True, False):
@@ -245,16 +236,6 @@ def _size(value: Any) -> int:
     if isinstance(value, int):
         return value.bit_length()
     return len(value) if isinstance(value, str | bytes | list | tuple) else 0
-
-
-def _check_size(size: int) -> None:
-    if size > MAX_SIZE:
-        raise SecurityError(f"it builds more than {MAX_SIZE} characters")
-
-
-def _within_budget(text: str) -> str:
-    _check_size(len(text))
-    return text
 
 
 def _refuse(message: object) -> str:

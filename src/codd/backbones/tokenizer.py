@@ -57,7 +57,7 @@ class Tokenizer:
         make_special(backend, [added_token(token, special=True) for token in self.special_tokens.values()])
         self._special_ids = {name: self._id_of(name, token) for name, token in self.special_tokens.items()}
         if chat_template is not None:
-            chat.check(chat_template)
+            chat.compile_template(chat_template)
         self.chat_template = chat_template
         self._known = frozenset(backend.get_vocab(with_added_tokens=True).values())
         self._vocab_size = max(self._known, default=-1) + 1

@@ -113,7 +113,7 @@ def _read_template(folder: Path, config: Mapping[str, Any]) -> str | None:
         return None
     if not isinstance(template, str):
         raise FormatError(f"{where}: expected a text or a list of them, found {type(template).__name__}.")
-    chat.check(template, where)
+    chat.compile_template(template, where)
     return template
 
 
