@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import json
 import os
 import re
 import secrets
@@ -62,6 +63,32 @@ def brief(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     text = lines[0][:300] if lines else "no details"
     return f"{type(error).__name__}: {text}"
+
+
+def read_text(path: Path) -> str:
+    """The text of a downloaded file; FormatError if it cannot be read or is not UTF-8."""
+    try:
+        return path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{path}: is not UTF-8 text ({error.reason}). Download it again.") from error
+    except OSError as error:
+        raise FormatError(f"{path}: cannot be read ({error.strerror}). Check its permissions.") from error
+
+
+def parse_json_object(path: Path, text: str) -> dict[str, Any]:
+    """The JSON object that a downloaded file holds as ``text``; FormatError if it holds anything else."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path}: is not JSON ({brief(error)}). Download it again.") from error
+    if not isinstance(content, dict):
+        raise FormatError(f"{path}: expected a JSON object, found {type(content).__name__}. Download it again.")
+    return content
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a downloaded file; FormatError if it cannot be read or holds anything else."""
+    return parse_json_object(path, read_text(path))
 
 
 def sha256(path: Path) -> str:

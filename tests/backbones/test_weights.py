@@ -86,10 +86,21 @@ def test_an_index_that_promises_too_much(sharded):
     assert "which model.safetensors.index.json says it holds. Download it again" in refused(sharded)
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"weight_map": 3}', '{"weight_map": [1]}', "[" * 100_000, "\0\xff"])
-def test_an_index_that_is_none(sharded, text):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("\0\xff", "is not UTF-8 text"),
+        ("[1]", "expected a JSON object, found list"),
+        ("{}", "is not an index of shards"),
+        ('{"weight_map": 3}', "is not an index of shards"),
+        ('{"weight_map": [1]}', "is not an index of shards"),
+    ],
+)
+def test_an_index_that_is_none(sharded, text, message):
     (sharded / weights.INDEX).write_text(text, encoding="latin-1")
-    assert "is not an index of shards" in refused(sharded)
+    assert f"{weights.INDEX}: {message}" in refused(sharded)
 
 
 @pytest.mark.parametrize("kept", [0, 4, 8, 100, 3_000, -1])

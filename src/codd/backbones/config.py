@@ -8,6 +8,7 @@ from typing import Any
 
 from codd.backbones.transformer import Activation
 from codd.errors import FormatError
+from codd.files import read_json_object
 
 CONFIG = "config.json"
 ACTIVATIONS: dict[str, Activation] = {
@@ -32,17 +33,9 @@ class Config:
     def read(cls, folder: Path) -> "Config":
         """Of a checkpoint's folder."""
         path = folder / CONFIG
-        try:
-            fields = json.loads(path.read_bytes())
-        except FileNotFoundError:
-            raise FormatError(f"{path}: is missing, so that this is not a checkpoint. Give its folder.") from None
-        except OSError as error:
-            raise FormatError(f"{path}: cannot be read ({error.strerror}). Check its permissions.") from error
-        except (ValueError, RecursionError) as error:
-            raise FormatError(f"{path}: is not JSON ({error}). Download it again.") from error
-        if not isinstance(fields, dict):
-            raise FormatError(f"{path}: expected a JSON object, found {type(fields).__name__}. Download it again.")
-        return cls(fields, str(path))
+        if not path.exists():
+            raise FormatError(f"{path}: is missing, so that this is not a checkpoint. Give its folder.")
+        return cls(read_json_object(path), str(path))
 
     def get(self, name: str, default: Any = None) -> Any:
         """A field that may be absent."""

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from codd.backbones import chat
 from codd.errors import FormatError
-from codd.files import brief
+from codd.files import brief, parse_json_object, read_json_object, read_text
 
 FAST_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
@@ -33,6 +33,8 @@ QWEN2_SPLIT = (
 _USED = ("mask_token", "eos_token", "pad_token", "bos_token", "unk_token")
 NAMED = (*_USED, "cls_token", "sep_token")
 _VOCABULARIES = (FAST_FILE, VOCABULARY_FILE, MERGES_FILE, WORDS_FILE)
+_FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+"""How an added token is looked for in texts, as the files and the library name it."""
 _BERT = {
     "unk_token": "[UNK]",
     "sep_token": "[SEP]",
@@ -79,34 +81,15 @@ def make_special(backend: tokenizers.Tokenizer, tokens: Iterable[AddedToken]) ->
     backend.add_special_tokens([token for text, token in wanted.items() if backend.token_to_id(text) is not None])
 
 
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_bytes().decode()
-    except UnicodeDecodeError as error:
-        raise FormatError(f"{path}: is not UTF-8 text ({error.reason}). Download it again.") from error
-    except OSError as error:
-        raise FormatError(f"{path}: cannot be read: {error}") from error
-
-
 def _read_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file; an empty one if there is no such file."""
-    return _parse_object(path, _read_text(path)) if path.exists() else {}
-
-
-def _parse_object(path: Path, text: str) -> dict[str, Any]:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path}: is not JSON ({brief(error)}). Download it again.") from error
-    if not isinstance(found, dict):
-        raise FormatError(f"{path}: expected a JSON object, found {type(found).__name__}. Download it again.")
-    return found
+    return read_json_object(path) if path.exists() else {}
 
 
 def _read_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     path = folder / TEMPLATE_FILE
     where = str(path) if path.exists() else f"{folder / CONFIG_FILE}: chat_template"
-    template: object = _read_text(path) if path.exists() else config.get("chat_template")
+    template: object = read_text(path) if path.exists() else config.get("chat_template")
     if isinstance(template, list):
         template = _default_template(template, where)
     if template is None:
@@ -126,16 +109,10 @@ def _default_template(templates: Sequence[Any], where: str) -> object:
 
 def added_token(entry: str | Mapping[str, Any], *, special: bool) -> AddedToken:
     """A token as the files describe it: its text, or an object with its text and how it is looked for."""
-    flags = {} if isinstance(entry, str) else entry
-    special = bool(flags.get("special", special))
-    return AddedToken(
-        entry if isinstance(entry, str) else entry["content"],
-        special=special,
-        normalized=bool(flags.get("normalized", not special)),
-        lstrip=bool(flags.get("lstrip", False)),
-        rstrip=bool(flags.get("rstrip", False)),
-        single_word=bool(flags.get("single_word", False)),
-    )
+    fields = {"content": entry} if isinstance(entry, str) else entry
+    special = bool(fields.get("special", special))
+    defaults = {**dict.fromkeys(_FLAGS, False), "special": special, "normalized": not special}
+    return AddedToken(fields["content"], **{flag: bool(fields.get(flag, defaults[flag])) for flag in _FLAGS})
 
 
 def _is_token(entry: object) -> bool:
@@ -238,8 +215,8 @@ def _read_backend(
 
 def _read_fast(path: Path, added: Mapping[int, AddedToken]) -> tokenizers.Tokenizer:
     """``tokenizer.json``; for a token that the configuration describes too, the configuration counts."""
-    text = _read_text(path)
-    content = _parse_object(path, text)
+    text = read_text(path)
+    content = parse_json_object(path, text)
     listed = _listed_tokens(path, content.get("added_tokens"))
     wanted = listed | {id: _as_entry(id, token) for id, token in added.items()}
     if wanted != listed:
@@ -267,8 +244,7 @@ def _listed_tokens(path: Path, entries: object) -> dict[int, dict[str, Any]]:
 
 
 def _as_entry(id: int, token: AddedToken) -> dict[str, Any]:
-    flags = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
-    return {"id": id, **{name: getattr(token, name) for name in flags}}
+    return {"id": id, "content": token.content, **{flag: getattr(token, flag) for flag in _FLAGS}}
 
 
 def _check_ids(path: Path, backend: tokenizers.Tokenizer, wanted: Mapping[int, str]) -> None:
@@ -334,7 +310,7 @@ def _read_merges(path: Path, vocabulary: Mapping[str, int]) -> list[tuple[str, s
     if not path.exists():
         raise FormatError(f"{path}: is missing beside {VOCABULARY_FILE}. Download it too.")
     merges = []
-    for number, line in enumerate(_read_text(path).split("\n"), 1):
+    for number, line in enumerate(read_text(path).split("\n"), 1):
         line = line.rstrip("\r")
         if not line or (number == 1 and line.startswith("#version")):
             continue
@@ -379,7 +355,7 @@ def _read_word_pieces(
 
 def _read_words(path: Path) -> dict[str, int]:
     vocabulary: dict[str, int] = {}
-    for number, line in enumerate(_read_text(path).removesuffix("\n").split("\n")):
+    for number, line in enumerate(read_text(path).removesuffix("\n").split("\n")):
         word = line.rstrip("\r")
         if word in vocabulary:
             raise FormatError(

@@ -1,6 +1,5 @@
 """Reading safetensors checkpoints: the key table of a family says which tensor goes where."""
 
-import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from codd.errors import FormatError
-from codd.files import brief
+from codd.files import brief, read_json_object
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -82,9 +81,9 @@ def files_of(folder: Path) -> dict[str, Path]:
 
 def _indexed(folder: Path, index: Path) -> dict[str, Path]:
     try:
-        where = json.loads(index.read_bytes())["weight_map"]
-        files = {str(name): folder / str(shard) for name, shard in where.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        weight_map = read_json_object(index)["weight_map"]
+        files = {str(name): folder / str(shard) for name, shard in weight_map.items()}
+    except (KeyError, TypeError, AttributeError) as error:
         raise FormatError(f"{index}: is not an index of shards ({brief(error)}). Download it again.") from error
     for shard in sorted(set(files.values())):
         if shard.parent != folder:
