@@ -132,7 +132,7 @@ def shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     config = spec.transformer
     rows = defaultdict(list)
     found = {}
-    for name, slot in weights.expand(spec.keys, config.layers, config.row_ranges()).items():
+    for name, slot in weights.expand_keys(spec.keys, config.layers, config.row_ranges()).items():
         whole = parameters[slot.target]
         start, end = slot.rows or (0, len(whole))
         rows[slot.target].extend(range(start, end))

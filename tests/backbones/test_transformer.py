@@ -12,17 +12,17 @@ from torch import Tensor
 from codd.backbones.transformer import (
     MLP,
     Attention,
+    AttentionContext,
     LayerNorm,
     LocalLayers,
     NoiseLevel,
     RMSNorm,
     Transformer,
     TransformerConfig,
-    View,
     activate,
+    apply_rotary,
     initialise,
-    rotate,
-    rotation,
+    rotary_angles,
 )
 
 SMALL = TransformerConfig(vocab_size=40, width=32, layers=3, heads=4, kv_heads=2, mlp_width=48)
@@ -82,17 +82,17 @@ def test_attention(kv_heads, hidden):
     if hidden:
         sees[0, :, 4:] = False
         sees[1, 2, :3] = False
-    found = attention(x, View(None, sees[:, None] if hidden else None))
+    found = attention(x, AttentionContext(None, sees[:, None] if hidden else None))
     assert torch.allclose(found, attend(x, attention, sees), atol=1e-5)
 
 
 def test_normalised_queries_and_keys():
     attention = random_(Attention(dataclasses.replace(SMALL, qk_norm=True)))
     x = draw(1, 5, 32)
-    before = attention(x, View(None, None))
+    before = attention(x, AttentionContext(None, None))
     with torch.no_grad():
         attention.qkv.weight[:48] *= 7  # queries and keys, but not values
-    assert torch.allclose(attention(x, View(None, None)), before, atol=1e-5)
+    assert torch.allclose(attention(x, AttentionContext(None, None)), before, atol=1e-5)
 
 
 @settings(max_examples=20, deadline=None)
@@ -101,7 +101,7 @@ def test_rotary_products_depend_on_the_distance_alone(first, second, shift):
     q, k = draw(1, 1, 1, 16), draw(1, 1, 1, 16, seed=1)
 
     def product(i: int, j: int) -> float:
-        turned = [rotate(x, *rotation(torch.tensor([[at]]), 16, 500.0)) for x, at in ((q, i), (k, j))]
+        turned = [apply_rotary(x, *rotary_angles(torch.tensor([[at]]), 16, 500.0)) for x, at in ((q, i), (k, j))]
         return float((turned[0] * turned[1]).sum())
 
     assert product(first, second) == pytest.approx(product(first + shift, second + shift), abs=5e-3)
@@ -109,7 +109,7 @@ def test_rotary_products_depend_on_the_distance_alone(first, second, shift):
 
 def test_rotary_turns_pairs():
     x = draw(1, 1, 2, 6)
-    turned = rotate(x, *rotation(torch.tensor([[0, 3]]), 6, 100.0))
+    turned = apply_rotary(x, *rotary_angles(torch.tensor([[0, 3]]), 6, 100.0))
     assert torch.equal(turned[0, 0, 0], x[0, 0, 0])
     for pair in range(3):
         angle = 3 * 100.0 ** (-2 * pair / 6)
@@ -181,7 +181,7 @@ def test_norms_after_each_part():
     network = build(norm_after=True, norm="layer", norm_bias=True, layers=1, rope_theta=None)
     ids, positions = tokens(2, 5)
     block, x = network.blocks[0], network.embedding.tokens(ids)
-    x = block.attention_norm(x + block.attention(x, View(None, None)))
+    x = block.attention_norm(x + block.attention(x, AttentionContext(None, None)))
     x = block.mlp_norm(x + block.mlp(x))
     assert network.final_norm is None
     assert torch.allclose(network.states(ids, positions), x, atol=1e-6)
@@ -191,8 +191,8 @@ def test_a_first_layer_without_a_norm():
     network = build(first_norm=False, layers=1)
     ids, positions = tokens(1, 4)
     block, x = network.blocks[0], network.embedding.tokens(ids)
-    turns = rotation(positions, 8, 10_000.0)
-    x = x + block.attention(x, View(turns, None))
+    turns = rotary_angles(positions, 8, 10_000.0)
+    x = x + block.attention(x, AttentionContext(turns, None))
     x = x + block.mlp(block.mlp_norm(x))
     assert torch.allclose(network.states(ids, positions), network.final_norm(x), atol=1e-6)
 
@@ -293,8 +293,8 @@ def test_nobody_is_blind(causal, local, packed):
     network = build(causal=causal, local=local)
     valid = torch.tensor([[0, 0, 0, 0, 1, 1], [1, 1, 0, 0, 0, 0], [0] * 6]).bool()
     segments = torch.tensor([[0, 0, 1, 1, 2, 2]]).expand(3, 6) if packed else None
-    for view in network._views(tokens(3, 6)[1], valid, segments):
-        sees = view.visible.expand(3, 1, 6, 6)[:, 0]
+    for context in network._attention_contexts(tokens(3, 6)[1], valid, segments):
+        sees = context.mask.expand(3, 1, 6, 6)[:, 0]
         assert bool(sees.any(-1).all())
         for row, real in enumerate(valid[:2]):
             assert not bool(sees[row][real][:, ~real].any()), "padding is seen"

@@ -301,7 +301,7 @@ def test_a_device_that_is_not_there():
 def test_stored_dtype(tmp_path, dtype, found):
     save_file({"embedding": torch.zeros(3, 2, dtype=dtype)}, tmp_path / "model.safetensors")
     slots = {"embedding": weights.Slot("embedding.tokens.weight", None)}
-    assert weights.stored_dtype(weights.read_headers(weights.files_of(tmp_path)), slots) == found
+    assert weights.stored_dtype(weights.read_headers(weights.tensor_files(tmp_path)), slots) == found
 
 
 def survival(*results: bool):
@@ -377,6 +377,6 @@ def test_8_bit_integers_with_scales_of_another_shape(tmp_path):
 def test_a_table_that_leaves_something_empty_is_our_own_mistake(llada):
     spec = read_spec(llada)
     network = Transformer(spec.transformer)
-    table = weights.expand(spec.keys[1:], spec.transformer.layers, spec.transformer.row_ranges())
+    table = weights.expand_keys(spec.keys[1:], spec.transformer.layers, spec.transformer.row_ranges())
     with pytest.raises(AssertionError, match="leaves parameters empty"):
-        weights.load(network, weights.files_of(llada), table)
+        weights.load(network, weights.tensor_files(llada), table)

@@ -357,7 +357,7 @@ def test_a_hub_id(sharded, capsys, monkeypatch):
     asked = []
     monkeypatch.setattr(files, "_download", lambda repo_id, wanted, revision: asked.append(wanted) or sharded)
     found = described(capsys, "someone/model")
-    assert asked == [("config.json",), loading.WANTED]
+    assert asked == [("config.json",), loading.CHECKPOINT_FILES]
     assert (found["path"], found["folder"], found["family"]) == ("someone/model", str(sharded), "llada")
     assert shown(capsys, "someone/model")["folder"] == str(sharded)
 

@@ -1,4 +1,4 @@
-"""What proposes factorized logits: one bidirectional transformer, and the readers of published checkpoints."""
+"""Denoisers that propose factorized logits: one bidirectional transformer, and readers of published checkpoints."""
 
 from codd.backbones.backbone import Backbone as Backbone
 from codd.backbones.backbone import SpecialTokenIds as SpecialTokenIds

@@ -50,7 +50,7 @@ class BERT(Backbone):
     def extra_inputs(
         self, ids: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"] | None, extra: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """The token types, if there are any."""
+        """The token types, if they are given; InvalidInput if they do not fit the ids."""
         super().extra_inputs(ids, valid, {name: x for name, x in extra.items() if name != "token_type_ids"})
         types = extra.get("token_type_ids")
         if types is None:
@@ -65,12 +65,12 @@ class BERT(Backbone):
 
 
 def recognises(config: Config) -> bool:
-    """By its model type."""
+    """Whether a config.json is of this family, by its model_type."""
     return bool(config.get("model_type") == "bert")
 
 
 def read_spec(config: Config) -> ModelSpec:
-    """The network that a config.json of this family describes."""
+    """The model that a config.json of this family describes; FormatError for one that codd cannot build."""
     config.only("position_embedding_type", ["absolute"])
     config.only("is_decoder", [False])
     heads, tied = config.count("num_attention_heads"), config.flag("tie_word_embeddings", True)
@@ -108,12 +108,12 @@ def read_spec(config: Config) -> ModelSpec:
         chat_template=chat.PLAIN,
         max_length=positions,
         ignored=lambda name: name.startswith(UNUSED) or (tied and name == DECODER.source),
-        rename=_newer,
+        rename=_modern_name,
         backbone=BERT,
     )
 
 
-def _newer(name: str) -> str:
+def _modern_name(name: str) -> str:
     """The oldest files call the weight and bias of a norm gamma and beta."""
     if name.endswith("LayerNorm.gamma"):
         return name.removesuffix("gamma") + "weight"

@@ -1,4 +1,4 @@
-"""How a conversation becomes one text: the published Jinja templates, in a sandbox, and the defaults of each family.
+"""Chat templates: published Jinja templates rendered in a sandbox, and the default of each family.
 
 A template comes with a checkpoint, so it is foreign code. It runs in Jinja's immutable sandbox, and what it does counts
 against a budget: passes of loops, calls of macros, and the characters and items that it builds.

@@ -19,90 +19,90 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-"""The hub's names."""
+"""Names of activation functions on the hub, and ours."""
 
 
 class Config:
-    """The object in a config.json, and where it came from."""
+    """The fields of a config.json, read with checks; every check fails with a FormatError that names file and field."""
 
     def __init__(self, fields: Mapping[str, Any], where: str = CONFIG):
-        """``where`` begins every error."""
+        """``where`` (the file, and the section in it) begins every error."""
         self.fields, self.where = fields, where
 
     @classmethod
     def read(cls, folder: Path) -> "Config":
-        """Of a checkpoint's folder."""
+        """Read the config.json of a checkpoint's folder; FormatError if there is none or it is damaged."""
         path = folder / CONFIG
         if not path.exists():
             raise FormatError(f"{path}: is missing, so that this is not a checkpoint. Give its folder.")
         return cls(read_json_object(path), str(path))
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A field that may be absent."""
+        """The raw value of a field; ``default`` where it is absent."""
         return self.fields.get(name, default)
 
     def section(self, name: str) -> "Config":
-        """An object inside this one."""
-        found = self.fields.get(name)
-        if not isinstance(found, dict):
-            raise self._wrong(name, "an object", found)
-        return Config(found, f"{self.where} ({name})")
+        """The fields of a nested object."""
+        value = self.fields.get(name)
+        if not isinstance(value, dict):
+            raise self._wrong(name, "an object", value)
+        return Config(value, f"{self.where} ({name})")
 
     def count(self, name: str, default: int | None = None, *, most: int = 2**28) -> int:
         """A whole number above zero; ``default`` where it is absent or null."""
-        found = self._given(name, default)
-        if isinstance(found, bool) or not isinstance(found, int) or not 0 < found <= most:
-            raise self._wrong(name, f"a whole number from 1 to {most}", found)
-        return found
+        value = self._stated(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
+            raise self._wrong(name, f"a whole number from 1 to {most}", value)
+        return value
 
     def layers(self, name: str) -> int:
-        """How many layers there are. A damaged file must not make us write out a billion of them."""
+        """A number of layers, at most 10,000: a damaged file must not make us write out a billion key names."""
         return self.count(name, most=10_000)
 
     def number(self, name: str, default: float | None = None) -> float:
         """A number above zero; ``default`` where it is absent or null."""
-        found = self._given(name, default)
-        if isinstance(found, bool) or not isinstance(found, int | float) or not 0 < found < 1e30:
-            raise self._wrong(name, "a number above zero", found)
-        return float(found)
+        value = self._stated(name, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
+            raise self._wrong(name, "a number above zero", value)
+        return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
         """True or false; ``default`` where it is absent or null."""
-        found = self._given(name, default)
-        if not isinstance(found, bool):
-            raise self._wrong(name, "true or false", found)
-        return found
+        value = self._stated(name, default)
+        if not isinstance(value, bool):
+            raise self._wrong(name, "true or false", value)
+        return value
 
     def token(self, name: str) -> int | None:
-        """The id of a special token; of several, the first. None where it is absent or null."""
-        found = self.fields.get(name)
-        if isinstance(found, list) and found:
-            found = found[0]
-        if found is not None and (isinstance(found, bool) or not isinstance(found, int) or found < 0):
-            raise self._wrong(name, "the id of a token", found)
-        return found
+        """The id of a special token (the first, if the field lists several); None where it is absent or null."""
+        value = self.fields.get(name)
+        if isinstance(value, list) and value:
+            value = value[0]
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+            raise self._wrong(name, "the id of a token", value)
+        return value
 
     def activation(self, name: str, default: str) -> Activation:
-        """A nonlinearity by its name on the hub; ``default`` where it is absent or null."""
+        """An activation function by its name on the hub; ``default`` where it is absent or null."""
         self.only(name, list(ACTIVATIONS))
-        return ACTIVATIONS[self._given(name, default)]
+        return ACTIVATIONS[self._stated(name, default)]
 
     def only(self, name: str, allowed: Sequence[Any]) -> None:
         """Refuse a value that would make another network than the one we build; absent and null pass."""
-        found = self.fields.get(name)
-        if found is not None and found not in allowed:
-            raise self._wrong(name, " or ".join(map(json.dumps, allowed)), found, "codd builds no other kind")
+        value = self.fields.get(name)
+        if value is not None and value not in allowed:
+            raise self._wrong(name, " or ".join(map(json.dumps, allowed)), value, "codd builds no other kind")
 
     def absent(self, *names: str) -> None:
         """Refuse fields, unless null, that would make another network than the one we build."""
         for name in names:
             self.only(name, [None])
 
-    def _given(self, name: str, default: Any) -> Any:
-        found = self.fields.get(name)
-        return default if found is None else found
+    def _stated(self, name: str, default: Any) -> Any:
+        value = self.fields.get(name)
+        return default if value is None else value
 
     def _wrong(
-        self, name: str, wanted: str, found: Any, advice: str = "correct it or download the file again"
+        self, name: str, wanted: str, value: Any, advice: str = "correct it or download the file again"
     ) -> FormatError:
-        return FormatError(f"{self.where}: {name} must be {wanted}, found {reprlib.repr(found)}; {advice}.")
+        return FormatError(f"{self.where}: {name} must be {wanted}, found {reprlib.repr(value)}; {advice}.")

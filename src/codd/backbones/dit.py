@@ -1,7 +1,7 @@
 """What MDLM and SEDD share: a transformer that a noise level modulates, and the denoiser read from its output.
 
 A denoiser's row is a distribution over the real tokens where a position is masked, and certainty where it is not. What
-is impossible has the log-probability `NEVER`, not minus infinity, so that differences of two outputs stay finite.
+is impossible has the log-probability `LOG_ZERO`, not minus infinity, so that differences of two outputs stay finite.
 """
 
 from collections.abc import Mapping
@@ -16,10 +16,10 @@ from codd.backbones.transformer import TransformerConfig
 from codd.backbones.weights import Key
 from codd.errors import InvalidInput
 
-NEVER = -1e6
-LEAST_KEPT = 1e-3
-"""The noise at time t masks a token with probability (1 - LEAST_KEPT) t."""
-LEAST_MASKED = 1e-5
+LOG_ZERO = -1e6
+MIN_KEPT = 1e-3
+"""The noise at time t masks a token with probability (1 - MIN_KEPT) t."""
+MIN_MASKED = 1e-5
 
 KEYS = (
     Key("vocab_embed.embedding", "embedding.tokens.weight"),
@@ -43,12 +43,12 @@ KEYS = (
     Key("output_layer.linear.weight", "head.weight"),
     Key("output_layer.linear.bias", "head.bias"),
 )
-BUFFER = "rotary_emb.inv_freq"
-"""In the files, but computed here."""
+ROTARY_BUFFER = "rotary_emb.inv_freq"
+"""A buffer in the files that is computed here."""
 
 
 def transformer(vocab_size: int, width: int, layers: int, heads: int, conditioning: int) -> TransformerConfig:
-    """The network of both families."""
+    """The configuration that both families share."""
     return TransformerConfig(
         vocab_size=vocab_size,
         width=width,
@@ -66,24 +66,24 @@ def transformer(vocab_size: int, width: int, layers: int, heads: int, conditioni
 
 
 class NoiseConditioned(Backbone):
-    """Takes a noise level ``sigma`` or a time ``t`` for each sequence; without them its share of masks tells."""
+    """Takes a noise level ``sigma`` (B,) or a time ``t`` (B,); without them it follows from each sequence's masks."""
 
     def extra_inputs(
         self, ids: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"] | None, extra: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """The noise level of each sequence."""
+        """The noise level of each sequence; InvalidInput if both inputs are given or one is not of shape (B,)."""
         super().extra_inputs(ids, valid, {name: x for name, x in extra.items() if name not in ("sigma", "t")})
         if len(extra) > 1:
             raise InvalidInput("sigma and t say the same thing; give one of them.")
-        for name, given in extra.items():
-            if given.shape != ids.shape[:1]:
+        for name, value in extra.items():
+            if value.shape != ids.shape[:1]:
                 wanted = tuple(ids.shape[:1])
-                raise InvalidInput(f"{name} must have one value a sequence, {wanted}; found {tuple(given.shape)}.")
+                raise InvalidInput(f"{name} must have one value a sequence, {wanted}; found {tuple(value.shape)}.")
         if "sigma" in extra:
             return {"sigma": extra["sigma"].float()}
         if "t" in extra:
-            return {"sigma": sigma_at(extra["t"].float())}
-        return {"sigma": sigma_of(ids == self.mask, valid)}
+            return {"sigma": sigma_at_time(extra["t"].float())}
+        return {"sigma": sigma_from_masks(ids == self.mask, valid)}
 
     def logits(self, states: Float[Tensor, "B L d"], ids: Int[Tensor, "B L"]) -> Float[Tensor, "B L V"]:
         """Log-probabilities of the denoiser, in float32; ``network.logits`` gives the raw output."""
@@ -91,28 +91,28 @@ class NoiseConditioned(Backbone):
 
     @property
     def mask(self) -> int:
-        """The id of the absorbing state."""
+        """The id of the mask token, the absorbing state of the noise."""
         assert self.special.mask is not None, "both families have one"
         return self.special.mask
 
 
-def sigma_at(t: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
+def sigma_at_time(t: Float[Tensor, " B"]) -> Float[Tensor, " B"]:
     """The noise level at a time between 0 and 1 (log-linear noise)."""
-    return -torch.log1p((LEAST_KEPT - 1) * t)
+    return -torch.log1p((MIN_KEPT - 1) * t)
 
 
-def sigma_of(masked: Bool[Tensor, "B L"], valid: Bool[Tensor, "B L"] | None) -> Float[Tensor, " B"]:
+def sigma_from_masks(masked: Bool[Tensor, "B L"], valid: Bool[Tensor, "B L"] | None) -> Float[Tensor, " B"]:
     """The noise level at which the share of masks among each sequence's tokens is the expected one."""
     if valid is None:
         valid = torch.ones_like(masked)
     share = (masked & valid).sum(dim=1) / valid.sum(dim=1).clamp(min=1)
-    return -torch.log1p(-share.clamp(LEAST_MASKED, 1 - LEAST_KEPT))
+    return -torch.log1p(-share.clamp(MIN_MASKED, 1 - MIN_KEPT))
 
 
 def substitute(logits: Float[Tensor, "B L V"], ids: Int[Tensor, "B L"], mask: int) -> Float[Tensor, "B L V"]:
     """SUBS: nothing turns into a mask, and what is not masked stays what it is."""
-    never = torch.zeros(logits.shape[-1], device=logits.device)
-    never[mask] = NEVER
-    denoised = F.log_softmax(logits.float() + never, dim=-1)
-    certain = torch.full_like(denoised, NEVER).scatter(-1, ids[..., None], 0.0)
+    excluded = torch.zeros(logits.shape[-1], device=logits.device)
+    excluded[mask] = LOG_ZERO
+    denoised = F.log_softmax(logits.float() + excluded, dim=-1)
+    certain = torch.full_like(denoised, LOG_ZERO).scatter(-1, ids[..., None], 0.0)
     return torch.where((ids == mask)[..., None], denoised, certain)

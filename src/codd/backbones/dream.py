@@ -45,12 +45,12 @@ class Dream(Backbone):
 
 
 def recognises(config: Config) -> bool:
-    """By its model type."""
+    """Whether a config.json is of this family, by its model_type."""
     return bool(config.get("model_type") == "Dream")
 
 
 def read_spec(config: Config) -> ModelSpec:
-    """The network that a config.json of this family describes."""
+    """The model that a config.json of this family describes; FormatError for one that codd cannot build."""
     config.only("hidden_act", ["silu"])
     config.only("use_sliding_window", [False])
     config.only("use_mrope", [False])

@@ -31,12 +31,12 @@ HEAD = Key("model.transformer.ff_out.weight", "head.weight")
 
 
 def recognises(config: Config) -> bool:
-    """By its model type."""
+    """Whether a config.json is of this family, by its model_type."""
     return bool(config.get("model_type") == "llada")
 
 
 def read_spec(config: Config) -> ModelSpec:
-    """The network that a config.json of this family describes."""
+    """The model that a config.json of this family describes; FormatError for one that codd cannot build."""
     config.only("block_type", ["llama"])
     config.only("layer_norm_type", ["rms"])
     config.only("activation_type", ["silu"])

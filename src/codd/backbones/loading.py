@@ -20,7 +20,7 @@ from codd.errors import FormatError, InvalidInput
 
 
 class Family(Protocol):
-    """What the file of a family holds."""
+    """The interface of a family's module."""
 
     NAME: str
 
@@ -28,7 +28,7 @@ class Family(Protocol):
         """Whether a config.json is of this family."""
 
     def read_spec(self, config: Config) -> ModelSpec:
-        """The network that it describes."""
+        """The model that a config.json describes; FormatError for one that codd cannot build."""
 
 
 FAMILIES: tuple[Family, ...] = (llada, dream, mdlm, sedd, bert, modernbert, mini)
@@ -42,13 +42,14 @@ MODEL_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
 )
-"""Of a checkpoint in the hub's layout: no pickled weights, no code."""
-WANTED = (*MODEL_FILES, "chat_template.jinja", "circuit/*", "circuit-static/*")
+"""What is downloaded of a checkpoint in the hub's layout: no pickled weights, no code."""
+CHECKPOINT_FILES = (*MODEL_FILES, "chat_template.jinja", "circuit/*", "circuit-static/*")
+"""The same of a checkpoint with a circuit of ours beside it."""
 BUNDLED = Path(__file__).parent / "bundled"
 
 
 class Checkpoint(NamedTuple):
-    """What is in a folder."""
+    """A loaded checkpoint; ``tokenizer`` is None if its folder has no tokenizer files."""
 
     backbone: Backbone
     tokenizer: Tokenizer | None
@@ -66,29 +67,30 @@ def load_checkpoint(
     """Read a checkpoint of any known family from a folder or the hub; None is the bundled model.
 
     ``device``: by default a CUDA device if there is one, else the CPU. ``dtype``: by default float32 on the CPU and the
-    checkpoint's own elsewhere. ``check`` refuses weights that are NaN or infinite.
+    checkpoint's own elsewhere. ``check`` refuses weights that are NaN or infinite. Raises FormatError for files that
+    are damaged or of an unknown family, InvalidInput for a device or dtype that this machine cannot use.
     """
-    folder = BUNDLED if source is None else files.local_folder(source, WANTED, revision)
+    folder = BUNDLED if source is None else files.local_folder(source, CHECKPOINT_FILES, revision)
     spec = read_spec(folder)
     backbone = _read(folder, spec, choose_device(device), dtype, check)
     return Checkpoint(backbone, Tokenizer.from_folder(folder, chat_template=spec.chat_template), folder)
 
 
-def choose_device(given: str | torch.device | None) -> torch.device:
-    """The device that was asked for; by default a CUDA device if there is one."""
-    if given is None:
+def choose_device(device: str | torch.device | None) -> torch.device:
+    """The device named, or by default a CUDA device if there is one; InvalidInput if this machine does not have it."""
+    if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(given)
+        chosen = torch.device(device)
     except RuntimeError as error:
-        raise InvalidInput(f"there is no device {given!r}; use 'cpu' or 'cuda'.") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise InvalidInput(f"device {str(device)!r} was asked for, but this machine has no CUDA device; use 'cpu'.")
-    return device
+        raise InvalidInput(f"there is no device {device!r}; use 'cpu' or 'cuda'.") from error
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidInput(f"device {str(chosen)!r} was asked for, but this machine has no CUDA device; use 'cpu'.")
+    return chosen
 
 
 def read_spec(folder: Path) -> ModelSpec:
-    """What a folder's config.json describes."""
+    """The model that a folder's config.json describes; FormatError if it is damaged or of no known family."""
     config = Config.read(folder)
     for family in FAMILIES:
         if family.recognises(config):
@@ -96,12 +98,12 @@ def read_spec(folder: Path) -> ModelSpec:
             _check_geometry(config.where, spec)
             return spec
     known = ", ".join(family.NAME for family in FAMILIES)
-    found = reprlib.repr(config.get("model_type"))
-    raise FormatError(f"{config.where}: model_type {found} is of no family that codd knows; use one of {known}.")
+    model_type = reprlib.repr(config.get("model_type"))
+    raise FormatError(f"{config.where}: model_type {model_type} is of no family that codd knows; use one of {known}.")
 
 
 def _check_geometry(where: str, spec: ModelSpec) -> None:
-    """Refuse sizes that no network can have, before one is built."""
+    """Raise a FormatError for sizes that no network can have, before one is built."""
     config, mask = spec.transformer, spec.special.mask
     again = "Download the file again."
     if config.width % config.heads or config.heads % config.kv_heads:
@@ -115,40 +117,43 @@ def _check_geometry(where: str, spec: ModelSpec) -> None:
         raise FormatError(f"{where}: the mask id {mask} is not in the vocabulary of {config.vocab_size}. {again}")
 
 
-class Matched(NamedTuple):
+class MatchedFiles(NamedTuple):
     """A checkpoint's files, compared with the network that its config.json describes; nothing is loaded yet."""
 
     files: dict[str, Path]
-    headers: dict[str, weights.Header]
+    headers: dict[str, weights.TensorHeader]
     slots: dict[str, weights.Slot]
     network: Transformer
-    """Without memory."""
+    """On the meta device: shapes without memory."""
 
 
-def match(folder: Path, spec: ModelSpec) -> Matched:
-    """Find out from the headers of the files alone whether a checkpoint can be loaded."""
-    where = weights.files_of(folder)
-    table = weights.expand(spec.keys, spec.transformer.layers, spec.transformer.row_ranges())
-    slots = weights.assign(folder, where, table, rename=spec.rename, ignored=spec.ignored)
-    headers = weights.read_headers(where)
+def match(folder: Path, spec: ModelSpec) -> MatchedFiles:
+    """Match tensors with parameters from the headers alone; FormatError if the checkpoint cannot be loaded."""
+    paths = weights.tensor_files(folder)
+    table = weights.expand_keys(spec.keys, spec.transformer.layers, spec.transformer.row_ranges())
+    slots = weights.assign_slots(folder, paths, table, rename=spec.rename, ignored=spec.ignored)
+    headers = weights.read_headers(paths)
     with torch.device("meta"):
         network = Transformer(spec.transformer)
     weights.check_headers(network, headers, slots)
-    return Matched(where, headers, slots, network)
+    return MatchedFiles(paths, headers, slots, network)
 
 
 def _read(folder: Path, spec: ModelSpec, device: torch.device, dtype: torch.dtype | None, check: bool) -> Backbone:
-    found = match(folder, spec)
+    matched = match(folder, spec)
     if dtype is None:
-        dtype = torch.float32 if device.type == "cpu" else weights.stored_dtype(found.headers, found.slots)
+        dtype = torch.float32 if device.type == "cpu" else weights.stored_dtype(matched.headers, matched.slots)
     check_dtype(dtype, device)
-    network = found.network.to(dtype).to_empty(device=device).requires_grad_(False)
-    weights.load(network, found.files, found.slots, check=check)
+    network = matched.network.to(dtype).to_empty(device=device).requires_grad_(False)
+    weights.load(network, matched.files, matched.slots, check=check)
     return (spec.backbone or Backbone)(spec, network).eval()
 
 
 def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse what the device cannot do; on some CPUs a bfloat16 product kills the process, unless told otherwise."""
+    """Raise InvalidInput for a dtype that the device cannot compute in.
+
+    On some CPUs a bfloat16 product kills the process unless oneDNN's instruction set is limited, which is done here.
+    """
     if not dtype.is_floating_point:
         raise InvalidInput(f"dtype must be a floating-point type, found {dtype}.")
     if device.type == "cpu" and dtype == torch.bfloat16 and not _bfloat16_survives():
@@ -164,6 +169,6 @@ def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
 
 @functools.cache
 def _bfloat16_survives() -> bool:
-    """Tried in another process: some CPUs announce matrix instructions (AMX) that then are illegal."""
+    """Whether a bfloat16 product works, tried in another process: some CPUs announce AMX instructions they lack."""
     trial = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); x @ x"
     return subprocess.run([sys.executable, "-c", trial], capture_output=True).returncode == 0

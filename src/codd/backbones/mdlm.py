@@ -22,18 +22,18 @@ class MDLM(dit.NoiseConditioned):
     def extra_inputs(
         self, ids: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"] | None, extra: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
-        """The noise level; 0, whatever is given, where the network was trained without it."""
-        wanted = super().extra_inputs(ids, valid, extra)
-        return wanted if self.spec.options["time_conditioning"] else {"sigma": torch.zeros_like(wanted["sigma"])}
+        """The noise level; always 0 where the network was trained without one."""
+        noise = super().extra_inputs(ids, valid, extra)
+        return noise if self.spec.options["time_conditioning"] else {"sigma": torch.zeros_like(noise["sigma"])}
 
 
 def recognises(config: Config) -> bool:
-    """By its model type."""
+    """Whether a config.json is of this family, by its model_type."""
     return bool(config.get("model_type") == "mdlm")
 
 
 def read_spec(config: Config) -> ModelSpec:
-    """The network that a config.json of this family describes."""
+    """The model that a config.json of this family describes; FormatError for one that codd cannot build."""
     vocab = config.count("vocab_size")
     return ModelSpec(
         family=NAME,
@@ -48,7 +48,7 @@ def read_spec(config: Config) -> ModelSpec:
         special=SpecialTokenIds.from_config(config, mask=vocab - 1),
         chat_template=chat.PLAIN,
         max_length=config.count("model_length", 1024),
-        ignored=lambda name: name == dit.BUFFER,
+        ignored=lambda name: name == dit.ROTARY_BUFFER,
         rename=lambda name: name.removeprefix(PREFIX),
         backbone=MDLM,
         options={"time_conditioning": config.flag("time_conditioning", False)},

@@ -40,12 +40,12 @@ KEYS = tuple(
 
 
 def recognises(config: Config) -> bool:
-    """By its model type."""
+    """Whether a config.json is of this family, by its model_type."""
     return bool(config.get("model_type") == MODEL_TYPE)
 
 
 def read_spec(config: Config) -> ModelSpec:
-    """The network that a config.json of this family describes."""
+    """The model that a config.json of this family describes; FormatError for one that codd cannot build."""
     heads = config.count("heads")
     transformer = TransformerConfig(
         vocab_size=config.count("vocab_size"),
@@ -86,7 +86,7 @@ def save(
 
 
 def describe(backbone: Backbone) -> dict[str, Any]:
-    """The config.json of a network; `plan` reads it back."""
+    """The fields of a backbone's config.json; `read_spec` reads them back."""
     config, special = backbone.config, backbone.special
     return {
         "model_type": MODEL_TYPE,
@@ -107,7 +107,7 @@ def describe(backbone: Backbone) -> dict[str, Any]:
 
 
 def build(config: Config) -> Backbone:
-    """A network without weights, for training."""
+    """A backbone with uninitialised weights, for training."""
     spec = read_spec(config)
     return Backbone(spec, Transformer(spec.transformer))
 

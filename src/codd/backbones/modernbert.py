@@ -28,12 +28,12 @@ DECODER_BIAS = Key("decoder.bias", "head.bias")
 
 
 def recognises(config: Config) -> bool:
-    """By its model type."""
+    """Whether a config.json is of this family, by its model_type."""
     return bool(config.get("model_type") == "modernbert")
 
 
 def read_spec(config: Config) -> ModelSpec:
-    """The network that a config.json of this family describes."""
+    """The model that a config.json of this family describes; FormatError for one that codd cannot build."""
     heads, layers = config.count("num_attention_heads"), config.layers("num_hidden_layers")
     tied = config.flag("tie_word_embeddings", True)
     attention_bias, mlp_bias = config.flag("attention_bias", False), config.flag("mlp_bias", False)

@@ -37,12 +37,12 @@ class SEDD(dit.NoiseConditioned):
 
 
 def recognises(config: Config) -> bool:
-    """By the sections of its training configuration: it states no model type."""
+    """Whether a config.json is of this family, by the sections of its training configuration: it has no model_type."""
     return all(isinstance(config.get(name), dict) for name in ("model", "graph")) and "tokens" in config.fields
 
 
 def read_spec(config: Config) -> ModelSpec:
-    """The network that a config.json of this family describes."""
+    """The model that a config.json of this family describes; FormatError for one that codd cannot build."""
     config.section("graph").only("type", ["absorb"])
     if config.get("noise") is not None:
         config.section("noise").only("type", ["loglinear"])
@@ -61,7 +61,7 @@ def read_spec(config: Config) -> ModelSpec:
         special=SpecialTokenIds.from_config(config, mask=tokens),
         chat_template=chat.PLAIN,
         max_length=model.count("length", 1024),
-        ignored=lambda name: name == dit.BUFFER,
+        ignored=lambda name: name == dit.ROTARY_BUFFER,
         backbone=SEDD,
         options={"scale_by_sigma": model.flag("scale_by_sigma", True)},
     )

@@ -1,4 +1,4 @@
-"""From text to ids and back: a checkpoint's tokenizer, and the chat template that belongs to it.
+"""Text to token ids and back: a checkpoint's tokenizer and its chat template.
 
 No code of the checkpoint runs: the Rust library ``tokenizers`` does the work, chat templates are rendered in a sandbox.
 """
@@ -35,7 +35,7 @@ _STAND_INS = range(0xF0000, 0xFFFFE)  # a plane that is private use throughout
 
 
 class Tokenizer:
-    """Text to ids and back, the ids that have a meaning of their own, and the chat template."""
+    """Encodes text to token ids and decodes them; knows the special tokens and the chat template."""
 
     def __init__(
         self,
@@ -46,21 +46,21 @@ class Tokenizer:
     ):
         """``special`` names tokens of the backend: {"mask_token": "<|mask|>", "eos_token": ...}.
 
-        The backend is taken over: its truncation and padding are switched off, and the tokens named become special
-        tokens of it.
+        The backend is changed: its truncation and padding are switched off, and the tokens named become special tokens
+        of it. FormatError if its vocabulary lacks one, or the chat template is not valid Jinja.
         """
         self._backend = backend
         backend.no_truncation()
         backend.no_padding()
         self.special_tokens = dict(special or {})
-        """What the tokens with a meaning are called: {"mask_token": "<|mask|>", ...}."""
+        """The named special tokens: {"mask_token": "<|mask|>", ...}."""
         make_special(backend, [added_token(token, special=True) for token in self.special_tokens.values()])
         self._special_ids = {name: self._id_of(name, token) for name, token in self.special_tokens.items()}
         if chat_template is not None:
             chat.compile_template(chat_template)
         self.chat_template = chat_template
-        self._known = frozenset(backend.get_vocab(with_added_tokens=True).values())
-        self._vocab_size = max(self._known, default=-1) + 1
+        self._known_ids = frozenset(backend.get_vocab(with_added_tokens=True).values())
+        self._vocab_size = max(self._known_ids, default=-1) + 1
 
     @classmethod
     def from_folder(
@@ -72,51 +72,52 @@ class Tokenizer:
     ) -> "Tokenizer | None":
         """The tokenizer of a checkpoint, or None if its folder has no tokenizer files at all.
 
-        ``chat_template`` and ``special`` are the family's own, for a checkpoint that does not state them.
+        ``chat_template`` and ``special`` are the family's own, for a checkpoint that does not state them. FormatError
+        if the files are damaged or contradict each other.
         """
-        found = read_files(Path(folder), special or {})
-        if found is None:
+        files = read_files(Path(folder), special or {})
+        if files is None:
             return None
-        return cls(found.backend, special=found.special, chat_template=found.chat_template or chat_template)
+        return cls(files.backend, special=files.special, chat_template=files.chat_template or chat_template)
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id, with the added tokens."""
+        """One more than the largest id, added tokens included."""
         return self._vocab_size
 
     @property
     def mask_id(self) -> int | None:
-        """The id that stands for a token that is not known yet."""
+        """The id of the mask token; None if there is none."""
         return self._special_ids.get("mask_token")
 
     @property
     def eos_id(self) -> int | None:
-        """The id that ends a text."""
+        """The id of the end-of-text token; None if there is none."""
         return self._special_ids.get("eos_token")
 
     @property
     def pad_id(self) -> int | None:
-        """The id that fills a batch up."""
+        """The id of the padding token; None if there is none."""
         return self._special_ids.get("pad_token")
 
     @property
     def bos_id(self) -> int | None:
-        """The id that begins a text."""
+        """The id of the beginning-of-text token; None if there is none."""
         return self._special_ids.get("bos_token")
 
     @property
     def unk_id(self) -> int | None:
-        """The id of everything that the vocabulary cannot express."""
+        """The id of the unknown token; None if there is none."""
         return self._special_ids.get("unk_token")
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """The ids of all special tokens, those without a name too: what ``skip_special_tokens`` skips."""
+        """The ids of all special tokens, named or not: those that ``skip_special_tokens`` skips."""
         return frozenset(id for id, token in self._backend.get_added_tokens_decoder().items() if token.special)
 
     @property
     def backend(self) -> tokenizers.Tokenizer:
-        """The Rust library's object, for what this class does not offer."""
+        """The tokenizer of the library ``tokenizers``, for what this class does not offer."""
         return self._backend
 
     def __len__(self) -> int:
@@ -124,25 +125,25 @@ class Tokenizer:
         return self.vocab_size
 
     def __repr__(self) -> str:
-        """The size, and the tokens with a meaning."""
+        """The size of the vocabulary and the named special tokens."""
         named = "".join(f", {name}={token!r}" for name, token in self.special_tokens.items())
         return f"Tokenizer(vocab_size={self.vocab_size}{named})"
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of a token as the vocabulary writes it."""
-        found: int | None = self._backend.token_to_id(token)
-        return found
+        """The id of a token as the vocabulary spells it; None if it is not there."""
+        id: int | None = self._backend.token_to_id(token)
+        return id
 
     def id_to_token(self, id: int) -> str | None:
-        """A token as the vocabulary writes it; ``decode`` gives text."""
-        found: str | None = self._backend.id_to_token(id) if id in self._known else None
-        return found
+        """A token as the vocabulary spells it, None if there is no such id; ``decode`` gives text."""
+        token: str | None = self._backend.id_to_token(id) if id in self._known_ids else None
+        return token
 
     def encode(self, text: str, *, add_special_tokens: bool = False, parse_special: bool = True) -> list[int]:
         """The ids of a text; ``add_special_tokens`` adds what the checkpoint puts around one ([CLS] and [SEP]).
 
         With ``parse_special=False`` a special token that is spelt out in the text is text like any other: use it for
-        what a stranger typed.
+        what a unknown typed.
         """
         return list(self._encode(text, add_special_tokens, parse_special).ids)
 
@@ -155,8 +156,8 @@ class Tokenizer:
         for number, text in enumerate(texts):
             _check_text(text, f"text {number}")
         backend = self._backend if parse_special else self._literal_backend
-        found = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        return [list(encoding.ids) for encoding in found]
+        encodings = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        return [list(encoding.ids) for encoding in encodings]
 
     def decode(
         self,
@@ -165,7 +166,7 @@ class Tokenizer:
         skip_special_tokens: bool = True,
         skip_unknown: bool = False,
     ) -> str:
-        """The text of some ids.
+        """The text of some ids; CoddError for ids that are no whole numbers.
 
         Networks may have more outputs than the vocabulary has tokens; such an id is an error unless ``skip_unknown``.
         """
@@ -226,12 +227,12 @@ class Tokenizer:
         return backend
 
     def _id_of(self, name: str, token: str) -> int:
-        found: int | None = self._backend.token_to_id(token)
-        if found is None:
+        id: int | None = self._backend.token_to_id(token)
+        if id is None:
             raise FormatError(
                 f"{name} is {token!r}, which the vocabulary does not have. Add it there, or leave it out."
             )
-        return found
+        return id
 
     def _encode(self, text: str, add_special_tokens: bool, parse_special: bool) -> tokenizers.Encoding:
         _check_text(text, "the text")
@@ -247,11 +248,11 @@ class Tokenizer:
             whole = [operator.index(id) for id in (ids.tolist() if isinstance(ids, Tensor) else ids)]
         except TypeError as error:
             raise CoddError(f"ids are whole numbers ({error}).") from error
-        known = [id for id in whole if id in self._known]
+        known = [id for id in whole if id in self._known_ids]
         if len(known) < len(whole) and not skip_unknown:
-            stranger = next(id for id in whole if id not in self._known)
+            unknown = next(id for id in whole if id not in self._known_ids)
             raise CoddError(
-                f"id {stranger} is not in the vocabulary (0 to {self.vocab_size - 1}). Are these ids of another "
+                f"id {unknown} is not in the vocabulary (0 to {self.vocab_size - 1}). Are these ids of another "
                 "tokenizer? skip_unknown=True leaves such ids out."
             )
         return known
@@ -272,7 +273,7 @@ class Tokenizer:
                 yield id, start, end
 
     def _stand_ins(self, messages: Sequence[Mapping[str, str]]) -> dict[str, str]:
-        """For each character of the control tokens that the messages spell out, one that occurs nowhere else."""
+        """An unused character for each character of the control tokens that the messages spell out."""
         texts = [text for message in messages for text in message.values()]
         spelt = {text[at] for text in texts for _, start, end in self._control_spans(text) for at in range(start, end)}
         spelt = {character for character in spelt if not character.isspace()}  # templates trim
@@ -281,14 +282,14 @@ class Tokenizer:
         return dict(zip(sorted(spelt), islice(free, len(spelt)), strict=True))
 
     def _disguise(self, text: str, stand_ins: Mapping[str, str]) -> str:
-        """The text, in which no control token can be found any more."""
+        """The text with its control tokens spelt in stand-ins, so that the tokenizer does not recognise them."""
         characters = list(text)
         for _, start, end in self._control_spans(text):
             characters[start:end] = [stand_ins.get(character, character) for character in characters[start:end]]
         return "".join(characters)
 
     def _encode_disguised(self, rendered: str, undisguised: Mapping[int, str]) -> list[int]:
-        """The control tokens that are left are the template's; between them all is text."""
+        """The ids of a rendered conversation: control tokens in it are the template's, all between them is text."""
         ids: list[int] = []
         done = 0
         for id, start, end in self._control_spans(rendered):

@@ -45,18 +45,19 @@ _BERT = {
 
 
 class TokenizerFiles(NamedTuple):
-    """What the files of a tokenizer say."""
+    """A tokenizer as its files describe it."""
 
     backend: tokenizers.Tokenizer
     special: dict[str, str]
-    """{"mask_token": "<|mask|>", ...}"""
+    """The named special tokens: {"mask_token": "<|mask|>", ...}."""
     chat_template: str | None
 
 
 def read_files(folder: Path, special: Mapping[str, str]) -> TokenizerFiles | None:
     """Read whatever layout a folder has; None if it has no tokenizer files at all.
 
-    ``special`` are names for tokens that the files themselves do not name.
+    ``special`` are names for tokens that the files themselves do not name. FormatError if the files are damaged or
+    contradict each other.
     """
     if not any((folder / name).exists() for name in (*_VOCABULARIES, CONFIG_FILE)):
         return None
@@ -75,10 +76,10 @@ def read_files(folder: Path, special: Mapping[str, str]) -> TokenizerFiles | Non
 
 
 def make_special(backend: tokenizers.Tokenizer, tokens: Iterable[AddedToken]) -> None:
-    """Have the tokens that the vocabulary has recognised in texts, unless they are already."""
-    done = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-    wanted = {token.content: token for token in tokens if token.content not in done}
-    backend.add_special_tokens([token for text, token in wanted.items() if backend.token_to_id(text) is not None])
+    """Make tokens of the vocabulary special, so that they are recognised in texts; others are skipped."""
+    special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    missing = {token.content: token for token in tokens if token.content not in special}
+    backend.add_special_tokens([token for text, token in missing.items() if backend.token_to_id(text) is not None])
 
 
 def _read_object(path: Path) -> dict[str, Any]:
@@ -108,7 +109,7 @@ def _default_template(templates: Sequence[Any], where: str) -> object:
 
 
 def added_token(entry: str | Mapping[str, Any], *, special: bool) -> AddedToken:
-    """A token as the files describe it: its text, or an object with its text and how it is looked for."""
+    """A token from its entry in the files: its text, or an object with its text and flags."""
     fields = {"content": entry} if isinstance(entry, str) else entry
     special = bool(fields.get("special", special))
     defaults = {**dict.fromkeys(_FLAGS, False), "special": special, "normalized": not special}
@@ -121,7 +122,7 @@ def _is_token(entry: object) -> bool:
 
 
 def _named_tokens(folder: Path, config: Mapping[str, Any], older: Mapping[str, Any]) -> dict[str, AddedToken]:
-    """The tokens that the files give a meaning; a null in the configuration says that there is none."""
+    """The named special tokens; a null in the configuration overrides the older file."""
     named = {}
     for name in NAMED:
         file, entries = (CONFIG_FILE, config) if name in config else (SPECIAL_FILE, older)
@@ -169,10 +170,10 @@ def _added_tokens(
 
 
 def _other_special(path: Path, entries: Mapping[str, Any]) -> list[str | dict[str, Any]]:
-    found = entries.get("additional_special_tokens") or []
-    if not isinstance(found, list) or not all(map(_is_token, found)):
-        raise FormatError(f"{path}: additional_special_tokens must be a list of tokens, found {found!r}.")
-    return found
+    tokens = entries.get("additional_special_tokens") or []
+    if not isinstance(tokens, list) or not all(map(_is_token, tokens)):
+        raise FormatError(f"{path}: additional_special_tokens must be a list of tokens, found {tokens!r}.")
+    return tokens
 
 
 def _added_by_config(path: Path, entries: object) -> dict[int, AddedToken]:
@@ -214,7 +215,7 @@ def _read_backend(
 
 
 def _read_fast(path: Path, added: Mapping[int, AddedToken]) -> tokenizers.Tokenizer:
-    """``tokenizer.json``; for a token that the configuration describes too, the configuration counts."""
+    """``tokenizer.json``; added tokens that the configuration describes too are as it says."""
     text = read_text(path)
     content = parse_json_object(path, text)
     listed = _listed_tokens(path, content.get("added_tokens"))
@@ -248,18 +249,19 @@ def _as_entry(id: int, token: AddedToken) -> dict[str, Any]:
 
 
 def _check_ids(path: Path, backend: tokenizers.Tokenizer, wanted: Mapping[int, str]) -> None:
-    """The library numbers added tokens by itself; nothing but this would notice that it did so differently."""
+    """Raise a FormatError if an added token got another id: the library numbers them by itself, without an error."""
     for id, text in wanted.items():
-        found = backend.token_to_id(text)
-        if found != id or backend.id_to_token(id) != text:
+        actual = backend.token_to_id(text)
+        if actual != id or backend.id_to_token(id) != text:
             raise FormatError(
-                f"{path}: the added token {text!r} should have the id {id}, but gets {found}. Ids must be distinct and "
-                f"follow the vocabulary without a gap: compare added_tokens with added_tokens_decoder in {CONFIG_FILE}."
+                f"{path}: the added token {text!r} should have the id {id}, but gets {actual}. Ids must be distinct "
+                f"and follow the vocabulary without a gap: compare added_tokens with added_tokens_decoder in "
+                f"{CONFIG_FILE}."
             )
 
 
 def _with_added(path: Path, vocabulary: Mapping[str, int], added: Mapping[int, AddedToken]) -> dict[str, int]:
-    """The vocabulary and the added tokens in one, so that each has exactly its stated id, gaps or not."""
+    """The vocabulary with the added tokens, each with exactly its stated id; FormatError if ids or texts repeat."""
     whole = dict(vocabulary)
     for id, token in added.items():
         if whole.setdefault(token.content, id) != id:
@@ -276,7 +278,7 @@ def _with_added(path: Path, vocabulary: Mapping[str, int], added: Mapping[int, A
 
 
 def _read_byte_level(folder: Path, config: Mapping[str, Any], added: Mapping[int, AddedToken]) -> tokenizers.Tokenizer:
-    """``vocab.json`` and ``merges.txt``: the vocabulary of GPT-2 or Qwen2, which cut text into words differently."""
+    """``vocab.json`` and ``merges.txt``: byte-level BPE with the pre-tokenizer of GPT-2 or of Qwen2."""
     path = folder / VOCABULARY_FILE
     vocabulary = _read_object(path)
     if wrong := next((text for text, id in vocabulary.items() if not _is_id(id)), None):
@@ -301,7 +303,7 @@ def _read_byte_level(folder: Path, config: Mapping[str, Any], added: Mapping[int
 
 
 def split_then_bytes(pattern: str) -> pre_tokenizers.PreTokenizer:
-    """Cut a text into the matches of an expression, then write each of them in the byte alphabet."""
+    """Split a text into the matches of a regular expression, then spell each in the byte-level alphabet."""
     split = pre_tokenizers.Split(Regex(pattern), behavior="isolated", invert=False)
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
@@ -330,7 +332,7 @@ def _read_merges(path: Path, vocabulary: Mapping[str, int]) -> list[tuple[str, s
 def _read_word_pieces(
     folder: Path, config: Mapping[str, Any], named: dict[str, AddedToken], added: Mapping[int, AddedToken]
 ) -> tokenizers.Tokenizer:
-    """``vocab.txt``: BERT's word pieces. Tokens that the files do not name have BERT's names."""
+    """``vocab.txt``: WordPiece. Special tokens that the files do not name are spelt as BERT's."""
     path = folder / WORDS_FILE
     vocabulary = _with_added(path, _read_words(path), added)
     for name, text in _BERT.items():
@@ -348,7 +350,9 @@ def _read_word_pieces(
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece(prefix="##", cleanup=bool(config.get("clean_up_tokenization_spaces", True)))
     if "cls_token" in named and "sep_token" in named:
-        backend.post_processor = _around(path, vocabulary, named["cls_token"].content, named["sep_token"].content)
+        backend.post_processor = _with_cls_and_sep(
+            path, vocabulary, named["cls_token"].content, named["sep_token"].content
+        )
     backend.add_tokens(list(added.values()))
     return backend
 
@@ -365,7 +369,9 @@ def _read_words(path: Path) -> dict[str, int]:
     return vocabulary
 
 
-def _around(path: Path, vocabulary: Mapping[str, int], first: str, last: str) -> processors.TemplateProcessing:
+def _with_cls_and_sep(
+    path: Path, vocabulary: Mapping[str, int], first: str, last: str
+) -> processors.TemplateProcessing:
     for text in (first, last):
         if text not in vocabulary:
             raise FormatError(f"{path}: has no {text!r}, which belongs around each text. Download it again.")

@@ -1,7 +1,7 @@
 """One transformer for every family: a stack composed of parts that a configuration chooses.
 
 Projections that read the same input are one matrix: ``qkv`` (queries, then keys, then values) and, in a gated MLP,
-``up`` (gate, then multiplier). `row_ranges` says which rows are whose.
+``up`` (gate, then multiplier). `TransformerConfig.row_ranges` says which rows belong to which.
 """
 
 import math
@@ -18,17 +18,17 @@ Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 @dataclass(frozen=True)
 class LocalLayers:
-    """Layers that see only their neighbourhood: all but every ``every``-th one, counted from the first."""
+    """Sliding-window attention: in all layers but every ``every``-th one, counted from the first."""
 
     every: int
     reach: int
-    """A position sees those at most this far away."""
+    """A position attends to those at most this many positions away."""
     rope_theta: float
 
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """What the stack is made of. The defaults are those of a LLaMA-like network without biases."""
+    """The parts and sizes of the stack. The defaults are those of a LLaMA-like network without biases."""
 
     vocab_size: int
     """Rows of the embedding, columns of the logits."""
@@ -45,7 +45,7 @@ class TransformerConfig:
     norm_eps: float = 1e-5
     norm_bias: bool = False
     norm_after: bool = False
-    """The norms follow the residual sum, as in the first transformers, rather than precede each part."""
+    """Post-norm, as in the first transformers: the norms follow the residual sums. False: pre-norm."""
     first_norm: bool = True
     """Whether the first layer normalises what its attention reads."""
     qk_norm: bool = False
@@ -72,64 +72,66 @@ class TransformerConfig:
         return self.width // self.heads
 
     def row_ranges(self) -> dict[str, tuple[int, int]]:
-        """Whose the rows of the joined projections are."""
+        """The rows (from, to) of each projection in the joined matrices ``qkv`` and ``up``."""
         q, kv, mlp = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.mlp_width
         return {"q": (0, q), "k": (q, q + kv), "v": (q + kv, q + 2 * kv), "gate": (0, mlp), "up": (mlp, 2 * mlp)}
 
 
-class View(NamedTuple):
-    """What the attention of a layer is told about positions: the rotation, and who sees whom."""
+class AttentionContext(NamedTuple):
+    """What the attention of a layer depends on besides its input: rotary angles and the attention mask."""
 
-    rotation: tuple[Tensor, Tensor] | None
-    visible: Tensor | None
+    rotary: tuple[Float[Tensor, "B 1 L half"], Float[Tensor, "B 1 L half"]] | None
+    """Cosines and sines; None: no rotary positions."""
+    mask: Bool[Tensor, "*b q k"] | None
+    """True where a query attends to a key; None: everywhere (or causally, as the configuration says)."""
 
 
 class RMSNorm(nn.Module):
-    """Normalises in float32, whatever comes in."""
+    """Root-mean-square norm over the last axis, computed in float32."""
 
     def __init__(self, width: int, eps: float):
-        """``width`` is that of the last axis."""
+        """``width``: size of the last axis; ``eps`` is added to the mean square."""
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
         self.eps = eps
 
     def forward(self, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
-        """The same direction, with root mean square 1, times the weight."""
+        """x scaled to root mean square 1, times the weight; in the dtype of x."""
         return F.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype) * self.weight
 
 
 class LayerNorm(nn.Module):
-    """Zero mean and variance one, in float32; the bias is optional."""
+    """Layer norm over the last axis, computed in float32, with an optional bias."""
 
     def __init__(self, width: int, eps: float, bias: bool):
-        """``width`` is that of the last axis."""
+        """``width``: size of the last axis; ``eps`` is added to the variance."""
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
         self.bias = nn.Parameter(torch.zeros(width)) if bias else None
         self.eps = eps
 
     def forward(self, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
-        """Normalised over the last axis."""
+        """x with mean 0 and variance 1, times the weight, plus the bias; in the dtype of x."""
         bias = None if self.bias is None else self.bias.float()
         return F.layer_norm(x.float(), self.weight.shape, self.weight.float(), bias, self.eps).to(x.dtype)
 
 
 def make_norm(config: TransformerConfig) -> RMSNorm | LayerNorm:
-    """The norm of this network's kind, over its width."""
+    """A norm of the configured kind over the network's width."""
     if config.norm == "rms":
         return RMSNorm(config.width, config.norm_eps)
     return LayerNorm(config.width, config.norm_eps, config.norm_bias)
 
 
 def activate(x: Float[Tensor, "*b d"], kind: Activation) -> Float[Tensor, "*b d"]:
-    """The nonlinearity."""
+    """Apply an activation function elementwise."""
     if kind == "silu":
         return F.silu(x)
     return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; the library's fused kernel does the work."""
+    """Grouped-query attention by torch's fused kernel."""
 
     def __init__(self, config: TransformerConfig):
         """Each key head serves ``heads / kv_heads`` consecutive query heads."""
@@ -141,47 +143,47 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
-    def forward(self, x: Float[Tensor, "B L d"], view: View) -> Float[Tensor, "B L d"]:
-        """What each position reads from those it sees."""
+    def forward(self, x: Float[Tensor, "B L d"], context: AttentionContext) -> Float[Tensor, "B L d"]:
+        """Attend from every position to those that the mask allows."""
         config = self.config
         counts = (config.heads, config.kv_heads, config.kv_heads)
         parts = self.qkv(x).unflatten(-1, (-1, config.head_dim)).split(counts, dim=-2)
         q, k, v = (part.transpose(1, 2) for part in parts)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if view.rotation is not None:
-            q, k = rotate(q, *view.rotation), rotate(k, *view.rotation)
+        if context.rotary is not None:
+            q, k = apply_rotary(q, *context.rotary), apply_rotary(k, *context.rotary)
         mixed = F.scaled_dot_product_attention(
             q,
             k,
             v,
-            attn_mask=view.visible,
-            is_causal=config.causal and view.visible is None,
+            attn_mask=context.mask,
+            is_causal=config.causal and context.mask is None,
             enable_gqa=config.kv_heads < config.heads,
         )
         out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
         return out
 
 
-def rotation(
+def rotary_angles(
     positions: Int[Tensor, "B L"], head_dim: int, theta: float
 ) -> tuple[Float[Tensor, "B 1 L half"], Float[Tensor, "B 1 L half"]]:
-    """Cosines and sines of the rotary embedding, in float32."""
+    """Cosines and sines of the rotary position embedding (RoPE) with base ``theta``, in float32."""
     exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
     angles = positions[:, None, :, None].float() * (theta**-exponents)
     return angles.cos(), angles.sin()
 
 
-def rotate(
+def apply_rotary(
     x: Float[Tensor, "B H L D"], cos: Float[Tensor, "b 1 L half"], sin: Float[Tensor, "b 1 L half"]
 ) -> Float[Tensor, "B H L D"]:
-    """Turn the pair (i, i + D / 2) of each head by its angle."""
+    """Rotate the pair (i, i + D / 2) of each head by its angle; computed in float32."""
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
 class MLP(nn.Module):
-    """Two layers, or a gated pair and one."""
+    """The feed-forward part of a layer, plain or gated."""
 
     def __init__(self, config: TransformerConfig):
         """A gated MLP activates the first half of ``up`` and multiplies it with the second."""
@@ -191,7 +193,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(config.mlp_width, config.width, bias=config.mlp_bias)
 
     def forward(self, x: Float[Tensor, "B L d"]) -> Float[Tensor, "B L d"]:
-        """Each position by itself."""
+        """Transform each position by itself."""
         inner = self.up(x)
         if self.gated:
             gate, inner = inner.chunk(2, dim=-1)
@@ -206,7 +208,7 @@ class Block(nn.Module):
     """Attention and MLP around a residual stream, with norms before or after them, or modulated ones (adaLN)."""
 
     def __init__(self, config: TransformerConfig, *, first: bool):
-        """``first``: the layer that may lack a norm."""
+        """``first``: whether this is the first layer, which may lack a norm before its attention."""
         super().__init__()
         self.norm_after = config.norm_after
         self.attention_norm = None if first and not config.first_norm else make_norm(config)
@@ -216,20 +218,20 @@ class Block(nn.Module):
         self.modulation = nn.Linear(config.conditioning, 6 * config.width) if config.conditioning else None
 
     def forward(
-        self, x: Float[Tensor, "B L d"], view: View, condition: Float[Tensor, "B c"] | None
+        self, x: Float[Tensor, "B L d"], context: AttentionContext, condition: Float[Tensor, "B c"] | None
     ) -> Float[Tensor, "B L d"]:
-        """One layer."""
-        before = self.attention_norm or nn.Identity()
+        """The residual stream after this layer; ``condition`` is the noise level's embedding, if there is one."""
+        norm = self.attention_norm or nn.Identity()
         if self.modulation is not None:
-            changes = self.modulation(condition)[:, None].chunk(6, dim=-1)
-            x = x + changes[2] * self.attention(modulate(before(x), changes[0], changes[1]), view)
-            x = x + changes[5] * self.mlp(modulate(self.mlp_norm(x), changes[3], changes[4]))
+            shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self.modulation(condition)[:, None].chunk(6, dim=-1)
+            x = x + gate * self.attention(modulate(norm(x), shift, scale), context)
+            x = x + mlp_gate * self.mlp(modulate(self.mlp_norm(x), mlp_shift, mlp_scale))
             return x
         if self.norm_after:
-            x = before(x + self.attention(x, view))
+            x = norm(x + self.attention(x, context))
             x = self.mlp_norm(x + self.mlp(x))
             return x
-        x = x + self.attention(before(x), view)
+        x = x + self.attention(norm(x), context)
         x = x + self.mlp(self.mlp_norm(x))
         return x
 
@@ -237,18 +239,18 @@ class Block(nn.Module):
 def modulate(
     x: Float[Tensor, "B L d"], shift: Float[Tensor, "B 1 d"], scale: Float[Tensor, "B 1 d"]
 ) -> Float[Tensor, "B L d"]:
-    """Shifted and scaled by the conditioning; zero leaves x as it is."""
+    """Shift and scale x by the conditioning (adaLN); zeros leave x as it is."""
     return x * (1 + scale) + shift
 
 
 class NoiseLevel(nn.Module):
-    """The noise level as a conditioning vector: sinusoids and a small MLP."""
+    """Embeds the noise level as a conditioning vector: sinusoidal features and a small MLP."""
 
     FEATURES = 256
     PERIOD = 10_000.0
 
     def __init__(self, width: int):
-        """``width`` is that of the conditioning vector."""
+        """``width``: size of the conditioning vector."""
         super().__init__()
         self.up = nn.Linear(self.FEATURES, width)
         self.down = nn.Linear(width, width)
@@ -263,10 +265,10 @@ class NoiseLevel(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Tokens, and where a family has them absolute positions and token types."""
+    """Embeds tokens and, where the configuration has them, learned positions and token types."""
 
     def __init__(self, config: TransformerConfig):
-        """The parts that the configuration names."""
+        """The tables that the configuration asks for."""
         super().__init__()
         self.tokens = nn.Embedding(config.vocab_size, config.width)
         self.positions = nn.Embedding(config.positions, config.width) if config.positions else None
@@ -276,7 +278,7 @@ class Embedding(nn.Module):
     def forward(
         self, ids: Int[Tensor, "B L"], positions: Int[Tensor, "B L"], types: Int[Tensor, "B L"] | None
     ) -> Float[Tensor, "B L d"]:
-        """What enters the first layer."""
+        """The input of the first layer; ``types`` None: token type 0 everywhere."""
         x: Tensor = self.tokens(ids)
         if self.types is not None:
             x = x + self.types(torch.zeros_like(ids) if types is None else types)
@@ -289,7 +291,7 @@ class Head(nn.Module):
     """From the last hidden states to the vocabulary."""
 
     def __init__(self, config: TransformerConfig):
-        """A tied head has no weight of its own."""
+        """A tied head has no weight of its own: it uses the token embedding."""
         super().__init__()
         self.activation = config.head_transform
         self.dense = None
@@ -301,7 +303,7 @@ class Head(nn.Module):
         self.bias = nn.Parameter(torch.zeros(config.vocab_size)) if config.head_bias else None
 
     def forward(self, x: Float[Tensor, "*b d"], embedding: Float[Tensor, "V d"]) -> Float[Tensor, "*b V"]:
-        """The logits; ``embedding`` is the table of a tied head."""
+        """Logits; ``embedding`` is the token embedding, used if the head is tied to it."""
         if self.dense is not None and self.norm is not None and self.activation is not None:
             x = self.norm(activate(self.dense(x), self.activation))
         return F.linear(x, embedding if self.weight is None else self.weight, self.bias)
@@ -331,12 +333,12 @@ class Transformer(nn.Module):
         types: Int[Tensor, "B L"] | None = None,
         sigma: Float[Tensor, " B"] | None = None,
     ) -> Float[Tensor, "B L d"]:
-        """The last hidden states, normalised: what the head reads.
+        """The last hidden states, after the final norm: the head's input.
 
-        ``valid`` hides padding from everyone; ``segments`` are numbers of texts that share a row and do not see each
-        other; ``sigma`` is the noise level where the network is conditioned on one.
+        ``valid`` is False at padding, to which nothing attends; ``segments`` number the texts that are packed into one
+        row and do not attend to each other; ``sigma`` is the noise level of a network that is conditioned on one.
         """
-        full, local = self._views(positions, valid, segments)
+        full, local = self._attention_contexts(positions, valid, segments)
         condition = None if self.noise_level is None or sigma is None else self.noise_level(sigma)
         x: Tensor = self.embedding(ids, positions, types)
         for i, block in enumerate(self.blocks):
@@ -349,33 +351,36 @@ class Transformer(nn.Module):
         return x
 
     def logits(self, states: Float[Tensor, "*b d"]) -> Float[Tensor, "*b V"]:
-        """The head."""
+        """Logits of some hidden states."""
         out: Tensor = self.head(states, self.embedding.tokens.weight)
         return out
 
-    def _views(
+    def _attention_contexts(
         self, positions: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"] | None, segments: Int[Tensor, "B L"] | None
-    ) -> tuple[View, View]:
-        """What global and local layers see. Padding that would see nothing sees itself: an empty softmax is NaN."""
+    ) -> tuple[AttentionContext, AttentionContext]:
+        """The contexts of global and of local layers.
+
+        A position that would attend to nothing attends to itself: a softmax over nothing is NaN.
+        """
         config = self.config
-        itself = torch.eye(positions.shape[1], dtype=torch.bool, device=positions.device)
-        visible = None
+        diagonal = torch.eye(positions.shape[1], dtype=torch.bool, device=positions.device)
+        mask = None
         if valid is not None:
-            visible = (valid | ~valid.any(dim=1, keepdim=True))[:, None, None, :]
+            mask = (valid | ~valid.any(dim=1, keepdim=True))[:, None, None, :]
         if segments is not None:
-            visible = _both(visible, (segments[:, :, None] == segments[:, None, :])[:, None]) | itself
-        if config.causal and (visible is not None or config.local is not None):
-            visible = _both(visible, torch.ones_like(itself).tril()) | itself
-        turns = None if config.rope_theta is None else rotation(positions, config.head_dim, config.rope_theta)
-        full = View(turns, visible)
+            mask = _and(mask, (segments[:, :, None] == segments[:, None, :])[:, None]) | diagonal
+        if config.causal and (mask is not None or config.local is not None):
+            mask = _and(mask, torch.ones_like(diagonal).tril()) | diagonal
+        rotary = None if config.rope_theta is None else rotary_angles(positions, config.head_dim, config.rope_theta)
+        full = AttentionContext(rotary, mask)
         if config.local is None:
             return full, full
         near = (positions[:, :, None] - positions[:, None, :]).abs() <= config.local.reach
-        turns = rotation(positions, config.head_dim, config.local.rope_theta)
-        return full, View(turns, _both(visible, near[:, None]) | itself)
+        rotary = rotary_angles(positions, config.head_dim, config.local.rope_theta)
+        return full, AttentionContext(rotary, _and(mask, near[:, None]) | diagonal)
 
 
-def _both(one: Tensor | None, other: Tensor) -> Tensor:
+def _and(one: Tensor | None, other: Tensor) -> Tensor:
     return other if one is None else one & other
 
 

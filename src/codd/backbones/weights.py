@@ -1,4 +1,4 @@
-"""Reading safetensors checkpoints: the key table of a family says which tensor goes where."""
+"""Reading safetensors checkpoints: the key table of a family says which tensor fills which parameter."""
 
 import os
 from collections import Counter
@@ -18,10 +18,10 @@ from codd.files import brief, read_json_object
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SCALE = "_scale"
-"""What the name of a tensor's row scales adds to the tensor's, where a checkpoint keeps 8-bit integers."""
+"""Suffix of the tensor that holds the row scales of an 8-bit tensor."""
 
 CHUNK = 1 << 20
-"""Values that are looked at together: few enough to stay in the processor's cache."""
+"""Values checked at once by `check_finite`: few enough to stay in the processor's cache."""
 DTYPES = {
     "F64": "float64",
     "F32": "float32",
@@ -31,7 +31,7 @@ DTYPES = {
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
 }
-"""The types that weights may be kept in: as safetensors names them, and as torch does."""
+"""The dtypes that weights may be stored in: safetensors' names and torch's."""
 
 
 @dataclass(frozen=True)
@@ -39,23 +39,23 @@ class Key:
     """One line of a key table. ``{i}`` stands for the number of a layer, on both sides."""
 
     source: str
-    """The name in the file."""
+    """The tensor's name in the file."""
     target: str
-    """The parameter of `codd.backbones.transformer.Transformer`."""
+    """The parameter's name in `codd.backbones.transformer.Transformer`."""
     rows: str | None = None
-    """Which of the joined projections' rows (`TransformerConfig.row_ranges`); None: all."""
+    """Which rows of a joined projection it fills (a key of `TransformerConfig.row_ranges`); None: all."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one tensor of a file goes."""
+    """The parameter, or the rows (from, to) of one, that a tensor of a file fills."""
 
     target: str
     rows: tuple[int, int] | None
 
 
-def expand(keys: Sequence[Key], layers: int, ranges: Mapping[str, tuple[int, int]]) -> dict[str, Slot]:
-    """The table with its layers written out: name in the file -> slot."""
+def expand_keys(keys: Sequence[Key], layers: int, ranges: Mapping[str, tuple[int, int]]) -> dict[str, Slot]:
+    """The key table with its layers written out: name in the file -> slot."""
     table = {}
     for key in keys:
         for i in range(layers) if "{i}" in key.source else (0,):
@@ -64,14 +64,14 @@ def expand(keys: Sequence[Key], layers: int, ranges: Mapping[str, tuple[int, int
     return table
 
 
-def files_of(folder: Path) -> dict[str, Path]:
-    """Name of every tensor in the folder's checkpoint -> the file it is in."""
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """Name of every tensor in the folder's checkpoint -> the file it is in; FormatError if files are missing."""
     index = folder / INDEX
     if index.is_file():
         return _indexed(folder, index)
     single = folder / SINGLE
     if single.is_file():
-        with _open(single) as file:
+        with _open_safetensors(single) as file:
             return dict.fromkeys(file.keys(), single)
     fix = "Download the checkpoint again, or give the folder that holds them."
     if pickled := sorted(path.name for ending in ("bin", "pt", "pth") for path in folder.glob(f"*.{ending}")):
@@ -87,67 +87,73 @@ def _indexed(folder: Path, index: Path) -> dict[str, Path]:
         raise FormatError(f"{index}: is not an index of shards ({brief(error)}). Download it again.") from error
     for shard in sorted(set(files.values())):
         if shard.parent != folder:
-            found = str(shard)
-            raise FormatError(f"{index}: names a shard outside its folder, {found!r}. Use no checkpoint that does so.")
+            raise FormatError(
+                f"{index}: names a shard outside its folder, {str(shard)!r}. Use no checkpoint that does so."
+            )
         if not shard.is_file():
             raise FormatError(f"{index}: lists {shard.name!r}, which is missing. Download the checkpoint again.")
     for shard in sorted(set(files.values())):
         listed = {name for name, path in files.items() if path == shard}
-        with _open(shard) as file:
+        with _open_safetensors(shard) as file:
             if absent := sorted(listed - set(file.keys())):
-                raise FormatError(f"{shard}: lacks {_some(absent)}, which {INDEX} says it holds. Download it again.")
+                raise FormatError(f"{shard}: lacks {_quoted(absent)}, which {INDEX} says it holds. Download it again.")
     return files
 
 
-def assign(
+def assign_slots(
     folder: Path,
-    found: Iterable[str],
+    names: Iterable[str],
     table: Mapping[str, Slot],
     *,
     rename: Callable[[str], str],
     ignored: Callable[[str], bool],
 ) -> dict[str, Slot]:
-    """Which of the tensors found goes where. Every one of the table must be there, once, and no other."""
-    spelled = {name: rename(name) for name in found}
+    """The slot of each tensor named.
+
+    FormatError unless every tensor of the table is there once, and no other but those ``ignored``.
+    """
+    spelled = {name: rename(name) for name in names}
     if missing := sorted(table.keys() - set(spelled.values())):
         raise FormatError(
-            f"{folder}: the checkpoint lacks {_some(missing)}. Its config.json describes another network, or a shard "
+            f"{folder}: the checkpoint lacks {_quoted(missing)}. Its config.json describes another network, or a shard "
             "was left out: download it again."
         )
     if unknown := sorted(name for name, new in spelled.items() if new not in table and not ignored(new)):
         raise FormatError(
-            f"{folder}: the checkpoint has {_some(unknown)}, which this family does not use. Loading the rest would "
+            f"{folder}: the checkpoint has {_quoted(unknown)}, which this family does not use. Loading the rest would "
             "give another network than the one that was trained: check model_type and the number of layers in "
             "config.json."
         )
     times = Counter(spelled.values())
     if twice := sorted(name for name, new in spelled.items() if new in table and times[new] > 1):
-        raise FormatError(f"{folder}: {_some(twice)} are the same tensor. Save the checkpoint with one name for each.")
+        raise FormatError(
+            f"{folder}: {_quoted(twice)} are the same tensor. Save the checkpoint with one name for each."
+        )
     return {name: table[new] for name, new in spelled.items() if new in table}
 
 
-class Header(NamedTuple):
-    """What a file says of a tensor before its values."""
+class TensorHeader(NamedTuple):
+    """A tensor's entry in the header of its file."""
 
     file: Path
     shape: tuple[int, ...]
     dtype: str
-    """As safetensors names types: F32, BF16, I8, ..."""
+    """safetensors' name: F32, BF16, I8, ..."""
 
 
-def read_headers(files: Mapping[str, Path]) -> dict[str, Header]:
-    """Of every tensor of a checkpoint."""
+def read_headers(files: Mapping[str, Path]) -> dict[str, TensorHeader]:
+    """The header of every tensor of a checkpoint."""
     headers = {}
     for shard, names in _by_shard(files, files):
-        with _open(shard) as file:
+        with _open_safetensors(shard) as file:
             for name in names:
                 part = file.get_slice(name)
-                headers[name] = Header(shard, tuple(part.get_shape()), str(part.get_dtype()))
+                headers[name] = TensorHeader(shard, tuple(part.get_shape()), str(part.get_dtype()))
     return headers
 
 
-def check_headers(network: nn.Module, headers: Mapping[str, Header], slots: Mapping[str, Slot]) -> None:
-    """Compare what the files say with the network, before memory is taken for it."""
+def check_headers(network: nn.Module, headers: Mapping[str, TensorHeader], slots: Mapping[str, Slot]) -> None:
+    """Raise a FormatError where shapes or dtypes of the files do not fit the network, before memory is taken for it."""
     targets = _targets(network, slots)
     for name in sorted(slots):
         file, shape, dtype = headers[name]
@@ -169,24 +175,24 @@ def check_headers(network: nn.Module, headers: Mapping[str, Header], slots: Mapp
             )
 
 
-def stored_dtype(headers: Mapping[str, Header], slots: Mapping[str, Slot]) -> torch.dtype:
-    """In which precision a checkpoint keeps its token embedding; float32 where that is not one to compute in."""
+def stored_dtype(headers: Mapping[str, TensorHeader], slots: Mapping[str, Slot]) -> torch.dtype:
+    """The dtype of a checkpoint's token embedding; float32 where that is none to compute in."""
     name = next(name for name, slot in slots.items() if slot.target == "embedding.tokens.weight")
-    kept = {"BF16": torch.bfloat16, "F16": torch.float16}
-    return kept.get(headers[name].dtype, torch.float32)
+    half = {"BF16": torch.bfloat16, "F16": torch.float16}
+    return half.get(headers[name].dtype, torch.float32)
 
 
 @torch.no_grad()
 def load(network: nn.Module, files: Mapping[str, Path], slots: Mapping[str, Slot], *, check: bool = False) -> None:
     """Copy every tensor into its parameter, one at a time: each goes straight to its device and dtype.
 
-    ``check`` also refuses tensors with NaN or infinite values.
+    ``check``: also raise a FormatError for NaN or infinite values.
     """
     targets = _targets(network, slots)
     filled = sum(target.numel() for target in targets.values())
     assert filled == sum(p.numel() for p in network.parameters()), "the key table leaves parameters empty"
     for shard, names in _by_shard(files, slots):
-        with _open(shard) as file:
+        with _open_safetensors(shard) as file:
             for name in names:
                 _copy(shard, name, file, targets[name], check)
 
@@ -206,7 +212,7 @@ def _read(name: str, file: Any) -> Tensor:
 
 
 def check_finite(where: str, tensor: Tensor, advance: Callable[[int], None] = lambda count: None) -> None:
-    """Refuse NaN and infinity; ``advance`` is told how many values were looked at, a part at a time."""
+    """Raise a FormatError for NaN or infinite values; ``advance`` is called with the number of values checked."""
     for part in torch.split(tensor.flatten(), CHUNK):
         # torch has no isfinite for 8-bit floats
         if not bool(torch.isfinite(part.float() if part.dtype.itemsize == 1 else part).all()):
@@ -232,7 +238,7 @@ def _by_shard(files: Mapping[str, Path], slots: Mapping[str, object]) -> Iterato
 
 
 @contextmanager
-def _open(path: Path) -> Iterator[Any]:
+def _open_safetensors(path: Path) -> Iterator[Any]:
     try:
         with safe_open(os.fspath(path), framework="pt", device="cpu") as file:
             yield file
@@ -242,6 +248,6 @@ def _open(path: Path) -> Iterator[Any]:
         ) from error
 
 
-def _some(names: Sequence[str], shown: int = 4) -> str:
+def _quoted(names: Sequence[str], shown: int = 4) -> str:
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(map(repr, names[:shown])) + more

@@ -31,7 +31,7 @@ PATIENCE = 2.0
 class Stored:
     """The tensors of a checkpoint: all of them, and the ones that make the network."""
 
-    headers: dict[str, weights.Header]
+    headers: dict[str, weights.TensorHeader]
     used: frozenset[str]
     parameters: int
 
@@ -63,7 +63,7 @@ class Stored:
 
 def model(source: str | None) -> Report:
     """Of a folder or a hub id; None is the bundled model."""
-    folder = loading.BUNDLED if source is None else files.local_folder(source, loading.WANTED)
+    folder = loading.BUNDLED if source is None else files.local_folder(source, loading.CHECKPOINT_FILES)
     spec = loading.read_spec(folder)
     found = loading.match(folder, spec)
     stored = Stored(found.headers, frozenset(found.slots), sum(p.numel() for p in found.network.parameters()))
@@ -210,7 +210,7 @@ def _brief(attached: Report) -> str:
     return line
 
 
-def check_values(headers: Mapping[str, weights.Header]) -> str:
+def check_values(headers: Mapping[str, weights.TensorHeader]) -> str:
     """Read every tensor, one at a time, and refuse those with NaN or infinite values."""
     total = sum(math.prod(header.shape) for header in headers.values())
     with _bar("reading the weights", total) as advance:

@@ -24,7 +24,7 @@ from codd.backbones import mini
 from codd.backbones.config import Config
 from codd.backbones.loading import load_checkpoint
 from codd.backbones.tokenizer import Tokenizer
-from codd.backbones.transformer import Attention, Block, Transformer, rotate, rotation
+from codd.backbones.transformer import Attention, Block, Transformer, apply_rotary, rotary_angles
 from codd.errors import FormatError, InvalidInput, MissingDependency
 from codd.training.rows import PADDING, Rows, token_type
 
@@ -58,7 +58,7 @@ class MiniReader:
         assert config.rope_theta is not None, "mini has rotary positions"
         begin, end = self.length, self.length + ids.shape[1]
         places = torch.arange(begin, end, device=ids.device)
-        turns = rotation(places[None], config.head_dim, config.rope_theta)
+        turns = rotary_angles(places[None], config.head_dim, config.rope_theta)
         visible = torch.arange(end, device=ids.device) <= places[:, None]
         with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.device.type == "cuda"):
             x = network.embedding(ids, places.expand(ids.shape), None)
@@ -88,10 +88,10 @@ def _attend(
     if attention.q_norm is not None and attention.k_norm is not None:
         q, k = attention.q_norm(q), attention.k_norm(k)
     new = slice(visible.shape[1] - x.shape[1], None)
-    kept[0][:, :, new] = rotate(k, *turns)
+    kept[0][:, :, new] = apply_rotary(k, *turns)
     kept[1][:, :, new] = v
     mixed = F.scaled_dot_product_attention(
-        rotate(q, *turns).to(kept.dtype),
+        apply_rotary(q, *turns).to(kept.dtype),
         kept[0],
         kept[1],
         attn_mask=visible,
