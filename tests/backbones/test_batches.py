@@ -1,4 +1,8 @@
-"""Batches that do not lie: what a sequence gets does not depend on its neighbours, its padding or its place."""
+"""Batches that do not lie: what a sequence gets does not depend on its neighbours, its padding or its place.
+
+Equal to the bit where both sides are one computation: the same function on tensors of the same shapes, in which other
+positions change nothing but terms that are multiplied by zero. Everything else has a tolerance.
+"""
 
 from dataclasses import dataclass
 
@@ -52,7 +56,6 @@ def assert_same(found: Tensor, wanted: Tensor) -> None:
     assert torch.equal(found > -1e5, possible)
     size = max(1.0, float(wanted[possible].abs().max()))
     assert float((found - wanted)[possible].abs().max()) <= TOLERANCE * size
-    assert torch.equal(found.argmax(-1), wanted.argmax(-1))
 
 
 def one_by_one(net: Backbone, ids: Tensor, mask: Tensor) -> Tensor:
