@@ -16,6 +16,7 @@ posterior and in every conditional probability.
 import math
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -91,6 +92,13 @@ class SparsePotentials:
         if self.log_tail is None or rest <= 0:
             return torch.full_like(self.log_weights[..., 0], -math.inf)
         return self.log_tail - math.log(rest)
+
+
+class Modulation(NamedTuple):
+    """Latent evidence from a network's hidden states: log-weights of latents, and of the inner states of steps."""
+
+    latent_log_potentials: Float[Tensor, "B L N"] | None = None
+    step_log_gates: Float[Tensor, "B T R"] | None = None
 
 
 @dataclass(frozen=True, eq=False)

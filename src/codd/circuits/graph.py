@@ -14,13 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from codd.circuits import traversal
-from codd.circuits.evidence import Evidence, Kind
+from codd.circuits import pairwise, traversal
+from codd.circuits.evidence import Evidence, Kind, Modulation
+from codd.circuits.incremental import RecomputingConditioner
 from codd.circuits.nodes import Leaf, Mixture, Node, Variable, check_nodes, check_scopes, topological_order
-from codd.circuits.results import BestPath, Samples
+from codd.circuits.results import BestPath, JointStep, Samples
 from codd.circuits.traversal import Program, Step, Values
 from codd.errors import ImpossibleEvidence, InvalidCircuit, InvalidEvidence
 
@@ -64,6 +65,36 @@ class Circuit:
         return len(self.variables)
 
     @property
+    def window(self) -> int:
+        """L: it serves no other length."""
+        return self.length
+
+    @property
+    def device(self) -> torch.device:
+        """The CPU."""
+        return torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of results: float64."""
+        return torch.float64
+
+    @property
+    def feature_width(self) -> None:
+        """None: it needs no hidden states."""
+        return None
+
+    @property
+    def supports_cuda_graphs(self) -> bool:
+        """Whether queries can be captured in a CUDA graph: no."""
+        return False
+
+    @property
+    def memory_bound(self) -> bool:
+        """Whether batching across sequences pays off: no."""
+        return False
+
+    @property
     def vocab_size(self) -> int:
         """V, the number of tokens of the largest variable."""
         return self._program.leaf_log_probs.shape[2]
@@ -85,6 +116,21 @@ class Circuit:
             f"Circuit(variables={self.length}, nodes={len(self._nodes)}, edges={edges}, "
             f"vocab_size={self.vocab_size}, num_latents={self.num_latents})"
         )
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "Circuit":
+        """The circuit itself; `InvalidCircuit` for anything but float64 on the CPU."""
+        if (device is not None and torch.device(device).type != "cpu") or dtype not in (None, torch.float64):
+            raise InvalidCircuit(
+                f"a general circuit computes in float64 on the CPU, found device={device}, dtype={dtype}: "
+                "leave it there, and give it evidence on the CPU"
+            )
+        return self
+
+    def condition_on(
+        self, features: Float[Tensor, "B L d"] | None, masked: Bool[Tensor, "B L"]
+    ) -> tuple["Circuit", Modulation]:
+        """The circuit itself and no modulation: it does not depend on hidden states."""
+        return self, Modulation()
 
     def log_partition(self, ev: Evidence) -> Float[Tensor, " B"]:
         """log Z: the logarithm of the total weight of all strings; -inf for impossible evidence."""
@@ -195,6 +241,31 @@ class Circuit:
             )
         rows = self.leaf_log_probs[torch.arange(self.length), latents.long()]
         return torch.where(ev.rows(Kind.OBSERVED)[..., None], log_weights, log_weights + rows)
+
+    def joint_step(
+        self, ev: Evidence, *, generator: torch.Generator | None = None, uniforms: Float[Tensor, "B L"] | None = None
+    ) -> JointStep:
+        """Latents from their posterior, the scores of all tokens given them, and log Z.
+
+        ``uniforms`` seed a generator of their own. If any sequence is impossible, the latents are zeros and the scores
+        the evidence alone.
+        """
+        log_z = self.log_partition(ev)
+        if bool((log_z == -math.inf).any()):
+            latents = torch.zeros(ev.shape, dtype=torch.int64)
+            return JointStep(latents, ev.dense_log_weights(self.vocab_size), log_z)
+        if uniforms is not None:
+            generator = torch.Generator().manual_seed(int(uniforms.double().sum().mul(2**40)))
+        latents = self.sample(ev, generator=generator).latents
+        return JointStep(latents, self.conditional_scores(ev, latents), log_z)
+
+    def pairwise(self, ev: Evidence, candidates: Int[Tensor, "B L K"]) -> Float[Tensor, "B L L C C"]:
+        """p(class at s, class at t | evidence) of every two positions: each candidate, and last all other tokens."""
+        return pairwise.by_conditioning(self, ev, candidates.long())
+
+    def incremental(self, ev: Evidence, candidates: int | None = None) -> RecomputingConditioner:
+        """Marginals of all tokens while tokens are committed one by one; fewer ``candidates`` would save no work."""
+        return RecomputingConditioner(self, ev)
 
     def _evaluate(self, ev: Evidence, reduce: traversal.Reduce) -> Values:
         log_weights = traversal.fitting_log_weights(self._program, ev)

@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from codd.circuits import gradients, inference, pairwise, sampling, storage
-from codd.circuits.evidence import Evidence, Kind
+from codd.circuits.evidence import Evidence, Kind, Modulation
 from codd.circuits.factors import Factors
 from codd.circuits.incremental import IncrementalConditioner
+from codd.circuits.ops import native
 from codd.circuits.ops.backend import backend_for
 from codd.circuits.parameters import Emission, Transition, check_rows
 from codd.circuits.pyjuice import read_jpc
@@ -21,6 +22,8 @@ from codd.errors import FormatError, ImpossibleEvidence, InvalidCircuit, Invalid
 if TYPE_CHECKING:
     from codd.circuits.graph import Circuit
 
+MEMORY_BOUND_STATES = 256
+"""From this many states on, reading the transition matrix takes longer than threads wait for each other."""
 LogTransition = Float[Tensor, "*steps N N"] | tuple[Float[Tensor, "*steps N R"], Float[Tensor, "*steps R N"]]
 
 
@@ -167,6 +170,23 @@ class HMM:
         """Where the parameters are."""
         return self.log_initial.device
 
+    @property
+    def feature_width(self) -> None:
+        """None: it needs no hidden states."""
+        return None
+
+    @property
+    def supports_cuda_graphs(self) -> bool:
+        """Whether queries can be captured in a CUDA graph: yes."""
+        return True
+
+    @property
+    def memory_bound(self) -> bool:
+        """Whether batching message passing across sequences pays off on this CPU: a large matrix, passes in C."""
+        large = self.dtype == torch.float32 and self.num_states >= MEMORY_BOUND_STATES
+        one_matrix = not self.transition.low_rank and not self.transition.per_position
+        return self.device.type == "cpu" and large and one_matrix and native.library() is not None
+
     def __repr__(self) -> str:
         """Sizes and layout in one line."""
         parts = [f"num_states={self.num_states}", f"vocab_size={self.vocab_size}"]
@@ -204,6 +224,12 @@ class HMM:
         initial = self.log_initial.to(device, dtype)
         kept = None if self.factors is None else self.factors.map(lambda x: x.to(device, dtype))
         return type(self)(initial, transition, table.to(device), window=self.window, validate=False, factors=kept)
+
+    def condition_on(
+        self, features: Float[Tensor, "B L d"] | None, masked: Bool[Tensor, "B L"]
+    ) -> tuple["HMM", Modulation]:
+        """The circuit itself and no modulation: it does not depend on hidden states."""
+        return self, Modulation()
 
     # Queries. B sequences of L positions; everything is exact, up to the rounding of the circuit's type.
 

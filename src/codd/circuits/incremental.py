@@ -30,6 +30,7 @@ from codd.circuits.ops.pick import eager as pick_eager
 from codd.circuits.ops.pick.eager import RULES, Picked
 from codd.circuits.ops.scaled import Scaled, exponentials
 from codd.circuits.parameters import Emission
+from codd.circuits.protocol import ProbabilisticCircuit
 from codd.errors import InvalidEvidence
 
 if TYPE_CHECKING:
@@ -430,6 +431,43 @@ class IncrementalConditioner:
             forward, backward = self._messages()
             self._lost = inference.lost_share(forward.values, self._leaf.values, backward.values)
         return self._faint | (self._doubt & ~(self._lost <= inference.TOLERATED))
+
+
+class RecomputingConditioner:
+    """`codd.circuits.protocol.Conditioner` by asking again after every token: for any circuit, and for comparison."""
+
+    candidates: Int[Tensor, "B L K"] | None = None
+    """None: it is about all tokens."""
+
+    def __init__(self, circuit: ProbabilisticCircuit, ev: Evidence) -> None:
+        """Nothing is computed yet."""
+        self._circuit = circuit
+        self.evidence = ev
+        """The evidence with all tokens that were committed."""
+
+    @property
+    def log_partition(self) -> Float[Tensor, " B"]:
+        """log Z of the evidence and all committed tokens."""
+        return self._circuit.log_partition(self.evidence)
+
+    def log_marginals(self) -> Float[Tensor, "B L V"]:
+        """log p(x_t | evidence, committed tokens) of all tokens."""
+        return self._circuit.marginals(self.evidence)
+
+    def dense_log_marginals(self, positions: Int[Tensor, " B"] | None = None) -> Float[Tensor, "B *L V"]:
+        """The same: (B, L, V), or (B, V) at one position of each sequence."""
+        log_p = self.log_marginals()
+        return log_p if positions is None else log_p[torch.arange(len(log_p), device=log_p.device), positions]
+
+    def commit(self, positions: Int[Tensor, " B"], tokens: Int[Tensor, " B"]) -> None:
+        """Observe one more token in each sequence; a position that is known already stays as it is."""
+        ev = self.evidence
+        observed = ev.rows(Kind.OBSERVED)
+        known = (
+            torch.zeros_like(ev.kind, dtype=torch.int64) if ev.tokens is None else torch.where(observed, ev.tokens, 0)
+        )
+        new = torch.zeros_like(observed).scatter(1, positions[:, None], True) & ~observed
+        self.evidence = replace(ev, tokens=torch.where(new, tokens[:, None], known), observed=observed | new)
 
 
 def _heaviest(ev: Evidence, count: int) -> Int[Tensor, "B L K"]:

@@ -11,15 +11,18 @@ import math
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from codd.circuits import storage
+from codd.circuits.evidence import Evidence, Modulation
 from codd.circuits.hmm import HMM
+from codd.circuits.incremental import IncrementalConditioner
+from codd.circuits.results import JointStep, Samples
 from codd.errors import FormatError, InvalidCircuit, InvalidEvidence
 
 WAVES = 8
@@ -40,13 +43,6 @@ class HeadConfig:
     """Width of the layer between; 0: none."""
     dropout: float = 0.0
     """In training."""
-
-
-class Modulation(NamedTuple):
-    """What a head says of B windows."""
-
-    latent_log_potentials: Float[Tensor, "B L N"] | None
-    step_log_gates: Float[Tensor, "B T R"] | None
 
 
 class Head(nn.Module):
@@ -116,6 +112,11 @@ class Modulated:
         return self.hmm.num_states
 
     @property
+    def num_latents(self) -> int:
+        """N, under the name that all circuits share."""
+        return self.hmm.num_states
+
+    @property
     def length(self) -> int | None:
         """The only length that is served, or None: any."""
         return self.hmm.length
@@ -136,9 +137,19 @@ class Modulated:
         return self.hmm.dtype
 
     @property
-    def features(self) -> int:
-        """How many numbers a hidden state must have."""
+    def feature_width(self) -> int:
+        """d, the width of the hidden states that the head takes."""
         return self.head.config.features
+
+    @property
+    def supports_cuda_graphs(self) -> bool:
+        """Whether queries can be captured in a CUDA graph: yes."""
+        return self.hmm.supports_cuda_graphs
+
+    @property
+    def memory_bound(self) -> bool:
+        """Whether batching message passing across sequences pays off on this CPU."""
+        return self.hmm.memory_bound
 
     def __repr__(self) -> str:
         """The circuit and what is modulated."""
@@ -148,18 +159,94 @@ class Modulated:
 
     def modulate(self, features: Float[Tensor, "B L d"], masked: Bool[Tensor, "B L"]) -> Modulation:
         """The evidence that the network's states of a window are, ``masked`` being what was hidden from it."""
-        if features.ndim != 3 or features.shape[:2] != masked.shape or features.shape[2] != self.features:
+        if features.ndim != 3 or features.shape[:2] != masked.shape or features.shape[2] != self.feature_width:
             raise InvalidEvidence(
-                f"features must be (B, L, {self.features}) = {(*masked.shape, self.features)}, the network's last "
-                f"hidden states in the window; found {tuple(features.shape)}"
+                f"features must be (B, L, {self.feature_width}) = {(*masked.shape, self.feature_width)}, the network's "
+                f"last hidden states in the window; found {tuple(features.shape)}"
             )
         return widened(self.head(features, masked), self.hmm)
 
-    def to(self, device: torch.device | str | None = None, **options: Any) -> "Modulated":
-        """The same elsewhere; the options are those of `HMM.to`."""
+    def condition_on(
+        self, features: Float[Tensor, "B L d"] | None, masked: Bool[Tensor, "B L"]
+    ) -> tuple[HMM, Modulation]:
+        """The HMM, and the head's modulation by the features; `InvalidEvidence` if they are missing or misshapen."""
+        if features is None:
+            raise InvalidEvidence("this circuit is modulated: give the network's last hidden states as features")
+        return self.hmm, self.modulate(features, masked)
+
+    def to(
+        self,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        emission: torch.dtype | None = None,
+    ) -> "Modulated":
+        """The same circuit elsewhere, as `HMM.to`; the head stays in float32."""
         moved = Head(self.head.config)
         moved.load_state_dict(self.head.state_dict())
-        return Modulated(self.hmm.to(device, **options), moved.to(device))
+        return Modulated(self.hmm.to(device, dtype, emission=emission), moved.to(device))
+
+    # Queries: those of the HMM, for evidence that carries the head's modulation.
+
+    def log_partition(self, ev: Evidence) -> Float[Tensor, " B"]:
+        """As `HMM.log_partition`."""
+        return self._hmm_for(ev).log_partition(ev)
+
+    def conditional_log_prob(self, ids: Int[Tensor, "B L"], ev: Evidence) -> Float[Tensor, " B"]:
+        """As `HMM.conditional_log_prob`."""
+        return self._hmm_for(ev).conditional_log_prob(ids, ev)
+
+    def marginals(self, ev: Evidence, candidates: Int[Tensor, "B L K"] | None = None) -> Float[Tensor, "B L V"]:
+        """As `HMM.marginals`."""
+        return self._hmm_for(ev).marginals(ev, candidates)
+
+    def posterior(self, ev: Evidence) -> Float[Tensor, "B L N"]:
+        """As `HMM.posterior`."""
+        return self._hmm_for(ev).posterior(ev)
+
+    def sample(
+        self,
+        ev: Evidence,
+        *,
+        generator: torch.Generator | None = None,
+        num_samples: int | None = None,
+        check: bool | None = None,
+    ) -> Samples:
+        """As `HMM.sample`."""
+        return self._hmm_for(ev).sample(ev, generator=generator, num_samples=num_samples, check=check)
+
+    def conditional_scores(self, ev: Evidence, latents: Int[Tensor, "B L"]) -> Float[Tensor, "B L V"]:
+        """As `HMM.conditional_scores`."""
+        return self._hmm_for(ev).conditional_scores(ev, latents)
+
+    def joint_step(
+        self, ev: Evidence, *, generator: torch.Generator | None = None, uniforms: Float[Tensor, "B L"] | None = None
+    ) -> JointStep:
+        """As `HMM.joint_step`."""
+        return self._hmm_for(ev).joint_step(ev, generator=generator, uniforms=uniforms)
+
+    def pairwise(self, ev: Evidence, candidates: Int[Tensor, "B L K"]) -> Float[Tensor, "B L L C C"]:
+        """As `HMM.pairwise`."""
+        return self._hmm_for(ev).pairwise(ev, candidates)
+
+    def incremental(self, ev: Evidence, candidates: int | None = None) -> IncrementalConditioner:
+        """As `HMM.incremental`."""
+        return self._hmm_for(ev).incremental(ev, candidates)
+
+    def _hmm_for(self, ev: Evidence) -> HMM:
+        """The HMM, if the evidence has the weights that the head gives: without them it would be another circuit."""
+        config = self.head.config
+        needed = (
+            ("latent_log_potentials", config.states, ev.latent_log_potentials),
+            ("step_log_gates", config.inner_states, ev.step_log_gates),
+        )
+        for name, size, weights in needed:
+            if size and weights is None:
+                raise InvalidEvidence(
+                    f"this circuit is modulated, and the evidence has no {name}: take the network's from "
+                    "condition_on(features, masked), or ask circuit.hmm for the unmodulated answer"
+                )
+        return self.hmm
 
     def save(self, folder: str | PathLike[str], *, half: bool = False) -> Path:
         """Write config.json and circuit.safetensors, atomically; ``half``: in 16 bits what can be."""

@@ -14,7 +14,7 @@ a lower bound of that of the tokens, and equal to it where the candidates are al
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from jaxtyping import Float, Int
@@ -25,6 +25,7 @@ from codd.circuits.evidence import Evidence, Kind
 from codd.circuits.inference import Answer, Pick, Smoothed
 from codd.circuits.ops.backend import REFERENCE, Backend
 from codd.circuits.parameters import Emission, Transition
+from codd.circuits.protocol import ProbabilisticCircuit
 from codd.errors import InvalidEvidence
 
 if TYPE_CHECKING:
@@ -35,18 +36,6 @@ Propagate: TypeAlias = Callable[[int, Float[Tensor, "B R N"]], Float[Tensor, "B 
 
 LOST = {torch.float32: 1e-5, torch.float64: 1e-9}
 """How much of its sum a row may lose in a step; more than rounding does, less than counts."""
-
-
-@runtime_checkable
-class TokenMarginals(Protocol):
-    """A circuit of any kind that can say what a token's probability is."""
-
-    @property
-    def vocab_size(self) -> int:
-        """V."""
-
-    def marginals(self, ev: Evidence) -> Float[Tensor, "B L V"]:
-        """Log-probabilities of the tokens; -inf for impossible evidence."""
 
 
 def mutual_information(tables: Float[Tensor, "B L L C C"]) -> Float[Tensor, "B L L"]:
@@ -61,7 +50,7 @@ def mutual_information(tables: Float[Tensor, "B L L C C"]) -> Float[Tensor, "B L
 
 @torch.no_grad()
 def by_conditioning(
-    circuit: TokenMarginals, ev: Evidence, candidates: Int[Tensor, "B L K"]
+    circuit: ProbabilisticCircuit, ev: Evidence, candidates: Int[Tensor, "B L K"]
 ) -> Float[Tensor, "B L L C C"]:
     """The tables from C queries of marginals for every position: for any circuit, and for comparison."""
     check_candidates(candidates, ev, circuit.vocab_size)

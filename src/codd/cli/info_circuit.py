@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from codd import files
-from codd.circuits import Factors, HeadConfig, Modulated, load_circuit, storage
+from codd.circuits import Factors, HeadConfig, load_circuit, storage
 from codd.circuits.pyjuice import read_jpc
 from codd.cli import console
 from codd.errors import CoddError, FormatError, InvalidCircuit
@@ -110,7 +110,7 @@ def _check(folder: Path) -> str:
     except CoddError as error:
         raise FormatError(f"{folder / storage.WEIGHTS_FILE}: {error}; save or download the circuit again.") from error
     rows = "every row is a distribution"
-    return f"{rows}, every weight of the head is finite" if isinstance(found, Modulated) else rows
+    return f"{rows}, every weight of the head is finite" if found.feature_width is not None else rows
 
 
 def sha256_line(stated: object, intact: bool) -> str:
