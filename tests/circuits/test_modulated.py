@@ -284,7 +284,7 @@ def test_load_circuit_reads_both_and_each_reader_its_own(tmp_path):
     with pytest.raises(FormatError, match="type 'hmm', expected 'modulated'"):
         Modulated.load(tmp_path / "plain")
     write_folder(tmp_path / "tree", {"circuit": "tree"}, {"x": torch.zeros(1)})
-    with pytest.raises(FormatError, match="type 'tree': known are 'hmm', 'modulated'"):
+    with pytest.raises(FormatError, match="type 'tree': known are 'hmm', 'modulated', 'graph'"):
         load_circuit(tmp_path / "tree")
 
 

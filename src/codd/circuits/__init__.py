@@ -10,10 +10,10 @@ from codd.circuits.evidence import SparsePotentials as SparsePotentials
 from codd.circuits.factors import Factors as Factors
 from codd.circuits.graph import Circuit as Circuit
 from codd.circuits.hmm import HMM as HMM
+from codd.circuits.loading import load_circuit as load_circuit
 from codd.circuits.modulated import Head as Head
 from codd.circuits.modulated import HeadConfig as HeadConfig
 from codd.circuits.modulated import Modulated as Modulated
-from codd.circuits.modulated import load_circuit as load_circuit
 from codd.circuits.nodes import leaf as leaf
 from codd.circuits.nodes import mixture as mixture
 from codd.circuits.nodes import product as product

@@ -12,18 +12,21 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from codd.circuits import pairwise, traversal
+from codd.circuits import graph_storage, pairwise, storage, traversal
 from codd.circuits.evidence import Evidence, Kind, Modulation
 from codd.circuits.incremental import RecomputingConditioner
 from codd.circuits.nodes import Leaf, Mixture, Node, Variable, check_nodes, check_scopes, topological_order
 from codd.circuits.results import BestPath, JointStep, Samples
 from codd.circuits.traversal import Program, Step, Values
-from codd.errors import ImpossibleEvidence, InvalidCircuit, InvalidEvidence
+from codd.errors import FormatError, ImpossibleEvidence, InvalidCircuit, InvalidEvidence
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +40,7 @@ class CircuitFlows:
     leaves: dict[Leaf, Float[Tensor, " V"]]
 
 
-class Circuit:
+class Circuit(storage.HubMixin):
     """A validated circuit over L variables and the exact queries on it, in float64 on the CPU.
 
     ``variables`` says which variable sits at which position of (B, L) evidence: by default in increasing order when
@@ -266,6 +269,31 @@ class Circuit:
     def incremental(self, ev: Evidence, candidates: int | None = None) -> RecomputingConditioner:
         """Marginals of all tokens while tokens are committed one by one; fewer ``candidates`` would save no work."""
         return RecomputingConditioner(self, ev)
+
+    def save(self, folder: str | PathLike[str]) -> Path:
+        """Write config.json and circuit.safetensors, atomically: structure, names and float64 parameters, exactly."""
+        return storage.write_folder(folder, *graph_storage.to_tensors(self._nodes, self._leaves, self.variables))
+
+    @classmethod
+    def load(
+        cls, source: str | PathLike[str], *, device: torch.device | str = "cpu", revision: str | None = None
+    ) -> "Circuit":
+        """Read a folder or a hub id written by ``save``; `FormatError` says what is wrong with a damaged one."""
+        config, tensors = storage.read_folder(source, device=device, revision=revision)
+        if config.get("circuit") != "graph":
+            raise FormatError(
+                f"{source} holds a circuit of type {config.get('circuit')!r}, expected 'graph': use codd.load_circuit"
+            )
+        return cls.from_stored(config, tensors, str(source))
+
+    @classmethod
+    def from_stored(cls, config: dict[str, Any], tensors: dict[str, Tensor], source: str) -> "Circuit":
+        """The circuit that a configuration and tensors on the CPU describe; validated as a new one is."""
+        try:
+            made = cls(*graph_storage.from_tensors(config, tensors))
+        except (FormatError, InvalidCircuit) as error:
+            raise FormatError(f"{source}: {error}. Save or download the circuit again") from None
+        return made.to(tensors["kinds"].device)
 
     def _evaluate(self, ev: Evidence, reduce: traversal.Reduce) -> Values:
         log_weights = traversal.fitting_log_weights(self._program, ev)

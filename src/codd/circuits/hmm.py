@@ -27,7 +27,7 @@ MEMORY_BOUND_STATES = 256
 LogTransition = Float[Tensor, "*steps N N"] | tuple[Float[Tensor, "*steps N R"], Float[Tensor, "*steps R N"]]
 
 
-class HMM:
+class HMM(storage.HubMixin):
     """A hidden Markov model with N states over V tokens.
 
     ``log_initial`` (N,), ``log_transition`` (N, N) with a row for each state that is left, ``log_emission`` (N, V), all
@@ -456,19 +456,6 @@ class HMM:
             return cls(tensors["log_initial"], transition, emission, window=config.get("window"))
         except KeyError as missing:
             raise FormatError(f"{source}: circuit.safetensors has no tensor {missing}") from None
-
-    def save_pretrained(self, folder: str | PathLike[str], **_: Any) -> Path:
-        """``save`` under the hub's name."""
-        return self.save(folder)
-
-    @classmethod
-    def from_pretrained(cls, source: str | PathLike[str], **options: Any) -> "HMM":
-        """``load`` under the hub's name."""
-        return cls.load(source, **options)
-
-    def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
-        """Upload the two files to a hub repository, which is made if it does not exist."""
-        return storage.push(self.save, repo_id, private=private, token=token)
 
     # Checks.
 

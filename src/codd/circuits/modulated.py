@@ -86,7 +86,7 @@ def _told(masked: Bool[Tensor, "B L"]) -> Float[Tensor, "B L w"]:
     return torch.cat((here[..., None], angles.cos()[:, None].expand(-1, masked.shape[1], -1)), -1)
 
 
-class Modulated:
+class Modulated(storage.HubMixin):
     """An HMM and the head that modulates it. `Coupled` takes one with the ``features`` of the window."""
 
     def __init__(self, hmm: HMM, head: Head):
@@ -264,19 +264,6 @@ class Modulated:
         config, tensors = storage.read_folder(source, device=device, revision=revision)
         return cls.from_stored(config, tensors, str(source))
 
-    def save_pretrained(self, folder: str | PathLike[str], **_: Any) -> Path:
-        """``save`` under the hub's name."""
-        return self.save(folder)
-
-    @classmethod
-    def from_pretrained(cls, source: str | PathLike[str], **options: Any) -> "Modulated":
-        """``load`` under the hub's name."""
-        return cls.load(source, **options)
-
-    def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
-        """Upload the two files to a hub repository, which is made if it does not exist."""
-        return storage.push(self.save, repo_id, private=private, token=token)
-
     @classmethod
     def from_stored(cls, config: dict[str, Any], tensors: dict[str, Tensor], source: str) -> "Modulated":
         """What a file holds."""
@@ -304,14 +291,3 @@ def widened(found: Modulation, hmm: HMM) -> Modulation:
     if found.step_log_gates is None:
         return found
     return found._replace(step_log_gates=pad(found.step_log_gates, (hmm.num_states, 0)))
-
-
-def load_circuit(
-    source: str | PathLike[str], *, device: torch.device | str = "cpu", revision: str | None = None
-) -> HMM | Modulated:
-    """Read a circuit of any kind from a folder or a hub id."""
-    config, tensors = storage.read_folder(source, device=device, revision=revision)
-    kind = Modulated if config.get("circuit") == "modulated" else HMM
-    if config.get("circuit") not in ("hmm", "modulated"):
-        raise FormatError(f"{source} holds a circuit of type {config.get('circuit')!r}: known are 'hmm', 'modulated'")
-    return kind.from_stored(config, tensors, str(source))

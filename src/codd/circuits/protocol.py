@@ -4,6 +4,8 @@ B sequences, L positions, V tokens, K latents, hidden states of width d. All log
 log Z = -inf, and evidence that does not fit the circuit raises `InvalidEvidence`.
 """
 
+from os import PathLike
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -77,6 +79,9 @@ class ProbabilisticCircuit(Protocol):
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "ProbabilisticCircuit":
         """The same circuit on another device or in another type; `InvalidCircuit` if it cannot be there."""
+
+    def save(self, folder: str | PathLike[str]) -> Path:
+        """Write config.json and circuit.safetensors, atomically; `codd.load_circuit` reads them."""
 
     def condition_on(
         self, features: Float[Tensor, "B L d"] | None, masked: Bool[Tensor, "B L"]
