@@ -57,7 +57,7 @@ class Factors:
         seed: int = 0,
         device: torch.device | str = "cpu",
     ) -> "Factors":
-        """Logits of deviation ``noise``: nearly the circuit that changes nothing. Drawn on the CPU, alike everywhere.
+        """Logits of deviation ``noise``: nearly the null circuit. Drawn on the CPU, alike everywhere.
 
         With ``inner_states`` half of the transitions take a detour through so many.
         """

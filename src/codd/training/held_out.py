@@ -104,7 +104,7 @@ def coupled_of(circuit: ProbabilisticCircuit, windows: Windows) -> Tensor:
 
 
 def factorized_of(windows: Windows) -> Tensor:
-    """The same of the network by itself: what the neutral circuit would have."""
+    """The same of the network by itself: what the null circuit would have."""
     if windows.sparse is not None:
         hit = windows.sparse.ids == windows.tokens[..., None]  # the truth is always listed
         truth = torch.where(hit, windows.sparse.log_weights, -torch.inf).amax(-1)

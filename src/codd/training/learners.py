@@ -78,7 +78,7 @@ def _is_free(factors: Factors) -> bool:
 
 
 def _start(recipe: CircuitRecipe, ground: Ground) -> tuple[Factors, Head | None]:
-    """Near the neutral circuit, or a circuit that is to be trained on."""
+    """Near the null circuit, or a circuit that is to be trained on."""
     sizes = recipe.circuit
     if recipe.start is not None:
         return _started(load_circuit(recipe.start, device=ground.device), recipe, ground)
