@@ -1,4 +1,4 @@
-"""What the joint prior is, and its exact queries. Knows nothing of language models."""
+"""Probabilistic circuits, the joint prior over tokens, with exact queries. Knows nothing of language models."""
 
 from codd.circuits.builders import balanced_tree as balanced_tree
 from codd.circuits.builders import chain as chain

@@ -26,7 +26,7 @@ from codd.errors import InvalidEvidence
 
 
 class Kind(IntEnum):
-    """How a position is known."""
+    """What kind of evidence a position has."""
 
     OBSERVED = 0
     DENSE = 1
@@ -134,12 +134,12 @@ class Evidence:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(B, L)."""
+        """(B, L): sequences and positions."""
         return self.kind.shape[0], self.kind.shape[1]
 
     @property
     def device(self) -> torch.device:
-        """Where the evidence lives."""
+        """The device of all tensors."""
         return self.kind.device
 
     @property
@@ -153,7 +153,7 @@ class Evidence:
         return self.logits is not None
 
     def rows(self, kind: Kind) -> Bool[Tensor, "B L"]:
-        """The positions of one kind."""
+        """A mask of the positions of one kind."""
         return self.kind == kind
 
     def inverse_temperature(self) -> Float[Tensor, "B"]:

@@ -74,7 +74,7 @@ class Circuit(storage.HubMixin):
 
     @property
     def device(self) -> torch.device:
-        """The CPU."""
+        """The CPU: general circuits are nowhere else."""
         return torch.device("cpu")
 
     @property
@@ -113,7 +113,7 @@ class Circuit(storage.HubMixin):
         return self._program.leaf_log_probs
 
     def __repr__(self) -> str:
-        """Sizes only."""
+        """Sizes in one line."""
         edges = sum(len(n.children) for n in self._nodes)
         return (
             f"Circuit(variables={self.length}, nodes={len(self._nodes)}, edges={edges}, "
@@ -333,13 +333,13 @@ def _leaves_by_variable(nodes: Sequence[Node]) -> dict[Variable, list[Leaf]]:
     return {variable: sorted(same, key=lambda n: n.created) for variable, same in leaves.items()}
 
 
-def _positions(found: list[Variable], wanted: Sequence[Variable] | None) -> tuple[Variable, ...]:
+def _positions(present: list[Variable], wanted: Sequence[Variable] | None) -> tuple[Variable, ...]:
     """Which variable sits at which position."""
     if wanted is None:
-        numbers = [v for v in found if isinstance(v, int)]
-        return tuple(sorted(numbers)) if len(numbers) == len(found) else tuple(found)
-    missing = [v for v in found if v not in wanted]
-    unknown = [v for v in wanted if v not in found]
+        numbers = [v for v in present if isinstance(v, int)]
+        return tuple(sorted(numbers)) if len(numbers) == len(present) else tuple(present)
+    missing = [v for v in present if v not in wanted]
+    unknown = [v for v in wanted if v not in present]
     twice = [v for v, times in Counter(wanted).items() if times > 1]
     if missing or unknown or twice:
         raise InvalidCircuit(

@@ -1,4 +1,4 @@
-"""Circuits that listen to the network: a small head on its hidden states weighs latents and transitions.
+"""Circuits conditioned on the network: a small head on its hidden states weighs latents and transitions.
 
 A static circuit knows how language hangs together, but not what this text is about. The head says so, at each position,
 as log-weights on the circuit's latents (latent space), and at each step as log-weights on the inner states of its
@@ -26,30 +26,30 @@ from codd.circuits.results import JointStep, Samples
 from codd.errors import FormatError, InvalidCircuit, InvalidEvidence
 
 WAVES = 8
-"""Numbers by which a head is told the share of masks: cosines, so that it can tell small shares apart."""
+"""How many cosines encode the share of masks, so that a head can tell small shares apart."""
 
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """The sizes of a head."""
+    """The sizes of a head; what is saved of its architecture."""
 
     features: int
-    """Numbers in a hidden state."""
+    """d, the width of the hidden states."""
     states: int
-    """N; 0: the latents are left alone."""
+    """N, the states whose log-weights it gives; 0: none."""
     inner_states: int = 0
-    """R of the detour's; 0: the transitions are left alone."""
+    """R, the inner states of the detour whose log-gates it gives; 0: none."""
     hidden: int = 0
-    """Width of the layer between; 0: none."""
+    """Width of a hidden layer; 0: the head is linear."""
     dropout: float = 0.0
-    """In training."""
+    """Dropout rate in training."""
 
 
 class Head(nn.Module):
-    """From hidden states, and from which tokens are masked, to log-weights."""
+    """A network from hidden states and the mask of their window to log-weights of latents and steps."""
 
     def __init__(self, config: HeadConfig, seed: int = 0):
-        """What comes out is zero at first; what lies before it is drawn on the CPU, alike everywhere."""
+        """The last layer starts at zero; the one before is drawn on the CPU, alike on every device."""
         super().__init__()
         self.config = config
         width = config.features + WAVES + 1
@@ -71,7 +71,7 @@ class Head(nn.Module):
 
     def forward(self, features: Float[Tensor, "B L d"], masked: Bool[Tensor, "B L"]) -> Modulation:
         """Log-weights; those of steps come from the hidden states at both of their ends."""
-        x = self.drop(torch.cat((self.norm(features.float()), _told(masked)), -1))
+        x = self.drop(torch.cat((self.norm(features.float()), _mask_features(masked)), -1))
         if self.between is not None:
             x = self.drop(nn.functional.gelu(self.between(x)))
         latents = None if self.latents is None else self.latents(x)
@@ -79,8 +79,8 @@ class Head(nn.Module):
         return Modulation(latents, gates)
 
 
-def _told(masked: Bool[Tensor, "B L"]) -> Float[Tensor, "B L w"]:
-    """Whether a position is masked, and the share of those that are."""
+def _mask_features(masked: Bool[Tensor, "B L"]) -> Float[Tensor, "B L w"]:
+    """Whether each position is masked, and cosines of the share of masks: (B, L, WAVES + 1)."""
     here = masked.float()
     angles = here.mean(1, keepdim=True) * torch.arange(1, WAVES + 1, device=masked.device) * math.pi
     return torch.cat((here[..., None], angles.cos()[:, None].expand(-1, masked.shape[1], -1)), -1)
@@ -90,7 +90,7 @@ class Modulated(storage.HubMixin):
     """An HMM and the head that modulates it. `Coupled` takes one with the ``features`` of the window."""
 
     def __init__(self, hmm: HMM, head: Head):
-        """Check that the two belong together."""
+        """Check that the head has the sizes of the circuit; `InvalidCircuit` if not."""
         config = head.config
         detour = hmm.factors.detour if hmm.factors is not None else None
         inner = 0 if detour is None else detour.left.shape[1]
@@ -103,12 +103,12 @@ class Modulated(storage.HubMixin):
 
     @property
     def vocab_size(self) -> int:
-        """V."""
+        """V, the number of tokens."""
         return self.hmm.vocab_size
 
     @property
     def num_states(self) -> int:
-        """N."""
+        """N, the number of states."""
         return self.hmm.num_states
 
     @property
@@ -123,17 +123,17 @@ class Modulated(storage.HubMixin):
 
     @property
     def window(self) -> int | None:
-        """The length that it was made for."""
+        """The length that the circuit was made for, or None."""
         return self.hmm.window
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """The device of the parameters."""
         return self.hmm.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of results."""
+        """The type of the results: float32 or float64."""
         return self.hmm.dtype
 
     @property
@@ -158,7 +158,7 @@ class Modulated(storage.HubMixin):
         return f"Modulated({self.hmm!r}, {' and '.join(spaces) or 'nothing'} by {config.features} features)"
 
     def modulate(self, features: Float[Tensor, "B L d"], masked: Bool[Tensor, "B L"]) -> Modulation:
-        """The evidence that the network's states of a window are, ``masked`` being what was hidden from it."""
+        """The latent evidence of a window's hidden states; ``masked``: the positions hidden from the network."""
         if features.ndim != 3 or features.shape[:2] != masked.shape or features.shape[2] != self.feature_width:
             raise InvalidEvidence(
                 f"features must be (B, L, {self.feature_width}) = {(*masked.shape, self.feature_width)}, the network's "
@@ -266,7 +266,7 @@ class Modulated(storage.HubMixin):
 
     @classmethod
     def from_stored(cls, config: dict[str, Any], tensors: dict[str, Tensor], source: str) -> "Modulated":
-        """What a file holds."""
+        """The circuit that a configuration and tensors describe; `FormatError` if they do not fit together."""
         if config.get("circuit") != "modulated":
             raise FormatError(f"{source} holds a circuit of type {config.get('circuit')!r}, expected 'modulated'")
         try:
@@ -286,8 +286,8 @@ class Modulated(storage.HubMixin):
         return cls(hmm, head.to(hmm.device))
 
 
-def widened(found: Modulation, hmm: HMM) -> Modulation:
-    """Gates of all inner states: those that only stand for the direct way stay open."""
-    if found.step_log_gates is None:
-        return found
-    return found._replace(step_log_gates=pad(found.step_log_gates, (hmm.num_states, 0)))
+def widened(modulation: Modulation, hmm: HMM) -> Modulation:
+    """Log-gates of all inner states of the transition: zero for those of the direct way, which no gate weighs."""
+    if modulation.step_log_gates is None:
+        return modulation
+    return modulation._replace(step_log_gates=pad(modulation.step_log_gates, (hmm.num_states, 0)))

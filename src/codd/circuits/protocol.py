@@ -1,4 +1,4 @@
-"""What every circuit is asked: one interface for chains (`HMM`, `Modulated`) and general circuits (`Circuit`).
+"""The interface of all circuits: chains (`HMM`, `Modulated`) and general circuits (`Circuit`).
 
 B sequences, L positions, V tokens, K latents, hidden states of width d. All log-probabilities; impossible evidence has
 log Z = -inf, and evidence that does not fit the circuit raises `InvalidEvidence`.

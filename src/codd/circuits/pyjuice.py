@@ -173,7 +173,7 @@ def _leaf(entry: dict[str, object], where: str, leaves: dict[bytes, LeafRecord])
 
 
 def _extract_hmm(nodes: list[_Node]) -> JpcHMM:
-    inputs, sums = _walk(nodes)
+    inputs, sums = _follow_chain(nodes)
     emitters = [_owner(nodes, node) for node in inputs]
     movers = [_owner(nodes, node) for node in sums]
     emissions = {node.index: _emission(node) for node in set(emitters)}
@@ -192,7 +192,7 @@ def _extract_hmm(nodes: list[_Node]) -> JpcHMM:
     )
 
 
-def _walk(nodes: list[_Node]) -> tuple[list[_Node], list[_Node]]:
+def _follow_chain(nodes: list[_Node]) -> tuple[list[_Node], list[_Node]]:
     """Follow the chain from the root: the inputs of all positions, and the sums between them."""
     root = nodes[-1]
     if root.kind != "Sum" or root.size != 1:
@@ -204,9 +204,9 @@ def _walk(nodes: list[_Node]) -> tuple[list[_Node], list[_Node]]:
         children = [nodes[child] for child in product.children]
         kinds = sorted(child.kind for child in children)
         if product.kind != "Product" or kinds not in (["Input"], ["Input", "Sum"]):
-            found = f"{product} over {', '.join(kinds[:4]) or 'nothing'}"
+            shown = f"{product} over {', '.join(kinds[:4]) or 'nothing'}"
             raise FormatError(
-                f"not a chain: expected a Product over an Input and a Sum (or the last Input), found {found}."
+                f"not a chain: expected a Product over an Input and a Sum (or the last Input), found {shown}."
             )
         _check_product(product, children)
         inputs.append(next(child for child in children if child.kind == "Input"))

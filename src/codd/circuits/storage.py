@@ -212,11 +212,11 @@ def _check_config_belongs(folder: Path, config: dict[str, Any], described: dict[
 
 
 def _check_tensors(path: Path, listed: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    found = _describe(tensors)
-    if missing := sorted(listed.keys() - found.keys()):
+    stored = _describe(tensors)
+    if missing := sorted(listed.keys() - stored.keys()):
         raise FormatError(f"{path}: lacks the tensor(s) {', '.join(missing)} that its configuration lists.")
-    if unknown := sorted(found.keys() - listed.keys()):
+    if unknown := sorted(stored.keys() - listed.keys()):
         raise FormatError(f"{path}: has the tensor(s) {', '.join(unknown)} that its configuration does not list.")
-    for name, description in found.items():
+    for name, description in stored.items():
         if listed[name] != description:
             raise FormatError(f"{path}: tensor {name} is {description}, but its configuration says {listed[name]}.")

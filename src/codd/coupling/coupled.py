@@ -56,7 +56,7 @@ class Coupled:
 
     @property
     def tokens(self) -> Int[Tensor, "B L"]:
-        """The observed tokens; 0 where masked."""
+        """The observed tokens, (B, L); 0 where masked."""
         assert self.evidence.tokens is not None
         return self.evidence.tokens
 
