@@ -30,7 +30,7 @@ MAX_PRODUCT = 2**23
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The compiled library; None without a compiler, on Windows, or with CODD_NATIVE=0 (NumPy is used then)."""
+    """The compiled library, or None."""
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if os.environ.get("CODD_NATIVE") == "0" or compiler is None or os.name != "posix":
         return None
