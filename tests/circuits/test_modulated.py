@@ -167,7 +167,7 @@ def test_the_direct_way_has_no_gate(circuit):
 
 def test_it_answers_for_its_circuit(circuit):
     hmm = circuit.hmm
-    assert (circuit.vocab_size, circuit.num_states, circuit.features) == (V, N, D)
+    assert (circuit.vocab_size, circuit.num_states, circuit.feature_width) == (V, N, D)
     assert (circuit.length, circuit.window, circuit.device, circuit.dtype) == (None, L, hmm.device, torch.float32)
     assert repr(hmm) in repr(circuit)
 
@@ -284,7 +284,7 @@ def test_load_circuit_reads_both_and_each_reader_its_own(tmp_path):
     with pytest.raises(FormatError, match="type 'hmm', expected 'modulated'"):
         Modulated.load(tmp_path / "plain")
     write_folder(tmp_path / "tree", {"circuit": "tree"}, {"x": torch.zeros(1)})
-    with pytest.raises(FormatError, match="type 'tree': known are 'hmm', 'modulated'"):
+    with pytest.raises(FormatError, match="type 'tree': known are 'hmm', 'modulated', 'graph'"):
         load_circuit(tmp_path / "tree")
 
 

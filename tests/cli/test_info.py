@@ -109,6 +109,13 @@ def test_a_modulated_circuit(tmp_path, capsys):
     assert "every row is a distribution, every weight of the head is finite\n" in printed
 
 
+def test_a_general_circuit(capsys, tmp_path):
+    HMM.random(2, 3, seed=1).as_circuit(4).save(tmp_path)
+    found = described(capsys, tmp_path)
+    assert (found["kind"], found["vocab_size"], found["window"], found["leaves"]) == ("graph", 3, 4, 8)
+    assert found["parameters"] == 8 * 3 + 2 + 3 * 4  # leaves, the initial mixture, and two transitions a step
+
+
 def test_a_modulated_circuit_of_latents_alone(tmp_path, capsys):
     modulated(0, 0).save(tmp_path)
     assert described(capsys, tmp_path)["modulates"] == ["latents"]

@@ -219,7 +219,7 @@ def _sum_over_rest(circuit, given, x0, known, row) -> Tensor:
     length=st.integers(1, 7),
     temperature=st.floats(0.1, 5),
 )
-def test_the_neutral_circuit_changes_nothing(seed, states, tokens, length, temperature):
+def test_the_null_circuit_changes_nothing(seed, states, tokens, length, temperature):
     random = torch.Generator().manual_seed(seed)
     logits = 3 * torch.randn(3, length, tokens, generator=random)
     ids = torch.randint(0, tokens, (3, length), generator=random)

@@ -16,6 +16,7 @@ posterior and in every conditional probability.
 import math
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -25,7 +26,7 @@ from codd.errors import InvalidEvidence
 
 
 class Kind(IntEnum):
-    """How a position is known."""
+    """What kind of evidence a position has."""
 
     OBSERVED = 0
     DENSE = 1
@@ -93,6 +94,13 @@ class SparsePotentials:
         return self.log_tail - math.log(rest)
 
 
+class Modulation(NamedTuple):
+    """Latent evidence from a network's hidden states: log-weights of latents, and of the inner states of steps."""
+
+    latent_log_potentials: Float[Tensor, "B L N"] | None = None
+    step_log_gates: Float[Tensor, "B T R"] | None = None
+
+
 @dataclass(frozen=True, eq=False)
 class Evidence:
     """What is known about B windows of L positions; see the module for the kinds of evidence.
@@ -126,12 +134,12 @@ class Evidence:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(B, L)."""
+        """(B, L): sequences and positions."""
         return self.kind.shape[0], self.kind.shape[1]
 
     @property
     def device(self) -> torch.device:
-        """Where the evidence lives."""
+        """The device of all tensors."""
         return self.kind.device
 
     @property
@@ -145,7 +153,7 @@ class Evidence:
         return self.logits is not None
 
     def rows(self, kind: Kind) -> Bool[Tensor, "B L"]:
-        """The positions of one kind."""
+        """A mask of the positions of one kind."""
         return self.kind == kind
 
     def inverse_temperature(self) -> Float[Tensor, "B"]:

@@ -1,4 +1,4 @@
-"""Free numbers that stand for an HMM: its tables are their softmaxes, and a pair is multiplied first.
+"""The trainable parameters of an HMM: logits whose softmaxes are its tables, or pairs of thin matrices.
 
 A pair of thin matrices in place of a table of free logits has two uses. States and tokens share what they learn, so
 that a circuit of many states trains in a fraction of the steps; and files are small: (N + V) r numbers, not N V.
@@ -20,7 +20,7 @@ Table = tuple[Float[Tensor, "_ _"]] | tuple[Float[Tensor, "_ _"], Float[Tensor, 
 
 
 def logits_of(table: Table) -> Float[Tensor, "n m"]:
-    """The whole table."""
+    """The logits of a table; a pair is multiplied out."""
     return table[0] if len(table) == 1 else table[0] @ table[1]
 
 
@@ -35,7 +35,7 @@ class Detour(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Factors:
-    """The numbers behind the three tables."""
+    """Logits of the initial, transition and emission tables."""
 
     initial: Float[Tensor, " N"]
     transition: Table
@@ -57,7 +57,7 @@ class Factors:
         seed: int = 0,
         device: torch.device | str = "cpu",
     ) -> "Factors":
-        """Logits of deviation ``noise``: nearly the circuit that changes nothing. Drawn on the CPU, alike everywhere.
+        """Logits of deviation ``noise``: nearly the null circuit. Drawn on the CPU, alike everywhere.
 
         With ``inner_states`` half of the transitions take a detour through so many.
         """
@@ -82,12 +82,12 @@ class Factors:
 
     @property
     def num_states(self) -> int:
-        """N."""
+        """N, the number of states."""
         return self.initial.shape[0]
 
     @property
     def vocab_size(self) -> int:
-        """V."""
+        """V, the number of tokens."""
         return self.emission[-1].shape[-1]
 
     def tables(self) -> tuple[Float[Tensor, " N"], Tensor | tuple[Tensor, Tensor], Float[Tensor, "N V"]]:
@@ -110,19 +110,19 @@ class Factors:
 
     def named(self) -> dict[str, Tensor]:
         """Every tensor under the name that it has in a file."""
-        found = {"initial_logits": self.initial}
+        tensors = {"initial_logits": self.initial}
         for name, table in (("transition", self.transition), ("emission", self.emission)):
             names = (f"{name}_logits",) if len(table) == 1 else (f"{name}_left", f"{name}_right")
-            found |= dict(zip(names, table, strict=True))
+            tensors |= dict(zip(names, table, strict=True))
         if self.bias is not None:
-            found["emission_bias"] = self.bias
+            tensors["emission_bias"] = self.bias
         if self.detour is not None:
-            found |= {f"detour_{name}": x for name, x in self.detour._asdict().items()}
-        return found
+            tensors |= {f"detour_{name}": x for name, x in self.detour._asdict().items()}
+        return tensors
 
     @classmethod
     def from_named(cls, tensors: Mapping[str, Tensor], where: str = "the factors") -> "Factors":
-        """The opposite of `named`."""
+        """Read what `named` gave; `FormatError` if a tensor is missing, `InvalidCircuit` if shapes do not fit."""
 
         def table(name: str) -> Table:
             if f"{name}_logits" in tensors:
@@ -134,11 +134,11 @@ class Factors:
             if "detour_share" in tensors:
                 detour = Detour(*(tensors[f"detour_{name}"] for name in Detour._fields))
             bias = tensors.get("emission_bias")
-            found = cls(tensors["initial_logits"], table("transition"), table("emission"), bias, detour)
+            factors = cls(tensors["initial_logits"], table("transition"), table("emission"), bias, detour)
         except KeyError as missing:
             raise FormatError(f"{where}: has no tensor {missing}") from None
-        found.check()
-        return found
+        factors.check()
+        return factors
 
     def check(self) -> None:
         """Raise unless the shapes fit together."""
@@ -161,7 +161,7 @@ class Factors:
                 raise InvalidCircuit(f"the detour of {n} states must be ({n},), ({n}, R) and (R, {n}), found {shapes}")
 
     def map(self, function: Callable[[Tensor], Tensor]) -> "Factors":
-        """The same with every tensor replaced."""
+        """Apply a function to every tensor."""
         return Factors.from_named({name: function(x) for name, x in self.named().items()})
 
     def __iter__(self) -> Iterator[Tensor]:
@@ -169,5 +169,5 @@ class Factors:
         return iter(self.named().values())
 
     def detached(self) -> "Factors":
-        """Without gradients."""
+        """The same tensors, detached from the autograd graph."""
         return self.map(lambda x: x.detach())

@@ -1,6 +1,6 @@
 """log Z with exact gradients: the backward pass is the expected counts, not a graph through the chain.
 
-Both directions of the chain are walked once, in the forward pass; every gradient is read off them.
+Forward and backward messages are computed once, in the forward pass; every gradient is read off them.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def wanted(hmm: "HMM", ev: Evidence) -> bool:
-    """Whether anything that log Z depends on asks for a gradient."""
+    """Whether any input of log Z requires a gradient."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in _inputs(hmm, ev))
 
 
@@ -40,39 +40,39 @@ class _LogPartition(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hmm: "HMM", ev: Evidence, *inputs: Tensor | None) -> Tensor:
         backend = backend_for(ev.device, hmm.dtype)
-        found = inference.smooth(hmm, ev, backend, each=False)
-        if found.doubt is not None:  # rare, and only on the CPU: all of it again, without doubt
+        smoothed = inference.smooth(hmm, ev, backend, each=False)
+        if smoothed.doubt is not None:  # rare, and only on the CPU: all of it again, without doubt
             backend = REFERENCE
-            found = inference.smooth(hmm, ev, backend)
-        ctx.hmm, ctx.ev, ctx.found, ctx.backend = hmm, ev, found, backend
-        return found.log_partition.to(hmm.dtype)
+            smoothed = inference.smooth(hmm, ev, backend)
+        ctx.hmm, ctx.ev, ctx.smoothed, ctx.backend = hmm, ev, smoothed, backend
+        return smoothed.log_partition.to(hmm.dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hmm, ev, found, backend = ctx.hmm, ctx.ev, ctx.found, ctx.backend
+        hmm, ev, smoothed, backend = ctx.hmm, ctx.ev, ctx.smoothed, ctx.backend
         needs = ctx.needs_input_grad[2:]
         share = grad[:, None, None]
         out: list[Tensor | None] = [None] * len(needs)
         if needs[0]:
-            out[0] = (_potential_gradient(hmm, ev, found, backend) * share).to(ev.potentials.dtype)
+            out[0] = (_potential_gradient(hmm, ev, smoothed, backend) * share).to(ev.potentials.dtype)
         if needs[1]:
-            out[1] = (found.posterior.normalised() * share).to(ev.latent_log_potentials.dtype)
+            out[1] = (smoothed.posterior.normalised() * share).to(ev.latent_log_potentials.dtype)
         if needs[2] or needs[3]:
-            out[2], out[3] = _sparse_gradient(hmm, ev, found, backend, grad)
+            out[2], out[3] = _sparse_gradient(hmm, ev, smoothed, backend, grad)
         if needs[4]:
-            walked = (found.source, found.target, found.log_partition, grad)
+            messages = (smoothed.source, smoothed.target, smoothed.log_partition, grad)
             gate_flow = reference.gate_flow if backend is REFERENCE else eager.gate_flow
-            out[4] = gate_flow(inference.steps_of(hmm, ev), *walked).to(ev.step_log_gates.dtype)
+            out[4] = gate_flow(inference.steps_of(hmm, ev), *messages).to(ev.step_log_gates.dtype)
         if any(needs[5:]):
-            counts = inference.counts_of(hmm, ev, found, backend, grad)
+            counts = inference.counts_of(hmm, ev, smoothed, backend, grad)
             out[5:] = [x.to(hmm.dtype) for x in (counts.initial, counts.emission, *counts.steps)]
         return None, None, *(x if need else None for x, need in zip(out, needs, strict=True))
 
 
-def _potential_gradient(hmm: "HMM", ev: Evidence, found: Smoothed, backend: Backend) -> Float[Tensor, "B L V"]:
+def _potential_gradient(hmm: "HMM", ev: Evidence, smoothed: Smoothed, backend: Backend) -> Float[Tensor, "B L V"]:
     """The token marginals; for logits, less their own distribution (they are normalised), over the temperature."""
-    marginals = backend.token_marginals(hmm.emission, ev, found.leaf, found.posterior, None).exp()
+    marginals = backend.token_marginals(hmm.emission, ev, smoothed.leaf, smoothed.posterior, None).exp()
     if ev.normalised:
         marginals = marginals - log_softmax(ev.scaled()).exp().to(marginals.dtype)
         t = ev.temperature
@@ -81,11 +81,11 @@ def _potential_gradient(hmm: "HMM", ev: Evidence, found: Smoothed, backend: Back
 
 
 def _sparse_gradient(
-    hmm: "HMM", ev: Evidence, found: Smoothed, backend: Backend, grad: Float[Tensor, " B"]
+    hmm: "HMM", ev: Evidence, smoothed: Smoothed, backend: Backend, grad: Float[Tensor, " B"]
 ) -> tuple[Tensor, Tensor | None]:
     """The marginals of the listed tokens, and of all the others together."""
     assert ev.sparse is not None
-    listed = backend.token_marginals(hmm.emission, ev, found.leaf, found.posterior, ev.sparse.ids).exp()
+    listed = backend.token_marginals(hmm.emission, ev, smoothed.leaf, smoothed.posterior, ev.sparse.ids).exp()
     here = ev.rows(Kind.SPARSE)
     weights = torch.where(here[..., None], listed, 0) * grad[:, None, None]
     if ev.sparse.log_tail is None:

@@ -12,17 +12,21 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from codd.circuits import traversal
-from codd.circuits.evidence import Evidence, Kind
+from codd.circuits import graph_storage, pairwise, storage, traversal
+from codd.circuits.evidence import Evidence, Kind, Modulation
+from codd.circuits.incremental import RecomputingConditioner
 from codd.circuits.nodes import Leaf, Mixture, Node, Variable, check_nodes, check_scopes, topological_order
-from codd.circuits.results import BestPath, Samples
+from codd.circuits.results import BestPath, JointStep, Samples
 from codd.circuits.traversal import Program, Step, Values
-from codd.errors import ImpossibleEvidence, InvalidCircuit, InvalidEvidence
+from codd.errors import FormatError, ImpossibleEvidence, InvalidCircuit, InvalidEvidence
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +40,7 @@ class CircuitFlows:
     leaves: dict[Leaf, Float[Tensor, " V"]]
 
 
-class Circuit:
+class Circuit(storage.HubMixin):
     """A validated circuit over L variables and the exact queries on it, in float64 on the CPU.
 
     ``variables`` says which variable sits at which position of (B, L) evidence: by default in increasing order when
@@ -64,6 +68,36 @@ class Circuit:
         return len(self.variables)
 
     @property
+    def window(self) -> int:
+        """L: it serves no other length."""
+        return self.length
+
+    @property
+    def device(self) -> torch.device:
+        """The CPU: general circuits are nowhere else."""
+        return torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of results: float64."""
+        return torch.float64
+
+    @property
+    def feature_width(self) -> None:
+        """None: it needs no hidden states."""
+        return None
+
+    @property
+    def supports_cuda_graphs(self) -> bool:
+        """Whether queries can be captured in a CUDA graph: no."""
+        return False
+
+    @property
+    def memory_bound(self) -> bool:
+        """Whether batching across sequences pays off: no."""
+        return False
+
+    @property
     def vocab_size(self) -> int:
         """V, the number of tokens of the largest variable."""
         return self._program.leaf_log_probs.shape[2]
@@ -79,12 +113,27 @@ class Circuit:
         return self._program.leaf_log_probs
 
     def __repr__(self) -> str:
-        """Sizes only."""
+        """Sizes in one line."""
         edges = sum(len(n.children) for n in self._nodes)
         return (
             f"Circuit(variables={self.length}, nodes={len(self._nodes)}, edges={edges}, "
             f"vocab_size={self.vocab_size}, num_latents={self.num_latents})"
         )
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "Circuit":
+        """The circuit itself; `InvalidCircuit` for anything but float64 on the CPU."""
+        if (device is not None and torch.device(device).type != "cpu") or dtype not in (None, torch.float64):
+            raise InvalidCircuit(
+                f"a general circuit computes in float64 on the CPU, found device={device}, dtype={dtype}: "
+                "leave it there, and give it evidence on the CPU"
+            )
+        return self
+
+    def condition_on(
+        self, features: Float[Tensor, "B L d"] | None, masked: Bool[Tensor, "B L"]
+    ) -> tuple["Circuit", Modulation]:
+        """The circuit itself and no modulation: it does not depend on hidden states."""
+        return self, Modulation()
 
     def log_partition(self, ev: Evidence) -> Float[Tensor, " B"]:
         """log Z: the logarithm of the total weight of all strings; -inf for impossible evidence."""
@@ -196,6 +245,56 @@ class Circuit:
         rows = self.leaf_log_probs[torch.arange(self.length), latents.long()]
         return torch.where(ev.rows(Kind.OBSERVED)[..., None], log_weights, log_weights + rows)
 
+    def joint_step(
+        self, ev: Evidence, *, generator: torch.Generator | None = None, uniforms: Float[Tensor, "B L"] | None = None
+    ) -> JointStep:
+        """Latents from their posterior, the scores of all tokens given them, and log Z.
+
+        ``uniforms`` seed a generator of their own. If any sequence is impossible, the latents are zeros and the scores
+        the evidence alone.
+        """
+        log_z = self.log_partition(ev)
+        if bool((log_z == -math.inf).any()):
+            latents = torch.zeros(ev.shape, dtype=torch.int64)
+            return JointStep(latents, ev.dense_log_weights(self.vocab_size), log_z)
+        if uniforms is not None:
+            generator = torch.Generator().manual_seed(int(uniforms.double().sum().mul(2**40)))
+        latents = self.sample(ev, generator=generator).latents
+        return JointStep(latents, self.conditional_scores(ev, latents), log_z)
+
+    def pairwise(self, ev: Evidence, candidates: Int[Tensor, "B L K"]) -> Float[Tensor, "B L L C C"]:
+        """p(class at s, class at t | evidence) of every two positions: each candidate, and last all other tokens."""
+        return pairwise.by_conditioning(self, ev, candidates.long())
+
+    def incremental(self, ev: Evidence, candidates: int | None = None) -> RecomputingConditioner:
+        """Marginals of all tokens while tokens are committed one by one; fewer ``candidates`` would save no work."""
+        return RecomputingConditioner(self, ev)
+
+    def save(self, folder: str | PathLike[str]) -> Path:
+        """Write config.json and circuit.safetensors, atomically: structure, names and float64 parameters, exactly."""
+        return storage.write_folder(folder, *graph_storage.to_tensors(self._nodes, self._leaves, self.variables))
+
+    @classmethod
+    def load(
+        cls, source: str | PathLike[str], *, device: torch.device | str = "cpu", revision: str | None = None
+    ) -> "Circuit":
+        """Read a folder or a hub id written by ``save``; `FormatError` says what is wrong with a damaged one."""
+        config, tensors = storage.read_folder(source, device=device, revision=revision)
+        if config.get("circuit") != "graph":
+            raise FormatError(
+                f"{source} holds a circuit of type {config.get('circuit')!r}, expected 'graph': use codd.load_circuit"
+            )
+        return cls.from_stored(config, tensors, str(source))
+
+    @classmethod
+    def from_stored(cls, config: dict[str, Any], tensors: dict[str, Tensor], source: str) -> "Circuit":
+        """The circuit that a configuration and tensors on the CPU describe; validated as a new one is."""
+        try:
+            made = cls(*graph_storage.from_tensors(config, tensors))
+        except (FormatError, InvalidCircuit) as error:
+            raise FormatError(f"{source}: {error}. Save or download the circuit again") from None
+        return made.to(tensors["kinds"].device)
+
     def _evaluate(self, ev: Evidence, reduce: traversal.Reduce) -> Values:
         log_weights = traversal.fitting_log_weights(self._program, ev)
         latent = ev.latent_log_potentials
@@ -234,13 +333,13 @@ def _leaves_by_variable(nodes: Sequence[Node]) -> dict[Variable, list[Leaf]]:
     return {variable: sorted(same, key=lambda n: n.created) for variable, same in leaves.items()}
 
 
-def _positions(found: list[Variable], wanted: Sequence[Variable] | None) -> tuple[Variable, ...]:
+def _positions(present: list[Variable], wanted: Sequence[Variable] | None) -> tuple[Variable, ...]:
     """Which variable sits at which position."""
     if wanted is None:
-        numbers = [v for v in found if isinstance(v, int)]
-        return tuple(sorted(numbers)) if len(numbers) == len(found) else tuple(found)
-    missing = [v for v in found if v not in wanted]
-    unknown = [v for v in wanted if v not in found]
+        numbers = [v for v in present if isinstance(v, int)]
+        return tuple(sorted(numbers)) if len(numbers) == len(present) else tuple(present)
+    missing = [v for v in present if v not in wanted]
+    unknown = [v for v in wanted if v not in present]
     twice = [v for v, times in Counter(wanted).items() if times > 1]
     if missing or unknown or twice:
         raise InvalidCircuit(

@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from codd.circuits import gradients, inference, pairwise, sampling, storage
-from codd.circuits.evidence import Evidence, Kind
+from codd.circuits.evidence import Evidence, Kind, Modulation
 from codd.circuits.factors import Factors
 from codd.circuits.incremental import IncrementalConditioner
+from codd.circuits.ops import native
 from codd.circuits.ops.backend import backend_for
 from codd.circuits.parameters import Emission, Transition, check_rows
 from codd.circuits.pyjuice import read_jpc
@@ -21,10 +22,12 @@ from codd.errors import FormatError, ImpossibleEvidence, InvalidCircuit, Invalid
 if TYPE_CHECKING:
     from codd.circuits.graph import Circuit
 
+MEMORY_BOUND_STATES = 256
+"""From this many states on, reading the transition matrix takes longer than threads wait for each other."""
 LogTransition = Float[Tensor, "*steps N N"] | tuple[Float[Tensor, "*steps N R"], Float[Tensor, "*steps R N"]]
 
 
-class HMM:
+class HMM(storage.HubMixin):
     """A hidden Markov model with N states over V tokens.
 
     ``log_initial`` (N,), ``log_transition`` (N, N) with a row for each state that is left, ``log_emission`` (N, V), all
@@ -45,11 +48,11 @@ class HMM:
         validate: bool = True,
         factors: Factors | None = None,
     ) -> None:
-        """Check that shapes, devices and types fit and (unless told not to) that every row is a distribution."""
+        """Check that shapes, devices and types fit and, with ``validate``, that every row is a distribution."""
         tables = log_transition if isinstance(log_transition, tuple) else (log_transition,)
         self.log_initial = log_initial
         self.factors = factors
-        """The numbers that the tables were made from, if they were: what is saved then."""
+        """The logits that the tables were made from, or None; they are saved in place of the tables."""
         self.transition = Transition(tuple(tables))
         self.emission = Emission(log_emission)
         self._check_shapes()
@@ -104,24 +107,24 @@ class HMM:
 
     @classmethod
     def from_factors(cls, factors: Factors, *, window: int | None = None) -> "HMM":
-        """The circuit that free numbers stand for; its queries are differentiable in them."""
+        """The circuit of trainable logits; its queries are differentiable in them."""
         factors.check()
         return cls(*factors.tables(), window=window, validate=False, factors=factors)
 
     @classmethod
     def from_pyjuice(cls, path: str | PathLike[str]) -> "HMM":
         """Read an HMM saved by PyJuice (.jpc). Nothing in the file is run; see codd.circuits.pyjuice."""
-        found = read_jpc(path)
-        return cls(found.initial.log(), found.transition.log(), found.emission.log(), window=found.length)
+        jpc = read_jpc(path)
+        return cls(jpc.initial.log(), jpc.transition.log(), jpc.emission.log(), window=jpc.length)
 
     @property
     def num_states(self) -> int:
-        """N."""
+        """N, the number of states."""
         return self.log_initial.shape[0]
 
     @property
     def vocab_size(self) -> int:
-        """V."""
+        """V, the number of tokens."""
         return self.emission.stored.shape[-1]
 
     @property
@@ -159,13 +162,30 @@ class HMM:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of results."""
+        """The type of the results: float32 or float64."""
         return self.log_initial.dtype
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """The device of the parameters."""
         return self.log_initial.device
+
+    @property
+    def feature_width(self) -> None:
+        """None: it needs no hidden states."""
+        return None
+
+    @property
+    def supports_cuda_graphs(self) -> bool:
+        """Whether queries can be captured in a CUDA graph: yes."""
+        return True
+
+    @property
+    def memory_bound(self) -> bool:
+        """Whether batching message passing across sequences pays off on this CPU: a large matrix, passes in C."""
+        large = self.dtype == torch.float32 and self.num_states >= MEMORY_BOUND_STATES
+        one_matrix = not self.transition.low_rank and not self.transition.per_position
+        return self.device.type == "cpu" and large and one_matrix and native.library() is not None
 
     def __repr__(self) -> str:
         """Sizes and layout in one line."""
@@ -205,6 +225,12 @@ class HMM:
         kept = None if self.factors is None else self.factors.map(lambda x: x.to(device, dtype))
         return type(self)(initial, transition, table.to(device), window=self.window, validate=False, factors=kept)
 
+    def condition_on(
+        self, features: Float[Tensor, "B L d"] | None, masked: Bool[Tensor, "B L"]
+    ) -> tuple["HMM", Modulation]:
+        """The circuit itself and no modulation: it does not depend on hidden states."""
+        return self, Modulation()
+
     # Queries. B sequences of L positions; everything is exact, up to the rounding of the circuit's type.
 
     def log_partition(self, ev: Evidence) -> Float[Tensor, " B"]:
@@ -218,7 +244,7 @@ class HMM:
         return inference.partition_bounds(self, ev)
 
     def log_prob(self, ids: Int[Tensor, "B L"]) -> Float[Tensor, " B"]:
-        """log p(ids)."""
+        """log p(ids) of whole strings. Differentiable."""
         return self.log_partition(Evidence(tokens=ids))
 
     def conditional_log_prob(self, ids: Int[Tensor, "B L"], ev: Evidence) -> Float[Tensor, " B"]:
@@ -238,7 +264,7 @@ class HMM:
         return torch.where(total > -torch.inf, joint - total, -torch.inf)
 
     def posterior(self, ev: Evidence) -> Float[Tensor, "B L N"]:
-        """log p(z_t | evidence)."""
+        """log p(z_t | evidence) of every state; -inf throughout for impossible evidence."""
         self._check(ev)
         return inference.posterior(self, ev)
 
@@ -339,7 +365,7 @@ class HMM:
     def joint_step(
         self, ev: Evidence, *, generator: torch.Generator | None = None, uniforms: Float[Tensor, "B L"] | None = None
     ) -> JointStep:
-        """What one denoising step needs: a latent path from its posterior and the scores of all tokens given it.
+        """One denoising step: a latent path from its posterior, and the scores of all tokens given it.
 
         On a GPU this is six kernels and a few fills without host synchronisation, and can be captured in a CUDA graph.
         Evidence of probability zero does not raise here: its log_partition is -inf.
@@ -384,12 +410,12 @@ class HMM:
         return storage.write_folder(folder, self.description(), self.stored(half=half))
 
     def description(self) -> dict[str, Any]:
-        """What config.json says of the circuit."""
+        """The entries of config.json that describe the circuit."""
         sizes = {"num_states": self.num_states, "vocab_size": self.vocab_size, "window": self.window}
         return {"circuit": "hmm", **sizes}
 
     def stored(self, *, half: bool = False) -> dict[str, Tensor]:
-        """The tensors of its file: the tables, or what they were made from."""
+        """The tensors of circuit.safetensors: the tables, or the logits that they were made from."""
         if self.factors is not None:
             tensors = (self.factors.map(lambda x: x.half()) if half else self.factors).named()
         else:
@@ -414,7 +440,10 @@ class HMM:
 
     @classmethod
     def from_stored(cls, config: dict[str, Any], tensors: dict[str, Tensor], source: str) -> "HMM":
-        """The opposite of `description` and `stored`; what was kept in half precision is computed with in full."""
+        """Make a circuit of `description` and `stored`; half-precision tensors are computed with in float32.
+
+        `FormatError` if a tensor is missing, `InvalidCircuit` if the tables are no distributions.
+        """
         if "initial_logits" in tensors:
             factors = Factors.from_named(tensors, source)
             factors = factors.map(lambda x: x if x.dtype == torch.float64 else x.float())
@@ -430,19 +459,6 @@ class HMM:
             return cls(tensors["log_initial"], transition, emission, window=config.get("window"))
         except KeyError as missing:
             raise FormatError(f"{source}: circuit.safetensors has no tensor {missing}") from None
-
-    def save_pretrained(self, folder: str | PathLike[str], **_: Any) -> Path:
-        """``save`` under the hub's name."""
-        return self.save(folder)
-
-    @classmethod
-    def from_pretrained(cls, source: str | PathLike[str], **options: Any) -> "HMM":
-        """``load`` under the hub's name."""
-        return cls.load(source, **options)
-
-    def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
-        """Upload the two files to a hub repository, which is made if it does not exist."""
-        return storage.push(self.save, repo_id, private=private, token=token)
 
     # Checks.
 

@@ -30,6 +30,7 @@ from codd.circuits.ops.pick import eager as pick_eager
 from codd.circuits.ops.pick.eager import RULES, Picked
 from codd.circuits.ops.scaled import Scaled, exponentials
 from codd.circuits.parameters import Emission
+from codd.circuits.protocol import ProbabilisticCircuit
 from codd.errors import InvalidEvidence
 
 if TYPE_CHECKING:
@@ -51,11 +52,11 @@ class _Places:
 
     @property
     def own(self) -> bool:
-        """Whether each sequence has its own."""
+        """Whether each sequence has a position of its own."""
         return self._sequences is not None
 
     def take(self, x: Shaped[Tensor, "B L *K"]) -> Shaped[Tensor, "B R *K"]:
-        """The values at these positions."""
+        """The entries of a (B, L, ...) tensor at these positions."""
         return x[self._sequences, self.index] if self.own else x[:, self.index]
 
 
@@ -63,7 +64,7 @@ class _Part:
     """Messages after ``begin``, where one is known, up to ``end``: backward ones if that is before."""
 
     def __init__(self, leaf: Scaled, message: Scaled, begin: int, end: int) -> None:
-        """Of both, those positions, which change in place."""
+        """Views of the leaf values and messages at these positions; the messages change in place."""
         self.reverse = end < begin
         here = slice(min(begin, end), max(begin, end) + 1)
         self.leaf = Scaled(leaf.values[:, here], leaf.log_scale[:, here])
@@ -84,11 +85,11 @@ class _Part:
         start.log_scale[:, edge] += message.log_scale[:, edge] + top.log()
         return chain_eager.PassInputs(None, start, self.reverse)
 
-    def put(self, found: Scaled) -> None:
-        """Write the messages that were not known."""
+    def put(self, messages: Scaled) -> None:
+        """Write the messages after the first, which was known."""
         new = slice(None, -1) if self.reverse else slice(1, None)
-        self.message.values[:, new] = found.values[:, new]
-        self.message.log_scale[:, new] = found.log_scale[:, new]
+        self.message.values[:, new] = messages.values[:, new]
+        self.message.log_scale[:, new] = messages.log_scale[:, new]
 
 
 class IncrementalConditioner:
@@ -127,7 +128,7 @@ class IncrementalConditioner:
 
     @property
     def evidence(self) -> Evidence:
-        """What is known now."""
+        """The evidence with all tokens that were committed."""
         return replace(self._given, tokens=self._tokens.clone(), observed=self._observed.clone())
 
     @property
@@ -156,9 +157,9 @@ class IncrementalConditioner:
         if not self._host and candidates is not None:
             scale = None if self._latent is None else self._latent.log_scale
             state = (self._leaf, self._tokens, self._observed)
-            found = self._backend.pick(log_p, candidates, open_, rule, given, self._columns, scale, *state)
+            picked = self._backend.pick(log_p, candidates, open_, rule, given, self._columns, scale, *state)
             self._log_partition = self._both = None
-            return found
+            return picked
         choice = pick_eager.choose(log_p, open_, rule, given, candidates is not None)
         at, tokens = (self._sequences, choice.positions), choice.numbers
         if candidates is not None:
@@ -204,10 +205,10 @@ class IncrementalConditioner:
             return self._backend.candidate_marginals(*messages, *cached, self._tokens, self._observed)
         cavity, possible = self._cavity(places)
         # The states last in both: read as it lies, this product is several times faster than the other way round.
-        found = (cavity[:, :, None] @ self._columns.mT)[:, :, 0].log_().add_(self._weights)
+        log_p = (cavity[:, :, None] @ self._columns.mT)[:, :, 0].log_().add_(self._weights)
         out = torch.where(candidates == self._tokens[..., None], 0.0, -torch.inf).to(self._hmm.dtype)
         hidden = ~places.take(self._observed)[..., None]
-        out[:, places.index] = torch.where(hidden, found, places.take(out))
+        out[:, places.index] = torch.where(hidden, log_p, places.take(out))
         out.masked_fill_(~possible, -torch.inf)
         return self._surely(out, lambda ev, index: inference.marginals(self._hmm, ev, candidates[index]))
 
@@ -222,16 +223,16 @@ class IncrementalConditioner:
         cavity, possible = self._cavity(places)
         if self._latent is not None:
             cavity = cavity * places.take(self._latent.values)
-        found = _emitted(self._hmm.emission, cavity, places)
-        found = found.log_().add_(self._log_weights(places)).add_(self._offset(places))
-        vocabulary = torch.arange(self._hmm.vocab_size, device=found.device)
+        log_p = _emitted(self._hmm.emission, cavity, places)
+        log_p = log_p.log_().add_(self._log_weights(places)).add_(self._offset(places))
+        vocabulary = torch.arange(self._hmm.vocab_size, device=log_p.device)
         tokens = self._tokens if positions is None else places.take(self._tokens)
-        out = torch.where(vocabulary == tokens[..., None], 0.0, -torch.inf).to(found.dtype)
+        out = torch.where(vocabulary == tokens[..., None], 0.0, -torch.inf).to(log_p.dtype)
         hidden = ~places.take(self._observed)[..., None]
         if positions is None:
-            out[:, places.index] = torch.where(hidden, found, places.take(out))
+            out[:, places.index] = torch.where(hidden, log_p, places.take(out))
         else:
-            out = torch.where(hidden, found, out)
+            out = torch.where(hidden, log_p, out)
         out.masked_fill_(~possible, -torch.inf)
 
         def exact(ev: Evidence, index: Int[Tensor, " S"]) -> Tensor:
@@ -278,8 +279,8 @@ class IncrementalConditioner:
         hmm, ev, backend, totals = self._hmm, self._given, self._backend, None
         fits = ev.potentials is not None and ev.sparse is None and not hmm.emission.per_position
         if normalisers and fits and backend.leaf_totals is not None:
-            found, totals = backend.leaf_totals(hmm.emission, ev)
-            backend = replace(backend, leaf_values=lambda *_: found)  # to be looked at as all leaf values are
+            leaf_values, totals = backend.leaf_totals(hmm.emission, ev)
+            backend = replace(backend, leaf_values=lambda *_: leaf_values)  # to be looked at as all leaf values are
         leaf, doubt = inference._leaf(hmm, ev, backend, each=False)
         if not self._host:  # as the kernels read and write them
             leaf = Scaled(leaf.values.contiguous(), leaf.log_scale.contiguous())
@@ -341,8 +342,8 @@ class IncrementalConditioner:
         if low < self._behind:
             self._behind, begin = (0, last) if whole else (low, self._behind)
             parts.append(_Part(self._leaf, both[1], begin, self._behind))
-        found = chain_eager.passes(self._steps, [part.inputs() for part in parts])
-        for part, out in zip(parts, found, strict=True):
+        passed = chain_eager.passes(self._steps, [part.inputs() for part in parts])
+        for part, out in zip(parts, passed, strict=True):
             part.put(out)
             # Doubt all sequences if a product of message and leaf may have lost something; `_in_doubt` says which.
             if not chain_eager.nothing_lost(part.leaf * part.message):
@@ -432,6 +433,43 @@ class IncrementalConditioner:
         return self._faint | (self._doubt & ~(self._lost <= inference.TOLERATED))
 
 
+class RecomputingConditioner:
+    """`codd.circuits.protocol.Conditioner` by asking again after every token: for any circuit, and for comparison."""
+
+    candidates: Int[Tensor, "B L K"] | None = None
+    """None: it is about all tokens."""
+
+    def __init__(self, circuit: ProbabilisticCircuit, ev: Evidence) -> None:
+        """Start from evidence; nothing is computed yet."""
+        self._circuit = circuit
+        self.evidence = ev
+        """The evidence with all tokens that were committed."""
+
+    @property
+    def log_partition(self) -> Float[Tensor, " B"]:
+        """log Z of the evidence and all committed tokens."""
+        return self._circuit.log_partition(self.evidence)
+
+    def log_marginals(self) -> Float[Tensor, "B L V"]:
+        """log p(x_t | evidence, committed tokens) of all tokens."""
+        return self._circuit.marginals(self.evidence)
+
+    def dense_log_marginals(self, positions: Int[Tensor, " B"] | None = None) -> Float[Tensor, "B *L V"]:
+        """The same: (B, L, V), or (B, V) at one position of each sequence."""
+        log_p = self.log_marginals()
+        return log_p if positions is None else log_p[torch.arange(len(log_p), device=log_p.device), positions]
+
+    def commit(self, positions: Int[Tensor, " B"], tokens: Int[Tensor, " B"]) -> None:
+        """Observe one more token in each sequence; a position that is known already stays as it is."""
+        ev = self.evidence
+        observed = ev.rows(Kind.OBSERVED)
+        known = (
+            torch.zeros_like(ev.kind, dtype=torch.int64) if ev.tokens is None else torch.where(observed, ev.tokens, 0)
+        )
+        new = torch.zeros_like(observed).scatter(1, positions[:, None], True) & ~observed
+        self.evidence = replace(ev, tokens=torch.where(new, tokens[:, None], known), observed=observed | new)
+
+
 def _heaviest(ev: Evidence, count: int) -> Int[Tensor, "B L K"]:
     """The tokens with the largest dense potentials; a temperature does not change which they are."""
     if ev.potentials is None:
@@ -464,12 +502,12 @@ def _columns(
     if not emission.per_position:
         return emission.linear[:, ids].permute(1, 2, 3, 0).to(emission.dtype).contiguous()
     index = ids.transpose(0, 1).reshape(places, 1, -1).expand(-1, emission.stored.shape[-2], -1)
-    found = emission.linear[rows].gather(-1, index).reshape(places, -1, batch, count)
-    return found.permute(2, 0, 3, 1).to(emission.dtype).contiguous()
+    columns = emission.linear[rows].gather(-1, index).reshape(places, -1, batch, count)
+    return columns.permute(2, 0, 3, 1).to(emission.dtype).contiguous()
 
 
 def _emitted(emission: Emission, cavity: Float[Tensor, "B R N"], places: _Places) -> Float[Tensor, "B R V"]:
-    """sum_i c(i) E[i, v]."""
+    """sum_i c(i) E[i, v]: the weight of every token under weights of the states."""
     table, dtype = emission.linear, cavity.dtype
     if emission.per_position:
         if places.own:

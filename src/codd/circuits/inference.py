@@ -1,7 +1,7 @@
 """The queries of an HMM, written once for every implementation of the operations.
 
-Each query is a function of the circuit, the evidence and a backend. ``exactly`` runs it on the fast backend and asks
-the reference again about the sequences in which float32 may have lost something (CPU only: on a GPU looking would
+Each query is a function of the circuit, the evidence and a backend. ``exactly`` runs it on the fast backend and has
+the reference answer for the sequences in which float32 may have lost something (CPU only: on a GPU looking would
 mean waiting for the device).
 """
 
@@ -113,13 +113,13 @@ def _root(hmm: "HMM", target: Scaled) -> Float[Tensor, " B"]:
 
 
 TOLERATED = 1e-6
-"""The share of Z that may be lost without asking the reference: less than float32 rounds off on the way."""
+"""The share of Z that may be lost before the reference has to answer: less than float32 rounds off on the way."""
 
 
 def lost_share(
     forward: Float[Tensor, "B L N"], leaf: Float[Tensor, "B L N"], backward: Float[Tensor, "B L N"]
 ) -> Float[Tensor, " B"]:
-    """A bound of the share of Z that underflow can have cost, in each sequence; all values in the units of their walk.
+    """A bound of the share of Z that underflow can have cost, in each sequence; all values in the units of their pass.
 
     At every position Z is the sum over states of forward times leaf times backward, in units that all three share. A
     leaf that was lost is below its flush, a product with a message below the chain's (in the units of that message, or
@@ -164,7 +164,7 @@ class Smoothed(NamedTuple):
 
 
 def smooth(hmm: "HMM", ev: Evidence, backend: Backend, *, each: bool = True) -> Smoothed:
-    """Both directions; with ``each`` every state's probability must be right, else their sums need."""
+    """Forward and backward messages; ``each``: every state's probability must be right, not only their sums."""
     leaf, doubt = _leaf(hmm, ev, backend, each=each)
     steps = steps_of(hmm, ev)
     source = backend.messages(steps, hmm.log_initial, leaf, False, absorb=True)
@@ -188,7 +188,7 @@ def log_partition(hmm: "HMM", ev: Evidence) -> Float[Tensor, " B"]:
 
 
 def filtered(hmm: "HMM", ev: Evidence) -> Float[Tensor, "B L N"]:
-    """log p(z_t | evidence up to t)."""
+    """log p(z_t | evidence at positions up to t) of every state."""
 
     def query(ev: Evidence, backend: Backend, pick: Pick) -> Answer:
         leaf, doubt = _leaf(hmm, ev, backend)
@@ -199,11 +199,11 @@ def filtered(hmm: "HMM", ev: Evidence) -> Float[Tensor, "B L N"]:
 
 
 def posterior(hmm: "HMM", ev: Evidence) -> Float[Tensor, "B L N"]:
-    """log p(z_t | evidence)."""
+    """log p(z_t | evidence) of every state."""
 
     def query(ev: Evidence, backend: Backend, pick: Pick) -> Answer:
-        found = smooth(hmm, ev, backend)
-        return (found.posterior.log_normalised(),), found.doubt
+        smoothed = smooth(hmm, ev, backend)
+        return (smoothed.posterior.log_normalised(),), smoothed.doubt
 
     return exactly(hmm, ev, query)[0]
 
@@ -212,10 +212,10 @@ def marginals(hmm: "HMM", ev: Evidence, candidates: Int[Tensor, "B L K"] | None 
     """log p(x_t | evidence), for all tokens or for the candidates."""
 
     def query(ev: Evidence, backend: Backend, pick: Pick) -> Answer:
-        found = smooth(hmm, ev, backend)
+        smoothed = smooth(hmm, ev, backend)
         wanted = None if candidates is None else pick(candidates)
-        out = backend.token_marginals(hmm.emission, ev, found.leaf, found.posterior, wanted)
-        return (out,), found.doubt
+        out = backend.token_marginals(hmm.emission, ev, smoothed.leaf, smoothed.posterior, wanted)
+        return (out,), smoothed.doubt
 
     return exactly(hmm, ev, query)[0]
 
@@ -239,39 +239,39 @@ class Counts(NamedTuple):
 
     initial: Float[Tensor, " N"]
     steps: tuple[Tensor, ...]
-    """Of each transition factor."""
+    """One for each factor of the transition."""
     emission: Float[Tensor, "*L N V"]
 
 
 def counts_of(
-    hmm: "HMM", ev: Evidence, found: Smoothed, backend: Backend, weights: Float[Tensor, " B"] | None
+    hmm: "HMM", ev: Evidence, smoothed: Smoothed, backend: Backend, weights: Float[Tensor, " B"] | None
 ) -> Counts:
     """The counts from a pass in both directions; sequences in doubt count nothing."""
-    if found.doubt is not None:
-        keep = (~found.doubt).to(hmm.dtype)
+    if smoothed.doubt is not None:
+        keep = (~smoothed.doubt).to(hmm.dtype)
         weights = keep if weights is None else weights * keep
-    first = found.posterior.normalised()[:, 0].to(hmm.dtype)
+    first = smoothed.posterior.normalised()[:, 0].to(hmm.dtype)
     initial = first.sum(0) if weights is None else weights.to(hmm.dtype) @ first
-    walked = (found.source, found.target, found.log_partition, weights)
-    steps = backend.transition_flow(steps_of(hmm, ev), *walked)
-    return Counts(initial, steps, backend.emission_flow(hmm.emission, ev, found.leaf, found.posterior, weights))
+    messages = (smoothed.source, smoothed.target, smoothed.log_partition, weights)
+    steps = backend.transition_flow(steps_of(hmm, ev), *messages)
+    return Counts(initial, steps, backend.emission_flow(hmm.emission, ev, smoothed.leaf, smoothed.posterior, weights))
 
 
 @torch.no_grad()
 def expected_counts(
-    hmm: "HMM", ev: Evidence, weights: Float[Tensor, " B"] | None, found: Smoothed | None = None
+    hmm: "HMM", ev: Evidence, weights: Float[Tensor, " B"] | None, smoothed: Smoothed | None = None
 ) -> tuple[Counts, Float[Tensor, " B"]]:
     """Flows of the initial distribution, of each transition factor and of the emission, and log Z."""
     backend = backend_for(ev.device, hmm.dtype)
-    found = smooth(hmm, ev, backend, each=False) if found is None else found
-    out, log_z = counts_of(hmm, ev, found, backend, weights), found.log_partition.to(hmm.dtype)
-    if found.doubt is not None:
-        some = ev.select(found.doubt)
+    smoothed = smooth(hmm, ev, backend, each=False) if smoothed is None else smoothed
+    out, log_z = counts_of(hmm, ev, smoothed, backend, weights), smoothed.log_partition.to(hmm.dtype)
+    if smoothed.doubt is not None:
+        some = ev.select(smoothed.doubt)
         again = smooth(hmm, some, REFERENCE)
-        exact = counts_of(hmm, some, again, REFERENCE, None if weights is None else weights[found.doubt])
+        exact = counts_of(hmm, some, again, REFERENCE, None if weights is None else weights[smoothed.doubt])
         steps = tuple(a + b.to(a.dtype) for a, b in zip(out.steps, exact.steps, strict=True))
         out = Counts(out.initial + exact.initial.to(hmm.dtype), steps, out.emission + exact.emission.to(hmm.dtype))
-        log_z = log_z.masked_scatter(found.doubt, again.log_partition.to(log_z.dtype))
+        log_z = log_z.masked_scatter(smoothed.doubt, again.log_partition.to(log_z.dtype))
     steps = tuple(x.to(hmm.dtype) for x in out.steps)
     return Counts(out.initial.to(hmm.dtype), steps, out.emission.to(hmm.dtype)), log_z
 

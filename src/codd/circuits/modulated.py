@@ -1,4 +1,4 @@
-"""Circuits that listen to the network: a small head on its hidden states weighs latents and transitions.
+"""Circuits conditioned on the network: a small head on its hidden states weighs latents and transitions.
 
 A static circuit knows how language hangs together, but not what this text is about. The head says so, at each position,
 as log-weights on the circuit's latents (latent space), and at each step as log-weights on the inner states of its
@@ -11,49 +11,45 @@ import math
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from codd.circuits import storage
+from codd.circuits.evidence import Evidence, Modulation
 from codd.circuits.hmm import HMM
+from codd.circuits.incremental import IncrementalConditioner
+from codd.circuits.results import JointStep, Samples
 from codd.errors import FormatError, InvalidCircuit, InvalidEvidence
 
 WAVES = 8
-"""Numbers by which a head is told the share of masks: cosines, so that it can tell small shares apart."""
+"""How many cosines encode the share of masks, so that a head can tell small shares apart."""
 
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """The sizes of a head."""
+    """The sizes of a head; what is saved of its architecture."""
 
     features: int
-    """Numbers in a hidden state."""
+    """d, the width of the hidden states."""
     states: int
-    """N; 0: the latents are left alone."""
+    """N, the states whose log-weights it gives; 0: none."""
     inner_states: int = 0
-    """R of the detour's; 0: the transitions are left alone."""
+    """R, the inner states of the detour whose log-gates it gives; 0: none."""
     hidden: int = 0
-    """Width of the layer between; 0: none."""
+    """Width of a hidden layer; 0: the head is linear."""
     dropout: float = 0.0
-    """In training."""
-
-
-class Modulation(NamedTuple):
-    """What a head says of B windows."""
-
-    latent_log_potentials: Float[Tensor, "B L N"] | None
-    step_log_gates: Float[Tensor, "B T R"] | None
+    """Dropout rate in training."""
 
 
 class Head(nn.Module):
-    """From hidden states, and from which tokens are masked, to log-weights."""
+    """A network from hidden states and the mask of their window to log-weights of latents and steps."""
 
     def __init__(self, config: HeadConfig, seed: int = 0):
-        """What comes out is zero at first; what lies before it is drawn on the CPU, alike everywhere."""
+        """The last layer starts at zero; the one before is drawn on the CPU, alike on every device."""
         super().__init__()
         self.config = config
         width = config.features + WAVES + 1
@@ -75,7 +71,7 @@ class Head(nn.Module):
 
     def forward(self, features: Float[Tensor, "B L d"], masked: Bool[Tensor, "B L"]) -> Modulation:
         """Log-weights; those of steps come from the hidden states at both of their ends."""
-        x = self.drop(torch.cat((self.norm(features.float()), _told(masked)), -1))
+        x = self.drop(torch.cat((self.norm(features.float()), _mask_features(masked)), -1))
         if self.between is not None:
             x = self.drop(nn.functional.gelu(self.between(x)))
         latents = None if self.latents is None else self.latents(x)
@@ -83,18 +79,18 @@ class Head(nn.Module):
         return Modulation(latents, gates)
 
 
-def _told(masked: Bool[Tensor, "B L"]) -> Float[Tensor, "B L w"]:
-    """Whether a position is masked, and the share of those that are."""
+def _mask_features(masked: Bool[Tensor, "B L"]) -> Float[Tensor, "B L w"]:
+    """Whether each position is masked, and cosines of the share of masks: (B, L, WAVES + 1)."""
     here = masked.float()
     angles = here.mean(1, keepdim=True) * torch.arange(1, WAVES + 1, device=masked.device) * math.pi
     return torch.cat((here[..., None], angles.cos()[:, None].expand(-1, masked.shape[1], -1)), -1)
 
 
-class Modulated:
+class Modulated(storage.HubMixin):
     """An HMM and the head that modulates it. `Coupled` takes one with the ``features`` of the window."""
 
     def __init__(self, hmm: HMM, head: Head):
-        """Check that the two belong together."""
+        """Check that the head has the sizes of the circuit; `InvalidCircuit` if not."""
         config = head.config
         detour = hmm.factors.detour if hmm.factors is not None else None
         inner = 0 if detour is None else detour.left.shape[1]
@@ -107,12 +103,17 @@ class Modulated:
 
     @property
     def vocab_size(self) -> int:
-        """V."""
+        """V, the number of tokens."""
         return self.hmm.vocab_size
 
     @property
     def num_states(self) -> int:
-        """N."""
+        """N, the number of states."""
+        return self.hmm.num_states
+
+    @property
+    def num_latents(self) -> int:
+        """N, under the name that all circuits share."""
         return self.hmm.num_states
 
     @property
@@ -122,23 +123,33 @@ class Modulated:
 
     @property
     def window(self) -> int | None:
-        """The length that it was made for."""
+        """The length that the circuit was made for, or None."""
         return self.hmm.window
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """The device of the parameters."""
         return self.hmm.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of results."""
+        """The type of the results: float32 or float64."""
         return self.hmm.dtype
 
     @property
-    def features(self) -> int:
-        """How many numbers a hidden state must have."""
+    def feature_width(self) -> int:
+        """d, the width of the hidden states that the head takes."""
         return self.head.config.features
+
+    @property
+    def supports_cuda_graphs(self) -> bool:
+        """Whether queries can be captured in a CUDA graph: yes."""
+        return self.hmm.supports_cuda_graphs
+
+    @property
+    def memory_bound(self) -> bool:
+        """Whether batching message passing across sequences pays off on this CPU."""
+        return self.hmm.memory_bound
 
     def __repr__(self) -> str:
         """The circuit and what is modulated."""
@@ -147,19 +158,95 @@ class Modulated:
         return f"Modulated({self.hmm!r}, {' and '.join(spaces) or 'nothing'} by {config.features} features)"
 
     def modulate(self, features: Float[Tensor, "B L d"], masked: Bool[Tensor, "B L"]) -> Modulation:
-        """The evidence that the network's states of a window are, ``masked`` being what was hidden from it."""
-        if features.ndim != 3 or features.shape[:2] != masked.shape or features.shape[2] != self.features:
+        """The latent evidence of a window's hidden states; ``masked``: the positions hidden from the network."""
+        if features.ndim != 3 or features.shape[:2] != masked.shape or features.shape[2] != self.feature_width:
             raise InvalidEvidence(
-                f"features must be (B, L, {self.features}) = {(*masked.shape, self.features)}, the network's last "
-                f"hidden states in the window; found {tuple(features.shape)}"
+                f"features must be (B, L, {self.feature_width}) = {(*masked.shape, self.feature_width)}, the network's "
+                f"last hidden states in the window; found {tuple(features.shape)}"
             )
         return widened(self.head(features, masked), self.hmm)
 
-    def to(self, device: torch.device | str | None = None, **options: Any) -> "Modulated":
-        """The same elsewhere; the options are those of `HMM.to`."""
+    def condition_on(
+        self, features: Float[Tensor, "B L d"] | None, masked: Bool[Tensor, "B L"]
+    ) -> tuple[HMM, Modulation]:
+        """The HMM, and the head's modulation by the features; `InvalidEvidence` if they are missing or misshapen."""
+        if features is None:
+            raise InvalidEvidence("this circuit is modulated: give the network's last hidden states as features")
+        return self.hmm, self.modulate(features, masked)
+
+    def to(
+        self,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        emission: torch.dtype | None = None,
+    ) -> "Modulated":
+        """The same circuit elsewhere, as `HMM.to`; the head stays in float32."""
         moved = Head(self.head.config)
         moved.load_state_dict(self.head.state_dict())
-        return Modulated(self.hmm.to(device, **options), moved.to(device))
+        return Modulated(self.hmm.to(device, dtype, emission=emission), moved.to(device))
+
+    # Queries: those of the HMM, for evidence that carries the head's modulation.
+
+    def log_partition(self, ev: Evidence) -> Float[Tensor, " B"]:
+        """As `HMM.log_partition`."""
+        return self._hmm_for(ev).log_partition(ev)
+
+    def conditional_log_prob(self, ids: Int[Tensor, "B L"], ev: Evidence) -> Float[Tensor, " B"]:
+        """As `HMM.conditional_log_prob`."""
+        return self._hmm_for(ev).conditional_log_prob(ids, ev)
+
+    def marginals(self, ev: Evidence, candidates: Int[Tensor, "B L K"] | None = None) -> Float[Tensor, "B L V"]:
+        """As `HMM.marginals`."""
+        return self._hmm_for(ev).marginals(ev, candidates)
+
+    def posterior(self, ev: Evidence) -> Float[Tensor, "B L N"]:
+        """As `HMM.posterior`."""
+        return self._hmm_for(ev).posterior(ev)
+
+    def sample(
+        self,
+        ev: Evidence,
+        *,
+        generator: torch.Generator | None = None,
+        num_samples: int | None = None,
+        check: bool | None = None,
+    ) -> Samples:
+        """As `HMM.sample`."""
+        return self._hmm_for(ev).sample(ev, generator=generator, num_samples=num_samples, check=check)
+
+    def conditional_scores(self, ev: Evidence, latents: Int[Tensor, "B L"]) -> Float[Tensor, "B L V"]:
+        """As `HMM.conditional_scores`."""
+        return self._hmm_for(ev).conditional_scores(ev, latents)
+
+    def joint_step(
+        self, ev: Evidence, *, generator: torch.Generator | None = None, uniforms: Float[Tensor, "B L"] | None = None
+    ) -> JointStep:
+        """As `HMM.joint_step`."""
+        return self._hmm_for(ev).joint_step(ev, generator=generator, uniforms=uniforms)
+
+    def pairwise(self, ev: Evidence, candidates: Int[Tensor, "B L K"]) -> Float[Tensor, "B L L C C"]:
+        """As `HMM.pairwise`."""
+        return self._hmm_for(ev).pairwise(ev, candidates)
+
+    def incremental(self, ev: Evidence, candidates: int | None = None) -> IncrementalConditioner:
+        """As `HMM.incremental`."""
+        return self._hmm_for(ev).incremental(ev, candidates)
+
+    def _hmm_for(self, ev: Evidence) -> HMM:
+        """The HMM, if the evidence has the weights that the head gives: without them it would be another circuit."""
+        config = self.head.config
+        needed = (
+            ("latent_log_potentials", config.states, ev.latent_log_potentials),
+            ("step_log_gates", config.inner_states, ev.step_log_gates),
+        )
+        for name, size, weights in needed:
+            if size and weights is None:
+                raise InvalidEvidence(
+                    f"this circuit is modulated, and the evidence has no {name}: take the network's from "
+                    "condition_on(features, masked), or ask circuit.hmm for the unmodulated answer"
+                )
+        return self.hmm
 
     def save(self, folder: str | PathLike[str], *, half: bool = False) -> Path:
         """Write config.json and circuit.safetensors, atomically; ``half``: in 16 bits what can be."""
@@ -177,22 +264,9 @@ class Modulated:
         config, tensors = storage.read_folder(source, device=device, revision=revision)
         return cls.from_stored(config, tensors, str(source))
 
-    def save_pretrained(self, folder: str | PathLike[str], **_: Any) -> Path:
-        """``save`` under the hub's name."""
-        return self.save(folder)
-
-    @classmethod
-    def from_pretrained(cls, source: str | PathLike[str], **options: Any) -> "Modulated":
-        """``load`` under the hub's name."""
-        return cls.load(source, **options)
-
-    def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
-        """Upload the two files to a hub repository, which is made if it does not exist."""
-        return storage.push(self.save, repo_id, private=private, token=token)
-
     @classmethod
     def from_stored(cls, config: dict[str, Any], tensors: dict[str, Tensor], source: str) -> "Modulated":
-        """What a file holds."""
+        """The circuit that a configuration and tensors describe; `FormatError` if they do not fit together."""
         if config.get("circuit") != "modulated":
             raise FormatError(f"{source} holds a circuit of type {config.get('circuit')!r}, expected 'modulated'")
         try:
@@ -212,19 +286,8 @@ class Modulated:
         return cls(hmm, head.to(hmm.device))
 
 
-def widened(found: Modulation, hmm: HMM) -> Modulation:
-    """Gates of all inner states: those that only stand for the direct way stay open."""
-    if found.step_log_gates is None:
-        return found
-    return found._replace(step_log_gates=pad(found.step_log_gates, (hmm.num_states, 0)))
-
-
-def load_circuit(
-    source: str | PathLike[str], *, device: torch.device | str = "cpu", revision: str | None = None
-) -> HMM | Modulated:
-    """Read a circuit of any kind from a folder or a hub id."""
-    config, tensors = storage.read_folder(source, device=device, revision=revision)
-    kind = Modulated if config.get("circuit") == "modulated" else HMM
-    if config.get("circuit") not in ("hmm", "modulated"):
-        raise FormatError(f"{source} holds a circuit of type {config.get('circuit')!r}: known are 'hmm', 'modulated'")
-    return kind.from_stored(config, tensors, str(source))
+def widened(modulation: Modulation, hmm: HMM) -> Modulation:
+    """Log-gates of all inner states of the transition: zero for those of the direct way, which no gate weighs."""
+    if modulation.step_log_gates is None:
+        return modulation
+    return modulation._replace(step_log_gates=pad(modulation.step_log_gates, (hmm.num_states, 0)))

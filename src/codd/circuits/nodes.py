@@ -1,4 +1,4 @@
-"""The nodes of a circuit, and what makes a graph of them a valid one."""
+"""The nodes of a circuit, and the checks that make a graph of them a valid circuit."""
 
 import itertools
 import math
@@ -29,7 +29,7 @@ class Leaf:
 
     @property
     def children(self) -> tuple["Node", ...]:
-        """None: a leaf ends the walk."""
+        """Empty: a leaf has no children."""
         return ()
 
     def __repr__(self) -> str:
@@ -96,7 +96,7 @@ def mixture(
 
 
 def topological_order(root: Node) -> list[Node]:
-    """Every node once, children before parents, in the order of a depth-first walk from left to right."""
+    """Every node once, children before parents, in the order of a depth-first traversal from left to right."""
     order: list[Node] = []
     seen: set[Node] = set()
     stack: list[tuple[Node, bool]] = [(root, False)]
@@ -124,16 +124,16 @@ def _nodes(name: str, children: Iterable[Node]) -> tuple[Node, ...]:
 def _log_parameters(name: str, what: str, probs: Numbers | None, log_probs: Numbers | None) -> Float[Tensor, " n"]:
     """Logarithms in float64, in memory that nobody else can change. Their values are checked by `Circuit`."""
     if (probs is None) == (log_probs is None):
-        found = "none" if probs is None else "both"
-        raise InvalidCircuit(f"{name} needs {what} or log_{what}, one of the two, found {found}")
-    given = torch.as_tensor(log_probs if probs is None else probs, dtype=torch.float64, device="cpu").detach()
-    if given.ndim != 1:
-        raise InvalidCircuit(f"the {what} of {name} must be one-dimensional, found shape {tuple(given.shape)}")
-    return given.clone() if probs is None else given.log()
+        given = "none" if probs is None else "both"
+        raise InvalidCircuit(f"{name} needs {what} or log_{what}, one of the two, found {given}")
+    values = torch.as_tensor(log_probs if probs is None else probs, dtype=torch.float64, device="cpu").detach()
+    if values.ndim != 1:
+        raise InvalidCircuit(f"the {what} of {name} must be one-dimensional, found shape {tuple(values.shape)}")
+    return values.clone() if probs is None else values.log()
 
 
 def check_nodes(nodes: Sequence[Node]) -> None:
-    """What can be said of a node alone: children, and normalised parameters."""
+    """Check each node by itself, children and normalised parameters; `InvalidCircuit` names the node."""
     for node in nodes:
         if isinstance(node, Leaf):
             _check_normalised(node.name, "probs", node.log_probs)
@@ -164,7 +164,10 @@ def _check_normalised(name: str, what: str, log_values: Float[Tensor, " n"]) -> 
 
 
 def check_scopes(nodes: Sequence[Node], variables: list[Variable]) -> None:
-    """Smooth and decomposable. A scope is a set of bits: sets of names would be quadratic in a long chain."""
+    """Check that the circuit is smooth and decomposable; `InvalidCircuit` names the node.
+
+    A scope is a set of bits: sets of names would be quadratic in a long chain.
+    """
     bit = {variable: 1 << i for i, variable in enumerate(variables)}
     scope: dict[Node, int] = {}
     for node in nodes:

@@ -14,7 +14,7 @@ a lower bound of that of the tokens, and equal to it where the candidates are al
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from jaxtyping import Float, Int
@@ -25,6 +25,7 @@ from codd.circuits.evidence import Evidence, Kind
 from codd.circuits.inference import Answer, Pick, Smoothed
 from codd.circuits.ops.backend import REFERENCE, Backend
 from codd.circuits.parameters import Emission, Transition
+from codd.circuits.protocol import ProbabilisticCircuit
 from codd.errors import InvalidEvidence
 
 if TYPE_CHECKING:
@@ -37,31 +38,19 @@ LOST = {torch.float32: 1e-5, torch.float64: 1e-9}
 """How much of its sum a row may lose in a step; more than rounding does, less than counts."""
 
 
-@runtime_checkable
-class TokenMarginals(Protocol):
-    """A circuit of any kind that can say what a token's probability is."""
-
-    @property
-    def vocab_size(self) -> int:
-        """V."""
-
-    def marginals(self, ev: Evidence) -> Float[Tensor, "B L V"]:
-        """Log-probabilities of the tokens; -inf for impossible evidence."""
-
-
 def mutual_information(tables: Float[Tensor, "B L L C C"]) -> Float[Tensor, "B L L"]:
     """In nats, of every two positions; symmetric, never negative, zero on the diagonal."""
     p = _normalised(tables.double())
     rows, columns = p.sum(-1, keepdim=True), p.sum(-2, keepdim=True)
     # Margins one by one: the product of two small ones would vanish.
-    found = (torch.xlogy(p, p) - torch.xlogy(p, rows) - torch.xlogy(p, columns)).sum((-1, -2))
-    upper = found.clamp_min(0).triu(1)
+    information = (torch.xlogy(p, p) - torch.xlogy(p, rows) - torch.xlogy(p, columns)).sum((-1, -2))
+    upper = information.clamp_min(0).triu(1)
     return (upper + upper.mT).to(tables.dtype)
 
 
 @torch.no_grad()
 def by_conditioning(
-    circuit: TokenMarginals, ev: Evidence, candidates: Int[Tensor, "B L K"]
+    circuit: ProbabilisticCircuit, ev: Evidence, candidates: Int[Tensor, "B L K"]
 ) -> Float[Tensor, "B L L C C"]:
     """The tables from C queries of marginals for every position: for any circuit, and for comparison."""
     check_candidates(candidates, ev, circuit.vocab_size)
@@ -75,8 +64,8 @@ def by_conditioning(
             latent_log_potentials=ev.latent_log_potentials,
             step_log_gates=ev.step_log_gates,
         )
-        found = circuit.marginals(soft).double().exp()
-        return found.new_zeros(*ev.shape, candidates.shape[-1] + 1).scatter_add(-1, classes, found)
+        p = circuit.marginals(soft).double().exp()
+        return p.new_zeros(*ev.shape, candidates.shape[-1] + 1).scatter_add(-1, classes, p)
 
     alone = by_class(weights)
     out = _independent(alone)
@@ -93,13 +82,13 @@ def tables(hmm: "HMM", ev: Evidence, candidates: Int[Tensor, "B L K"]) -> Float[
     check_candidates(candidates, ev, hmm.vocab_size)
 
     def query(ev: Evidence, backend: Backend, pick: Pick) -> Answer:
-        found = inference.smooth(hmm, ev, backend, each=False)
-        dtype = found.leaf.values.dtype
+        smoothed = inference.smooth(hmm, ev, backend, each=False)
+        dtype = smoothed.leaf.values.dtype
         shares = _class_shares(hmm.emission, ev, backend, pick(candidates)).to(dtype)
         out, lost = _propagated(
-            found.posterior.normalised().to(dtype), shares, _open(ev), _propagator(hmm, ev, backend, found)
+            smoothed.posterior.normalised().to(dtype), shares, _open(ev), _propagator(hmm, ev, backend, smoothed)
         )
-        doubt = found.doubt
+        doubt = smoothed.doubt
         if backend.checked and ev.device.type == "cpu":
             faint = ~(lost <= LOST[dtype])
             doubt = inference._either(doubt, faint if bool(faint.any()) else None)
@@ -159,18 +148,18 @@ def _log_columns(emission: Emission, ids: Int[Tensor, "B L K"]) -> Float[Tensor,
     """The log-probabilities of some tokens under every state."""
     table = emission.stored.detach()
     if emission.per_position:
-        found = torch.stack([table[t][:, ids[:, t]].permute(1, 2, 0) for t in range(ids.shape[1])], 1)
+        columns = torch.stack([table[t][:, ids[:, t]].permute(1, 2, 0) for t in range(ids.shape[1])], 1)
     else:
-        found = table[:, ids].permute(1, 2, 3, 0)
-    return found.float().log() if emission.compact else found
+        columns = table[:, ids].permute(1, 2, 3, 0)
+    return columns.float().log() if emission.compact else columns
 
 
-def _propagator(hmm: "HMM", ev: Evidence, backend: Backend, found: Smoothed) -> Propagate:
+def _propagator(hmm: "HMM", ev: Evidence, backend: Backend, smoothed: Smoothed) -> Propagate:
     """Rows times P_t: with P_t itself from logarithms (the reference), or as products with the transition's factors."""
     steps = inference.steps_of(hmm, ev)
-    backward = backend.messages(steps, None, found.leaf, True)
+    backward = backend.messages(steps, None, smoothed.leaf, True)
     if backend is REFERENCE:
-        log_target, log_backward = found.target.log(), backward.log()
+        log_target, log_backward = smoothed.target.log(), backward.log()
         log_backward = torch.where(log_backward > -torch.inf, log_backward, 0)  # such a state leads nowhere
 
         def exact(t: int, rows: Float[Tensor, "B R N"]) -> Float[Tensor, "B R N"]:
@@ -180,10 +169,10 @@ def _propagator(hmm: "HMM", ev: Evidence, backend: Backend, found: Smoothed) -> 
         return exact
     values = backward.values
     before = torch.where(values > 0, 1 / values, 0)
-    scale = found.target.log_scale[:, 1:].double() - backward.log_scale[:, :-1].double()
+    scale = smoothed.target.log_scale[:, 1:].double() - backward.log_scale[:, :-1].double()
     if steps.gates is not None:
         scale = scale + steps.gates[1][..., None]
-    after = (found.target.values[:, 1:] * scale.exp()).to(values.dtype)
+    after = (smoothed.target.values[:, 1:] * scale.exp()).to(values.dtype)
 
     def fast(t: int, rows: Float[Tensor, "B R N"]) -> Float[Tensor, "B R N"]:
         return _through(steps, t, rows * before[:, t, None]) * after[:, t, None]

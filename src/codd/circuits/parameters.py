@@ -24,10 +24,10 @@ def check_rows(name: str, log_table: Float[Tensor, "*rows K"], compact: bool = F
     if bool(wrong.any()):
         where = tuple(wrong.nonzero()[0].tolist())
         value = sums[where].exp().item()
-        found = "holds NaN" if value != value else f"sums to {value:.6g}"
+        problem = "holds NaN" if value != value else f"sums to {value:.6g}"
         row = f"row {', '.join(map(str, where))} of {name}" if where else name
         raise InvalidCircuit(
-            f"{row} {found}, but the probabilities of a row must sum to 1 ({int(wrong.sum())} such row(s)). "
+            f"{row} {problem}, but the probabilities of a row must sum to 1 ({int(wrong.sum())} such row(s)). "
             "Parameters are log-probabilities: pass tensor.log_softmax(-1), or probabilities.log()"
         )
 
@@ -84,7 +84,7 @@ class Emission:
         return table.to(self.dtype)
 
     def log_rows(self, states: Int[Tensor, " R"], positions: Int[Tensor, " R"]) -> Float[Tensor, "R V"]:
-        """The same as log-probabilities."""
+        """The log-probabilities of some states' tokens, each at its position."""
         table = self.log.detach()
         return table[positions, states] if self.per_position else table[states]
 
@@ -101,7 +101,7 @@ class Emission:
         return torch.float32 if self.compact else self.stored.dtype
 
     def at(self, position: int) -> "Emission":
-        """The table of one position."""
+        """The emission of one position; itself if all share one table."""
         if not self.per_position:
             return self
         table = self._positions

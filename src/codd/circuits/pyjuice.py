@@ -1,8 +1,7 @@
 """Reading the hidden Markov models that PyJuice saves (``.jpc``) without running anything that such a file contains.
 
-A ``.jpc`` is a pickle of a list of dicts, and a pickle is a program that may call whatever it names. Here it is not
-given to ``pickle``: a small machine executes only the instructions that build plain data. Names are never imported or
-looked up; the few that arrays and leaves need stand for functions of this module, which only record their arguments.
+A ``.jpc`` is a pickle of a list of dicts, and a pickle is a program that may call whatever it names. `pickles.load`
+reads one without running it. What comes out is checked to be a chain, and its matrices to be distributions.
 """
 
 import io
@@ -18,7 +17,7 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-from codd.circuits.pickles import ARRAY_CALLS, LEAF_CALLS, Array, Latin1, LeafRecord, Machine, is_int
+from codd.circuits.pickles import ARRAY_CALLS, LEAF_CALLS, Array, LeafRecord, is_int, latin1, load
 from codd.errors import FormatError
 
 _ROW_TOLERANCE = 1e-4
@@ -51,8 +50,8 @@ def read_jpc(path: str | os.PathLike[str]) -> JpcHMM:
     path = Path(path)
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            calls = {**ARRAY_CALLS, ("_codecs", "encode"): Latin1(len(data))}
-            return _extract_hmm(_parse_nodes(Machine(calls).run(data, len(data))))
+            calls = {**ARRAY_CALLS, ("_codecs", "encode"): latin1(len(data))}
+            return _extract_hmm(_parse_nodes(load(data, len(data), calls)))
     except FormatError as error:
         raise type(error)(f"{path}: {error}") from error.__cause__
     except MemoryError as error:
@@ -164,7 +163,7 @@ def _leaf(entry: dict[str, object], where: str, leaves: dict[bytes, LeafRecord])
         raise FormatError(f"{where}: 'dist' is missing or is not bytes.")
     if dist not in leaves:
         try:
-            leaf = Machine(LEAF_CALLS).run(io.BytesIO(dist), len(dist))
+            leaf = load(io.BytesIO(dist), len(dist), LEAF_CALLS)
         except FormatError as error:
             raise type(error)(f"{where}: 'dist': {error}") from error.__cause__
         if not isinstance(leaf, LeafRecord) or leaf.num_cats is None or not 0 < leaf.num_cats < 2**31:
@@ -174,7 +173,7 @@ def _leaf(entry: dict[str, object], where: str, leaves: dict[bytes, LeafRecord])
 
 
 def _extract_hmm(nodes: list[_Node]) -> JpcHMM:
-    inputs, sums = _walk(nodes)
+    inputs, sums = _follow_chain(nodes)
     emitters = [_owner(nodes, node) for node in inputs]
     movers = [_owner(nodes, node) for node in sums]
     emissions = {node.index: _emission(node) for node in set(emitters)}
@@ -193,7 +192,7 @@ def _extract_hmm(nodes: list[_Node]) -> JpcHMM:
     )
 
 
-def _walk(nodes: list[_Node]) -> tuple[list[_Node], list[_Node]]:
+def _follow_chain(nodes: list[_Node]) -> tuple[list[_Node], list[_Node]]:
     """Follow the chain from the root: the inputs of all positions, and the sums between them."""
     root = nodes[-1]
     if root.kind != "Sum" or root.size != 1:
@@ -205,9 +204,9 @@ def _walk(nodes: list[_Node]) -> tuple[list[_Node], list[_Node]]:
         children = [nodes[child] for child in product.children]
         kinds = sorted(child.kind for child in children)
         if product.kind != "Product" or kinds not in (["Input"], ["Input", "Sum"]):
-            found = f"{product} over {', '.join(kinds[:4]) or 'nothing'}"
+            shown = f"{product} over {', '.join(kinds[:4]) or 'nothing'}"
             raise FormatError(
-                f"not a chain: expected a Product over an Input and a Sum (or the last Input), found {found}."
+                f"not a chain: expected a Product over an Input and a Sum (or the last Input), found {shown}."
             )
         _check_product(product, children)
         inputs.append(next(child for child in children if child.kind == "Input"))

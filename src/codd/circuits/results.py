@@ -1,4 +1,4 @@
-"""What queries return."""
+"""The result types of queries on circuits."""
 
 from dataclasses import dataclass
 from typing import NamedTuple

@@ -7,9 +7,10 @@ safetensors file, which is what a reader believes. So the atomic replacement of 
 import json
 import os
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,6 +26,35 @@ FORMAT_VERSION = 1
 
 _METADATA_KEY = "codd_config"
 _RESERVED = ("format", "format_version", "tensors", "sha256")
+
+
+_Kind = TypeVar("_Kind", bound="HubMixin")
+
+
+class HubMixin(ABC):
+    """The hub's names for ``save`` and ``load``, for a circuit of any kind."""
+
+    @abstractmethod
+    def save(self, folder: str | os.PathLike[str]) -> Path:
+        """Write the circuit's two files."""
+
+    @classmethod
+    @abstractmethod
+    def load(cls: type[_Kind], source: str | os.PathLike[str], *, revision: str | None = None) -> _Kind:
+        """Read what ``save`` wrote."""
+
+    def save_pretrained(self, folder: str | os.PathLike[str], **_: Any) -> Path:
+        """``save`` under the hub's name."""
+        return self.save(folder)
+
+    @classmethod
+    def from_pretrained(cls: type[_Kind], source: str | os.PathLike[str], **options: Any) -> _Kind:
+        """``load`` under the hub's name."""
+        return cls.load(source, **options)
+
+    def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
+        """Upload the two files to a hub repository, which is made if it does not exist; returns the commit's URL."""
+        return push(self.save, repo_id, private=private, token=token)
 
 
 def write_folder(folder: str | os.PathLike[str], config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
@@ -182,11 +212,11 @@ def _check_config_belongs(folder: Path, config: dict[str, Any], described: dict[
 
 
 def _check_tensors(path: Path, listed: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    found = _describe(tensors)
-    if missing := sorted(listed.keys() - found.keys()):
+    stored = _describe(tensors)
+    if missing := sorted(listed.keys() - stored.keys()):
         raise FormatError(f"{path}: lacks the tensor(s) {', '.join(missing)} that its configuration lists.")
-    if unknown := sorted(found.keys() - listed.keys()):
+    if unknown := sorted(stored.keys() - listed.keys()):
         raise FormatError(f"{path}: has the tensor(s) {', '.join(unknown)} that its configuration does not list.")
-    for name, description in found.items():
+    for name, description in stored.items():
         if listed[name] != description:
             raise FormatError(f"{path}: tensor {name} is {description}, but its configuration says {listed[name]}.")

@@ -1,4 +1,4 @@
-"""One pass up and one pass down over a circuit: a query is a pair of small functions handed to them.
+"""The upward and the downward pass over a circuit; a query is a pair of small functions handed to them.
 
 A circuit is compiled to a `Program`. Every node has a slot: leaf k of the variable at position l has slot l * K + k
 (variables with fewer than K leaves leave slots unused), inner nodes follow, children before parents. The upward pass
@@ -46,7 +46,7 @@ class Program:
 
     @property
     def leaf_shape(self) -> tuple[int, int]:
-        """(L, K)."""
+        """(L, K): positions, and the largest number of leaves of one."""
         return self.leaf_log_probs.shape[0], self.leaf_log_probs.shape[1]
 
     @property
@@ -57,7 +57,7 @@ class Program:
 
 @dataclass(frozen=True, eq=False)
 class Values:
-    """What the upward pass found: each leaf summed over its tokens, and each slot of the circuit."""
+    """The results of the upward pass: each leaf summed over its tokens, and each slot of the circuit."""
 
     log_weights: Float[Tensor, "B L V"]
     tokens: Float[Tensor, "B L K"]
@@ -159,7 +159,7 @@ def log_token_shares(program: Program, values: Values, position: int) -> Float[T
 
 
 def choose_leaves(program: Program, values: Values, num_rows: int, choose: Choose) -> Int[Tensor, "R L"]:
-    """Walk down with a choice at every mixture; row r belongs to sequence r modulo B. Returns leaf numbers."""
+    """Go down with a choice at every mixture; row r belongs to sequence r modulo B. Returns leaf numbers."""
     batch = len(values.log_weights)
 
     def split(step: Step, rows: Tensor) -> Sequence[Tensor]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from codd import files
-from codd.circuits import Factors, HeadConfig, Modulated, load_circuit, storage
+from codd.circuits import Factors, HeadConfig, load_circuit, storage
 from codd.circuits.pyjuice import read_jpc
 from codd.cli import console
 from codd.errors import CoddError, FormatError, InvalidCircuit
@@ -110,7 +110,7 @@ def _check(folder: Path) -> str:
     except CoddError as error:
         raise FormatError(f"{folder / storage.WEIGHTS_FILE}: {error}; save or download the circuit again.") from error
     rows = "every row is a distribution"
-    return f"{rows}, every weight of the head is finite" if isinstance(found, Modulated) else rows
+    return f"{rows}, every weight of the head is finite" if found.feature_width is not None else rows
 
 
 def sha256_line(stated: object, intact: bool) -> str:
@@ -170,7 +170,33 @@ def _modulated(
     return numbers, lines
 
 
-_KINDS = {"hmm": _hmm, "modulated": _modulated}
+def _graph(
+    where: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
+) -> tuple[dict[str, Any], dict[str, object]]:
+    """A general circuit: the sizes of its graph."""
+    nodes, edges, leaves, sizes = (
+        tensors.get(name) for name in ("kinds", "children", "leaf_variables", "variable_sizes")
+    )
+    if nodes is None or edges is None or leaves is None or sizes is None or not sizes.numel():
+        raise FormatError(f"{where}: lacks the structure of a general circuit; save or download it again")
+    numbers = {
+        "kind": "graph",
+        "vocab_size": int(sizes.max()),
+        "window": sizes.numel(),
+        "nodes": nodes.numel(),
+        "edges": edges.numel(),
+        "leaves": leaves.numel(),
+    }
+    lines: dict[str, object] = {
+        "kind": "general circuit",
+        "tokens": f"{numbers['vocab_size']:,}",
+        "window": f"{numbers['window']} positions",
+        "layout": "{nodes:,} nodes, of which {leaves:,} leaves, and {edges:,} edges".format_map(numbers),
+    }
+    return numbers, lines
+
+
+_KINDS = {"hmm": _hmm, "modulated": _modulated, "graph": _graph}
 
 
 class _Layout(NamedTuple):
@@ -228,7 +254,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _count(tensors: Mapping[str, Tensor]) -> int:
-    return sum(tensor.numel() for tensor in tensors.values())
+    return sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point())
 
 
 def _dtype(tensor: Tensor) -> str:

@@ -1,73 +1,23 @@
-"""One window, coupled: what the network says of each masked place, times what the circuit says of all of them.
+"""The joint distribution of a window's masked tokens: the network's factorized one times the circuit's joint one.
 
     p(x | observed)  proportional to  circuit(x) * prod over masked t of softmax(logits_t / temperature)[x_t]
 
-Everything here is exact. With the neutral circuit every answer is the network's own, factorized one.
+Everything here is exact. With the null circuit every answer is the network's own, factorized one.
 """
 
-from typing import Protocol, runtime_checkable
+from typing import TypeAlias
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from codd.circuits import HMM, Evidence, Modulated, pairwise
+from codd.circuits import Evidence, pairwise
+from codd.circuits.protocol import Conditioner as Conditioner
+from codd.circuits.protocol import ProbabilisticCircuit
 from codd.circuits.results import JointStep, Samples
 from codd.errors import InvalidEvidence
 
-
-@runtime_checkable
-class Prior(Protocol):
-    """What is asked of a circuit. `codd.HMM` and `codd.Circuit` answer it."""
-
-    @property
-    def vocab_size(self) -> int:
-        """How many tokens it is over."""
-
-    @property
-    def length(self) -> int | None:
-        """How many positions; None if it serves any number."""
-
-    def log_partition(self, ev: Evidence) -> Float[Tensor, " B"]:
-        """The logarithm of the evidence's weight."""
-
-    def conditional_log_prob(self, ids: Int[Tensor, "B L"], ev: Evidence) -> Float[Tensor, " B"]:
-        """Of what is not observed."""
-
-    def marginals(self, ev: Evidence) -> Float[Tensor, "B L V"]:
-        """Log-probabilities of the tokens."""
-
-    def posterior(self, ev: Evidence) -> Float[Tensor, "B L N"]:
-        """Log-probabilities of the latents."""
-
-    def sample(
-        self, ev: Evidence, *, generator: torch.Generator | None = None, num_samples: int | None = None
-    ) -> Samples:
-        """Exact joint samples."""
-
-    def conditional_scores(self, ev: Evidence, latents: Int[Tensor, "B L"]) -> Float[Tensor, "B L V"]:
-        """Scores of all tokens, given the latents."""
-
-
-@runtime_checkable
-class Conditioner(Protocol):
-    """Token marginals while tokens are committed one by one: `codd.HMM.incremental`, or the slow way below."""
-
-    candidates: Int[Tensor, "B L K"] | None
-    """The tokens that `log_marginals` is about; None: all."""
-
-    @property
-    def log_partition(self) -> Float[Tensor, " B"]:
-        """log Z given what has been committed."""
-
-    def log_marginals(self) -> Float[Tensor, "B L K"]:
-        """Log-probabilities of the candidates, normalised over all tokens."""
-
-    def dense_log_marginals(self, positions: Int[Tensor, " B"] | None = None) -> Float[Tensor, "B *L V"]:
-        """Log-probabilities of all tokens, at one position of each window or at all."""
-
-    def commit(self, positions: Int[Tensor, " B"], tokens: Int[Tensor, " B"]) -> None:
-        """One more token of each window is known."""
+Prior: TypeAlias = ProbabilisticCircuit  # until codd.decoding says ProbabilisticCircuit itself
 
 
 class Coupled:
@@ -75,7 +25,7 @@ class Coupled:
 
     def __init__(
         self,
-        circuit: Prior | Modulated,
+        circuit: ProbabilisticCircuit,
         *,
         logits: Float[Tensor, "B L V"],
         tokens: Int[Tensor, "B L"],
@@ -89,31 +39,24 @@ class Coupled:
         """``tokens`` count where ``masked`` is false; ``temperature`` divides the logits before the product.
 
         ``latent_log_potentials`` and ``step_log_gates`` are weights on the circuit's latents and on the inner states
-        of its steps, from whatever else knows about the window. A modulated circuit takes them from ``features``, the
-        network's last hidden states in the window, and ``hidden``, what was masked when they were computed: by
-        default what is masked now.
+        of its steps, from whatever else knows about the window. A circuit with a ``feature_width`` adds its own, from
+        ``features``, the network's last hidden states in the window, and ``hidden``, what was masked when they were
+        computed: by default what is masked now. Other circuits ignore the two.
         """
         _check(circuit, logits, tokens, masked)
-        if isinstance(circuit, Modulated):
-            if features is None:
-                raise InvalidEvidence("this circuit is modulated: give the network's last hidden states as features")
-            found = circuit.modulate(features, masked if hidden is None else hidden)
-            circuit = circuit.hmm
-            latent_log_potentials = _added(latent_log_potentials, found.latent_log_potentials)
-            step_log_gates = _added(step_log_gates, found.step_log_gates)
-        self.circuit = circuit
+        self.circuit, modulation = circuit.condition_on(features, masked if hidden is None else hidden)
         self.evidence = Evidence(
             tokens=torch.where(masked, 0, tokens),  # a mask's id need not be in the circuit's vocabulary
             observed=~masked,
             logits=logits,
             temperature=temperature,
-            latent_log_potentials=latent_log_potentials,
-            step_log_gates=step_log_gates,
+            latent_log_potentials=_added(latent_log_potentials, modulation.latent_log_potentials),
+            step_log_gates=_added(step_log_gates, modulation.step_log_gates),
         )
 
     @property
     def tokens(self) -> Int[Tensor, "B L"]:
-        """The observed tokens; 0 where masked."""
+        """The observed tokens, (B, L); 0 where masked."""
         assert self.evidence.tokens is not None
         return self.evidence.tokens
 
@@ -140,9 +83,7 @@ class Coupled:
 
         The table of a position with itself is diagonal. All are zero where the two factors exclude each other.
         """
-        if isinstance(self.circuit, HMM):
-            return self.circuit.pairwise(self.evidence, candidates)
-        return pairwise.by_conditioning(self.circuit, self.evidence, candidates.long())
+        return self.circuit.pairwise(self.evidence, candidates)
 
     def mutual_information(self, candidates: int = 8) -> Float[Tensor, "B L L"]:
         """How much every two positions tell of each other, in nats: a lower bound from coarsened tokens.
@@ -153,8 +94,8 @@ class Coupled:
         if candidates < 1:
             raise InvalidEvidence(f"candidates must be at least 1, found {candidates}.")
         likely = self.marginals().topk(min(candidates, self.circuit.vocab_size), dim=-1).indices
-        found = pairwise.mutual_information(self.pairwise(likely))
-        return found * (self.masked[:, :, None] & self.masked[:, None, :])
+        information = pairwise.mutual_information(self.pairwise(likely))
+        return information * (self.masked[:, :, None] & self.masked[:, None, :])
 
     def posterior(self) -> Float[Tensor, "B L N"]:
         """Log-probabilities of each position's latent by itself."""
@@ -170,22 +111,12 @@ class Coupled:
 
     def joint_step(self, uniforms: Float[Tensor, "B L"]) -> JointStep:
         """A latent path and the scores given it; impossible evidence shows as a log Z of -inf and does not raise."""
-        if isinstance(self.circuit, HMM):
-            return self.circuit.joint_step(self.evidence, uniforms=uniforms)
-        log_z = self.log_partition()
-        if bool((log_z == -torch.inf).any()):
-            none = torch.zeros_like(self.tokens)
-            return JointStep(none, self.evidence.dense_log_weights(self.circuit.vocab_size).to(log_z.dtype), log_z)
-        seed = int(uniforms.double().sum().mul(2**40))  # a circuit that takes a generator gets one that they fix
-        found = self.sample(generator=torch.Generator(log_z.device).manual_seed(seed))
-        return JointStep(found.latents, self.scores(found.latents), log_z)
+        return self.circuit.joint_step(self.evidence, uniforms=uniforms)
 
     def conditionals(self, candidates: int | None = None) -> Conditioner:
         """Token marginals while tokens are committed one by one; of that many candidates a position, or of all."""
-        if isinstance(self.circuit, HMM):
-            few = candidates is not None and candidates < self.circuit.vocab_size
-            return self.circuit.incremental(self.evidence, candidates if few else None)
-        return _Recomputed(self)
+        few = candidates is not None and candidates < self.circuit.vocab_size
+        return self.circuit.incremental(self.evidence, candidates if few else None)
 
     def condition(self, tokens: Int[Tensor, "B L"], where: Bool[Tensor, "B L"]) -> "Coupled":
         """The distribution of the rest once some of the masked tokens are known."""
@@ -201,35 +132,11 @@ class Coupled:
         )
 
 
-class _Recomputed:
-    """`Conditioner` by asking the circuit again after every token: for any circuit, and for comparison."""
-
-    candidates: Int[Tensor, "B L K"] | None = None
-
-    def __init__(self, joint: Coupled):
-        self.joint = joint
-
-    @property
-    def log_partition(self) -> Float[Tensor, " B"]:
-        return self.joint.log_partition()
-
-    def log_marginals(self) -> Float[Tensor, "B L V"]:
-        return self.joint.marginals()
-
-    def dense_log_marginals(self, positions: Int[Tensor, " B"] | None = None) -> Float[Tensor, "B *L V"]:
-        found = self.joint.marginals()
-        return found if positions is None else found[torch.arange(len(found), device=found.device), positions]
-
-    def commit(self, positions: Int[Tensor, " B"], tokens: Int[Tensor, " B"]) -> None:
-        here = torch.zeros_like(self.joint.masked).scatter(1, positions[:, None], True)
-        self.joint = self.joint.condition(tokens[:, None].expand_as(here), here)
-
-
 def _added(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return b if a is None else a if b is None else a + b
 
 
-def _check(circuit: Prior | Modulated, logits: Tensor, tokens: Tensor, masked: Tensor) -> None:
+def _check(circuit: ProbabilisticCircuit, logits: Tensor, tokens: Tensor, masked: Tensor) -> None:
     if logits.ndim != 3 or logits.shape[:2] != tokens.shape or masked.shape != tokens.shape:
         raise InvalidEvidence(
             "logits must be (B, L, V), tokens and masked (B, L), found "

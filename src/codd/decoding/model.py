@@ -183,8 +183,8 @@ def _check_fits(circuit: AnyCircuit, backbone: Backbone) -> None:
             "belong together."
         )
     width = backbone.config.width
-    if isinstance(circuit, Modulated) and circuit.features != width:
+    if isinstance(circuit, Modulated) and circuit.feature_width != width:
         raise InvalidInput(
-            f"the circuit listens to hidden states of {circuit.features} numbers, those of the model have {width}: "
-            "they do not belong together."
+            f"the circuit listens to hidden states of {circuit.feature_width} numbers, those of the model have "
+            f"{width}: they do not belong together."
         )

@@ -7,16 +7,15 @@ each (sequential)? Sequential is what one step could reach at best, and costs as
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from codd.backbones.backbone import Backbone, MaskedOutput
-from codd.circuits import Modulated
+from codd.circuits import ProbabilisticCircuit
 from codd.coupling import Coupled
-from codd.coupling.coupled import Prior
 from codd.decoding.model import Model
 from codd.errors import InvalidInput
 
@@ -79,12 +78,11 @@ def misspecification(
     return {ratio: summary(found, found.coupled.get("", found.factorized)) for ratio, found in scores.items()}
 
 
-def circuit_length(circuit: Prior | Modulated | None) -> int:
+def circuit_length(circuit: ProbabilisticCircuit | None) -> int:
     """The length of the blocks that a circuit is for."""
     if circuit is None:
         return BLOCK_LENGTH
-    window: int | None = getattr(circuit, "window", None)
-    return window or circuit.length or BLOCK_LENGTH
+    return circuit.window or BLOCK_LENGTH
 
 
 def summary(scores: BlockScores, coupled: Float[Tensor, " B"]) -> dict[str, float]:
@@ -111,7 +109,7 @@ def summary(scores: BlockScores, coupled: Float[Tensor, " B"]) -> dict[str, floa
 @torch.no_grad()
 def block_scores(
     backbone: Backbone,
-    circuits: Mapping[str, Prior | Modulated],
+    circuits: Mapping[str, ProbabilisticCircuit],
     ids: Int[Tensor, "B T"],
     starts: Int[Tensor, " B"],
     *,
@@ -206,7 +204,7 @@ def batches(
 
 def _reveal(
     backbone: Backbone,
-    circuits: Mapping[str, Prior | Modulated],
+    circuits: Mapping[str, ProbabilisticCircuit],
     blocks: Blocks,
     counts: set[int],
     numbers: Sequence[int],
@@ -246,10 +244,10 @@ def _log_probs(logits: Float[Tensor, "B n V"], tokens: Int[Tensor, "B n"]) -> Fl
 
 
 def _joint(
-    circuit: Prior | Modulated, output: MaskedOutput, truth: Int[Tensor, "B S"], hidden: Bool[Tensor, "B S"]
+    circuit: ProbabilisticCircuit, output: MaskedOutput, truth: Int[Tensor, "B S"], hidden: Bool[Tensor, "B S"]
 ) -> Float[Tensor, " B"]:
-    extra: dict[str, Any] = {"features": output.states} if hasattr(circuit, "modulate") else {}
-    return Coupled(circuit, logits=output.logits, tokens=truth, masked=hidden, **extra).log_prob(truth).double()
+    joint = Coupled(circuit, logits=output.logits, tokens=truth, masked=hidden, features=output.states)
+    return joint.log_prob(truth).double()
 
 
 def joined(parts: Sequence[BlockScores]) -> BlockScores:

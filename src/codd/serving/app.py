@@ -13,7 +13,6 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from codd.circuits import Circuit, Modulated
 from codd.decoding import Model
 from codd.decoding.inspect import inspect
 from codd.decoding.prompts import can_chat
@@ -214,10 +213,10 @@ class Routes:
 
 def _circuit(model: Model) -> Json | None:
     circuit = model.circuit
-    if circuit is None or isinstance(circuit, Circuit):
-        return None if circuit is None else {"states": None, "window": circuit.length, "modulated": False}
-    window = circuit.length or circuit.window
-    return {"states": circuit.num_states, "window": window, "modulated": isinstance(circuit, Modulated)}
+    if circuit is None:
+        return None
+    modulated = circuit.feature_width is not None
+    return {"states": circuit.num_latents, "window": circuit.window, "modulated": modulated}
 
 
 async def _encoded(events: AsyncIterator[tuple[str, Json]]) -> AsyncIterator[bytes]:

@@ -13,7 +13,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from codd.backbones.backbone import Backbone
-from codd.circuits import HMM, Modulated
+from codd.circuits import ProbabilisticCircuit
 from codd.coupling import Coupled
 from codd.errors import InvalidInput
 from codd.training.bank import Bank
@@ -79,11 +79,11 @@ class HeldOut:
         return cls(banks, sequential)
 
     @torch.no_grad()
-    def scores(self, circuit: HMM | Modulated) -> dict[float, Score]:
+    def scores(self, circuit: ProbabilisticCircuit) -> dict[float, Score]:
         """Those of a circuit."""
         return {ratio: self._score(bank, circuit, self.sequential[ratio]) for ratio, bank in self.banks.items()}
 
-    def _score(self, bank: Bank, circuit: HMM | Modulated, sequential: float) -> Score:
+    def _score(self, bank: Bank, circuit: ProbabilisticCircuit, sequential: float) -> Score:
         sums = torch.zeros(3, dtype=torch.float64)
         for begin in range(0, len(bank), AT_ONCE):
             index = torch.arange(begin, min(begin + AT_ONCE, len(bank)), device=bank.tokens.device)
@@ -94,16 +94,17 @@ class HeldOut:
         return Score(factorized / count, coupled / count, sequential)
 
 
-def coupled_of(circuit: HMM | Modulated, windows: Windows) -> Tensor:
+def coupled_of(circuit: ProbabilisticCircuit, windows: Windows) -> Tensor:
     """The log-probability of what is masked in each window."""
     assert windows.logits is not None
-    features = windows.features if isinstance(circuit, Modulated) else None
-    joint = Coupled(circuit, logits=windows.logits, tokens=windows.tokens, masked=windows.masked, features=features)
+    joint = Coupled(
+        circuit, logits=windows.logits, tokens=windows.tokens, masked=windows.masked, features=windows.features
+    )
     return joint.log_prob(windows.tokens)
 
 
 def factorized_of(windows: Windows) -> Tensor:
-    """The same of the network by itself: what the neutral circuit would have."""
+    """The same of the network by itself: what the null circuit would have."""
     if windows.sparse is not None:
         hit = windows.sparse.ids == windows.tokens[..., None]  # the truth is always listed
         truth = torch.where(hit, windows.sparse.log_weights, -torch.inf).amax(-1)

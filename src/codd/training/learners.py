@@ -14,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from codd.backbones.backbone import Backbone
-from codd.circuits import HMM, Factors, Head, HeadConfig, Modulated, load_circuit
+from codd.circuits import HMM, Circuit, Factors, Head, HeadConfig, Modulated, load_circuit
 from codd.circuits.modulated import widened
 from codd.circuits.ops.backend import use
 from codd.errors import InvalidInput
@@ -78,7 +78,7 @@ def _is_free(factors: Factors) -> bool:
 
 
 def _start(recipe: CircuitRecipe, ground: Ground) -> tuple[Factors, Head | None]:
-    """Near the neutral circuit, or a circuit that is to be trained on."""
+    """Near the null circuit, or a circuit that is to be trained on."""
     sizes = recipe.circuit
     if recipe.start is not None:
         return _started(load_circuit(recipe.start, device=ground.device), recipe, ground)
@@ -107,9 +107,13 @@ def _new_head(recipe: CircuitRecipe, ground: Ground, num_states: int) -> Head | 
     return Head(config, recipe.seed).to(ground.device)
 
 
-def _started(found: HMM | Modulated, recipe: CircuitRecipe, ground: Ground) -> tuple[Factors, Head | None]:
+def _started(circuit: HMM | Modulated | Circuit, recipe: CircuitRecipe, ground: Ground) -> tuple[Factors, Head | None]:
     """The numbers behind a saved circuit; one that is static may be given a head, which starts at zero."""
-    hmm = found.hmm if isinstance(found, Modulated) else found
+    if isinstance(circuit, Circuit):
+        raise InvalidInput(
+            f"start: {recipe.start} is a general circuit; training starts from an HMM or a modulated one."
+        )
+    hmm = circuit.hmm if isinstance(circuit, Modulated) else circuit
     if hmm.vocab_size != ground.vocab_size:
         raise InvalidInput(
             f"start: the circuit {recipe.start} is over {hmm.vocab_size} tokens, the backbone over "
@@ -126,7 +130,7 @@ def _started(found: HMM | Modulated, recipe: CircuitRecipe, ground: Ground) -> t
             f"start: the circuit {recipe.start} was not made with {wanted.inner_states} inner states, which cannot be "
             "added: set head.inner_states to 0, or begin anew."
         )
-    head = found.head if isinstance(found, Modulated) else _new_head(recipe, ground, hmm.num_states)
+    head = circuit.head if isinstance(circuit, Modulated) else _new_head(recipe, ground, hmm.num_states)
     if head is not None and head.config.features != ground.features:
         raise InvalidInput(
             f"start: the circuit {recipe.start} listens to hidden states of {head.config.features} numbers, there are "

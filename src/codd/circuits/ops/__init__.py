@@ -1,5 +1,8 @@
 """The operations of the engine, each in three implementations behind one signature.
 
+"reference" is the float64 reference, the truth that the other two are compared with; "eager" is PyTorch with loops in C
+or NumPy on the CPU; "triton" are the GPU kernels.
+
 ``backend_for`` picks one by device, once; ``use`` overrides the choice, for tests and for study:
 
     with ops.use("reference"):

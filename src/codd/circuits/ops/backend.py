@@ -1,4 +1,4 @@
-"""One signature a operation, three sets of implementations, and the choice between them."""
+"""One signature for each operation, three sets of implementations, and the choice between them."""
 
 import importlib.util
 from collections.abc import Callable, Iterator

@@ -19,8 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from codd.backbones.backbone import Backbone
-from codd.circuits import Modulated
-from codd.coupling.coupled import Prior
+from codd.circuits import ProbabilisticCircuit
 from codd.errors import InvalidInput
 from codd.evaluation.gap import BLOCK_LENGTH, Progress, block_scores
 from codd.evaluation.likelihood.copula import dcd_scores
@@ -40,7 +39,7 @@ SCORING = (
 
 def continuation_scores(
     backbone: Backbone,
-    circuits: Mapping[str, Prior | Modulated],
+    circuits: Mapping[str, ProbabilisticCircuit],
     causal: Backbone | None,
     ids: Int[Tensor, "B T"],
     *,

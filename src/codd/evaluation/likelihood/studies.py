@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from codd.backbones import Backbone, Tokenizer
-from codd.circuits import Modulated
-from codd.coupling.coupled import Prior
+from codd.circuits import ProbabilisticCircuit
 from codd.decoding.model import Model
 from codd.errors import InvalidInput
-from codd.evaluation.gap import BLOCK_LENGTH, RATIOS, BlockScores, block_scores, circuit_length, joined
+from codd.evaluation.gap import BLOCK_LENGTH, RATIOS, BlockScores, block_scores, joined
 from codd.evaluation.likelihood import continuations
 from codd.evaluation.likelihood.continuations import CONTEXTS, CONTINUATION, Told, part
 from codd.evaluation.likelihood.copula import dcd_scores
@@ -27,7 +26,7 @@ from codd.evaluation.likelihood.corpora import PROSE, ROW_LENGTH, SOURCES, Wante
 from codd.evaluation.statistics import bootstrap_interval
 from codd.training import corpus
 
-Circuits = Mapping[str, Prior | Modulated]
+Circuits = Mapping[str, ProbabilisticCircuit]
 Figures = dict[str, float | None]
 """mean, low and high: a mean over texts with the middle 95% of a bootstrap over them. None where it is no number."""
 
@@ -136,11 +135,7 @@ def continuation_study(
 
 def shared_length(circuits: Circuits) -> int:
     """The length of the blocks that all circuits are for; those that serve any length are not asked."""
-    lengths = {
-        name: circuit_length(circuit)
-        for name, circuit in circuits.items()
-        if circuit.length is not None or getattr(circuit, "window", None) is not None
-    }
+    lengths = {name: circuit.window for name, circuit in circuits.items() if circuit.window is not None}
     if len(set(lengths.values())) > 1:
         raise InvalidInput(f"the circuits are for blocks of different lengths: {lengths}; measure them one by one.")
     return next(iter(lengths.values()), BLOCK_LENGTH)

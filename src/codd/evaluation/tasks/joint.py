@@ -7,13 +7,12 @@ over its blocks. Without a circuit, and with the null circuit, tokens of a block
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from codd.circuits import Modulated
 from codd.coupling import Coupled
 from codd.decoding import Model, Options
 from codd.decoding.loop import pad_left
@@ -96,10 +95,14 @@ def _score(
         single = logits.log_softmax(-1)
         total = single.gather(-1, truth[..., None]).double().sum()
         return Score(float(total), bool((single.argmax(-1) == truth).all()))
-    extra: dict[str, Any] = {"features": states} if isinstance(model.circuit, Modulated) else {}
     hidden = torch.ones_like(truth, dtype=torch.bool)
     joint = Coupled(
-        model.circuit, logits=logits, tokens=truth, masked=hidden, temperature=options.circuit_temperature, **extra
+        model.circuit,
+        logits=logits,
+        tokens=truth,
+        masked=hidden,
+        temperature=options.circuit_temperature,
+        features=states,
     )
     sure = bool((joint.marginals().argmax(-1) == truth).all())
     return Score(float(joint.log_prob(truth)[0]), sure)

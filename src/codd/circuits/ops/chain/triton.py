@@ -124,7 +124,7 @@ def _messages(
     ROWS: tl.constexpr,
     N: tl.constexpr,
 ):
-    """One direction."""
+    """Messages of one direction."""
     _pass(
         matrix,
         start,

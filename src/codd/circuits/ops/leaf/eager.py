@@ -27,7 +27,7 @@ class Rows:
     """
 
     def __init__(self, mask: Bool[Tensor, "B L"]):
-        """Find the rows."""
+        """``mask`` marks the rows; on the CPU they are listed, elsewhere all are computed."""
         self.mask = mask
         self.listed = mask.device.type == "cpu"
         self.index = mask.nonzero(as_tuple=True) if self.listed else ()
@@ -46,7 +46,7 @@ class Rows:
         return x.reshape(-1, *x.shape[2:]) if self.all else x[self.index]
 
     def put(self, out: Shaped[Tensor, "B L *K"], values: Shaped[Tensor, "R *K"]) -> None:
-        """Write values for these rows."""
+        """Write values to these rows of a (B, L, ...) tensor."""
         if self.listed and not self.all:
             out[self.index] = values
             return

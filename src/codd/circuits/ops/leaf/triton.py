@@ -49,17 +49,17 @@ def tiling_for(rows: int, states: int, vocab: int, itemsize: int, chip: int = 13
 @triton.jit
 def _compact(kind, slots, rows, count, total_rows, BLOCK: tl.constexpr):
     """Number the dense rows: rows[slot] = row, slots[row] = slot."""
-    found = 0
+    filled = 0
     for first in range(0, total_rows, BLOCK):
         row = first + tl.arange(0, BLOCK)
         inside = row < total_rows
         hit = (tl.load(kind + row, mask=inside, other=-1) == _DENSE) & inside
         number = hit.to(tl.int32)
-        slot = found + tl.cumsum(number, 0) - number
+        slot = filled + tl.cumsum(number, 0) - number
         tl.store(rows + slot, row, mask=hit)
         tl.store(slots + row, slot, mask=inside)
-        found += tl.sum(number, 0)
-    tl.store(count, found)
+        filled += tl.sum(number, 0)
+    tl.store(count, filled)
 
 
 @triton.jit

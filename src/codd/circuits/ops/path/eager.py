@@ -29,7 +29,7 @@ def sample_path(
             if done is not None:
                 return done.permute(1, 2, 0)
         if transition.gates is None:
-            return torch.from_numpy(_walk(transition, start.detach(), weights, thresholds)).permute(1, 2, 0)
+            return torch.from_numpy(_sample_numpy(transition, start.detach(), weights, thresholds)).permute(1, 2, 0)
     length, samples, batch = thresholds.shape
     path = torch.empty(length, samples, batch, dtype=torch.int64, device=weights.device)
     # Through logarithms: an improbable start times an improbable leaf would leave the range of float32.
@@ -53,13 +53,13 @@ def _leaving(transition: Transition, t: int, states: Int[Tensor, "S B"]) -> Floa
     return (left[states] * transition.gates[0][:, t]) @ right
 
 
-def _walk(
+def _sample_numpy(
     transition: Transition,
     start: Float[Tensor, " N"],
     weights: Float[Tensor, "L B N"],
     thresholds: Float[Tensor, "L S B"],
 ) -> NDArray[np.int64]:
-    """The same walk through NumPy, whose calls cost a third of PyTorch's on rows this short."""
+    """The same through NumPy, whose calls cost a third of PyTorch's on rows this short."""
     tables = list(transition.dense.numpy()) if transition.per_position else [transition.dense.numpy()] * len(weights)
     targets, limits = list(weights.numpy()), list(thresholds.numpy()[..., None])
     path = np.empty(thresholds.shape, dtype=np.int64)

@@ -9,9 +9,9 @@ from torch import Tensor
 from codd.circuits.ops.scaled import Scaled
 
 RULES = ("low_confidence", "margin", "given")
-ROUNDING = 1e-5
-"""What a sum of float32 probabilities may lack of one although it lacks nothing."""
 """What orders the positions: the best probability, its lead over the second, or numbers that are given."""
+ROUNDING = 1e-5
+"""How far the sum of all float32 probabilities may be from one."""
 
 
 class Picked(NamedTuple):
@@ -100,17 +100,17 @@ def pick(
     observed: Bool[Tensor, "B L"],
 ) -> Picked:
     """Choose a token, and commit it: ``open_``, ``leaf``, ``tokens`` and ``observed`` change in place."""
-    found = choose(log_p, open_, rule, given)
-    at = (torch.arange(len(log_p), device=log_p.device), found.positions)
-    token = candidates[(*at, found.numbers)]
-    column = columns[(*at, found.numbers)].to(leaf.values.dtype)
+    choice = choose(log_p, open_, rule, given)
+    at = (torch.arange(len(log_p), device=log_p.device), choice.positions)
+    token = candidates[(*at, choice.numbers)]
+    column = columns[(*at, choice.numbers)].to(leaf.values.dtype)
     top = column.amax(-1, keepdim=True)
     top = torch.where(top > 0, top, 1)
     scale = top.log() if column_scale is None else top.log() + column_scale[at]
-    new = (found.some & ~observed[at])[:, None]
+    new = (choice.some & ~observed[at])[:, None]
     leaf.values[at] = torch.where(new, column / top, leaf.values[at])
     leaf.log_scale[at] = torch.where(new, scale, leaf.log_scale[at])
     tokens[at] = torch.where(new[:, 0], token, tokens[at])
-    observed[at] = observed[at] | found.some
-    open_.scatter_(1, found.positions[:, None], False)
-    return Picked(found.positions, token, found.probabilities.float(), found.sure)
+    observed[at] = observed[at] | choice.some
+    open_.scatter_(1, choice.positions[:, None], False)
+    return Picked(choice.positions, token, choice.probabilities.float(), choice.sure)

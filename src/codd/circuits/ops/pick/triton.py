@@ -122,7 +122,7 @@ def _marginals(
     total = tl.sum(sums, 0)
     possible = total > 0.0
     over = tl.where(possible, total, 1.0)
-    found = tl.zeros((K,), tl.float32)
+    mass = tl.zeros((K,), tl.float32)
     for begin in range(0, states, N):  # messages come from the nearest cache now
         n = begin + tl.arange(0, N)
         inside = n < states
@@ -130,8 +130,8 @@ def _marginals(
         b = tl.load(backward + row * states + n, mask=inside, other=0.0)
         tile = listed[:, None] & inside[None, :]
         column = tl.load(columns + at[:, None] * states + n[None, :], mask=tile, other=0.0).to(tl.float32)
-        found += tl.sum(column * (f * b / over)[None, :], 1)
-    log_p = tl.log(found) + tl.load(weights + at, mask=listed, other=0.0)
+        mass += tl.sum(column * (f * b / over)[None, :], 1)
+    log_p = tl.log(mass) + tl.load(weights + at, mask=listed, other=0.0)
     hit = tl.load(candidates + at, mask=listed, other=-1) == tl.load(tokens + row)
     log_p = tl.where(tl.load(observed + row) != 0, tl.where(hit, 0.0, float("-inf")), log_p)
     tl.store(out + at, tl.where(possible, log_p, float("-inf")), mask=listed)

@@ -26,15 +26,15 @@ def scores(emission: Emission, ev: Evidence, latents: Int[Tensor, "B L"]) -> Flo
             hard = torch.full((len(rows), vocab), -torch.inf, dtype=dtype, device=ev.device)
             rows.put(out, hard.scatter_(-1, rows.take(ev.tokens)[:, None], 0.0))
             continue
-        found = emission.log_rows(rows.take(latents), rows.take(positions))
+        scored = emission.log_rows(rows.take(latents), rows.take(positions))
         if kind == Kind.DENSE:
-            found = found + _dense(ev, rows, dtype)
+            scored = scored + _dense(ev, rows, dtype)
         elif kind == Kind.SPARSE:
             assert ev.sparse is not None
-            tail = rows.take(ev.sparse.log_tail_weight(vocab)).to(dtype)[:, None].expand_as(found)
+            tail = rows.take(ev.sparse.log_tail_weight(vocab)).to(dtype)[:, None].expand_as(scored)
             listed = rows.take(ev.sparse.log_weights).to(dtype)
-            found = found + tail.scatter(-1, rows.take(ev.sparse.ids), listed)
-        rows.put(out, found)
+            scored = scored + tail.scatter(-1, rows.take(ev.sparse.ids), listed)
+        rows.put(out, scored)
     return out
 
 

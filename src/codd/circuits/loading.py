@@ -1,0 +1,29 @@
+"""Reading a saved circuit of any kind."""
+
+from os import PathLike
+
+import torch
+
+from codd.circuits import storage
+from codd.circuits.graph import Circuit
+from codd.circuits.hmm import HMM
+from codd.circuits.modulated import Modulated
+from codd.errors import FormatError
+
+_KINDS: dict[object, type[HMM] | type[Modulated] | type[Circuit]] = {
+    "hmm": HMM,
+    "modulated": Modulated,
+    "graph": Circuit,
+}
+
+
+def load_circuit(
+    source: str | PathLike[str], *, device: torch.device | str = "cpu", revision: str | None = None
+) -> HMM | Modulated | Circuit:
+    """Read a circuit of any kind from a folder or a hub id; general ones are for the CPU only."""
+    config, tensors = storage.read_folder(source, device=device, revision=revision)
+    stated = config.get("circuit")
+    kind = _KINDS.get(stated) if isinstance(stated, str) else None
+    if kind is None:
+        raise FormatError(f"{source} holds a circuit of type {stated!r}: known are {', '.join(map(repr, _KINDS))}")
+    return kind.from_stored(config, tensors, str(source))

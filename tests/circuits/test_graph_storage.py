@@ -1,0 +1,251 @@
+"""General circuits on the disk: an exact round trip, and hostile files that are refused."""
+
+import json
+import math
+
+import pytest
+import torch
+
+import codd
+from codd.circuits import HMM, Circuit, Evidence, balanced_tree, graph_storage, leaf, mixture, product, storage
+from codd.circuits.nodes import Leaf, Mixture, topological_order
+from codd.errors import CoddError, FormatError, InvalidCircuit
+
+
+def shared() -> Circuit:
+    """Text and numbers as variables in an order of their own, a shared node, zeros, leaves made out of order."""
+    late = leaf("city", [0.0, 1.0, 0.0], name="late")
+    early = [leaf("city", [0.2, 0.3, 0.5]), leaf(-7, [0.25, 0.75], name="")]
+    both = mixture([late, early[0]], weights=[0.0, 1.0], name="a \u2603 \x00 \ud800")
+    left, right = product([both, early[1]]), product([leaf(-7, [1.0, 0.0]), both])
+    extra = leaf("weather", [1.0], name='"quoted"\n')
+    return Circuit(
+        product([mixture([left, right, left], weights=[0.1, 0.2, 0.7]), extra]), variables=["weather", "city", -7]
+    )
+
+
+def tree() -> Circuit:
+    def table(*shape: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(sum(shape))
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).log_softmax(-1)
+
+    return balanced_tree(table(3), table(3, 3), table(3, 4), 5)
+
+
+CIRCUITS = {
+    "shared": shared,
+    "one leaf": lambda: Circuit(leaf("x", [0.1, 0.9])),
+    "product only": lambda: Circuit(product([leaf(1, [1.0]), leaf(0, [0.5, 0.5])])),
+    "chain": lambda: HMM.random(3, 4, seed=1, dtype=torch.float64).as_circuit(4),
+    "tree": tree,
+    "large number as a variable": lambda: Circuit(leaf(2**80, [0.5, 0.5])),
+}
+
+
+@pytest.fixture(params=CIRCUITS)
+def circuit(request) -> Circuit:
+    return CIRCUITS[request.param]()
+
+
+def assert_identical(a: Circuit, b: Circuit) -> None:
+    """The same nodes with the same parents, names, variables and parameters, to the bit."""
+    assert a.variables == b.variables
+    assert [type(v) for v in a.variables] == [type(v) for v in b.variables]
+    number = [{node: i for i, node in enumerate(c._nodes)} for c in (a, b)]
+    assert len(a._nodes) == len(b._nodes)
+    for x, y in zip(a._nodes, b._nodes, strict=True):
+        assert (type(x), x.name) == (type(y), y.name)
+        assert [number[0][child] for child in x.children] == [number[1][child] for child in y.children]
+        if isinstance(x, Leaf):
+            assert x.variable == y.variable
+            assert torch.equal(x.log_probs, y.log_probs)
+        elif isinstance(x, Mixture):
+            assert torch.equal(x.log_weights, y.log_weights)
+    latents = [[[number[i][node] for node in same] for same in c._leaves] for i, c in enumerate((a, b))]
+    assert latents[0] == latents[1]
+    assert torch.equal(a.leaf_log_probs, b.leaf_log_probs)
+
+
+def test_round_trip_is_exact(circuit, tmp_path):
+    assert circuit.save(tmp_path) == tmp_path
+    for again in (Circuit.load(tmp_path), codd.load_circuit(tmp_path), Circuit.from_pretrained(tmp_path)):
+        assert type(again) is Circuit
+        assert_identical(again, circuit)
+        ev = Evidence(missing=torch.ones(2, circuit.length, dtype=torch.bool))
+        drawn = [c.sample(ev, generator=torch.Generator().manual_seed(3)) for c in (circuit, again)]
+        assert torch.equal(drawn[0].tokens, drawn[1].tokens)
+        assert torch.equal(drawn[0].latents, drawn[1].latents)
+        assert torch.equal(circuit.posterior(ev), again.posterior(ev))
+
+
+def test_saving_twice_writes_the_same(circuit, tmp_path):
+    circuit.save(tmp_path / "one")
+    Circuit.load(tmp_path / "one").save(tmp_path / "two")
+    for name in (storage.CONFIG_FILE, storage.WEIGHTS_FILE):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+def test_a_long_chain_is_saved_without_recursion(tmp_path):
+    chain = HMM.random(2, 3, seed=1).as_circuit(1500)
+    assert Circuit.load(chain.save(tmp_path)).length == 1500
+
+
+def test_each_reader_reads_its_own(tmp_path):
+    HMM.neutral(2, 3).save(tmp_path / "hmm")
+    shared().save(tmp_path / "graph")
+    with pytest.raises(FormatError, match=r"type 'hmm', expected 'graph': use codd\.load_circuit"):
+        Circuit.load(tmp_path / "hmm")
+    with pytest.raises(FormatError, match=r"type 'graph', expected 'hmm': use codd\.load_circuit"):
+        HMM.load(tmp_path / "graph")
+
+
+def test_a_general_circuit_is_for_the_cpu(tmp_path):
+    tree().save(tmp_path)
+    config, tensors = storage.read_folder(tmp_path)
+    with pytest.raises(InvalidCircuit, match="general circuit computes in float64 on the CPU"):
+        Circuit.from_stored(config, tensors, "here").to("cuda")
+
+
+def test_what_could_not_be_read_back_is_not_written():
+    many, wide = [leaf(0, [1.0]) for _ in range(2**14)], leaf(1, torch.full((2**14,), 2.0**-14))
+    one = mixture(many, weights=torch.full((2**14,), 2.0**-14))
+    nodes = topological_order(product([one, wide]))  # `Circuit` itself would need 4 GiB for it
+    with pytest.raises(FormatError, match="would grow to a table of 2 variables x 16384 leaves x 16384 tokens"):
+        graph_storage.to_tensors(nodes, [many, [wide]], [0, 1])
+
+
+# Hostile files: those of `base` with some of their tensors, or of their configuration, changed.
+
+
+def base() -> Circuit:
+    """Nodes 0 to 5: leaves of 0 and 1, their product, two more leaves, their product; 6: the mixture of the two."""
+    pairs = [product([leaf(0, [0.5, 0.5]), leaf(1, [0.1, 0.2, 0.7])]) for _ in range(2)]
+    return Circuit(mixture(pairs, weights=[0.4, 0.6]))
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+HUGE = 2**62
+BAD_TENSORS = {
+    "a cycle": ({"children": ints(0, 1, 6, 4, 2, 5)}, "children must come before their parents"),
+    "a node that is its own child": ({"children": ints(0, 1, 3, 5, 2, 5)}, "children must come before their parents"),
+    "a child that is not there": ({"children": ints(0, 1, 3, 7, 2, 5)}, r"children must be in 0\.\.6, found 7"),
+    "a negative child": ({"children": ints(0, -1, 3, 4, 2, 5)}, r"children must be in 0\.\.6, found -1"),
+    "a huge child": ({"children": ints(0, HUGE, 3, 4, 2, 5)}, "children must be in"),
+    "a node without a parent": ({"children": ints(0, 1, 0, 1, 2, 5)}, "node 3 has no parent"),
+    "fewer children": ({"children": ints(0, 1, 3, 4, 2)}, "child_counts must add up to the 5 children"),
+    "more children": ({"children": ints(0, 1, 3, 4, 2, 5, 5)}, "child_counts must add up to the 7 children"),
+    "counts that overflow": ({"child_counts": ints(0, 0, HUGE, 0, 0, HUGE, 4)}, "child_counts must be in"),
+    "a negative count": ({"child_counts": ints(0, 0, -2, 0, 0, 2, 6)}, "child_counts must be in"),
+    "a leaf with children": ({"child_counts": ints(1, 0, 1, 0, 0, 2, 2)}, "child_counts must be 0 for leaves"),
+    "a product without children": ({"child_counts": ints(0, 0, 0, 0, 0, 4, 2)}, "at least 1 for products"),
+    "fewer counts": ({"child_counts": ints(0, 0, 2)}, "one entry for each node, found 7 and 3"),
+    "no nodes": ({"kinds": ints(), "child_counts": ints()}, "one entry for each node, found 0"),
+    "an unknown kind": ({"kinds": ints(0, 0, 1, 0, 0, 1, 3)}, r"kinds must be in 0\.\.2, found 3"),
+    "a leaf too many": ({"leaf_variables": ints(0, 1, 0, 1, 1)}, "must number each of the 4 leaves"),
+    "an order with a gap": ({"leaf_order": ints(0, 1, 2, 4)}, "must number each of the 4 leaves"),
+    "an order with a number twice": ({"leaf_order": ints(0, 1, 2, 2)}, "must number each of the 4 leaves"),
+    "a variable that is not there": ({"leaf_variables": ints(0, 1, 0, 2)}, r"leaf_variables must be in 0\.\.1"),
+    "a huge variable": ({"leaf_variables": ints(0, 1, 0, HUGE)}, "leaf_variables must be in"),
+    "no tokens": ({"variable_sizes": ints(0, 5)}, r"variable_sizes must be in 1\.\.10, found 0"),
+    "huge sizes": ({"variable_sizes": ints(HUGE, HUGE)}, "variable_sizes must be in"),
+    "sizes that do not add up": ({"variable_sizes": ints(3, 3)}, "must have 12 and 2 entries"),
+    "fewer probabilities": ({"log_probs": torch.zeros(9).double()}, "must have 10 and 2 entries"),
+    "more weights": ({"log_weights": torch.zeros(3).double()}, "must have 10 and 2 entries.*found 10 and 3"),
+    "weights of another sum": ({"log_weights": torch.zeros(2).double()}, "must sum to 1"),
+    "weights that are no numbers": ({"log_weights": torch.tensor([math.nan, 0.0]).double()}, "NaN or infinite"),
+    "infinite probabilities": ({"log_probs": torch.full((10,), math.inf).double()}, "NaN or infinite"),
+    "a graph that is not decomposable": (
+        {"kinds": ints(0, 0, 1, 0, 0, 1, 1), "log_weights": torch.zeros(0).double()},
+        "not decomposable",
+    ),
+    "a graph that is not smooth": (
+        {"kinds": ints(0, 0, 2, 0, 0, 2, 2), "log_weights": torch.full((6,), 0.5).double().log()},
+        "not smooth",
+    ),
+    "mixtures without weights": ({"kinds": ints(0, 0, 2, 0, 0, 2, 1)}, "log_weights must have 10 and 4"),
+    "float32": ({"log_probs": torch.zeros(10)}, r"log_probs must be one-dimensional, of torch\.float64"),
+    "a matrix": ({"children": ints(0, 1, 3, 4, 2, 5)[None]}, r"children must be one-dimensional.*\(1, 6\)"),
+    "int32": ({"kinds": torch.zeros(7, dtype=torch.int32)}, "kinds must be one-dimensional"),
+    "names that are no JSON": ({"names": torch.zeros(4, dtype=torch.uint8)}, "not JSON"),
+    "names of nested lists": ({"names": torch.full((100_000,), 91, dtype=torch.uint8)}, "not JSON"),
+    "fewer names": ({"names": torch.tensor(list(b'["a"]'), dtype=torch.uint8)}, "a list of 7 texts"),
+    "names that are numbers": ({"names": torch.tensor(list(b"[1,2,3,4,5,6,7]"), dtype=torch.uint8)}, "7 texts"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD_TENSORS.values(), ids=BAD_TENSORS.keys())
+def test_hostile_tensors_are_refused(changes, message, tmp_path):
+    base().save(tmp_path / "good")
+    config, tensors = storage.read_folder(tmp_path / "good")
+    storage.write_folder(tmp_path / "bad", config, tensors | changes)
+    for load in (Circuit.load, codd.load_circuit):
+        with pytest.raises(FormatError, match=f"bad: .*{message}.*Save or download the circuit again"):
+            load(tmp_path / "bad")
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [None, {}, "01", [], [0], [0, 1, 2], [0, 0], [0, 1.0], [0, None], [True, False], [[0], [1]], [0, math.pi]],
+    ids=str,
+)
+def test_hostile_variables_are_refused(variables, tmp_path):
+    base().save(tmp_path)
+    config, tensors = storage.read_folder(tmp_path)
+    storage.write_folder(tmp_path, {**config, "variables": variables}, tensors)
+    with pytest.raises(FormatError, match="variables"):
+        Circuit.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["kinds", "children", "log_probs", "names"])
+def test_missing_tensors_are_named(name, tmp_path):
+    base().save(tmp_path)
+    config, tensors = storage.read_folder(tmp_path)
+    del tensors[name]
+    storage.write_folder(tmp_path, config, tensors)
+    with pytest.raises(FormatError, match=f"tensor {name} must be.*found none"):
+        Circuit.load(tmp_path)
+
+
+def test_a_small_file_cannot_ask_for_a_huge_table(tmp_path):
+    """2**13 variables, one of them of 2**14 tokens and one of 2**14 leaves: 2**41 numbers from less than a megabyte."""
+    variables, many = 2**13, 2**14
+    leaves = many + variables - 1
+    sizes, places = torch.ones(variables).long(), torch.cat([torch.zeros(many).long(), torch.arange(1, variables)])
+    sizes[-1] = many
+    tensors = {
+        "kinds": torch.cat([torch.zeros(leaves).long(), ints(2, 1)]),
+        "child_counts": torch.cat([torch.zeros(leaves).long(), ints(many, variables)]),
+        "children": torch.cat([torch.arange(many), ints(leaves), torch.arange(many, leaves)]),
+        "leaf_variables": places,
+        "leaf_order": torch.arange(leaves),
+        "variable_sizes": sizes,
+        "log_probs": torch.cat([torch.zeros(leaves - 1), torch.full((many,), -14 * math.log(2))]).double(),
+        "log_weights": torch.full((many,), -14 * math.log(2)).double(),
+        "names": torch.tensor(list(json.dumps([""] * (leaves + 2)).encode()), dtype=torch.uint8),
+    }
+    storage.write_folder(tmp_path, {"circuit": "graph", "variables": list(range(variables))}, tensors)
+    with pytest.raises(FormatError, match="8192 variables x 16384 leaves x 16384 tokens; codd stops at 64 times"):
+        Circuit.load(tmp_path)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_damaged_tensors_read_or_raise_our_error(seed, tmp_path):
+    random = torch.Generator().manual_seed(seed)
+    shared().save(tmp_path)
+    config, tensors = storage.read_folder(tmp_path)
+    names = sorted(tensors)
+    for _ in range(2):
+        name = names[int(torch.randint(len(names), (1,), generator=random))]
+        at = int(torch.randint(len(tensors[name]), (1,), generator=random))
+        value = int(torch.randint(-3, 9, (1,), generator=random)) % (256 if name == "names" else 2**62)
+        tensors[name][at] = value
+    storage.write_folder(tmp_path, config, tensors)
+    try:
+        found = Circuit.load(tmp_path)
+    except CoddError:
+        return
+    nothing = Evidence(missing=torch.ones(1, found.length, dtype=torch.bool))
+    assert abs(float(found.log_partition(nothing))) < 1e-3

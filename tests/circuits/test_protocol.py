@@ -1,0 +1,237 @@
+"""One interface for circuits of every kind: what they say of themselves, and the same answers through it."""
+
+import pytest
+import torch
+from jaxtyping import config
+from torch import Tensor
+from torch.testing import assert_close
+
+from codd.circuits import HMM, Circuit, Evidence, Factors, Head, HeadConfig, Modulated, Modulation, hmm
+from codd.circuits.incremental import IncrementalConditioner, RecomputingConditioner
+from codd.circuits.ops import native
+from codd.circuits.protocol import Conditioner, ProbabilisticCircuit
+from codd.errors import InvalidCircuit, InvalidEvidence
+
+B, L, V, N, R, D = 2, 4, 5, 3, 2, 6
+EXACT = {"atol": 1e-9, "rtol": 1e-9}
+QUERIES = (
+    "log_partition",
+    "conditional_log_prob",
+    "marginals",
+    "posterior",
+    "sample",
+    "conditional_scores",
+    "joint_step",
+    "pairwise",
+    "incremental",
+)
+
+
+def chain() -> HMM:
+    return HMM.random(N, V, seed=1, dtype=torch.float64)
+
+
+def modulated(states: int = N, inner: int = R) -> Modulated:
+    head = Head(HeadConfig(D, states, inner))
+    random = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for weight in head.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=random))
+    factors = Factors.near_neutral(N, V, inner_states=R, noise=1.0).map(lambda x: x.double())
+    return Modulated(HMM.from_factors(factors), head.requires_grad_(False))
+
+
+KINDS = {"hmm": chain, "modulated": modulated, "graph": lambda: chain().as_circuit(L)}
+
+
+@pytest.fixture(params=KINDS)
+def circuit(request) -> ProbabilisticCircuit:
+    return KINDS[request.param]()
+
+
+def features() -> Tensor:
+    return torch.randn(B, L, D, generator=torch.Generator().manual_seed(3))
+
+
+def masked() -> Tensor:
+    return torch.tensor([[True, False, True, True], [True, True, True, True]])
+
+
+def evidence(modulation: Modulation | None = None) -> Evidence:
+    random = torch.Generator().manual_seed(0)
+    logits = 2 * torch.randn(B, L, V, generator=random, dtype=torch.float64)
+    tokens = torch.randint(0, V, (B, L), generator=random)
+    return Evidence(
+        tokens=tokens, observed=~masked(), logits=logits, **({} if modulation is None else modulation._asdict())
+    )
+
+
+def asked(circuit: ProbabilisticCircuit, ev: Evidence, query: str) -> list[Tensor]:
+    """What a query answers, as tensors."""
+    ids = torch.ones(B, L, dtype=torch.int64)
+    if query == "conditional_log_prob":
+        return [circuit.conditional_log_prob(ids, ev)]
+    if query == "sample":
+        return list(circuit.sample(ev, generator=torch.Generator().manual_seed(1), num_samples=2))
+    if query == "conditional_scores":
+        return [circuit.conditional_scores(ev, ids)]
+    if query == "joint_step":
+        return list(circuit.joint_step(ev, uniforms=torch.rand(B, L, generator=torch.Generator().manual_seed(2))))
+    if query == "pairwise":
+        return [circuit.pairwise(ev, torch.tensor([0, 3]).expand(B, L, 2))]
+    if query == "incremental":
+        conditioner = circuit.incremental(ev)
+        conditioner.commit(torch.tensor([2, 0]), torch.tensor([1, 3]))
+        one = conditioner.dense_log_marginals(torch.tensor([0, 1]))
+        return [conditioner.log_partition, conditioner.log_marginals(), one]
+    return [getattr(circuit, query)(ev)]
+
+
+def test_every_kind_is_a_probabilistic_circuit(circuit):
+    assert isinstance(circuit, ProbabilisticCircuit)
+    inner, modulation = circuit.condition_on(features(), masked())
+    assert isinstance(inner, ProbabilisticCircuit)
+    assert isinstance(circuit.incremental(evidence(modulation)), Conditioner)
+
+
+def test_what_circuits_say_of_themselves():
+    for circuit, length, width in ((chain(), None, None), (modulated(), None, D), (chain().as_circuit(L), L, None)):
+        assert (circuit.vocab_size, circuit.num_latents, circuit.feature_width) == (V, N, width)
+        assert (circuit.length, circuit.window) == (length, length)
+        assert (circuit.device, circuit.dtype) == (torch.device("cpu"), torch.float64)
+        assert circuit.supports_cuda_graphs == (not isinstance(circuit, Circuit))
+    assert HMM.random(N, V, length=L).window == L
+
+
+def test_static_circuits_ignore_features():
+    for circuit in (chain(), chain().as_circuit(L)):
+        for given in (None, features()):
+            answers, modulation = circuit.condition_on(given, masked())
+            assert answers is circuit
+            assert modulation == (None, None)
+
+
+def test_a_modulated_circuit_is_its_hmm_and_the_heads_evidence(monkeypatch):
+    circuit = modulated()
+    answers, modulation = circuit.condition_on(features(), masked())
+    assert answers is circuit.hmm
+    assert_close(modulation, circuit.modulate(features(), masked()), **EXACT)
+    with pytest.raises(InvalidEvidence, match="this circuit is modulated: give the network's last hidden states"):
+        circuit.condition_on(None, masked())
+    monkeypatch.setattr(config, "jaxtyping_disable", True)  # as users run it: wrong shapes meet our own errors
+    with pytest.raises(InvalidEvidence, match=r"features must be \(B, L, 6\) = \(2, 4, 6\).*found \(2, 4, 7\)"):
+        circuit.condition_on(torch.zeros(B, L, D + 1), masked())
+
+
+@pytest.mark.parametrize("query", QUERIES)
+def test_queries_of_a_modulated_circuit_are_those_of_its_hmm(query):
+    circuit = modulated()
+    ev = evidence(circuit.condition_on(features(), masked())[1])
+    for got, want in zip(asked(circuit, ev, query), asked(circuit.hmm, ev, query), strict=True):
+        assert torch.equal(got, want)  # the same code on the same numbers
+    with pytest.raises(InvalidEvidence, match=r"no latent_log_potentials.*condition_on\(features, masked\)"):
+        asked(circuit, evidence(), query)
+    with pytest.raises(InvalidEvidence, match="no step_log_gates"):
+        asked(circuit, evidence(Modulation(ev.latent_log_potentials)), query)
+
+
+@pytest.mark.parametrize("query", [query for query in QUERIES if query not in ("sample", "joint_step")])
+def test_a_general_circuit_answers_as_the_chain_that_it_was_made_from(query):
+    hmm, ev = chain(), evidence()
+    graph = hmm.as_circuit(L)
+    for got, want in zip(asked(graph, ev, query), asked(hmm, ev, query), strict=True):
+        assert_close(got, want, **EXACT)
+
+
+class TestJointStepOfAGeneralCircuit:
+    def test_latents_are_decided_by_the_uniforms(self):
+        graph, ev = chain().as_circuit(L), evidence()
+        uniforms = torch.rand(40, B, L, generator=torch.Generator().manual_seed(2))
+        steps = [graph.joint_step(ev, uniforms=u) for u in uniforms]
+        assert torch.equal(steps[0].latents, graph.joint_step(ev, uniforms=uniforms[0]).latents)
+        assert len({tuple(step.latents.flatten().tolist()) for step in steps}) > 10
+        for step in steps:
+            assert torch.equal(step.scores, graph.conditional_scores(ev, step.latents))
+            assert torch.equal(step.log_partition, graph.log_partition(ev))
+
+    def test_or_by_a_generator(self):
+        graph, ev = chain().as_circuit(L), evidence()
+        one, two = (graph.joint_step(ev, generator=torch.Generator().manual_seed(7)) for _ in range(2))
+        assert torch.equal(one.latents, two.latents)
+
+    def test_latents_have_the_posterior(self):
+        graph, ev = chain().as_circuit(L), evidence()
+        many = Evidence(
+            tokens=ev.tokens.repeat(5000, 1), observed=ev.observed.repeat(5000, 1), logits=ev.logits.repeat(5000, 1, 1)
+        )
+        latents = graph.joint_step(many, generator=torch.Generator().manual_seed(5)).latents.reshape(5000, B, L)
+        shares = torch.stack([(latents == k).double().mean(0) for k in range(N)], -1)
+        assert_close(shares, graph.posterior(ev).exp(), atol=0.03, rtol=0)  # four standard errors of a share of 5000
+
+    def test_impossible_evidence_does_not_raise(self):
+        graph, ev = chain().as_circuit(L), evidence()
+        nothing = ev.logits.clone()
+        nothing[0, 0] = -torch.inf
+        ev = Evidence(tokens=ev.tokens, observed=ev.observed, logits=nothing)
+        step = graph.joint_step(ev, uniforms=torch.rand(B, L))
+        assert float(step.log_partition[0]) == -torch.inf
+        assert float(step.log_partition[1]) > -torch.inf
+        assert_close(step.scores, ev.dense_log_weights(V))
+
+
+@pytest.mark.parametrize("observed", [False, True])
+def test_recomputing_is_incremental_conditioning(observed):
+    hmm, ev = chain(), evidence()
+    if not observed:
+        ev = Evidence(logits=ev.logits, temperature=torch.tensor([0.5, 2.0]))
+    fast, slow = hmm.incremental(ev), RecomputingConditioner(hmm, ev)
+    assert isinstance(fast, IncrementalConditioner)
+    moves = [([1, 2], [4, 0]), ([3, 2], [1, 1]), ([1, 0], [2, 2])]  # one twice in the second sequence: it stays
+    for positions, tokens in moves:
+        for conditioner in (fast, slow):
+            conditioner.commit(torch.tensor(positions), torch.tensor(tokens))
+        assert_close(slow.log_partition, fast.log_partition, **EXACT)
+        assert_close(slow.log_marginals(), fast.log_marginals(), **EXACT)
+        assert torch.equal(slow.evidence.kind, fast.evidence.kind)
+        assert torch.equal(slow.evidence.tokens, fast.evidence.tokens)
+        at = torch.tensor([2, 3])
+        assert_close(slow.dense_log_marginals(at), fast.dense_log_marginals(at), **EXACT)
+    assert slow.candidates is None
+
+
+def test_a_general_circuit_stays_where_it_is():
+    graph = chain().as_circuit(L)
+    for place in ({}, {"device": "cpu"}, {"dtype": torch.float64}, {"device": torch.device("cpu")}):
+        assert graph.to(**place) is graph
+    for place in ({"device": "cuda"}, {"dtype": torch.float32}):
+        with pytest.raises(InvalidCircuit, match="general circuit computes in float64 on the CPU, found"):
+            graph.to(**place)
+
+
+class TestMemoryBound:
+    """Whether several sequences should share the reading of the transition matrix."""
+
+    @pytest.fixture(autouse=True)
+    def compiled(self, monkeypatch):
+        monkeypatch.setattr(native, "library", lambda: object())
+
+    def test_only_large_dense_chains_in_float32_are(self):
+        size = hmm.MEMORY_BOUND_STATES
+        large = HMM.neutral(size, 3)
+        assert large.memory_bound
+        assert not HMM.neutral(size - 1, 3).memory_bound
+        assert not large.to(dtype=torch.float64).memory_bound
+        assert not HMM.random(size, 3, rank=2).memory_bound
+        assert not HMM.random(size, 3, length=2).memory_bound
+        assert not HMM.neutral(2, 3).as_circuit(2).memory_bound
+
+    def test_a_modulated_circuit_is_as_its_hmm_is(self, monkeypatch):
+        monkeypatch.setattr(hmm, "MEMORY_BOUND_STATES", 1)
+        circuit = Modulated(HMM.neutral(N, V), Head(HeadConfig(D, N)))
+        assert circuit.memory_bound
+        monkeypatch.setattr(hmm, "MEMORY_BOUND_STATES", 256)
+        assert not circuit.memory_bound
+
+    def test_without_passes_in_c_nothing_is(self, monkeypatch):
+        monkeypatch.setattr(native, "library", lambda: None)
+        assert not HMM.neutral(hmm.MEMORY_BOUND_STATES, 3).memory_bound
