@@ -46,7 +46,7 @@ def live(model: codd.Model | None = None, settings: Settings | None = None, **en
         found.append(url)
         ready.set()
 
-    running = server.make(made, settings or Settings(), drain=5, ready=tell)
+    running = server.create_server(made, settings or Settings(), drain=5, on_ready=tell)
     thread = threading.Thread(target=running.run, args=([server.listen("127.0.0.1", 0)],))
     thread.start()
     try:

@@ -20,7 +20,7 @@ from small_models import Gate, small
 from codd.decoding import Options
 from codd.serving.app import Settings
 from codd.serving.connection import EventStream
-from codd.serving.guards import Guards
+from codd.serving.middleware import Security
 from codd.serving.prompts import Limits
 
 PROMPT = "What is 7 + 8?"
@@ -35,7 +35,7 @@ def held(gate: Gate, **more: Any) -> Settings:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Live]:
-    with live(settings=Settings(name="mini", guards=Guards(max_body=5000))) as found:
+    with live(settings=Settings(name="mini", security=Security(max_body=5000))) as found:
         yield found
 
 
@@ -182,7 +182,7 @@ def test_an_error_in_the_middle_of_a_stream_is_its_last_event():
 
 
 def test_a_client_that_waits_long_hears_that_the_server_is_still_there(monkeypatch):
-    monkeypatch.setattr(EventStream, "patience", 0.02)
+    monkeypatch.setattr(EventStream, "keep_alive", 0.02)
     gate = Gate()
     with live(small(), held(gate), slots=1) as server:
         threading.Timer(0.3, gate.open.release, [100]).start()
@@ -194,7 +194,7 @@ def test_a_client_that_waits_long_hears_that_the_server_is_still_there(monkeypat
 
 
 def test_a_key_is_asked_for():
-    with live(small(), Settings(guards=Guards(api_key="sesame"))) as server:
+    with live(small(), Settings(security=Security(api_key="sesame"))) as server:
         for path in ("/v1/models", "/metrics"):
             refused = server.http.get(path)
             assert (refused.status_code, error(refused)["code"]) == (401, "invalid_api_key")
