@@ -1,8 +1,9 @@
 """A server that really listens, in a thread of the test."""
 
+import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -21,6 +22,14 @@ def bundled() -> codd.Model:
     return codd.load(device="cpu")
 
 
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition; only a failure takes the whole minute."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
 @dataclass
 class Live:
     url: str
@@ -28,31 +37,23 @@ class Live:
     http: httpx.Client
 
     def until_idle(self) -> None:
-        """Wait until every slot has come back."""
-        end = time.monotonic() + 30
-        while self.engine.load.running or self.engine.load.waiting:
-            assert time.monotonic() < end
-            time.sleep(0.005)
+        """Wait until every slot is free and nothing is queued."""
+        until(lambda: not (self.engine.load.running or self.engine.load.waiting))
 
 
 @contextmanager
 def live(model: codd.Model | None = None, settings: Settings | None = None, **engine: Any) -> Iterator[Live]:
     """Serve until the block is left, and see that the thread ends."""
     made = Engine(model or bundled(), **engine)
-    found: list[str] = []
-    ready = threading.Event()
+    urls: queue.Queue[str] = queue.Queue()
 
-    def tell(url: str) -> None:
-        found.append(url)
-        ready.set()
-
-    running = server.create_server(made, settings or Settings(), drain=5, on_ready=tell)
+    running = server.create_server(made, settings or Settings(), drain=5, on_ready=urls.put)
     thread = threading.Thread(target=running.run, args=([server.listen("127.0.0.1", 0)],))
     thread.start()
     try:
-        assert ready.wait(30)
-        with httpx.Client(base_url=found[0], timeout=60) as client:
-            yield Live(found[0], made, client)
+        url = urls.get(timeout=60)
+        with httpx.Client(base_url=url, timeout=60) as client:
+            yield Live(url, made, client)
     finally:
         running.should_exit = True
         thread.join(30)
