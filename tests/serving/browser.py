@@ -17,8 +17,8 @@ import pytest
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, ConsoleMessage, Page
 
-PATIENCE = 60_000
-"""Milliseconds that a browser waits for a run; only a failure takes them."""
+PATIENCE = 180_000
+"""Milliseconds that a browser waits for anything; only a failure takes them."""
 
 
 @dataclass
@@ -117,6 +117,7 @@ class Visit:
     """Whether the console may report answers that are not a success: it does, whatever the page makes of them."""
 
     def listen(self) -> None:
+        self.page.set_default_timeout(PATIENCE)
         self.page.on("console", self._heard)
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("dialog", lambda dialog: (self.complaints.append(f"dialog: {dialog.message}"), dialog.dismiss()))
@@ -147,7 +148,7 @@ class Visit:
     def finish(self) -> tuple[str, str]:
         """Wait for both columns; what they wrote."""
         for column in ("left", "right"):
-            self.page.wait_for_selector(f"#{column} .state.done", timeout=PATIENCE)
+            self.page.wait_for_selector(f"#{column} .state.done")
         return self.text("left"), self.text("right")
 
     def run(self) -> tuple[str, str]:

@@ -16,6 +16,9 @@ from codd.serving import server
 from codd.serving.app import Settings
 from codd.serving.engine import Engine
 
+PATIENCE = 180
+"""Seconds that a test waits for anything; only a failure takes them."""
+
 
 @cache
 def bundled() -> codd.Model:
@@ -23,8 +26,8 @@ def bundled() -> codd.Model:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition; only a failure takes the whole minute."""
-    end = time.monotonic() + 60
+    """Wait for a condition; only a failure takes all of `PATIENCE`."""
+    end = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.002)
@@ -47,14 +50,14 @@ def live(model: codd.Model | None = None, settings: Settings | None = None, **en
     made = Engine(model or bundled(), **engine)
     urls: queue.Queue[str] = queue.Queue()
 
-    running = server.create_server(made, settings or Settings(), drain=5, on_ready=urls.put)
+    running = server.create_server(made, settings or Settings(), drain=30, on_ready=urls.put)
     thread = threading.Thread(target=running.run, args=([server.listen("127.0.0.1", 0)],))
     thread.start()
     try:
-        url = urls.get(timeout=60)
-        with httpx.Client(base_url=url, timeout=60) as client:
+        url = urls.get(timeout=PATIENCE)
+        with httpx.Client(base_url=url, timeout=PATIENCE) as client:
             yield Live(url, made, client)
     finally:
         running.should_exit = True
-        thread.join(30)
+        thread.join(PATIENCE)
         assert not thread.is_alive()

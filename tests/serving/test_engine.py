@@ -52,7 +52,7 @@ def running(test: Callable[[Engine], Awaitable[None]], **settings: Any) -> None:
         engine = Engine(small(), **settings)
         engine.start()
         try:
-            await asyncio.wait_for(test(engine), 60)
+            await asyncio.wait_for(test(engine), 180)
         finally:
             await engine.close()
         assert (engine.load.running, engine.load.waiting) == (0, 0)
@@ -75,7 +75,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def arrived(gate: Gate) -> None:
-    assert await asyncio.to_thread(gate.reached.acquire, timeout=30)
+    assert await asyncio.to_thread(gate.reached.acquire, timeout=180)
 
 
 def test_a_crowd_of_all_kinds_gets_what_each_would_get_alone():

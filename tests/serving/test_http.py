@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live import Live, bundled, live, until
+from live import PATIENCE, Live, bundled, live, until
 from small_models import Gate, small
 
 from codd.decoding import Options
@@ -146,7 +146,7 @@ def test_a_body_that_is_too_large_is_refused_whether_it_says_so_or_not(server):
 def test_a_full_queue_says_when_to_come_again(held, clients):
     server, gate = held
     asked = [clients.submit(server.http.post, "/v1/denoise", json=IDS)]
-    assert gate.reached.acquire(timeout=60)
+    assert gate.reached.acquire(timeout=PATIENCE)
     asked.append(clients.submit(server.http.post, "/v1/denoise", json=IDS))
     until(lambda: server.engine.load.waiting == 1)
     for stream in (True, False):
@@ -155,7 +155,7 @@ def test_a_full_queue_says_when_to_come_again(held, clients):
         assert int(refused.headers["Retry-After"]) >= 1
         assert error(refused)["code"] == "queue_full"
     gate.open.release(8)
-    assert [each.result(60).status_code for each in asked] == [200, 200]
+    assert [each.result(PATIENCE).status_code for each in asked] == [200, 200]
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -166,7 +166,7 @@ def test_who_hangs_up_frees_the_slot_within_one_step(held, stream):
     with socket.create_connection((host, int(port))) as wire:
         head = f"POST /v1/denoise HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
         wire.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        assert gate.reached.acquire(timeout=60)
+        assert gate.reached.acquire(timeout=PATIENCE)
         [request] = server.engine._running
     until(lambda: request.cancelled)  # the server has heard that the client has gone, while the step is under way
     gate.open.release()
@@ -179,13 +179,13 @@ def test_who_hangs_up_frees_the_slot_within_one_step(held, stream):
 def late(server: Live, gate: Gate, clients: ThreadPoolExecutor, **fields: Any) -> httpx.Response:
     """The response to a request whose deadline passes during its first step."""
     response = clients.submit(server.http.post, "/v1/denoise", json={**IDS, **fields, "timeout": 20})
-    assert gate.reached.acquire(timeout=60)
+    assert gate.reached.acquire(timeout=PATIENCE)
     [request] = server.engine._running
     assert request.deadline is not None
     assert request.deadline - request.queued_at <= 20
     request.deadline = time.monotonic()
     gate.open.release(100)
-    return response.result(60)
+    return response.result(PATIENCE)
 
 
 def test_a_deadline_ends_a_request(held, clients):
@@ -272,7 +272,7 @@ def test_metrics_count_what_happened(server):
 
 @pytest.fixture
 def process(tmp_path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    command = [sys.executable, "-m", "codd", "serve", "--port", "0", "--json", "--drain", "20"]
+    command = [sys.executable, "-m", "codd", "serve", "--port", "0", "--json", "--drain", str(PATIENCE)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "CODD_API_KEY": "k"}
     ) as found:
@@ -288,14 +288,14 @@ def test_sigterm_finishes_what_is_under_way_and_takes_nothing_new(process):
     found, url = process
     key = {"Authorization": "Bearer k"}
     body = {"prompt": PROMPT, "gen_length": 64, "steps": 16, "stop": False}
-    with httpx.stream("POST", f"{url}/v1/denoise", json=body, headers=key, timeout=60) as response:
+    with httpx.stream("POST", f"{url}/v1/denoise", json=body, headers=key, timeout=PATIENCE) as response:
         lines = response.iter_lines()
         assert next(lines) == "event: start"
         found.send_signal(signal.SIGTERM)
         rest = list(lines)
     assert "event: done" in rest
     assert sum(line == "event: step" for line in rest) == 16
-    assert found.wait(30) == 0
+    assert found.wait(PATIENCE) == 0
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health")
     assert found.stderr is not None

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from browser import PATIENCE, Relay, Server, Visit, launched, serving
+from browser import Relay, Server, Visit, launched, serving
 
 import codd
 
@@ -102,7 +102,7 @@ def test_goes_back_and_forth_in_both_columns(visit: Visit) -> None:
     assert (visit.text("left"), visit.text("right")) == last
     page.click("#play")
     page.wait_for_selector("#play[aria-label='Pause']")
-    page.wait_for_selector("#play[aria-label='Play']", timeout=PATIENCE)
+    page.wait_for_selector("#play[aria-label='Play']")
     assert page.inner_text("#where") == "step 4 of 4"
 
 
@@ -275,7 +275,7 @@ def test_says_when_the_server_is_gone_and_back(browser: "Browser", server: Serve
         page.wait_for_selector("#notice:has-text('The server does not answer')")
         assert (visit.text("left"), visit.text("right")) == texts
         relay.open()
-        page.wait_for_selector("#notice:has-text('The server is back')", timeout=PATIENCE)
+        page.wait_for_selector("#notice:has-text('The server is back')")
     relay.close()
 
 
