@@ -22,7 +22,7 @@ import torch
 import codd
 from codd.decoding import Options
 from codd.serving.engine import Engine
-from codd.serving.tickets import Denoising
+from codd.serving.requests import SequenceRequest
 from codd.training.problems import problems
 from decoding import llada_8b
 
@@ -104,10 +104,10 @@ async def served(
 
     async def one(number: int, prompt: list[int]) -> list[int]:
         [course] = model.begin([prompt], Options.of(**options, seed=args.seed + number))
-        ticket = Denoising(course, number % 7)
+        request = SequenceRequest(course, number % 7)
         ids: list[int] = []
-        with engine.submit([ticket]):
-            async for step in ticket.steps():
+        with engine.submit([request]):
+            async for step in request.steps():
                 ids = step.ids.tolist()
         return ids
 

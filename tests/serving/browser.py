@@ -3,10 +3,12 @@
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +17,8 @@ import pytest
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, ConsoleMessage, Page
 
-PATIENCE = 60_000
-"""Milliseconds that a browser waits for a run; only a failure takes them."""
+PATIENCE = 180_000
+"""Milliseconds that a browser waits for anything; only a failure takes them."""
 
 
 @dataclass
@@ -26,9 +28,45 @@ class Server:
     url: str
     process: subprocess.Popen[str]
 
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait()
+
+class Relay:
+    """A port of its own that leads to a server until it is closed, and again once it is opened: a server that goes."""
+
+    def __init__(self, url: str):
+        self._target = url.removeprefix("http://").split(":")
+        self._port = 0
+        self._wires: list[socket.socket] = []
+
+    def open(self) -> str:
+        """Accept connections; returns the URL, which stays the same."""
+        listening = socket.create_server(("127.0.0.1", self._port))
+        self._port = listening.getsockname()[1]
+        self._wires = [listening]
+        threading.Thread(target=self._accept, args=(listening,), daemon=True).start()
+        return f"http://127.0.0.1:{self._port}"
+
+    def close(self) -> None:
+        """Refuse new connections and break those that there are."""
+        for wire in self._wires:
+            with suppress(OSError):
+                wire.shutdown(socket.SHUT_RDWR)
+            wire.close()
+
+    def _accept(self, listening: socket.socket) -> None:
+        with suppress(OSError):  # closed
+            while True:
+                near, _ = listening.accept()
+                far = socket.create_connection((self._target[0], int(self._target[1])))
+                self._wires += [near, far]
+                for pair in ((near, far), (far, near)):
+                    threading.Thread(target=_pump, args=pair, daemon=True).start()
+
+
+def _pump(source: socket.socket, sink: socket.socket) -> None:
+    with suppress(OSError):  # closed
+        while data := source.recv(65536):
+            sink.sendall(data)
+        sink.shutdown(socket.SHUT_WR)
 
 
 @contextmanager
@@ -79,6 +117,7 @@ class Visit:
     """Whether the console may report answers that are not a success: it does, whatever the page makes of them."""
 
     def listen(self) -> None:
+        self.page.set_default_timeout(PATIENCE)
         self.page.on("console", self._heard)
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("dialog", lambda dialog: (self.complaints.append(f"dialog: {dialog.message}"), dialog.dismiss()))
@@ -109,7 +148,7 @@ class Visit:
     def finish(self) -> tuple[str, str]:
         """Wait for both columns; what they wrote."""
         for column in ("left", "right"):
-            self.page.wait_for_selector(f"#{column} .state.done", timeout=PATIENCE)
+            self.page.wait_for_selector(f"#{column} .state.done")
         return self.text("left"), self.text("right")
 
     def run(self) -> tuple[str, str]:

@@ -1,8 +1,9 @@
 """A server that really listens, in a thread of the test."""
 
+import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -15,10 +16,21 @@ from codd.serving import server
 from codd.serving.app import Settings
 from codd.serving.engine import Engine
 
+PATIENCE = 180
+"""Seconds that a test waits for anything; only a failure takes them."""
+
 
 @cache
 def bundled() -> codd.Model:
     return codd.load(device="cpu")
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition; only a failure takes all of `PATIENCE`."""
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
 
 
 @dataclass
@@ -28,32 +40,24 @@ class Live:
     http: httpx.Client
 
     def until_idle(self) -> None:
-        """Wait until every slot has come back."""
-        end = time.monotonic() + 30
-        while self.engine.load.running or self.engine.load.waiting:
-            assert time.monotonic() < end
-            time.sleep(0.005)
+        """Wait until every slot is free and nothing is queued."""
+        until(lambda: not (self.engine.load.running or self.engine.load.waiting))
 
 
 @contextmanager
 def live(model: codd.Model | None = None, settings: Settings | None = None, **engine: Any) -> Iterator[Live]:
     """Serve until the block is left, and see that the thread ends."""
     made = Engine(model or bundled(), **engine)
-    found: list[str] = []
-    ready = threading.Event()
+    urls: queue.Queue[str] = queue.Queue()
 
-    def tell(url: str) -> None:
-        found.append(url)
-        ready.set()
-
-    running = server.make(made, settings or Settings(), drain=5, ready=tell)
+    running = server.create_server(made, settings or Settings(), drain=30, on_ready=urls.put)
     thread = threading.Thread(target=running.run, args=([server.listen("127.0.0.1", 0)],))
     thread.start()
     try:
-        assert ready.wait(30)
-        with httpx.Client(base_url=found[0], timeout=60) as client:
-            yield Live(found[0], made, client)
+        url = urls.get(timeout=PATIENCE)
+        with httpx.Client(base_url=url, timeout=PATIENCE) as client:
+            yield Live(url, made, client)
     finally:
         running.should_exit = True
-        thread.join(30)
+        thread.join(PATIENCE)
         assert not thread.is_alive()

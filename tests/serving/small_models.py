@@ -22,9 +22,13 @@ class Gate:
     """A hook that holds every step it is in until it is let go."""
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Shut it again, and forget who came; only while no step is in it."""
         self.reached, self.open = threading.Semaphore(0), threading.Semaphore(0)
 
     def __call__(self, logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         self.reached.release()
-        assert self.open.acquire(timeout=30)
+        assert self.open.acquire(timeout=180)
         return logits

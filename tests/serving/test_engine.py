@@ -1,6 +1,7 @@
 """The engine: sequences of all kinds at once, each as if alone; and what happens when something does not go well."""
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -13,7 +14,14 @@ from small_models import Gate, small
 from codd.decoding import Options, Step
 from codd.errors import InvalidInput
 from codd.serving.engine import Engine
-from codd.serving.tickets import Broken, Busy, Closing, Denoising, Late, Question
+from codd.serving.requests import (
+    DeadlineExceeded,
+    ModelCall,
+    ModelFailure,
+    QueueFull,
+    SequenceRequest,
+    ShuttingDown,
+)
 
 PROMPT = [3, 1, 4, 1, 5]
 SHORT: dict[str, Any] = {"gen_length": 8, "block_length": 8, "steps": 4}
@@ -26,15 +34,15 @@ KINDS: list[tuple[list[int], dict[str, Any]]] = [
 ]
 
 
-def ticket(
+def request(
     prompt: list[int] = PROMPT,
     client: str = "me",
     deadline: float | None = None,
     base: dict[str, Any] = SHORT,
     **options: Any,
-) -> Denoising:
-    [course] = small().begin([prompt], Options.of(**{**base, "stop": False, **options}))
-    return Denoising(course, client, deadline)
+) -> SequenceRequest:
+    [state] = small().begin([prompt], Options.of(**{**base, "stop": False, **options}))
+    return SequenceRequest(state, client, deadline)
 
 
 def running(test: Callable[[Engine], Awaitable[None]], **settings: Any) -> None:
@@ -44,7 +52,7 @@ def running(test: Callable[[Engine], Awaitable[None]], **settings: Any) -> None:
         engine = Engine(small(), **settings)
         engine.start()
         try:
-            await asyncio.wait_for(test(engine), 60)
+            await asyncio.wait_for(test(engine), 180)
         finally:
             await engine.close()
         assert (engine.load.running, engine.load.waiting) == (0, 0)
@@ -52,7 +60,7 @@ def running(test: Callable[[Engine], Awaitable[None]], **settings: Any) -> None:
     asyncio.run(main())
 
 
-async def written(engine: Engine, one: Denoising) -> torch.Tensor:
+async def written(engine: Engine, one: SequenceRequest) -> torch.Tensor:
     with engine.submit([one]):
         last = None
         async for step in one.steps():
@@ -67,7 +75,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def arrived(gate: Gate) -> None:
-    await asyncio.to_thread(gate.reached.acquire, timeout=30)
+    assert await asyncio.to_thread(gate.reached.acquire, timeout=180)
 
 
 def test_a_crowd_of_all_kinds_gets_what_each_would_get_alone():
@@ -77,10 +85,10 @@ def test_a_crowd_of_all_kinds_gets_what_each_would_get_alone():
         async def one(number: int) -> bool:
             await asyncio.sleep(0.003 * (number % 7))  # they come while others are under way
             prompt, how = KINDS[number % len(KINDS)]
-            made = ticket(prompt, client=str(number % 3), base={}, **how)
+            made = request(prompt, client=str(number % 3), base={}, **how)
             return torch.equal(await written(engine, made), alone[number % len(KINDS)])
 
-        assert all(await asyncio.gather(*(one(number) for number in range(30))))
+        assert all(await asyncio.gather(*(one(number) for number in range(3 * len(KINDS)))))
 
     running(test, slots=4, queue=64)
 
@@ -88,7 +96,7 @@ def test_a_crowd_of_all_kinds_gets_what_each_would_get_alone():
 def test_steps_arrive_one_by_one_while_the_sequence_is_under_way():
     async def test(engine: Engine) -> None:
         gate = Gate()
-        one = ticket(hooks=(gate,))
+        one = request(hooks=(gate,))
         with engine.submit([one]):
             steps = one.steps()
             for number in range(4):
@@ -103,7 +111,7 @@ def test_steps_arrive_one_by_one_while_the_sequence_is_under_way():
 def test_sequences_really_share_their_steps():
     async def test(engine: Engine) -> None:
         gate = Gate()
-        first, second = ticket(hooks=(gate,)), ticket()
+        first, second = request(hooks=(gate,)), request()
         with engine.submit([first, second]):
             await arrived(gate)
             assert engine.load.running == 2
@@ -124,16 +132,16 @@ def test_sequences_really_share_their_steps():
 def test_a_full_queue_refuses_all_of_a_request_or_nothing():
     async def test(engine: Engine) -> None:
         gate = Gate()
-        held = ticket(hooks=(gate,))
+        held = request(hooks=(gate,))
         with engine.submit([held]):
             await arrived(gate)
-            with engine.submit([ticket(), ticket()]):
+            with engine.submit([request(), request()]):
                 assert engine.load.waiting == 2
-                with pytest.raises(Busy) as busy, engine.submit([ticket(), ticket()]):
+                with pytest.raises(QueueFull) as busy, engine.submit([request(), request()]):
                     pass
                 assert 1 <= busy.value.retry_after <= 60
                 assert engine.load.waiting == 2
-                with engine.submit([ticket()]):
+                with engine.submit([request()]):
                     assert engine.load.waiting == 3
             gate.open.release()
 
@@ -142,8 +150,8 @@ def test_a_full_queue_refuses_all_of_a_request_or_nothing():
 
 def test_an_idle_engine_takes_as_many_as_it_has_slots_even_without_a_queue():
     async def test(engine: Engine) -> None:
-        assert len(await written(engine, ticket())) == len(PROMPT) + 8
-        with pytest.raises(Busy), engine.submit([ticket(), ticket()]):
+        assert len(await written(engine, request())) == len(PROMPT) + 8
+        with pytest.raises(QueueFull), engine.submit([request(), request()]):
             pass
 
     running(test, slots=1, queue=0)
@@ -152,17 +160,17 @@ def test_an_idle_engine_takes_as_many_as_it_has_slots_even_without_a_queue():
 def test_who_leaves_frees_the_slot_within_one_step():
     async def test(engine: Engine) -> None:
         gate = Gate()
-        gone = ticket(hooks=(gate,))
+        gone = request(hooks=(gate,))
         with engine.submit([gone]):
             await arrived(gate)
-            other = ticket()
+            other = request()
             waiting = asyncio.create_task(written(engine, other))
             await until(lambda: engine.load.waiting == 1)
         gate.open.release()  # the step that was under way, and no other
         await waiting
         assert gate.reached.acquire(blocking=False) is False
-        assert gone.course.draft.evaluations == 1
-        assert engine.metrics.dropped.labels("cancelled")._value.get() == 1
+        assert gone.state.draft.evaluations == 1
+        assert engine.metrics.evicted.labels("cancelled")._value.get() == 1
 
     running(test, slots=1)
 
@@ -170,19 +178,18 @@ def test_who_leaves_frees_the_slot_within_one_step():
 def test_deadlines_end_what_is_under_way_and_what_waits():
     async def test(engine: Engine) -> None:
         gate = Gate()
-        slow = ticket(hooks=(gate,), deadline=time.monotonic() + 0.05)
-        waits = ticket(client="other", deadline=time.monotonic() + 0.05)
+        slow, waits = request(hooks=(gate,), deadline=math.inf), request(client="other", deadline=math.inf)
         with engine.submit([slow, waits]):
             await arrived(gate)
-            await asyncio.sleep(0.1)
+            slow.deadline = waits.deadline = time.monotonic()  # it passes while the step is under way
             gate.open.release()
             steps = slow.steps()
             assert isinstance(await anext(steps), Step)
-            with pytest.raises(Late):
+            with pytest.raises(DeadlineExceeded):
                 await anext(steps)
-            with pytest.raises(Late):
+            with pytest.raises(DeadlineExceeded):
                 await anext(waits.steps())
-        await written(engine, ticket())
+        await written(engine, request())
 
     running(test, slots=1)
 
@@ -192,7 +199,7 @@ def test_a_sequence_that_cannot_go_on_fails_alone():
         return logits[:, :2]
 
     async def test(engine: Engine) -> None:
-        bad, good = ticket(hooks=(wrong,)), ticket()
+        bad, good = request(hooks=(wrong,)), request()
         with engine.submit([bad, good]):
             with pytest.raises(InvalidInput, match="hook"):
                 await anext(bad.steps())
@@ -206,11 +213,11 @@ def test_after_a_failure_of_the_model_the_engine_goes_on(caplog):
         raise RuntimeError("boom")
 
     async def test(engine: Engine) -> None:
-        bad = ticket(hooks=(explode,))
-        with engine.submit([bad]), pytest.raises(Broken):
+        bad = request(hooks=(explode,))
+        with engine.submit([bad]), pytest.raises(ModelFailure):
             await anext(bad.steps())
         assert engine.load.running == 0
-        await written(engine, ticket())
+        await written(engine, request())
 
     running(test)
     assert "boom" in caplog.text
@@ -219,13 +226,13 @@ def test_after_a_failure_of_the_model_the_engine_goes_on(caplog):
 def test_questions_are_answered_between_two_steps():
     async def test(engine: Engine) -> None:
         gate = Gate()
-        one, question = ticket(hooks=(gate,)), Question(lambda: threading.current_thread().name, "me")
+        one, call = request(hooks=(gate,)), ModelCall(lambda: threading.current_thread().name, "me")
         with engine.submit([one]):
             await arrived(gate)
-            with engine.submit([question]):
+            with engine.submit([call]):
                 gate.open.release()
-                assert await question.answer() == "codd-model"
-            assert one.course.draft.evaluations == 1
+                assert await call.result() == "codd-model"
+            assert one.state.draft.evaluations == 1
             for _ in range(3):
                 gate.open.release()
             assert len([step async for step in one.steps()]) == 4
@@ -233,16 +240,16 @@ def test_questions_are_answered_between_two_steps():
         def impossible() -> None:
             raise InvalidInput("no")
 
-        wrong = Question(impossible, "me")
+        wrong = ModelCall(impossible, "me")
         with engine.submit([wrong]), pytest.raises(InvalidInput):
-            await wrong.answer()
+            await wrong.result()
 
     running(test)
 
 
 def test_what_has_nothing_to_fill_is_done_at_once():
     async def test(engine: Engine) -> None:
-        one = ticket(gen_length=0)
+        one = request(gen_length=0)
         with engine.submit([one]):
             assert [step async for step in one.steps()] == []
 
@@ -252,12 +259,12 @@ def test_what_has_nothing_to_fill_is_done_at_once():
 def test_draining_finishes_what_is_here_and_takes_nothing_new():
     async def test(engine: Engine) -> None:
         gate = Gate()
-        first, second = ticket(hooks=(gate,)), ticket()
+        first, second = request(hooks=(gate,)), request()
         with engine.submit([first, second]):
             await arrived(gate)
             engine.drain()
-            assert engine.closing
-            with pytest.raises(Closing), engine.submit([ticket()]):
+            assert engine.draining
+            with pytest.raises(ShuttingDown), engine.submit([request()]):
                 pass
             for _ in range(4):
                 gate.open.release()
@@ -272,16 +279,16 @@ def test_draining_finishes_what_is_here_and_takes_nothing_new():
 def test_closing_tells_those_who_still_wait():
     async def test(engine: Engine) -> None:
         gate = Gate()
-        first, second = ticket(hooks=(gate,)), ticket()
+        first, second = request(hooks=(gate,)), request()
         with engine.submit([first, second]):
             await arrived(gate)
             closing = asyncio.create_task(engine.close())
             await until(lambda: engine._stopped)
             gate.open.release()
             await closing
-            with pytest.raises(Closing):
+            with pytest.raises(ShuttingDown):
                 _ = [step async for step in first.steps()]
-            with pytest.raises(Closing):
+            with pytest.raises(ShuttingDown):
                 _ = [step async for step in second.steps()]
 
     running(test, slots=1)

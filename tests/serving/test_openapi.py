@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
-from live import Live, live
+from live import PATIENCE, Live, live
 from schemathesis import GenerationMode
 
 from codd.decoding import Options
@@ -41,7 +41,7 @@ def test_no_request_makes_the_server_fail(server, document, path, mode):
     def ask(case: schemathesis.Case) -> None:
         if mode is GenerationMode.POSITIVE and isinstance(case.body, dict) and "model" in case.body:
             case.body["model"] = "mini"  # the document cannot say what models are called
-        response = case.call(timeout=60)
+        response = case.call(timeout=PATIENCE)
         assert response.status_code in STATUSES, response.text
         seen[response.status_code] += 1
         if response.status_code >= 400:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from browser import Server, Visit, launched, serving
+from browser import Relay, Server, Visit, launched, serving
 
 import codd
 
@@ -102,7 +102,7 @@ def test_goes_back_and_forth_in_both_columns(visit: Visit) -> None:
     assert (visit.text("left"), visit.text("right")) == last
     page.click("#play")
     page.wait_for_selector("#play[aria-label='Pause']")
-    page.wait_for_selector("#play[aria-label='Play']", timeout=10_000)
+    page.wait_for_selector("#play[aria-label='Play']")
     assert page.inner_text("#where") == "step 4 of 4"
 
 
@@ -263,20 +263,20 @@ def test_markup_is_only_text(visit: Visit) -> None:
     assert visit.count("body script") == 0
 
 
-def test_says_when_the_server_is_gone_and_back(browser: "Browser") -> None:
-    with serving() as own:
-        for visit in visiting(browser, own.url, {}):
-            visit.refused = True
-            page = visit.open()
-            visit.fill(**SHORTER)
-            texts = visit.run()
-            own.kill()
-            page.click("#run")
-            page.wait_for_selector("#notice:has-text('The server does not answer')")
-            assert (visit.text("left"), visit.text("right")) == texts
-            page.route("**/health", lambda route: route.fulfill(json={"status": "ok"}))
-            page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": "x", "circuit": None}]}))
-            page.wait_for_selector("#notice:has-text('The server is back')", timeout=10_000)
+def test_says_when_the_server_is_gone_and_back(browser: "Browser", server: Server) -> None:
+    relay = Relay(server.url)
+    for visit in visiting(browser, relay.open(), {}):
+        visit.refused = True
+        page = visit.open()
+        visit.fill(**SHORTER)
+        texts = visit.run()
+        relay.close()
+        page.click("#run")
+        page.wait_for_selector("#notice:has-text('The server does not answer')")
+        assert (visit.text("left"), visit.text("right")) == texts
+        relay.open()
+        page.wait_for_selector("#notice:has-text('The server is back')")
+    relay.close()
 
 
 def test_waits_while_the_server_is_busy(visit: Visit) -> None:

@@ -8,34 +8,44 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 import codd
 from codd.backbones import Tokenizer
 from codd.decoding import Step
-from codd.serving.answers import DONE, Cost, Envelope, Pieces, done_event, dump, event, start_event, step_event
+from codd.serving.responses import (
+    DONE,
+    OpenAIFormat,
+    TokenPieces,
+    Usage,
+    done_event,
+    sse_event,
+    start_event,
+    step_event,
+    to_json,
+)
 
-COST = Cost(prompt_tokens=3, completion_tokens=4, steps=2, circuit_steps=1, seconds=0.5, queued_seconds=0.25)
+USAGE = Usage(prompt_tokens=3, completion_tokens=4, steps=2, circuit_steps=1, seconds=0.5, queued_seconds=0.25)
 MODEL = codd.load(device="cpu")
 assert MODEL.tokenizer is not None
-PIECES = Pieces(MODEL)
+PIECES = TokenPieces(MODEL)
 
 
-def envelope(chat: bool, include_usage: bool = False) -> Envelope:
-    return Envelope("id-1", 1_700_000_000, "mini", chat, include_usage)
+def formatted(chat: bool, include_usage: bool = False) -> OpenAIFormat:
+    return OpenAIFormat("id-1", 1_700_000_000, "mini", chat, include_usage)
 
 
 def test_json_is_ascii_and_has_no_nan():
     odd = {"a": [math.nan, 1.0, (math.inf, -math.inf)], "b": "é\u2028\ud800"}
-    found = dump(odd)
+    found = to_json(odd)
     assert found.isascii()
     assert json.loads(found) == {"a": [None, 1.0, [None, None]], "b": "é\u2028\ud800"}
-    assert dump({"a": 1}) == b'{"a":1}'
+    assert to_json({"a": 1}) == b'{"a":1}'
 
 
 def test_events_are_one_line_each():
-    assert event({"a": "b\nc\r\n"}) == b'data: {"a":"b\\nc\\r\\n"}\n\n'
-    assert event({}, "step") == b"event: step\ndata: {}\n\n"
+    assert sse_event({"a": "b\nc\r\n"}) == b'data: {"a":"b\\nc\\r\\n"}\n\n'
+    assert sse_event({}, "step") == b"event: step\ndata: {}\n\n"
     assert DONE == b"data: [DONE]\n\n"
 
 
 def test_a_completion_is_what_openai_reads():
-    body = json.loads(dump(envelope(chat=False).whole([("one", "stop"), ("two", "length")], COST)))
+    body = json.loads(to_json(formatted(chat=False).full([("one", "stop"), ("two", "length")], USAGE)))
     found = Completion.model_validate(body)
     assert [(c.index, c.text, c.finish_reason) for c in found.choices] == [(0, "one", "stop"), (1, "two", "length")]
     assert found.usage is not None
@@ -45,15 +55,15 @@ def test_a_completion_is_what_openai_reads():
 
 
 def test_a_chat_completion_is_what_openai_reads():
-    found = ChatCompletion.model_validate(envelope(chat=True).whole([("one", "stop")], COST), strict=True)
+    found = ChatCompletion.model_validate(formatted(chat=True).full([("one", "stop")], USAGE), strict=True)
     assert found.choices[0].message.content == "one"
     assert found.choices[0].message.role == "assistant"
     assert (found.object, found.model, found.created) == ("chat.completion", "mini", 1_700_000_000)
 
 
 def test_chunks_of_a_chat():
-    made = envelope(chat=True, include_usage=True)
-    chunks = [made.first(1), made.delta(1, "one"), made.last(1, "length"), made.usage(COST)]
+    made = formatted(chat=True, include_usage=True)
+    chunks = [made.first_chunk(1), made.text_chunk(1, "one"), made.last_chunk(1, "length"), made.usage_chunk(USAGE)]
     found = [ChatCompletionChunk.model_validate(chunk, strict=True) for chunk in chunks]
     assert [chunk.choices[0].delta.role for chunk in found[:3]] == ["assistant", None, None]
     assert [chunk.choices[0].delta.content for chunk in found[:3]] == ["", "one", None]
@@ -66,13 +76,13 @@ def test_chunks_of_a_chat():
 
 
 def test_chunks_of_a_completion():
-    made = envelope(chat=False)
-    assert made.first(0) is None
-    assert made.usage(COST) is None
-    assert "usage" not in made.delta(0, "one")
-    chunk = made.delta(0, "one")
+    made = formatted(chat=False)
+    assert made.first_chunk(0) is None
+    assert made.usage_chunk(USAGE) is None
+    assert "usage" not in made.text_chunk(0, "one")
+    chunk = made.text_chunk(0, "one")
     assert chunk["choices"] == [{"index": 0, "text": "one", "logprobs": None, "finish_reason": None}]
-    [choice] = Completion.model_validate(made.last(0, "stop")).choices
+    [choice] = Completion.model_validate(made.last_chunk(0, "stop")).choices
     assert (choice.text, choice.finish_reason) == ("", "stop")
 
 
@@ -88,9 +98,9 @@ def test_pieces_of_bytes():
 def test_pieces_of_words():
     """As they look in the middle of a text: a decoder drops the space before a word, and shows ##, at its beginning."""
     backend = _word_pieces()
-    found = Pieces(codd.Model(MODEL.backbone, None, backend, 0))
+    found = TokenPieces(codd.Model(MODEL.backbone, None, backend, 0))
     assert found([0, 1, 2, 3, 99]) == [None, " play", "ing", ".", "<99>"]
-    blind = Pieces(codd.Model(MODEL.backbone, None, None, 0))
+    blind = TokenPieces(codd.Model(MODEL.backbone, None, None, 0))
     assert blind([0, 7]) == [None, "<7>"]
 
 
@@ -115,7 +125,7 @@ def test_the_events_of_a_run():
         assert found["positions"] == step.positions.tolist()
         assert found["pieces"] == [MODEL.tokenizer.decode([token]) or "<|eos|>" for token in found["tokens"]]
         assert (found["length"], found["window"], found["finished"]) == (len(step.ids), list(step.window), True)
-    assert done_event("one", "stop", COST) == {
+    assert done_event("one", "stop", USAGE) == {
         **{"text": "one", "finish_reason": "stop", "steps": 2, "circuit_steps": 1, "tokens": 4},
         **{"seconds": 0.5, "queued_seconds": 0.25},
     }
@@ -124,4 +134,4 @@ def test_the_events_of_a_run():
 def test_a_score_that_is_none_is_null():
     at = torch.tensor([1])
     step = Step(0, 0, at, at, torch.tensor([math.nan]), 0.5, False, (0, 2), torch.tensor([5, 1]), True)
-    assert json.loads(event(step_event(step, PIECES), "step").split(b"data: ")[1])["scores"] == [None]
+    assert json.loads(sse_event(step_event(step, PIECES), "step").split(b"data: ")[1])["scores"] == [None]

@@ -11,9 +11,9 @@ from pydantic import ValidationError
 
 from codd.decoding.options import ALIASES, REFERENCE_ORDERS, Options, Order
 from codd.errors import InvalidInput
+from codd.serving.errors import APIError
 from codd.serving.options import NULLABLE, AnyOrder
-from codd.serving.problems import Problem
-from codd.serving.schemas import NEUTRAL, ChatRequest, CompletionRequest, DenoiseRequest, InspectRequest
+from codd.serving.schemas import NO_OP_VALUES, ChatRequest, CompletionRequest, DenoiseRequest, InspectRequest
 
 OPTIONS = {field.name for field in fields(Options)} - {"hooks"}
 SAID = [{"role": "user", "content": "one"}]
@@ -156,7 +156,7 @@ def test_the_client_comes_before_the_server():
     ],
 )
 def test_what_the_options_refuse_names_the_field(given_fields, param):
-    with pytest.raises(Problem) as found:
+    with pytest.raises(APIError) as found:
         denoise(**given_fields).options(DEFAULTS)
     assert (found.value.status, found.value.param) == (400, param)
 
@@ -167,7 +167,7 @@ def test_the_length_has_three_names():
     assert chat(max_completion_tokens=5).length() == ("max_completion_tokens", 5)
     assert completion(gen_length=5).length() == ("gen_length", 5)
     assert completion().length() == ("max_tokens", None)
-    with pytest.raises(Problem) as found:
+    with pytest.raises(APIError) as found:
         chat(max_completion_tokens=5, max_tokens=6).given()
     assert (found.value.status, found.value.param) == (400, "max_completion_tokens")
 
@@ -202,12 +202,12 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(NEUTRAL))
+@pytest.mark.parametrize("name", sorted(NO_OP_VALUES))
 def test_what_is_not_supported_is_named(name):
     chat(**{name: None}).check_supported()
-    for neutral in NEUTRAL[name]:
+    for neutral in NO_OP_VALUES[name]:
         chat(**{name: neutral}).check_supported()
-    with pytest.raises(Problem, match="not supported") as found:
+    with pytest.raises(APIError, match="not supported") as found:
         chat(**{name: OTHERS[name]}).check_supported()
     assert (found.value.status, found.value.param) == (400, name)
 
@@ -215,7 +215,7 @@ def test_what_is_not_supported_is_named(name):
 @pytest.mark.parametrize("fields", [{"logprobs": 0}, {"logprobs": 3}, {"best_of": 2}, {"best_of": 1, "n": 2}])
 def test_what_completions_do_not_support(fields):
     completion(best_of=2, n=2, frequency_penalty=0, logit_bias={}).check_supported()
-    with pytest.raises(Problem) as found:
+    with pytest.raises(APIError) as found:
         completion(**fields).check_supported()
     assert found.value.param == next(iter(fields))
 

@@ -94,7 +94,9 @@ def run(args: argparse.Namespace) -> int:
             raise InvalidInput("this checkpoint does not say which token is the mask, so that nothing can be filled.")
         _log(quiet=args.quiet)
         engine = Engine(model, slots=args.slots, queue=args.queue, exact=args.exact)
-        found = server.make(engine, settings, drain=args.drain, ready=lambda url: _tell(url, settings.name, args.json))
+        found = server.create_server(
+            engine, settings, drain=args.drain, on_ready=lambda url: _tell(url, settings.name, args.json)
+        )
         found.run(sockets=[wire])
     return 0 if found.started else 1
 
@@ -122,7 +124,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def _settings(args: argparse.Namespace) -> "Settings":
     from codd.serving.app import Settings
-    from codd.serving.guards import Guards
+    from codd.serving.middleware import Security
     from codd.serving.prompts import Limits
 
     key = _key(args)
@@ -134,7 +136,7 @@ def _settings(args: argparse.Namespace) -> "Settings":
         name=args.name or _name(args),
         # More than can ever wait would be told to come again for ever.
         limits=Limits(sampling.options_from(args), args.max_length, min(Limits.sequences, args.slots + args.queue)),
-        guards=Guards(args.host, tuple(args.allow_host), key, args.max_body, tuple(args.cors)),
+        security=Security(args.host, tuple(args.allow_host), key, args.max_body, tuple(args.cors)),
         timeout=args.timeout,
         log_text=args.log_text,
     )

@@ -1,1 +1,1 @@
-"""The server: an engine that batches requests, its HTTP surface, and the page that shows what the model does."""
+"""The server: an engine that batches requests, the HTTP API in front of it, and the playground page."""

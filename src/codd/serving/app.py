@@ -1,11 +1,11 @@
-"""The HTTP surface: OpenAI's routes, our own, and the page that uses them."""
+"""The HTTP application: OpenAI's routes, our own, and the playground."""
 
 import asyncio
 import logging
 import time
 import uuid
 from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,42 +16,43 @@ from starlette.types import ASGIApp
 from codd.decoding import Model
 from codd.decoding.inspect import inspect
 from codd.decoding.prompts import can_chat
-from codd.serving import answering, connection, page, prompts
-from codd.serving.answering import Writing
-from codd.serving.answers import Envelope, Json, Pieces, dump, event
-from codd.serving.connection import EventStream, Gone
+from codd.serving import connection, prompts, streaming
+from codd.serving.connection import ClientDisconnected, EventStream
 from codd.serving.engine import Engine
-from codd.serving.guards import Guards, guarded
-from codd.serving.metrics import CONTENT_TYPE, Counted
-from codd.serving.problems import RESPONSES, Problem, install
-from codd.serving.prompts import Limits, Plan
+from codd.serving.errors import RESPONSES, APIError, install_handlers
+from codd.serving.metrics import CONTENT_TYPE
+from codd.serving.middleware import RequestMetrics, Security, with_middleware
+from codd.serving.prompts import GenerationRequest, Limits
+from codd.serving.requests import ModelCall, QueuedRequest
+from codd.serving.responses import Json, OpenAIFormat, TokenPieces, inspect_body, json_response, sse_event
 from codd.serving.schemas import ChatRequest, CompletionRequest, DenoiseRequest, InspectRequest
-from codd.serving.tickets import Question
+from codd.serving.static import static_files
+from codd.serving.streaming import GeneratedSequence
 
 _log = logging.getLogger("codd.serving")
 STREAMED: dict[int | str, dict[str, Any]] = {
     **RESPONSES,
-    200: {"description": "The answer, in one piece or as events.", "content": {"text/event-stream": {}}},
+    200: {"description": "The response, in one piece or as events.", "content": {"text/event-stream": {}}},
 }
-"""For the OpenAPI document of routes that can stream."""
+"""Responses of routes that can stream, for the OpenAPI document."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a server is told beside its engine."""
+    """The configuration of a server beside its engine."""
 
     name: str = "codd"
-    """What clients call the model."""
+    """The name of the model in the API."""
     limits: Limits = field(default_factory=Limits)
-    guards: Guards = field(default_factory=Guards)
+    security: Security = field(default_factory=Security)
     timeout: float = 600.0
-    """Seconds after which a request is given up; clients may ask for less."""
+    """The longest time that a request may take, in seconds; clients may ask for less."""
     log_text: bool = False
-    """Whether prompts and answers may be logged."""
+    """Whether prompts are logged."""
 
 
 def create_app(engine: Engine, settings: Settings) -> ASGIApp:
-    """The application, behind its guards; it starts the engine and stops it."""
+    """The application with its middleware; it starts the engine and stops it."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -67,22 +68,23 @@ def create_app(engine: Engine, settings: Settings) -> ASGIApp:
         docs_url=None,  # its page wants assets of other hosts
         redoc_url=None,
     )
-    install(app)
-    Routes(engine, settings).add_to(app)
-    return Counted(guarded(app, settings.guards), engine.metrics, {route.path for route in app.routes})  # type: ignore[attr-defined]
+    install_handlers(app)
+    Routes(engine, settings).register(app)
+    paths = {route.path for route in app.routes}  # type: ignore[attr-defined]
+    return RequestMetrics(with_middleware(app, settings.security), engine.metrics, paths)
 
 
 class Routes:
-    """What each address answers."""
+    """The handlers of all routes."""
 
     def __init__(self, engine: Engine, settings: Settings):
-        """All of them ask one engine."""
+        """All routes share one engine."""
         self.engine, self.settings, self.model = engine, settings, engine.model
-        self.pieces = Pieces(engine.model)
-        self.since = int(time.time())
+        self.pieces = TokenPieces(engine.model)
+        self.created = int(time.time())
 
-    def add_to(self, app: FastAPI) -> None:
-        """Make them known."""
+    def register(self, app: FastAPI) -> None:
+        """Add the routes to an application."""
         app.get("/", include_in_schema=False)(self.playground)
         app.get("/playground/{name}", include_in_schema=False)(self.playground_file)
         app.get("/health", responses={503: RESPONSES[503]})(self.health)
@@ -95,123 +97,121 @@ class Routes:
         app.post("/v1/inspect", responses=RESPONSES)(self.inspect)
 
     async def playground(self) -> Response:
-        """The page."""
+        """The playground page."""
         return await self.playground_file("index.html")
 
     async def playground_file(self, name: str) -> Response:
-        """What the page is made of."""
-        found = page.files().get(name)
-        if found is None:
-            raise Problem(404, "There is nothing at this address.", code="not_found")
-        return Response(found.content, media_type=found.type)
+        """A static file of the playground."""
+        file = static_files().get(name)
+        if file is None:
+            raise APIError(404, "There is nothing at this address.", code="not_found")
+        return Response(file.content, media_type=file.media_type)
 
     async def health(self) -> Response:
-        """Whether the server takes requests, and how much it has to do."""
-        closing = self.engine.closing
-        body = {"status": "draining" if closing else "ok", **vars(self.engine.load)}
-        return Response(dump(body), 503 if closing else 200, media_type="application/json")
+        """Whether the server takes requests, and its load."""
+        draining = self.engine.draining
+        body = {"status": "draining" if draining else "ok", **vars(self.engine.load)}
+        return json_response(body, 503 if draining else 200)
 
     async def metrics(self) -> Response:
-        """For Prometheus."""
+        """Metrics in Prometheus' text format."""
         return Response(self.engine.metrics.text(), media_type=CONTENT_TYPE)
 
     async def models(self) -> Response:
-        """The one model that there is, and what it does where a request is silent."""
-        return _json({"object": "list", "data": [self._described()]})
+        """The list of models, which has one; with the options of requests that do not set them."""
+        return json_response({"object": "list", "data": [self._model_card()]})
 
     async def one_model(self, name: str) -> Response:
-        """The same, by its name."""
+        """The model, by its name."""
         self._check_name(name)
-        return _json(self._described())
+        return json_response(self._model_card())
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
-        """Continue texts, or fill what is between a prompt and a suffix."""
+        """Continue texts, or fill in what is between a prompt and a suffix."""
         self._check_name(body.model)
-        plans = await asyncio.to_thread(prompts.completion_plans, body, self.model, self.settings.limits)
-        return await self._openai(body, plans, request, chat=False)
+        generations = await asyncio.to_thread(prompts.completion_generations, body, self.model, self.settings.limits)
+        return await self._openai(body, generations, request, chat=False)
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
-        """Answer a conversation."""
+        """Reply to a conversation."""
         self._check_name(body.model)
-        plans = await asyncio.to_thread(prompts.chat_plans, body, self.model, self.settings.limits)
-        return await self._openai(body, plans, request, chat=True)
+        generations = await asyncio.to_thread(prompts.chat_generations, body, self.model, self.settings.limits)
+        return await self._openai(body, generations, request, chat=True)
 
     async def denoise(self, body: DenoiseRequest, request: Request) -> Response:
-        """Every step of a run, as it happens."""
-        plan = await asyncio.to_thread(prompts.denoise_plan, body, self.model, self.settings.limits)
-        writing = Writing(plan, self.model, _client(request), self._deadline(body.timeout))
-        self._log_prompts([plan])
-        events = answering.events(writing, self.model, _new_id("denoise"), self.settings.name, self.pieces)
+        """Every step of a run, as it is taken."""
+        generation = await asyncio.to_thread(prompts.denoise_generation, body, self.model, self.settings.limits)
+        sequence = GeneratedSequence(generation, self.model, _client(request), self._deadline(body.timeout))
+        self._log_prompts([generation])
+        events = streaming.denoise_events(sequence, self.model, _new_id("denoise"), self.settings.name, self.pieces)
         if body.stream is not False:
-            return EventStream(self.engine, [writing.ticket], _encoded(events), named=True)
-        with self.engine.submit([writing.ticket]):
-            start, *steps, done = await self._unless_gone(request, _collected(events))
-        return _json({"start": start[1], "steps": [step for _, step in steps], "done": done[1]})
+            return EventStream(self.engine, [sequence.request], _encoded(events), named=True)
+        start, *steps, done = await self._run([sequence.request], _collected(events), request)
+        return json_response({"start": start[1], "steps": [step for _, step in steps], "done": done[1]})
 
     async def inspect(self, body: InspectRequest, request: Request) -> Response:
         """What the network and the joint say of the masks in a window."""
-        asked = prompts.inspection(body, self.model, self.settings.limits)
-        options = answering.joint(asked.options)
-        question = Question(
-            lambda: inspect(self.model, **asked._replace(options=options)._asdict()),
-            _client(request),
-            self._deadline(body.timeout),
+        arguments = prompts.inspect_arguments(body, self.model, self.settings.limits)
+        call = ModelCall(
+            lambda: inspect(self.model, **arguments._asdict()), _client(request), self._deadline(body.timeout)
         )
-        with self.engine.submit([question]):
-            found = await self._unless_gone(request, question.answer())
-        return _json(answering.inspected(found, self.pieces))
+        return json_response(inspect_body(await self._run([call], call.result(), request), self.pieces))
 
     async def _openai(
-        self, body: CompletionRequest | ChatRequest, plans: list[Plan], request: Request, chat: bool
+        self, body: CompletionRequest | ChatRequest, generations: list[GenerationRequest], request: Request, chat: bool
     ) -> Response:
-        writings = answering.all_of(plans, self.model, _client(request), self._deadline(body.timeout))
-        kind = "chatcmpl" if chat else "cmpl"
-        envelope = Envelope(_new_id(kind), int(time.time()), self.settings.name, chat, body.include_usage)
-        self._log_prompts(plans)
-        tickets = [writing.ticket for writing in writings]
+        deadline = self._deadline(body.timeout)
+        sequences = streaming.generated_sequences(generations, self.model, _client(request), deadline)
+        id = _new_id("chatcmpl" if chat else "cmpl")
+        form = OpenAIFormat(id, int(time.time()), self.settings.name, chat, body.include_usage)
+        self._log_prompts(generations)
+        requests: list[QueuedRequest] = [sequence.request for sequence in sequences]
         if body.stream:
-            return EventStream(self.engine, [*tickets], answering.chunks(self.engine, writings, envelope), named=False)
-        with self.engine.submit(tickets):
-            found = await self._unless_gone(request, answering.whole(self.engine, writings, envelope))
-        return _json(found)
+            return EventStream(
+                self.engine, requests, streaming.stream_chunks(self.engine, sequences, form), named=False
+            )
+        return json_response(await self._run(requests, streaming.full_response(self.engine, sequences, form), request))
 
-    async def _unless_gone(self, request: Request, work: Coroutine[Any, Any, Any]) -> Any:
-        try:
-            return await connection.unless_gone(request.receive, work)
-        except Gone:
-            raise Problem(499, "The client has closed the connection.") from None
+    async def _run(self, requests: list[QueuedRequest], work: Coroutine[Any, Any, Any], request: Request) -> Any:
+        """Submit requests and await the work that reads their results; 499 if the client disconnects first."""
+        with closing(work), self.engine.submit(requests):  # closed if it was never awaited: the queue may be full
+            try:
+                return await connection.until_disconnect(request.receive, work)
+            except ClientDisconnected:
+                raise APIError(499, "The client has closed the connection.") from None
 
     def _check_name(self, name: str) -> None:
         if name != self.settings.name:
             message = f"there is no such model here; there is {self.settings.name}."
-            raise Problem(404, message, "model", "model_not_found")
+            raise APIError(404, message, "model", "model_not_found")
 
-    def _deadline(self, wanted: float | None) -> float:
-        return time.monotonic() + min(self.settings.timeout, wanted or self.settings.timeout)
+    def _deadline(self, requested: float | None) -> float:
+        """When a request expires, in seconds of `time.monotonic`; ``requested``: the client's timeout in seconds."""
+        return time.monotonic() + min(self.settings.timeout, requested or self.settings.timeout)
 
-    def _log_prompts(self, plans: list[Plan]) -> None:
+    def _log_prompts(self, generations: list[GenerationRequest]) -> None:
         if self.settings.log_text:
-            for plan in plans:
-                tokenizer = self.model.tokenizer
-                _log.info("prompt: %r", list(plan.ids) if tokenizer is None else tokenizer.decode(list(plan.ids)))
+            for generation in generations:
+                ids, tokenizer = list(generation.ids), self.model.tokenizer
+                _log.info("prompt: %r", ids if tokenizer is None else tokenizer.decode(ids))
 
-    def _described(self) -> Json:
+    def _model_card(self) -> Json:
         model, tokenizer = self.model, self.model.tokenizer
         return {
             "id": self.settings.name,
             "object": "model",
-            "created": self.since,
+            "created": self.created,
             "owned_by": "codd",
-            "max_length": self.settings.limits.room(model),
+            "max_length": self.settings.limits.max_length(model),
             "mask_token": None if tokenizer is None else tokenizer.special_tokens.get("mask_token"),
             "mask_id": model.mask_id,
             "chat": tokenizer is not None and can_chat(tokenizer),
-            "circuit": _circuit(model),
+            "circuit": _circuit_card(model),
             "defaults": self.settings.limits.defaults.as_json(),
         }
 
 
-def _circuit(model: Model) -> Json | None:
+def _circuit_card(model: Model) -> Json | None:
     circuit = model.circuit
     if circuit is None:
         return None
@@ -221,19 +221,15 @@ def _circuit(model: Model) -> Json | None:
 
 async def _encoded(events: AsyncIterator[tuple[str, Json]]) -> AsyncIterator[bytes]:
     async for name, content in events:
-        yield event(content, name)
+        yield sse_event(content, name)
 
 
 async def _collected(events: AsyncIterator[tuple[str, Json]]) -> list[tuple[str, Json]]:
     return [each async for each in events]
 
 
-def _json(value: Any) -> Response:
-    return Response(dump(value), media_type="application/json")
-
-
 def _client(request: Request) -> str:
-    """Whose turn it is: the address, as far as it is known."""
+    """The client for the fair queue: its address, as far as it is known."""
     return "" if request.client is None else request.client.host
 
 

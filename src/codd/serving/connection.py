@@ -1,4 +1,4 @@
-"""Answers to clients who may leave before they have them."""
+"""Client connections: work stops when the client disconnects, and event streams are kept alive."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
@@ -8,96 +8,96 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from codd.serving.answers import SSE_HEADERS, event
 from codd.serving.engine import Engine
-from codd.serving.problems import log, problem_of
-from codd.serving.tickets import Broken, Ticket
+from codd.serving.errors import log, to_api_error
+from codd.serving.requests import ModelFailure, QueuedRequest
+from codd.serving.responses import SSE_HEADERS, sse_event
 
 Result = TypeVar("Result")
 
 
-class Gone(Exception):
+class ClientDisconnected(Exception):
     """The client has closed the connection."""
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """Do it; if the client leaves meanwhile, stop at once."""
-    task, watch = asyncio.create_task(work), asyncio.create_task(_left(receive))
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """Await the work; if the client disconnects first, cancel it and raise `ClientDisconnected`."""
+    task, watch = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise Gone
+            raise ClientDisconnected
         return task.result()
     finally:
-        for each in (task, watch):
-            each.cancel()
-        await asyncio.wait({task, watch})  # what was cancelled has let go of everything
-        for each in (task, watch):
-            if not each.cancelled():
-                each.exception()  # it has been seen, or it is of no interest any more
+        await _cancelled(task, watch)
 
 
-async def _left(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-class EventStream(Response):
-    """Server-sent events of tickets, which wait in line only while somebody listens.
+async def _cancelled(*futures: "asyncio.Future[Any]") -> None:
+    """Cancel futures and wait until they have released everything; errors that nobody read are dropped."""
+    for future in futures:
+        future.cancel()
+    await asyncio.wait(futures)
+    for future in futures:
+        if not future.cancelled():
+            future.exception()  # marks it as read, so that asyncio does not log it
 
-    What goes wrong before the first event is an ordinary error; later it is the last event of the stream.
+
+class EventStream(Response):
+    """A stream of server-sent events; its requests are queued only while the client is connected.
+
+    What goes wrong before the first event is an ordinary error response; later it is the last event of the stream.
     """
 
-    patience = 15.0
+    keep_alive = 15.0
     """Seconds without an event after which a comment is sent instead."""
 
-    def __init__(self, engine: Engine, tickets: list[Ticket], events: AsyncIterator[bytes], *, named: bool):
+    def __init__(self, engine: Engine, requests: list[QueuedRequest], events: AsyncIterator[bytes], *, named: bool):
         """``named``: whether events have names, as those of /v1/denoise do, and OpenAI's do not."""
         super().__init__(headers=SSE_HEADERS)
         del self.headers["content-length"]
-        self.engine, self.tickets, self.events, self.named = engine, tickets, events, named
+        self.engine, self.requests, self.events, self.named = engine, requests, events, named
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Put the tickets in line, and send what comes of them."""
-        with self.engine.submit(self.tickets), suppress(Gone):
-            await unless_gone(receive, self._stream(send))
+        """Submit the requests and send their events, until they are finished or the client disconnects."""
+        with self.engine.submit(self.requests), suppress(ClientDisconnected):
+            await until_disconnect(receive, self._stream(send))
 
     async def _stream(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async with aclosing(self._guarded()) as events:
-            async for data in with_signs_of_life(events, self.patience):
+        async with aclosing(self._with_error_event()) as events:
+            async for data in with_keep_alive(events, self.keep_alive):
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _guarded(self) -> AsyncGenerator[bytes]:
+    async def _with_error_event(self) -> AsyncGenerator[bytes]:
+        """The events; an exception becomes the last of them, and is logged if nobody expected it."""
         try:
             async for data in self.events:
                 yield data
         except Exception as error:
-            self._log(error)
-            yield event(problem_of(error).as_json(), "error" if self.named else None)
-
-    def _log(self, error: Exception) -> None:
-        """What the engine has not logged itself, and nobody foresaw."""
-        if problem_of(error).status == 500 and not isinstance(error, Broken):
-            log.error("a stream failed", exc_info=error)
+            reported = to_api_error(error)
+            if reported.status == 500 and not isinstance(error, ModelFailure):  # which the engine has logged
+                log.error("a stream failed", exc_info=error)
+            yield sse_event(reported.as_json(), "error" if self.named else None)
 
 
-async def with_signs_of_life(events: AsyncIterator[bytes], patience: float) -> AsyncIterator[bytes]:
-    """The same, with comments in long silences: whoever waits in a queue must not be taken for dead by a proxy."""
-    coming: asyncio.Future[bytes] | None = None
+async def with_keep_alive(events: AsyncIterator[bytes], seconds: float) -> AsyncIterator[bytes]:
+    """The events, and a comment after every so many seconds without one: proxies cut connections that are silent."""
+    following: asyncio.Future[bytes] | None = None
     try:
         while True:
-            coming = asyncio.ensure_future(anext(events))
-            while not (await asyncio.wait({coming}, timeout=patience))[0]:
+            following = asyncio.ensure_future(anext(events))
+            while not (await asyncio.wait({following}, timeout=seconds))[0]:
                 yield b": waiting\n\n"
             try:
-                yield coming.result()
+                yield following.result()
             except StopAsyncIteration:
                 return
     finally:
-        if coming is not None:
-            coming.cancel()
-            await asyncio.wait({coming})
-            if not coming.cancelled():
-                coming.exception()
+        if following is not None:
+            await _cancelled(following)

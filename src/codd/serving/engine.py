@@ -1,7 +1,7 @@
-"""Continuous batching: sequences join and leave between denoising steps, and one thread does all of the model's work.
+"""The scheduler: continuous batching. Sequences join and leave the batch between denoising steps.
 
-What becomes of a sequence does not depend on who shares its steps (`codd.decoding.loop.advance`), so the engine is free
-to put together whatever there is.
+One thread does all of the model's work. What becomes of a sequence does not depend on which others share its steps
+(`codd.decoding.loop.advance`), so the engine is free to batch whatever is there.
 """
 
 import asyncio
@@ -20,28 +20,40 @@ from codd.decoding import Model
 from codd.decoding.loop import Step, advance
 from codd.errors import CoddError
 from codd.serving.metrics import Metrics
-from codd.serving.tickets import Broken, Busy, Closing, Denoising, Late, Question, Ticket
-from codd.serving.waiting import FairQueue
+from codd.serving.queue import FairQueue
+from codd.serving.requests import (
+    DeadlineExceeded,
+    ModelCall,
+    ModelFailure,
+    QueuedRequest,
+    QueueFull,
+    SequenceRequest,
+    ShuttingDown,
+)
 
 _log = logging.getLogger("codd.serving")
-LONGEST_WAIT = 60
-"""The most seconds after which a client is told to come again."""
+MAX_RETRY_AFTER = 60
+"""The longest time, in seconds, after which a refused client is told to try again."""
 _SMOOTHING = 0.1
-"""How much the latest sequence counts in the running mean of what one takes."""
+"""The weight of the latest sequence in the moving average of seconds per sequence."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """How much the engine has to do."""
+    """How busy the engine is."""
 
     running: int
+    """Sequences in the batch."""
     slots: int
+    """The maximum batch size."""
     waiting: int
+    """Sequences and model calls in the queues."""
     queue: int
+    """How many may wait."""
 
 
 class Engine:
-    """A model, the thread that works it, and those who wait for it.
+    """A model, the thread that runs it, and the queues of requests for it.
 
     ``submit`` and ``cancel`` are called on the event loop on which ``start`` was.
     """
@@ -49,184 +61,195 @@ class Engine:
     def __init__(
         self, model: Model, *, slots: int = 8, queue: int = 64, exact: bool = False, metrics: Metrics | None = None
     ):
-        """``slots`` sequences share a step; ``queue`` more may wait; ``exact`` as in `advance`."""
+        """``slots``: maximum batch size; ``queue``: how many more sequences may wait; ``exact`` as in `advance`."""
         self.exact = exact
         self.model = model
         self.slots = slots
         self.metrics = metrics or Metrics()
-        self._waiting: FairQueue[Denoising] = FairQueue(queue)
-        self._calls: FairQueue[Question] = FairQueue(queue)
-        self._running: list[Denoising] = []
-        self._changed = threading.Condition()
-        self._closing = self._stopped = False
-        self._typical = 1.0  # seconds that a sequence takes
+        self._waiting: FairQueue[SequenceRequest] = FairQueue(queue)
+        self._calls: FairQueue[ModelCall] = FairQueue(queue)
+        self._running: list[SequenceRequest] = []
+        self._condition = threading.Condition()
+        """Guards the queues, the batch and the flags; notified when any of them changes."""
+        self._draining = self._stopped = False
+        self._mean_seconds = 1.0
+        """Moving average of the seconds that a sequence takes."""
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread = threading.Thread(target=self._work, name="codd-model", daemon=True)
-        self.metrics.watch(lambda: self.load)
+        self._torch_threads = torch.get_num_threads()
+        self._thread = threading.Thread(target=self._run, name="codd-model", daemon=True)
+        self.metrics.track_load(lambda: self.load)
 
     @property
     def load(self) -> Load:
-        """As things are."""
-        return Load(len(self._running), self.slots, len(self._waiting) + len(self._calls), self._waiting.bound)
+        """The current load."""
+        return Load(len(self._running), self.slots, len(self._waiting) + len(self._calls), self._waiting.capacity)
 
     @property
-    def closing(self) -> bool:
-        """Whether nothing new is taken."""
-        return self._closing
+    def draining(self) -> bool:
+        """Whether new requests are refused because the server is about to stop."""
+        return self._draining
 
     def start(self) -> None:
-        """Begin to work; results arrive on the event loop that is running now."""
+        """Start the model's thread; results arrive on the event loop that is running now."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     def drain(self) -> None:
-        """Take nothing new; what is here is finished."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
+        """Refuse new requests; those that are queued or running are finished."""
+        with self._condition:
+            self._draining = True
+            self._condition.notify()
 
     async def close(self) -> None:
-        """Give up whatever is left, and stop; ``drain`` and wait before, to leave nothing undone."""
+        """Stop after the current step, and fail whatever is left with `ShuttingDown`; ``drain`` first to finish it."""
         self.drain()
-        with self._changed:
+        with self._condition:
             self._stopped = True
-            self._changed.notify()
+            self._condition.notify()
         await asyncio.to_thread(self._thread.join)
 
     @contextlib.contextmanager
-    def submit(self, tickets: Sequence[Ticket]) -> Iterator[None]:
-        """Put them all in line, or none; whoever leaves the block before they are done cancels them."""
-        self._push(tickets)
+    def submit(self, requests: Sequence[QueuedRequest]) -> Iterator[None]:
+        """Queue all of the requests or none; leaving the block cancels those that are not finished.
+
+        Raises `QueueFull` if they do not all fit, and `ShuttingDown` if the engine is draining.
+        """
+        self._enqueue(requests)
         try:
             yield
         finally:
-            self.cancel(tickets)
+            self.cancel(requests)
 
-    def cancel(self, tickets: Sequence[Ticket]) -> None:
-        """Nobody waits for them any more: their slots are free after the step that is under way."""
-        with self._changed:
-            for ticket in tickets:
-                ticket.cancelled = True
-            self._changed.notify()
+    def cancel(self, requests: Sequence[QueuedRequest]) -> None:
+        """Give up the requests: their slots are free after the current step."""
+        with self._condition:
+            for request in requests:
+                request.cancelled = True
+            self._condition.notify()
 
-    def _push(self, tickets: Sequence[Ticket]) -> None:
-        sequences = [ticket for ticket in tickets if isinstance(ticket, Denoising) and not ticket.course.finished]
-        calls = [ticket for ticket in tickets if isinstance(ticket, Question)]
-        with self._changed:
-            if self._closing:
-                raise Closing
-            if len(sequences) > self._room() or len(calls) > self._calls.room:
+    def _enqueue(self, requests: Sequence[QueuedRequest]) -> None:
+        sequences = [r for r in requests if isinstance(r, SequenceRequest) and not r.state.finished]
+        calls = [r for r in requests if isinstance(r, ModelCall)]
+        with self._condition:
+            if self._draining:
+                raise ShuttingDown
+            if len(sequences) > self._free_places() or len(calls) > self._calls.free:
                 self.metrics.refused.inc()
-                raise Busy(self._retry_after())
+                raise QueueFull(self._retry_after())
             for sequence in sequences:
                 sequence.ahead = self._waiting.push(sequence)
             for call in calls:
                 call.ahead = self._calls.push(call)
-            self._changed.notify()
+            self._condition.notify()
 
-    def _room(self) -> int:
-        """Free slots count: they are filled at once, so that an idle server never refuses what it could do."""
-        return self._waiting.room + max(0, self.slots - len(self._running))
+    def _free_places(self) -> int:
+        """How many sequences fit. Free slots count: they are filled at once, so that an idle engine never refuses."""
+        return self._waiting.free + max(0, self.slots - len(self._running))
 
     def _retry_after(self) -> int:
-        rounds = (len(self._waiting) + 1) / self.slots
-        return max(1, min(LONGEST_WAIT, math.ceil(rounds * self._typical)))
+        """Seconds until a place should be free, from the length of the queue and the mean time of a sequence."""
+        batches = (len(self._waiting) + 1) / self.slots
+        return max(1, min(MAX_RETRY_AFTER, math.ceil(batches * self._mean_seconds)))
 
-    # What follows runs in the thread of the model.
+    # The methods below run in the model's thread.
 
     @torch.no_grad()
-    def _work(self) -> None:
+    def _run(self) -> None:
+        # Matrix products may round differently with another number of threads, which is a setting of each thread.
+        torch.set_num_threads(self._torch_threads)
         try:
-            while self._turn():
+            while self._schedule_step():
                 pass
         except BaseException:  # nobody may wait for a thread that is no more
-            _log.exception("the thread of the model died")
-            with self._changed:
-                self._closing = self._stopped = True
-                gone = self._dropped()
-            self._deliver(gone)
+            _log.exception("the model's thread died")
+            with self._condition:
+                self._draining = self._stopped = True
+                evicted = self._evict()
+            self._deliver(evicted)
 
-    def _turn(self) -> bool:
-        """Look who is here, answer one question, take one step; False once there is nothing more to do, ever."""
-        with self._changed:
-            while not (self._running or self._waiting or self._calls or self._closing):
-                self._changed.wait()
-            gone = self._dropped()
+    def _schedule_step(self) -> bool:
+        """Evict, admit, run one model call and one step of the batch; False when drained and nothing is left to do."""
+        with self._condition:
+            while not (self._running or self._waiting or self._calls or self._draining):
+                self._condition.wait()
+            evicted = self._evict()
             call = None if self._stopped else self._calls.pop()
             self._admit()
-            running = list(self._running)
-            more = bool(running or self._waiting or self._calls or call) or not self._closing
-        self._deliver(gone)
+            batch = list(self._running)
+            more = bool(batch or self._waiting or self._calls or call) or not self._draining
+        self._deliver(evicted)
         if call is not None:
-            self._deliver([(call, self._called(call))])
-        if running:
-            self._advance(running)
+            self._deliver([(call, self._run_call(call))])
+        if batch:
+            self._step_batch(batch)
         return more
 
-    def _dropped(self) -> list[tuple[Ticket, Any]]:
-        """Those who have gone, whose time is up, or for whom there is none left; with the lock held."""
-        now, found = time.monotonic(), []
-        for ticket in [*self._running, *self._waiting, *self._calls]:
-            if not (ticket.cancelled or ticket.late(now) or self._stopped):
+    def _evict(self) -> list[tuple[QueuedRequest, Exception]]:
+        """Remove cancelled and expired requests, or all once stopped, each with its error; call with the lock held."""
+        now = time.monotonic()
+        evicted: list[tuple[QueuedRequest, Exception]] = []
+        for request in [*self._running, *self._waiting, *self._calls]:
+            if not (request.cancelled or request.expired(now) or self._stopped):
                 continue
-            if ticket in self._running:
-                self._running.remove(ticket)
+            if request in self._running:
+                self._running.remove(request)
             else:
-                (self._waiting if isinstance(ticket, Denoising) else self._calls).remove(ticket)
-            reason = "cancelled" if ticket.cancelled else "closing" if self._stopped else "late"
-            self.metrics.dropped.labels(reason).inc()
-            ticket.ended = now
-            found.append((ticket, Closing() if self._stopped else Late("the deadline passed.")))
-        return found
+                (self._waiting if isinstance(request, SequenceRequest) else self._calls).remove(request)
+            reason = "cancelled" if request.cancelled else "closing" if self._stopped else "late"
+            self.metrics.evicted.labels(reason).inc()
+            request.finished_at = now
+            error = ShuttingDown() if self._stopped else DeadlineExceeded("the deadline passed.")
+            evicted.append((request, error))
+        return evicted
 
     def _admit(self) -> None:
-        """Fill the free slots; with the lock held."""
+        """Move waiting sequences into free slots; call with the lock held."""
         while len(self._running) < self.slots and (sequence := self._waiting.pop()) is not None:
-            sequence.begun = time.monotonic()
-            self.metrics.queued.observe(sequence.queued_seconds)
+            sequence.started_at = time.monotonic()
+            self.metrics.queue_seconds.observe(sequence.queued_seconds)
             self._running.append(sequence)
 
-    def _called(self, call: Question) -> Any:
-        call.begun = time.monotonic()
-        found = self._guarded(call.function)
-        call.ended = time.monotonic()
-        return found
+    def _run_call(self, call: ModelCall) -> Any:
+        call.started_at = time.monotonic()
+        result = self._result_or_error(call.function)
+        call.finished_at = time.monotonic()
+        return result
 
-    def _advance(self, running: list[Denoising]) -> None:
-        """One step of all; what came of it goes to those who wait for it."""
-        courses = [sequence.course for sequence in running]
-        begun = time.monotonic()
-        found = self._guarded(lambda: advance(self.model.backbone, courses, exact=self.exact))
-        outcomes = found if isinstance(found, list) else [found] * len(running)
+    def _step_batch(self, batch: list[SequenceRequest]) -> None:
+        """One denoising step of every sequence in the batch; finished and failed ones free their slots."""
+        states = [sequence.state for sequence in batch]
+        started = time.monotonic()
+        result = self._result_or_error(lambda: advance(self.model.backbone, states, exact=self.exact))
+        results = result if isinstance(result, list) else [result] * len(batch)  # one error is everybody's
         now = time.monotonic()
-        self.metrics.stepped([step for step in outcomes if isinstance(step, Step)], now - begun)
+        self.metrics.observe_step([step for step in results if isinstance(step, Step)], now - started)
         done = [
             sequence
-            for sequence, outcome in zip(running, outcomes, strict=True)
-            if not isinstance(outcome, Step) or outcome.finished
+            for sequence, result in zip(batch, results, strict=True)
+            if not isinstance(result, Step) or result.finished
         ]
         for sequence in done:
-            sequence.ended = now
-            self._typical += _SMOOTHING * (sequence.seconds - self._typical)
-        with self._changed:
+            sequence.finished_at = now
+            self._mean_seconds += _SMOOTHING * (sequence.seconds - self._mean_seconds)
+        with self._condition:
             self._running = [sequence for sequence in self._running if sequence not in done]
-        self._deliver(list(zip(running, outcomes, strict=True)))
+        self._deliver(list(zip(batch, results, strict=True)))
 
-    def _guarded(self, function: Callable[[], Any]) -> Any:
-        """What it returns; or the exception that clients are to see, the rest of the server none the worse for it."""
+    def _result_or_error(self, function: Callable[[], Any]) -> Any:
+        """What the function returns, or in place of what it raised, the exception that clients are to see."""
         try:
             return function()
         except CoddError as error:
             return error
         except Exception:
             _log.exception("the model failed")
-            return Broken("the server failed at this; its log says why.")
+            return ModelFailure("the server failed at this; its log says why.")
 
-    def _deliver(self, events: list[tuple[Ticket, Any]]) -> None:
-        if events and self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(_hand_over, events)
+    def _deliver(self, results: Sequence[tuple[QueuedRequest, Any]]) -> None:
+        if results and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(_deliver_all, results)
 
 
-def _hand_over(events: list[tuple[Ticket, Any]]) -> None:
-    for ticket, event in events:
-        ticket.deliver(event)
+def _deliver_all(results: Sequence[tuple[QueuedRequest, Any]]) -> None:
+    for request, result in results:
+        request.deliver(result)

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from codd.decoding.options import Mode, Options, Order, Outside, Sampler, Tempering
 from codd.errors import InvalidInput
-from codd.serving.problems import refused
+from codd.serving.errors import bad_request
 
 LARGEST = 2**31 - 1
 """No count of tokens or steps, and no id, is larger: beyond it kernels would overflow instead of complaining."""
@@ -50,7 +50,7 @@ class Chosen(Strict):
         try:
             return defaults.changed(**chosen)
         except InvalidInput as error:
-            raise refused(error) from None
+            raise bad_request(error) from None
 
 
 NULLABLE = {"steps", "top_p", "top_k", "activation", "threshold", "entropy_budget", "preset"}

@@ -1,71 +1,73 @@
-"""From a request to sequences of ids with their options, or to a problem that names the field.
+"""From request bodies to generation requests: prompts are encoded and everything is checked against the model.
 
-Nothing is computed by a network here; but texts are encoded, so that it is better not done on the event loop.
+What cannot be used is an `APIError` that names the field. No network runs here; but texts are encoded, so that these
+functions are better not called on the event loop.
 """
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from codd.decoding import Model, Options
 from codd.decoding.course import Course
 from codd.decoding.prompts import Prompt
 from codd.errors import CoddError, InvalidInput
+from codd.serving.errors import APIError, bad_request
 from codd.serving.options import Sampling
-from codd.serving.problems import Problem, refused
 from codd.serving.schemas import ChatRequest, CompletionRequest, DenoiseRequest, InspectRequest, OpenAIRequest
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the server chooses for its clients, and how much of it they may ask for."""
+    """The server's default options, and how much a client may ask for."""
 
     defaults: Options = field(default_factory=Options)
+    """The options of a request that does not set them."""
     length: int = 4096
-    """The tokens of a sequence, if the model itself allows as many."""
+    """The most tokens of a sequence, if the model itself allows as many."""
     sequences: int = 16
-    """Sequences of one request: its prompts times n."""
+    """The most sequences of one request: its prompts times n."""
 
-    def room(self, model: Model) -> int:
-        """How long a sequence may be."""
+    def max_length(self, model: Model) -> int:
+        """The most tokens of a sequence with this model."""
         own = model.backbone.max_length
         return self.length if own is None else min(self.length, own)
 
 
 @dataclass(frozen=True)
-class Plan:
-    """One sequence of a request: what the loop is given, and what of it is the answer."""
+class GenerationRequest:
+    """One sequence to generate: the prompt and options of the loop, and which part of the sequence is the response."""
 
     ids: tuple[int, ...]
     """The prompt; ``options.gen_length`` masks are put after it."""
     options: Options
-    """With the seed of this sequence."""
-    begin: int
-    """Where the text of the answer begins: after the prompt, or at 0 if the prompt has masks, as `Model.text` does."""
-    end: int | None = None
-    """Where it ends, if a suffix follows; None: where the sequence does."""
+    """The options, with the seed of this sequence."""
+    begin_text: int
+    """The position where the response's text begins: after the prompt, or 0 if the prompt has masks (`Model.text`)."""
+    end_text: int | None = None
+    """The position where it ends, if a suffix follows; None: at the end of the sequence."""
     stops: tuple[str, ...] = ()
-    """Texts before which the answer ends."""
+    """Stop strings: the text ends before the first of them."""
     prompt: int = 0
-    """Which of the prompts of the request."""
+    """The number of the prompt within the HTTP request."""
     choice: int = 0
-    """Which of the n answers to it."""
+    """The number of the choice for this prompt."""
     echo: str = ""
-    """What is put before the answer."""
+    """Text that is put before the generated one."""
 
-    def given(self, mask_id: int | None) -> int:
-        """How many tokens the client gave, masks left out."""
+    def prompt_tokens(self, mask_id: int | None) -> int:
+        """How many tokens the client gave, masks not counted."""
         return sum(token != mask_id for token in self.ids)
 
-    def course(self, model: Model) -> Course:
-        """The sequence before its first step."""
-        [found] = model.begin([self.ids], self.options)
-        return found
+    def begin(self, model: Model) -> Course:
+        """The state of the sequence before its first step."""
+        [state] = model.begin([self.ids], self.options)
+        return state
 
 
-class Inspection(NamedTuple):
-    """A request to look at the masks of a window, checked."""
+class InspectArguments(NamedTuple):
+    """The arguments of `codd.decoding.inspect.inspect`, checked."""
 
     ids: list[int]
     window: tuple[int, int]
@@ -74,90 +76,95 @@ class Inspection(NamedTuple):
     written: list[int]
 
 
-class _Asked(NamedTuple):
-    """What a kind of request calls things."""
+class _Fields(NamedTuple):
+    """A request body, and what its kind calls the fields that errors name."""
 
-    request: Sampling
+    body: Sampling
     prompt: str
+    """The name of the field with the prompt."""
     length: str
-    wanted: int | None
-    """The length that the client asked for."""
+    """The name of the field with the length."""
+    requested: int | None
+    """The length that the client asked for, in tokens."""
 
 
-def denoise_plan(request: DenoiseRequest, model: Model, limits: Limits) -> Plan:
+def denoise_generation(body: DenoiseRequest, model: Model, limits: Limits) -> GenerationRequest:
     """The one sequence of /v1/denoise."""
-    if (request.prompt is None) == (request.messages is None):
-        raise Problem(400, "prompt or messages: give one of them.", "prompt")
-    name = "prompt" if request.messages is None else "messages"
-    asked = _Asked(request, name, "gen_length", request.gen_length)
-    prompt: Any = request.prompt if request.messages is None else [message.plain() for message in request.messages]
-    ids = _encode(model, prompt, asked, limits, request.chat)
-    return _continued(model, ids, asked, limits)
+    if (body.prompt is None) == (body.messages is None):
+        raise APIError(400, "prompt or messages: give one of them.", "prompt")
+    name = "prompt" if body.messages is None else "messages"
+    fields = _Fields(body, name, "gen_length", body.gen_length)
+    prompt: Any = body.prompt if body.messages is None else [message.plain() for message in body.messages]
+    ids = _encode(model, prompt, fields, limits, body.chat)
+    return _continuation(model, ids, fields, limits)
 
 
-def chat_plans(request: ChatRequest, model: Model, limits: Limits) -> list[Plan]:
-    """The sequences of /v1/chat/completions, choice after choice."""
-    asked = _asked(request, "messages", model, limits, 1)
-    ids = _encode(model, [message.plain() for message in request.messages], asked, limits, None)
-    return list(_choices(_continued(model, ids, asked, limits), request, 0, ""))
+def chat_generations(body: ChatRequest, model: Model, limits: Limits) -> list[GenerationRequest]:
+    """The sequences of /v1/chat/completions, one for each choice."""
+    fields = _openai_fields(body, "messages", model, limits, 1)
+    ids = _encode(model, [message.plain() for message in body.messages], fields, limits, None)
+    return list(_choices(_continuation(model, ids, fields, limits), body, 0, ""))
 
 
-def completion_plans(request: CompletionRequest, model: Model, limits: Limits) -> list[Plan]:
-    """The sequences of /v1/completions, prompt after prompt, and of each prompt choice after choice."""
-    prompts = _listed(request.prompt)
-    asked = _asked(request, "prompt", model, limits, len(prompts))
-    if request.suffix and request.chat:
-        raise Problem(400, "chat and suffix exclude each other: an answer has nothing behind it.", "chat")
-    found: list[Plan] = []
+def completion_generations(body: CompletionRequest, model: Model, limits: Limits) -> list[GenerationRequest]:
+    """The sequences of /v1/completions, ordered by prompt and then by choice."""
+    prompts = _prompts(body.prompt)
+    fields = _openai_fields(body, "prompt", model, limits, len(prompts))
+    if body.suffix and body.chat:
+        raise APIError(400, "chat and suffix exclude each other: an answer has nothing behind it.", "chat")
+    generations: list[GenerationRequest] = []
     for number, prompt in enumerate(prompts):
-        ids = _encode(model, prompt, asked, limits, False if request.suffix else request.chat)
-        plan = (_infilled if request.suffix else _continued)(model, ids, asked, limits)
-        whole = plan.begin == 0 and plan.end is None and len(ids) > 0  # then the text has the prompt in it
-        echo = _echo(model, prompt) if request.echo and not whole else ""
-        found += _choices(plan, request, number, echo)
-    return found
+        ids = _encode(model, prompt, fields, limits, False if body.suffix else body.chat)
+        generation = (_infilling if body.suffix else _continuation)(model, ids, fields, limits)
+        has_prompt = generation.begin_text == 0 and generation.end_text is None and len(ids) > 0
+        echo = _echo(model, prompt) if body.echo and not has_prompt else ""
+        generations += _choices(generation, body, number, echo)
+    return generations
 
 
-def inspection(request: InspectRequest, model: Model, limits: Limits) -> Inspection:
-    """What /v1/inspect is asked."""
-    room, (first, last) = limits.room(model), request.window
-    if len(request.ids) > room:
-        raise Problem(400, f"there are {len(request.ids)} ids; a sequence has at most {room}.", "ids")
-    _check_ids(request.ids, "ids", model)
-    if not first < last <= len(request.ids):
-        raise Problem(400, f"window is [{first}, {last}], not a part of {len(request.ids)} ids.", "window")
-    if model.mask_id not in request.ids[first:last]:
-        raise Problem(400, f"window has no mask (id {model.mask_id}) in it: there is nothing to say.", "window")
-    options = request.options(limits.defaults)
+def inspect_arguments(body: InspectRequest, model: Model, limits: Limits) -> InspectArguments:
+    """What /v1/inspect is to compute."""
+    longest, (first, last) = limits.max_length(model), body.window
+    if len(body.ids) > longest:
+        raise APIError(400, f"there are {len(body.ids)} ids; a sequence has at most {longest}.", "ids")
+    _check_ids(body.ids, "ids", model)
+    if not first < last <= len(body.ids):
+        raise APIError(400, f"window is [{first}, {last}], not a part of {len(body.ids)} ids.", "window")
+    if model.mask_id not in body.ids[first:last]:
+        raise APIError(400, f"window has no mask (id {model.mask_id}) in it: there is nothing to say.", "window")
+    options = body.options(limits.defaults)
     _check_bans(options, model)
-    return Inspection(request.ids, (first, last), options, request.candidates, request.written)
+    # The circuit acts whatever a run would do: the page asks what the joint says.
+    options = options.changed(sampler="any_order", activation=None, preset=None)
+    return InspectArguments(body.ids, (first, last), options, body.candidates, body.written)
 
 
-def _asked(request: OpenAIRequest, prompt: str, model: Model, limits: Limits, prompts: int) -> _Asked:
-    """Refuse what this server cannot do at all."""
-    request.check_supported()
+def _openai_fields(body: OpenAIRequest, prompt: str, model: Model, limits: Limits, prompts: int) -> _Fields:
+    """The fields of a request to one of OpenAI's routes; refuses what this server cannot do at all."""
+    body.check_supported()
     if model.tokenizer is None:
-        raise Problem(400, "this model has no tokenizer, so it writes no text: use /v1/denoise with ids.", prompt)
-    if prompts * request.choices > limits.sequences:
-        message = f"{prompts} prompts with {request.choices} choices each: at most {limits.sequences} in all."
-        raise Problem(400, message, "n" if request.choices > 1 else prompt)
-    return _Asked(request, prompt, *request.length())
+        raise APIError(400, "this model has no tokenizer, so it writes no text: use /v1/denoise with ids.", prompt)
+    if prompts * body.choices > limits.sequences:
+        message = f"{prompts} prompts with {body.choices} choices each: at most {limits.sequences} in all."
+        raise APIError(400, message, "n" if body.choices > 1 else prompt)
+    return _Fields(body, prompt, *body.length())
 
 
-def _listed(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
+    """The prompts of /v1/completions as a list, whichever of its four forms the client chose."""
     if isinstance(prompt, str):
         return [prompt]
     ids = [token for token in prompt if isinstance(token, int)]
     return [ids] if ids else [part for part in prompt if not isinstance(part, int)]
 
 
-def _encode(model: Model, prompt: Prompt, asked: _Asked, limits: Limits, chat: bool | None) -> list[int]:
-    """Ids, as `Model.generate` makes them."""
-    wanted = limits.defaults.gen_length if asked.wanted is None else asked.wanted
+def _encode(model: Model, prompt: Prompt, fields: _Fields, limits: Limits, chat: bool | None) -> list[int]:
+    """The prompt's ids, encoded as `Model.generate` does."""
+    length = limits.defaults.gen_length if fields.requested is None else fields.requested
     try:
-        [ids] = model.encode([prompt], gen_length=wanted, chat=chat)
+        [ids] = model.encode([prompt], gen_length=length, chat=chat)
     except CoddError as error:
-        raise refused(error, asked.prompt) from None
+        raise bad_request(error, fields.prompt) from None
     return ids
 
 
@@ -166,85 +173,94 @@ def _echo(model: Model, prompt: str | list[int]) -> str:
     return prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt, skip_unknown=True)
 
 
-def _continued(model: Model, ids: list[int], asked: _Asked, limits: Limits) -> Plan:
+def _continuation(model: Model, ids: list[int], fields: _Fields, limits: Limits) -> GenerationRequest:
     """A prompt with masks after it."""
     masks = ids.count(_mask(model))
-    length = _length(len(ids), masks, asked, limits, model)
-    options = _options(model, ids, length, asked, limits)
-    return Plan(tuple(ids), options, 0 if masks else len(ids))
+    length = _length(len(ids), masks, fields, limits, model)
+    options = _options(model, ids, length, fields, limits)
+    return GenerationRequest(tuple(ids), options, 0 if masks else len(ids))
 
 
-def _infilled(model: Model, ids: list[int], asked: _Asked, limits: Limits) -> Plan:
-    """A prompt, masks, and what follows them: to the loop, all of it is a prompt."""
-    assert isinstance(asked.request, CompletionRequest)
+def _infilling(model: Model, ids: list[int], fields: _Fields, limits: Limits) -> GenerationRequest:
+    """A prompt, masks, and a suffix: to the loop, all of it is a prompt."""
+    assert isinstance(fields.body, CompletionRequest)
     assert model.tokenizer is not None
     try:
-        suffix = model.tokenizer.encode(asked.request.suffix or "")
+        suffix = model.tokenizer.encode(fields.body.suffix or "")
     except CoddError as error:
-        raise refused(error, "suffix") from None
-    length = _length(len(ids) + len(suffix), 0, asked, limits, model)
+        raise bad_request(error, "suffix") from None
+    length = _length(len(ids) + len(suffix), 0, fields, limits, model)
     whole = [*ids, *[_mask(model)] * length, *suffix]
-    return Plan(tuple(whole), _options(model, whole, 0, asked, limits), len(ids), len(ids) + length)
+    options = _options(model, whole, 0, fields, limits)
+    return GenerationRequest(tuple(whole), options, len(ids), len(ids) + length)
 
 
-def _length(given: int, masks: int, asked: _Asked, limits: Limits, model: Model) -> int:
-    """How many masks to add: as many as are wanted, or as are usual and have room."""
-    room = limits.room(model)
-    rest = room - given
-    usual = asked.wanted is None
-    wanted = limits.defaults.gen_length if asked.wanted is None else asked.wanted
-    length = min(wanted, rest) if usual and wanted and rest > 0 else wanted
-    if length > rest:
-        long = f"{asked.prompt} has {given} tokens; a sequence has at most {room}"
-        if usual or rest < 0 or (rest == 0 and not masks):
-            hint = f", or give {asked.length} 0 to fill its masks only" if masks and not rest else ""
-            raise Problem(400, f"{long}, answer included: shorten it{hint}.", asked.prompt, "context_length_exceeded")
-        raise Problem(
-            400, f"{long}, so that {asked.length} can be {rest}, not {wanted}.", asked.length, "context_length_exceeded"
-        )
+def _length(given: int, masks: int, fields: _Fields, limits: Limits, model: Model) -> int:
+    """How many masks to add: the requested length, or the default one cut to what fits.
+
+    ``given``: tokens of the prompt (and suffix), of which ``masks`` are masks. Raises if the request does not fit, or
+    if there is nothing to fill.
+    """
+    longest = limits.max_length(model)
+    available = longest - given
+    by_default = fields.requested is None
+    wanted = limits.defaults.gen_length if fields.requested is None else fields.requested
+    length = min(wanted, available) if by_default and wanted and available > 0 else wanted
+    if length > available:
+        long = f"{fields.prompt} has {given} tokens; a sequence has at most {longest}"
+        if by_default or available < 0 or (available == 0 and not masks):
+            hint = f", or give {fields.length} 0 to fill its masks only" if masks and not available else ""
+            message, param = f"{long}, answer included: shorten it{hint}.", fields.prompt
+        else:
+            message, param = f"{long}, so that {fields.length} can be {available}, not {wanted}.", fields.length
+        raise APIError(400, message, param, "context_length_exceeded")
     if not length and not masks:
-        raise Problem(
-            400, f"{asked.length} is 0 and {asked.prompt} has no masks: nothing is to be written.", asked.length
-        )
+        message = f"{fields.length} is 0 and {fields.prompt} has no masks: nothing is to be written."
+        raise APIError(400, message, fields.length)
     return length
 
 
-def _options(model: Model, ids: list[int], length: int, asked: _Asked, limits: Limits) -> Options:
+def _options(model: Model, ids: list[int], length: int, fields: _Fields, limits: Limits) -> Options:
     """The options of a sequence, checked against the model as the loop itself would."""
-    _check_ids(ids, asked.prompt, model)
-    options = asked.request.options(limits.defaults, gen_length=length)
-    masks = [place - len(ids) for place, token in enumerate([*ids, *[_mask(model)] * length]) if token == _mask(model)]
-    if "steps" not in asked.request.given():
-        options = options.changed(steps=_steps(options, limits.defaults, masks))
+    _check_ids(ids, fields.prompt, model)
+    options = fields.body.options(limits.defaults, gen_length=length)
+    mask = _mask(model)
+    masks = [place - len(ids) for place, token in enumerate([*ids, *[mask] * length]) if token == mask]
+    if "steps" not in fields.body.given():
+        options = options.changed(steps=_default_steps(options, limits.defaults, masks))
     if options.reference and (options.steps or 0) > len(masks):
         # The reference evaluates the network even if nothing is left to do: nobody should be able to ask for that.
-        raise Problem(400, f"steps is {options.steps}, but there are only {len(masks)} masks to fill.", "steps")
+        raise APIError(400, f"steps is {options.steps}, but there are only {len(masks)} masks to fill.", "steps")
     _check_bans(options, model)
     try:
         model.begin([ids], options)
     except InvalidInput as error:
-        problem = refused(error)
-        if problem.param in ("gen_length", "prompt"):
-            problem.param = asked.length if problem.param == "gen_length" else asked.prompt
-        raise problem from None
+        refused = bad_request(error)
+        if refused.param in ("gen_length", "prompt"):
+            refused.param = fields.length if refused.param == "gen_length" else fields.prompt
+        raise refused from None
     return options
 
 
-def _steps(options: Options, defaults: Options, masks: Sequence[int]) -> int | None:
-    """The usual steps; if they do not reach every block of a long text, as many tokens a step as usual."""
+def _default_steps(options: Options, defaults: Options, masks: Sequence[int]) -> int | None:
+    """The default number of steps; where a long text has more blocks than that, the default number of tokens a step.
+
+    ``masks``: positions of the masks, counted from the end of the prompt.
+    """
     blocks = 1 if options.mode == "full" else len({place // options.block_length for place in masks})
     if options.steps is None or options.steps >= blocks or not options.counted:
         return options.steps
-    pace = (defaults.steps or defaults.gen_length) / max(1, defaults.gen_length)
-    return max(blocks, math.ceil(len(masks) * pace))
+    steps_per_token = (defaults.steps or defaults.gen_length) / max(1, defaults.gen_length)
+    return max(blocks, math.ceil(len(masks) * steps_per_token))
 
 
-def _choices(plan: Plan, request: OpenAIRequest, prompt: int, echo: str) -> Iterator[Plan]:
-    """The plan with one seed after the other."""
-    assert isinstance(plan.options.seed, int)
-    for choice in range(request.choices):
-        options = plan.options.changed(seed=plan.options.seed + choice)
-        yield Plan(plan.ids, options, plan.begin, plan.end, request.stops, prompt, choice, echo)
+def _choices(generation: GenerationRequest, body: OpenAIRequest, prompt: int, echo: str) -> Iterator[GenerationRequest]:
+    """One generation request for each choice, with consecutive seeds."""
+    seed = generation.options.seed
+    assert isinstance(seed, int)
+    for choice in range(body.choices):
+        options = generation.options.changed(seed=seed + choice)
+        yield replace(generation, options=options, stops=body.stops, prompt=prompt, choice=choice, echo=echo)
 
 
 def _mask(model: Model) -> int:
@@ -256,11 +272,10 @@ def _check_ids(ids: Sequence[int], name: str, model: Model) -> None:
     size = model.backbone.vocab_size
     wrong = next((token for token in ids if not 0 <= token < size), None)
     if wrong is not None:
-        raise Problem(400, f"{name} has the id {wrong}; the model has {size} tokens, from 0 on.", name)
+        raise APIError(400, f"{name} has the id {wrong}; the model has {size} tokens, from 0 on.", name)
 
 
 def _check_bans(options: Options, model: Model) -> None:
-    size = model.backbone.vocab_size
     _check_ids(list(options.ban), "ban", model)
-    if len({*options.ban, _mask(model)}) >= size:
-        raise Problem(400, "ban holds every token: nothing is left to write.", "ban")
+    if len({*options.ban, _mask(model)}) >= model.backbone.vocab_size:
+        raise APIError(400, "ban holds every token: nothing is left to write.", "ban")

@@ -1,12 +1,12 @@
-"""What requests look like. What their values mean for a certain model is checked in `codd.serving.prompts`."""
+"""Schemas of request bodies: OpenAI's and our own. `codd.serving.prompts` checks their values against the model."""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from codd.decoding.options import Tempering
+from codd.serving.errors import APIError
 from codd.serving.options import Chosen, Count, Ids, NotNegative, Sampling, Strict
-from codd.serving.problems import Problem
 
 MAX_CHOICES = 16
 Stops = Annotated[list[Annotated[str, Field(min_length=1, max_length=1000)]], Field(max_length=4)]
@@ -24,7 +24,7 @@ class TextPart(Strict):
 
 
 class Message(Strict):
-    """One message of a conversation. What else clients send back of an earlier answer is read over if it is empty."""
+    """One message of a conversation. Fields of an earlier response that clients send back are accepted if empty."""
 
     role: Roles
     content: str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
@@ -36,7 +36,7 @@ class Message(Strict):
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
     def plain(self) -> dict[str, str]:
-        """As chat templates take it: developers are the system, parts stand on lines of their own."""
+        """The message as chat templates take it: developer becomes system, text parts are joined by newlines."""
         text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
@@ -45,7 +45,7 @@ Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
 
 
 class DenoiseRequest(Sampling):
-    """/v1/denoise: every step of a run."""
+    """The body of /v1/denoise, which returns every step of a run."""
 
     prompt: str | NotEmptyIds | None = Field(None, description="A text, which may hold the mask token, or ids.")
     messages: Messages | None = Field(None, description="A conversation, instead of a prompt.")
@@ -56,7 +56,7 @@ class DenoiseRequest(Sampling):
 
 
 class InspectRequest(Chosen):
-    """/v1/inspect: what network and joint say of the masks in a window."""
+    """The body of /v1/inspect: what network and joint say of the masks in a window."""
 
     ids: NotEmptyIds = Field(description="The sequence, masks included.")
     window: Annotated[list[Length], Field(min_length=2, max_length=2)] = Field(description="Begin and end.")
@@ -70,22 +70,24 @@ class InspectRequest(Chosen):
 
 
 class StreamOptions(Strict):
-    """OpenAI's options of a stream."""
+    """OpenAI's stream options."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = Field(None, description="Ignored: nothing is padded.")
 
 
-def _neutral(values: str) -> Any:
-    return Field(None, description=f"Not supported: {values} only.")
+def _unsupported(accepted: str) -> Any:
+    """A field of OpenAI's that is refused unless it holds one of the accepted values, which change nothing."""
+    return Field(None, description=f"Not supported: {accepted} only.")
 
 
 def _ignored(why: str) -> Any:
+    """A field of OpenAI's that may hold anything and has no effect."""
     return Field(None, description=f"Ignored: {why}.")
 
 
 class OpenAIRequest(Sampling):
-    """What both of OpenAI's requests have, with the options of the loop beside it."""
+    """The fields that both of OpenAI's requests have, and the decoding options beside them."""
 
     model: str = Field(description="One of /v1/models.")
     max_tokens: Length | None = Field(None, description="The same as gen_length.")
@@ -93,58 +95,61 @@ class OpenAIRequest(Sampling):
     stream: bool | None = Field(None, description="The settled prefix as it grows, or one object.")
     stream_options: StreamOptions | None = None
     stop: bool | Annotated[str, Field(min_length=1, max_length=1000)] | Stops | None = Field(
-        None, description="Texts before which the answer ends; or whether it ends at the end-of-text token."
+        None, description="Stop strings, before which the text ends; or whether it ends at the end-of-text token."
     )
     timeout: Timeout | None = Field(None, description="Seconds until the server gives up.")
     user: str | None = _ignored("the server keeps no accounts")
-    frequency_penalty: float | None = _neutral("0 or null")
-    presence_penalty: float | None = _neutral("0 or null")
-    logit_bias: dict[str, float] | None = _neutral("{} or null; see ban")
+    frequency_penalty: float | None = _unsupported("0 or null")
+    presence_penalty: float | None = _unsupported("0 or null")
+    logit_bias: dict[str, float] | None = _unsupported("{} or null; see ban")
 
     @property
     def choices(self) -> int:
-        """How many answers to each prompt."""
+        """How many choices each prompt has."""
         return 1 if self.n is None else self.n
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """The texts before which an answer ends."""
+        """The stop strings."""
         if isinstance(self.stop, str):
             return (self.stop,)
         return tuple(self.stop) if isinstance(self.stop, list) else ()
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream is to end with what it cost."""
+        """Whether a stream is to end with a usage chunk."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def given(self) -> dict[str, Any]:
-        """Without stop where it is texts, and with the length under whatever name it has."""
-        found = super().given()
+        """The decoding options that the client set: ``stop`` only if it is a switch, the length under any name."""
+        options = super().given()
         if not isinstance(self.stop, bool):
-            found.pop("stop", None)
+            options.pop("stop", None)
         _, length = self.length()
-        return found if length is None else {**found, "gen_length": length}
+        return options if length is None else {**options, "gen_length": length}
 
     def length(self) -> tuple[str, int | None]:
-        """How many tokens are wanted, if that is said, and the name under which."""
+        """The name of the field with the requested length, and the length in tokens; None if there is none.
+
+        Raises if fields that mean the same differ.
+        """
         names = ("max_tokens", "max_completion_tokens", "gen_length")
-        said = {name: value for name in names if (value := getattr(self, name, None)) is not None}
-        if len(set(said.values())) > 1:
-            *others, last = said
-            raise Problem(400, f"{' and '.join([*others, last])} are the same and differ: give one of them.", last)
-        return next(iter(said.items()), ("max_tokens", None))
+        lengths = {name: value for name in names if (value := getattr(self, name, None)) is not None}
+        if len(set(lengths.values())) > 1:
+            *others, last = lengths
+            raise APIError(400, f"{' and '.join([*others, last])} are the same and differ: give one of them.", last)
+        return next(iter(lengths.items()), ("max_tokens", None))
 
     def check_supported(self) -> None:
-        """Refuse what OpenAI's servers can do and this one cannot."""
-        for name, neutral in NEUTRAL.items():
+        """Refuse what OpenAI's servers can do and this one cannot, by the name of the field."""
+        for name, accepted in NO_OP_VALUES.items():
             value = getattr(self, name, None)
-            if value is not None and not any(type(value) is type(fits) and value == fits for fits in neutral):
-                raise Problem(400, f"{name} is not supported here: leave it out.", name, "unsupported")
+            if value is not None and not any(type(value) is type(no_op) and value == no_op for no_op in accepted):
+                raise APIError(400, f"{name} is not supported here: leave it out.", name, "unsupported")
 
 
 class CompletionRequest(OpenAIRequest):
-    """/v1/completions."""
+    """The body of /v1/completions."""
 
     prompt: (
         str
@@ -157,36 +162,36 @@ class CompletionRequest(OpenAIRequest):
         description="Whether texts are put into the chat template, as in Python: if the model has one, unless the text "
         "has masks or there is a suffix.",
     )
-    suffix: str | None = Field(None, description="What follows: max_tokens masks are put before it.")
-    echo: bool | None = Field(None, description="Put the prompt before the answer.")
-    best_of: Count | None = _neutral("n or null")
-    logprobs: int | None = _neutral("null")
+    suffix: str | None = Field(None, description="Text that follows: max_tokens masks are put before it.")
+    echo: bool | None = Field(None, description="Put the prompt before the generated text.")
+    best_of: Count | None = _unsupported("n or null")
+    logprobs: int | None = _unsupported("null")
 
     def check_supported(self) -> None:
-        """``best_of`` means something only if it is more than ``n``."""
+        """The same; ``best_of`` has an effect only if it is more than ``n``."""
         super().check_supported()
         if self.best_of not in (None, self.choices):
-            raise Problem(400, "best_of is not supported here: leave it out.", "best_of", "unsupported")
+            raise APIError(400, "best_of is not supported here: leave it out.", "best_of", "unsupported")
 
 
 class ChatRequest(OpenAIRequest):
-    """/v1/chat/completions."""
+    """The body of /v1/chat/completions."""
 
     messages: Messages
     max_completion_tokens: Length | None = Field(None, description="The same as gen_length.")
-    logprobs: bool | None = _neutral("false or null")
-    top_logprobs: int | None = _neutral("0 or null")
-    tools: Any = _neutral("[] or null")
-    tool_choice: Any = _neutral('"none", "auto" or null')
-    functions: Any = _neutral("[] or null")
-    function_call: Any = _neutral('"none", "auto" or null')
-    response_format: Any = _neutral('{"type": "text"} or null')
-    modalities: Any = _neutral('["text"] or null')
-    audio: Any = _neutral("null")
-    prediction: Any = _neutral("null")
-    web_search_options: Any = _neutral("null")
-    moderation: Any = _neutral("null")
-    store: bool | None = _neutral("false or null")
+    logprobs: bool | None = _unsupported("false or null")
+    top_logprobs: int | None = _unsupported("0 or null")
+    tools: Any = _unsupported("[] or null")
+    tool_choice: Any = _unsupported('"none", "auto" or null')
+    functions: Any = _unsupported("[] or null")
+    function_call: Any = _unsupported('"none", "auto" or null')
+    response_format: Any = _unsupported('{"type": "text"} or null')
+    modalities: Any = _unsupported('["text"] or null')
+    audio: Any = _unsupported("null")
+    prediction: Any = _unsupported("null")
+    web_search_options: Any = _unsupported("null")
+    moderation: Any = _unsupported("null")
+    store: bool | None = _unsupported("false or null")
     metadata: dict[str, Any] | None = _ignored("nothing is stored that it could be attached to")
     service_tier: str | None = _ignored("there is one queue for all")
     parallel_tool_calls: bool | None = _ignored("there are no tools")
@@ -198,7 +203,7 @@ class ChatRequest(OpenAIRequest):
     prompt_cache_options: dict[str, Any] | None = _ignored("no prompt is cached")
 
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0.0,),
     "presence_penalty": (0.0,),
     "logit_bias": ({},),
@@ -216,4 +221,4 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "moderation": (),
     "store": (False,),
 }
-"""What a field of OpenAI's that means nothing here may hold beside null: what it does on a server that has it not."""
+"""What unsupported fields may hold beside null: values that ask for nothing."""

@@ -1,4 +1,4 @@
-"""The process: listens, says that it does, and stops when it is told to."""
+"""The server process: binds a socket, reports its address, and drains on SIGINT or SIGTERM."""
 
 import asyncio
 import contextlib
@@ -21,29 +21,29 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Server(uvicorn.Server):
-    """Drains on the first signal, and leaves at the second."""
+    """A uvicorn server that drains on the first signal and exits at the second."""
 
-    def __init__(self, config: uvicorn.Config, engine: Engine, ready: Callable[[str], None]):
-        """``ready`` is told the address once requests are taken."""
+    def __init__(self, config: uvicorn.Config, engine: Engine, on_ready: Callable[[str], None]):
+        """``on_ready`` is called with the URL once requests are accepted."""
         super().__init__(config)
-        self.engine, self.ready = engine, ready
+        self.engine, self.on_ready = engine, on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Say where the server is, which may be a port that the system chose."""
+        """Start, and report the URL, whose port may have been chosen by the system."""
         await super().startup(sockets=sockets)
         if self.started:
             host, port = self.servers[0].sockets[0].getsockname()[:2]
-            self.ready(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+            self.on_ready(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Nothing new is taken; what is under way is finished, if the patience of the settings allows."""
+        """Refuse new requests and finish the others within the drain time; a second signal ends at once."""
         self.engine.drain()
         self.force_exit = self.should_exit
         self.should_exit = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """A signal is the ordinary way to stop a server: it is not raised again afterwards."""
+        """Handle signals while serving. Unlike uvicorn, do not raise them again: they are the ordinary way to stop."""
         if threading.current_thread() is not threading.main_thread():  # only there can signals be listened to
             yield
             return
@@ -58,7 +58,7 @@ class Server(uvicorn.Server):
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket for a server; before a model is loaded, since the address may be taken."""
+    """A listening socket; `InvalidInput` if the address cannot be used. Call it before a slow model load."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)
@@ -67,16 +67,17 @@ def listen(host: str, port: int) -> socket.socket:
         raise InvalidInput(f"cannot listen on {host}, port {port}: {reason}.") from None
 
 
-def make(engine: Engine, settings: Settings, *, drain: int, ready: Callable[[str], None]) -> Server:
-    """A server that waits for its ``run``, which takes the socket."""
-    warnings.simplefilter("ignore", CircuitSteppedAside)  # a client's text may be impossible, which is no news
+def create_server(engine: Engine, settings: Settings, *, drain: int, on_ready: Callable[[str], None]) -> Server:
+    """A server; ``run(sockets=[...])`` starts it. ``drain``: seconds to finish requests when it is stopped."""
+    # The circuit steps aside from texts that it gives no probability, which clients may send at any time.
+    warnings.simplefilter("ignore", CircuitSteppedAside)
     config = uvicorn.Config(
         create_app(engine, settings),
         lifespan="on",
         log_config=None,
-        access_log=False,  # `Counted` writes one line a request, without the query
+        access_log=False,  # `RequestMetrics` logs one line a request, without the query
         server_header=False,
         timeout_graceful_shutdown=drain,
     )
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
-    return Server(config, engine, ready)
+    return Server(config, engine, on_ready)

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from codd.serving.guards import POLICY, Guards, guarded
+from codd.serving.middleware import POLICY, Security, with_middleware
 
 LOCAL = "http://127.0.0.1:8000"
 
@@ -31,13 +31,13 @@ async def broken(request: Request) -> StreamingResponse:
 PATHS = ("/", "/health", "/metrics", "/v1/models", "/v1/denoise", "/playground/page.js", "/openapi.json")
 
 
-def app(**guards: Any) -> Any:
+def app(**security: Any) -> Any:
     routes = [Route(path, echo, methods=["GET", "POST"]) for path in PATHS]
-    return guarded(Starlette(routes=[*routes, Route("/broken", broken)]), Guards(**guards))
+    return with_middleware(Starlette(routes=[*routes, Route("/broken", broken)]), Security(**security))
 
 
-def client(base_url: str = LOCAL, **guards: Any) -> TestClient:
-    return TestClient(app(**guards), base_url=base_url)
+def client(base_url: str = LOCAL, **security: Any) -> TestClient:
+    return TestClient(app(**security), base_url=base_url)
 
 
 def test_bodies_have_a_limit():
@@ -90,11 +90,11 @@ def test_a_disconnect_is_still_seen_after_the_body():
         seen.extend([await receive(), await receive()])
 
     whole, gone = {"type": "http.request", "body": b"x", "more_body": False}, {"type": "http.disconnect"}
-    call(guarded(listening, Guards()), {"Host": "localhost"}, [whole, gone])
+    call(with_middleware(listening, Security()), {"Host": "localhost"}, [whole, gone])
     assert seen == [whole, gone]
     seen.clear()
     part = {"type": "http.request", "body": b"x", "more_body": True}
-    call(guarded(listening, Guards()), {"Host": "localhost"}, [part, gone])
+    call(with_middleware(listening, Security()), {"Host": "localhost"}, [part, gone])
     assert seen == [part, gone]
 
 
@@ -114,7 +114,7 @@ def test_streams_are_not_collected():
         return {"type": "http.request"}
 
     scope = {"type": "http", "method": "GET", "path": "/v1/denoise", "headers": [(b"host", b"localhost")]}
-    anyio.run(guarded(streaming, Guards(api_key=None, origins=("http://a.example",))), scope, receive, send)
+    anyio.run(with_middleware(streaming, Security(api_key=None, origins=("http://a.example",))), scope, receive, send)
     assert order == ["begun", "made", "sent", "made", "sent"]
 
 
@@ -158,7 +158,7 @@ def test_no_way_around_the_key(path):
 
 
 @pytest.mark.parametrize(
-    ("host", "guards", "known"),
+    ("host", "security", "known"),
     [
         ("127.0.0.1:8000", {}, True),
         ("localhost", {}, True),
@@ -187,8 +187,8 @@ def test_no_way_around_the_key(path):
         ("é", {}, False),
     ],
 )
-def test_names_of_the_server(host, guards, known):
-    sent, _ = call(app(**guards), {"Host": host}, [{"type": "http.request"}])
+def test_names_of_the_server(host, security, known):
+    sent, _ = call(app(**security), {"Host": host}, [{"type": "http.request"}])
     assert sent[0]["status"] == (200 if known else 400)
     if not known:
         assert json.loads(sent[1]["body"])["error"]["param"] == "Host"

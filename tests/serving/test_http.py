@@ -1,4 +1,4 @@
-"""How the server behaves to clients that are too many, too long, wrong, gone, or strangers."""
+"""A running server and its clients: right ones, and those that are too many, too long, wrong, gone, or strangers."""
 
 import json
 import logging
@@ -7,20 +7,20 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
-from live import Live, bundled, live
+from live import PATIENCE, Live, bundled, live, until
 from small_models import Gate, small
 
 from codd.decoding import Options
 from codd.serving.app import Settings
 from codd.serving.connection import EventStream
-from codd.serving.guards import Guards
+from codd.serving.middleware import Security
 from codd.serving.prompts import Limits
 
 PROMPT = "What is 7 + 8?"
@@ -28,15 +28,34 @@ QUICK: dict[str, Any] = {"prompt": PROMPT, "gen_length": 8, "steps": 2}
 IDS: dict[str, Any] = {"prompt": [3, 1, 4], "gen_length": 8, "block_length": 8, "steps": 4, "stop": False}
 
 
-def held(gate: Gate, **more: Any) -> Settings:
-    """The gate is among the server's defaults, so that it holds every request."""
-    return Settings(limits=Limits(Options(hooks=(gate,))), **more)
+@pytest.fixture(scope="module")
+def server() -> Iterator[Live]:
+    with live(settings=Settings(name="mini", security=Security(max_body=5000))) as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Live]:
-    with live(settings=Settings(name="mini", guards=Guards(max_body=5000))) as found:
-        yield found
+def gated() -> Iterator[tuple[Live, Gate]]:
+    gate = Gate()
+    defaults = Options(hooks=(gate,))  # among the server's defaults, so that the gate holds every request
+    with live(small(), Settings(limits=Limits(defaults)), slots=1, queue=1) as found:
+        yield found, gate
+
+
+@pytest.fixture
+def held(gated: tuple[Live, Gate]) -> Iterator[tuple[Live, Gate]]:
+    """A server with one slot and one place in its queue whose every step waits at a gate, and the gate, shut."""
+    server, gate = gated
+    gate.reset()
+    yield server, gate
+    gate.open.release(1000)
+    server.until_idle()
+
+
+@pytest.fixture
+def clients() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(2) as pool:
+        yield pool
 
 
 def error(response: httpx.Response) -> dict[str, Any]:
@@ -124,77 +143,81 @@ def test_a_body_that_is_too_large_is_refused_whether_it_says_so_or_not(server):
     assert server.http.post("/v1/denoise", content=pieces).status_code == 413
 
 
-def test_a_full_queue_says_when_to_come_again():
-    gate = Gate()
-    with live(small(), held(gate), slots=1, queue=1) as server:
-        asked = [threading.Thread(target=lambda: server.http.post("/v1/denoise", json=IDS)) for _ in range(2)]
-        asked[0].start()
-        assert gate.reached.acquire(timeout=30)
-        asked[1].start()
-        while server.engine.load.waiting < 1:
-            time.sleep(0.002)
-        refused = server.http.post("/v1/denoise", json=IDS)
+def test_a_full_queue_says_when_to_come_again(held, clients):
+    server, gate = held
+    asked = [clients.submit(server.http.post, "/v1/denoise", json=IDS)]
+    assert gate.reached.acquire(timeout=PATIENCE)
+    asked.append(clients.submit(server.http.post, "/v1/denoise", json=IDS))
+    until(lambda: server.engine.load.waiting == 1)
+    for stream in (True, False):
+        refused = server.http.post("/v1/denoise", json={**IDS, "stream": stream})
         assert refused.status_code == 429
         assert int(refused.headers["Retry-After"]) >= 1
         assert error(refused)["code"] == "queue_full"
-        gate.open.release(8)
-        for each in asked:
-            each.join(30)
+    gate.open.release(8)
+    assert [each.result(PATIENCE).status_code for each in asked] == [200, 200]
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_who_hangs_up_frees_the_slot_within_one_step(stream):
-    gate = Gate()
-    with live(small(), held(gate), slots=1) as server:
-        host, port = server.url.removeprefix("http://").split(":")
-        body = json.dumps({**IDS, "stream": stream}).encode()
-        with socket.create_connection((host, int(port))) as wire:
-            head = f"POST /v1/denoise HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-            wire.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-            assert gate.reached.acquire(timeout=30)
-            assert server.engine.load.running == 1
-        time.sleep(0.2)  # the step is still under way; the server hears that the client has gone
-        gate.open.release()
-        server.until_idle()
-        assert gate.reached.acquire(blocking=False) is False, "another step was taken for nobody"
-        gate.open.release(4)
-        assert server.http.post("/v1/denoise", json={**IDS, "stream": False}).status_code == 200
+def test_who_hangs_up_frees_the_slot_within_one_step(held, stream):
+    server, gate = held
+    host, port = server.url.removeprefix("http://").split(":")
+    body = json.dumps({**IDS, "stream": stream}).encode()
+    with socket.create_connection((host, int(port))) as wire:
+        head = f"POST /v1/denoise HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        wire.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        assert gate.reached.acquire(timeout=PATIENCE)
+        [request] = server.engine._running
+    until(lambda: request.cancelled)  # the server has heard that the client has gone, while the step is under way
+    gate.open.release()
+    server.until_idle()
+    assert gate.reached.acquire(blocking=False) is False, "another step was taken for nobody"
+    gate.open.release(4)
+    assert server.http.post("/v1/denoise", json={**IDS, "stream": False}).status_code == 200
 
 
-def test_a_deadline_ends_a_request():
-    gate = Gate()
-    with live(small(), held(gate), slots=1) as server:
-        threading.Timer(0.3, gate.open.release, [100]).start()
-        late = server.http.post("/v1/denoise", json={**IDS, "stream": False, "timeout": 0.1})
-        assert (late.status_code, error(late)["code"]) == (504, "deadline_passed")
-        found = server.http.post("/v1/denoise", json=IDS)
-        assert events(found)[-1][0] == "done"
+def late(server: Live, gate: Gate, clients: ThreadPoolExecutor, **fields: Any) -> httpx.Response:
+    """The response to a request whose deadline passes during its first step."""
+    response = clients.submit(server.http.post, "/v1/denoise", json={**IDS, **fields, "timeout": 20})
+    assert gate.reached.acquire(timeout=PATIENCE)
+    [request] = server.engine._running
+    assert request.deadline is not None
+    assert request.deadline - request.queued_at <= 20
+    request.deadline = time.monotonic()
+    gate.open.release(100)
+    return response.result(PATIENCE)
 
 
-def test_an_error_in_the_middle_of_a_stream_is_its_last_event():
-    gate = Gate()
-    with live(small(), held(gate), slots=1) as server:
-        threading.Timer(0.3, gate.open.release, [100]).start()
-        found = events(server.http.post("/v1/denoise", json={**IDS, "timeout": 0.1}))
-        assert found[0][0] == "start"
-        assert found[-1][0] == "error"
-        assert found[-1][1]["error"]["code"] == "deadline_passed"
+def test_a_deadline_ends_a_request(held, clients):
+    server, gate = held
+    found = late(server, gate, clients, stream=False)
+    assert (found.status_code, error(found)["code"]) == (504, "deadline_passed")
+    assert events(server.http.post("/v1/denoise", json=IDS))[-1][0] == "done"
 
 
-def test_a_client_that_waits_long_hears_that_the_server_is_still_there(monkeypatch):
-    monkeypatch.setattr(EventStream, "patience", 0.02)
-    gate = Gate()
-    with live(small(), held(gate), slots=1) as server:
-        threading.Timer(0.3, gate.open.release, [100]).start()
-        found = server.http.post("/v1/denoise", json=IDS)
-        assert found.text.count(": waiting\n\n") > 2
-        found = found.text.replace(": waiting\n\n", "")
-        assert found.count("event: step") == 4
-        assert found.count("event: done") == 1
+def test_an_error_in_the_middle_of_a_stream_is_its_last_event(held, clients):
+    server, gate = held
+    names, bodies = zip(*events(late(server, gate, clients)), strict=True)
+    assert names == ("start", "step", "error")
+    assert bodies[-1]["error"]["code"] == "deadline_passed"
+
+
+def test_a_client_that_waits_long_hears_that_the_server_is_still_there(held, monkeypatch):
+    monkeypatch.setattr(EventStream, "keep_alive", 0.02)
+    server, gate = held
+    lines = []
+    with server.http.stream("POST", "/v1/denoise", json=IDS) as response:
+        for line in response.iter_lines():
+            lines.append(line)
+            if lines.count(": waiting") == 3:
+                gate.open.release(4)
+    assert lines.count(": waiting") >= 3
+    assert lines.count("event: step") == 4
+    assert lines.count("event: done") == 1
 
 
 def test_a_key_is_asked_for():
-    with live(small(), Settings(guards=Guards(api_key="sesame"))) as server:
+    with live(small(), Settings(security=Security(api_key="sesame"))) as server:
         for path in ("/v1/models", "/metrics"):
             refused = server.http.get(path)
             assert (refused.status_code, error(refused)["code"]) == (401, "invalid_api_key")
@@ -224,13 +247,12 @@ def test_the_page_comes_with_headers_that_guard_it(server):
     assert server.http.get("/playground/nothing.js").status_code == 404
 
 
-def test_no_word_of_a_request_is_logged_unless_that_was_asked_for(caplog):
+def test_no_word_of_a_request_is_logged_unless_that_was_asked_for(server, caplog):
     secret = "The password is Rumpelstilzchen"
     caplog.set_level(logging.DEBUG)
-    with live(settings=Settings()) as server:
-        server.http.post("/v1/denoise", json={**QUICK, "prompt": secret})
-        server.http.post("/v1/denoise", json={"prompt": secret, "steps": secret})
-    assert "POST /v1/denoise 200" in caplog.text
+    server.http.post("/v1/denoise", json={**QUICK, "prompt": secret})
+    server.http.post("/v1/denoise", json={"prompt": secret, "steps": secret})
+    until(lambda: "POST /v1/denoise 200" in caplog.text and "POST /v1/denoise 422" in caplog.text)
     assert "Rumpelstilzchen" not in caplog.text
     with live(settings=Settings(log_text=True)) as server:
         server.http.post("/v1/denoise", json={**QUICK, "prompt": secret})
@@ -240,16 +262,17 @@ def test_no_word_of_a_request_is_logged_unless_that_was_asked_for(caplog):
 def test_metrics_count_what_happened(server):
     server.http.post("/v1/denoise", json=QUICK)
     server.http.get("/nowhere")
+    for counted in ('codd_requests_total{route="/v1/denoise",status="200"}', 'route="other",status="404"'):
+        until(lambda counted=counted: counted in server.http.get("/metrics").text)  # counted after the last byte
+    server.until_idle()
     text = server.http.get("/metrics").text
-    assert 'codd_requests_total{route="/v1/denoise",status="200"}' in text
-    assert 'route="other",status="404"' in text
     for name in ("codd_running 0.0", "codd_slots 8.0", "codd_steps_total", "codd_batch_size_bucket"):
         assert name in text
 
 
 @pytest.fixture
 def process(tmp_path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    command = [sys.executable, "-m", "codd", "serve", "--port", "0", "--json", "--drain", "20"]
+    command = [sys.executable, "-m", "codd", "serve", "--port", "0", "--json", "--drain", str(PATIENCE)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "CODD_API_KEY": "k"}
     ) as found:
@@ -265,14 +288,14 @@ def test_sigterm_finishes_what_is_under_way_and_takes_nothing_new(process):
     found, url = process
     key = {"Authorization": "Bearer k"}
     body = {"prompt": PROMPT, "gen_length": 64, "steps": 16, "stop": False}
-    with httpx.stream("POST", f"{url}/v1/denoise", json=body, headers=key, timeout=60) as response:
+    with httpx.stream("POST", f"{url}/v1/denoise", json=body, headers=key, timeout=PATIENCE) as response:
         lines = response.iter_lines()
         assert next(lines) == "event: start"
         found.send_signal(signal.SIGTERM)
         rest = list(lines)
     assert "event: done" in rest
     assert sum(line == "event: step" for line in rest) == 16
-    assert found.wait(30) == 0
+    assert found.wait(PATIENCE) == 0
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{url}/health")
     assert found.stderr is not None

@@ -10,18 +10,18 @@ from starlette.exceptions import HTTPException
 from starlette.testclient import TestClient
 
 from codd.errors import CoddError, InvalidEvidence, InvalidInput
-from codd.serving import problems
-from codd.serving.guards import Guards, guarded
-from codd.serving.problems import RESPONSES, Problem, problem_of
+from codd.serving import errors
+from codd.serving.errors import RESPONSES, APIError, to_api_error
+from codd.serving.middleware import Security, with_middleware
+from codd.serving.requests import DeadlineExceeded, QueueFull, ShuttingDown
 from codd.serving.schemas import ChatRequest, CompletionRequest, DenoiseRequest
-from codd.serving.tickets import Busy, Closing, Late
 
 RAISED: list[Exception] = []
 
 
 def made() -> FastAPI:
     app = FastAPI(docs_url=None, redoc_url=None)
-    problems.install(app)
+    errors.install_handlers(app)
 
     @app.post("/v1/denoise", responses=RESPONSES)
     async def denoise(request: DenoiseRequest) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def made() -> FastAPI:
     return app
 
 
-CLIENT = TestClient(guarded(made(), Guards(max_body=300_000)), base_url="http://127.0.0.1")
+CLIENT = TestClient(with_middleware(made(), Security(max_body=300_000)), base_url="http://127.0.0.1")
 JSON = {"Content-Type": "application/json"}
 
 
@@ -157,15 +157,15 @@ def test_addresses_and_methods():
 @pytest.mark.parametrize(
     ("raised", "status", "kind", "param"),
     [
-        (Problem(400, "no", "steps"), 400, "invalid_request_error", "steps"),
+        (APIError(400, "no", "steps"), 400, "invalid_request_error", "steps"),
         (InvalidInput("the reference knows no sampler='any_order'"), 400, "invalid_request_error", "sampler"),
         (InvalidInput("circuit_temperature must be positive"), 400, "invalid_request_error", "circuit_temperature"),
         (InvalidInput("every token is banned"), 400, "invalid_request_error", None),
         (InvalidEvidence("the potentials are infinite"), 400, "invalid_request_error", None),
         (HTTPException(403, "no"), 403, "permission_error", None),
-        (Busy(7), 429, "rate_limit_error", None),
-        (Closing(), 503, "server_error", None),
-        (Late("late"), 504, "timeout", "timeout"),
+        (QueueFull(7), 429, "rate_limit_error", None),
+        (ShuttingDown(), 503, "server_error", None),
+        (DeadlineExceeded("late"), 504, "timeout", "timeout"),
         (CoddError("secret"), 500, "server_error", None),
         (RuntimeError("secret"), 500, "server_error", None),
     ],
@@ -175,7 +175,7 @@ def test_what_is_raised_becomes_an_answer(raised, status, kind, param, caplog):
     with caplog.at_level(logging.ERROR, "codd.serving"):
         answer = CLIENT.get("/raise")
     assert answer.status_code == status
-    assert answer.json() == problem_of(raised).as_json()
+    assert answer.json() == to_api_error(raised).as_json()
     assert (answer.json()["error"]["type"], answer.json()["error"]["param"]) == (kind, param)
     assert "secret" not in answer.text
     assert bool(caplog.records) == (status == 500)

@@ -14,8 +14,8 @@ from tokenizers import decoders, models
 
 import codd
 from codd.decoding.options import Options
-from codd.serving.prefix import Prefix, first_stop
-from codd.serving.prompts import Plan
+from codd.serving.detokenizer import Detokenizer, first_stop
+from codd.serving.prompts import GenerationRequest
 
 MODEL = codd.load(device="cpu")
 assert MODEL.tokenizer is not None
@@ -44,15 +44,19 @@ def word_pieces() -> codd.Model:
 WORD_PIECES = word_pieces()
 
 
-def planned(prompt: Sequence[int], length: int, model: codd.Model = MODEL, **fields) -> Plan:
+def planned(prompt: Sequence[int], length: int, model: codd.Model = MODEL, **fields) -> GenerationRequest:
     begin = 0 if model.mask_id in prompt else len(prompt)
-    return Plan(**{"ids": tuple(prompt), "options": Options(gen_length=length), "begin": begin, **fields})
+    return GenerationRequest(
+        **{"ids": tuple(prompt), "options": Options(gen_length=length), "begin_text": begin, **fields}
+    )
 
 
-def deltas(plan: Plan, whole: Sequence[int], model: codd.Model = MODEL, seed: int = 0, portion: int = 1) -> list[str]:
+def deltas(
+    generation: GenerationRequest, whole: Sequence[int], model: codd.Model = MODEL, seed: int = 0, portion: int = 1
+) -> list[str]:
     """What is sent if the masks become ``whole`` in a random order, some at a time."""
-    prefix = Prefix(plan, model)
-    given = [*plan.ids, *[model.mask_id] * (len(whole) - len(plan.ids))]
+    detokenizer = Detokenizer(generation, model)
+    given = [*generation.ids, *[model.mask_id] * (len(whole) - len(generation.ids))]
     places = [place for place, token in enumerate(given) if token == model.mask_id]
     random.Random(seed).shuffle(places)
     found, ids = [], torch.tensor(given)
@@ -60,17 +64,17 @@ def deltas(plan: Plan, whole: Sequence[int], model: codd.Model = MODEL, seed: in
         ids = ids.clone()
         for place in places[first : first + portion]:
             ids[place] = whole[place]
-        found.append(prefix.feed(ids, first + portion >= len(places)))
-        assert prefix.text == "".join(found)
-        if prefix.finished:
+        found.append(detokenizer.add(ids, first + portion >= len(places)))
+        assert detokenizer.text == "".join(found)
+        if detokenizer.finished:
             break
-    assert prefix.finished
-    assert prefix.feed(ids, True) == ""
+    assert detokenizer.finished
+    assert detokenizer.add(ids, True) == ""
     return found
 
 
-def text_of(plan: Plan, whole: Sequence[int], model: codd.Model = MODEL) -> str:
-    return model.text(torch.tensor(whole), plan.ids)
+def text_of(generation: GenerationRequest, whole: Sequence[int], model: codd.Model = MODEL) -> str:
+    return model.text(torch.tensor(whole), generation.ids)
 
 
 @QUICK
@@ -78,25 +82,25 @@ def text_of(plan: Plan, whole: Sequence[int], model: codd.Model = MODEL) -> str:
 def test_the_deltas_are_the_text(text, seed, portion):
     prompt, answer = MODEL.tokenizer.encode("one "), MODEL.tokenizer.encode(text, parse_special=False)
     if answer:
-        plan = planned(prompt, len(answer))
-        found = deltas(plan, [*prompt, *answer], seed=seed, portion=portion)
-        assert "".join(found) == text_of(plan, [*prompt, *answer]) == text
+        generation = planned(prompt, len(answer))
+        found = deltas(generation, [*prompt, *answer], seed=seed, portion=portion)
+        assert "".join(found) == text_of(generation, [*prompt, *answer]) == text
 
 
 @QUICK
 @given(answer=st.lists(st.integers(5, 300), min_size=1, max_size=12), seed=st.integers(0, 99))
 def test_the_deltas_are_the_text_of_bytes_that_are_none(answer, seed):
-    plan = planned([5], len(answer))
-    assert "".join(deltas(plan, [5, *answer], seed=seed)) == text_of(plan, [5, *answer])
+    generation = planned([5], len(answer))
+    assert "".join(deltas(generation, [5, *answer], seed=seed)) == text_of(generation, [5, *answer])
 
 
 @QUICK
 @given(answer=st.lists(st.integers(0, 119).filter(lambda t: t != 4), min_size=1, max_size=12), seed=st.integers(0, 99))
 def test_the_deltas_are_the_text_of_word_pieces(answer, seed):
     for prompt in ([30], []):
-        plan = planned(prompt, len(answer), WORD_PIECES)
-        found = deltas(plan, [*prompt, *answer], WORD_PIECES, seed=seed)
-        assert "".join(found) == text_of(plan, [*prompt, *answer], WORD_PIECES)
+        generation = planned(prompt, len(answer), WORD_PIECES)
+        found = deltas(generation, [*prompt, *answer], WORD_PIECES, seed=seed)
+        assert "".join(found) == text_of(generation, [*prompt, *answer], WORD_PIECES)
 
 
 @QUICK
@@ -104,38 +108,38 @@ def test_the_deltas_are_the_text_of_word_pieces(answer, seed):
 def test_the_whole_text_is_sent_if_the_prompt_had_masks(seed, portion):
     whole = MODEL.tokenizer.encode("Zoë met 👩‍🚀 in Zürich, of all places.")
     prompt = [MODEL.mask_id if place in (3, 4, 5, 9) else token for place, token in enumerate(whole[:-3])]
-    plan = planned(prompt, 3)
-    found = deltas(plan, whole, seed=seed, portion=portion)
-    assert "".join(found) == text_of(plan, whole) == "Zoë met 👩‍🚀 in Zürich, of all places."
+    generation = planned(prompt, 3)
+    found = deltas(generation, whole, seed=seed, portion=portion)
+    assert "".join(found) == text_of(generation, whole) == "Zoë met 👩‍🚀 in Zürich, of all places."
 
 
 def test_characters_are_sent_whole():
     answer = MODEL.tokenizer.encode("a👩b")
     assert len(answer) > 3
     found = []
-    prefix, ids = Prefix(planned([5], len(answer)), MODEL), torch.tensor([5, *[MODEL.mask_id] * len(answer)])
+    detokenizer, ids = Detokenizer(planned([5], len(answer)), MODEL), torch.tensor([5, *[MODEL.mask_id] * len(answer)])
     for place, token in enumerate(answer, start=1):
         ids[place] = token
-        found.append(prefix.feed(ids, place == len(answer)))
+        found.append(detokenizer.add(ids, place == len(answer)))
     assert [delta for delta in found if delta] == ["a", "👩", "b"]
 
 
 def test_only_what_has_no_gap_before_it_is_sent():
     whole = [5, *MODEL.tokenizer.encode(" one two three")]
-    prefix = Prefix(planned([5], 3), MODEL)
+    detokenizer = Detokenizer(planned([5], 3), MODEL)
     ids = torch.tensor([5, *[MODEL.mask_id] * 3])
     ids[2:] = torch.tensor(whole[2:])
-    assert (prefix.feed(ids, False), prefix.tokens) == ("", 0)
+    assert (detokenizer.add(ids, False), detokenizer.tokens) == ("", 0)
     ids[1] = whole[1]
-    assert (prefix.feed(ids, True), prefix.tokens) == (" one two three", 3)
+    assert (detokenizer.add(ids, True), detokenizer.tokens) == (" one two three", 3)
 
 
 def test_the_middle_of_an_infilling():
     before, middle, after = map(MODEL.tokenizer.encode, ("one", " two three", " four"))
     ids = [*before, *[MODEL.mask_id] * len(middle), *after]
-    plan = planned(ids, 0, begin=len(before), end=len(before) + len(middle))
+    generation = planned(ids, 0, begin_text=len(before), end_text=len(before) + len(middle))
     for seed in range(5):
-        assert "".join(deltas(plan, [*before, *middle, *after], seed=seed)) == " two three"
+        assert "".join(deltas(generation, [*before, *middle, *after], seed=seed)) == " two three"
 
 
 def test_an_echo_comes_first_and_once():
@@ -153,35 +157,40 @@ def test_an_echo_comes_first_and_once():
 )
 def test_a_text_ends_before_the_first_stop_however_it_came(text, stops, seed, portion):
     answer = MODEL.tokenizer.encode(text)
-    plan = planned([5], len(answer), stops=tuple(stops))
+    generation = planned([5], len(answer), stops=tuple(stops))
     ends = [end for end in range(len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)]
     wanted = text
     if ends:
         wanted = text[: ends[0] - max(len(stop) for stop in stops if text[: ends[0]].endswith(stop))]
-    assert "".join(deltas(plan, [5, *answer], seed=seed, portion=portion)) == wanted
+    assert "".join(deltas(generation, [5, *answer], seed=seed, portion=portion)) == wanted
 
 
 def test_a_stop_ends_the_run_early():
     answer = MODEL.tokenizer.encode(" one two three four")
-    prefix = Prefix(planned([5], len(answer), stops=(" thr",)), MODEL)
+    detokenizer = Detokenizer(planned([5], len(answer), stops=(" thr",)), MODEL)
     ids = torch.tensor([5, *[MODEL.mask_id] * len(answer)])
     ids[1:4] = torch.tensor(answer[:3])
-    assert (prefix.feed(ids, False), prefix.finished, prefix.reason, prefix.tokens) == (" one two", True, "stop", 3)
+    assert (detokenizer.add(ids, False), detokenizer.finished, detokenizer.reason, detokenizer.tokens) == (
+        " one two",
+        True,
+        "stop",
+        3,
+    )
 
 
 def test_what_may_become_a_stop_is_held_back():
     answer = MODEL.tokenizer.encode(" one two three")
-    prefix = Prefix(planned([5], 3, stops=(" two four",)), MODEL)
+    detokenizer = Detokenizer(planned([5], 3, stops=(" two four",)), MODEL)
     ids = torch.tensor([5, *[MODEL.mask_id] * 3])
     found = []
     for place, token in enumerate(answer, start=1):
         ids[place] = token
-        found.append(prefix.feed(ids, False))
+        found.append(detokenizer.add(ids, False))
     assert found == [" one", "", " two three"]
-    assert prefix.feed(ids, True) == ""
-    held = Prefix(planned([5], 2, stops=(" two four",)), MODEL)
-    assert held.feed(torch.tensor([5, *answer[:2]]), False) == " one"
-    assert held.feed(torch.tensor([5, *answer[:2]]), True) == " two"
+    assert detokenizer.add(ids, True) == ""
+    held = Detokenizer(planned([5], 2, stops=(" two four",)), MODEL)
+    assert held.add(torch.tensor([5, *answer[:2]]), False) == " one"
+    assert held.add(torch.tensor([5, *answer[:2]]), True) == " two"
 
 
 def test_a_stop_in_what_was_given_does_not_count():
@@ -208,24 +217,24 @@ def test_the_first_stop_is_the_one_that_is_complete_first():
     ],
 )
 def test_why_a_text_ends(last, options, reason):
-    prefix = Prefix(planned([5], 2, options=options), MODEL)
-    text = prefix.feed(torch.tensor([5, *MODEL.tokenizer.encode(" one"), last]), True)
-    assert prefix.reason == reason
+    detokenizer = Detokenizer(planned([5], 2, options=options), MODEL)
+    text = detokenizer.add(torch.tensor([5, *MODEL.tokenizer.encode(" one"), last]), True)
+    assert detokenizer.reason == reason
     assert text == " one" + MODEL.tokenizer.decode([last])
-    assert prefix.tokens == 2
+    assert detokenizer.tokens == 2
 
 
 def test_a_real_run():
     [ids] = MODEL.encode("Mia has 8 stamps and buys 4. How many has she?")
     options = {"gen_length": 16, "steps": 8, "temperature": 0.7, "seed": 2, "remasking": "random"}
-    prefix, found = Prefix(planned(ids, 16, options=Options(**options)), MODEL), []
+    detokenizer, found = Detokenizer(planned(ids, 16, options=Options(**options)), MODEL), []
     for step in MODEL.denoise([ids], **options):
-        found.append(prefix.feed(step.ids, step.finished))
+        found.append(detokenizer.add(step.ids, step.finished))
         last = step.ids
-    assert "".join(found) == prefix.text == MODEL.text(last, ids)
+    assert "".join(found) == detokenizer.text == MODEL.text(last, ids)
     assert sum(map(bool, found)) > 1
-    assert prefix.tokens == len(last) - len(ids)
-    assert prefix.reason == ("stop" if last[-1] == EOS else "length")
+    assert detokenizer.tokens == len(last) - len(ids)
+    assert detokenizer.reason == ("stop" if last[-1] == EOS else "length")
 
 
 def test_a_decoder_that_takes_back_what_it_said_is_waited_for():
@@ -233,16 +242,16 @@ def test_a_decoder_that_takes_back_what_it_said_is_waited_for():
     backend.decoder = decoders.Sequence([decoders.Fuse(), decoders.Replace("'s", "S")])
     model = replace(MODEL, tokenizer=codd.Tokenizer(backend, special={"mask_token": "[M]"}), mask_id=0)
     whole = [1, 1, 2, 3, 4]
-    plan = planned([1], 4, model)
+    generation = planned([1], 4, model)
     ids = torch.tensor([1, 1, 2, 0, 0])
-    prefix = Prefix(plan, model)
-    assert prefix.feed(ids, False) == "a'"
+    detokenizer = Detokenizer(generation, model)
+    assert detokenizer.add(ids, False) == "a'"
     ids[3] = 3
-    assert prefix.feed(ids, False) == ""
-    prefix.feed(torch.tensor(whole), True)
-    assert len(prefix.text) == len(text_of(plan, whole, model))
+    assert detokenizer.add(ids, False) == ""
+    detokenizer.add(torch.tensor(whole), True)
+    assert len(detokenizer.text) == len(text_of(generation, whole, model))
 
 
 def test_without_a_tokenizer_there_is_no_text():
-    prefix = Prefix(planned([5], 2), replace(MODEL, tokenizer=None))
-    assert (prefix.feed(torch.tensor([5, 6, 7]), True), prefix.tokens, prefix.reason) == ("", 2, "length")
+    detokenizer = Detokenizer(planned([5], 2), replace(MODEL, tokenizer=None))
+    assert (detokenizer.add(torch.tensor([5, 6, 7]), True), detokenizer.tokens, detokenizer.reason) == ("", 2, "length")

@@ -7,9 +7,16 @@ import pytest
 
 import codd
 from codd.decoding.options import Options
-from codd.serving.prefix import Prefix
-from codd.serving.problems import Problem
-from codd.serving.prompts import Limits, Plan, chat_plans, completion_plans, denoise_plan, inspection
+from codd.serving.detokenizer import Detokenizer
+from codd.serving.errors import APIError
+from codd.serving.prompts import (
+    GenerationRequest,
+    Limits,
+    chat_generations,
+    completion_generations,
+    denoise_generation,
+    inspect_arguments,
+)
 from codd.serving.schemas import ChatRequest, CompletionRequest, DenoiseRequest, InspectRequest
 
 MODEL = codd.load(device="cpu")
@@ -22,31 +29,31 @@ QUICK: dict[str, Any] = {"steps": 2, "temperature": 1.0, "seed": 3}
 SAID = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 7 + 8?"}]
 
 
-def denoise(**fields: Any) -> Plan:
-    return denoise_plan(DenoiseRequest.model_validate(fields), MODEL, LIMITS)
+def denoise(**fields: Any) -> GenerationRequest:
+    return denoise_generation(DenoiseRequest.model_validate(fields), MODEL, LIMITS)
 
 
-def complete(limits: Limits = LIMITS, **fields: Any) -> list[Plan]:
-    return completion_plans(CompletionRequest.model_validate({"model": "m", **fields}), MODEL, limits)
+def complete(limits: Limits = LIMITS, **fields: Any) -> list[GenerationRequest]:
+    return completion_generations(CompletionRequest.model_validate({"model": "m", **fields}), MODEL, limits)
 
 
-def converse(**fields: Any) -> list[Plan]:
-    return chat_plans(ChatRequest.model_validate({"model": "m", "messages": SAID, **fields}), MODEL, LIMITS)
+def converse(**fields: Any) -> list[GenerationRequest]:
+    return chat_generations(ChatRequest.model_validate({"model": "m", "messages": SAID, **fields}), MODEL, LIMITS)
 
 
-def texts(plans: list[Plan]) -> list[str]:
+def texts(generations: list[GenerationRequest]) -> list[str]:
     """What a server would answer, by the stream of steps."""
     found = []
-    for plan in plans:
-        prefix = Prefix(plan, MODEL)
-        for step in MODEL.denoise([list(plan.ids)], **vars(plan.options)):
-            prefix.feed(step.ids, step.finished)
-        found.append(prefix.text)
+    for generation in generations:
+        detokenizer = Detokenizer(generation, MODEL)
+        for step in MODEL.denoise([list(generation.ids)], **vars(generation.options)):
+            detokenizer.add(step.ids, step.finished)
+        found.append(detokenizer.text)
     return found
 
 
-def refused(call: Any, **fields: Any) -> Problem:
-    with pytest.raises(Problem) as found:
+def refused(call: Any, **fields: Any) -> APIError:
+    with pytest.raises(APIError) as found:
         call(**fields)
     assert found.value.status == 400
     return found.value
@@ -55,9 +62,9 @@ def refused(call: Any, **fields: Any) -> Problem:
 def test_a_text_is_answered_as_in_python():
     for fields in ({"prompt": "What is 7 + 8?"}, {"prompt": "It was", "chat": False}):
         wanted = MODEL.generate(fields["prompt"], chat=fields.get("chat"), gen_length=12, **QUICK)
-        plan = denoise(**fields, gen_length=12, **QUICK)
-        assert texts([plan]) == wanted.texts
-        assert [list(plan.ids)] == MODEL.encode(fields["prompt"], chat=fields.get("chat"))
+        generation = denoise(**fields, gen_length=12, **QUICK)
+        assert texts([generation]) == wanted.texts
+        assert [list(generation.ids)] == MODEL.encode(fields["prompt"], chat=fields.get("chat"))
         assert texts(complete(**fields, max_tokens=12, **QUICK)) == wanted.texts
 
 
@@ -70,16 +77,16 @@ def test_a_conversation_is_answered_as_in_python():
 def test_masks_in_a_text_are_filled():
     text = "They were married in<|mask|><|mask|>, he said."
     wanted = MODEL.generate(text, gen_length=0, seed=1)
-    plan = denoise(prompt=text, gen_length=0, seed=1)
-    assert (plan.begin, texts([plan])) == (0, wanted.texts)
-    assert plan.given(MASK) == len(plan.ids) - 2
+    generation = denoise(prompt=text, gen_length=0, seed=1)
+    assert (generation.begin_text, texts([generation])) == (0, wanted.texts)
+    assert generation.prompt_tokens(MASK) == len(generation.ids) - 2
     assert texts(complete(prompt=text, max_tokens=0, seed=1, echo=True)) == wanted.texts
     assert texts(complete(prompt=text, max_tokens=8, **QUICK)) == MODEL.generate(text, gen_length=8, **QUICK).texts
 
 
 def test_every_choice_has_its_own_seed():
-    plans = complete(prompt=["one", "two"], n=2, max_tokens=6, **QUICK)
-    assert [(plan.prompt, plan.choice, plan.options.seed) for plan in plans] == [
+    generations = complete(prompt=["one", "two"], n=2, max_tokens=6, **QUICK)
+    assert [(generation.prompt, generation.choice, generation.options.seed) for generation in generations] == [
         (0, 0, 3),
         (0, 1, 4),
         (1, 0, 3),
@@ -87,23 +94,23 @@ def test_every_choice_has_its_own_seed():
     ]
     for number in (0, 1):
         wanted = MODEL.generate(["one", "two"], gen_length=6, **{**QUICK, "seed": 3 + number}).texts
-        assert texts(plans[number::2]) == wanted
+        assert texts(generations[number::2]) == wanted
 
 
 @pytest.mark.parametrize("seed", [-(2**63), -7, 2**63 - 1])
 def test_every_whole_number_is_a_seed(seed):
-    plans = complete(prompt="one", n=2, max_tokens=4, steps=1, temperature=1, seed=seed)
+    generations = complete(prompt="one", n=2, max_tokens=4, steps=1, temperature=1, seed=seed)
     wanted = [MODEL.generate("one", gen_length=4, steps=1, temperature=1.0, seed=seed + i).texts for i in (0, 1)]
-    assert [[text] for text in texts(plans)] == wanted
+    assert [[text] for text in texts(generations)] == wanted
 
 
 def test_a_suffix_is_written_up_to():
-    [plan] = complete(prompt="It was a dark", suffix=" night.", max_tokens=3, seed=1)
+    [generation] = complete(prompt="It was a dark", suffix=" night.", max_tokens=3, seed=1)
     before, after = MODEL.tokenizer.encode("It was a dark"), MODEL.tokenizer.encode(" night.")
-    assert list(plan.ids) == [*before, MASK, MASK, MASK, *after]
-    [sequence] = MODEL.generate([list(plan.ids)], gen_length=0, seed=1).sequences
-    assert texts([plan]) == [MODEL.tokenizer.decode(sequence[len(before) : len(before) + 3])]
-    assert plan.given(MASK) == len(before) + len(after)
+    assert list(generation.ids) == [*before, MASK, MASK, MASK, *after]
+    [sequence] = MODEL.generate([list(generation.ids)], gen_length=0, seed=1).sequences
+    assert texts([generation]) == [MODEL.tokenizer.decode(sequence[len(before) : len(before) + 3])]
+    assert generation.prompt_tokens(MASK) == len(before) + len(after)
     assert complete(prompt="one", suffix="", max_tokens=3) == complete(prompt="one", max_tokens=3)
     assert refused(complete, prompt="one", suffix="two", chat=True).param == "chat"
 
@@ -111,15 +118,15 @@ def test_a_suffix_is_written_up_to():
 def test_an_echo_is_what_was_sent():
     answer, echoed = (texts(complete(prompt="one", echo=echo, max_tokens=4, **QUICK)) for echo in (False, True))
     assert echoed == ["one" + answer[0]]
-    [plan] = complete(prompt=MODEL.tokenizer.encode("one two"), echo=True, max_tokens=4)
-    assert plan.echo == "one two"
+    [generation] = complete(prompt=MODEL.tokenizer.encode("one two"), echo=True, max_tokens=4)
+    assert generation.echo == "one two"
 
 
 def test_the_usual_length_is_cut_to_the_room():
     assert complete(prompt=[5] * 10)[0].options.gen_length == 128
     assert complete(prompt=[5] * (ROOM - 9))[0].options.gen_length == 9
     assert complete(Limits(length=20), prompt=[5] * 12)[0].options.gen_length == 8
-    assert complete(prompt=[5] * 10, suffix="one", max_tokens=None)[0].end == 10 + 128
+    assert complete(prompt=[5] * 10, suffix="one", max_tokens=None)[0].end_text == 10 + 128
     full = refused(complete, prompt=[5] * ROOM)
     assert (full.param, full.code) == ("prompt", "context_length_exceeded")
 
@@ -176,22 +183,22 @@ def test_long_texts_get_the_usual_tokens_a_step():
     assert refused(complete, limits=limits, prompt=[5], max_tokens=320, steps=4).param == "steps"
 
 
-def test_a_course_is_the_sequence_before_its_first_step():
-    [plan] = complete(prompt="one", max_tokens=4)
-    course = plan.course(MODEL)
-    assert course.draft.ids.tolist() == [*plan.ids, *[MASK] * 4]
-    assert course.stop_ids == MODEL.stop_ids
-    assert not course.finished
+def test_the_state_is_the_sequence_before_its_first_step():
+    [generation] = complete(prompt="one", max_tokens=4)
+    state = generation.begin(MODEL)
+    assert state.draft.ids.tolist() == [*generation.ids, *[MASK] * 4]
+    assert state.stop_ids == MODEL.stop_ids
+    assert not state.finished
 
 
 def test_without_a_tokenizer_only_ids_can_be_denoised():
     blind = replace(MODEL, tokenizer=None)
     asked = DenoiseRequest.model_validate({"prompt": [5, 6], "gen_length": 4})
-    assert denoise_plan(asked, blind, LIMITS).ids == (5, 6)
-    with pytest.raises(Problem, match="no tokenizer"):
-        denoise_plan(DenoiseRequest.model_validate({"prompt": "one"}), blind, LIMITS)
-    with pytest.raises(Problem, match="no tokenizer"):
-        completion_plans(CompletionRequest.model_validate({"model": "m", "prompt": [5]}), blind, LIMITS)
+    assert denoise_generation(asked, blind, LIMITS).ids == (5, 6)
+    with pytest.raises(APIError, match="no tokenizer"):
+        denoise_generation(DenoiseRequest.model_validate({"prompt": "one"}), blind, LIMITS)
+    with pytest.raises(APIError, match="no tokenizer"):
+        completion_generations(CompletionRequest.model_validate({"model": "m", "prompt": [5]}), blind, LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -209,13 +216,13 @@ def test_without_a_tokenizer_only_ids_can_be_denoised():
 )
 def test_what_cannot_be_inspected(fields, param):
     def call(**fields: Any) -> object:
-        return inspection(InspectRequest.model_validate(fields), MODEL, LIMITS)
+        return inspect_arguments(InspectRequest.model_validate(fields), MODEL, LIMITS)
 
     assert refused(call, **fields).param == param
 
 
 def test_an_inspection():
     asked = {"ids": [5, MASK, 6], "window": [1, 3], "candidates": 3, "tempering": "paper"}
-    found = inspection(InspectRequest.model_validate(asked), MODEL, LIMITS)
+    found = inspect_arguments(InspectRequest.model_validate(asked), MODEL, LIMITS)
     assert (found.ids, found.window, found.candidates) == ([5, MASK, 6], (1, 3), 3)
-    assert found.options == Options(tempering="paper")
+    assert found.options == Options(tempering="paper", sampler="any_order")  # the circuit acts, whatever a run does

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from codd.serving.waiting import FairQueue
+from codd.serving.queue import FairQueue
 
 
 @dataclass(eq=False)
@@ -45,9 +45,9 @@ def test_those_who_leave_are_gone_and_make_room():
     first, second = One("a"), One("a")
     queue.push(first)
     queue.push(second)
-    assert queue.room == 0
+    assert queue.free == 0
     queue.remove(first)
-    assert (queue.room, list(queue)) == (1, [second])
+    assert (queue.free, list(queue)) == (1, [second])
     queue.remove(second)
     assert len(queue) == 0
     assert queue.pop() is None

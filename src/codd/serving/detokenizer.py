@@ -1,0 +1,118 @@
+"""Incremental detokenization: masks are filled in any order, but clients read from left to right.
+
+What is written from the beginning without a gap, the settled prefix, does not change any more, so it can be sent. A
+`Detokenizer` follows the steps of one sequence and returns the text that each of them settles; all of it together is
+what `codd.Model.text` gives of the whole sequence, or less if a stop string comes first.
+"""
+
+from collections.abc import Sequence
+
+from jaxtyping import Int
+from torch import Tensor
+
+from codd.decoding import Model
+from codd.serving.prompts import GenerationRequest
+from codd.serving.responses import FinishReason
+
+INCOMPLETE = "\ufffd"
+"""What decoders write for bytes that are no character, or not yet."""
+
+
+class Detokenizer:
+    """The text of one sequence as far as it is settled."""
+
+    def __init__(self, generation: GenerationRequest, model: Model):
+        """Nothing is sent yet, not even the echo of the prompt."""
+        self.text = ""
+        """All text returned so far."""
+        self.tokens = 0
+        """How many of the settled tokens were written by the model."""
+        self.finished = False
+        """Whether no more text follows: the rest of the run, if there is any, can be cancelled."""
+        self.reason: FinishReason = "length"
+        """Why the text ends where it ends."""
+        self._generation, self._model = generation, model
+        self._echo = generation.echo
+        self._sent = ""
+        self._settled = -1
+        ids, begin = generation.ids, generation.begin_text
+        first_mask = next((p for p, token in enumerate(ids) if p >= begin and token == model.mask_id), begin)
+        self._given = len(self._decode(ids[begin:first_mask]).rstrip(INCOMPLETE))
+        """Characters at the beginning that the client gave: stop strings in them do not count."""
+
+    def add(self, ids: Int[Tensor, " L"], finished: bool) -> str:
+        """The text that a step adds, which may be empty.
+
+        ``ids``: the sequence after the step; ``finished``: whether this was its last.
+        """
+        if self.finished:
+            return ""
+        own = ids[: self._generation.end_text].tolist()
+        end = len(own) if finished else self._first_mask(own)
+        if end == self._settled and not finished:
+            return ""
+        self._settled = end
+        self._count(own[:end])
+        ready = self._ready(self._decode(own[self._generation.begin_text : end]), finished)
+        if finished and not self.finished:
+            self.finished, self.reason = True, self._finish_reason(ids)
+        return self._send(ready)
+
+    def _first_mask(self, ids: Sequence[int]) -> int:
+        begin = self._generation.begin_text
+        return next((p for p in range(begin, len(ids)) if ids[p] == self._model.mask_id), len(ids))
+
+    def _count(self, ids: Sequence[int]) -> None:
+        prompt, mask = self._generation.ids, self._model.mask_id
+        self.tokens = sum(p >= len(prompt) or prompt[p] == mask for p in range(self._generation.begin_text, len(ids)))
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        """Decode as `Model.text` does; ids that the tokenizer does not know give nothing."""
+        tokenizer = self._model.tokenizer
+        return "" if tokenizer is None else tokenizer.decode(list(ids), skip_unknown=True)
+
+    def _ready(self, text: str, finished: bool) -> str:
+        """The part of the text that nothing can change any more; ends the text at the first stop string."""
+        if not finished:
+            text = text.rstrip(INCOMPLETE)
+        stops = self._generation.stops
+        cut = first_stop(text, stops, self._given)
+        if cut is not None:
+            self.finished, self.reason = True, "stop"
+            return text[:cut]
+        return text if finished else text[: len(text) - _held_back(text, stops, self._given)]
+
+    def _send(self, ready: str) -> str:
+        """The part of the text that is new. If a decoder takes back what was sent, nothing is sent until the end."""
+        if not (self.finished or ready.startswith(self._sent)):
+            return ""
+        new = ready[len(self._sent) :]
+        self._sent += new
+        if new or self.finished:
+            new, self._echo = self._echo + new, ""
+        self.text += new
+        return new
+
+    def _finish_reason(self, ids: Int[Tensor, " L"]) -> FinishReason:
+        """Whether an end-of-text token ended the sequence; it counts where the loop looks for it: after the prompt."""
+        options = self._generation.options
+        looked_for = options.stop and not options.reference and len(ids) > len(self._generation.ids)
+        return "stop" if looked_for and int(ids[-1]) in self._model.stop_ids else "length"
+
+
+def first_stop(text: str, stops: Sequence[str], begin: int = 0) -> int | None:
+    """Where the stop string that is complete first begins, from ``begin`` on; None if there is none.
+
+    The first to be complete, not the first to begin, so that it does not matter in which portions the text came.
+    """
+    matches = [(start + len(stop), start) for stop in stops if (start := text.find(stop, begin)) >= 0]
+    return min(matches)[1] if matches else None
+
+
+def _held_back(text: str, stops: Sequence[str], begin: int) -> int:
+    """How many characters at the end may be the beginning of a stop string."""
+    longest = max((len(stop) - 1 for stop in stops), default=0)
+    for size in range(min(longest, len(text) - begin), 0, -1):
+        if any(stop.startswith(text[-size:]) for stop in stops if len(stop) > size):
+            return size
+    return 0

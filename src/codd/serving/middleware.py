@@ -1,0 +1,295 @@
+"""Middleware in front of the application: body limit, API key, host check, security headers, request ids, metrics.
+
+Plain ASGI, so that streams stream and disconnects are seen. `with_middleware` puts them in order.
+"""
+
+import hashlib
+import hmac
+import ipaddress
+import logging
+import re
+import time
+import uuid
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from codd.serving.errors import APIError
+from codd.serving.metrics import Metrics
+
+_log = logging.getLogger("codd.serving")
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), display-capture=(), geolocation=(), microphone=(), payment=(), usb=()",
+}
+_REQUEST_ID = re.compile(r"[!-~]{1,64}")
+
+
+@dataclass(frozen=True)
+class Security:
+    """Who may call a server, under which names, and with how large a body."""
+
+    bound: str = "127.0.0.1"
+    """The address that the server listens on."""
+    hosts: tuple[str, ...] = ()
+    """Further host names by which it may be called: "example.org", "*.example.org", or "*" for any."""
+    api_key: str | None = None
+    """The key that clients must send; None: no key is needed."""
+    max_body: int = 1_000_000
+    """The largest request body, in bytes."""
+    origins: tuple[str, ...] = ()
+    """Origins of other sites whose pages may call the server (CORS)."""
+    open_paths: tuple[str, ...] = ("/", "/health", "/favicon.ico")
+    """Paths that need no key."""
+    open_folders: tuple[str, ...] = ("/playground/",)
+    """Folders of static files, which need no key either; each ends in a slash."""
+
+
+def with_middleware(app: ASGIApp, security: Security) -> ASGIApp:
+    """The application inside of all middleware; the last one added is the outermost."""
+    app = BodyLimit(app, security.max_body)
+    if security.api_key is not None:
+        app = ApiKeyCheck(app, security.api_key, security.open_paths, security.open_folders)
+    if security.origins:  # outside of the key: browsers send preflight requests without it
+        app = CORSMiddleware(
+            app,
+            allow_origins=security.origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("Authorization", "Content-Type", "X-Request-Id"),
+            expose_headers=("X-Request-Id", "Retry-After"),
+        )
+    if "*" not in security.hosts:
+        app = HostCheck(app, security.bound, security.hosts)
+    return RequestId(SecurityHeaders(HandledErrors(app), shared=bool(security.origins)))
+
+
+class HTTPMiddleware:
+    """Base of middleware: HTTP requests go through ``handle``, all else (lifespan events) straight to the app."""
+
+    def __init__(self, app: ASGIApp):
+        """``app``: the application inside."""
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI's entry point."""
+        await (self.handle if scope["type"] == "http" else self.app)(scope, receive, send)
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one HTTP request."""
+        raise NotImplementedError
+
+
+class BodyLimit(HTTPMiddleware):
+    """Refuses large bodies with 413: by their Content-Length, and without one as soon as they are too large."""
+
+    def __init__(self, app: ASGIApp, limit: int):
+        """``limit`` is in bytes."""
+        super().__init__(app)
+        self.limit = limit
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Read the body up to the limit, then replay it to the application."""
+        stated = Headers(scope=scope).get("content-length", "0")
+        too_large = APIError(
+            413,
+            f"The body is larger than {self.limit} bytes.",
+            param="body",
+            code="body_too_large",
+            headers={"Connection": "close"},  # the rest of it is not going to be read
+        )
+        if not (stated.isascii() and stated.isdigit()):
+            malformed = APIError(400, "Content-Length must be a number of bytes.", param="body")
+            return await malformed.response()(scope, receive, send)
+        if len(stated) > 18 or int(stated) > self.limit:
+            return await too_large.response()(scope, receive, send)
+        messages: list[Message] = []
+        size = 0
+        while not messages or (messages[-1]["type"] == "http.request" and messages[-1].get("more_body", False)):
+            messages.append(await receive())
+            size += len(messages[-1].get("body", b""))
+            if size > self.limit:
+                return await too_large.response()(scope, receive, send)
+        messages.reverse()
+
+        async def replay() -> Message:
+            return messages.pop() if messages else await receive()
+
+        await self.app(scope, replay, send)
+
+
+class ApiKeyCheck(HTTPMiddleware):
+    """Refuses requests without ``Authorization: Bearer KEY`` with 401, except for open paths and folders."""
+
+    def __init__(self, app: ASGIApp, key: str, open_paths: Collection[str], open_folders: Sequence[str]):
+        """``open_folders`` end in a slash."""
+        super().__init__(app)
+        self.open_paths = frozenset(open_paths)
+        self.open_folders = tuple(open_folders)
+        self._digest = hashlib.sha256(key.encode()).digest()
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the request through, or refuse it without saying what was wrong with its key."""
+        if self._is_open(scope["path"]) or self._has_key(scope):
+            return await self.app(scope, receive, send)
+        refused = APIError(
+            401,
+            "This server wants an API key, and this request has none that it knows: Authorization: Bearer KEY.",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": 'Bearer realm="codd"'},
+        )
+        await refused.response()(scope, receive, send)
+
+    def _is_open(self, path: str) -> bool:
+        return path in self.open_paths or (path.startswith(self.open_folders) and "/../" not in path)
+
+    def _has_key(self, scope: Scope) -> bool:
+        """Whether the request has the key. Digests are compared, so that not even its length can be measured."""
+        header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+        scheme, _, key = header.partition(b" ")
+        same = hmac.compare_digest(hashlib.sha256(key.strip()).digest(), self._digest)
+        return bool(scheme.lower() == b"bearer") and same
+
+
+class HostCheck(HTTPMiddleware):
+    """Refuses requests whose Host header is not a name of this server with 400.
+
+    A page of another site can make its own name point to this machine (DNS rebinding) and then read every response;
+    but the browser says by which name it calls. Addresses cannot be made to point elsewhere.
+    """
+
+    def __init__(self, app: ASGIApp, bound: str, hosts: Sequence[str]):
+        """``bound``: the address that the server listens on; ``hosts``: further names, "*.NAME" for all below one."""
+        super().__init__(app)
+        self.names = {*LOOPBACK, bound.lower(), *(host.lower() for host in hosts if not host.startswith("*."))}
+        self.suffixes = tuple(host[1:].lower() for host in hosts if host.startswith("*."))
+        self.any_address = bound in ("0.0.0.0", "::", "")
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the request through, or refuse it."""
+        if self._is_own(Headers(scope=scope).get("host", "")):
+            return await self.app(scope, receive, send)
+        message = "This server is not known under the name that the request was sent to: start it with that name."
+        await APIError(400, message, param="Host", code="unknown_host").response()(scope, receive, send)
+
+    def _is_own(self, host: str) -> bool:
+        """Whether a Host header (a name or an address, perhaps with a port) names this server."""
+        match = re.fullmatch(r"(\[[0-9a-f:.]+\]|[^:\[\]]+)(:\d+)?", host.lower())
+        if match is None:
+            return False
+        name = match[1].strip("[]").removesuffix(".")
+        if name in self.names or (self.suffixes and name.endswith(self.suffixes)):
+            return True
+        try:
+            address = ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return self.any_address or address.is_loopback
+
+
+class SecurityHeaders(HTTPMiddleware):
+    """Adds headers that tell browsers what the page may do, and what may be cached."""
+
+    def __init__(self, app: ASGIApp, shared: bool = False):
+        """``shared``: whether pages of other sites may use the responses."""
+        super().__init__(app)
+        self.headers = {**HEADERS, "Cross-Origin-Resource-Policy": "cross-origin" if shared else "same-origin"}
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Add the headers that the application has not set itself."""
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in self.headers.items():
+                    headers.setdefault(name, value)
+                headers.setdefault("Cache-Control", _cache_control(scope["path"], message["status"]))
+            await send(message)
+
+        await self.app(scope, receive, send_with_headers)
+
+
+def _cache_control(path: str, status: int) -> str:
+    """Responses of the API are never cached; static files may be, but are revalidated each time."""
+    dynamic = path.startswith("/v1/") or path in ("/health", "/metrics") or status >= 400
+    return "no-store" if dynamic else "no-cache"
+
+
+class RequestId(HTTPMiddleware):
+    """Gives every request an id (``request.state.request_id``, header X-Request-Id of the response).
+
+    A client's own X-Request-Id is kept if it is printable ASCII of at most 64 characters.
+    """
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Put the id into the request's state and the response's headers."""
+        given = Headers(scope=scope).get("x-request-id", "")
+        id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        with_state = {**scope, "state": {**scope.get("state", {}), "request_id": id}}
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["X-Request-Id"] = id
+            await send(message)
+
+        await self.app(with_state, receive, send_with_id)
+
+
+class HandledErrors(HTTPMiddleware):
+    """Swallows exceptions that were answered and logged already; the framework raises them once more.
+
+    One in the middle of a stream goes on to the server, which breaks the connection: the client must notice.
+    """
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass an exception on unless the response is complete."""
+        complete = False
+
+        async def watching_send(message: Message) -> None:
+            nonlocal complete
+            await send(message)
+            complete = message["type"] == "http.response.body" and not message.get("more_body", False)
+
+        try:
+            await self.app(scope, receive, watching_send)
+        except Exception:
+            if not complete:
+                raise
+
+
+class RequestMetrics(HTTPMiddleware):
+    """Counts and times requests, and logs one line each, without body and query."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, paths: Collection[str]):
+        """``paths``: the routes that are counted by name; all other paths count as "other"."""
+        super().__init__(app)
+        self.metrics, self.paths = metrics, frozenset(paths)
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Record the status, and the seconds until the end of the response."""
+        started, status = time.monotonic(), 499  # unless something is sent, the client has disconnected
+
+        async def recording_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self.app(scope, receive, recording_send)
+        finally:
+            path = scope["path"] if scope["path"] in self.paths else "other"
+            seconds = time.monotonic() - started
+            self.metrics.requests.labels(path, str(status)).inc()
+            self.metrics.request_seconds.labels(path).observe(seconds)
+            _log.info("%s %s %d %.3f s", scope["method"], path, status, seconds)

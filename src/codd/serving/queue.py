@@ -1,0 +1,76 @@
+"""A bounded queue that is fair between clients: round-robin over clients, first in first out within each."""
+
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterator
+from typing import Generic, Protocol, TypeVar, runtime_checkable
+
+
+@runtime_checkable
+class HasClient(Protocol):
+    """An item of a fair queue."""
+
+    client: Hashable
+    """Who sent it."""
+
+
+Item = TypeVar("Item", bound=HasClient)
+
+
+class FairQueue(Generic[Item]):
+    """A bounded queue in which a client with a hundred requests delays one with a single request by one, not a hundred.
+
+    Not thread-safe: callers hold a lock. Nothing stops a caller from pushing beyond ``capacity``: check ``free`` first.
+    """
+
+    def __init__(self, capacity: int):
+        """``capacity``: how many items may wait."""
+        self.capacity = capacity
+        self._by_client: OrderedDict[Hashable, deque[Item]] = OrderedDict()
+        self._size = 0
+
+    def __len__(self) -> int:
+        """How many items wait."""
+        return self._size
+
+    def __iter__(self) -> Iterator[Item]:
+        """All items, client by client."""
+        for items in self._by_client.values():
+            yield from items
+
+    @property
+    def free(self) -> int:
+        """How many more items fit; negative if the queue holds more than its capacity."""
+        return self.capacity - self._size
+
+    def push(self, item: Item) -> int:
+        """Append an item behind its client's others. Returns how many items are ahead of it if no more are pushed."""
+        items = self._by_client.setdefault(item.client, deque())
+        # Each round pops one item of every client. So of another client go as many as there are full rounds before this
+        # item, and one more if that client comes earlier in the round.
+        clients = list(self._by_client)
+        place = clients.index(item.client)
+        ahead = sum(min(len(self._by_client[c]), len(items) + (i < place)) for i, c in enumerate(clients))
+        items.append(item)
+        self._size += 1
+        return ahead
+
+    def pop(self) -> Item | None:
+        """Remove and return the next item, and move its client to the end of the round; None if the queue is empty."""
+        if not self._size:
+            return None
+        client, items = next(iter(self._by_client.items()))
+        item = items.popleft()
+        self._size -= 1
+        if items:
+            self._by_client.move_to_end(client)
+        else:
+            del self._by_client[client]
+        return item
+
+    def remove(self, item: Item) -> None:
+        """Take an item out of the queue, wherever it is; KeyError or ValueError if it is not in it."""
+        items = self._by_client[item.client]
+        items.remove(item)
+        self._size -= 1
+        if not items:
+            del self._by_client[item.client]

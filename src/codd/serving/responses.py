@@ -1,0 +1,243 @@
+"""Response bodies: OpenAI's objects and chunks, the events of /v1/denoise, and how both are encoded as JSON and SSE."""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from starlette.responses import Response
+
+from codd.backbones import Tokenizer
+from codd.decoding import Model, Step
+from codd.decoding.inspect import Beliefs, Inspection
+
+Json = dict[str, Any]
+FinishReason = Literal["stop", "length"]
+
+SSE_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "X-Accel-Buffering": "no"}
+"""Headers of a response that is a stream of events: proxies must not buffer it."""
+DONE = b"data: [DONE]\n\n"
+"""The end of OpenAI's streams."""
+
+
+def to_json(value: Any) -> bytes:
+    """JSON that every parser accepts: numbers that are not finite become null, and all of it is ASCII.
+
+    Escapes can also express what UTF-8 cannot (half of a surrogate pair), and no line separator that a client may
+    stumble over (U+2028) appears in an event as it is.
+    """
+    try:
+        return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+    except ValueError:
+        return json.dumps(_finite(value), separators=(",", ":")).encode()
+
+
+def _finite(value: Any) -> Any:
+    """The same value with None in place of NaN and infinities."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(part) for key, part in value.items()}
+    return [_finite(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """A response whose body is JSON."""
+    return Response(to_json(value), status, headers, "application/json")
+
+
+def sse_event(value: Any, name: str | None = None) -> bytes:
+    """A server-sent event with a JSON body; OpenAI's events have no name."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + to_json(value) + b"\n\n"
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a response cost; of several sequences, all together."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    steps: int
+    """Network evaluations."""
+    circuit_steps: int
+    """Network evaluations in which the circuit acted."""
+    seconds: float
+    """From the first step on."""
+    queued_seconds: float
+
+    def as_json(self) -> Json:
+        """OpenAI's usage object, with our own figures under "codd"."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "codd": {
+                "steps": self.steps,
+                "circuit_steps": self.circuit_steps,
+                "seconds": self.seconds,
+                "queued_seconds": self.queued_seconds,
+            },
+        }
+
+
+@dataclass(frozen=True)
+class OpenAIFormat:
+    """Builds the objects of one response in OpenAI's format; the fields are what they have in common."""
+
+    id: str
+    created: int
+    """Seconds since 1970."""
+    model: str
+    chat: bool
+    """Whether this is /v1/chat/completions or /v1/completions."""
+    include_usage: bool = False
+    """Whether a stream ends with a usage chunk."""
+
+    def full(self, texts: Sequence[tuple[str, FinishReason]], usage: Usage) -> Json:
+        """A response that is not streamed: one choice for each text."""
+        choices = [
+            {"index": index, **self._content(text), "logprobs": None, "finish_reason": reason}
+            for index, (text, reason) in enumerate(texts)
+        ]
+        return {**self._head("chat.completion"), "choices": choices, "usage": usage.as_json()}
+
+    def first_chunk(self, index: int) -> Json | None:
+        """The first chunk of a choice: in a chat the role of the speaker, else there is none."""
+        return self._chunk(index, {"delta": {"role": "assistant", "content": ""}}) if self.chat else None
+
+    def text_chunk(self, index: int, text: str) -> Json:
+        """A chunk with more text of a choice."""
+        return self._chunk(index, {"delta": {"content": text}} if self.chat else {"text": text})
+
+    def last_chunk(self, index: int, reason: FinishReason) -> Json:
+        """The last chunk of a choice, which says why it ends."""
+        return self._chunk(index, {"delta": {}} if self.chat else {"text": ""}, reason)
+
+    def usage_chunk(self, usage: Usage) -> Json | None:
+        """The chunk after all choices, if the client asked for it."""
+        if not self.include_usage:
+            return None
+        return {**self._head("chat.completion.chunk"), "choices": [], "usage": usage.as_json()}
+
+    def _head(self, kind: str) -> Json:
+        kind = kind if self.chat else "text_completion"
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+    def _content(self, text: str) -> Json:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
+
+    def _chunk(self, index: int, content: Json, reason: FinishReason | None = None) -> Json:
+        choice = {"index": index, **content, "logprobs": None, "finish_reason": reason}
+        usage = {"usage": None} if self.include_usage else {}  # a null in every chunk but the last, as OpenAI does
+        return {**self._head("chat.completion.chunk"), "choices": [choice], **usage}
+
+
+class TokenPieces:
+    """The text of single tokens as they look in the middle of a text; each is computed once."""
+
+    def __init__(self, model: Model):
+        """Without a tokenizer, tokens are shown as their ids."""
+        self._mask_id, self._tokenizer = model.mask_id, model.tokenizer
+        self._known: dict[int, str] = {}
+        self._context = None if self._tokenizer is None else _plain_token(self._tokenizer)
+
+    def __call__(self, ids: Sequence[int]) -> list[str | None]:
+        """The text of each id: special tokens by their names, incomplete characters as U+FFFD, None for the mask."""
+        return [None if token == self._mask_id else self.of(token) for token in ids]
+
+    def of(self, token: int) -> str:
+        """The text of one id."""
+        if token not in self._known:
+            self._known[token] = self._decode(token)
+        return self._known[token]
+
+    def _decode(self, token: int) -> str:
+        name = self._tokenizer.id_to_token(token) if self._tokenizer is not None else None
+        if self._tokenizer is None or name is None:
+            return f"<{token}>"
+        if token in self._tokenizer.special_ids:
+            return name
+        if self._context is not None:  # at the beginning of a text, decoders drop spaces, or show marks of their own
+            before = self._tokenizer.decode([self._context])
+            both = self._tokenizer.decode([self._context, token])
+            if both.startswith(before):
+                return both[len(before) :]
+        return self._tokenizer.decode([token])
+
+
+def _plain_token(tokenizer: Tokenizer) -> int | None:
+    """A token that is letters and nothing else; None if there is none."""
+    return next((id for id in range(tokenizer.vocab_size) if (tokenizer.id_to_token(id) or "-").isalpha()), None)
+
+
+def start_event(
+    *, id: str, model: str, ids: Sequence[int], prompt_length: int, options: Json, ahead: int, pieces: TokenPieces
+) -> Json:
+    """The first event of /v1/denoise; ``ids`` are those of the prompt and the masks after it."""
+    return {
+        "id": id,
+        "model": model,
+        "prompt_length": prompt_length,
+        "ids": list(ids),
+        "pieces": pieces(ids),
+        "options": options,
+        "ahead": ahead,
+    }
+
+
+def step_event(step: Step, pieces: Callable[[Sequence[int]], list[str | None]]) -> Json:
+    """The event of one denoising step."""
+    tokens = step.tokens.tolist()
+    return {
+        "number": step.number,
+        "positions": step.positions.tolist(),
+        "tokens": tokens,
+        "pieces": pieces(tokens),
+        "scores": step.scores.tolist(),
+        "circuit": step.circuit,
+        "window": list(step.window),
+        "mask_ratio": step.mask_ratio,
+        "length": len(step.ids),
+        "finished": step.finished,
+    }
+
+
+def done_event(text: str | None, reason: FinishReason, usage: Usage) -> Json:
+    """The last event of /v1/denoise; ``text`` is None if the model has no tokenizer."""
+    return {
+        "text": text,
+        "finish_reason": reason,
+        "steps": usage.steps,
+        "circuit_steps": usage.circuit_steps,
+        "tokens": usage.completion_tokens,
+        "seconds": usage.seconds,
+        "queued_seconds": usage.queued_seconds,
+    }
+
+
+def inspect_body(inspection: Inspection, pieces: TokenPieces) -> Json:
+    """The response of /v1/inspect."""
+    return {
+        "window": list(inspection.window),
+        "positions": inspection.positions.tolist(),
+        "network": _candidates(inspection.network, pieces),
+        "joint": _candidates(inspection.joint, pieces),
+        "network_entropy": inspection.network.entropies.tolist(),
+        "joint_entropy": inspection.joint.entropies.tolist(),
+        "mutual_information": inspection.mutual_information.tolist(),
+        "circuit": inspection.circuit,
+        "aside": inspection.aside,
+    }
+
+
+def _candidates(beliefs: Beliefs, pieces: TokenPieces) -> list[list[Json]]:
+    """For each position its most probable tokens."""
+    return [
+        [
+            {"token": token, "piece": pieces.of(token), "probability": probability}
+            for token, probability in zip(tokens, probabilities, strict=True)
+        ]
+        for tokens, probabilities in zip(beliefs.tokens.tolist(), beliefs.probabilities.tolist(), strict=True)
+    ]
