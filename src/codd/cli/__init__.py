@@ -134,9 +134,9 @@ class _Version(argparse.Action):
     """Look the version up only when it is asked for: reading package metadata takes a while."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from importlib.metadata import version
+        import codd
 
-        print(f"codd {version('codd')}")
+        print(f"codd {codd.__version__}")
         parser.exit()
 
 
