@@ -28,7 +28,7 @@ browser: ## Debian's chromium for the tests of the playground, where it may be i
 
 bench: $(VENV)/.ready ## the CPU benchmark against other libraries (installs them beside, in .venv-bench)
 	$(MAKE) VENV=.venv-bench .venv-bench/.ready-bench
-	.venv-bench/bin/codd bench circuits
+	.venv-bench/bin/python benchmarks/circuits_cpu.py
 
 # PyTorch is asked for by its exact version first: any other spelling may bring gigabytes of GPU packages along.
 $(VENV)/.python: constraints.txt

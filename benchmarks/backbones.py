@@ -1,26 +1,38 @@
-"""What the bundled model is worth: bounds on books and GSM8K, word problems solved; of several models, side by side.
+"""What a backbone is worth: bounds on the likelihood of text, and word problems solved; of several, side by side.
 
     python benchmarks/backbones.py --data DATA --model runs/mini/model --model src/codd/backbones/bundled
 
 DATA holds books/test.jsonl.xz and gsm8k/test.jsonl. Prints one JSON object: machine, settings, and figures a model.
+Bounds are per token and, since tokenizers differ, per byte. Of a causal model the same functions give exact values.
 """
 
 import argparse
 import json
+import math
 import platform
 import time
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from codd.backbones import load_checkpoint
-from codd.evaluation.backbone import answer_likelihood, solve_problems, text_likelihood
-from codd.training.recipe import Source
+from codd.backbones import Backbone, Tokenizer, load_checkpoint
+from codd.decoding import Model
+from codd.errors import FormatError, InvalidInput
+from codd.training import corpus
+from codd.training.objective import Maker, causal_batch, diffusion_batch, mean_loss
+from codd.training.problems import Problem, extract_answer, problems
+from codd.training.recipe import NoiseRecipe, Source
+from codd.training.rows import Rows
 
 BOOKS = Source("text", "books", path="books/test.jsonl.xz", fields=("text",))
 GSM8K = Source("qa", "gsm8k", path="gsm8k/test.jsonl")
-PROBLEMS = Source("problems", "problems", split="test", seed=100, count=500)
+PROBLEMS = Source("problems", "problems", split="test", seed=100)
+SEED = 777
+"""Of the masks: the same for all models."""
 
 
 def main() -> None:
@@ -55,7 +67,7 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, object]:
         for source, score in (
             (BOOKS, text_likelihood),
             (GSM8K, answer_likelihood),
-            (PROBLEMS, answer_likelihood),
+            (replace(PROBLEMS, count=args.problems), answer_likelihood),
         )
     }
     begun = time.perf_counter()
@@ -83,6 +95,157 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, object]:
         },
         "failures": wrong[: args.failures],
     }
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """Of a set of texts."""
+
+    nats_per_token: float
+    bits_per_byte: float
+    tokens: int
+    rows: int
+    draws: int
+
+
+def text_likelihood(
+    backbone: Backbone, tokenizer: Tokenizer, source: Source, root: Path, *, row_length: int, draws: int
+) -> Likelihood:
+    """The bound of prose, row by row: a row does not see the one before it.
+
+    The first token of a row, which a causal model is given, counts for it neither as a token nor in bytes.
+    """
+    stream = corpus.token_stream(source, root, tokenizer)
+    whole = len(stream) // row_length * row_length
+    if not whole:
+        raise FormatError(f"source {source.name}: {len(stream)} tokens do not fill a row of {row_length}.")
+    tokens = stream[:whole].reshape(-1, row_length)
+    rows = Rows(tokens, np.ones(tokens.shape, np.uint8), np.ones(tokens.shape, np.bool_))
+    predicted = [row[1:] for row in tokens.tolist()] if backbone.config.causal else [tokens.ravel().tolist()]
+    size = sum(len(tokenizer.decode(ids).encode()) for ids in predicted)
+    return _likelihood(backbone, tokenizer, rows, tokens=sum(map(len, predicted)), size=size, draws=draws)
+
+
+def answer_likelihood(
+    backbone: Backbone, tokenizer: Tokenizer, source: Source, root: Path, *, row_length: int, draws: int
+) -> Likelihood:
+    """The bound of answers given their questions.
+
+    End marks that fill an answer's last block are predicted, and what they cost is counted; but they are not counted
+    among the tokens, of which an answer has its own and one end mark.
+    """
+    layout = corpus.Layout(row_length, block_length=32, seed=0)
+    found = corpus.encode_pairs(list(corpus.pairs(source, root)), tokenizer)
+    packed = corpus.open_source(source, root, tokenizer, layout, None)
+    rows = packed.take(0, len(packed))
+    kept = [answer for question, answer in found if len(question) + len(answer) < row_length]
+    size = sum(len(tokenizer.decode(answer.tolist()).encode()) for answer in kept)
+    return _likelihood(
+        backbone, tokenizer, rows, tokens=sum(len(answer) + 1 for answer in kept), size=size, draws=draws
+    )
+
+
+def _likelihood(
+    backbone: Backbone, tokenizer: Tokenizer, rows: Rows, *, tokens: int, size: int, draws: int
+) -> Likelihood:
+    draws = 1 if backbone.config.causal else draws
+    mean = mean_loss(
+        backbone.network,
+        rows,
+        batch_maker(backbone, tokenizer),
+        seed=SEED,
+        device=backbone.device,
+        at_once=256 if backbone.device.type == "cuda" else 16,
+        draws=draws,
+    )
+    total = mean * _at_stake(backbone, rows)
+    return Likelihood(total / tokens, total / size / math.log(2), tokens, len(rows.tokens), draws)
+
+
+def _at_stake(backbone: Backbone, rows: Rows) -> int:
+    """What `mean_loss` is the mean over: a causal model does not predict the first token of a text."""
+    if not backbone.config.causal:
+        return int(rows.scored.sum())
+    batch = causal_batch(rows, torch.Generator())
+    return int(batch.total)
+
+
+def batch_maker(backbone: Backbone, tokenizer: Tokenizer) -> Maker:
+    """Uniform noise, or for a causal model none."""
+    if backbone.config.causal:
+        return causal_batch
+    if tokenizer.mask_id is None:
+        raise InvalidInput("the tokenizer has no mask token.")
+    return partial(diffusion_batch, recipe=NoiseRecipe(block_share=0.0), mask_id=tokenizer.mask_id)
+
+
+@dataclass(frozen=True)
+class Solved:
+    """Word problems, and what the model wrote."""
+
+    problems: Sequence[Problem]
+    texts: Sequence[str]
+
+    @property
+    def correct(self) -> list[bool]:
+        """Whether the number after the last #### is the answer."""
+        return [extract_answer(text) == p.answer for p, text in zip(self.problems, self.texts, strict=True)]
+
+    @property
+    def accuracy(self) -> float:
+        """Share of problems solved."""
+        return sum(self.correct) / max(1, len(self.problems))
+
+
+def solve_problems(
+    backbone: Backbone, tokenizer: Tokenizer, count: int, *, seed: int, gen_length: int, steps: int, at_once: int = 250
+) -> Solved:
+    """Fresh problems of the test stream; a causal model writes from left to right, always greedily."""
+    asked = list(problems(count, split="test", seed=seed))
+    prompts = [tokenizer.encode_chat(problem.question) for problem in asked]
+    texts: list[str] = []
+    for begin in range(0, count, at_once):
+        some = prompts[begin : begin + at_once]
+        if backbone.config.causal:
+            written = _continue(backbone, some, gen_length).tolist()
+        else:
+            model = Model(backbone, None, tokenizer, _mask(backbone))
+            written = [ids.tolist() for ids in model.generate(some, gen_length=gen_length, steps=steps).completions]
+        texts += list(_until_end(written, backbone, tokenizer))
+    return Solved(asked, texts)
+
+
+@torch.no_grad()
+def _continue(backbone: Backbone, prompts: Sequence[Sequence[int]], length: int) -> torch.Tensor:
+    """Greedily, until every text has ended or is so long."""
+    ids, valid = _pad_left(prompts, backbone.special.pad or 0, backbone.device)
+    end = -1 if backbone.special.eos is None else backbone.special.eos
+    written = ids[:, :0]
+    while written.shape[1] < length and not bool((written == end).any(dim=1).all()):
+        states = backbone.states(torch.cat((ids, written), dim=1), valid, fill_padding=False)[:, -1:]
+        written = torch.cat((written, backbone.network.logits(states).argmax(-1)), dim=1)
+        valid = torch.cat((valid, torch.ones_like(valid[:, :1])), dim=1)
+    return written
+
+
+def _pad_left(prompts: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """One batch of prompts of any lengths: ids, and which of them are real."""
+    longest = max(map(len, prompts))
+    ids = [[pad_id] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+    valid = [[False] * (longest - len(prompt)) + [True] * len(prompt) for prompt in prompts]
+    return torch.tensor(ids, device=device), torch.tensor(valid, device=device)
+
+
+def _until_end(written: Sequence[list[int]], backbone: Backbone, tokenizer: Tokenizer) -> Iterator[str]:
+    for row in written:
+        end = row.index(backbone.special.eos) if backbone.special.eos in row else len(row)
+        yield tokenizer.decode(row[:end])
+
+
+def _mask(backbone: Backbone) -> int:
+    if backbone.special.mask is None:
+        raise InvalidInput("the checkpoint does not say which token is the mask.")
+    return backbone.special.mask
 
 
 if __name__ == "__main__":

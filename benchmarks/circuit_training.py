@@ -84,7 +84,7 @@ def synthetic(windows: int, length: int, vocab: int, k: int, device: torch.devic
     count = int(masked.sum())
     # Ids of a list differ: they step through the vocabulary from the truth on.
     steps = torch.arange(k, device=device) * 1009
-    parts = truth[masked].split(2**18)
+    parts = torch.split(truth[masked], 2**18)
     ids = torch.cat([narrow((part[:, None] + steps) % vocab, vocab) for part in parts])
     log_probs = (torch.randn(count, k, generator=generator, device=device) * 2 - 3).log_softmax(-1) - 0.1
     tail = torch.full((count,), -2.35, device=device)

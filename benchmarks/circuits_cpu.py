@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from codd.evaluation.rivals import Settings, render, run
+from rivals import Settings, render, run
 
 
 def main() -> None:

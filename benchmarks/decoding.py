@@ -1,10 +1,11 @@
-"""What the circuit adds to a denoising step: whole runs of the loop, factorized and coupled in turn.
+"""What the circuit adds to a denoising step: whole runs of `model.generate`, factorized and coupled in turn.
 
     python benchmarks/decoding.py mini                      # the bundled model and circuit, on a CPU
     python benchmarks/decoding.py llada --json FILE         # LLaDA-8B's shape with random weights, on a GPU
+    python benchmarks/decoding.py llada --device cpu --layers 1 --width 128 --states 8 --length 64     # a tiny one
 
-A run fills some blocks as the loop always does it: network, order, sampler, commit; mini answers word problems, and
-LLaDA's shape ends a text of fixed length, without stopping at an end-of-text.
+A run fills some blocks as the loop always does it: network, order, sampler, commit, without stopping at an
+end-of-text; mini answers word problems, and LLaDA's shape ends a text of fixed length.
 Runs are interleaved, and the overhead is that of a coupled run over the factorized run of the same round. Random
 weights give nearly uniform logits, which no trained model does; the head of the LLaDA shape is therefore scaled so
 that logits spread like a trained model's (``--spread``, their standard deviation).
@@ -25,8 +26,6 @@ from codd.backbones.backbone import Backbone
 from codd.backbones.config import Config
 from codd.backbones.transformer import Transformer
 from codd.circuits import HMM
-from codd.decoding import Options
-from codd.decoding.loop import denoise
 from codd.evaluation.timing import Timing, interleaved
 from codd.training.problems import problems
 
@@ -57,99 +56,107 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[8, 4, 2], help="a step")
     parser.add_argument("--blocks", type=int, default=2, help="of 32 tokens, that are filled in a run")
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--states", type=int, help="of a random circuit (default: 1024; the bundled for mini)")
-    parser.add_argument("--spread", type=float, default=8.0, help="standard deviation of the logits of llada")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=2, help="rounds that are not counted")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
+    add_model_arguments(parser)
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
-    backbone, circuit = (mini if args.what == "mini" else llada_8b)(args)
+    model = model_from(args, parser)
     report = {
-        "machine": torch.cuda.get_device_name() if backbone.device.type == "cuda" else platform.processor(),
+        "machine": torch.cuda.get_device_name() if model.backbone.device.type == "cuda" else platform.processor(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "dtype": str(backbone.dtype),
-        "circuit": repr(circuit),
+        "dtype": str(model.backbone.dtype),
+        "circuit": repr(model.circuit),
         "settings": {key: str(value) for key, value in vars(args).items()},
-        "tokens": {tokens: measure(backbone, circuit, tokens, args) for tokens in args.tokens},
+        "tokens": {tokens: measure(model, tokens, args) for tokens in args.tokens},
     }
     print(json.dumps(report, indent=1))
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
-def mini(args: argparse.Namespace) -> tuple[Backbone, HMM]:
-    model = codd.load(circuit="auto" if args.states is None else HMM.random(args.states, 8192, args.seed))
-    assert isinstance(model.circuit, HMM)
-    return model.backbone, model.circuit
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which device, and the sizes of llada."""
+    parser.add_argument("--device", help="cpu or cuda (default: cpu for mini, cuda for llada)")
+    parser.add_argument("--states", type=int, help="of a random circuit (default: 1024; the bundled for mini)")
+    parser.add_argument("--layers", type=int, default=LLADA_8B["n_layers"], help="of llada")
+    parser.add_argument("--width", type=int, default=LLADA_8B["d_model"], help="of llada, a multiple of 128")
+    parser.add_argument("--spread", type=float, default=8.0, help="standard deviation of the logits of llada")
+
+
+def model_from(args: argparse.Namespace, parser: argparse.ArgumentParser) -> codd.Model:
+    args.device = args.device or ("cpu" if args.what == "mini" else "cuda")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        tiny = "--device cpu" if args.what == "mini" else "--device cpu --layers 1 --width 128 --states 8"
+        parser.exit(2, f"{parser.prog}: needs a CUDA device, and PyTorch finds none; for a tiny run: {tiny}\n")
+    if args.what == "mini":
+        circuit = "auto" if args.states is None else HMM.random(args.states, 8192, args.seed)
+        return codd.load(circuit=circuit, device=args.device)
+    backbone, circuit = llada_8b(args)
+    return codd.Model(backbone, circuit, None, backbone.special.mask)
 
 
 @torch.no_grad()
 def llada_8b(args: argparse.Namespace) -> tuple[Backbone, HMM]:
     """Random weights, made on the device: 16 GB would take minutes to come there."""
     torch.manual_seed(args.seed)
-    spec = llada.read_spec(Config(LLADA_8B, "LLaDA-8B's shape"))
+    heads, mlp = args.width // 128, 3 * args.width
+    sizes = {"n_layers": args.layers, "d_model": args.width, "mlp_hidden_size": mlp}
+    sizes |= {"n_heads": heads, "n_kv_heads": heads}
+    spec = llada.read_spec(Config({**LLADA_8B, **sizes}, "LLaDA-8B's shape"))
     with torch.device("meta"):
         network = Transformer(spec.transformer)
-    network = network.to(torch.bfloat16).to_empty(device="cuda").requires_grad_(False)
+    network = network.to(torch.bfloat16).to_empty(device=args.device).requires_grad_(False)
     for parameter in network.parameters():
         parameter.normal_(0, 0.02) if parameter.ndim > 1 else parameter.fill_(1.0)
     backbone = Backbone(spec, network).eval()
-    ids = torch.randint(0, 126000, (1, 64), device="cuda")
+    ids = torch.randint(0, 126000, (1, 64), device=args.device)
+    assert network.head.weight is not None  # it is not tied
     network.head.weight.mul_(args.spread / float(backbone(ids).float().std()))
     states, vocab = args.states or 1024, spec.transformer.vocab_size
 
     def table(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, device="cuda").log_softmax(-1)
+        return torch.randn(*shape, device=args.device).log_softmax(-1)
 
     circuit = HMM(table(states), table(states, states), table(states, vocab), window=32).to(emission=torch.bfloat16)
     torch.cuda.empty_cache()
     return backbone, circuit
 
 
-def questions(args: argparse.Namespace) -> list[list[int]]:
-    """Word problems: what is measured is then what users see, sure tokens and unsure ones."""
-    tokenizer = codd.load(circuit=None).tokenizer
-    assert tokenizer is not None
-    return [tokenizer.encode_chat(p.question) for p in problems(args.batch, split="test", seed=args.seed)]
-
-
-def noise(backbone: Backbone, length: int, args: argparse.Namespace) -> list[list[int]]:
+def random_prompts(vocab_size: int, length: int, args: argparse.Namespace) -> list[list[int]]:
     """Any tokens: weights that were never trained have nothing to say about better ones."""
     generator = torch.Generator().manual_seed(args.seed)
-    found: list[list[int]] = torch.randint(
-        10, backbone.vocab_size - 1000, (args.batch, length), generator=generator
-    ).tolist()
-    return found
+    ids: list[list[int]] = torch.randint(10, vocab_size - 1000, (args.batch, length), generator=generator).tolist()
+    return ids
 
 
-def measure(backbone: Backbone, circuit: HMM, tokens: int, args: argparse.Namespace) -> dict[str, dict[str, float]]:
+def measure(model: codd.Model, tokens: int, args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Milliseconds a step, and the overhead over the factorized run."""
     written = args.blocks * 32
-    prompts = questions(args) if args.what == "mini" else noise(backbone, args.length - written, args)
+    if args.what == "mini":  # what is measured is then what users see, sure tokens and unsure ones
+        prompts = model.encode([problem.question for problem in problems(args.batch, split="test", seed=args.seed)])
+    else:
+        prompts = random_prompts(model.backbone.vocab_size, args.length - written, args)
     steps = written // tokens
 
     def run(sampler: str) -> Callable[[], None]:
-        options = Options.of(
-            gen_length=written, steps=steps, sampler=sampler, temperature=args.temperature, seed=args.seed
-        )
+        options = {"gen_length": written, "steps": steps, "sampler": sampler, "temperature": args.temperature}
 
         def go() -> None:
-            taken = sum(
-                1 for _ in denoise(backbone, prompts, options, mask_id=backbone.special.mask or 0, circuit=circuit)
-            )
-            assert taken == steps * args.batch
-            if backbone.device.type == "cuda":
-                torch.cuda.synchronize()
+            taken = model.generate(prompts, **options, stop=False, seed=args.seed).steps
+            assert taken == [steps] * args.batch, f"expected {steps} steps for each prompt, found {taken}"
 
         return go
 
-    found = interleaved({sampler: run(sampler) for sampler in SAMPLERS}, rounds=args.rounds, warmup=2, burst=1)
-    return {sampler: _row(found[sampler], found["factorized"], steps) for sampler in SAMPLERS}
+    runs = {sampler: run(sampler) for sampler in SAMPLERS}
+    times = interleaved(runs, rounds=args.rounds, warmup=args.warmup, burst=1)
+    return {sampler: _row(times[sampler], times["factorized"], steps) for sampler in SAMPLERS}
 
 
 def _row(timing: Timing, base: Timing, steps: int) -> dict[str, float]:

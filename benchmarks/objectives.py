@@ -29,10 +29,7 @@ from codd.training.windows import WindowRecipe
 from codd.training.workers import Workers
 
 Rule = Literal["adam", "em", "ratio", "baum-welch"]
-TRAINING = (
-    Source("text", "books", path="books/valid.jsonl.xz", fields=("text",)),
-    Source("problems", "problems", count=800),
-)
+BOOKS = Source("text", "books", path="books/valid.jsonl.xz", fields=("text",))
 """What a full run keeps for validation is enough to tell ways of training apart."""
 
 
@@ -40,12 +37,12 @@ def main() -> None:
     args = arguments()
     recipe = base(args)
     workers = Workers(0, 1, torch.device("cpu"))
+    ways = {name: way for name, way in recipes(recipe, args).items() if not args.way or name in args.way}
+    for name, way in ways.items():
+        wrong = list(problems_of(way))
+        assert not wrong, (name, wrong)
     with tempfile.TemporaryDirectory() as folder:
         setup = prepare(recipe, args.data, Path(folder), workers)
-        ways = {name: way for name, way in recipes(recipe, args).items() if not args.way or name in args.way}
-        for name, way in ways.items():
-            wrong = list(problems_of(way))
-            assert not wrong, (name, wrong)
         learners = {name: learner_for(way, setup.ground) for name, way in ways.items()}
         seconds = dict.fromkeys(learners, 0.0)
         report: dict[str, Any] = {"settings": {k: str(v) for k, v in vars(args).items()}, "torch": torch.__version__}
@@ -72,10 +69,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=50, help="updates between two readings")
     parser.add_argument("--batch", type=int, default=64, help="windows of an update")
     parser.add_argument("--windows", type=int, default=2048, help="in all")
+    parser.add_argument("--rows-at-once", type=int, default=8, help="that the network is given")
     parser.add_argument("--states", type=int, default=64)
     parser.add_argument("--row-length", type=int, default=384)
+    parser.add_argument("--problems", type=int, default=800, help="to train on, beside the books")
     parser.add_argument("--held-out", type=int, default=24, help="rows of each kind of held-out text")
-    parser.add_argument("--way", nargs="+", help="only these")
+    parser.add_argument("--ratios", type=float, nargs="+", default=[0.5, 1.0], help="of masks, in held-out text")
+    parser.add_argument("--way", nargs="+", help='only these, as in "conditional, adam"')
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True, help="a .json file")
     return parser.parse_args()
@@ -85,7 +85,7 @@ def base(args: argparse.Namespace) -> CircuitRecipe:
     """What all ways share."""
     return CircuitRecipe(
         name="objectives",
-        data=TRAINING,
+        data=(BOOKS, Source("problems", "problems", count=args.problems)),
         validation=(
             Source("text", "books", path="books/test.jsonl.xz", fields=("text",), rows=args.held_out),
             Source("problems", "problems", split="test", seed=400, count=6 * args.held_out, rows=args.held_out),
@@ -94,11 +94,11 @@ def base(args: argparse.Namespace) -> CircuitRecipe:
         steps=args.updates,
         batch_windows=args.batch,
         row_length=args.row_length,
-        ratios=(0.5, 1.0),
+        ratios=tuple(args.ratios),
         circuit=TablesRecipe(num_states=args.states),
         optimizer=RuleRecipe(warmup=20),
         windows=WindowRecipe(per_row=4),
-        bank=BankRecipe(windows=args.windows, rows_at_once=8),
+        bank=BankRecipe(windows=args.windows, rows_at_once=args.rows_at_once),
     )
 
 

@@ -13,20 +13,21 @@ from torch import Tensor
 
 import codd
 
-SIZES = ((8, 24), (8, 64), (8, 200), (4, 300), (1, 300))
+SIZES = ("8x24", "8x64", "8x200", "4x300", "1x300")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--sizes", nargs="+", default=SIZES, help="batch x length, as in 8x24")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     backbone = codd.load(device="cpu").backbone
     network, generator = backbone.network, torch.Generator().manual_seed(args.seed)
     print(f"torch {torch.__version__}, {args.threads} thread(s), float32, median of {args.rounds} rounds")
-    for batch, length in SIZES:
+    for batch, length in (map(int, size.split("x")) for size in args.sizes):
         ids = torch.randint(5, backbone.vocab_size, (batch, length), generator=generator)
         positions = torch.arange(length).expand(ids.shape)
 
@@ -34,9 +35,10 @@ def main() -> None:
             return network.logits(network.states(ids, positions))
 
         def one_by_one(ids: Tensor = ids) -> Tensor:
-            return backbone(ids)
+            logits: Tensor = backbone(ids)
+            return logits
 
-        seconds = {name: [] for name in ("at_once", "one_by_one")}
+        seconds: dict[str, list[float]] = {name: [] for name in ("at_once", "one_by_one")}
         ratios = []
         for _ in range(args.rounds + 1):
             for function in (at_once, one_by_one):

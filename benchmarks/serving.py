@@ -74,6 +74,7 @@ def main() -> None:
     parser.add_argument("--leave", type=float, default=0.0, help="the share of clients that hang up at random")
     parser.add_argument("--requests", type=int, default=30, help="different ones (default: 30)")
     parser.add_argument("--rounds", type=int, default=3, help="of throughput, on each server (default: 3)")
+    parser.add_argument("--shorter", type=int, default=1, help="divides the lengths and steps of all requests")
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--queue", type=int, default=32)
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
@@ -97,9 +98,14 @@ def machine() -> dict[str, Any]:
     }
 
 
-def made(count: int, seed: int, ways: Sequence[dict[str, Any]], device: str) -> list[Request]:
+def shortened(way: dict[str, Any], times: int) -> dict[str, Any]:
+    """The same settings for an answer of so many times fewer tokens, in as many fewer steps."""
+    counts = ("gen_length", "steps", "block_length")
+    return {name: max(1, value // times) if name in counts else value for name, value in way.items()}
+
+
+def made(model: codd.Model, count: int, seed: int, ways: Sequence[dict[str, Any]]) -> list[Request]:
     """Word problems, and what the model says to each alone."""
-    model = codd.load(device=device)
     prompts = [problem.question for problem in problems(count, split="test", seed=seed)]
     found = []
     for number, prompt in enumerate(prompts):
@@ -115,18 +121,19 @@ def serving(slots: int, queue: int, device: str) -> Iterator[str]:
     """A server of its own process; it must stop cleanly."""
     command = [sys.executable, "-m", "codd", "serve", "--port", "0", "--json", "--quiet"]
     command += ["--slots", str(slots), "--queue", str(queue), "--device", device]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        yield json.loads(process.stdout.readline())["url"]
-    finally:
-        process.terminate()
-        code = process.wait(60)
-        assert code == 0, f"the server ended with {code}"
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield json.loads(process.stdout.readline())["url"]
+        finally:
+            process.terminate()
+            code = process.wait(60)
+            assert code == 0, f"the server ended with {code}"
 
 
 def load(args: argparse.Namespace) -> dict[str, Any]:
-    requests = made(args.requests, args.seed, WAYS, args.device)
+    ways = [shortened(way, args.shorter) for way in WAYS]
+    requests = made(codd.load(device=args.device), args.requests, args.seed, ways)
     with serving(args.slots, args.queue, args.device) as url:
         seen, health = asyncio.run(_loaded(args, url, requests))
     quarter = max(1, len(seen.memory) // 4)
@@ -232,11 +239,11 @@ def throughput(args: argparse.Namespace) -> dict[str, Any]:
         "latent, 4 tokens a step": {"gen_length": 64, "steps": 16, "sampler": "latent"},
         "factorized, 4 tokens a step": {"gen_length": 64, "steps": 16, "sampler": "factorized"},
     }
-    count = args.clients or 8
+    model, count = codd.load(device=args.device), args.clients or 8
     found: dict[str, Any] = {"clients": count, "rounds": args.rounds}
     with serving(args.slots, args.queue, args.device) as shared, serving(1, args.queue, args.device) as alone:
         for name, way in ways.items():
-            requests = made(2 * count, args.seed, [way], args.device)
+            requests = made(model, 2 * count, args.seed, [shortened(way, args.shorter)])
             rates: dict[str, list[float]] = {"shared": [], "alone": []}
             different = 0
             for _ in range(args.rounds):

@@ -11,6 +11,7 @@ requests; the ratio of each round is against one slot in that round.
 import argparse
 import asyncio
 import json
+import platform
 import random
 import time
 from pathlib import Path
@@ -24,7 +25,7 @@ from codd.decoding import Options
 from codd.serving.engine import Engine
 from codd.serving.requests import SequenceRequest
 from codd.training.problems import problems
-from decoding import llada_8b
+from decoding import add_model_arguments, model_from
 
 SAMPLERS = ("latent", "any_order", "factorized")
 
@@ -37,19 +38,16 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--gen-length", type=int, default=64)
     parser.add_argument("--steps", type=int, default=16)
-    parser.add_argument("--states", type=int, default=1024)
-    parser.add_argument("--spread", type=float, default=8.0)
     parser.add_argument("--exact", action="store_true", help="the network sees one sequence at a time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
+    add_model_arguments(parser)
+    parser.set_defaults(device="cuda")
     args = parser.parse_args()
-    if args.what == "mini":
-        model = codd.load(device="cuda")
-    else:
-        backbone, circuit = llada_8b(args)
-        model = codd.Model(backbone, circuit, None, backbone.special.mask)
+    model = model_from(args, parser)
+    on_gpu = model.backbone.device.type == "cuda"
     found: dict[str, Any] = {
-        "machine": torch.cuda.get_device_name(),
+        "machine": torch.cuda.get_device_name() if on_gpu else platform.processor(),
         "torch": torch.__version__,
         "dtype": str(model.backbone.dtype),
         "settings": {key: str(value) for key, value in vars(args).items()},
@@ -58,7 +56,8 @@ def main() -> None:
     for sampler in SAMPLERS:
         found["samplers"][sampler] = measure(model, sampler, args)
         print(sampler, json.dumps(found["samplers"][sampler]), flush=True)
-    found["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
+    if on_gpu:
+        found["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
     print(json.dumps(found, indent=1))
     if args.json:
         args.json.write_text(json.dumps(found, indent=1) + "\n")

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from codd.circuits import HMM, Evidence
-from codd.cli import convert, main
+from codd.cli import main
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 SOURCE = FIXTURES / "hmm" / "hmm_n16.jpc"
@@ -62,7 +62,7 @@ def test_bfloat16_is_smaller_and_close(tmp_path, capsys):
 def test_bfloat16_rows_that_round_badly_load_again(tmp_path, monkeypatch):
     thirds = torch.tensor([[1 / 3, 2 / 3]])
     found = HMM(torch.zeros(1), torch.zeros(1, 1), thirds.log())
-    monkeypatch.setattr(convert.HMM, "from_pyjuice", lambda path: found)
+    monkeypatch.setattr(HMM, "from_pyjuice", lambda path: found)
     assert main(["convert", str(SOURCE), str(tmp_path), "--dtype", "bfloat16"]) == 0
     assert HMM.load(tmp_path).vocab_size == 2
 

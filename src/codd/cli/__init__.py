@@ -28,7 +28,7 @@ VERBS = {
     "serve": "a model over HTTP for OpenAI clients, with a playground in which sentences resolve",
     "convert": "turn a PyJuice file (.jpc) into a codd circuit, running nothing of it",
     "info": "describe a model, a circuit, a hub id or a .jpc file",
-    "bench": "what the engine costs on this machine, side by side with other libraries",
+    "bench": "what the circuit adds to a denoising step on this machine",
 }
 
 FAILED, USAGE, BUG, INTERRUPTED = 1, 2, 70, 130
@@ -134,9 +134,9 @@ class _Version(argparse.Action):
     """Look the version up only when it is asked for: reading package metadata takes a while."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from importlib.metadata import version
+        import codd
 
-        print(f"codd {version('codd')}")
+        print(f"codd {codd.__version__}")
         parser.exit()
 
 

@@ -1,85 +1,108 @@
-"""``codd bench``: what the engine costs on this machine, side by side with others."""
+"""``codd bench``: what the circuit costs on this machine."""
 
 import argparse
-from dataclasses import replace
-from typing import Any, TypeVar
-
-import torch
-from rich.console import RenderableType
+from typing import Any
 
 from codd.cli import console
-from codd.errors import CoddError
-from codd.evaluation import joint_step, rivals
+from codd.errors import InvalidInput
 
 NAME = "bench"
 HELP = """\
-Measures the circuit engine on this machine. On a CPU every query is timed in turns with plain PyTorch and with the
-libraries that are installed (dynamax, pomegranate, hmmlearn, libcirkit: pip install 'codd[bench]'), after checking
-that their answers agree; the ratios are medians over rounds. On a GPU the stages of one joint step are timed inside
-a CUDA graph, with the bytes that each must move and the ratio to the time in which this GPU reads as many.
+Measures what the circuit adds to a denoising step on this machine: the model answers one word problem with the network
+alone and with each sampler of the joint, in turns, with the same number of network calls, and the ratio is taken round
+by round, so that a busy machine is busy for all. The comparison of the circuit engine with other libraries, kernel by
+kernel, is in benchmarks/ of the repository.
 
-Prints tables with the machine, versions, sizes and seed beside them."""
+Prints milliseconds a step and the ratio to the network alone, as medians with quartiles, and the machine."""
 
-Settings = TypeVar("Settings", rivals.Settings, joint_step.Settings)
-_SIZES = ("states", "tokens", "length", "batch")
+LABELS = {"factorized": "network alone", "coupled": "latent sampler", "any order": "any-order sampler"}
+"""What `codd.evaluation.cost` calls them, in the words of --sampler."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """What to measure, where, and the sizes."""
+    """Which model and circuit, where, and how long."""
     parser.epilog = """\
 examples:
-  codd bench circuits                          # this machine's GPU if it has one, else its CPU
-  codd bench circuits --device cpu --threads 1
-  codd bench circuits --device cuda --batch 8 --json > step.json"""
-    parser.add_argument("what", choices=("circuits",), help="the circuit engine (models follow)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda if any")
-    for size in _SIZES:
-        parser.add_argument(f"--{size}", type=_positive, help="default: 256, 8192, 32, 8 (CPU); LLaDA's size (GPU)")
-    parser.add_argument("--threads", type=_positive, help="CPU only: cores to use (default: all)")
-    parser.add_argument("--rounds", type=_positive, help="CPU only: how often each contender runs (default: 30)")
-    parser.add_argument("--emission", choices=("bfloat16", "float32"), help="GPU only: default bfloat16")
-    parser.add_argument("--seed", type=int, default=0, help="of the random circuit and evidence (default: 0)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+  codd bench                                   # the bundled model; on a GPU if there is one
+  codd bench --device cpu --threads 1
+  codd bench --circuit static --rounds 20 --json > cost.json"""
+    parser.add_argument("--model", metavar="PATH", help="a folder or hub id (default: the bundled model)")
+    parser.add_argument("--circuit", metavar="PATH", default="auto", help="a folder, hub id, static or null (auto)")
+    parser.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
+    parser.add_argument("--threads", type=_positive, help="of PyTorch on a CPU (default: all cores)")
+    parser.add_argument("--gen-length", type=_positive, default=64, help="tokens that are written (default: 64)")
+    parser.add_argument("--steps", type=_positive, default=8, help="network calls of a run (default: 8)")
+    parser.add_argument("--rounds", type=_positive, default=8, help="runs of each sampler (default: 8)")
+    parser.add_argument("--seed", type=int, default=0, help="of the word problem and the samplers (default: 0)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print."""
-    cuda = torch.cuda.is_available()
-    if args.device == "cuda" and not cuda:
-        raise CoddError("--device cuda, but PyTorch finds no CUDA device on this machine; try --device cpu")
-    on_gpu = cuda if args.device == "auto" else args.device == "cuda"
-    _refuse(args, ("threads", "rounds") if on_gpu else ("emission",), "GPU" if on_gpu else "CPU")
-    report, table = _gpu(args) if on_gpu else _cpu(args)
+    report = measure(args)
     if args.json:
         console.as_json(report)
     else:
-        console.out().print(table)
+        _print(report)
     return 0
 
 
-def _cpu(args: argparse.Namespace) -> tuple[dict[str, Any], RenderableType]:
-    with console.err().status("preparing") as status:
-        report = rivals.run(_set(rivals.Settings(), args, (*_SIZES, "threads", "rounds", "seed")), status.update)
-    return report, rivals.render(report)
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds a step of every sampler, and the ratio to the network alone."""
+    import torch  # here and below, so that --help answers at once
+
+    import codd
+    from codd.cli import sampling
+    from codd.evaluation.cost import cost_study
+    from codd.training.problems import problems
+
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    with console.working(f"loading {args.model or 'the bundled model'}"):
+        model = codd.load(args.model, args.circuit, device=args.device)
+    if model.circuit is None:
+        raise InvalidInput(f"{args.model or 'the bundled model'} has no circuit of its own: name one with --circuit.")
+    with sampling.bar("rounds", args.rounds) as advance:
+        study = cost_study(
+            model,
+            circuits=(args.circuit,),
+            steps=(args.steps,),
+            gen_length=args.gen_length,
+            rounds=args.rounds,
+            prompt=next(problems(1, split="test", seed=args.seed)).question,
+            seed=args.seed,
+            progress=lambda done, total: advance(1),
+        )
+    rows = {LABELS[row["way"]]: _row(row, args.steps) for row in study["data"]["rows"]}
+    settings = {**study["settings"], "model": args.model, "circuit": repr(model.circuit), "steps": args.steps}
+    return {"settings": settings, "provenance": study["provenance"], "samplers": rows}
 
 
-def _gpu(args: argparse.Namespace) -> tuple[dict[str, Any], RenderableType]:
-    settings = _set(joint_step.Settings(), args, (*_SIZES, "emission", "seed"))
-    with console.working("compiling the kernels and measuring"):
-        report = joint_step.run(settings)
-    return report, joint_step.render(report)
+def _row(row: dict[str, Any], steps: int) -> dict[str, Any]:
+    ratio = row["overhead"] and {name: 1 + value for name, value in row["overhead"].items()}
+    return {"ms_a_step": {name: 1e3 * value / steps for name, value in row["seconds"].items()}, "ratio": ratio}
 
 
-def _set(settings: Settings, args: argparse.Namespace, names: tuple[str, ...]) -> Settings:
-    given = {name: value for name in names if (value := getattr(args, name)) is not None}
-    return replace(settings, **given)
+def _print(report: dict[str, Any]) -> None:
+    from codd.cli.tables import Cell, Section, show
+
+    settings, where = report["settings"], report["provenance"]
+    before = [
+        f"{where['machine']}, {where['threads']} thread(s), {where['dtype']}, torch {where['versions']['torch']}",
+        settings["circuit"],
+        f"{settings['gen_length']} tokens in {settings['steps']} steps, {settings['rounds']} rounds, "
+        f"seed {settings['seed']}",
+    ]
+    rows = [
+        [Cell(name), Cell(_quartiles(row["ms_a_step"])), Cell(_quartiles(row["ratio"]) if row["ratio"] else "1")]
+        for name, row in report["samplers"].items()
+    ]
+    header = ["", "ms a step (quartiles)", "times the network alone (quartiles)"]
+    show([Section("What the circuit costs", before, header, rows)])
 
 
-def _refuse(args: argparse.Namespace, names: tuple[str, ...], device: str) -> None:
-    """An option that would be ignored is a mistake."""
-    for name in names:
-        if getattr(args, name) is not None:
-            raise CoddError(f"--{name} says nothing about a {device} run: leave it out, or choose another --device")
+def _quartiles(values: dict[str, float]) -> str:
+    return f"{values['median']:.3g} ({values['low']:.3g} to {values['high']:.3g})"
 
 
 def _positive(text: str) -> int:

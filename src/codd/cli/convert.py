@@ -3,13 +3,13 @@
 import argparse
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from codd.circuits import HMM
-from codd.circuits.storage import CONFIG_FILE, FORMAT, WEIGHTS_FILE
 from codd.cli import console
 from codd.errors import CoddError
+
+if TYPE_CHECKING:
+    from codd.circuits import HMM
 
 NAME = "convert"
 HELP = """\
@@ -41,6 +41,11 @@ examples:
 
 def run(args: argparse.Namespace) -> int:
     """Convert and say what was written."""
+    import torch  # here and below, so that --help answers at once
+
+    from codd.circuits import HMM
+    from codd.circuits.storage import CONFIG_FILE, WEIGHTS_FILE
+
     _check_target(args.folder, args.force)
     with console.working(f"reading {args.source}"):
         hmm = HMM.from_pyjuice(args.source)
@@ -67,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _print(report: dict[str, object], hmm: HMM) -> None:
+def _print(report: dict[str, object], hmm: "HMM") -> None:
     serves = "the circuit serves any length" if hmm.length is None else "the circuit serves this length only"
     console.fields(
         f"{report['input']} -> {report['output']}",
@@ -86,6 +91,8 @@ def _print(report: dict[str, object], hmm: HMM) -> None:
 
 def _check_target(folder: Path, force: bool) -> None:
     """Before the work: will writing replace something?"""
+    from codd.circuits.storage import CONFIG_FILE, WEIGHTS_FILE
+
     if folder.exists() and not folder.is_dir():
         raise CoddError(f"{folder}: is a file; give the name of a folder to write the circuit to")
     present = [name for name in (CONFIG_FILE, WEIGHTS_FILE) if (folder / name).exists()]
@@ -97,6 +104,8 @@ def _check_target(folder: Path, force: bool) -> None:
 
 def _is_foreign(config: Path) -> bool:
     """Whether --force would destroy, say, the configuration of a language model."""
+    from codd.circuits.storage import FORMAT
+
     try:
         found = json.loads(config.read_bytes())
     except ValueError:  # a circuit that was damaged may be replaced

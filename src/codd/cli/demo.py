@@ -50,7 +50,7 @@ NEXT = (
     ('codd generate "A question"', "the same for programs: files, pipes, --json"),
     ("codd info", "what the bundled model is"),
     ("codd pretrain recipes/tiny.yaml", "train one of your own, in seconds"),
-    ("codd bench circuits", "what the circuits cost on this machine"),
+    ("codd bench", "what the circuit costs on this machine"),
     ("README.md", "all of it from Python: codd.load, codd.HMM, codd.Evidence"),
 )
 PAGE = Path("codd-demo.html")

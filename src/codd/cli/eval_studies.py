@@ -64,7 +64,7 @@ def cost(args: argparse.Namespace, model: "Model", told: Told) -> dict[str, Any]
 
     names = [str(circuit_name(name)) for name in args.circuit if name not in cells.CONTROLS]
     chosen = _given(steps=args.steps, gen_length=args.gen_length and args.gen_length[0])
-    return cost_study(model, circuits=names, progress=lambda *done: told("steps", *done), **chosen)
+    return cost_study(model, circuits=names, progress=lambda *done: told("rounds", *done), **chosen)
 
 
 STUDIES = {"gap": gap, "continuations": continuations, "cost": cost}

@@ -5,7 +5,7 @@ import errno
 import os
 from pathlib import Path
 
-from codd.cli import console, sampling
+from codd.cli import console
 
 NAME = "report"
 HELP = """\
@@ -33,6 +33,7 @@ examples:
 
 def run(args: argparse.Namespace) -> int:
     """Read, draw, write."""
+    from codd.cli import sampling
     from codd.evaluation.report.making import PAGE, PICTURES, make_report, render, write_page, write_pictures
     from codd.evaluation.runs import Run
 

@@ -44,14 +44,19 @@ LONG = 0.02
 
 
 def interleaved(
-    functions: Mapping[str, Callable[[], object]], rounds: int = 30, warmup: int = 3, burst: int = 5
+    functions: Mapping[str, Callable[[], object]],
+    rounds: int = 30,
+    warmup: int = 3,
+    burst: int = 5,
+    progress: Callable[[int], None] = lambda done: None,
 ) -> dict[str, Timing]:
     """Call all functions in turn, round after round, starting with another one each round.
 
     What slows the machine down for a while then slows all of them alike. A turn is ``burst`` calls without a clock and
     as many with it, of which the mean counts: so the caches, and the threads that a previous library leaves spinning,
     belong to the function that is timed, as they do in a loop over denoising steps. With a burst of one the caches are
-    half cold. Functions that work in the background must wait for their own results.
+    half cold. Functions that work in the background must wait for their own results. ``progress`` is called after each
+    round with the number of rounds so far.
     """
     if rounds < 1 or warmup < 0 or burst < 1:
         raise ValueError(f"expected rounds, burst >= 1 and warmup >= 0, found {rounds}, {burst} and {warmup}")
@@ -64,6 +69,7 @@ def interleaved(
         first = turn % max(len(names), 1)
         for name in names[first:] + names[:first]:
             seconds[name].append(_turn(functions[name], burst))
+        progress(turn + 1)
     return {name: Timing(tuple(times)) for name, times in seconds.items()}
 
 

@@ -9,13 +9,12 @@ import pytest
 import tokenizers
 import torch
 
+from backbones import Solved, answer_likelihood, batch_maker, solve_problems, text_likelihood
 from codd.backbones import Backbone, Tokenizer, mini
 from codd.backbones.config import Config
 from codd.backbones.transformer import initialise
-from codd.decoding import Options
-from codd.decoding.loop import denoise
+from codd.decoding import Model
 from codd.errors import FormatError, InvalidInput
-from codd.evaluation.backbone import Solved, answer_likelihood, batch_maker, solve_problems, text_likelihood
 from codd.training.bpe import train_bpe
 from codd.training.problems import Problem, problems
 from codd.training.recipe import Source
@@ -232,10 +231,8 @@ class TestProblems:
         written = []
         for problem in asked:
             prompt = tokenizer().encode_chat(problem.question)
-            *_, last = denoise(
-                backbone, [prompt], Options(gen_length=64, steps=8, stop=False), mask_id=tokenizer().mask_id
-            )
-            written.append(last.ids[-64:].tolist())
+            model = Model(backbone, None, None, tokenizer().mask_id)
+            written.append(model.generate([prompt], gen_length=64, steps=8, stop=False).sequences[0][-64:].tolist())
         end = end_of(written)
         assert any(0 < len(cut(row, end)) < len(row) for row in written)
         ended = tiny(eos_token_id=end)  # a token that it does write

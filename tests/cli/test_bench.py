@@ -1,0 +1,56 @@
+import json
+
+import pytest
+import torch
+
+from codd.cli import main
+
+SMALL = ["--gen-length", "2", "--steps", "1", "--rounds", "2", "--device", "cpu", "--circuit", "static"]
+
+
+@pytest.fixture(autouse=True)
+def _same_threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_json(capsys):
+    assert main(["bench", "--json", "--seed", "3", "--threads", "1", *SMALL]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert set(report["samplers"]) == {"network alone", "latent sampler", "any-order sampler"}
+    for name, row in report["samplers"].items():
+        assert 0 < row["ms_a_step"]["low"] <= row["ms_a_step"]["median"] <= row["ms_a_step"]["high"]
+        if name == "network alone":
+            assert row["ratio"] is None
+        else:
+            assert 0 < row["ratio"]["low"] <= row["ratio"]["median"] <= row["ratio"]["high"]
+    chosen = report["settings"]
+    assert (chosen["steps"], chosen["gen_length"], chosen["rounds"], chosen["seed"]) == (1, 2, 2, 3)
+    assert "HMM(num_states=1024" in chosen["circuit"]
+    assert (report["provenance"]["device"], report["provenance"]["threads"]) == ("cpu", 1)
+
+
+def test_table(capsys):
+    assert main(["bench", *SMALL, "--rounds", "1"]) == 0
+    printed = capsys.readouterr().out
+    assert all(
+        word in printed for word in ("network alone", "latent sampler", "any-order sampler", "ms a step", "times")
+    )
+    assert "2 tokens in 1 steps, 1 rounds" in printed
+
+
+def test_a_model_without_circuit(tmp_path, capsys):
+    from codd.backbones.loading import BUNDLED
+
+    for file in BUNDLED.iterdir():
+        if file.is_file():
+            (tmp_path / file.name).symlink_to(file)
+    assert main(["bench", "--model", str(tmp_path), "--device", "cpu"]) == 1
+    assert f"{tmp_path} has no circuit of its own: name one with --circuit" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argument", ["--steps", "--rounds", "--threads", "--gen-length"])
+def test_counts_are_positive(argument, capsys):
+    assert main(["bench", argument, "0"]) == 2
+    assert "must be at least 1, found 0" in capsys.readouterr().err
