@@ -8,7 +8,7 @@ from jaxtyping import install_import_hook
 if not torch.cuda.is_available():
     # The kernels then run in Triton's interpreter; it must be chosen before they are compiled.
     os.environ["TRITON_INTERPRET"] = "1"
-torch.set_num_threads(1)  # the tests run on two cores in two processes
+torch.set_num_threads(int(os.environ.get("CODD_TEST_THREADS", "1")))  # make test runs two processes on two cores
 
 # Shapes and types in signatures are checked while testing, and only then. Kernels are compiled from their source, which
 # the hook would change.
