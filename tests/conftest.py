@@ -3,12 +3,19 @@ import os
 from pathlib import Path
 
 import torch
+from hypothesis import settings
 from jaxtyping import install_import_hook
 
 if not torch.cuda.is_available():
     # The kernels then run in Triton's interpreter; it must be chosen before they are compiled.
     os.environ["TRITON_INTERPRET"] = "1"
 torch.set_num_threads(int(os.environ.get("CODD_TEST_THREADS", "1")))  # make test runs two processes on two cores
+
+# The same examples in every run, and no time limit for one: another process may keep the core busy.
+# New examples are looked for with --hypothesis-profile=explore.
+settings.register_profile("fixed", derandomize=True, deadline=None)
+settings.register_profile("explore", derandomize=False, deadline=None)
+settings.load_profile("fixed")
 
 # Shapes and types in signatures are checked while testing, and only then. Kernels are compiled from their source, which
 # the hook would change.
