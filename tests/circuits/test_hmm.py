@@ -341,7 +341,7 @@ def test_an_impossible_neighbour_changes_nothing(backend):
     broken[1, 2] = -math.inf
     keep = torch.tensor([0, 2])
     whole, hurt = Evidence(log_potentials=potentials), Evidence(log_potentials=broken)
-    assert torch.equal(hmm.log_partition(hurt)[keep], hmm.log_partition(whole)[keep])
+    assert_close(hmm.log_partition(hurt)[keep], hmm.log_partition(whole)[keep], **EXACT)
     assert_close(hmm.marginals(hurt)[keep], hmm.marginals(whole)[keep], **EXACT)
     kept = hmm.flows(whole.select(keep))
     for found, wanted in zip(flat_flows(hmm.flows(hurt)), flat_flows(kept), strict=True):
