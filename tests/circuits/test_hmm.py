@@ -30,6 +30,7 @@ from codd.circuits.evidence import Kind
 from codd.circuits.sampling import draw_token
 from codd.errors import ImpossibleEvidence, InvalidCircuit, InvalidEvidence
 
+pytestmark = pytest.mark.numerics
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "hmm"
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
 EXACT = {"rtol": 1e-9, "atol": 1e-9}

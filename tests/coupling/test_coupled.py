@@ -15,6 +15,7 @@ from codd import Coupled
 from codd.circuits import HMM, Circuit, Factors, Head, HeadConfig, Modulated, leaf, mixture, product
 from codd.errors import ImpossibleEvidence, InvalidEvidence
 
+pytestmark = pytest.mark.numerics
 V, L = 4, 5
 TRIALS = 20_000
 
