@@ -2,9 +2,11 @@ import importlib.util
 import os
 from pathlib import Path
 
+import jaxtyping
 import torch
 from hypothesis import settings
-from jaxtyping import install_import_hook
+
+import checking
 
 if not torch.cuda.is_available():
     # The kernels then run in Triton's interpreter; it must be chosen before they are compiled.
@@ -26,4 +28,8 @@ MODULES = [
     if path.stem not in ("__init__", "__main__", "triton")
 ]
 if importlib.util.find_spec("beartype"):  # not on every machine with a GPU
-    install_import_hook(MODULES, "beartype.beartype")
+    jaxtyping.jaxtyped = checking.first_calls
+    jaxtyping.install_import_hook(MODULES, "beartype.beartype")
+
+    def pytest_runtest_setup() -> None:
+        checking.next_test()
