@@ -76,7 +76,10 @@ STYLES = ["logits", "bf16", "potentials", "mixed", "hard", "banned"]
 if CUDA:
     AGREE = [*itertools.product(SHAPES, STYLES)]
 else:  # every style and every shape: the interpreter is slow
-    AGREE = [*((SHAPES[0], style) for style in STYLES), *zip(SHAPES[1:], ["potentials", "hard", "banned", "mixed"], strict=True)]
+    AGREE = [
+        *((SHAPES[0], style) for style in STYLES),
+        *zip(SHAPES[1:], ["potentials", "hard", "banned", "mixed"], strict=True),
+    ]
 
 
 @pytest.mark.parametrize(("shape", "style"), AGREE, ids=str)
