@@ -3,6 +3,7 @@ import os
 from pathlib import Path
 
 import jaxtyping
+import pytest
 import torch
 from hypothesis import settings
 
@@ -33,3 +34,10 @@ if importlib.util.find_spec("beartype"):  # not on every machine with a GPU
 
     def pytest_runtest_setup() -> None:
         checking.next_test()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """The order of this run, which -q hides with the rest of the header."""
+    seed = getattr(config.option, "randomly_seed", None)
+    if seed is not None:
+        terminalreporter.line(f"in this order again: --randomly-seed={seed}")
