@@ -1,5 +1,6 @@
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import jaxtyping
@@ -34,6 +35,15 @@ if importlib.util.find_spec("beartype"):  # not on every machine with a GPU
 
     def pytest_runtest_setup() -> None:
         checking.next_test()
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """PyTorch in one thread, for tests that compare bytes with those of another process."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -20,8 +20,8 @@ from codd.training.checkpoints import checkpoints
 from codd.training.problems import problems
 
 RECIPES = Path(__file__).parents[2] / "recipes"
-THREADS = {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # as many as here: the same bits
-ENVIRONMENT = {**os.environ, **THREADS, "CUDA_VISIBLE_DEVICES": ""}
+pytestmark = pytest.mark.usefixtures("one_thread")  # here as in the processes that are started: the same bits
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 CLOCK = ("windows_per_second", "seconds")
 RECIPE = """\
 name: small

@@ -26,8 +26,7 @@ from codd.training.supplies import index_of, prepare, strata_of
 from codd.training.windows import Windows
 from codd.training.workers import Workers
 
-THREADS = {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # as many as here: the same bits
-ENVIRONMENT = {**os.environ, **THREADS, "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
 KINDS = {"static": [], "modulated": HEAD, "em": EM}
 
 

@@ -36,8 +36,8 @@ CHANGES = [
     "validation=[{kind: problems, name: problems, split: test, count: 8}]",
 ]
 ARGUMENTS = ["pretrain", str(TINY), "--device", "cpu", *(f"--set={change}" for change in CHANGES)]
-THREADS = {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # as many as here: the same bits
-ENVIRONMENT = {**os.environ, **THREADS, "CUDA_VISIBLE_DEVICES": ""}
+pytestmark = pytest.mark.usefixtures("one_thread")  # here as in the processes that are started: the same bits
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def small(*changes: str) -> Recipe:
