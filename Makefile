@@ -3,6 +3,11 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 TORCH := $(shell sed -n 's/^torch==/torch==/p' constraints.txt)
+# Each process takes half of the tests, and then of what the other has left: a file's fixtures are made once.
+PROCESSES := -n $${TEST_PROCESSES:-2} --dist worksteal
+# What sums differently: PyTorch without AVX, NumPy in place of the compiled loops, two threads (that do not spin).
+OTHERWISE := ATEN_CPU_CAPABILITY=default CODD_NATIVE=0 CODD_TEST_THREADS=2 OMP_WAIT_POLICY=PASSIVE
+ROOMS := $(addprefix tests/,circuits coupling decoding backbones)
 
 .PHONY: help demo test lint browser bench clean
 
@@ -13,7 +18,8 @@ demo: $(VENV)/.ready ## install, and show the library at work on this machine
 	@$(BIN)/codd demo
 
 test: $(VENV)/.ready-dev lint browser ## install, then lint, types and all tests
-	$(BIN)/python -m pytest -n $${TEST_PROCESSES:-2}
+	$(BIN)/python -m pytest $(PROCESSES)
+	$(OTHERWISE) $(BIN)/python -m pytest $(PROCESSES) -m numerics $(ROOMS)
 
 lint: $(VENV)/.ready-dev ## style and types only
 	$(BIN)/ruff check .

@@ -1,14 +1,25 @@
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
+import jaxtyping
+import pytest
 import torch
-from jaxtyping import install_import_hook
+from hypothesis import settings
+
+import checking
 
 if not torch.cuda.is_available():
     # The kernels then run in Triton's interpreter; it must be chosen before they are compiled.
     os.environ["TRITON_INTERPRET"] = "1"
-torch.set_num_threads(1)  # the tests run on two cores in two processes
+torch.set_num_threads(int(os.environ.get("CODD_TEST_THREADS", "1")))  # make test runs two processes on two cores
+
+# The same examples in every run, and no time limit for one: another process may keep the core busy.
+# New examples are looked for with --hypothesis-profile=explore.
+settings.register_profile("fixed", derandomize=True, deadline=None)
+settings.register_profile("explore", derandomize=False, deadline=None)
+settings.load_profile("fixed")
 
 # Shapes and types in signatures are checked while testing, and only then. Kernels are compiled from their source, which
 # the hook would change.
@@ -19,4 +30,24 @@ MODULES = [
     if path.stem not in ("__init__", "__main__", "triton")
 ]
 if importlib.util.find_spec("beartype"):  # not on every machine with a GPU
-    install_import_hook(MODULES, "beartype.beartype")
+    jaxtyping.jaxtyped = checking.first_calls
+    jaxtyping.install_import_hook(MODULES, "beartype.beartype")
+
+    def pytest_runtest_setup() -> None:
+        checking.next_test()
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """PyTorch in one thread, for tests that compare bytes with those of another process."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """The order of this run, which -q hides with the rest of the header."""
+    seed = getattr(config.option, "randomly_seed", None)
+    if seed is not None:
+        terminalreporter.line(f"in this order again: --randomly-seed={seed}")

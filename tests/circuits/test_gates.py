@@ -95,16 +95,18 @@ def truth_of(layout: str, kind: str, length: int = L, size: float = 1.0) -> Gate
 
 
 CASES = [
-    *(("low_rank", kind, 1.0) for kind in KINDS),
-    *(("low_rank_per_position", kind, 1.0) for kind in ("observed", "sparse_tail", "mixed_all")),
-    *((layout, kind, 60.0) for layout in LAYOUTS for kind in ("missing", "mixed_dense")),
+    *(("low_rank", kind, L, 1.0) for kind in KINDS),
+    *(("low_rank_per_position", kind, L, 1.0) for kind in ("observed", "sparse_tail", "mixed_all")),
+    *((layout, kind, L, 60.0) for layout in LAYOUTS for kind in ("missing", "mixed_dense")),
+    *((layout, "mixed_all", length, 1.0) for layout in LAYOUTS for length in (1, 2)),
+    *(("low_rank", kind, 1, 1.0) for kind in ("observed", "latent")),
 ]
+"""Layout, kind of evidence, length of the window, size of the gates."""
 
 
 @pytest.fixture(params=CASES, ids=lambda case: "-".join(map(str, case)))
 def truth(request):
-    layout, kind, size = request.param
-    return truth_of(layout, kind, size=size)
+    return truth_of(*request.param)
 
 
 def flat(flows: Flows) -> list[Tensor]:
@@ -115,29 +117,33 @@ def flat(flows: Flows) -> list[Tensor]:
 # By enumeration, in float64.
 
 
-def test_log_partition_posterior_and_filter(truth, backend):
-    assert_close(truth.hmm.log_partition(truth.ev), truth.log_partition, **EXACT)
-    assert_close(truth.hmm.posterior(truth.ev), truth.posterior, **EXACT)
-    assert_close(truth.hmm.filter(truth.ev), truth.filter, **EXACT)
+def test_every_query_by_enumeration(truth, backend):
+    hmm, ev = truth.hmm, truth.ev
+    for name in QUERIES:
+        assert_close(getattr(hmm, name)(ev), getattr(truth, name), **EXACT)
+    candidates = torch.randint(V, (*ev.shape, 2), generator=generator(0))
+    assert_close(hmm.marginals(ev, candidates), truth.marginals.gather(-1, candidates), **EXACT)
+    assert_close(hmm.incremental(ev).log_marginals(), truth.marginals, **EXACT)
+    check_completions(truth, B if backend == "eager" else 1)
+    check_best(truth)
+    check_flows(truth, None)
+    check_flows(truth, torch.tensor((0.5, -2.0, 0.0), dtype=torch.float64))
+    check_joint_step(truth)
 
 
-def test_marginals_of_all_tokens_and_of_candidates(truth, backend):
-    candidates = torch.randint(V, (B, L, 2), generator=generator(0))
-    assert_close(truth.hmm.marginals(truth.ev), truth.marginals, **EXACT)
-    assert_close(truth.hmm.marginals(truth.ev, candidates), truth.marginals.gather(-1, candidates), **EXACT)
-
-
-def test_conditional_log_prob_of_every_completion(truth, backend):
-    for b in range(B if backend == "eager" else 1):
+def check_completions(truth: GatedTruth, sequences: int) -> None:
+    """The conditional probability of every string, as completion of some sequences."""
+    for b in range(sequences):
         alone = truth.ev.select(torch.full((len(truth.strings),), b))
         hidden = ~truth.ev.rows(Kind.OBSERVED)[b]
         full = truth.strings if truth.ev.tokens is None else torch.where(hidden, truth.strings, truth.ev.tokens[b])
-        place = (full * V ** torch.arange(L - 1, -1, -1)).sum(-1)
+        place = (full * V ** torch.arange(truth.length - 1, -1, -1)).sum(-1)
         found = truth.hmm.conditional_log_prob(truth.strings, alone)
         assert_close(found, truth.probability[b].logsumexp(-1)[place], **EXACT)
 
 
-def test_max_product(truth, backend):
+def check_best(truth: GatedTruth) -> None:
+    """The string and the path of the largest weight, and that weight."""
     best = truth.hmm.max_product(truth.ev)
     assert_close(best.log_value, truth.joint.flatten(1).amax(-1), **EXACT)
     for b in range(B):
@@ -146,13 +152,12 @@ def test_max_product(truth, backend):
         assert_close(truth.joint[b, m, p], best.log_value[b], **EXACT)
 
 
-@pytest.mark.parametrize("share", [None, (0.5, -2.0, 0.0)], ids=["plain", "weighted"])
-def test_flows(truth, backend, share):
-    weights = None if share is None else torch.tensor(share, dtype=torch.float64)
+def check_flows(truth: GatedTruth, weights: Tensor | None) -> None:
+    """The expected counts of every parameter, and log Z."""
     found = truth.hmm.flows(truth.ev, weights)
-    given = torch.ones(B) if weights is None else weights
-    initial, _, emission = truth.flows(given)
-    through = truth.through(given)
+    share = torch.ones(B) if weights is None else weights
+    initial, _, emission = truth.flows(share)
+    through = truth.through(share)
     for factor, wanted in zip(found.transition, (through.sum(3), through.sum(1)), strict=True):
         assert_close(factor, wanted if factor.ndim == 3 else wanted.sum(0), **EXACT)
     assert_close(found.initial, initial, **EXACT)
@@ -160,24 +165,12 @@ def test_flows(truth, backend, share):
     assert_close(found.log_partition, truth.log_partition, **EXACT)
 
 
-@pytest.mark.parametrize("length", [1, 2, 3])
-@pytest.mark.parametrize("kind", ["observed", "mixed_all", "latent"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_short_windows(layout, kind, length, backend):
-    truth = truth_of(layout, kind, length)
-    hmm, ev = truth.hmm, truth.ev
-    for name in QUERIES:
-        assert_close(getattr(hmm, name)(ev), getattr(truth, name), **EXACT)
-    assert_close(hmm.max_product(ev).log_value, truth.joint.flatten(1).amax(-1), **EXACT)
-    initial, _, emission = truth.flows(torch.ones(B))
-    through = truth.through(torch.ones(B))
-    wanted = [initial, through.sum(3), through.sum(1), emission]
-    for found, want in zip(flat(hmm.flows(ev)), wanted, strict=True):
-        assert_close(found, want if found.ndim == want.ndim else want.sum(0), **EXACT)
-    step = hmm.joint_step(ev, generator=generator(0))
-    assert torch.equal(step.latents, hmm.sample_latents(ev, generator=generator(0)))
+def check_joint_step(truth: GatedTruth) -> None:
+    """A path and the scores given it: the same operations as by themselves, hence the same bits."""
+    step = truth.hmm.joint_step(truth.ev, generator=generator(3))
+    assert torch.equal(step.latents, truth.hmm.sample_latents(truth.ev, generator=generator(3)))
+    assert torch.equal(step.scores, truth.hmm.conditional_scores(truth.ev, step.latents))
     assert_close(step.log_partition, truth.log_partition, **EXACT)
-    assert_close(hmm.incremental(ev).log_marginals(), truth.marginals, **EXACT)
 
 
 # Samples.
@@ -208,14 +201,6 @@ def test_samples_follow_the_joint_distribution(layout, dtype, size, backend):
         latents, value = inference.sample_latents(hmm, truth.ev.select(torch.tensor([b])), uniforms)
         assert chi_square_p_value(counts(latents[0], truth.paths), by_path) > 1e-3
         assert_close(value.double(), truth.log_partition[b : b + 1], rtol=1e-5, atol=1e-5)
-
-
-def test_a_joint_step_is_a_path_and_the_scores_given_it(truth, backend):
-    hmm, ev = truth.hmm, truth.ev
-    step = hmm.joint_step(ev, generator=generator(3))
-    assert torch.equal(step.latents, hmm.sample_latents(ev, generator=generator(3)))
-    assert torch.equal(step.scores, hmm.conditional_scores(ev, step.latents))
-    assert_close(step.log_partition, truth.log_partition, **EXACT)
 
 
 # One token after the other.

@@ -1,6 +1,8 @@
 """The C loops against NumPy's, and what happens without a compiler."""
 
 import itertools
+import platform
+import re
 import shutil
 
 import pytest
@@ -15,11 +17,12 @@ from codd.circuits.ops.scaled import exponentials
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="this machine has no C compiler")
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def fresh(monkeypatch):
-    """The library is looked for anew, and again after the test."""
+    """The library is looked for anew, whatever CODD_NATIVE says outside, and again after the test."""
     library = native.library
     library.cache_clear()
+    monkeypatch.setenv("CODD_NATIVE", "1")
     yield monkeypatch
     library.cache_clear()
 
@@ -119,7 +122,7 @@ def test_weights_that_all_but_vanish_are_left_to_logarithms():
 
 
 @pytest.mark.parametrize("reason", ["switched off", "no compiler", "a compiler that fails", "nothing to run"])
-def test_without_a_library_the_answers_are_the_same(reason, fresh, tmp_path):
+def test_without_a_library_the_answers_are_the_same(reason, fresh, tmp_path, caplog):
     hmm = HMM.random(12, 30, seed=1)
     ev = Evidence(logits=torch.randn(3, 6, 30, generator=torch.Generator().manual_seed(0)))
     want = hmm.log_partition(ev), hmm.posterior(ev), hmm.sample(ev, generator=torch.Generator().manual_seed(1)).latents
@@ -137,21 +140,97 @@ def test_without_a_library_the_answers_are_the_same(reason, fresh, tmp_path):
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b)
     assert not list(tmp_path.rglob("*.so"))
+    # One line, however often the library is asked for, unless it is not wanted.
+    told = [record.getMessage() for record in caplog.records if record.name == native.__name__]
+    assert len(told) == (reason != "switched off")
+    for line in told:
+        assert "install a C compiler" in line
+        assert "CODD_NATIVE=0" in line
+        assert "\n" not in line
 
 
 @needs_compiler
 def test_a_cache_that_cannot_be_written_is_no_obstacle(fresh, tmp_path):
     (tmp_path / "codd").write_text("a file where the folder should be")
+    (tmp_path / "temporary").mkdir()
     fresh.setenv("XDG_CACHE_HOME", str(tmp_path))
+    fresh.setattr(native.tempfile, "tempdir", str(tmp_path / "temporary"))
     assert native.library() is not None
+    assert not list((tmp_path / "temporary").iterdir())
+
+
+@pytest.fixture
+def cache(fresh, tmp_path):
+    """An empty cache of its own, and the libraries in it."""
+    fresh.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return lambda: sorted((tmp_path / "cache" / "codd").iterdir())
+
+
+def library_again():
+    native.library.cache_clear()
+    return native.library()
 
 
 @needs_compiler
-def test_the_library_is_compiled_once(fresh, tmp_path):
-    fresh.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_the_library_is_compiled_once(cache):
     assert native.library() is not None
-    (built,) = tmp_path.rglob("*.so")
+    (built,) = cache()
     stamp = built.stat().st_mtime_ns
-    native.library.cache_clear()
+    assert library_again() is not None
+    assert [path.stat().st_mtime_ns for path in cache()] == [stamp]
+
+
+def compiler_that_says(folder, option: str, answer: str) -> str:
+    """A compiler like this machine's but for what it answers to one option."""
+    script = folder / "compiler"
+    script.write_text(f'#!/bin/sh\ncase "$*" in *{option}*) echo "{answer}"; exit;; esac\nexec cc "$@"\n')
+    script.chmod(0o755)
+    return str(script)
+
+
+@needs_compiler
+@pytest.mark.parametrize("other", ["processor", "compiler", "instructions", "source"])
+def test_a_build_of_another_machine_is_not_loaded(other, cache, fresh, tmp_path):
+    """A home folder is shared between machines, or copied: what another one has built lies there, under its name."""
     assert native.library() is not None
-    assert built.stat().st_mtime_ns == stamp
+    (foreign,) = cache()
+    foreign.unlink()  # it is loaded: not to be written over
+    foreign.write_bytes(b"instructions that this machine does not have")
+    if other == "processor":
+        fresh.setattr(native, "_processor", lambda: b"x86_64, another model")
+    elif other == "compiler":
+        fresh.setenv("CC", compiler_that_says(tmp_path, "--version", "cc 99"))
+    elif other == "instructions":
+        fresh.setenv("CC", compiler_that_says(tmp_path, "-dM", "#define __AVX1024__ 1"))
+    else:
+        changed = tmp_path / "native.c"
+        changed.write_text(native._SOURCE.read_text() + "/* another release */\n")
+        fresh.setattr(native, "_SOURCE", changed)
+    assert library_again() is not None
+    (own,) = set(cache()) - {foreign}
+    assert own.stat().st_size > 1000
+
+
+@needs_compiler
+def test_a_damaged_build_is_made_anew(cache, tmp_path):
+    folder = tmp_path / "cache" / "codd"
+    folder.mkdir(parents=True)
+    (folder / f"native-{native._key(native._compiler())}.so").write_bytes(b"half")
+    assert native.library() is not None
+    assert [path.stat().st_size > 1000 for path in cache()] == [True]
+
+
+def test_the_processor_is_named_by_model_and_instruction_sets():
+    named = native._processor().decode()
+    assert platform.machine() in named
+    if platform.system() == "Linux" and platform.machine() == "x86_64":
+        assert re.search(r"^model\s*:", named, re.M)
+        assert re.search(r"^flags\s*:.* sse2 ", named, re.M)
+    assert "MHz" not in named  # which changes from moment to moment
+
+
+@needs_compiler
+def test_the_compiler_may_be_named_with_arguments(cache, fresh):
+    fresh.setenv("CC", "cc -pipe")
+    assert native.library() is not None
+    assert len(cache()) == 1

@@ -20,6 +20,7 @@ from codd.training.cache import Cache
 from codd.training.problems import problems
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
+pytestmark = pytest.mark.usefixtures("one_thread")  # here as in the processes that are started: the same bits
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 WINDOW = 8
 SMALL = ["--window", str(WINDOW), "--row-length", "384", "--device", "cpu"]

@@ -1,3 +1,5 @@
+import contextlib
+import io
 import json
 import math
 import re
@@ -15,15 +17,35 @@ BUNDLED = load(device="cpu", circuit=None)
 """Loaded once."""
 
 
+def shorten(patch: pytest.MonkeyPatch) -> None:
+    """A demo of few steps."""
+    patch.setattr(demo, "load", lambda circuit: BUNDLED)
+    patch.setattr(demo_model, "AT_ONCE", (20,))
+    patch.setattr(demo_model, "NUM_PROBLEMS", 1)
+    patch.setattr(demo_model, "QUESTION_LENGTH", 70)
+    patch.setattr(demo_model, "PASSAGE_LENGTH", 20)
+
+
 @pytest.fixture
 def small(monkeypatch, tmp_path):
     """A demo of few steps, whose page does not end up in the repository."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(demo, "load", lambda circuit: BUNDLED)
-    monkeypatch.setattr(demo_model, "AT_ONCE", (20,))
-    monkeypatch.setattr(demo_model, "NUM_PROBLEMS", 1)
-    monkeypatch.setattr(demo_model, "QUESTION_LENGTH", 70)
-    monkeypatch.setattr(demo_model, "PASSAGE_LENGTH", 20)
+    shorten(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def shown_once(tmp_path_factory) -> tuple[str, str]:
+    """The JSON and the page of one demo without a circuit."""
+    path, out = tmp_path_factory.mktemp("demo") / "page.html", io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
+        shorten(patch)
+        assert main(["demo", "--json", "--html", str(path)]) == 0
+    return out.getvalue(), path.read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def whole(shown_once) -> dict:
+    return json.loads(shown_once[0])
 
 
 @pytest.fixture
@@ -39,7 +61,7 @@ def results(capsys, *arguments: str) -> dict:
     return json.loads(printed.out)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def columns():
     return demo.example(0)["columns"]
 
@@ -98,7 +120,7 @@ def test_the_seed_decides_the_samples():
     assert first != other
 
 
-def test_text(small, capsys):
+def test_text(small, capsys, tmp_path):
     assert main(["demo"]) == 0
     printed = capsys.readouterr()
     assert printed.err == ""
@@ -108,6 +130,8 @@ def test_text(small, capsys):
     assert all(len(line) <= 80 for line in printed.out.splitlines() if "README" not in line and "codd chat" not in line)
     assert "codd generate" in printed.out
     assert "codd chat" in printed.out
+    assert "written: codd-demo.html" in printed.out
+    assert (tmp_path / "codd-demo.html").is_file()
 
 
 class Tags(HTMLParser):
@@ -127,10 +151,9 @@ class Tags(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_the_page_is_whole_and_needs_nothing_else(small, capsys, tmp_path):
-    path = tmp_path / "page.html"
-    assert results(capsys, "--html", str(path))["example"]["sentence"] in path.read_text(encoding="utf-8")
-    text = path.read_text(encoding="utf-8")
+def test_the_page_is_whole_and_needs_nothing_else(whole, shown_once):
+    text = shown_once[1]
+    assert whole["example"]["sentence"] in text
     tags = Tags()
     tags.feed(text)
     assert tags.open == []
@@ -141,8 +164,6 @@ def test_the_page_is_whole_and_needs_nothing_else(small, capsys, tmp_path):
     assert text.count("<svg") == 2
     assert demo_model.PASSAGE in text
     assert "25.0%" in text
-    assert main(["demo", "--html", str(path)]) == 0
-    assert f"written: {path}" in capsys.readouterr().out.replace("\n", "")
 
 
 def test_the_page_escapes_everything():
@@ -178,8 +199,7 @@ def shown(capsys, found: dict) -> str:
     return capsys.readouterr().out
 
 
-def test_two_columns_without_a_circuit(small, capsys):
-    whole = results(capsys)
+def test_two_columns_without_a_circuit(whole, capsys):
     found = whole["model"]
     assert list(found["columns"]) == ["factorized", "null"]
     assert [task["kind"] for task in found["tasks"]] == ["problem", "prose"]
@@ -198,14 +218,12 @@ def test_three_columns_with_a_circuit(with_circuit, capsys):
     printed = shown(capsys, whole)
     assert "This checkpoint has no circuit" not in printed
     assert "x trained circuit" in printed
-    found = results(capsys, "--circuit", "static")["model"]
-    assert found["columns"]["circuit"] == demo_model.LABELS["circuit"]
     found = results(capsys, "--circuit", "elsewhere")["model"]
     assert found["columns"]["circuit"] == demo_model.FOREIGN
 
 
-def test_the_null_circuit_writes_what_the_network_writes(small, capsys):
-    [problem] = [task for task in results(capsys)["model"]["tasks"] if task["kind"] == "problem"]
+def test_the_null_circuit_writes_what_the_network_writes(whole):
+    [problem] = [task for task in whole["model"]["tasks"] if task["kind"] == "problem"]
     alone, null = problem["runs"]
     assert (alone["column"], null["column"]) == ("factorized", "null")
     assert alone["text"] == null["text"]
@@ -264,12 +282,6 @@ def test_right_answers_are_counted():
     section = demo_model._score(problems, {"factorized": "a", "null": "b"})
     assert section.rows == [[Cell("4"), Cell("3 of 3", "good"), Cell("1 of 3")]]
     assert "3 short problems" in section.before[0]
-
-
-def test_a_page_in_the_current_folder(small, capsys, tmp_path):
-    assert main(["demo"]) == 0
-    assert "written: codd-demo.html" in capsys.readouterr().out
-    assert (tmp_path / "codd-demo.html").is_file()
 
 
 def test_no_page(small, capsys, tmp_path, monkeypatch):

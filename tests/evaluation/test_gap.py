@@ -268,8 +268,9 @@ def test_a_block_does_not_depend_on_those_after_it():
     whole = block_scores(tiny(), circuits, ids, starts, **settings)
     part = block_scores(tiny(), circuits, ids[:5], starts[:5], **settings)
     for ratio in RATIOS:
-        assert torch.equal(whole[ratio].factorized[:5], part[ratio].factorized)
-        assert torch.equal(whole[ratio].sequential[:5], part[ratio].sequential)
+        # Sums of a batch of another size may be rounded otherwise.
+        assert torch.allclose(whole[ratio].factorized[:5], part[ratio].factorized, atol=1e-5)
+        assert torch.allclose(whole[ratio].sequential[:5], part[ratio].sequential, atol=1e-5)
         assert torch.allclose(whole[ratio].coupled["random"][:5], part[ratio].coupled["random"], atol=1e-5)
 
 

@@ -275,10 +275,8 @@ def test_windows_without_masks_count_nothing():
 
 
 PAIR_WAYS = {
-    "adam": (RuleRecipe(lr=0.1), {}),
     "thin": (RuleRecipe(lr=0.1), {"circuit": TablesRecipe(4 * PAIRS, transition_rank=8, emission_rank=8, noise=1.0)}),
-    "latents": (RuleRecipe(lr=0.1, head_lr=0.01), {"head": HeadRecipe(latents=True)}),
-    "gates": (RuleRecipe(lr=0.1, head_lr=0.01), {"head": HeadRecipe(inner_states=6)}),
+    "head": (RuleRecipe(lr=0.1, head_lr=0.01), {"head": HeadRecipe(latents=True, inner_states=6)}),
 }
 
 

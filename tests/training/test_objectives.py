@@ -92,7 +92,7 @@ def test_flows_give_finite_differences(objective):
     hmm = with_tables(circuit(8), tuple(x.log_softmax(-1) for x in logits))
     found = gradient_of(hmm, signed_flows(objective, hmm, windows, WEIGHTS))
     for table, wanted in zip(logits, found, strict=True):
-        for i in range(table.numel()):
+        for i in range(0, table.numel(), 3):
             ends = []
             for sign in (1, -1):
                 table.view(-1)[i] += sign * step

@@ -217,8 +217,7 @@ def test_plain_updates_without_anchors(name):
     assert per_token(signed_flows("conditional", hmm, windows)) > start + 0.2
 
 
-@pytest.mark.parametrize("rank", [None, 4])
-@pytest.mark.parametrize("name", CONDITIONAL)
+@pytest.mark.parametrize(("name", "rank"), [*((name, None) for name in CONDITIONAL), (CONDITIONAL[0], 4)])
 def test_dependencies_are_learned_from_near_the_neutral_circuit(name, rank):
     windows, hmm, optimizer = dependent(), near_neutral(6, rank), MAKERS[name]()
     first = per_token(signed_flows("conditional", hmm, windows))

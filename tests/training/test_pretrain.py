@@ -36,6 +36,7 @@ CHANGES = [
     "validation=[{kind: problems, name: problems, split: test, count: 8}]",
 ]
 ARGUMENTS = ["pretrain", str(TINY), "--device", "cpu", *(f"--set={change}" for change in CHANGES)]
+pytestmark = pytest.mark.usefixtures("one_thread")  # here as in the processes that are started: the same bits
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 

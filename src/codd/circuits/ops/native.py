@@ -1,14 +1,16 @@
 """The sequential loops in C, compiled once by the machine's own compiler, if it has one.
 
 A chain of 32 small products is over before Python has made as many calls. The library is kept in the user's cache,
-under a name made of the source, the compiler and the processor; with no compiler, or with CODD_NATIVE=0, ``library``
-is None and NumPy does the same work.
+under a name made of the source, the compiler and the processor; with no compiler (the log says so once), or with
+CODD_NATIVE=0, ``library`` is None and NumPy does the same work.
 """
 
 import ctypes
 import hashlib
+import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -21,6 +23,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+_log = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_name("native.c")
 _FLAGS = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ())
 _SIZE, _REAL, _DATA = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
@@ -30,20 +33,35 @@ MAX_PRODUCT = 2**23
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The compiled library, or None."""
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if os.environ.get("CODD_NATIVE") == "0" or compiler is None or os.name != "posix":
+    """The compiled library; None, with one line in the log that says why, where it cannot be had or is not wanted."""
+    if os.environ.get("CODD_NATIVE") == "0":
         return None
     try:
-        return _declare(ctypes.CDLL(str(_compiled(compiler))))
-    except (OSError, RuntimeError, subprocess.SubprocessError):  # RuntimeError: no home folder
+        return _declare(_loaded(_compiler()))
+    except (OSError, RuntimeError, subprocess.SubprocessError) as reason:  # RuntimeError: no home folder
+        _log.warning(
+            "codd: no compiled loops on this machine (%s): on the CPU circuits run in NumPy, which takes several times "
+            "as long with 1,000 states; install a C compiler or name one in CC, or set CODD_NATIVE=0 to hide this line",
+            str(reason).replace("\n", " "),
+        )
         return None
 
 
-def _compiled(compiler: str) -> Path:
-    """The path of the library, compiled if it is not in the cache."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=30, check=True).stdout
-    key = hashlib.sha256(_SOURCE.read_bytes() + version + _processor()).hexdigest()[:24]
+def _compiler() -> list[str]:
+    """The command of the C compiler: CC, which may hold arguments, or what is on the path. OSError if there is none."""
+    if os.name != "posix":
+        raise OSError(f"they are not built on {os.name}")
+    named = shlex.split(os.environ.get("CC", ""))
+    installed = (shutil.which(name) for name in ("cc", "gcc", "clang"))
+    command = named or [path for path in installed if path is not None][:1]
+    if not command:
+        raise OSError("no C compiler found: CC is not set, and neither cc, gcc nor clang is on the path")
+    return command
+
+
+def _loaded(compiler: list[str]) -> ctypes.CDLL:
+    """The library from the user's cache, compiled if it is not there or cannot be loaded."""
+    name = f"native-{_key(compiler)}.so"
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "codd"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -51,34 +69,60 @@ def _compiled(compiler: str) -> Path:
     except OSError:
         owned = False
     if not owned:  # a library that others could write to is not loaded
-        folder = Path(tempfile.mkdtemp(prefix="codd-"))
-    target = folder / f"native-{key}.so"
-    if not target.exists():
-        _compile(compiler, target)
-    return target
+        with tempfile.TemporaryDirectory(prefix="codd-") as temporary:
+            return _compiled(compiler, Path(temporary) / name)  # once loaded the file is not needed
+    target = folder / name
+    if target.exists():
+        try:
+            return ctypes.CDLL(str(target))
+        except OSError:  # half a file, or of another kind of machine
+            pass
+    return _compiled(compiler, target)
 
 
-def _compile(compiler: str, target: Path) -> None:
+def _compiled(compiler: list[str], target: Path) -> ctypes.CDLL:
+    """Compile to ``target`` and load it."""
+    errors = b""
     for flags in _FLAGS:
         handle, name = tempfile.mkstemp(dir=target.parent, suffix=".so")
         os.close(handle)
-        command = [compiler, "-O3", *flags, "-shared", "-fPIC", "-o", name, str(_SOURCE)]
-        done = subprocess.run(command, capture_output=True, timeout=120, check=False)
-        if done.returncode == 0:
-            os.replace(name, target)  # complete or not there at all, whoever else compiles it now
-            return
-        os.unlink(name)
-    raise OSError(f"{compiler} cannot compile {_SOURCE.name}")
+        try:
+            command = [*compiler, "-O3", *flags, "-shared", "-fPIC", "-o", name, str(_SOURCE)]
+            done = subprocess.run(command, capture_output=True, timeout=120, check=False)
+            if done.returncode == 0:
+                os.replace(name, target)  # complete or not there at all, whoever else compiles it now
+                return ctypes.CDLL(str(target))
+            errors = done.stderr
+        finally:
+            Path(name).unlink(missing_ok=True)
+    last = errors.decode(errors="replace").strip().splitlines()[-1:]
+    raise OSError(" ".join([f"{shlex.join(compiler)} cannot compile {_SOURCE.name}", *last]))
+
+
+def _key(compiler: list[str]) -> str:
+    """A name for what the library is made of: source, compiler, and the processor that -march=native stands for.
+
+    A home folder may be shared between machines, or copied to another one: each finds its own builds only.
+    """
+    version = subprocess.run([*compiler, "--version"], capture_output=True, timeout=30, check=True).stdout
+    macros = [*compiler, "-march=native", "-E", "-dM", "-x", "c", os.devnull]  # one for each set of instructions
+    target = subprocess.run(macros, capture_output=True, timeout=30, check=False).stdout
+    parts = (_SOURCE.read_bytes(), repr(_FLAGS).encode(), version, target, _processor())
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(hashlib.sha256(part).digest())
+    return digest.hexdigest()[:24]
 
 
 def _processor() -> bytes:
-    """What -march=native depends on: a home folder may be shared between machines."""
+    """The machine's model and instruction sets, as the operating system tells them."""
+    names = ("vendor_id", "cpu family", "model", "stepping", "flags", "CPU ", "Features", "isa", "uarch")
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        flags = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:
-        flags = ""
-    return f"{platform.machine()} {platform.processor()} {flags}".encode()
+        first = []
+    lines = [line for line in first if line.startswith(names)]
+    return "\n".join([platform.machine(), platform.processor(), *lines]).encode()
 
 
 def _declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
