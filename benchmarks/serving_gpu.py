@@ -102,8 +102,8 @@ async def served(
     options = {"gen_length": args.gen_length, "steps": args.steps, "sampler": sampler, "stop": False}
 
     async def one(number: int, prompt: list[int]) -> list[int]:
-        [course] = model.begin([prompt], Options.of(**options, seed=args.seed + number))
-        request = SequenceRequest(course, number % 7)
+        [state] = model.start([prompt], Options.of(**options, seed=args.seed + number))
+        request = SequenceRequest(state, number % 7)
         ids: list[int] = []
         with engine.submit([request]):
             async for step in request.steps():

@@ -6,7 +6,6 @@ from pathlib import Path
 import jaxtyping
 import pytest
 import torch
-from hypothesis import settings
 
 import checking
 
@@ -17,9 +16,12 @@ torch.set_num_threads(int(os.environ.get("CODD_TEST_THREADS", "1")))  # make tes
 
 # The same examples in every run, and no time limit for one: another process may keep the core busy.
 # New examples are looked for with --hypothesis-profile=explore.
-settings.register_profile("fixed", derandomize=True, deadline=None)
-settings.register_profile("explore", derandomize=False, deadline=None)
-settings.load_profile("fixed")
+if importlib.util.find_spec("hypothesis"):  # it and beartype are not on every machine with a GPU
+    from hypothesis import settings
+
+    settings.register_profile("fixed", derandomize=True, deadline=None)
+    settings.register_profile("explore", derandomize=False, deadline=None)
+    settings.load_profile("fixed")
 
 # Shapes and types in signatures are checked while testing, and only then. Kernels are compiled from their source, which
 # the hook would change.
@@ -29,7 +31,7 @@ MODULES = [
     for path in SOURCE.rglob("*.py")
     if path.stem not in ("__init__", "__main__", "triton")
 ]
-if importlib.util.find_spec("beartype"):  # not on every machine with a GPU
+if importlib.util.find_spec("beartype"):
     jaxtyping.jaxtyped = checking.first_calls
     jaxtyping.install_import_hook(MODULES, "beartype.beartype")
 

@@ -22,6 +22,13 @@ ONE = torch.tensor([1])
 EXACT = {torch.float64: 1e-9, torch.float32: 2e-5}
 
 
+def needs_interpreter() -> None:
+    """The tensors of these tests are on the CPU, where kernels run in Triton's interpreter only."""
+    pytest.importorskip("triton")
+    if CUDA:
+        pytest.skip("kernels run on the GPU here")
+
+
 def observing(ev: Evidence, tokens: Tensor, known: Tensor) -> Evidence:
     """The evidence with the tokens observed where ``known``, too."""
     before = ev.rows(Kind.OBSERVED)
@@ -84,7 +91,7 @@ def test_longer_windows(dtype, batch, candidates, queries):
 @pytest.mark.parametrize("layout", ["dense", "low_rank", "per_position"])
 def test_every_backend(backend, layout):
     if backend == "triton":
-        pytest.importorskip("triton")
+        needs_interpreter()
     hmm = make_hmm(layout, 10, 12, 4, seed=1, dtype=torch.float32)
     for kind in ("mixed_dense", "mixed_all"):
         ev = make_evidence(kind, (2, 4), 10, 12, seed=2, dtype=torch.float32)
@@ -98,7 +105,7 @@ def test_every_backend(backend, layout):
 @pytest.mark.parametrize("length", [None, 4])
 def test_compact_emission(backend, length):
     if backend == "triton":
-        pytest.importorskip("triton")
+        needs_interpreter()
     hmm = HMM.random(9, 30, seed=1, length=length).to(emission=torch.bfloat16)
     assert hmm.emission.compact
     ev = make_evidence("logits_temperature", (2, 4), 9, 30, seed=2, dtype=torch.float32)
@@ -190,7 +197,7 @@ def test_the_given_evidence_is_left_alone():
 def test_an_impossible_token(backend, candidates):
     """Only the sequence that it was committed in becomes impossible, and nothing is NaN."""
     if backend == "triton":
-        pytest.importorskip("triton")
+        needs_interpreter()
     emission = torch.tensor([[0.5, 0.5, 0.0], [0.0, 1.0, 0.0]]).log()
     hmm = HMM(torch.tensor([0.5, 0.5]).log(), HMM.random(2, 2).log_transition, emission)
     ev = Evidence(logits=torch.randn(2, 4, 3, generator=generator(0)))

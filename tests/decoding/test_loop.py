@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import EOS, MASK, PAD, VOCAB, biased, filled_in, fixture, last, of, random_hmm, run, stated, tiny
 
+import codd
 from codd.backbones import mini
 from codd.backbones.config import Config
 from codd.circuits import HMM
-from codd.decoding.draft import generator_for
-from codd.decoding.loop import denoise, pad_left
-from codd.decoding.options import Options
+from codd.decoding.network import pad_left
+from codd.decoding.state import generator_for
 from codd.errors import CircuitSteppedAside, InvalidInput
 
 prompts_of_any_length = st.lists(st.lists(st.integers(0, MASK - 1), max_size=5), min_size=1, max_size=3)
@@ -241,8 +241,9 @@ class TestHowMany:
             assert step.positions.tolist() == order[: len(step.positions)].tolist()
             ids = step.ids
 
-    def test_steps_do_not_limit_a_threshold(self):
-        assert len(run(tiny(), [[1]], gen_length=8, block_length=8, threshold=1.0, steps=2)) == 8
+    def test_steps_and_a_threshold_contradict_each_other(self):
+        with pytest.raises(InvalidInput, match="drop steps to commit by threshold, or drop threshold"):
+            run(tiny(), [[1]], gen_length=8, block_length=8, threshold=1.0, steps=2)
 
 
 SEEDS = {"decode_llada": 14, "decode_dream": 17, "mdlm": 1, "mini": 0}
@@ -252,8 +253,8 @@ WAYS = {
     "sampled": {"temperature": 1.0, "top_p": 0.9},
     "random order": {"remasking": "random", "temperature": 0.7},
     "any order": {"sampler": "any_order", "temperature": 1.0},
-    "threshold": {"threshold": 0.2},
-    "joint threshold": {"threshold": 0.2, "sampler": "any_order"},
+    "threshold": {"threshold": 0.2, "steps": None},
+    "joint threshold": {"threshold": 0.2, "steps": None, "sampler": "any_order"},
     "full": {"mode": "full"},
     "deferred": {"mode": "full", "outside": "defer", "temperature": 1.0},
     "guided": {"cfg_scale": 0.5},
@@ -549,7 +550,7 @@ class TestInput:
 
 class TestStream:
     def test_steps_come_one_by_one_and_need_no_gradient(self):
-        stream = denoise(tiny(), [[1]], Options(gen_length=4, steps=None), mask_id=MASK)
+        stream = codd.Model(tiny(), None, None, MASK).denoise([[1]], gen_length=4, steps=None)
         first = next(stream)
         assert int((first.ids == MASK).sum()) == 3
         kept = first.ids.clone()

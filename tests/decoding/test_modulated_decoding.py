@@ -14,10 +14,13 @@ import codd
 from codd.backbones import Backbone
 from codd.circuits import HMM, Modulated
 from codd.coupling import Coupled
-from codd.decoding import Options, Step, graphs
-from codd.decoding.draft import generator_for
-from codd.decoding.graphs import WARMUP, Given, eager_step, step_on_device
-from codd.decoding.samplers import Noise, Ranking
+from codd.decoding import Options, Step
+from codd.decoding.accelerate import cuda_graphs
+from codd.decoding.accelerate.cuda_graphs import WARMUP
+from codd.decoding.accelerate.gpu_sampling import sample_captured, sample_eagerly
+from codd.decoding.samplers.ranking import Noise, Ranking
+from codd.decoding.samplers.window import WindowInputs
+from codd.decoding.state import generator_for
 
 PROMPTS = [[1, 2, 3], [4]]
 SIZES = MappingProxyType({"gen_length": 12, "block_length": 6, "steps": 4})
@@ -27,10 +30,10 @@ WAYS = [
     {"sampler": "factorized"},
     {"sampler": "latent", "temperature": 1.0, "remasking": "random", "circuit_temperature": 0.7},
     {"sampler": "latent", "tempering": "paper", "circuit_temperature": 0.7},
-    {"sampler": "latent", "threshold": 0.3},
+    {"sampler": "latent", "threshold": 0.3, "steps": None},
     {"sampler": "latent", "activation": 0.7},
-    {"sampler": "any_order", "threshold": 0.3},
-    {"sampler": "any_order", "entropy_budget": 2.0},
+    {"sampler": "any_order", "threshold": 0.3, "steps": None},
+    {"sampler": "any_order", "entropy_budget": 2.0, "steps": None},
     {"sampler": "any_order", "temperature": 1.0, "top_p": 0.9},
     {"sampler": "any_order", "remasking": "entropy"},
     {"cfg_scale": 1.5},
@@ -98,7 +101,7 @@ class Slowly:
         if self.options.cfg_scale:
             blind = self.backbone(torch.where(given, MASK, ids)[None])
             logits = blind + (self.options.cfg_scale + 1) * (logits - blind)
-        if not self.options.reference:
+        if not self.options.published:
             logits[..., MASK] = -torch.inf
         masked = (ids == MASK)[None, begin:end]
         with torch.no_grad():
@@ -155,12 +158,12 @@ def replay(circuit: Modulated, prompts: list[list[int]], **chosen) -> list[Step]
         own, generator = of(steps, number), generator_for(options.seed, prompt)
         start = before(own, prompt, options.gen_length)[0]
         for step, ids in zip(own, before(own, prompt, options.gen_length), strict=True):
-            if options.reference and not step.circuit:
+            if options.published and not step.circuit:
                 continue  # it leaves the circuit out where one token is due
             assert step.circuit
             joint = slow.joint(ids, start != MASK, step.window)
             found = in_window(step)
-            if options.reference:
+            if options.published:
                 path = torch.rand(step.window[1] - step.window[0], generator=generator)
                 assert found == slow.latent(joint, len(found), path)
                 continue
@@ -188,7 +191,7 @@ class TestLoud:
             {"sampler": "latent"},
             {"sampler": "any_order", "mode": "full"},
             {"sampler": "latent", "mode": "full"},
-            {"sampler": "any_order", "threshold": 0.3},
+            {"sampler": "any_order", "threshold": 0.3, "steps": None},
             {"sampler": "any_order", "cfg_scale": 1.5},
             {"preset": "reference"},
             {"preset": "reference", "mode": "full"},
@@ -231,7 +234,7 @@ class TestLoud:
         """Tokens that become known do not change what the head was told."""
         circuit = loud("both")
         window = heard(0)
-        known = window.places[:2]
+        known = window.positions[:2]
         after = window.after(known, torch.tensor([3, 4]))
         left = after.joint(circuit, 1.0)
         here = torch.zeros(1, len(window.tokens), dtype=torch.bool)
@@ -239,11 +242,11 @@ class TestLoud:
         tokens = torch.zeros_like(window.tokens).scatter(0, known, torch.tensor([3, 4]))
         wanted = window.joint(circuit, 1.0).condition(tokens[None], here)
         torch.testing.assert_close(left.marginals()[~here], wanted.marginals()[~here])
-        anew = after._replace(hidden=after.masked).joint(circuit, 1.0)
+        anew = after._replace(masked_for_network=after.masked).joint(circuit, 1.0)
         assert not torch.allclose(anew.marginals()[~here], wanted.marginals()[~here])
 
 
-def heard(seed: int, length: int = 6) -> Given:
+def heard(seed: int, length: int = 6) -> WindowInputs:
     """A window with features."""
     draw = torch.Generator().manual_seed(seed)
     masked = torch.rand(length, generator=draw) < 0.7
@@ -251,7 +254,7 @@ def heard(seed: int, length: int = 6) -> Given:
     tokens = torch.where(masked, MASK, torch.randint(MASK, (length,), generator=draw))
     logits = 3 * torch.randn(len(places), VOCAB, generator=draw)
     noise = Noise.drawn(length, draw)
-    return Given(tokens, masked, places, logits, noise, torch.randn(length, 16, generator=draw), masked)
+    return WindowInputs(tokens, masked, places, logits, noise, torch.randn(length, 16, generator=draw), masked)
 
 
 class Replayed:
@@ -271,30 +274,33 @@ def test_a_captured_step_hears_every_window_anew(options, kind, monkeypatch):
         made = Replayed(function)
         return made, made.found
 
-    monkeypatch.setattr(graphs, "_capture", capture)
+    monkeypatch.setattr(cuda_graphs, "capture", capture)
     circuit, chosen = loud.__wrapped__(kind), Options.of(**options)
     windows = [heard(seed) for seed in range(WARMUP + 8)]
-    windows += [window.after(window.places[:1], torch.tensor([2])) for window in windows]  # not all hidden are masked
+    windows += [
+        window.after(window.positions[:1], torch.tensor([2])) for window in windows
+    ]  # not all hidden are masked
     seen, deaf = [], []
     with torch.no_grad():
         for window in windows:
-            found = Ranking.unpacked(step_on_device(circuit, window, 1, chosen)).chosen()
-            wanted = eager_step(circuit, window, 1, chosen).chosen()
+            found = Ranking.unpacked(sample_captured(circuit, window, 1, chosen)).chosen()
+            wanted = Ranking.unpacked(sample_eagerly(circuit, window, 1, chosen)).chosen()
             for a, b in zip(found[:3], wanted[:3], strict=True):
                 torch.testing.assert_close(a, b)
             seen.append((int(wanted.rows), int(wanted.tokens), float(wanted.scores)))
-            told = eager_step(circuit, window._replace(hidden=window.masked), 1, chosen).chosen()
+            forgetful = window._replace(masked_for_network=window.masked)
+            told = Ranking.unpacked(sample_eagerly(circuit, forgetful, 1, chosen)).chosen()
             deaf.append((int(told.rows), int(told.tokens), float(told.scores)))
     assert seen[: WARMUP + 8] == deaf[: WARMUP + 8]
     assert seen[WARMUP + 8 :] != deaf[WARMUP + 8 :]
-    assert len(graphs._STEPS[circuit].graphs) == 1
-    del graphs._STEPS[circuit]
+    assert len(cuda_graphs._STEPS[circuit].graphs) == 1
+    del cuda_graphs._STEPS[circuit]
 
 
 def test_a_plain_circuit_is_given_no_features():
     steps = run(tiny(), [[1]], circuit=HMM.neutral(2, VOCAB), **SIZES)
     assert all(step.circuit for step in steps)
-    packed = Given(*heard(0)[:5]).packed()
+    packed = WindowInputs(*heard(0)[:5]).packed()
     assert len(packed) == 5
     assert len(heard(0).packed()) == 6
 

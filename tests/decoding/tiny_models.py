@@ -10,8 +10,12 @@ from codd.backbones import Backbone, load_checkpoint, mini
 from codd.backbones.config import Config
 from codd.backbones.transformer import initialise
 from codd.circuits import HMM, Factors, Head, HeadConfig, Modulated
-from codd.decoding.loop import Step, denoise
+from codd.decoding import Step
+from codd.decoding.loop import denoise
+from codd.decoding.network import FullRecompute
 from codd.decoding.options import Options
+from codd.decoding.start import start_sequences
+from codd.decoding.state import StopCondition
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 VOCAB, MASK, PAD, EOS = 23, 21, 22, 20
@@ -73,8 +77,10 @@ def run(
 ) -> list[Step]:
     mask = mask_id if mask_id is not None else backbone.special.mask
     assert mask is not None
+    stop = StopCondition(stop_ids)
     chosen = Options.of(**options)
-    return list(denoise(backbone, prompts, chosen, mask_id=mask, circuit=circuit, stop_ids=stop_ids))
+    sequences = start_sequences(backbone, prompts, chosen, mask_id=mask, circuit=circuit, stop=stop)
+    return list(denoise(FullRecompute(backbone), sequences))
 
 
 def of(steps: list[Step], sequence: int = 0) -> list[Step]:

@@ -158,7 +158,12 @@ def test_addresses_and_methods():
     ("raised", "status", "kind", "param"),
     [
         (APIError(400, "no", "steps"), 400, "invalid_request_error", "steps"),
-        (InvalidInput("the reference knows no sampler='any_order'"), 400, "invalid_request_error", "sampler"),
+        (
+            InvalidInput("the published loop knows no sampler='any_order'"),
+            400,
+            "invalid_request_error",
+            "sampler",
+        ),
         (InvalidInput("circuit_temperature must be positive"), 400, "invalid_request_error", "circuit_temperature"),
         (InvalidInput("every token is banned"), 400, "invalid_request_error", None),
         (InvalidEvidence("the potentials are infinite"), 400, "invalid_request_error", None),

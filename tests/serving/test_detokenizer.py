@@ -14,7 +14,8 @@ from tokenizers import decoders, models
 
 import codd
 from codd.decoding.options import Options
-from codd.serving.detokenizer import Detokenizer, first_stop
+from codd.decoding.state import first_stop
+from codd.serving.detokenizer import Detokenizer
 from codd.serving.prompts import GenerationRequest
 
 MODEL = codd.load(device="cpu")

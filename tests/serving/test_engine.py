@@ -41,7 +41,7 @@ def request(
     base: dict[str, Any] = SHORT,
     **options: Any,
 ) -> SequenceRequest:
-    [state] = small().begin([prompt], Options.of(**{**base, "stop": False, **options}))
+    [state] = small().start([prompt], Options.of(**{**base, "stop": False, **options}))
     return SequenceRequest(state, client, deadline)
 
 
@@ -169,7 +169,7 @@ def test_who_leaves_frees_the_slot_within_one_step():
         gate.open.release()  # the step that was under way, and no other
         await waiting
         assert gate.reached.acquire(blocking=False) is False
-        assert gone.state.draft.evaluations == 1
+        assert gone.state.evaluations == 1
         assert engine.metrics.evicted.labels("cancelled")._value.get() == 1
 
     running(test, slots=1)
@@ -232,7 +232,7 @@ def test_questions_are_answered_between_two_steps():
             with engine.submit([call]):
                 gate.open.release()
                 assert await call.result() == "codd-model"
-            assert one.state.draft.evaluations == 1
+            assert one.state.evaluations == 1
             for _ in range(3):
                 gate.open.release()
             assert len([step async for step in one.steps()]) == 4

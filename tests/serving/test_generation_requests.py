@@ -177,7 +177,7 @@ def test_long_texts_get_the_usual_tokens_a_step():
     assert complete(limits, prompt=[5], max_tokens=320)[0].options.steps == 20
     assert complete(limits, prompt=[5], max_tokens=320, block_length=8)[0].options.steps == 40
     assert complete(limits, prompt=[5], max_tokens=320, mode="full")[0].options.steps == 4
-    assert complete(limits, prompt=[5], max_tokens=320, threshold=0.5)[0].options.steps == 4
+    assert complete(limits, prompt=[5], max_tokens=320, threshold=0.5)[0].options.steps is None
     assert complete(limits, prompt=[5], max_tokens=320, steps=None)[0].options.steps is None
     assert complete(limits, prompt=[5], suffix="one", max_tokens=320)[0].options.steps == 21  # blocks begin at the end
     assert refused(complete, limits=limits, prompt=[5], max_tokens=320, steps=4).param == "steps"
@@ -185,9 +185,9 @@ def test_long_texts_get_the_usual_tokens_a_step():
 
 def test_the_state_is_the_sequence_before_its_first_step():
     [generation] = complete(prompt="one", max_tokens=4)
-    state = generation.begin(MODEL)
-    assert state.draft.ids.tolist() == [*generation.ids, *[MASK] * 4]
-    assert state.stop_ids == MODEL.stop_ids
+    state = generation.start(MODEL)
+    assert state.ids.tolist() == [*generation.ids, *[MASK] * 4]
+    assert state.stop.token_ids == MODEL.stop_ids
     assert not state.finished
 
 

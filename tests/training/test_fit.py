@@ -407,7 +407,8 @@ def test_two_processes_train_what_one_trains(whole, root, tmp_path):
         assert mine.keys() == theirs.keys()
         for key in mine:
             if key.startswith(("table.", "factors.", "head.", "backbone.")):
-                torch.testing.assert_close(mine[key], theirs[key], rtol=0, atol=1e-5)
+                # Summed in another order, and divided by their size in Adam, gradients give slightly other steps.
+                torch.testing.assert_close(mine[key], theirs[key], rtol=0, atol=1e-4)
         for line, other in zip(metrics_of(one), metrics_of(tmp_path / name), strict=True):
             same = [key for key in line if "gap_closed" not in key]  # a quotient of small numbers in a random network
             assert [line[key] for key in same] == pytest.approx([other[key] for key in same], rel=1e-4, abs=1e-4)

@@ -77,8 +77,9 @@ def test_scores_are_those_of_a_slow_loop(rows, circuit, monkeypatch):
     for ratio, score in found.items():
         wanted = slowly(rows, circuit, ratio)
         assert vars(score) == pytest.approx(wanted, abs=1e-4)
-        closed = (score.coupled - score.factorized) / (score.sequential - score.factorized)
-        assert score.gap_closed == pytest.approx(closed)
+        gap = score.sequential - score.factorized
+        if abs(gap) > 1e-4:  # with one token masked there is none, up to rounding
+            assert score.gap_closed == pytest.approx((score.coupled - score.factorized) / gap)
 
 
 def test_one_token_at_a_time_is_one_step_of_one_token():

@@ -17,6 +17,7 @@ from codd.backbones import Tokenizer
 from codd.cli import console, sampling
 from codd.cli.sampling import Answer
 from codd.decoding import Model, Options, Step
+from codd.decoding.options import PACES
 from codd.decoding.prompts import Prompt, can_chat
 from codd.errors import CoddError, InvalidInput
 
@@ -194,7 +195,7 @@ def _show(conversation: Conversation, question: str, options: Options, terminal:
     model, begun = conversation.model, time.perf_counter()
     assert model.tokenizer is not None
     tokenizer, mask_id = model.tokenizer, -1 if model.mask_id is None else model.mask_id
-    stop_ids = model.stop_ids if options.stop and not options.reference else frozenset()
+    stop_ids = model.stop_ids if options.stops else frozenset()
     steps = min(options.steps, options.gen_length) if options.counted and options.steps else None
     with Live(console=terminal, auto_refresh=False, transient=True) as live:
 
@@ -268,8 +269,9 @@ def command(line: str, conversation: Conversation, chosen: dict[str, Any], say: 
 def _set(name: str, text: str, chosen: dict[str, Any]) -> None:
     """Change an option if the result makes sense."""
     value = sampling.parse_option(name, text)
-    rivals = {"steps": "tokens_per_step", "tokens_per_step": "steps"}
-    changed = {key: old for key, old in chosen.items() if key not in (name, rivals.get(name))}
+    paces = (*PACES, "tokens_per_step")  # a new one takes the old one's place
+    replaced = paces if name in paces and value is not None else (name,)
+    changed = {key: old for key, old in chosen.items() if key not in replaced}
     if value is not None:
         changed[name] = value
     sampling.options_of(changed)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from codd.cli import console, eval_studies, runs, sampling, tables
+from codd.decoding.options import PACES
 from codd.errors import InvalidInput
 from codd.evaluation.tasks import cells
 from codd.evaluation.tasks.cells import Cell
@@ -37,7 +38,6 @@ Prints a table for each task: right answers, the difference to the null circuit 
 exact test, network calls, seconds. `codd report OUT_DIR` makes a page of it."""
 STAGES = ("all", "prepare", "answer", "score")
 TUNED = ("circuit_temperature", "activation")
-PACES = cells.PACES
 FIXED = ("ban", "seed", "stop", "tokens_per_step")
 AXES = tuple(name for name in sampling.SAMPLING if name not in (*PACES, *FIXED))
 
@@ -83,7 +83,7 @@ examples:
         _, metavar, text = sampling.SAMPLING[name]
         group.add_argument(f"--{name.replace('_', '-')}", type=_values(name), metavar=f"{metavar},..", help=text)
     group.add_argument(
-        "--no-stop", action="store_true", help="keep what follows the end of text, as the reference does"
+        "--no-stop", action="store_true", help="keep what follows the end of text, as the published implementation does"
     )
 
 

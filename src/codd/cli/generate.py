@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     prompts = read_prompts(args)
     model = sampling.model_from(args)
     ids = model.encode(prompts, gen_length=options.gen_length, chat=args.chat)
-    model.begin(ids, options)  # an error in the last prompt comes first
+    model.start(ids, options)  # an error in the last prompt comes first
     found: list[Answer] = []
     seconds = 0.0
     for first in range(0, len(ids), args.batch):

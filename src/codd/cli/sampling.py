@@ -6,13 +6,14 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from codd.cli import console
 from codd.decoding import Model, Options, Step, load
+from codd.decoding.options import DEFAULTS, OPTIONS, PACES
 from codd.errors import CircuitSteppedAside, InvalidInput
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -39,34 +40,22 @@ class Argument(NamedTuple):
     help: str
 
 
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    "count": int,
+    "number": float,
+    "choice": str,
+    "ids": _ids,
+    "stop": _switch,
+    "seed": int,
+}
 SAMPLING = {
-    "gen_length": Argument(int, "N", "masks put after each prompt; 0: only fill the masks in it"),
-    "block_length": Argument(int, "N", "tokens of a block"),
-    "steps": Argument(int, "N", "evaluations of the network for each prompt"),
-    "tokens_per_step": Argument(int, "N", "instead of --steps: this many tokens in each"),
-    "mode": Argument(str, "block|full", "block after block, or everything at once"),
-    "remasking": Argument(
-        str, "ORDER", "which tokens come first: low_confidence, margin, entropy, random, left_to_right or sharpened"
-    ),
-    "sampler": Argument(str, "NAME", "how the circuit is used: latent, any_order, or factorized for not at all"),
-    "temperature": Argument(float, "T", "of the tokens; 0 takes the most probable one"),
-    "top_p": Argument(float, "P", "draw from the smallest set of tokens that is more probable than this"),
-    "top_k": Argument(int, "K", "draw from the K most probable tokens"),
-    "cfg_scale": Argument(float, "X", "guidance by the prompt; 0 is none"),
-    "circuit_temperature": Argument(float, "T", "divides the logits before the product with the circuit"),
-    "tempering": Argument(str, "reference|paper", "whether the latents are drawn from tempered logits, or not"),
-    "activation": Argument(float, "RATIO", "the circuit acts while fewer of its positions than this are masked"),
-    "outside": Argument(str, "factorized|defer", "what becomes of tokens outside of the window in full mode"),
-    "threshold": Argument(float, "P", "commit all tokens at least so probable instead of a fixed number"),
-    "entropy_budget": Argument(float, "NATS", "commit tokens while their entropies sum to less"),
-    "sharpening": Argument(float, "X", "divides the logits for the order sharpened"),
-    "ban": Argument(_ids, "ID,ID", "tokens that are never written"),
-    "stop": Argument(_switch, "on|off", "end at the end-of-text token"),
-    "preset": Argument(str, "reference", "follow the published implementation step by step"),
-    "eps": Argument(float, "X", "the last time of the preset in full mode"),
-    "seed": Argument(int, "N", "fixes everything that is drawn"),
+    name: Argument(_PARSERS[info.kind], info.metavar, info.help.replace("null:", "none:"))
+    for name, info in OPTIONS.items()
+    if info.kind in _PARSERS
 }
 """Every option of `Options` that can be typed (hooks cannot), and one that stands for ``steps``."""
+SAMPLING["tokens_per_step"] = Argument(int, "N", "instead of --steps: this many tokens in each")
+SAMPLING["stop"] = SAMPLING["stop"]._replace(metavar="on|off", help="end at the end-of-text token")
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, chat: bool = True) -> None:
@@ -85,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, chat: bool = True) -> None
     group = parser.add_argument_group("sampling")
     pace = group.add_mutually_exclusive_group()
     for name, (parse, metavar, text) in SAMPLING.items():
-        where = pace if name in ("steps", "tokens_per_step") else group
+        where = pace if name in (*PACES, "tokens_per_step") else group
         if name == "stop":
             where.add_argument("--no-stop", dest="stop", action="store_false", default=None, help=f"do not {text}")
         else:
@@ -105,8 +94,7 @@ def add_circuit_argument(parser: argparse._ActionsContainer) -> None:
 
 
 def _default(name: str) -> str:
-    defaults = {field.name: field.default for field in fields(Options)}
-    value = defaults.get(name)
+    value = getattr(DEFAULTS, name, None)
     return f"default: {value}" if value not in (None, ()) else "default: none"
 
 
@@ -127,7 +115,7 @@ def options_of(chosen: Mapping[str, Any]) -> Options:
     if at_once is not None:
         if at_once < 1:
             raise InvalidInput(f"tokens_per_step must be a whole number of at least 1, found {at_once}.")
-        gen_length = chosen.get("gen_length", Options.gen_length)
+        gen_length = chosen.get("gen_length", DEFAULTS.gen_length)
         if gen_length == 0:
             raise InvalidInput("tokens_per_step divides gen_length, which is 0: give steps instead.")
         chosen["steps"] = max(1, math.ceil(gen_length / at_once))
@@ -186,7 +174,7 @@ def answer(
     seconds = [0.0] * len(prompts)
     steps: list[list[bool]] = [[] for _ in prompts]
     with one_line_warnings():
-        for step in model.denoise([list(prompt) for prompt in prompts], **vars(options)):
+        for step in model.denoise([list(prompt) for prompt in prompts], options):
             sequences[step.sequence] = step.ids
             steps[step.sequence].append(step.circuit)
             seconds[step.sequence] = time.perf_counter() - begun

@@ -5,8 +5,6 @@
 Everything here is exact. With the null circuit every answer is the network's own, factorized one.
 """
 
-from typing import TypeAlias
-
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -16,8 +14,6 @@ from codd.circuits.protocol import Conditioner as Conditioner
 from codd.circuits.protocol import ProbabilisticCircuit
 from codd.circuits.results import JointStep, Samples
 from codd.errors import InvalidEvidence
-
-Prior: TypeAlias = ProbabilisticCircuit  # until codd.decoding says ProbabilisticCircuit itself
 
 
 class Coupled:

@@ -1,7 +1,7 @@
 """From masks to text: the denoising loop, and the model that runs it."""
 
-from codd.decoding.loop import Step as Step
 from codd.decoding.model import Generation as Generation
 from codd.decoding.model import Model as Model
 from codd.decoding.model import load as load
 from codd.decoding.options import Options as Options
+from codd.decoding.state import Step as Step

@@ -10,16 +10,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from codd.circuits import Modulated
 from codd.circuits.pairwise import mutual_information
-from codd.decoding import course, decide, graphs, loop
-from codd.decoding.course import Course
-from codd.decoding.decide import Asked, Window
-from codd.decoding.draft import Draft, Turn
 from codd.decoding.model import Model
+from codd.decoding.network import FullRecompute
 from codd.decoding.options import Options
-from codd.decoding.orders import entropy
-from codd.decoding.samplers import Noise
+from codd.decoding.samplers.ranking import Noise, entropy
+from codd.decoding.samplers.window import logits_temperature
+from codd.decoding.start import banned_ids, new_sequence
+from codd.decoding.state import SequenceState, StepInputs, StepPlan, Window
+from codd.decoding.step import circuit_acts, fit_window, masked_positions, state_requests, step_inputs, window_inputs
 from codd.errors import InvalidInput
 
 LONGEST, MOST = 128, 32
@@ -72,66 +71,62 @@ def inspect(
     hide; all else that is not masked counts as given.
     """
     span = _check(model, ids, window, candidates, written)
-    reach = decide.fitted(span, model.circuit, len(ids))
-    asked = _asked(model, _course(model, ids, written, options), reach or span)
-    inside = (asked.rows >= span[0]) & (asked.rows < span[1])
-    positions, count = asked.rows[inside], min(candidates, model.backbone.vocab_size)
-    network = _beliefs(_log_probabilities(asked)[inside.to(asked.logits.device)], count)
-    acts = decide.active(model.circuit, decide.share_masked(asked.draft, span), options)
-    found = _under_joint(asked, reach, positions, count) if acts and reach is not None else None
-    if found is None:
+    reach = fit_window(span, model.circuit, len(ids))
+    inputs = _inputs(model, _sequence(model, ids, written, options), reach or span)
+    inside = (inputs.positions >= span[0]) & (inputs.positions < span[1])
+    positions, count = inputs.positions[inside], min(candidates, model.backbone.vocab_size)
+    network = _beliefs(_log_probabilities(inputs)[inside.to(inputs.logits.device)], count)
+    acts = reach is not None and circuit_acts(model.circuit, inputs.state.mask_ratio(span), options)
+    joint = _under_joint(inputs, reach, positions, count) if acts and reach is not None else None
+    if joint is None:
         nothing = torch.zeros(len(positions), len(positions))
-        aside = acts and reach is not None
-        return Inspection(span, positions, network, network, nothing, circuit=False, aside=aside)
-    return Inspection(span, positions, network, *found, circuit=True, aside=False)
+        return Inspection(span, positions, network, network, nothing, circuit=False, aside=acts)
+    return Inspection(span, positions, network, *joint, circuit=True, aside=False)
 
 
-def _course(model: Model, ids: Sequence[int], written: Sequence[int], options: Options) -> Course:
-    """The sequence as the loop would have it, with nothing to do."""
+def _sequence(model: Model, ids: Sequence[int], written: Sequence[int], options: Options) -> SequenceState:
+    """The sequence as the loop would have it."""
     assert model.mask_id is not None
-    draft = Draft.begin(ids, 0, model.mask_id, options.changed(gen_length=0), 0)
-    draft.given[list(written)] = False
-    banned = course.banned_ids(model.backbone, options, model.mask_id).to(model.backbone.device)
-    return Course(draft, options, model.circuit, banned, frozenset(), iter(()), None)
+    state = new_sequence(ids, options.changed(gen_length=0), mask_id=model.mask_id)
+    state.given[list(written)] = False
+    state.circuit, state.banned = model.circuit, banned_ids(model.backbone, options, model.mask_id)
+    return state
 
 
-def _asked(model: Model, sequence: Course, window: Window) -> Asked:
-    """The network's logits at all masks of the window, as a turn of the loop has them."""
-    draft, (begin, end) = sequence.draft, window
-    (states,) = loop.evaluate(model.backbone, [sequence])
-    rows = draft.masked[begin:end].nonzero()[:, 0] + begin
-    logits = loop.logits_at(model.backbone, draft, rows, states, sequence.options, sequence.banned)
-    features = states[0] if isinstance(model.circuit, Modulated) else None
-    turn = Turn(begin, end, None, last=False)
-    return Asked(draft, turn, rows, logits, model.circuit, sequence.options, features)
+def _inputs(model: Model, state: SequenceState, window: Window) -> StepInputs:
+    """The network's logits at all masks of the window, as a step of the loop has them."""
+    state.plan = StepPlan(*window, None, last=False)
+    positions = masked_positions(state, state.plan)
+    states = FullRecompute(model.backbone)(state_requests(state, positions))
+    return step_inputs(model.backbone, state, positions, states)
 
 
 def _under_joint(
-    asked: Asked, window: Window, positions: Int[Tensor, " M"], count: int
+    inputs: StepInputs, window: Window, positions: Int[Tensor, " M"], count: int
 ) -> tuple[Beliefs, Float[Tensor, "M M"]] | None:
     """Top candidates and mutual information of some positions; None if network and circuit exclude each other."""
-    assert asked.circuit is not None
-    given = decide.given_to(asked, window, Noise.none(len(asked.draft.ids)))
-    joint = given.joint(asked.circuit, graphs.temperature_of(asked.options))
+    assert inputs.circuit is not None
+    given = window_inputs(inputs, window, Noise.none(len(inputs.state.ids)))
+    joint = given.joint(inputs.circuit, logits_temperature(inputs.options))
     conditionals = joint.conditionals()
     if float(conditionals.log_partition[0]) == -torch.inf:
         return None
     log_p = conditionals.dense_log_marginals()
-    coupled = mutual_information(joint.pairwise(log_p.topk(count, dim=-1).indices))[0]
+    information = mutual_information(joint.pairwise(log_p.topk(count, dim=-1).indices))[0]
     at = (positions - window[0]).to(log_p.device)
-    return _beliefs(log_p[0, at], count), coupled[at][:, at].float().cpu()
+    return _beliefs(log_p[0, at], count), information[at][:, at].float().cpu()
 
 
-def _log_probabilities(asked: Asked) -> Float[Tensor, "R V"]:
+def _log_probabilities(inputs: StepInputs) -> Float[Tensor, "R V"]:
     """Of the network alone, as it weighs tokens without a circuit."""
-    found = asked.logits.float().log_softmax(-1)
-    wrong = found.isnan().any(-1).cpu()
+    log_p = inputs.logits.float().log_softmax(-1)
+    wrong = log_p.isnan().any(-1).cpu()
     if bool(wrong.any()):
         raise InvalidInput(
-            f"ids: at position {int(asked.rows[wrong][0])} the logits are NaN, or every token is excluded by bans and "
-            "hooks. Check the checkpoint (codd.load(..., check=True)), the precision, and the hooks."
+            f"ids: at position {int(inputs.positions[wrong][0])} the logits are NaN, or every token is excluded by "
+            "bans and hooks. Check the checkpoint (codd.load(..., check=True)), the precision, and the hooks."
         )
-    return found
+    return log_p
 
 
 def _beliefs(log_p: Float[Tensor, "M V"], count: int) -> Beliefs:

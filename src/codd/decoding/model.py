@@ -1,21 +1,25 @@
-"""A backbone, its circuit and its tokenizer under one name."""
+"""A backbone, its circuit and its tokenizer under one name: load, generate, denoise."""
 
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Literal, TypedDict, Unpack
+from typing import Literal, Unpack
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from codd.backbones import Backbone, Tokenizer, load_checkpoint
-from codd.circuits import HMM, Circuit, Modulated, load_circuit
-from codd.decoding.course import Course, begin
-from codd.decoding.loop import Step, denoise
+from codd.circuits import HMM, load_circuit
+from codd.circuits.protocol import ProbabilisticCircuit
+from codd.decoding.loop import denoise
+from codd.decoding.network import FullRecompute
 from codd.decoding.options import Keywords, Options
 from codd.decoding.prompts import Prompts, encode_prompts
+from codd.decoding.start import start_sequences
+from codd.decoding.state import SequenceState, Step, StopCondition, first_stop
 from codd.errors import InvalidInput
 
 CIRCUIT_FOLDERS = {"auto": "circuit", "static": "circuit-static"}
@@ -23,29 +27,28 @@ CIRCUIT_FOLDERS = {"auto": "circuit", "static": "circuit-static"}
 TURN_ENDS = ("<|eot_id|>", "<|im_end|>")
 """What instructed models write at the end of an answer, beside their end-of-text."""
 
-
-AnyCircuit = HMM | Circuit | Modulated
-Wanted = str | os.PathLike[str] | AnyCircuit | Literal["auto", "static", "null"] | None
+CircuitSource = str | os.PathLike[str] | ProbabilisticCircuit | Literal["auto", "static", "null"] | None
 """How a circuit is named: see `load`."""
-
-
-class _Told(TypedDict):
-    mask_id: int
-    circuit: AnyCircuit | None
-    stop_ids: frozenset[int]
 
 
 @dataclass(frozen=True, eq=False)
 class Generation:
-    """What `Model.generate` gives, an entry for each prompt."""
+    """What `Model.generate` gives: lists with an entry for each prompt."""
 
     texts: list[str] | None
     """The continuation; where the prompt had masks, the whole text. None if the model has no tokenizer."""
     sequences: list[Int[Tensor, "..."]]
-    """Prompt and continuation, up to and including the end-of-text."""
+    """Ids of prompt and continuation, up to and including the end-of-text."""
     prompt_lengths: list[int]
+    """Tokens of each prompt."""
     steps: list[int]
-    """Evaluations of the network."""
+    """Network evaluations."""
+    circuit_steps: list[int]
+    """Those in which the circuit acted."""
+    positions: list[Int[Tensor, "..."]]
+    """Where tokens were written, ascending: the continuation, and the masks of the prompt if it had any."""
+    scores: list[Float[Tensor, "..."]]
+    """The probability of each written token under the distribution that it was taken from, in the same order."""
 
     @property
     def completions(self) -> list[Int[Tensor, "..."]]:
@@ -55,75 +58,121 @@ class Generation:
 
 @dataclass(frozen=True)
 class Model:
-    """What `load` gives."""
+    """A denoiser with its circuit and tokenizer; made by `load`."""
 
     backbone: Backbone
-    circuit: AnyCircuit | None
+    circuit: ProbabilisticCircuit | None
     tokenizer: Tokenizer | None
     """None where the checkpoint has none: give ids then."""
     mask_id: int | None
     folder: Path | None = None
     """Where it was loaded from."""
 
-    def with_circuit(self, circuit: Wanted) -> "Model":
+    def with_circuit(self, circuit: CircuitSource) -> "Model":
         """The same network with another circuit, named as for `load`; the weights are shared."""
-        return replace(self, circuit=_circuit(circuit, self.backbone, self.folder))
+        return replace(self, circuit=_resolve_circuit(circuit, self.backbone, self.folder))
 
     @property
     def stop_ids(self) -> frozenset[int]:
         """The tokens that end an answer."""
-        found = {self.backbone.special.eos}
+        ids = {self.backbone.special.eos}
         if self.tokenizer is not None:
-            found |= {self.tokenizer.eos_id, *map(self.tokenizer.token_to_id, TURN_ENDS)}
-        return frozenset(token for token in found if token is not None)
+            ids |= {self.tokenizer.eos_id, *map(self.tokenizer.token_to_id, TURN_ENDS)}
+        return frozenset(token for token in ids if token is not None)
 
     def encode(self, prompts: Prompts, *, gen_length: int = 128, chat: bool | None = None) -> list[list[int]]:
         """The ids that `generate` makes of its prompts."""
         return encode_prompts(prompts, self.tokenizer, chat=chat, whole=gen_length == 0)
 
-    def denoise(self, prompts: Prompts, *, chat: bool | None = None, **options: Unpack[Keywords]) -> Iterator[Step]:
-        """The run of `generate` as a stream of steps: each is one evaluation of the network for one prompt."""
-        chosen = Options.of(**options)
-        ids = self.encode(prompts, gen_length=chosen.gen_length, chat=chat)
-        return denoise(self.backbone, ids, chosen, **self._told())
+    def generate(
+        self,
+        prompts: Prompts,
+        options: Options | None = None,
+        *,
+        chat: bool | None = None,
+        **overrides: Unpack[Keywords],
+    ) -> Generation:
+        """Answer prompts: a text, a list of texts, of id lists, or of conversations (lists of messages).
 
-    def begin(self, ids: Sequence[Sequence[int]], options: Options) -> list[Course]:
-        """The sequences of a run before their first step, checked: for those who take the steps themselves."""
-        return begin(self.backbone, ids, options, **self._told())
-
-    def _told(self) -> _Told:
-        """What the loop must know of a model beside its network."""
-        if self.mask_id is None:
-            raise InvalidInput("this checkpoint does not say which token is the mask: codd.load(..., mask_id=...).")
-        return {"mask_id": self.mask_id, "circuit": self.circuit, "stop_ids": self.stop_ids}
-
-    def generate(self, prompts: Prompts, *, chat: bool | None = None, **options: Unpack[Keywords]) -> Generation:
-        """Answer prompts: a text, a list of texts, of id lists, or of conversations; `Options` says what may be given.
-
-        ``chat``: whether a text is put into the model's chat template; by default if it has one, unless the text has
-        masks to be filled. ``gen_length`` (128) masks follow every prompt; masks in the prompt are filled first.
+        ``options`` and, on top of them, keywords say how: see `Options`. ``chat``: whether a text is put into the
+        model's chat template; by default if it has one, unless the text has masks to be filled. ``gen_length`` (128)
+        masks follow every prompt; masks in the prompt are filled first. Raises InvalidInput for prompts or options
+        that cannot be used.
         """
-        chosen = Options.of(**options)
-        ids = self.encode(prompts, gen_length=chosen.gen_length, chat=chat)
-        sequences = [torch.tensor(prompt, dtype=torch.long) for prompt in ids]
-        steps = [0] * len(ids)
-        for step in self.denoise(ids, **options):
-            sequences[step.sequence] = step.ids
-            steps[step.sequence] += 1
+        chosen = _options(options, overrides)
+        sequences = self.start(self.encode(prompts, gen_length=chosen.gen_length, chat=chat), chosen)
+        prompt_ids = [state.ids[: state.prompt_length].tolist() for state in sequences]
+        scores = [torch.zeros(len(state.ids)) for state in sequences]
+        circuit_steps = [0] * len(sequences)
+        for step in denoise(FullRecompute(self.backbone), sequences):
+            scores[step.sequence][step.positions] = step.scores
+            circuit_steps[step.sequence] += step.circuit
+        written = [(~state.given[: len(state.ids)] & ~state.masked).nonzero()[:, 0] for state in sequences]
         texts = None
         if self.tokenizer is not None:
-            texts = [self.text(found, prompt) for found, prompt in zip(sequences, ids, strict=True)]
-        return Generation(texts, sequences, list(map(len, ids)), steps)
+            texts = [
+                self.text(state.ids, prompt, chosen.stop_strings)
+                for state, prompt in zip(sequences, prompt_ids, strict=True)
+            ]
+        return Generation(
+            texts=texts,
+            sequences=[state.ids for state in sequences],
+            prompt_lengths=[state.prompt_length for state in sequences],
+            steps=[state.evaluations for state in sequences],
+            circuit_steps=circuit_steps,
+            positions=written,
+            scores=[row[where] for row, where in zip(scores, written, strict=True)],
+        )
 
-    def text(self, sequence: Int[Tensor, " L"], prompt: Sequence[int]) -> str:
-        """What a reader wants to see of a sequence: the continuation, or all of it if the prompt had masks."""
+    def denoise(
+        self,
+        prompts: Prompts,
+        options: Options | None = None,
+        *,
+        chat: bool | None = None,
+        **overrides: Unpack[Keywords],
+    ) -> Iterator[Step]:
+        """The run of `generate` as a stream of steps: each is one network evaluation for one prompt."""
+        chosen = _options(options, overrides)
+        ids = self.encode(prompts, gen_length=chosen.gen_length, chat=chat)
+        return denoise(FullRecompute(self.backbone), self.start(ids, chosen))
+
+    def start(self, ids: Sequence[Sequence[int]], options: Options) -> list[SequenceState]:
+        """The sequences of a run before their first step, checked: for those who take the steps themselves."""
+        if self.mask_id is None:
+            raise InvalidInput("this checkpoint does not say which token is the mask: codd.load(..., mask_id=...).")
+        stop = self._stop_condition(options)
+        return start_sequences(self.backbone, ids, options, mask_id=self.mask_id, circuit=self.circuit, stop=stop)
+
+    def _stop_condition(self, options: Options) -> StopCondition:
+        if not options.stop_strings:
+            return StopCondition(self.stop_ids)
+        if self.tokenizer is None:
+            raise InvalidInput("this checkpoint has no tokenizer, so that it cannot stop at a text: give stop=True.")
+        decode = partial(self.tokenizer.decode, skip_unknown=True)
+        return StopCondition(self.stop_ids, options.stop_strings, decode)
+
+    def text(self, sequence: Int[Tensor, " L"], prompt: Sequence[int], stops: Sequence[str] = ()) -> str:
+        """The continuation of a prompt, cut before the first stop string; if the prompt had masks, the whole text."""
         assert self.tokenizer is not None
-        return self.tokenizer.decode(sequence if self.mask_id in prompt else sequence[len(prompt) :])
+        if self.mask_id in prompt:
+            return self.tokenizer.decode(sequence)
+        text = self.tokenizer.decode(sequence[len(prompt) :])
+        return text[: first_stop(text, stops)]
+
+
+def _options(options: Options | None, overrides: Keywords) -> Options:
+    """Keywords on top of an object."""
+    if options is None:
+        return Options.of(**overrides)
+    if not isinstance(options, Options):
+        raise InvalidInput(f"options must be a codd.Options, found {type(options).__name__}; give others by name.")
+    return options.changed(**overrides) if overrides else options
 
 
 def load(
     source: str | os.PathLike[str] | None = None,
-    circuit: Wanted = "auto",
+    circuit: CircuitSource = "auto",
     *,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
@@ -146,45 +195,45 @@ def load(
         mask_id = tokenizer.mask_id
     if mask_id is not None and not 0 <= mask_id < backbone.vocab_size:
         raise InvalidInput(f"mask_id {mask_id} is not one of the {backbone.vocab_size} tokens of the model.")
-    return Model(backbone, _circuit(circuit, backbone, folder), tokenizer, mask_id, folder)
+    return Model(backbone, _resolve_circuit(circuit, backbone, folder), tokenizer, mask_id, folder)
 
 
-def _circuit(wanted: Wanted, backbone: Backbone, folder: Path | None) -> AnyCircuit | None:
-    if wanted is None or (wanted == "auto" and not (folder and (folder / CIRCUIT_FOLDERS["auto"]).is_dir())):
+def _resolve_circuit(source: CircuitSource, backbone: Backbone, folder: Path | None) -> ProbabilisticCircuit | None:
+    if source is None or (source == "auto" and not (folder and (folder / CIRCUIT_FOLDERS["auto"]).is_dir())):
         return None
-    found: AnyCircuit
-    if isinstance(wanted, AnyCircuit):
-        found = wanted
-    elif wanted == "null":
-        found = HMM.neutral(num_states=1, vocab_size=backbone.vocab_size)
+    circuit: ProbabilisticCircuit
+    if source == "null":
+        circuit = HMM.neutral(num_states=1, vocab_size=backbone.vocab_size)
+    elif isinstance(source, str | os.PathLike):
+        circuit = load_circuit(_own_circuit(str(source), folder) if source in CIRCUIT_FOLDERS else source)
     else:
-        found = load_circuit(_beside(wanted, folder) if wanted in CIRCUIT_FOLDERS else wanted)
-    _check_fits(found, backbone)
-    return found if isinstance(found, Circuit) else found.to(device=backbone.device)
+        circuit = source
+    _check_fits(circuit, backbone)
+    return circuit.to(device=backbone.device)
 
 
-def _beside(name: object, folder: Path | None) -> Path:
-    """Where one of a checkpoint's own circuits is."""
+def _own_circuit(name: str, folder: Path | None) -> Path:
+    """The folder of one of a checkpoint's own circuits."""
     if folder is None:
         raise InvalidInput(f"this model was not loaded from a folder, so that there is no circuit {name!r} beside it.")
-    found = folder / CIRCUIT_FOLDERS[str(name)]
-    if not found.is_dir():
+    own = folder / CIRCUIT_FOLDERS[name]
+    if not own.is_dir():
         raise InvalidInput(
-            f"{folder}: has no folder {found.name}/, so that there is no circuit {name!r}; give the folder of another, "
+            f"{folder}: has no folder {own.name}/, so that there is no circuit {name!r}; give the folder of another, "
             '"auto", "null" or None.'
         )
-    return found
+    return own
 
 
-def _check_fits(circuit: AnyCircuit, backbone: Backbone) -> None:
+def _check_fits(circuit: ProbabilisticCircuit, backbone: Backbone) -> None:
     if circuit.vocab_size != backbone.vocab_size:
         raise InvalidInput(
             f"the circuit is over {circuit.vocab_size} tokens, the model over {backbone.vocab_size}: they do not "
             "belong together."
         )
     width = backbone.config.width
-    if isinstance(circuit, Modulated) and circuit.feature_width != width:
+    if circuit.feature_width not in (None, width):
         raise InvalidInput(
-            f"the circuit listens to hidden states of {circuit.feature_width} numbers, those of the model have "
+            f"the circuit is conditioned on hidden states of {circuit.feature_width} numbers, those of the model have "
             f"{width}: they do not belong together."
         )

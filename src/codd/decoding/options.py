@@ -1,28 +1,87 @@
-"""What a run of the loop can be told, checked before anything is computed."""
+"""Decoding options: the one list from which keywords, command-line flags, request fields and evaluation axes are made.
+
+Every field of `Options` carries an `OptionInfo`: its range, its help, and whether it concerns the circuit only.
+"""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from typing import Any, Literal, TypedDict, get_args
-
-from jaxtyping import Float, Int
-from torch import Tensor
 
 from codd.errors import InvalidInput
 
 Mode = Literal["block", "full"]
 Order = Literal["low_confidence", "margin", "entropy", "random", "left_to_right", "sharpened"]
 Sampler = Literal["latent", "any_order", "factorized"]
-Tempering = Literal["reference", "paper"]
+Tempering = Literal["published", "paper"]
 Outside = Literal["factorized", "defer"]
-Hook = Callable[[Float[Tensor, "R V"], Int[Tensor, " R"], Int[Tensor, " L"]], Float[Tensor, "R V"]]
-"""Gets the logits of some masked positions, those positions, and the sequence; returns logits."""
+Hook = Callable[[Any, Any, Any], Any]
+"""A function of logits (R, V), the masked positions (R,) that they are of, and the ids (L,); returns logits (R, V)."""
 
 ALIASES = {"maskgit_plus": "low_confidence", "topk_margin": "margin"}
 """Other people's names for the same orders."""
-REFERENCE_ORDERS = ("topprob", "origin")
-"""Orders that only the reference has."""
+PUBLISHED_ORDERS = ("topprob", "origin")
+"""Orders that only the published implementation has."""
+DEFAULT_STEPS = 32
+PACES = ("steps", "threshold", "entropy_budget")
+"""The options that say how many tokens a step commits: a run has one of them."""
+_UNSET: Any = type("Unset", (), {"__repr__": lambda self: "unset"})()
+
+
+@dataclass(frozen=True)
+class OptionInfo:
+    """What an option takes and does, for whatever reads options from text or JSON."""
+
+    kind: Literal["count", "number", "choice", "ids", "stop", "seed", "hooks"]
+    help: str
+    low: float = 0.0
+    high: float = math.inf
+    above: bool = False
+    """Whether ``low`` itself is excluded."""
+    below: bool = False
+    """Whether ``high`` itself is excluded."""
+    choices: tuple[str, ...] = ()
+    optional: bool = False
+    """Whether None means something."""
+    circuit: bool = False
+    """Whether it concerns the circuit only: the network alone ignores it."""
+    metavar: str = ""
+    """What stands for a value in ``--help``."""
+
+    def check(self, name: str, value: object) -> None:
+        """Raise InvalidInput unless ``value`` is of the right type and in range."""
+        if value is None and self.optional:
+            return
+        if self.kind == "choice" and value not in self.choices:
+            choices = (*map(repr, self.choices), *(("None",) if self.optional else ()))
+            raise InvalidInput(f"{name} must be one of {', '.join(choices)}, found {value!r}.")
+        if self.kind == "count" and (isinstance(value, bool) or not isinstance(value, Integral) or value < self.low):
+            raise InvalidInput(f"{name} must be a whole number of at least {self.low:g}, found {value!r}.")
+        if self.kind == "number" and not self._in_range(value):
+            least = "more than 0" if self.above else f"at least {self.low:g}"
+            most = "" if self.high == math.inf else f" and {'less than' if self.below else 'at most'} {self.high:g}"
+            raise InvalidInput(f"{name} must be a number of {least}{most}, found {value!r}.")
+
+    def _in_range(self, value: object) -> bool:
+        if isinstance(value, bool) or not isinstance(value, Real):
+            return False
+        number = float(value)
+        low = self.low < number if self.above else self.low <= number
+        high = number < self.high if self.below else number <= self.high
+        return low and high and number != math.inf
+
+
+def _count(help: str, *, low: int = 1, metavar: str = "N", optional: bool = False) -> dict[str, OptionInfo]:
+    return {"info": OptionInfo("count", help, float(low), metavar=metavar, optional=optional)}
+
+
+def _number(help: str, metavar: str, **limits: Any) -> dict[str, OptionInfo]:
+    return {"info": OptionInfo("number", help, metavar=metavar, **limits)}
+
+
+def _choice(help: str, choices: Sequence[str], metavar: str = "", **flags: Any) -> dict[str, OptionInfo]:
+    return {"info": OptionInfo("choice", help, choices=tuple(choices), metavar=metavar or "|".join(choices), **flags)}
 
 
 class Keywords(TypedDict, total=False):
@@ -47,7 +106,7 @@ class Keywords(TypedDict, total=False):
     sharpening: float
     ban: Collection[int]
     hooks: Sequence[Hook]
-    stop: bool
+    stop: bool | str | Sequence[str]
     preset: Literal["reference"] | None
     eps: float
     seed: int | Sequence[int]
@@ -55,16 +114,16 @@ class Keywords(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Options:
-    """How masks become text. `codd.Model.generate` takes all of these by name.
+    """How masks become text. `codd.Model.generate` takes an object of these, or all of them by name.
 
     Length: ``gen_length`` masks are put after every prompt (0: fill only the masks in the prompt itself), in blocks of
     ``block_length`` (``mode="block"``) or all at once, the circuit on a window that moves (``mode="full"``).
 
-    Speed: ``steps`` evaluations of the network for each sequence, None for one a token; tokens are divided among them
-    evenly, and what is left over goes to the early ones. Instead: ``threshold``, commit every token at least so
-    probable, and at least one; with the any-order sampler the probability is the conditional one, given the tokens
-    already picked in the step; with the latent one it is that given one path, which makes every token look sure: use
-    any_order. ``entropy_budget``: commit in order while the entropies sum to less.
+    Speed, one of: ``steps``, network evaluations for each sequence (None: one a token), among which tokens are divided
+    evenly, the early ones taking what is left over; ``threshold``, commit every token at least so probable, and at
+    least one (with the any-order sampler the probability is conditional on the tokens already picked in the step; with
+    the latent one it is that given one path, which makes every token look sure: use any_order); ``entropy_budget``,
+    commit in order while the entropies (nats) sum to less. Two of them at once are an error.
 
     Order: ``remasking`` says which tokens come first; ties go to the leftmost. ``sharpened`` is low_confidence with
     logits divided by ``sharpening``.
@@ -75,146 +134,224 @@ class Options:
 
     Circuit: ``sampler`` draws one latent path and then tokens (latent), picks tokens one by one, each given the others
     (any_order), or leaves the circuit out. ``circuit_temperature`` divides the logits before the product, and the
-    latents are drawn from that ("reference" in ``tempering``); "paper" draws the latents untempered and tempers the
+    latents are drawn from that ("published" in ``tempering``); "paper" draws the latents untempered and tempers the
     tokens given them. The circuit acts while the share of masks in its window is below ``activation``. ``outside``:
     what becomes of tokens that are due but not in the window, in full mode.
 
-    ``stop`` ends a sequence at its end-of-text token. ``seed`` fixes everything: one number for all sequences, or one
-    for each; two equal prompts with equal seeds get equal answers, whatever else is in the batch.
-    ``preset="reference"`` is the published implementation step by step; ``eps`` is its last time in full mode.
+    ``stop`` ends a sequence at its end-of-text token (True), or also before any of the given texts. ``seed`` fixes
+    everything: one number for all sequences, or one for each; two equal prompts with equal seeds get equal answers,
+    whatever else is in the batch. ``preset="reference"`` is the published implementation step by step; ``eps`` is its
+    last time in full mode.
+
+    Raises InvalidInput for a value out of its range, and for options that contradict each other.
     """
 
-    gen_length: int = 128
-    block_length: int = 32
-    steps: int | None = 32
-    mode: Mode = "block"
-    remasking: str = "low_confidence"
-    sampler: Sampler = "latent"
-    temperature: float = 0.0
-    top_p: float | None = None
-    top_k: int | None = None
-    cfg_scale: float = 0.0
-    circuit_temperature: float = 1.0
-    tempering: Tempering = "reference"
-    activation: float | None = None
-    outside: Outside = "factorized"
-    threshold: float | None = None
-    entropy_budget: float | None = None
-    sharpening: float = 0.2
-    ban: Collection[int] = ()
-    hooks: Sequence[Hook] = ()
-    stop: bool = True
-    preset: Literal["reference"] | None = None
-    eps: float = 1e-3
-    seed: int | Sequence[int] = 0
+    gen_length: int = field(
+        default=128, metadata=_count("masks put after each prompt; 0: only the masks in the prompt are filled", low=0)
+    )
+    block_length: int = field(default=32, metadata=_count("tokens of a block"))
+    steps: int | None = field(
+        default=_UNSET,
+        metadata=_count("network evaluations for each prompt; null: one for each token", optional=True),
+    )
+    mode: Mode = field(default="block", metadata=_choice("block after block, or everything at once", get_args(Mode)))
+    remasking: str = field(
+        default="low_confidence",
+        metadata=_choice(
+            f"which tokens come first: {', '.join(get_args(Order)[:-1])} or {get_args(Order)[-1]}",
+            (*get_args(Order), *ALIASES, *PUBLISHED_ORDERS),
+            "ORDER",
+        ),
+    )
+    sampler: Sampler = field(
+        default="latent",
+        metadata=_choice(
+            "how the circuit is used: latent, any_order, or factorized for not at all",
+            get_args(Sampler),
+            "NAME",
+            circuit=True,
+        ),
+    )
+    temperature: float = field(default=0.0, metadata=_number("of the tokens; 0 takes the most probable one", "T"))
+    top_p: float | None = field(
+        default=None,
+        metadata=_number(
+            "draw from the smallest set of tokens that is more probable than this", "P", high=1.0, optional=True
+        ),
+    )
+    top_k: int | None = field(
+        default=None,
+        metadata=_count("draw from so many of the most probable tokens", metavar="K", optional=True),
+    )
+    cfg_scale: float = field(default=0.0, metadata=_number("guidance by the prompt; 0 is none", "X"))
+    circuit_temperature: float = field(
+        default=1.0, metadata=_number("divides the logits before the product with the circuit", "T", circuit=True)
+    )
+    tempering: Tempering = field(
+        default="published",
+        metadata=_choice("whether latents are drawn from tempered logits, or not", get_args(Tempering), circuit=True),
+    )
+    activation: float | None = field(
+        default=None,
+        metadata=_number(
+            "the circuit acts while fewer of its positions than this are masked; null: always",
+            "RATIO",
+            optional=True,
+            circuit=True,
+        ),
+    )
+    outside: Outside = field(
+        default="factorized",
+        metadata=_choice(
+            "what becomes of due tokens outside of the window in full mode", get_args(Outside), circuit=True
+        ),
+    )
+    threshold: float | None = field(
+        default=None,
+        metadata=_number(
+            "commit all tokens at least so probable instead of a fixed number", "P", high=1.0, optional=True
+        ),
+    )
+    entropy_budget: float | None = field(
+        default=None,
+        metadata=_number("commit tokens while their entropies (nats) sum to less", "NATS", optional=True),
+    )
+    sharpening: float = field(
+        default=0.2, metadata=_number("divides the logits for the order sharpened", "X", above=True)
+    )
+    ban: Collection[int] = field(
+        default=(), metadata={"info": OptionInfo("ids", "token ids that are never written", metavar="ID,ID")}
+    )
+    hooks: Sequence[Hook] = field(
+        default=(), metadata={"info": OptionInfo("hooks", "functions that change the logits")}
+    )
+    stop: bool | str | Sequence[str] = field(
+        default=True,
+        metadata={"info": OptionInfo("stop", "end at the end-of-text token, or also before a text")},
+    )
+    preset: Literal["reference"] | None = field(
+        default=None,
+        metadata=_choice("follow the published implementation step by step", ("reference",), optional=True),
+    )
+    eps: float = field(
+        default=1e-3,
+        metadata=_number("the preset's last time in full mode", "X", above=True, high=1.0, below=True),
+    )
+    seed: int | Sequence[int] = field(
+        default=0, metadata={"info": OptionInfo("seed", "fixes everything that is drawn", metavar="N")}
+    )
 
     @classmethod
     def of(cls, **given: Any) -> "Options":
         """From keywords; one that does not exist is an error that names those that do."""
-        known = [field.name for field in fields(cls)]
-        for name in given:
-            if name not in known:
-                raise InvalidInput(f"there is no option {name!r}; there are {', '.join(known)}.")
+        _check_names(given)
         return cls(**given)
 
+    def changed(self, **changes: Any) -> "Options":
+        """A copy with some options replaced; a new steps, threshold or entropy_budget drops the old one."""
+        _check_names(changes)
+        if any(changes.get(name) is not None for name in PACES):
+            changes = {**dict.fromkeys(PACES), **changes}
+        elif "steps" not in changes and any(name in changes and getattr(self, name) is not None for name in PACES):
+            changes = {**changes, "steps": DEFAULT_STEPS}  # the pace was withdrawn
+        return replace(self, **changes)
+
     def __post_init__(self) -> None:
-        """Refuse what makes no sense."""
+        """Refuse values out of their range and options that contradict each other."""
+        self._choose_pace()
+        for name, info in OPTIONS.items():
+            info.check(name, getattr(self, name))
         object.__setattr__(self, "remasking", ALIASES.get(self.remasking, self.remasking))
-        orders = (*get_args(Order), *(REFERENCE_ORDERS if self.reference else ()))
-        for name, allowed in _CHOICES.items():
-            _one_of(name, getattr(self, name), allowed)
-        _one_of("remasking", self.remasking, orders)
-        for name, least, optional in _COUNTS:
-            _check_count(name, getattr(self, name), least, optional)
-        for name, (low, high, optional) in _RANGES.items():
-            _check_number(name, getattr(self, name), low, high, optional)
-        seeds = self.seed if isinstance(self.seed, Sequence) else [self.seed]
-        _check_whole("seed", [*seeds], "a whole number, or one for each prompt")
-        _check_whole("ban", list(self.ban) if isinstance(self.ban, Iterable) else [None], "a list of ids")
-        if self.threshold is not None and self.entropy_budget is not None:
-            raise InvalidInput("threshold and entropy_budget both say how many tokens to commit: give one of them.")
-        if self.reference:
-            self._check_reference()
+        if self.remasking in PUBLISHED_ORDERS and not self.published:
+            known = ", ".join(map(repr, get_args(Order)))
+            raise InvalidInput(f"remasking must be one of {known}, found {self.remasking!r}.")
+        _check_whole(
+            "seed",
+            self.seed if isinstance(self.seed, Sequence) else [self.seed],
+            "a whole number, or one for each prompt",
+        )
+        _check_whole("ban", self.ban if isinstance(self.ban, Iterable) else [None], "a list of ids")
+        _check_hooks(self.hooks)
+        _check_stop(self.stop)
+        if self.published:
+            from codd.decoding.published.check import check_known
+
+            check_known(self)
         elif self.circuit_temperature <= 0:
             raise InvalidInput(f"circuit_temperature must be positive, found {self.circuit_temperature}.")
 
+    def _choose_pace(self) -> None:
+        """Exactly one of steps, threshold and entropy_budget; 32 steps if none was given."""
+        paces = {name: value for name in PACES if (value := getattr(self, name)) is not None and value is not _UNSET}
+        if len(paces) > 1:
+            one, other = list(paces.items())[:2]
+            raise InvalidInput(
+                f"{one[0]}={one[1]!r} and {other[0]}={other[1]!r} both say how many tokens a step commits: drop "
+                f"{one[0]} to commit by {other[0]}, or drop {other[0]}."
+            )
+        if self.steps is _UNSET:
+            object.__setattr__(self, "steps", None if paces else DEFAULT_STEPS)
+
     @property
-    def reference(self) -> bool:
-        """Whether the published implementation is to be followed."""
+    def published(self) -> bool:
+        """Whether the published implementation is to be followed step by step."""
         return self.preset == "reference"
 
     @property
     def counted(self) -> bool:
-        """Whether a schedule says how many tokens a step commits."""
+        """Whether the schedule says how many tokens a step commits."""
         return self.threshold is None and self.entropy_budget is None
 
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The texts before which a sequence ends."""
+        if isinstance(self.stop, bool):
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def stops(self) -> bool:
+        """Whether a sequence may end before all of its masks are filled."""
+        return self.stop is not False and not self.published
+
     def as_json(self) -> dict[str, Any]:
-        """All that JSON can write: everything but the hooks."""
-        found = {name: value for name, value in vars(self).items() if name != "hooks"}
-        return {**found, "ban": list(self.ban)}
-
-    def changed(self, **changes: Any) -> "Options":
-        """The same with something different."""
-        return replace(self, **changes)
-
-    def _check_reference(self) -> None:
-        foreign = {
-            "threshold": self.threshold,
-            "entropy_budget": self.entropy_budget,
-            "sampler": self.sampler if self.sampler == "any_order" else None,
-            "tempering": self.tempering if self.tempering == "paper" else None,
-            "outside": self.outside if self.outside == "defer" else None,
-            "remasking": self.remasking if self.remasking in ("left_to_right", "sharpened") else None,
-        }
-        for name, value in foreign.items():
-            if value is not None:
-                raise InvalidInput(f"the reference knows no {name}={value!r}: leave it out, or leave the preset out.")
+        """All options but the hooks, which JSON cannot hold."""
+        values = {name: value for name, value in vars(self).items() if name != "hooks"}
+        return {**values, "ban": list(self.ban)}
 
 
-_CHOICES: dict[str, tuple[object, ...]] = {
-    "mode": get_args(Mode),
-    "sampler": get_args(Sampler),
-    "tempering": get_args(Tempering),
-    "outside": get_args(Outside),
-    "preset": (None, "reference"),
-}
-_COUNTS = (("gen_length", 0, False), ("block_length", 1, False), ("steps", 1, True), ("top_k", 1, True))
-_ENOUGH = math.nextafter(0, 1)
-_RANGES = {
-    "temperature": (0.0, math.inf, False),
-    "top_p": (0.0, 1.0, True),
-    "cfg_scale": (0.0, math.inf, False),
-    "circuit_temperature": (0.0, math.inf, False),
-    "activation": (0.0, math.inf, True),
-    "threshold": (0.0, 1.0, True),
-    "entropy_budget": (0.0, math.inf, True),
-    "sharpening": (_ENOUGH, math.inf, False),
-    "eps": (_ENOUGH, math.nextafter(1, 0), False),
-}
+OPTIONS: dict[str, OptionInfo] = {each.name: each.metadata["info"] for each in fields(Options)}
+"""Every option by its name."""
+CIRCUIT_OPTIONS = tuple(name for name, info in OPTIONS.items() if info.circuit)
+"""The options that only a circuit heeds: without one, they change nothing."""
 
 
-def _one_of(name: str, value: object, allowed: Sequence[object]) -> None:
-    if value not in allowed:
-        raise InvalidInput(f"{name} must be one of {', '.join(map(repr, allowed))}, found {value!r}.")
+def _check_names(given: Iterable[str]) -> None:
+    for name in given:
+        if name not in OPTIONS:
+            raise InvalidInput(f"there is no option {name!r}; there are {', '.join(OPTIONS)}.")
 
 
-def _check_count(name: str, value: object, least: int, optional: bool) -> None:
-    if value is None and optional:
-        return
-    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
-        raise InvalidInput(f"{name} must be a whole number of at least {least}, found {value!r}.")
-
-
-def _check_number(name: str, value: object, low: float, high: float, optional: bool) -> None:
-    if value is None and optional:
-        return
-    if not isinstance(value, Real) or not low <= float(value) <= high or float(value) == math.inf:
-        least = "more than 0" if low == _ENOUGH else f"at least {low:g}"
-        most = "" if high == math.inf else " and less than 1" if high < 1 else f" and at most {high:g}"
-        raise InvalidInput(f"{name} must be a number of {least}{most}, found {value!r}.")
-
-
-def _check_whole(name: str, values: list[object], wanted: str) -> None:
+def _check_whole(name: str, values: Iterable[object], expected: str) -> None:
     for value in values:
         if isinstance(value, bool) or not isinstance(value, Integral):
-            raise InvalidInput(f"{name} must be {wanted}, found {value!r}.")
+            raise InvalidInput(f"{name} must be {expected}, found {value!r}.")
+
+
+def _check_hooks(hooks: object) -> None:
+    if callable(hooks):
+        raise InvalidInput("hooks must be a list of functions, found one function: give hooks=[function].")
+    if not isinstance(hooks, Sequence) or isinstance(hooks, str) or not all(map(callable, hooks)):
+        raise InvalidInput(f"hooks must be a list of functions of logits, positions and ids, found {hooks!r}.")
+
+
+def _check_stop(stop: object) -> None:
+    texts = [stop] if isinstance(stop, bool | str) else list(stop) if isinstance(stop, Sequence) else [None]
+    if not all(isinstance(text, bool) or (isinstance(text, str) and text) for text in texts) or (
+        not isinstance(stop, bool) and any(isinstance(text, bool) for text in texts)
+    ):
+        raise InvalidInput(f"stop must be True, False, a text or a list of texts that are not empty, found {stop!r}.")
+
+
+DEFAULTS = Options()
+"""What a run does that is told nothing."""

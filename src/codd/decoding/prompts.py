@@ -1,7 +1,7 @@
-"""What users type, as ids."""
+"""From what users type to ids: texts, conversations, id lists, or lists of these."""
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -19,7 +19,7 @@ Prompts: TypeAlias = str | Tensor | Sequence[Prompt] | Conversation
 def encode_prompts(
     prompts: Prompts, tokenizer: Tokenizer | None, *, chat: bool | None, whole: bool = False
 ) -> list[list[int]]:
-    """Ids of each prompt: a text, ids, or a conversation (a list of messages); or a list of such.
+    """The ids of each prompt: a text, ids, or a conversation (a list of messages); or a list of such.
 
     ``chat`` says whether a text is a question to be put into the chat template; None: if the model has one, and the
     text has no masks to be filled. ``whole``: nothing is put after the text, so it gets its own beginning and end.
@@ -28,19 +28,24 @@ def encode_prompts(
 
 
 def _listed(prompts: Prompts) -> list[Any]:
+    """One prompt as a list of one."""
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, Tensor):
         return list(prompts) if prompts.ndim == 2 else [prompts]
-    found = list(prompts)
-    if found and isinstance(found[0], Mapping):
-        return [found]
-    if found and isinstance(found[0], int):
+    if not isinstance(prompts, Iterable) or isinstance(prompts, Mapping | bytes):
+        raise InvalidInput(
+            f"prompts must be a text, a list of texts, of id lists or of messages; found {type(prompts).__name__}."
+        )
+    each = list(prompts)
+    if each and isinstance(each[0], Mapping):
+        return [each]
+    if each and isinstance(each[0], int):
         raise InvalidInput(
             "prompts must be a text, a list of texts, or a list of id lists; found a list of numbers. "
             "Put one prompt's ids into a list: [ids]."
         )
-    return found
+    return each
 
 
 def _encode(prompt: Any, tokenizer: Tokenizer | None, chat: bool | None, whole: bool) -> list[int]:
@@ -49,11 +54,11 @@ def _encode(prompt: Any, tokenizer: Tokenizer | None, chat: bool | None, whole: 
             raise InvalidInput(f"a prompt of ids must be one row of whole numbers, found {tuple(prompt.shape)}.")
         return [int(token) for token in prompt.tolist()]
     if isinstance(prompt, str):
-        return _encode_text(prompt, _needed(tokenizer), chat, whole)
+        return _encode_text(prompt, _required(tokenizer), chat, whole)
     if not isinstance(prompt, Sequence):
         raise InvalidInput(f"a prompt must be a text, ids or a conversation, found {type(prompt).__name__}.")
     if prompt and isinstance(prompt[0], Mapping):
-        return _needed(tokenizer).encode_chat(prompt)
+        return _required(tokenizer).encode_chat(prompt)
     try:
         return [operator.index(token) for token in prompt]
     except TypeError as error:
@@ -68,11 +73,11 @@ def _encode_text(text: str, tokenizer: Tokenizer, chat: bool | None, whole: bool
 
 
 def can_chat(tokenizer: Tokenizer) -> bool:
-    """Whether the model was taught to converse."""
+    """Whether the model was trained with a chat template."""
     return tokenizer.chat_template not in (None, PLAIN)
 
 
-def _needed(tokenizer: Tokenizer | None) -> Tokenizer:
+def _required(tokenizer: Tokenizer | None) -> Tokenizer:
     if tokenizer is None:
         raise InvalidInput("this checkpoint has no tokenizer, so it cannot read text: give ids, [[...], [...]].")
     return tokenizer

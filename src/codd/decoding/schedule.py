@@ -1,23 +1,63 @@
-"""How many evaluations a block gets, and how many tokens an evaluation commits."""
+"""Which positions a network evaluation may commit, and how many: blocks, counts and windows."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
 
+from codd.decoding.state import SequenceState, StepPlan
 from codd.errors import InvalidInput
 
 
+def plan_steps(state: SequenceState) -> Iterator[StepPlan]:
+    """The steps of a sequence; each plan is made after the tokens of the step before are committed."""
+    return _block_schedule(state) if state.options.mode == "block" else _full_schedule(state)
+
+
+def _block_schedule(state: SequenceState) -> Iterator[StepPlan]:
+    """Block after block, counted from the end of the prompt, backwards too: masks in the prompt come first."""
+    options, masked, size = state.options, state.masked, state.options.block_length
+    blocks = sorted({(position - state.prompt_length) // size for position in masked.nonzero()[:, 0].tolist()})
+    starts = [state.prompt_length + block * size for block in blocks]
+    spans = [(max(0, start), min(len(masked), start + size)) for start in starts]
+    if not options.counted:
+        for begin, end in spans:
+            while bool(state.masked[begin:end].any()):
+                yield StepPlan(begin, end, None, last=False)
+        return
+    sizes = [int(masked[begin:end].sum()) for begin, end in spans]
+    steps = sum(sizes) if options.steps is None else options.steps
+    for (begin, end), masks, share in zip(spans, sizes, divide_steps(steps, sizes), strict=True):
+        for i, count in enumerate(spread(masks, share)):
+            yield StepPlan(begin, end, count, last=i == share - 1)
+
+
+def _full_schedule(state: SequenceState) -> Iterator[StepPlan]:
+    """All positions in every step. Tokens that a step leaves over are divided among the steps that are left."""
+    options, length, masks = state.options, len(state.ids), int(state.masked.sum())
+    if not options.counted:
+        while bool(state.masked.any()):
+            yield StepPlan(0, length, None, last=False)
+        return
+    steps = masks if options.steps is None else min(options.steps, masks)
+    for i in range(steps):
+        left = int(state.masked.sum())
+        yield StepPlan(0, length, -(-left // (steps - i)), last=i == steps - 1)
+
+
 def spread(total: int, parts: int) -> list[int]:
-    """As evenly as whole numbers allow, the larger ones first."""
+    """Whole numbers that sum to ``total``, as equal as possible, the larger ones first."""
     each, more = divmod(total, parts)
     return [each + (part < more) for part in range(parts)]
 
 
-def share(steps: int, masks: Sequence[int]) -> list[int]:
+def divide_steps(steps: int, masks: Sequence[int]) -> list[int]:
     """Divide evaluations among blocks in proportion to their masks: at least one each, never more than masks.
 
-    What whole numbers leave over goes to the blocks that miss most, the earliest of equals.
+    What whole numbers leave over goes to the blocks that are owed most, the earliest of equals. Raises InvalidInput if
+    there are fewer steps than blocks.
     """
     total = sum(masks)
     if steps < len(masks):
@@ -27,25 +67,30 @@ def share(steps: int, masks: Sequence[int]) -> list[int]:
         )
     steps = min(steps, total)
     owed = [Fraction(steps * mask, total) for mask in masks]
-    found = [max(1, int(part)) for part in owed]
-    while sum(found) != steps:
-        up = sum(found) < steps
-        blocks = [b for b in range(len(masks)) if (found[b] < masks[b] if up else found[b] > 1)]
-        needs = [(owed[b] - found[b], -b) for b in blocks]
+    shares = [max(1, int(part)) for part in owed]
+    while sum(shares) != steps:
+        up = sum(shares) < steps
+        blocks = [b for b in range(len(masks)) if (shares[b] < masks[b] if up else shares[b] > 1)]
+        needs = [(owed[b] - shares[b], -b) for b in blocks]
         if up:
-            found[-max(needs)[1]] += 1
+            shares[-max(needs)[1]] += 1
         else:
-            found[-min(needs)[1]] -= 1
-    return found
+            shares[-min(needs)[1]] -= 1
+    return shares
 
 
-def times(steps: int, eps: float) -> list[float]:
-    """The reference's times in full mode: from 1 to eps."""
-    return torch.linspace(1, eps, steps + 1).tolist()
+def best_window(due: Bool[Tensor, "*B L"], length: int) -> Int[Tensor, "*B"]:
+    """The first position of a window of ``length`` that covers as many due positions as any.
 
-
-def revealed(masks: int, now: float, then: float, last: bool) -> int:
-    """How many of the masks the reference reveals between two times, in its own arithmetic (float32, cut)."""
-    if last:
-        return masks
-    return int(torch.tensor(float(masks)) * (1 - torch.tensor(then) / torch.tensor(now)))
+    Of the windows that do, those that begin in a row with the first of them are equally good; the middle one leaves
+    the same context on both sides.
+    """
+    length = min(length, due.shape[-1])
+    total = torch.nn.functional.pad(due.long().cumsum(-1), (1, 0))
+    covered = total[..., length:] - total[..., : total.shape[-1] - length]
+    best = covered == covered.amax(-1, keepdim=True)
+    begin = torch.arange(best.shape[-1], device=due.device)
+    first = best.int().argmax(-1)
+    beyond = ~best & (begin > first[..., None])
+    last = torch.where(beyond.any(-1), beyond.int().argmax(-1), best.shape[-1]) - 1
+    return (first + last) // 2

@@ -11,6 +11,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from codd.decoding import Model
+from codd.decoding.state import first_stop
 from codd.serving.prompts import GenerationRequest
 from codd.serving.responses import FinishReason
 
@@ -96,17 +97,8 @@ class Detokenizer:
     def _finish_reason(self, ids: Int[Tensor, " L"]) -> FinishReason:
         """Whether an end-of-text token ended the sequence; it counts where the loop looks for it: after the prompt."""
         options = self._generation.options
-        looked_for = options.stop and not options.reference and len(ids) > len(self._generation.ids)
+        looked_for = options.stops and len(ids) > len(self._generation.ids)
         return "stop" if looked_for and int(ids[-1]) in self._model.stop_ids else "length"
-
-
-def first_stop(text: str, stops: Sequence[str], begin: int = 0) -> int | None:
-    """Where the stop string that is complete first begins, from ``begin`` on; None if there is none.
-
-    The first to be complete, not the first to begin, so that it does not matter in which portions the text came.
-    """
-    matches = [(start + len(stop), start) for stop in stops if (start := text.find(stop, begin)) >= 0]
-    return min(matches)[1] if matches else None
 
 
 def _held_back(text: str, stops: Sequence[str], begin: int) -> int:

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 
 from codd.decoding import Model
-from codd.decoding.loop import Step, advance
+from codd.decoding.loop import advance
+from codd.decoding.network import FullRecompute
+from codd.decoding.state import Step
 from codd.errors import CoddError
 from codd.serving.metrics import Metrics
 from codd.serving.queue import FairQueue
@@ -61,8 +63,10 @@ class Engine:
     def __init__(
         self, model: Model, *, slots: int = 8, queue: int = 64, exact: bool = False, metrics: Metrics | None = None
     ):
-        """``slots``: maximum batch size; ``queue``: how many more sequences may wait; ``exact`` as in `advance`."""
-        self.exact = exact
+        """``slots``: maximum batch size; ``queue``: how many more sequences may wait; ``exact``: on a GPU, too,
+        evaluate the network for one sequence at a time, so that each is what it is alone, to the bit.
+        """
+        self.runner = FullRecompute(model.backbone, one_by_one=exact)
         self.model = model
         self.slots = slots
         self.metrics = metrics or Metrics()
@@ -219,7 +223,7 @@ class Engine:
         """One denoising step of every sequence in the batch; finished and failed ones free their slots."""
         states = [sequence.state for sequence in batch]
         started = time.monotonic()
-        result = self._result_or_error(lambda: advance(self.model.backbone, states, exact=self.exact))
+        result = self._result_or_error(lambda: advance(self.runner, states))
         results = result if isinstance(result, list) else [result] * len(batch)  # one error is everybody's
         now = time.monotonic()
         self.metrics.observe_step([step for step in results if isinstance(step, Step)], now - started)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
-from codd.decoding.loop import Step
+from codd.decoding import Step
 
 if TYPE_CHECKING:
     from codd.serving.engine import Load

@@ -1,11 +1,12 @@
-"""The fields of a request that say how masks become text: those of `codd.decoding.Options`, by the same names."""
+"""The request fields that are decoding options: made from `codd.decoding.options`, by the same names."""
 
-from dataclasses import fields
-from typing import Annotated, Any, Literal
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from codd.decoding.options import Mode, Options, Order, Outside, Sampler, Tempering
+from codd.decoding.options import OPTIONS, OptionInfo, Options
 from codd.errors import InvalidInput
 from codd.serving.errors import bad_request
 
@@ -14,12 +15,13 @@ LARGEST = 2**31 - 1
 
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
 TokenId = Annotated[int, Field(ge=0, le=LARGEST)]
-Share = Annotated[float, Field(ge=0, le=1)]
-NotNegative = Annotated[float, Field(ge=0)]
 Ids = Annotated[list[TokenId], Field(fail_fast=True)]
 """One wrong id is reported, not a hundred thousand."""
-AnyOrder = Literal[Order, "maskgit_plus", "topk_margin", "topprob", "origin"]
-"""Orders, other people's names for them, and those of the reference."""
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+NULLABLE = frozenset(name for name, info in OPTIONS.items() if info.optional)
+"""Options for which null means something."""
+NOT_GENERATED = ("hooks", "stop")
+"""Hooks are code; OpenAI's requests use stop for texts as well, so that each kind of request declares its own."""
 
 
 class Strict(BaseModel):
@@ -28,8 +30,8 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class Chosen(Strict):
-    """Fields that are options of the loop, wherever their names say so.
+class OptionFields(Strict):
+    """A request of which some fields are decoding options.
 
     A field that is absent is the server's to choose. So is null, except for options that can be None themselves
     (threshold, steps, top_p ...): there it is said explicitly.
@@ -37,55 +39,60 @@ class Chosen(Strict):
 
     def given(self) -> dict[str, Any]:
         """The options that the client chose."""
-        names = {field.name for field in fields(Options)} & self.model_fields_set
-        said = {name: getattr(self, name) for name in names}
-        return {name: value for name, value in said.items() if value is not None or name in NULLABLE}
+        chosen = {name: getattr(self, name) for name in OPTIONS if name in self.model_fields_set}
+        return {name: value for name, value in chosen.items() if value is not None or name in NULLABLE}
 
     def options(self, defaults: Options, **changes: Any) -> Options:
-        """What the client chose, over what the server does by default; ``changes`` are worked out from both."""
-        chosen = {**self.given(), **changes}
-        for one, other in (("threshold", "entropy_budget"), ("entropy_budget", "threshold")):
-            if chosen.get(one) is not None:  # they exclude each other, and the client comes first
-                chosen.setdefault(other, None)
+        """What the client chose, over the server's defaults; ``changes`` are worked out from both."""
         try:
-            return defaults.changed(**chosen)
+            return defaults.changed(**{**self.given(), **changes})
         except InvalidInput as error:
             raise bad_request(error) from None
 
 
-NULLABLE = {"steps", "top_p", "top_k", "activation", "threshold", "entropy_budget", "preset"}
-"""Options for which None means something."""
+def option_field(name: str) -> tuple[Any, Any]:
+    """The type and the documentation of one option as a request field."""
+    info = OPTIONS[name]
+    text = info.help[0].upper() + info.help[1:]
+    if name == "seed":
+        text += "; choice i of n uses seed + i"
+    return _type(info) | None, Field(None, description=f"{text}.")
 
 
-class Sampling(Chosen):
-    """All options but ``hooks``, which are code, and ``stop``, which OpenAI's requests use for texts as well."""
+def _type(info: OptionInfo) -> Any:
+    if info.kind == "choice":
+        return Literal[info.choices]
+    if info.kind == "count":
+        return Annotated[int, Field(ge=int(info.low), le=LARGEST)]
+    if info.kind == "number":
+        limits: dict[str, Any] = {"gt" if info.above else "ge": info.low}
+        if info.high != math.inf:
+            limits["lt" if info.below else "le"] = info.high
+        return Annotated[float, Field(**limits)]
+    return {"ids": Ids, "seed": Seed}[info.kind]
 
-    gen_length: Annotated[int, Field(ge=0, le=LARGEST)] | None = Field(
-        None, description="Masks put after the prompt; 0: only those in the prompt are filled."
+
+def _model(name: str, doc: str, options: Iterable[str]) -> Any:
+    generated: dict[str, Any] = {each: option_field(each) for each in options}
+    return create_model(name, __base__=OptionFields, __doc__=doc, **generated)
+
+
+if TYPE_CHECKING:
+
+    class SamplingOptions(OptionFields):
+        """Fields that exist at run time only."""
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    InspectOptions = SamplingOptions
+else:
+    SamplingOptions = _model(
+        "SamplingOptions",
+        "Every decoding option that JSON can say, as a request field.",
+        [name for name in OPTIONS if name not in NOT_GENERATED],
     )
-    block_length: Count | None = Field(None, description="Tokens of a block.")
-    steps: Count | None = Field(None, description="Evaluations of the network; null: one for each token.")
-    mode: Mode | None = Field(None, description="Block after block, or everything at once.")
-    remasking: AnyOrder | None = Field(None, description="Which tokens come first.")
-    sampler: Sampler | None = Field(None, description="How the circuit is used; factorized: not at all.")
-    temperature: NotNegative | None = Field(None, description="Of the tokens; 0 takes the most probable one.")
-    top_p: Share | None = Field(None, description="Draw from the smallest set of tokens that is more probable.")
-    top_k: Count | None = Field(None, description="Draw from so many of the most probable tokens.")
-    cfg_scale: NotNegative | None = Field(None, description="Guidance by the prompt; 0 is none.")
-    circuit_temperature: NotNegative | None = Field(
-        None, description="Divides the logits before the product with the circuit."
-    )
-    tempering: Tempering | None = Field(None, description="Whether latents are drawn from tempered logits.")
-    activation: NotNegative | None = Field(
-        None, description="The circuit acts while fewer of its positions are masked; null: always."
-    )
-    outside: Outside | None = Field(None, description="Tokens that are due outside of the window, in full mode.")
-    threshold: Share | None = Field(None, description="Commit all tokens at least so probable.")
-    entropy_budget: NotNegative | None = Field(None, description="Commit tokens while entropies sum to less (nats).")
-    sharpening: Annotated[float, Field(gt=0)] | None = Field(None, description="Of the order sharpened.")
-    ban: Ids | None = Field(None, description="Ids that are never written.")
-    preset: Literal["reference"] | None = Field(None, description="Follow the published implementation.")
-    eps: Annotated[float, Field(gt=0, lt=1)] | None = Field(None, description="The preset's last time in full mode.")
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = Field(
-        None, description="Fixes everything that is drawn; choice i of n uses seed + i."
+    InspectOptions = _model(
+        "InspectOptions",
+        "The decoding options that change what network and joint say of a window.",
+        ("circuit_temperature", "tempering", "cfg_scale", "ban"),
     )

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from codd.decoding import Model, Options
-from codd.decoding.course import Course
 from codd.decoding.prompts import Prompt
+from codd.decoding.state import SequenceState
 from codd.errors import CoddError, InvalidInput
 from codd.serving.errors import APIError, bad_request
-from codd.serving.options import Sampling
+from codd.serving.options import SamplingOptions
 from codd.serving.schemas import ChatRequest, CompletionRequest, DenoiseRequest, InspectRequest, OpenAIRequest
 
 
@@ -60,9 +60,9 @@ class GenerationRequest:
         """How many tokens the client gave, masks not counted."""
         return sum(token != mask_id for token in self.ids)
 
-    def begin(self, model: Model) -> Course:
+    def start(self, model: Model) -> SequenceState:
         """The state of the sequence before its first step."""
-        [state] = model.begin([self.ids], self.options)
+        [state] = model.start([self.ids], self.options)
         return state
 
 
@@ -79,7 +79,7 @@ class InspectArguments(NamedTuple):
 class _Fields(NamedTuple):
     """A request body, and what its kind calls the fields that errors name."""
 
-    body: Sampling
+    body: SamplingOptions
     prompt: str
     """The name of the field with the prompt."""
     length: str
@@ -228,12 +228,12 @@ def _options(model: Model, ids: list[int], length: int, fields: _Fields, limits:
     masks = [place - len(ids) for place, token in enumerate([*ids, *[mask] * length]) if token == mask]
     if "steps" not in fields.body.given():
         options = options.changed(steps=_default_steps(options, limits.defaults, masks))
-    if options.reference and (options.steps or 0) > len(masks):
+    if options.published and (options.steps or 0) > len(masks):
         # The reference evaluates the network even if nothing is left to do: nobody should be able to ask for that.
         raise APIError(400, f"steps is {options.steps}, but there are only {len(masks)} masks to fill.", "steps")
     _check_bans(options, model)
     try:
-        model.begin([ids], options)
+        model.start([ids], options)
     except InvalidInput as error:
         refused = bad_request(error)
         if refused.param in ("gen_length", "prompt"):

@@ -5,8 +5,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from typing import Any
 
-from codd.decoding.course import Course
-from codd.decoding.loop import Step
+from codd.decoding.state import SequenceState, Step
 
 
 class QueueFull(Exception):
@@ -81,7 +80,7 @@ class SequenceRequest(QueuedRequest):
     """A sequence to denoise; its results are steps."""
 
     def __init__(
-        self, state: Course, client: Hashable, deadline: float | None = None, results: ResultQueue | None = None
+        self, state: SequenceState, client: Hashable, deadline: float | None = None, results: ResultQueue | None = None
     ):
         """``state``: the sequence before its first step."""
         super().__init__(client, deadline, results)

@@ -4,9 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from codd.decoding.options import Tempering
 from codd.serving.errors import APIError
-from codd.serving.options import Chosen, Count, Ids, NotNegative, Sampling, Strict
+from codd.serving.options import Count, Ids, InspectOptions, SamplingOptions, Strict
 
 MAX_CHOICES = 16
 Stops = Annotated[list[Annotated[str, Field(min_length=1, max_length=1000)]], Field(max_length=4)]
@@ -44,7 +43,7 @@ class Message(Strict):
 Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
 
 
-class DenoiseRequest(Sampling):
+class DenoiseRequest(SamplingOptions):
     """The body of /v1/denoise, which returns every step of a run."""
 
     prompt: str | NotEmptyIds | None = Field(None, description="A text, which may hold the mask token, or ids.")
@@ -55,15 +54,11 @@ class DenoiseRequest(Sampling):
     stream: bool | None = Field(True, description="Events as they happen, or one object.")
 
 
-class InspectRequest(Chosen):
+class InspectRequest(InspectOptions):
     """The body of /v1/inspect: what network and joint say of the masks in a window."""
 
     ids: NotEmptyIds = Field(description="The sequence, masks included.")
     window: Annotated[list[Length], Field(min_length=2, max_length=2)] = Field(description="Begin and end.")
-    circuit_temperature: NotNegative | None = None
-    tempering: Tempering | None = None
-    cfg_scale: NotNegative | None = None
-    ban: Ids | None = None
     candidates: Annotated[int, Field(ge=1, le=32)] = 8
     written: Ids = Field([], description="Positions that a run has filled: guidance (cfg_scale) does not hide them.")
     timeout: Timeout | None = None
@@ -86,7 +81,7 @@ def _ignored(why: str) -> Any:
     return Field(None, description=f"Ignored: {why}.")
 
 
-class OpenAIRequest(Sampling):
+class OpenAIRequest(SamplingOptions):
     """The fields that both of OpenAI's requests have, and the decoding options beside them."""
 
     model: str = Field(description="One of /v1/models.")

@@ -34,7 +34,7 @@ class GeneratedSequence:
     ):
         """Nothing is submitted yet."""
         self.generation = generation
-        self.request = SequenceRequest(generation.begin(model), client, deadline, results)
+        self.request = SequenceRequest(generation.start(model), client, deadline, results)
         self.detokenizer = Detokenizer(generation, model)
         self.steps = self.circuit_steps = 0
         self._prompt_tokens = generation.prompt_tokens(model.mask_id)
@@ -119,7 +119,7 @@ async def denoise_events(
         start_event(
             id=id,
             model=model_name,
-            ids=sequence.request.state.draft.ids.tolist(),
+            ids=sequence.request.state.ids.tolist(),
             prompt_length=len(generation.ids),
             options=generation.options.as_json(),
             ahead=sequence.request.ahead,

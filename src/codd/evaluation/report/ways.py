@@ -5,10 +5,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from codd.decoding.options import Options
+from codd.decoding.options import CIRCUIT_OPTIONS, DEFAULTS, PACES
 from codd.evaluation.runs import Result
 from codd.evaluation.statistics import share_interval
-from codd.evaluation.tasks.cells import HEEDED, NONE, NULL, PACES, TRAINED, Cell
+from codd.evaluation.tasks.cells import NONE, NULL, TRAINED, Cell
 
 NAMES = {NONE: "network alone", NULL: "null circuit"}
 KINDS = ("steps", "threshold", "joint threshold", "entropy budget")
@@ -55,7 +55,7 @@ def kind(cell: Cell) -> str:
 
 def pace(cell: Cell) -> str:
     """The same with its value."""
-    if kind(cell) == "steps" and cell.options.get("steps", Options.steps) is None:
+    if kind(cell) == "steps" and cell.options.get("steps", DEFAULTS.steps) is None:
         return "one token a step"
     return f"joint {cell.pace}" if kind(cell) == "joint threshold" else cell.pace
 
@@ -65,15 +65,15 @@ def pace_value(cell: Cell) -> float:
     for name in ("threshold", "entropy_budget"):
         if cell.options.get(name) is not None:
             return float(cell.options[name])
-    steps = cell.options.get("steps", Options.steps)
+    steps = cell.options.get("steps", DEFAULTS.steps)
     return float("inf") if steps is None else float(steps)
 
 
 def option(cell: Cell, name: str) -> Any:
     """What decoding was told; None where nothing heeds it."""
-    if cell.circuit == NONE and name in HEEDED:
+    if cell.circuit == NONE and name in CIRCUIT_OPTIONS:
         return None
-    return cell.options.get(name, getattr(Options, name, None))
+    return cell.options.get(name, getattr(DEFAULTS, name, None))
 
 
 def sampler(cell: Cell) -> str:
@@ -83,13 +83,15 @@ def sampler(cell: Cell) -> str:
 
 def rest(cell: Cell) -> dict[str, Any]:
     """All that was told beside task, split, circuit, sampler and pace."""
-    told = {name: option(cell, name) for name in vars(Options.of()) if name not in (*PACES, "sampler", "seed", "hooks")}
+    told = {name: option(cell, name) for name in vars(DEFAULTS) if name not in (*PACES, "sampler", "seed", "hooks")}
     return {**told, **{name: getattr(cell, name) for name in ("problems", "seed", "model", "dtype", "device")}}
 
 
 def shared(cell: Cell) -> str:
     """What a way with a circuit has in common with the network alone, to be compared with it."""
-    return json.dumps({name: value for name, value in rest(cell).items() if name not in HEEDED}, sort_keys=True)
+    return json.dumps(
+        {name: value for name, value in rest(cell).items() if name not in CIRCUIT_OPTIONS}, sort_keys=True
+    )
 
 
 def varying(cells: Iterable[Cell]) -> list[str]:
@@ -97,7 +99,7 @@ def varying(cells: Iterable[Cell]) -> list[str]:
     seen: dict[str, set[str]] = {}
     for cell in cells:
         for name, value in rest(cell).items():
-            if not (cell.circuit == NONE and name in HEEDED):
+            if not (cell.circuit == NONE and name in CIRCUIT_OPTIONS):
                 seen.setdefault(name, set()).add(json.dumps(value))
     return [name for name, values in seen.items() if len(values) > 1]
 
@@ -105,9 +107,9 @@ def varying(cells: Iterable[Cell]) -> list[str]:
 def settings(cell: Cell, names: Sequence[str], *, defaults: bool = False) -> str:
     """Those of the rest that are named, in words; without ``defaults`` only those that are not as they always are."""
     told = rest(cell)
-    heeded = [name for name in names if not (cell.circuit == NONE and name in HEEDED)]
+    heeded = [name for name in names if not (cell.circuit == NONE and name in CIRCUIT_OPTIONS)]
     if not defaults:
-        heeded = [name for name in heeded if not (hasattr(Options, name) and told[name] == getattr(Options, name))]
+        heeded = [name for name in heeded if not (hasattr(DEFAULTS, name) and told[name] == getattr(DEFAULTS, name))]
     return ", ".join(f"{name.replace('_', ' ')} {_value(name, told[name])}" for name in heeded)
 
 
@@ -134,7 +136,7 @@ def order(cell: Cell) -> tuple[Any, ...]:
 
 def plain(cell: Cell) -> Cell:
     """Without options that say what is the default anyway: so cells are equal that were told the same."""
-    told = {name: value for name, value in cell.options.items() if value != getattr(Options, name, None)}
+    told = {name: value for name, value in cell.options.items() if value != getattr(DEFAULTS, name, None)}
     return replace(cell, options=told)
 
 

@@ -7,16 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from codd.decoding.options import Options
+from codd.decoding.options import CIRCUIT_OPTIONS, DEFAULTS, PACES, Options
 from codd.errors import FormatError, InvalidInput
 
 NULL, NONE, TRAINED = "null", "none", "trained"
 """The control, the network alone, and the circuit that the checkpoint has."""
 CONTROLS = (NULL, NONE)
-PACES = ("steps", "threshold", "entropy_budget")
-"""What says how many tokens a step commits: a cell has one of them."""
-HEEDED = ("sampler", "circuit_temperature", "activation", "tempering", "outside")
-"""What only circuits heed: of the network alone it says nothing."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +53,13 @@ class Cell:
         for name in ("threshold", "entropy_budget"):
             if self.options.get(name) is not None:
                 return f"{name.replace('_', ' ')} {self.options[name]:g}"
-        return f"{self.options.get('steps', Options.steps)} steps"
+        return f"{self.options.get('steps', DEFAULTS.steps)} steps"
 
     def words(self) -> list[str]:
         """What is special about the options, for a slug."""
         found = [_plain(self.pace)]
         for name, value in sorted(self.options.items()):
-            if name not in PACES and value is not None and value != getattr(Options, name, None):
+            if name not in PACES and value is not None and value != getattr(DEFAULTS, name, None):
                 found.append(_plain(f"{name}{value}" if not isinstance(value, str) else value))
         return found
 
@@ -128,4 +124,4 @@ def _simplified(cell: Cell) -> Cell:
     """Without a circuit, what only circuits heed says nothing: such cells are one."""
     if cell.circuit != NONE:
         return cell
-    return replace(cell, options={name: value for name, value in cell.options.items() if name not in HEEDED})
+    return replace(cell, options={name: value for name, value in cell.options.items() if name not in CIRCUIT_OPTIONS})

@@ -5,8 +5,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from codd.circuits import ProbabilisticCircuit
 from codd.decoding import Model, Options
-from codd.decoding.model import AnyCircuit
 from codd.errors import InvalidInput
 from codd.evaluation.provenance import provenance
 from codd.evaluation.runs import Log, Result, Run, read_json, read_lines, write_json, write_lines
@@ -66,7 +66,7 @@ class Setting:
             )
 
 
-def fingerprint(circuit: AnyCircuit | None) -> str:
+def fingerprint(circuit: ProbabilisticCircuit | None) -> str:
     """What tells circuits of one name apart: a digest of what would be saved of it."""
     if circuit is None:
         return "none"

@@ -27,7 +27,7 @@ class CoddLM(LM):  # type: ignore[misc] # lm-eval has no types
     """A model with its circuit as the harness sees it.
 
     ``pretrained``: what `codd.load` takes, or a loaded model. All that is not named here is an option of the loop.
-    Answers end at end-of-text; ``stop=False`` keeps what a model writes after it, as the reference implementation does.
+    Answers end at end-of-text; ``stop=False`` keeps what a model writes after it, as the published implementation does.
     """
 
     def __init__(

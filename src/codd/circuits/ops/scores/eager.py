@@ -24,7 +24,8 @@ def scores(emission: Emission, ev: Evidence, latents: Int[Tensor, "B L"]) -> Flo
         if kind == Kind.OBSERVED:
             assert ev.tokens is not None
             hard = torch.full((len(rows), vocab), -torch.inf, dtype=dtype, device=ev.device)
-            rows.put(out, hard.scatter_(-1, rows.take(ev.tokens)[:, None], 0.0))
+            tokens = rows.take(ev.tokens).clamp(0, vocab - 1)  # on a GPU these are all rows: a mask may be any number
+            rows.put(out, hard.scatter_(-1, tokens[:, None], 0.0))
             continue
         scored = emission.log_rows(rows.take(latents), rows.take(positions))
         if kind == Kind.DENSE:

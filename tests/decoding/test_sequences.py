@@ -6,8 +6,9 @@ from tiny_models import MASK, tiny
 
 import codd
 from codd.decoding import Options, Step
-from codd.decoding.course import Course
 from codd.decoding.loop import advance
+from codd.decoding.network import FullRecompute
+from codd.decoding.state import SequenceState
 from codd.errors import CoddError, InvalidInput
 
 VOCAB = tiny().vocab_size
@@ -26,9 +27,9 @@ REQUESTS = [
 ]
 
 
-def course(number: int) -> Course:
+def started(number: int) -> SequenceState:
     prompt, options = REQUESTS[number]
-    [found] = MODEL.begin([prompt], Options.of(**options))
+    [found] = MODEL.start([prompt], Options.of(**options))
     return found
 
 
@@ -45,19 +46,19 @@ def same(a: Step, b: Step) -> bool:
     )
 
 
-@pytest.mark.parametrize("exact", [False, True])
-def test_courses_of_all_kinds_share_their_steps_and_are_as_if_alone(exact):
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_sequences_of_all_kinds_share_their_steps_and_are_as_if_alone(one_by_one):
     """They join one after the other while earlier ones are under way, and leave when they are done."""
     waiting = list(range(len(REQUESTS)))
-    running: dict[int, Course] = {}
+    running: dict[int, SequenceState] = {}
     seen: dict[int, list[Step]] = {number: [] for number in waiting}
-    most = 0
+    most, runner = 0, FullRecompute(MODEL.backbone, one_by_one=one_by_one)
     while waiting or running:
         if waiting:
             number = waiting.pop(0)
-            running[number] = course(number)
+            running[number] = started(number)
         most = max(most, len(running))
-        for number, step in zip(running, advance(MODEL.backbone, list(running.values()), exact=exact), strict=True):
+        for number, step in zip(running, advance(runner, list(running.values())), strict=True):
             assert isinstance(step, Step)
             seen[number].append(step)
         running = {number: found for number, found in running.items() if not found.finished}
@@ -68,13 +69,13 @@ def test_courses_of_all_kinds_share_their_steps_and_are_as_if_alone(exact):
         assert all(map(same, steps, expected))
 
 
-def test_a_course_that_fails_leaves_the_others_as_they_are():
+def test_a_sequence_that_fails_leaves_the_others_as_they_are():
     def spoil(logits, rows, ids):
         return logits[:1, :3]
 
-    [bad] = MODEL.begin([[1, 2]], Options(gen_length=4, hooks=(spoil,)))
-    good = [course(0), course(1)]
-    found = advance(MODEL.backbone, [good[0], bad, good[1]])
+    [bad] = MODEL.start([[1, 2]], Options(gen_length=4, hooks=(spoil,)))
+    good = [started(0), started(1)]
+    found = advance(FullRecompute(MODEL.backbone), [good[0], bad, good[1]])
     assert isinstance(found[1], InvalidInput)
     assert "hook" in str(found[1])
     assert bad.finished
@@ -82,15 +83,15 @@ def test_a_course_that_fails_leaves_the_others_as_they_are():
     assert same(found[2], alone(1)[0])
 
 
-def test_logits_that_are_not_numbers_end_only_their_own_course():
-    [bad] = MODEL.begin([[1, 2]], Options(gen_length=4, hooks=(lambda logits, rows, ids: logits * torch.nan,)))
-    good = course(2)
-    found = advance(MODEL.backbone, [bad, good])
+def test_logits_that_are_not_numbers_end_only_their_own_started():
+    [bad] = MODEL.start([[1, 2]], Options(gen_length=4, hooks=(lambda logits, rows, ids: logits * torch.nan,)))
+    good = started(2)
+    found = advance(FullRecompute(MODEL.backbone), [bad, good])
     assert isinstance(found[0], CoddError)
     assert "NaN" in str(found[0])
     assert same(found[1], alone(2)[0])
 
 
-def test_a_course_says_what_is_wrong_before_it_starts():
+def test_a_sequence_says_what_is_wrong_before_it_starts():
     with pytest.raises(InvalidInput, match="prompt 0 has the id 999"):
-        MODEL.begin([[999]], Options(gen_length=4))
+        MODEL.start([[999]], Options(gen_length=4))

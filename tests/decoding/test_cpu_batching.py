@@ -2,6 +2,7 @@
 
 import functools
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,12 +10,16 @@ from tiny_models import MASK, VOCAB, detouring, modulated, random_hmm, tiny
 from torch import Tensor
 
 import codd
-from codd.circuits import Modulated
+from codd.circuits import hmm
 from codd.circuits.ops import native
-from codd.decoding import decide, together
-from codd.decoding.decide import Asked, Decision
-from codd.decoding.draft import Draft, turns
+from codd.circuits.protocol import ProbabilisticCircuit
+from codd.decoding.accelerate import cpu_batching
+from codd.decoding.accelerate.cpu_batching import map_sequences
 from codd.decoding.options import Options
+from codd.decoding.schedule import plan_steps
+from codd.decoding.start import new_sequence
+from codd.decoding.state import HiddenStates, SequenceState, StepInputs, StepResult
+from codd.decoding.step import masked_positions, run_step
 from codd.errors import InvalidInput
 
 needs_library = pytest.mark.skipif(native.library() is None, reason="without a compiler nothing is shared")
@@ -36,38 +41,38 @@ def bundled() -> codd.Model:
     return codd.load(device="cpu")
 
 
-def asked(number: int, states: Tensor, logits: Tensor, draft: Draft, circuit, options: Options) -> Asked:
-    turn = next(turns(draft, options))
-    rows = draft.masked[turn.begin : turn.end].nonzero()[:, 0] + turn.begin
-    features = states if isinstance(circuit, Modulated) else None
-    return Asked(draft, turn, rows, logits[rows], circuit, options, features)
+def inputs(states: Tensor, logits: Tensor, state: SequenceState, circuit: ProbabilisticCircuit) -> StepInputs:
+    plan = next(plan_steps(state))
+    positions = masked_positions(state, plan)
+    features = None if circuit.feature_width is None else HiddenStates(0, states)
+    return StepInputs(state, plan, positions, logits[positions], features, circuit)
 
 
 @torch.no_grad()
-def cases(count: int, circuit, backbone, vocab: int, mask: int, **options) -> list[Asked]:
+def cases(count: int, circuit, backbone, vocab: int, mask: int, **options) -> list[StepInputs]:
     """Sequences of different lengths, of which some places after the prompt are filled already."""
     chosen, made = Options.of(block_length=options["gen_length"], **options), []
     for number in range(count):
         generator = torch.Generator().manual_seed(number)
         prompt = torch.randint(3, vocab - 3, (2 + number,), generator=generator).tolist()
-        draft = Draft.begin(prompt, number, mask, chosen, number)
+        state = new_sequence(prompt, chosen, mask_id=mask, seed=number, number=number)
         known = len(prompt) + torch.randperm(chosen.gen_length, generator=generator)[: number % 4]
-        draft.commit(known, torch.randint(3, vocab - 3, (len(known),), generator=generator))
-        states = backbone.states(draft.ids[None])
-        logits = backbone.logits(states, draft.ids[None])[0].index_fill(-1, torch.tensor([mask]), -torch.inf)
-        made.append(asked(number, states[0], logits, draft, circuit, chosen))
+        state.commit(known, torch.randint(3, vocab - 3, (len(known),), generator=generator))
+        states = backbone.states(state.ids[None])
+        logits = backbone.logits(states, state.ids[None])[0].index_fill(-1, torch.tensor([mask]), -torch.inf)
+        made.append(inputs(states[0], logits, state, circuit))
     return made
 
 
-def small(count: int, circuit: str, pace: str) -> list[Asked]:
+def small(count: int, circuit: str, pace: str) -> list[StepInputs]:
     return cases(count, CIRCUITS[circuit](), tiny(), VOCAB, MASK, gen_length=12, **PACES[pace])
 
 
-def alone(given: list[Asked]) -> list[Decision]:
-    return [decide.block(case) for case in given]
+def alone(given: list[StepInputs]) -> list[StepResult]:
+    return [run_step(case) for case in given]
 
 
-def check(got: list[Decision], want: list[Decision]) -> None:
+def check(got: list[StepResult], want: list[StepResult]) -> None:
     assert len(got) == len(want)
     for a, b in zip(got, want, strict=True):
         assert a.circuit
@@ -84,7 +89,7 @@ def met(monkeypatch):
         counts.append(len(walks))
         real(walks)
 
-    monkeypatch.setattr(together, "STATES", 1)
+    monkeypatch.setattr(hmm, "MEMORY_BOUND_STATES", 1)
     monkeypatch.setattr(native, "run_passes", noted)
     return counts
 
@@ -97,7 +102,7 @@ def met(monkeypatch):
 def test_a_sequence_is_decided_alike_alone_and_in_a_crowd(circuit, pace, count, met):
     want = alone(small(count, circuit, pace))
     met.clear()
-    check(together.each(decide.block, small(count, circuit, pace)), want)
+    check(map_sequences(run_step, small(count, circuit, pace)), want)
     assert (max(met, default=0) > 1) == (count > 1 and circuit != "gated")
 
 
@@ -109,14 +114,14 @@ def test_the_bundled_model_decides_alike_alone_and_in_a_crowd(pace, monkeypatch)
     real = native.run_passes
     monkeypatch.setattr(native, "run_passes", lambda walks: (largest.append(len(walks)), real(walks))[1])
 
-    def given(count: int) -> list[Asked]:
+    def given(count: int) -> list[StepInputs]:
         chosen = PACES[pace] | ({"steps": 16} if pace == "count" else {})
         return cases(count, model.circuit, model.backbone, 8192, model.mask_id, gen_length=32, **chosen)
 
     want = alone(given(9))
     assert max(largest) == 1
     for count in (3, 9):
-        check(together.each(decide.block, given(count)), want[:count])
+        check(map_sequences(run_step, given(count)), want[:count])
     assert max(largest) > 1
 
 
@@ -128,7 +133,7 @@ def test_other_threads_compute_with_as_many_cores(threads, met):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        seen = together.each(lambda case: (torch.get_num_threads(), threading.get_ident()), small(4, "static", "count"))
+        seen = map_sequences(lambda case: (torch.get_num_threads(), threading.get_ident()), small(4, "static", "count"))
     finally:
         torch.set_num_threads(before)
     assert {cores for cores, _ in seen} == {threads}
@@ -138,11 +143,11 @@ def test_other_threads_compute_with_as_many_cores(threads, met):
 @torch.no_grad()
 def test_the_mode_of_the_caller_is_that_of_all(met):
     given = small(4, "static", "count")
-    assert together.each(lambda case: torch.is_grad_enabled(), given) == [False] * 4
+    assert map_sequences(lambda case: torch.is_grad_enabled(), given) == [False] * 4
     with torch.enable_grad():
-        assert together.each(lambda case: torch.is_grad_enabled(), given) == [True] * 4
+        assert map_sequences(lambda case: torch.is_grad_enabled(), given) == [True] * 4
     with torch.inference_mode():
-        assert together.each(lambda case: torch.is_inference_mode_enabled(), given) == [True] * 4
+        assert map_sequences(lambda case: torch.is_inference_mode_enabled(), given) == [True] * 4
 
 
 @needs_library
@@ -151,20 +156,20 @@ def test_one_that_fails_does_not_disturb_the_others(met):
     """One at once, one on the way (its logits are NaN), one after all of its walks."""
     want, done = alone(small(7, "static", "count")), {}
     given = small(7, "static", "count")
-    given[3] = given[3]._replace(logits=torch.full_like(given[3].logits, torch.nan))
+    given[3] = replace(given[3], logits=torch.full_like(given[3].logits, torch.nan))
 
-    def decided(case: Asked) -> Decision:
-        number = case.draft.number
+    def decided(case: StepInputs) -> StepResult:
+        number = case.state.number
         if number == 5:
             raise InvalidInput("at once")
-        found = decide.block(case)
+        found = run_step(case)
         if number == 1:
             raise InvalidInput("at the end")
         done[number] = found
         return found
 
     with pytest.raises(InvalidInput, match="at the end"):
-        together.each(decided, given)
+        map_sequences(decided, given)
     assert sorted(done) == [0, 2, 4, 6]
     check([done[number] for number in sorted(done)], [want[number] for number in sorted(done)])
 
@@ -181,10 +186,14 @@ def test_a_machine_without_threads_to_give_does_it_in_those_that_it_has(met, mon
             started.append(self)
             super().start()
 
-    monkeypatch.setattr(together, "Thread", Few)
-    check(together.each(decide.block, small(5, "static", "count")), want)
+    monkeypatch.setattr(cpu_batching, "Thread", Few)
+    check(map_sequences(run_step, small(5, "static", "count")), want)
     assert len(started) == 2
     assert max(met) == 3
+
+
+def told(case: StepInputs, options: Options) -> StepInputs:
+    return replace(case, state=replace(case.state, options=options))
 
 
 @torch.no_grad()
@@ -195,14 +204,14 @@ def test_what_does_not_walk_stays_in_its_thread(monkeypatch):
     def where(case: object) -> int:
         return threading.get_ident()
 
-    assert set(together.each(where, small(3, "static", "count"))) == here
-    monkeypatch.setattr(together, "STATES", 1)
+    assert set(map_sequences(where, small(3, "static", "count"))) == here
+    monkeypatch.setattr(hmm, "MEMORY_BOUND_STATES", 1)
     plain = Options.of(sampler="factorized", steps=8)
-    assert set(together.each(where, [case._replace(options=plain) for case in small(3, "static", "count")])) == here
-    assert set(together.each(where, ["a", "b", "c"])) == here
+    assert set(map_sequences(where, [told(case, plain) for case in small(3, "static", "count")])) == here
+    assert set(map_sequences(where, ["a", "b", "c"])) == here
     monkeypatch.setattr(native, "library", lambda: None)
-    assert set(together.each(where, small(3, "static", "count"))) == here
-    assert together.each(where, []) == []
+    assert set(map_sequences(where, small(3, "static", "count"))) == here
+    assert map_sequences(where, []) == []
 
 
 def test_errors_wait_for_the_rest_and_values_may_be_errors():
@@ -215,6 +224,6 @@ def test_errors_wait_for_the_rest_and_values_may_be_errors():
         return KeyError(case)
 
     with pytest.raises(ValueError, match="1"):
-        together.each(function, [0, 1, 2, 3])
+        map_sequences(function, [0, 1, 2, 3])
     assert done == [0, 1, 2, 3]
-    assert [type(x) for x in together.each(function, [0, 2])] == [KeyError, KeyError]
+    assert [type(x) for x in map_sequences(function, [0, 2])] == [KeyError, KeyError]

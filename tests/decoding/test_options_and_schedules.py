@@ -9,14 +9,24 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jaxtyping import config
-from reference_oracle import fits, target_window
+from published_oracle import fits, target_window
 
 from codd.decoding import Options, schedule
 from codd.decoding.options import Keywords
-from codd.decoding.orders import entropy, margin, order_of, probability_of, ranked
-from codd.decoding.samplers import Noise, factorized
-from codd.decoding.tokens import choose, keep_top_k, keep_top_p
-from codd.decoding.windows import best_window, reference_window
+from codd.decoding.published.schedule import centred_window, diffusion_times, revealed
+from codd.decoding.samplers.factorized import sample_factorized
+from codd.decoding.samplers.ranking import (
+    Noise,
+    by_priority,
+    choose_tokens,
+    entropy,
+    keep_top_k,
+    keep_top_p,
+    margin,
+    priority,
+    token_probability,
+)
+from codd.decoding.schedule import best_window
 from codd.errors import InvalidInput
 
 MANY = settings(max_examples=150, deadline=None)
@@ -79,7 +89,7 @@ class TestReferenceWindow:
     def test_it_is_the_oracles(self, due, length):
         length = min(length, len(due))
         targets = {place for place, wanted in enumerate(due) if wanted}
-        assert reference_window(torch.tensor(due), length) == target_window(targets, len(due), length)
+        assert centred_window(torch.tensor(due), length) == target_window(targets, len(due), length)
 
     @pytest.mark.parametrize(
         ("places", "length", "found"),
@@ -96,7 +106,7 @@ class TestReferenceWindow:
     def test_examples(self, places, length, found):
         due = torch.zeros(30, dtype=torch.bool)
         due[places] = True
-        assert reference_window(due, length) == found
+        assert centred_window(due, length) == found
 
 
 class TestSpread:
@@ -121,7 +131,7 @@ class TestShare:
     @given(masks=some_masks, more=st.integers(0, 300))
     def test_every_block_gets_one_and_none_more_than_it_can_use(self, masks, more):
         steps = len(masks) + more
-        found = schedule.share(steps, masks)
+        found = schedule.divide_steps(steps, masks)
         assert len(found) == len(masks)
         assert sum(found) == min(steps, sum(masks))
         assert all(1 <= own <= mask for own, mask in zip(found, masks, strict=True))
@@ -129,7 +139,7 @@ class TestShare:
     @MANY
     @given(masks=some_masks, more=st.integers(0, 300))
     def test_more_masks_never_get_fewer_and_of_equals_the_earlier_gets_more(self, masks, more):
-        found = schedule.share(len(masks) + more, masks)
+        found = schedule.divide_steps(len(masks) + more, masks)
         for a in range(len(masks)):
             for b in range(len(masks)):
                 if masks[a] > masks[b] or (masks[a] == masks[b] and a < b):
@@ -141,18 +151,18 @@ class TestShare:
         steps = min(len(masks) + more, sum(masks))
         due = [steps * mask / sum(masks) for mask in masks]
         assume(min(due) >= 1)
-        assert all(abs(own - part) < 1 for own, part in zip(schedule.share(steps, masks), due, strict=True))
+        assert all(abs(own - part) < 1 for own, part in zip(schedule.divide_steps(steps, masks), due, strict=True))
 
     @given(blocks=st.integers(1, 12), size=st.integers(1, 20), more=st.integers(0, 100))
     def test_equal_blocks_differ_by_one_at_most_and_the_early_ones_have_it(self, blocks, size, more):
         steps = blocks + more
-        assert schedule.share(steps, [size] * blocks) == schedule.spread(min(steps, blocks * size), blocks)
+        assert schedule.divide_steps(steps, [size] * blocks) == schedule.spread(min(steps, blocks * size), blocks)
 
     @given(masks=some_masks, fewer=st.integers(1, 12))
     def test_too_few_steps(self, masks, fewer):
         steps = max(0, len(masks) - fewer)
         with pytest.raises(InvalidInput, match=f"{steps} steps are not enough for {len(masks)} blocks"):
-            schedule.share(steps, masks)
+            schedule.divide_steps(steps, masks)
 
 
 class TestTimes:
@@ -176,13 +186,13 @@ class TestTimes:
         assert min(counts) >= 0
 
     def test_they_go_from_one_to_eps(self):
-        times = schedule.times(4, 0.2)
+        times = diffusion_times(4, 0.2)
         assert times == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
 
     def counts(self, masks: int, steps: int, eps: float) -> list[int]:
-        times, left, found = schedule.times(steps, eps), masks, []
+        times, left, found = diffusion_times(steps, eps), masks, []
         for i in range(steps):
-            found.append(schedule.revealed(left, times[i], times[i + 1], i == steps - 1))
+            found.append(revealed(left, times[i], times[i + 1], i == steps - 1))
             left -= found[-1]
         return found
 
@@ -207,23 +217,23 @@ class TestOrders:
     )
     def test_which_comes_first(self, rule, wanted):
         uniforms = torch.tensor([0.3, 0.2, 0.1, 0.9])
-        order = order_of(rule, self.ROWS, self.ROWS, self.ROWS.argmax(-1), uniforms, 0.2)
-        assert ranked(order).tolist() == wanted
+        order = priority(rule, self.ROWS, self.ROWS, self.ROWS.argmax(-1), uniforms, 0.2)
+        assert by_priority(order).tolist() == wanted
 
     def test_sharpening_changes_the_order(self):
         rows = log_rows([0.4, 0.395, 0.205], [0.38, 0.31, 0.31])
         tokens = rows.argmax(-1)
-        assert ranked(order_of("low_confidence", rows, rows, tokens, None, 0.1)).tolist() == [0, 1]
-        assert ranked(order_of("sharpened", rows, rows, tokens, None, 0.1)).tolist() == [1, 0]
-        assert ranked(order_of("sharpened", rows, rows, tokens, None, 1.0)).tolist() == [0, 1]
+        assert by_priority(priority("low_confidence", rows, rows, tokens, None, 0.1)).tolist() == [0, 1]
+        assert by_priority(priority("sharpened", rows, rows, tokens, None, 0.1)).tolist() == [1, 0]
+        assert by_priority(priority("sharpened", rows, rows, tokens, None, 1.0)).tolist() == [0, 1]
 
     def test_confidence_is_that_of_the_proposed_token(self):
         tokens = torch.tensor([2, 0, 1, 1])
-        torch.testing.assert_close(probability_of(self.ROWS, tokens), torch.tensor([0.1, 0.6, 0.45, 0.25]))
+        torch.testing.assert_close(token_probability(self.ROWS, tokens), torch.tensor([0.1, 0.6, 0.45, 0.25]))
 
     @given(values=st.lists(st.integers(0, 3), max_size=40))
     def test_of_equals_the_leftmost(self, values):
-        found = ranked(torch.tensor(values, dtype=torch.float32)).tolist()
+        found = by_priority(torch.tensor(values, dtype=torch.float32)).tolist()
         assert found == sorted(range(len(values)), key=lambda i: (-values[i], i))
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -237,9 +247,9 @@ class TestOrders:
     def test_excluded_tokens_give_numbers(self, rule):
         scores = torch.tensor([[3.0, -math.inf, 1.0], [-math.inf, 2.0, -math.inf], [0.0, 0.0, -math.inf]])
         log_p = scores.log_softmax(-1)
-        order = order_of(rule, scores, log_p, scores.argmax(-1), None, 0.2)
+        order = priority(rule, scores, log_p, scores.argmax(-1), None, 0.2)
         assert order.isfinite().all()
-        assert ranked(order).tolist() == [1, 0, 2]
+        assert by_priority(order).tolist() == [1, 0, 2]
 
     def test_the_margin_of_the_only_token(self):
         assert margin(torch.zeros(3, 1)).tolist() == [1, 1, 1]
@@ -249,8 +259,8 @@ class TestOrders:
     def test_scores_in_bfloat16_are_ranked_in_float32(self, rule):
         scores = (4 * torch.randn(12, 50, generator=torch.Generator().manual_seed(0))).bfloat16()
         options = Options(remasking=rule)
-        found = factorized(scores, 5, options, NOISE.at(slice(len(scores))))
-        wanted = factorized(scores.float(), 5, options, NOISE.at(slice(len(scores))))
+        found = sample_factorized(scores, 5, options, NOISE.at(slice(len(scores))))
+        wanted = sample_factorized(scores.float(), 5, options, NOISE.at(slice(len(scores))))
         assert found.scores.dtype == torch.float32
         assert torch.equal(found.scores, wanted.scores)
         assert torch.equal(found.rows, wanted.rows)
@@ -259,15 +269,24 @@ class TestOrders:
 
     def test_how_many_are_kept(self):
         scores = log_rows([0.9, 0.1], [0.6, 0.4], [0.95, 0.05], [0.8, 0.2])
-        assert factorized(scores, 3, Options(), NOISE.at(slice(len(scores)))).keep.tolist() == [True, True, True, False]
-        above = factorized(scores, None, Options(threshold=0.7), NOISE.at(slice(len(scores))))
+        assert sample_factorized(scores, 3, Options(), NOISE.at(slice(len(scores)))).keep.tolist() == [
+            True,
+            True,
+            True,
+            False,
+        ]
+        above = sample_factorized(scores, None, Options(threshold=0.7), NOISE.at(slice(len(scores))))
         assert above.rows[above.keep].tolist() == [2, 0, 3]
-        none_above = factorized(scores, None, Options(threshold=0.99), NOISE.at(slice(len(scores))))
+        none_above = sample_factorized(scores, None, Options(threshold=0.99), NOISE.at(slice(len(scores))))
         assert none_above.rows[none_above.keep].tolist() == [2]
         # entropies in order: 0.199, 0.325, 0.500, 0.673
         for budget, kept in [(0.0, 1), (0.19, 1), (0.3, 1), (0.53, 2), (1.03, 3), (1.8, 4)]:
             assert (
-                int(factorized(scores, None, Options(entropy_budget=budget), NOISE.at(slice(len(scores)))).keep.sum())
+                int(
+                    sample_factorized(
+                        scores, None, Options(entropy_budget=budget), NOISE.at(slice(len(scores)))
+                    ).keep.sum()
+                )
                 == kept
             )
 
@@ -344,7 +363,7 @@ class TestChoose:
     def test_without_temperature_the_best_whatever_the_filters(self, rows):
         scores = torch.tensor(rows, dtype=torch.float32)
         for filters in ((None, None), (1, None), (3, 0.5)):
-            assert choose(scores, None, 0.0, *filters).tolist() == [row.index(max(row)) for row in rows]
+            assert choose_tokens(scores, None, 0.0, *filters).tolist() == [row.index(max(row)) for row in rows]
 
     @pytest.mark.parametrize("vocab", [9, 300])
     @pytest.mark.parametrize(
@@ -355,7 +374,7 @@ class TestChoose:
         generator = torch.Generator().manual_seed(vocab)
         row = 2 * torch.randn(vocab, generator=generator, dtype=torch.float64)
         many = 4000
-        tokens = choose(row.expand(many, -1), torch.rand(many, generator=generator), temperature, top_k, top_p)
+        tokens = choose_tokens(row.expand(many, -1), torch.rand(many, generator=generator), temperature, top_k, top_p)
         tempered = (row / temperature).tolist()
         allowed = set(sorted(range(vocab), key=lambda v: -tempered[v])[: top_k or vocab])
         if top_p is not None:
@@ -368,7 +387,7 @@ class TestChoose:
     def test_each_row_by_its_own_number(self):
         scores = log_rows([0.25, 0.5, 0.25], [0.5, 0.25, 0.25])
         for first, second, wanted in [(0.1, 0.9, [0, 2]), (0.3, 0.4, [1, 0]), (0.8, 0.6, [2, 1])]:
-            assert choose(scores, torch.tensor([first, second]), 1.0, None, None).tolist() == wanted
+            assert choose_tokens(scores, torch.tensor([first, second]), 1.0, None, None).tolist() == wanted
 
 
 REFERENCE = {"preset": "reference"}
@@ -432,6 +451,15 @@ class TestOptions:
             {"entropy_budget": -1.0},
             {"entropy_budget": math.nan},
             {"entropy_budget": 1.0, "threshold": 0.5},
+            {"steps": 8, "threshold": 0.5},
+            {"steps": 8, "entropy_budget": 0.5},
+            {"hooks": len},
+            {"hooks": 5},
+            {"hooks": ["no function"]},
+            {"stop": ""},
+            {"stop": [1]},
+            {"stop": None},
+            {"remasking": []},
             {"sharpening": 0.0},
             {"sharpening": -1.0},
             {"sharpening": math.nan},

@@ -8,17 +8,20 @@ from tiny_models import MASK, VOCAB, detouring, modulated, random_hmm
 
 import codd
 from codd.circuits import HMM, Modulated
-from codd.decoding import decide, graphs, samplers
-from codd.decoding.graphs import WARMUP, Given, Kept, eager_step, step_on_device
+from codd.decoding.accelerate import cuda_graphs, gpu_sampling
+from codd.decoding.accelerate.cuda_graphs import WARMUP, GraphCache
+from codd.decoding.accelerate.gpu_sampling import joint_threshold, sample_captured, sample_eagerly
 from codd.decoding.options import Options
-from codd.decoding.samplers import Noise, Ranking
+from codd.decoding.samplers.any_order import sample_any_order
+from codd.decoding.samplers.ranking import Noise, Ranking
+from codd.decoding.samplers.window import WindowInputs
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
 
 
-class TestKept:
+class TestGraphCache:
     def test_a_call_is_captured_when_it_comes_again(self):
-        kept, made = Kept(2), []
+        kept, made = GraphCache(2), []
 
         def capture():
             made.append(1)
@@ -29,7 +32,7 @@ class TestKept:
         assert len(made) == 1
 
     def test_the_one_not_used_for_longest_goes_and_may_come_back(self):
-        kept = Kept(2)
+        kept = GraphCache(2)
 
         def use(key):
             return kept.find(key, lambda: lambda: key)
@@ -44,7 +47,7 @@ class TestKept:
         assert [use("b") is not None for _ in range(WARMUP + 1)] == [False] * WARMUP + [True]
 
     def test_what_cannot_be_captured_is_not_tried_again(self):
-        kept, tried = Kept(2), []
+        kept, tried = GraphCache(2), []
 
         def capture():
             tried.append(1)
@@ -54,14 +57,14 @@ class TestKept:
         assert len(tried) == 1
 
 
-def given(seed: int, length: int = 12, vocab: int = VOCAB, spread: float = 3.0) -> Given:
+def given(seed: int, length: int = 12, vocab: int = VOCAB, spread: float = 3.0) -> WindowInputs:
     draw = torch.Generator().manual_seed(seed)
     masked = torch.rand(length, generator=draw) < 0.8
     places = masked.nonzero()[:, 0]
     tokens = torch.where(masked, MASK, torch.randint(MASK, (length,), generator=draw))
     logits = spread * torch.randn(len(places), vocab, generator=draw)
     noise = Noise.drawn(length, draw)
-    return Given(tokens, masked, places, logits, noise, torch.randn(length, 16, generator=draw), masked)
+    return WindowInputs(tokens, masked, places, logits, noise, torch.randn(length, 16, generator=draw), masked)
 
 
 def chain(kind: str, seed: int = 0) -> HMM | Modulated:
@@ -75,30 +78,30 @@ def chain(kind: str, seed: int = 0) -> HMM | Modulated:
 class TestWindows:
     def test_what_is_left_after_some_tokens(self):
         before = given(0)
-        known = before.places[[3, 1]]
+        known = before.positions[[3, 1]]
         after = before.after(known, torch.tensor([7, 8]))
         assert after.tokens[known].tolist() == [7, 8]
         assert not after.masked[known].any()
-        assert after.places.tolist() == [p for p in before.places.tolist() if p not in known.tolist()]
-        kept = [i for i in range(len(before.places)) if i not in (1, 3)]
+        assert after.positions.tolist() == [p for p in before.positions.tolist() if p not in known.tolist()]
+        kept = [i for i in range(len(before.positions)) if i not in (1, 3)]
         assert torch.equal(after.logits, before.logits[kept])
-        assert int(after.masked.sum()) == len(after.places)
+        assert int(after.masked.sum()) == len(after.positions)
 
     @pytest.mark.parametrize("order", ["low_confidence", "random", "left_to_right"])
     @pytest.mark.parametrize("threshold", [0.0, 0.3, 0.6, 0.9, 1.0])
     @pytest.mark.parametrize("seed", range(3))
     @pytest.mark.parametrize("kind", ["plain", "latents", "both"])
-    def test_a_walk_in_pieces_is_the_walk(self, kind, seed, threshold, order, monkeypatch):
-        monkeypatch.setattr(decide, "AT_A_TIME", 3)
+    def test_a_joint_threshold_in_pieces_is_the_whole_one(self, kind, seed, threshold, order, monkeypatch):
+        monkeypatch.setattr(gpu_sampling, "PICKS_AT_A_TIME", 3)
         circuit, window = chain(kind, seed), given(seed)
         options = Options.of(sampler="any_order", threshold=threshold, remasking=order)
 
         def pick(left, count):
-            return eager_step(circuit, left, count, options).packed()
+            return sample_eagerly(circuit, left, count, options)
 
-        found = decide.walk(window, threshold, pick)
-        wanted = samplers.any_order(window.joint(circuit, 1.0), window.places, None, options, window.noise)
-        assert found.rows.tolist() == window.places[wanted.rows].tolist()
+        found = joint_threshold(window, threshold, pick)
+        wanted = sample_any_order(window.joint(circuit, 1.0), window.positions, None, options, window.noise)
+        assert found.rows.tolist() == window.positions[wanted.rows].tolist()
         assert found.tokens.tolist() == wanted.tokens.tolist()
         torch.testing.assert_close(found.scores, wanted.scores, rtol=1e-4, atol=1e-5)
 
@@ -110,11 +113,11 @@ class TestWindows:
             torch.tensor([True, False]),
             torch.tensor(True),
         )
-        for one in (ranking, ranking._replace(sure=torch.tensor(False))):
+        for one in (ranking, ranking._replace(valid=torch.tensor(False))):
             for a, b in zip(Ranking.unpacked(one.packed()), one, strict=True):
                 assert torch.equal(a, b)
-        nothing = Ranking(*(part[:0] for part in ranking[:4]), sure=torch.tensor(False))
-        assert not bool(Ranking.unpacked(nothing.packed()).sure)
+        nothing = Ranking(*(part[:0] for part in ranking[:4]), valid=torch.tensor(False))
+        assert not bool(Ranking.unpacked(nothing.packed()).valid)
 
 
 @CUDA
@@ -123,7 +126,7 @@ class TestWindows:
     [
         {},
         {"sampler": "any_order"},
-        {"sampler": "any_order", "threshold": 0.5},
+        {"sampler": "any_order", "threshold": 0.5, "steps": None},
         {"sampler": "any_order", "remasking": "margin"},
         {"temperature": 1.0, "remasking": "random"},
         {"mode": "full"},
@@ -133,7 +136,7 @@ def test_a_device_writes_what_the_host_writes(options):
     host, device = codd.load(device="cpu"), codd.load(device="cuda")
     prompts = ["What is 7 + 8?", "Mia has 84 stamps and gives away half of them. How many are left?"]
     for _ in range(2):  # without graphs, then with them
-        found = [model.generate(prompts, gen_length=64, steps=16, **options) for model in (host, device)]
+        found = [model.generate(prompts, **{"gen_length": 64, "steps": 16, **options}) for model in (host, device)]
         assert [ids.tolist() for ids in found[0].sequences] == [ids.tolist() for ids in found[1].sequences]
 
 
@@ -146,26 +149,32 @@ def test_a_captured_step_is_the_hosts(sampler, kind):
     host, options = chain(kind), Options.of(sampler=sampler)
     device = host.to("cuda")
     windows = [given(seed) for seed in range(1, WARMUP + 4)]  # in that of seed 0 two tokens are nearly tied
-    windows.append(windows[-1].after(windows[-1].places[:2], torch.tensor([3, 4])))
+    windows.append(windows[-1].after(windows[-1].positions[:2], torch.tensor([3, 4])))
     for window in windows:
         moved = window._replace(logits=window.logits.cuda(), features=window.features.cuda())
-        moved = moved if kind != "plain" else moved._replace(features=None, hidden=None)
-        found = Ranking.unpacked(step_on_device(device, moved, 3, options).cpu()).chosen()
-        wanted = eager_step(host, window, 3, options).chosen()
+        moved = moved if kind != "plain" else moved._replace(features=None, masked_for_network=None)
+        found = Ranking.unpacked(sample_captured(device, moved, 3, options).cpu()).chosen()
+        wanted = Ranking.unpacked(sample_eagerly(host, window, 3, options)).chosen()
         assert found.rows.tolist() == wanted.rows.tolist()
         assert found.tokens.tolist() == wanted.tokens.tolist()
         torch.testing.assert_close(found.scores, wanted.scores, rtol=1e-3, atol=1e-4)
-    assert len(graphs._STEPS[device].graphs) == 1
+    assert len(cuda_graphs.graphs_of(device).graphs) == 1
 
 
 @CUDA
 @pytest.mark.parametrize("inner_states", [0, 4])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"sampler": "any_order"}, {"sampler": "any_order", "threshold": 0.5}, {"mode": "full"}, {"cfg_scale": 1.0}],
+    [
+        {},
+        {"sampler": "any_order"},
+        {"sampler": "any_order", "threshold": 0.5, "steps": None},
+        {"mode": "full"},
+        {"cfg_scale": 1.0},
+    ],
     ids=str,
 )
-def test_a_device_hears_what_the_host_hears(options, inner_states):
+def test_a_device_conditions_on_what_the_host_does(options, inner_states):
     models = [codd.load(circuit=None, device=device, dtype=torch.float32) for device in ("cpu", "cuda")]
     backbone = models[0].backbone
     hmm = detouring(8, 4, backbone.vocab_size) if inner_states else random_hmm(8, backbone.vocab_size)
@@ -175,5 +184,5 @@ def test_a_device_hears_what_the_host_hears(options, inner_states):
     # The kernels round to tf32: noise of 0.003 on the logits does not change what the host draws with this seed, while
     # with others it changes a text in four.
     for _ in range(2):  # without graphs, then with them
-        found = [model.generate(prompts, gen_length=32, steps=8, seed=2, **options) for model in heard]
+        found = [model.generate(prompts, **{"gen_length": 32, "steps": 8, "seed": 2, **options}) for model in heard]
         assert [ids.tolist() for ids in found[0].sequences] == [ids.tolist() for ids in found[1].sequences]

@@ -9,19 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import published_oracle as oracle
 import pytest
-import reference_oracle as oracle
 import torch
-from reference_oracle import Chain, Settings, Turn, fits
+from published_oracle import Chain, Settings, Turn, fits
 from safetensors.torch import load_file
 from torch import Tensor
 
 import codd
 from codd.decoding import Options, Step
-from codd.decoding import draft as drafts
-from codd.decoding.decide import Asked
-from codd.decoding.draft import Draft, generator_for
-from codd.decoding.reference import modified
+from codd.decoding.published.steps import coupled_logits
+from codd.decoding.start import new_sequence
+from codd.decoding.state import StepInputs, StepPlan, generator_for
 from codd.errors import InvalidInput
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -463,11 +462,11 @@ class TestBlocks:
         rows = torch.tensor([place for place, token in enumerate(ids) if token == MASK])
         logits = torch.from_numpy(3 * rng.normal(size=(len(rows), VOCAB))).bfloat16()
         generator = torch.Generator().manual_seed(4)
-        draft = Draft(torch.tensor(ids), torch.tensor(ids) != MASK, 4, MASK, generator)
-        options = Options(preset="reference", circuit_temperature=tau)
-        draw = draft.drawer(torch.device("cpu"))
-        hmm, turn = hmm_of(chain, None), drafts.Turn(4, 10, 1, last=False)
-        found, possible = modified(hmm, Asked(draft, turn, rows, logits, hmm, options), (4, 10), draw)
+        options = Options(preset="reference", circuit_temperature=tau, gen_length=0)
+        state = new_sequence(ids, options, mask_id=MASK)
+        state.generator = generator
+        hmm, plan = hmm_of(chain, None), StepPlan(4, 10, 1, last=False)
+        found, possible = coupled_logits(hmm, StepInputs(state, plan, rows, logits, None, hmm), (4, 10))
         assert found.dtype == torch.bfloat16
         assert bool(possible)
         dense = np.zeros((size, VOCAB))

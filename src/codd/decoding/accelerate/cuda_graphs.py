@@ -1,0 +1,105 @@
+"""CUDA graphs: hundreds of kernels are launched one by one the first times, and by one call from then on.
+
+The network is captured for a batch of one shape, the coupled part of a step (`codd.decoding.samplers.window`) for one
+window length, number of tokens and set of options. Graphs are kept with the backbone or circuit that they belong to.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from codd.backbones.backbone import Backbone
+
+NETWORK_GRAPHS, STEP_GRAPHS = 32, 16
+"""Graphs kept for one network (they share their memory) and for one circuit; the least recently used one goes."""
+WARMUP = 2
+"""Calls of a kind that are made without a graph first: they compile what is to be captured."""
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+class GraphCache(Generic[Arguments, Result]):
+    """The graphs of one owner by kind of call, and how often each kind was called without one."""
+
+    def __init__(self, capacity: int) -> None:
+        """Keep at most ``capacity`` graphs."""
+        self.capacity = capacity
+        self.calls: dict[Hashable, int] = {}
+        self.graphs: OrderedDict[Hashable, Callable[Arguments, Result]] = OrderedDict()
+        self.pool: Any = None  # memory that the graphs share; PyTorch has no public name for its type
+
+    def find(
+        self, key: Hashable, capture: Callable[[], Callable[Arguments, Result]]
+    ) -> Callable[Arguments, Result] | None:
+        """The graph for a kind of call; None if such calls were too few yet, or cannot be captured."""
+        if key not in self.graphs:
+            self.calls[key] = self.calls.get(key, 0) + 1
+            if self.calls[key] != WARMUP + 1:
+                return None
+            try:
+                self.graphs[key] = capture()
+            except RuntimeError:  # something in it waits for the host; it works as well without a graph
+                return None
+            if len(self.graphs) > self.capacity:
+                evicted, _ = self.graphs.popitem(last=False)
+                del self.calls[evicted]
+        self.graphs.move_to_end(key)
+        return self.graphs[key]
+
+
+_NETWORKS: WeakKeyDictionary[Backbone, GraphCache[[Tensor, Tensor | None], Tensor]] = WeakKeyDictionary()
+_STEPS: WeakKeyDictionary[Any, GraphCache[..., Tensor]] = WeakKeyDictionary()
+
+
+def graphs_of(circuit: object) -> GraphCache[..., Tensor]:
+    """The captured steps of a circuit."""
+    return _STEPS.setdefault(circuit, GraphCache(STEP_GRAPHS))
+
+
+def capture(function: Callable[[], Result], pool: Any = None) -> tuple[torch.cuda.CUDAGraph, Result]:
+    """Run a function on a side stream, as PyTorch requires, then capture it; replays overwrite the output."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    # What other threads of the program do meanwhile is no part of it, and must not spoil it.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        result = function()
+    return graph, result
+
+
+def network_states(
+    backbone: Backbone, ids: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"] | None
+) -> Float[Tensor, "B L d"]:
+    """The network's last hidden states on a GPU; the next call overwrites them."""
+    cache = _NETWORKS.setdefault(backbone, GraphCache(NETWORK_GRAPHS))
+    addresses = tuple(parameter.data_ptr() for parameter in backbone.parameters())  # weights may be moved
+    if cache.pool is None:
+        cache.pool = torch.cuda.graph_pool_handle()
+    graph = cache.find(
+        (addresses, ids.shape, valid is None), lambda: _CapturedNetwork(backbone, ids, valid, cache.pool)
+    )
+    return backbone.states(ids, valid, fill_padding=False) if graph is None else graph(ids, valid)
+
+
+class _CapturedNetwork:
+    """The network captured for batches of one shape; activations of all shapes share their memory."""
+
+    def __init__(self, backbone: Backbone, ids: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"] | None, pool: Any):
+        self.ids, self.valid = ids.clone(), None if valid is None else valid.clone()
+        self.graph, self.states = capture(lambda: backbone.states(self.ids, self.valid, fill_padding=False), pool)
+
+    def __call__(self, ids: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"] | None) -> Float[Tensor, "B L d"]:
+        self.ids.copy_(ids)
+        if self.valid is not None and valid is not None:
+            self.valid.copy_(valid)
+        self.graph.replay()
+        return self.states

@@ -1,0 +1,91 @@
+"""How steps get hidden states from the network: what is recomputed and what is cached is a runner's affair."""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from codd.backbones.backbone import Backbone
+from codd.decoding.accelerate import cuda_graphs
+from codd.decoding.state import HiddenStates, SequenceState, Window
+
+LENGTH_MULTIPLE = 32
+"""The length of a ragged batch is rounded up to a multiple of this on a GPU, so that few graphs serve most batches."""
+
+
+class StateRequest(NamedTuple):
+    """The hidden states that a step needs: of some positions of a sequence, as it is or with its prompt hidden."""
+
+    state: SequenceState
+    """Whose they are: what a cache would be keyed by."""
+    ids: Int[Tensor, " L"]
+    """All that the network is to see."""
+    span: Window
+    """The positions whose states are needed."""
+
+
+@runtime_checkable
+class NetworkRunner(Protocol):
+    """Evaluates the network for the sequences that share a step."""
+
+    backbone: Backbone
+
+    def __call__(self, requests: Sequence[StateRequest]) -> list[HiddenStates]:
+        """The states of each request, covering at least its span."""
+
+
+class FullRecompute:
+    """The exact runner: every position of every sequence in every step, no cache.
+
+    On a CPU the backbone evaluates sequences one by one, so that each is what it is alone, to the bit. On a GPU they
+    are one batch, whose shape changes how it rounds; ``one_by_one``: there too, at the price of batching.
+    """
+
+    def __init__(self, backbone: Backbone, *, one_by_one: bool = False):
+        """Run ``backbone`` on its own device."""
+        self.backbone, self.one_by_one = backbone, one_by_one
+
+    def __call__(self, requests: Sequence[StateRequest]) -> list[HiddenStates]:
+        """All states of each sequence."""
+        sequences = [request.ids for request in requests]
+        if not self.one_by_one:
+            return [HiddenStates(0, states) for states in self._batch(sequences)]
+        device = self.backbone.device  # cloned: the next call overwrites what a graph gave
+        single = [self._states(ids[None].to(device), None)[0].clone() for ids in sequences]
+        return [HiddenStates(0, states) for states in single]
+
+    def _batch(self, sequences: Sequence[Int[Tensor, " _"]]) -> list[Float[Tensor, "_ d"]]:
+        pad = self.backbone.special.pad if self.backbone.special.pad is not None else 0
+        equal = len({len(ids) for ids in sequences}) == 1
+        length = 0 if equal else self._padded_length(max(map(len, sequences)))
+        ids, valid = pad_left(sequences, pad, self.backbone.device, length)
+        states = self._states(ids, None if equal else valid)
+        return [row[ids.shape[1] - len(own) :] for row, own in zip(states, sequences, strict=True)]
+
+    def _states(self, ids: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"] | None) -> Float[Tensor, "B L d"]:
+        """The last hidden states. On a GPU the next call overwrites them."""
+        if ids.device.type == "cuda":
+            return cuda_graphs.network_states(self.backbone, ids, valid)
+        return self.backbone.states(ids, valid, fill_padding=False)
+
+    def _padded_length(self, longest: int) -> int:
+        if self.backbone.device.type != "cuda":
+            return longest
+        rounded, limit = -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, self.backbone.max_length
+        return rounded if limit is None else max(longest, min(rounded, limit))
+
+
+def pad_left(
+    sequences: Sequence[Sequence[int] | Tensor], pad_id: int, device: torch.device, at_least: int = 0
+) -> tuple[Tensor, Tensor]:
+    """One batch of sequences of any lengths: ids (B, L), and which of them are real (B, L)."""
+    longest = max(at_least, max(map(len, sequences), default=0))
+    ids = torch.full((len(sequences), longest), pad_id, dtype=torch.long)
+    valid = torch.zeros(len(sequences), longest, dtype=torch.bool)
+    for row, sequence in enumerate(sequences):
+        start = longest - len(sequence)
+        ids[row, start:] = torch.as_tensor(sequence, dtype=torch.long)
+        valid[row, start:] = True
+    return ids.to(device), valid.to(device)

@@ -1,0 +1,167 @@
+"""The published steps: LLaDA's block diffusion, Dream's sampling, and full diffusion with dynamic windows."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from codd.circuits.protocol import ProbabilisticCircuit
+from codd.decoding.options import Options
+from codd.decoding.published.schedule import centred_window
+from codd.decoding.samplers.ranking import Noise, Ranking, by_priority, choose_tokens, keep_top_k, keep_top_p
+from codd.decoding.state import SequenceState, StepInputs, StepResult, Window
+from codd.decoding.step import circuit_acts, window_inputs, window_length
+
+_TINY = 1e-10
+_NEVER, _ALWAYS = -1e9, 1e9
+
+
+def block_step(inputs: StepInputs, *, dream: bool) -> StepResult:
+    """Block diffusion, as for LLaDA or, with Dream's way of sampling, as for Dream."""
+    state, circuit, logits, options = inputs.state, inputs.circuit, inputs.logits, inputs.options
+    window = (inputs.plan.begin, inputs.plan.end)
+    mask_ratio = state.mask_ratio(window)
+    acts = circuit is not None and circuit_acts(circuit, mask_ratio, options) and len(inputs.positions) > 0
+    possible = _true(logits)
+    if acts:
+        assert circuit is not None
+        logits, possible = coupled_logits(circuit, inputs, window)
+    proposals = (_propose_dream if dream else _propose_llada)(logits, options, state)
+    return _result(inputs, proposals, inputs.plan.count, window, mask_ratio, acts, possible)
+
+
+def full_step(inputs: StepInputs) -> StepResult:
+    """Full diffusion: Dream's own loop, or with a circuit the one with dynamic windows."""
+    state, plan, circuit, options = inputs.state, inputs.plan, inputs.circuit, inputs.options
+    if circuit is not None and options.sampler != "factorized":
+        return _windowed_step(inputs, circuit)
+    proposals = _propose_dream(inputs.logits, options, state)
+    count = plan.count
+    if options.remasking == "origin":  # each mask is revealed by a coin of its own
+        now, then = plan.time
+        count = len(inputs.positions) if plan.last else int((proposals.confidence > then / now).sum())
+    whole = (0, len(state.ids))
+    return _result(inputs, proposals, count, whole, state.mask_ratio(whole), False, _true(inputs.logits))
+
+
+def _windowed_step(inputs: StepInputs, circuit: ProbabilisticCircuit) -> StepResult:
+    state, positions, logits, options = inputs.state, inputs.positions, inputs.logits, inputs.options
+    total = len(state.ids)
+    length = window_length(circuit, options, total)
+    due = torch.zeros(total, dtype=torch.bool)
+    if len(positions) > 1:
+        first = by_priority(_target_confidence(logits, options, state))[: inputs.plan.count].cpu()
+        due[positions[first]] = True
+    begin, covered = centred_window(due, length)
+    window: Window = (begin, begin + length)
+    mask_ratio = state.mask_ratio(window)
+    acts = covered > 1 and circuit_acts(circuit, mask_ratio, options)
+    possible = _true(logits)
+    if acts:
+        logits, possible = coupled_logits(circuit, inputs, window)
+    proposals = _propose_dream(logits, options, state)
+    confidence = proposals.confidence
+    outside = (positions < begin) | (positions >= begin + length)
+    if acts:
+        confidence = confidence.masked_fill(outside.to(confidence.device), _NEVER)
+    confidence = confidence.masked_fill((outside & due[positions]).to(confidence.device), _ALWAYS)
+    proposals = proposals._replace(confidence=confidence)
+    return _result(inputs, proposals, inputs.plan.count, window, mask_ratio, acts, possible)
+
+
+def coupled_logits(
+    circuit: ProbabilisticCircuit, inputs: StepInputs, window: Window
+) -> tuple[Float[Tensor, "R V"], Bool[Tensor, ""]]:
+    """Logits with the scores given one latent path in the window, in the logits' own type; whether there is a path."""
+    positions, logits, tau = inputs.positions, inputs.logits, inputs.options.circuit_temperature
+    divided = logits / tau if 0 < tau < 1 else logits
+    path = inputs.state.draw(window[1] - window[0], logits.device)
+    noise = Noise.none(len(inputs.state.ids))
+    joint = window_inputs(replace(inputs, logits=divided), window, noise).joint(circuit, 1.0)
+    step = joint.joint_step(path[None])
+    inside = ((positions >= window[0]) & (positions < window[1])).nonzero()[:, 0].to(logits.device)
+    scores = step.scores[0, positions.to(logits.device)[inside] - window[0]]
+    return logits.index_copy(0, inside, scores.to(logits.dtype)), step.log_partition[0] > -torch.inf
+
+
+class _Proposals(NamedTuple):
+    """A token for each position (R,), how early it may be committed, and its probability."""
+
+    tokens: Int[Tensor, " R"]
+    confidence: Float[Tensor, " R"]
+    probability: Float[Tensor, " R"]
+
+
+def _propose_llada(logits: Float[Tensor, "R V"], options: Options, state: SequenceState) -> _Proposals:
+    """Tokens from noisy scores; confidences by the remasking rule."""
+    scores = logits
+    if options.temperature > 0:
+        noise = (
+            state.draw(logits.numel(), logits.device)
+            .double()
+            .view(logits.shape)
+            .clamp_min(torch.finfo(torch.float64).tiny)
+        )
+        scores = logits.double().exp() / (-noise.log()) ** options.temperature
+    tokens = scores.argmax(-1)
+    probability = logits.double().softmax(-1).gather(-1, tokens[:, None])[:, 0]
+    if options.remasking == "low_confidence":
+        return _Proposals(tokens, probability, probability)
+    if options.remasking == "random":
+        return _Proposals(tokens, state.draw(len(logits), logits.device), probability)
+    return _Proposals(tokens, _spread(scores.softmax(-1), options.remasking), probability)
+
+
+def _propose_dream(logits: Float[Tensor, "R V"], options: Options, state: SequenceState) -> _Proposals:
+    """Tokens and confidences from tempered and filtered logits."""
+    scores = logits / options.temperature if options.temperature > 0 else logits
+    p = keep_top_k(keep_top_p(scores, options.top_p), options.top_k).softmax(-1)
+    uniforms = state.draw(len(logits), logits.device) if options.temperature > 0 else None
+    tokens = choose_tokens(p.float().log(), uniforms, 1.0 if options.temperature > 0 else 0.0, None, None)
+    probability = p.gather(-1, tokens[:, None])[:, 0]
+    if options.remasking in ("random", "origin"):
+        return _Proposals(tokens, state.draw(len(logits), logits.device), probability)
+    if options.remasking == "topprob":
+        return _Proposals(tokens, logits.softmax(-1).amax(-1), probability)
+    if options.remasking == "low_confidence":
+        return _Proposals(tokens, probability, probability)
+    return _Proposals(tokens, _spread(p, options.remasking), probability)
+
+
+def _spread(p: Float[Tensor, "R V"], rule: str) -> Float[Tensor, " R"]:
+    if rule == "margin":
+        return -p.topk(2, dim=-1).values.diff(dim=-1)[:, 0]
+    return (p * (p + _TINY).log()).sum(-1)
+
+
+def _target_confidence(logits: Float[Tensor, "R V"], options: Options, state: SequenceState) -> Float[Tensor, " R"]:
+    """The confidences by which the windowed loop chooses its targets, from untempered logits."""
+    p = logits.softmax(-1)
+    if options.remasking in ("random", "origin"):
+        return state.draw(len(logits), logits.device)
+    if options.remasking == "entropy":
+        entropies: Float[Tensor, " R"] = torch.special.entr(p).sum(-1)
+        return -entropies
+    return _spread(p, "margin") if options.remasking == "margin" else p.amax(-1)
+
+
+def _true(logits: Float[Tensor, "R V"]) -> Bool[Tensor, ""]:
+    return torch.ones((), dtype=torch.bool, device=logits.device)
+
+
+def _result(
+    inputs: StepInputs,
+    proposals: _Proposals,
+    count: int | None,
+    window: Window,
+    mask_ratio: float,
+    circuit: bool,
+    possible: Bool[Tensor, ""],
+) -> StepResult:
+    first = by_priority(proposals.confidence)
+    keep = torch.arange(len(first), device=first.device) < (count or 0)
+    positions, scores = inputs.positions.to(first.device)[first], proposals.probability[first].float()
+    ranking = Ranking(positions, proposals.tokens[first], scores, keep, possible)
+    return StepResult(ranking.packed(), 0, window, mask_ratio, circuit)

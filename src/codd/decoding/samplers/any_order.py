@@ -1,0 +1,155 @@
+"""The any-order sampler: pick the surest position, commit its token, condition on it; again, in one network call."""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from codd.circuits.incremental import IncrementalConditioner
+from codd.circuits.ops.pick.eager import choose as pick_surest
+from codd.circuits.protocol import Conditioner
+from codd.coupling import Coupled
+from codd.decoding.options import Options
+from codd.decoding.samplers.ranking import Noise, Ranking, choose_tokens, entropy, priority, token_probability
+
+CANDIDATES = 64
+"""How many tokens of a position are looked at before all of them are."""
+
+
+class _Pick(NamedTuple):
+    """One position, its token and that token's probability, in tensors: plain numbers would wait for the device."""
+
+    row: Int[Tensor, " 1"]
+    token: Int[Tensor, " 1"]
+    score: Float[Tensor, " 1"]
+    entropy: Float[Tensor, " 1"] | None
+    valid: Bool[Tensor, ""]
+    """False if the candidates could not settle it."""
+
+
+def sample_any_order(
+    joint: Coupled,
+    rows: Int[Tensor, " R"],
+    count: int | None,
+    options: Options,
+    noise: Noise,
+    open_rows: Bool[Tensor, " R"] | None = None,
+    *,
+    dense: bool = False,
+) -> Ranking:
+    """Rank positions ``rows`` of a window (B = 1) by exact conditionals, each given the tokens picked before it.
+
+    ``count`` positions are picked; None: with a threshold it goes on while the conditional probability stays above it,
+    with an entropy budget while the conditional entropies sum to less. ``dense`` computes the marginals of all tokens
+    instead of candidates first. Void where the evidence has probability zero.
+    """
+    size = len(rows)
+    dense = dense or options.remasking in ("entropy", "sharpened")
+    conditioner = joint.conditionals(None if dense else CANDIDATES)
+    on_host = rows.device.type == "cpu"
+    if on_host and float(conditioner.log_partition[0]) == -torch.inf:
+        return _nothing(rows)
+    noise = noise.at(rows)
+    open_rows = torch.ones(size, dtype=torch.bool, device=rows.device) if open_rows is None else open_rows.clone()
+    greedy = options.temperature == 0 and options.entropy_budget is None
+    fused = isinstance(conditioner, IncrementalConditioner) and conditioner.candidates is not None and not on_host
+    if fused and greedy and count is not None:
+        assert isinstance(conditioner, IncrementalConditioner)
+        return _pick_fused(conditioner, rows, open_rows, count, noise, options)
+    picks: list[_Pick] = []
+    spent = 0.0
+    for i in range(size if count is None else min(count, size)):
+        pick = _pick(conditioner, rows, open_rows, noise, options)
+        if count is None and i > 0 and options.threshold is not None and float(pick.score) < options.threshold:
+            break
+        if count is None and pick.entropy is not None and options.entropy_budget is not None:
+            spent += float(pick.entropy)
+            if i > 0 and spent >= options.entropy_budget:
+                break
+        picks.append(pick)
+        conditioner.commit(rows.index_select(0, pick.row), pick.token)
+        open_rows = open_rows.scatter(0, pick.row, False)
+    possible = conditioner.log_partition[0] > -torch.inf
+    if not picks:
+        return _nothing(rows)._replace(valid=possible)
+    picked, tokens, scores = (torch.cat(parts) for parts in list(zip(*picks, strict=True))[:3])
+    valid = torch.stack([pick.valid for pick in picks]).all() & possible
+    return Ranking(picked, tokens, scores, torch.ones_like(picked, dtype=torch.bool), valid)
+
+
+def _pick_fused(
+    conditioner: IncrementalConditioner,
+    rows: Int[Tensor, " R"],
+    open_rows: Bool[Tensor, " R"],
+    count: int,
+    noise: Noise,
+    options: Options,
+) -> Ranking:
+    """The same picks on a GPU, each in a few launches and without waiting for the host.
+
+    A token that the candidates settle has a positive probability given those before it, so together they are possible.
+    """
+    assert conditioner.candidates is not None
+    length = conditioner.candidates.shape[1]
+    numbers = torch.arange(length, device=rows.device)
+    open_ = torch.zeros(1, length, dtype=torch.bool, device=rows.device).scatter_(1, rows[None], open_rows[None])
+    rule, order = _pick_rule(options, noise)
+    if order is not None:
+        order = order.new_zeros(1, length).scatter(1, rows[None], order)
+    picks = [conditioner.pick(rule, open_, order) for _ in range(min(count, len(rows)))]
+    if not picks:
+        return _nothing(rows)._replace(valid=conditioner.log_partition[0] > -torch.inf)
+    positions, tokens, scores, valid = (torch.cat(parts) for parts in zip(*picks, strict=True))
+    picked = torch.zeros_like(numbers).scatter(0, rows, numbers[: len(rows)]).index_select(0, positions)
+    return Ranking(picked, tokens, scores, torch.ones_like(picked, dtype=torch.bool), valid.all())
+
+
+def _pick_rule(options: Options, noise: Noise) -> tuple[str, Float[Tensor, "1 R"] | None]:
+    """The remasking rule as candidates can settle it: by their probabilities, or by numbers known beforehand."""
+    if options.remasking in ("low_confidence", "margin"):
+        return options.remasking, None
+    if options.remasking == "random":
+        return "given", noise.order[None]
+    return "given", -torch.arange(len(noise.order), dtype=torch.float32, device=noise.order.device)[None]
+
+
+def _nothing(rows: Int[Tensor, " R"]) -> Ranking:
+    """An empty ranking that is void."""
+    none = rows[:0]
+    return Ranking(none, none, none.float(), none.bool(), torch.zeros((), dtype=torch.bool, device=rows.device))
+
+
+def _pick(
+    conditioner: Conditioner,
+    rows: Int[Tensor, " R"],
+    open_rows: Bool[Tensor, " R"],
+    noise: Noise,
+    options: Options,
+) -> _Pick:
+    """The next position and its token; where candidates cannot settle it, the host looks at all tokens at once."""
+    log_p = conditioner.log_marginals()[0].index_select(0, rows)
+    candidates, greedy = conditioner.candidates, options.temperature == 0 and options.entropy_budget is None
+    if candidates is not None:
+        rule, order = _pick_rule(options, noise)
+        row, number, score, settled, _ = pick_surest(log_p[None], open_rows[None], rule, order)
+        if rows.device.type != "cpu" or bool(settled):
+            position = rows.index_select(0, row)
+            if greedy:
+                token = candidates[0].index_select(0, position).gather(-1, number[:, None])[:, 0]
+                return _Pick(row, token, score, None, settled[0])
+            return _drawn(conditioner.dense_log_marginals(position), row, noise, options, settled[0])
+        log_p = conditioner.dense_log_marginals()[0].index_select(0, rows)
+    priorities = priority(options.remasking, log_p, log_p, log_p.argmax(-1), noise.order, options.sharpening)
+    row = priorities.masked_fill(~open_rows, -torch.inf).argmax(0, keepdim=True)
+    certain = torch.ones((), dtype=torch.bool, device=rows.device)
+    return _drawn(log_p.index_select(0, row), row, noise, options, certain)
+
+
+def _drawn(
+    log_p: Float[Tensor, "1 V"], row: Int[Tensor, " 1"], noise: Noise, options: Options, valid: Bool[Tensor, ""]
+) -> _Pick:
+    """Choose the token of a position from the probabilities of all tokens."""
+    uniform = noise.tokens.index_select(0, row)
+    token = choose_tokens(log_p, uniform, options.temperature, options.top_k, options.top_p)
+    return _Pick(row, token, token_probability(log_p, token), entropy(log_p), valid)

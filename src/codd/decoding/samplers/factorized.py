@@ -1,0 +1,50 @@
+"""The factorized sampler: every position by itself, as the network alone decodes."""
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from codd.decoding.options import Options
+from codd.decoding.samplers.ranking import (
+    Noise,
+    Ranking,
+    by_priority,
+    choose_tokens,
+    entropy,
+    priority,
+    token_probability,
+)
+
+
+def sample_factorized(
+    scores: Float[Tensor, "R V"],
+    count: int | None,
+    options: Options,
+    noise: Noise,
+    open_rows: Bool[Tensor, " R"] | None = None,
+) -> Ranking:
+    """Rank every row by itself; rows that are not open come last, and ``count`` must not reach them.
+
+    ``count`` rows are kept; None: as many as the threshold or the entropy budget lets pass, and at least one.
+    """
+    scores = scores.float() if scores.dtype != torch.float64 else scores
+    tokens = choose_tokens(scores, noise.tokens, options.temperature, options.top_k, options.top_p)
+    log_p = scores.log_softmax(-1)
+    priorities = priority(options.remasking, scores, log_p, tokens, noise.order, options.sharpening)
+    rows = by_priority(priorities if open_rows is None else priorities.masked_fill(~open_rows, -torch.inf))
+    probabilities = token_probability(log_p, tokens)[rows]
+    entropies = None if options.entropy_budget is None else entropy(log_p)[rows]
+    keep = _kept(probabilities, entropies, count, options)
+    return Ranking(rows, tokens[rows], probabilities, keep, torch.ones((), dtype=torch.bool, device=scores.device))
+
+
+def _kept(
+    probabilities: Float[Tensor, " R"], entropies: Float[Tensor, " R"] | None, count: int | None, options: Options
+) -> Bool[Tensor, " R"]:
+    rank = torch.arange(len(probabilities), device=probabilities.device)
+    if count is not None:
+        return rank < count
+    if entropies is not None and options.entropy_budget is not None:
+        return (entropies.cumsum(0) < options.entropy_budget) | (rank == 0)
+    assert options.threshold is not None
+    return (probabilities >= options.threshold) | (rank == 0)

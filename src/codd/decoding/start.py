@@ -1,0 +1,90 @@
+"""The sequences of a run before their first step, checked."""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from codd.backbones.backbone import Backbone
+from codd.circuits.protocol import ProbabilisticCircuit
+from codd.decoding import published, step
+from codd.decoding.options import Options
+from codd.decoding.schedule import plan_steps
+from codd.decoding.state import Algorithm, SequenceState, StopCondition, generator_for
+from codd.errors import InvalidInput
+
+STANDARD = Algorithm(plan_steps, step.masked_positions, step.run_step)
+
+
+def start_sequences(
+    backbone: Backbone,
+    prompts: Sequence[Sequence[int]],
+    options: Options,
+    *,
+    mask_id: int,
+    circuit: ProbabilisticCircuit | None = None,
+    stop: StopCondition | None = None,
+) -> list[SequenceState]:
+    """A sequence for each prompt of ids, with its first step planned.
+
+    Raises InvalidInput for what cannot be decoded: prompts that are too long or hold unknown ids, a block longer than
+    the circuit, seeds that do not match the prompts, every token banned.
+    """
+    seeds = list(options.seed) if isinstance(options.seed, Sequence) else [options.seed] * len(prompts)
+    if len(seeds) != len(prompts):
+        raise InvalidInput(f"{len(seeds)} seeds for {len(prompts)} prompts: give one, or one for each.")
+    fixed = None if circuit is None else circuit.length
+    if fixed is not None and options.mode == "block" and options.block_length > fixed:
+        raise InvalidInput(f"block_length is {options.block_length}, but the circuit has only {fixed} positions.")
+    algorithm = published.algorithm_for(options, backbone.family, circuit) if options.published else STANDARD
+    for number, prompt in enumerate(prompts):
+        _check_prompt(backbone, options, number, prompt)
+    banned = banned_ids(backbone, options, mask_id)
+    sequences = [
+        new_sequence(prompt, options, algorithm, mask_id=mask_id, seed=seed, number=number)
+        for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
+    ]
+    for state in sequences:
+        state.circuit, state.banned = circuit, banned
+        state.stop = stop if stop is not None and options.stops else StopCondition()
+        state.schedule = algorithm.schedule(state)
+        state.plan = next(state.schedule, None)
+    return sequences
+
+
+def new_sequence(
+    prompt: Sequence[int],
+    options: Options,
+    algorithm: Algorithm = STANDARD,
+    *,
+    mask_id: int,
+    seed: int = 0,
+    number: int = 0,
+) -> SequenceState:
+    """A prompt followed by ``options.gen_length`` masks, with nothing planned."""
+    ids = torch.tensor([*prompt, *([mask_id] * options.gen_length)], dtype=torch.long)
+    generator = generator_for(seed, prompt)
+    return SequenceState(ids, ids != mask_id, len(prompt), mask_id, options, algorithm, generator, number)
+
+
+def banned_ids(backbone: Backbone, options: Options, mask_id: int) -> Int[Tensor, " n"]:
+    """The tokens that are never written: ``options.ban`` and the mask, which only the published loops may write."""
+    ids = sorted(set(options.ban) | (set() if options.published else {mask_id}))
+    if ids and not 0 <= ids[0] <= ids[-1] < backbone.vocab_size:
+        raise InvalidInput(f"ban holds {ids[0] if ids[0] < 0 else ids[-1]}, which is none of the model's tokens.")
+    if len(ids) >= backbone.vocab_size:
+        raise InvalidInput("every token is banned: nothing is left to write.")
+    return torch.tensor(ids, dtype=torch.long)
+
+
+def _check_prompt(backbone: Backbone, options: Options, number: int, prompt: Sequence[int]) -> None:
+    limit, total = backbone.max_length, len(prompt) + options.gen_length
+    if limit is not None and total > limit:
+        raise InvalidInput(
+            f"prompt {number} has {len(prompt)} tokens; with gen_length {options.gen_length} that makes {total}, "
+            f"but this model was made for {limit}. Shorten the prompt or gen_length."
+        )
+    wrong = [token for token in prompt if not 0 <= int(token) < backbone.vocab_size]
+    if wrong:
+        raise InvalidInput(f"prompt {number} has the id {wrong[0]}, but the model has {backbone.vocab_size} tokens.")

@@ -1,0 +1,220 @@
+"""One sequence while it is denoised, and what passes between it, the network and the samplers in one step."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from codd.circuits.protocol import ProbabilisticCircuit
+from codd.decoding.options import Options
+from codd.decoding.samplers.ranking import Ranking
+
+Window = tuple[int, int]
+"""First position, and one beyond the last."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What one network evaluation is for."""
+
+    begin: int
+    end: int
+    """Tokens may be committed at positions begin..end-1: a block, or everything."""
+    count: int | None
+    """How many to commit; None: as many as the threshold or the entropy budget lets pass."""
+    last: bool
+    """Whether this is the schedule's last step here, so that no token may be deferred."""
+    time: tuple[float, float] = (1.0, 0.0)
+    """The published implementation's diffusion time in full mode, before and after the step."""
+
+
+@dataclass(frozen=True)
+class StopCondition:
+    """When a sequence has ended although masks are left: at an end-of-text token, or at a text that was not wanted."""
+
+    token_ids: frozenset[int] = frozenset()
+    strings: tuple[str, ...] = ()
+    decode: Callable[[Sequence[int]], str] | None = None
+    """From ids to text; needed for ``strings``."""
+
+    def end_of(self, ids: Sequence[int], prompt_length: int, mask_id: int) -> int | None:
+        """One beyond the last id that belongs to an ended sequence; None while it has not ended.
+
+        Only what is settled counts: a stop token or text with a mask before it may still come to stand elsewhere.
+        """
+        if not self.token_ids and self.decode is None:
+            return None
+        settled = ids.index(mask_id) if mask_id in ids else len(ids)
+        ends = [place + 1 for place in range(prompt_length, settled) if ids[place] in self.token_ids][:1]
+        if self.decode is not None and self._contains_stop(ids[prompt_length:settled]):
+            sizes = range(prompt_length + 1, settled + 1)
+            ends.append(next(size for size in sizes if self._contains_stop(ids[prompt_length:size])))
+        return min(ends, default=None)
+
+    def _contains_stop(self, ids: Sequence[int]) -> bool:
+        return self.decode is not None and first_stop(self.decode(ids), self.strings) is not None
+
+
+def first_stop(text: str, stops: Sequence[str], begin: int = 0) -> int | None:
+    """Where a text must be cut because of the stop string that is complete first; None if there is none.
+
+    The first to be complete, not the first to begin, so that it does not matter in which portions the text came.
+    """
+    places = [(place + len(stop), place) for stop in stops if (place := text.find(stop, begin)) >= 0]
+    return min(places)[1] if places else None
+
+
+class Algorithm(NamedTuple):
+    """How a sequence is decoded: by our own schedule and steps, or by the published implementation's."""
+
+    schedule: "Callable[[SequenceState], Iterator[StepPlan]]"
+    """The plans of its steps."""
+    positions: "Callable[[SequenceState, StepPlan], Int[Tensor, ' R']]"
+    """The masked positions whose logits a step needs, ascending."""
+    step: "Callable[[StepInputs], StepResult]"
+    """Which tokens to commit."""
+
+
+@dataclass(eq=False)
+class SequenceState:
+    """A sequence under way: its ids, how it is to be decoded, and the plan of its next step.
+
+    Ids live on the host, so that what is decided from them alone waits for no device. Sequences with different lengths
+    and options can share a step.
+    """
+
+    ids: Int[Tensor, " L"]
+    given: Bool[Tensor, " L"]
+    """Which positions were not masked at the start."""
+    prompt_length: int
+    mask_id: int
+    options: Options
+    algorithm: Algorithm
+    generator: torch.Generator
+    """The sequence's own random numbers, on the host whatever the network's device."""
+    number: int = 0
+    """Its index among the prompts."""
+    circuit: ProbabilisticCircuit | None = None
+    banned: Int[Tensor, " n"] | None = None
+    """Tokens that are never written: on the host at first, so that a sequence can be made while a device captures."""
+    stop: StopCondition = StopCondition()
+    schedule: Iterator[StepPlan] = field(default_factory=lambda: iter(()))
+    plan: StepPlan | None = None
+    """What the next evaluation is for; None: the sequence is finished."""
+    evaluations: int = 0
+    """Network evaluations so far."""
+    circuit_warned: bool = False
+
+    @property
+    def masked(self) -> Bool[Tensor, " L"]:
+        """Which positions are still to be written."""
+        return self.ids == self.mask_id
+
+    @property
+    def finished(self) -> bool:
+        """Whether it takes no further steps."""
+        return self.plan is None
+
+    def mask_ratio(self, window: Window) -> float:
+        """The share of a window's positions that are masked."""
+        begin, end = window
+        return int(self.masked[begin:end].sum()) / (end - begin)
+
+    def commit(self, positions: Int[Tensor, " k"], tokens: Int[Tensor, " k"]) -> None:
+        """Write tokens, count the evaluation, and plan the next step; a sequence that has ended is cut and finished."""
+        self.ids = self.ids.clone()
+        self.ids[positions] = tokens
+        self.evaluations += 1
+        end = self.stop.end_of(self.ids.tolist(), self.prompt_length, self.mask_id)
+        self.plan = next(self.schedule, None) if end is None else None
+        if end is not None:
+            self.ids = self.ids[:end]
+
+    def draw(self, size: int, device: torch.device) -> Float[Tensor, " n"]:
+        """Uniform numbers in [0, 1) from the sequence's own generator."""
+        return torch.rand(size, generator=self.generator).to(device, non_blocking=True)
+
+
+def generator_for(seed: int, prompt: Sequence[int]) -> torch.Generator:
+    """A CPU generator (Mersenne twister) fixed by seed and prompt, so that different prompts have different noise."""
+    digest = hashlib.sha256(repr((seed, [int(token) for token in prompt])).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+class HiddenStates(NamedTuple):
+    """The network's last hidden states at positions begin, begin + 1, ... of a sequence, on the network's device."""
+
+    begin: int
+    values: Float[Tensor, "P d"]
+
+    def at(self, window: Window) -> Float[Tensor, "w d"]:
+        """Those of a window, which must lie within."""
+        return self.values[window[0] - self.begin : window[1] - self.begin]
+
+
+@dataclass(frozen=True, eq=False)
+class StepInputs:
+    """All that one step of one sequence is computed from."""
+
+    state: SequenceState
+    plan: StepPlan
+    positions: Int[Tensor, " R"]
+    """The masked positions that the step is about, ascending, on the host."""
+    logits: Float[Tensor, "R V"]
+    """The network's logits there, after guidance, hooks and bans, on its device."""
+    features: HiddenStates | None = None
+    """The network's hidden states, for a circuit that is conditioned on them."""
+    circuit: ProbabilisticCircuit | None = None
+
+    @property
+    def options(self) -> Options:
+        """The options of the sequence."""
+        return self.state.options
+
+
+@dataclass(frozen=True, eq=False)
+class StepResult:
+    """What a step commits, still on the device."""
+
+    packed: Float[Tensor, "4 more"]
+    """A packed `Ranking` whose rows are positions, counted from ``origin``."""
+    origin: int
+    window: Window
+    mask_ratio: float
+    """The share of masks in the window before the step."""
+    circuit: bool
+    """Whether the circuit acted."""
+
+    def ranking(self) -> Ranking:
+        """On the host, with positions of the sequence as rows; waits for the device once."""
+        ranking = Ranking.unpacked(self.packed.cpu())
+        return ranking._replace(rows=ranking.rows + self.origin)
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One network evaluation for one sequence, and what it committed. Tensors are on the host."""
+
+    sequence: int
+    """Index among the prompts."""
+    number: int
+    """Network evaluations that this sequence had before."""
+    positions: Int[Tensor, " k"]
+    """The committed positions in the order of commitment, counted from the beginning of the prompt."""
+    tokens: Int[Tensor, " k"]
+    scores: Float[Tensor, " k"]
+    """The probability of each token under the distribution that it was taken from."""
+    mask_ratio: float
+    """The share of masks in the window, before the step."""
+    circuit: bool
+    """Whether the circuit acted."""
+    window: tuple[int, int]
+    """First position, and one beyond the last, of what the circuit covers, or would."""
+    ids: Int[Tensor, " L"]
+    """The sequence after the step, prompt included."""
+    finished: bool
+    """Whether this was the sequence's last step."""

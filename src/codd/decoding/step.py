@@ -1,0 +1,208 @@
+"""One step of one sequence: from hidden states to logits, through a sampler, to the tokens that are committed."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from codd.backbones.backbone import Backbone
+from codd.circuits.protocol import ProbabilisticCircuit
+from codd.decoding.accelerate.gpu_sampling import sample_window_on_gpu
+from codd.decoding.network import StateRequest
+from codd.decoding.options import Options
+from codd.decoding.samplers.factorized import sample_factorized
+from codd.decoding.samplers.ranking import Noise, Ranking
+from codd.decoding.samplers.window import WindowInputs, sample_window
+from codd.decoding.schedule import best_window
+from codd.decoding.state import HiddenStates, SequenceState, StepInputs, StepPlan, StepResult, Window
+from codd.errors import CircuitSteppedAside, InvalidInput
+
+
+def state_requests(state: SequenceState, positions: Int[Tensor, " R"]) -> list[StateRequest]:
+    """What a step at these positions needs of the network; with guidance also with all that was given hidden."""
+    span = _needed_span(state, positions)
+    requests = [StateRequest(state, state.ids, span)]
+    if state.options.cfg_scale > 0:
+        requests.append(StateRequest(state, torch.where(state.given, state.mask_id, state.ids), span))
+    return requests
+
+
+def _needed_span(state: SequenceState, positions: Int[Tensor, " R"]) -> Window:
+    """The positions of a step and of the window that its circuit covers; in full mode the window is not known yet."""
+    assert state.plan is not None
+    if state.options.mode == "full":
+        return 0, len(state.ids)
+    block = (state.plan.begin, state.plan.end)
+    begin, end = fit_window(block, state.circuit, len(state.ids)) or block
+    return min([begin, *positions[:1].tolist()]), end
+
+
+def step_inputs(
+    backbone: Backbone, state: SequenceState, positions: Int[Tensor, " R"], states: Sequence[HiddenStates]
+) -> StepInputs:
+    """Logits at some masked positions, and the hidden states if the circuit is conditioned on them.
+
+    ``states`` answer `state_requests`; with guidance the circuit gets those that saw the prompt. Raises InvalidInput if
+    a hook returns anything but logits.
+    """
+    assert state.plan is not None
+    logits = masked_logits(backbone, state, positions, states)
+    conditioned = state.circuit is not None and state.circuit.feature_width is not None
+    return StepInputs(state, state.plan, positions, logits, states[0] if conditioned else None, state.circuit)
+
+
+def masked_logits(
+    backbone: Backbone, state: SequenceState, positions: Int[Tensor, " R"], states: Sequence[HiddenStates]
+) -> Float[Tensor, "R V"]:
+    """The logits at some masked positions, after guidance, hooks and bans."""
+    options = state.options
+    given = [
+        backbone.masked_logits_from_states(
+            each.values[None, (positions - each.begin).to(backbone.device)], mask_id=state.mask_id, exclude_mask=False
+        )[0]
+        for each in states
+    ]
+    logits = given[0] if len(given) == 1 else given[1] + (options.cfg_scale + 1) * (given[0] - given[1])
+    for hook in options.hooks:
+        logits = _hooked(hook(logits, positions, state.ids.clone()), (len(positions), backbone.vocab_size))
+    if state.banned is None or not len(state.banned):
+        return logits
+    state.banned = state.banned.to(backbone.device)
+    fill = logits.index_fill if options.hooks else logits.index_fill_  # a hook may have kept its logits
+    return fill(1, state.banned, -torch.inf)
+
+
+def _hooked(logits: object, shape: tuple[int, int]) -> Float[Tensor, "R V"]:
+    if not isinstance(logits, Tensor):
+        raise InvalidInput(f"a hook returned {type(logits).__name__}, expected logits of shape {shape}.")
+    if logits.shape != shape:
+        raise InvalidInput(f"a hook returned logits of shape {tuple(logits.shape)}, expected {shape}.")
+    return logits
+
+
+def fit_window(window: Window, circuit: ProbabilisticCircuit | None, length: int) -> Window | None:
+    """The window as the circuit can serve it: one of fixed length reaches back into what is written.
+
+    None if a sequence of ``length`` positions has no room for it.
+    """
+    begin, end = window
+    if circuit is None or circuit.length is None or circuit.length == end - begin:
+        return window
+    begin = max(0, end - circuit.length)
+    return (begin, begin + circuit.length) if begin + circuit.length <= length else None
+
+
+def window_length(circuit: ProbabilisticCircuit, options: Options, length: int) -> int:
+    """How many positions the circuit covers in full mode."""
+    return min(circuit.length or circuit.window or options.block_length, length)
+
+
+def circuit_acts(circuit: ProbabilisticCircuit | None, mask_ratio: float, options: Options) -> bool:
+    """Whether the circuit takes part in a step at this mask ratio."""
+    wanted = circuit is not None and options.sampler != "factorized"
+    return wanted and (options.activation is None or mask_ratio < options.activation)
+
+
+def window_inputs(inputs: StepInputs, window: Window, noise: Noise) -> WindowInputs:
+    """A window, whose masked positions are among those of the step, as the circuit is given it."""
+    state, positions, logits = inputs.state, inputs.positions, inputs.logits
+    begin, end = window
+    tokens = state.ids[begin:end]
+    masked = tokens == state.mask_id
+    inside = (positions >= begin) & (positions < end)
+    part = logits if bool(inside.all()) else logits[inside.nonzero()[:, 0].to(logits.device)]
+    made = WindowInputs(tokens, masked, positions[inside] - begin, part, noise.at(slice(begin, end)))
+    if inputs.features is None:
+        return made
+    return made._replace(features=inputs.features.at(window), masked_for_network=masked)
+
+
+def masked_positions(state: SequenceState, plan: StepPlan) -> Int[Tensor, " R"]:
+    """The masked positions of a plan's block, ascending."""
+    return state.masked[plan.begin : plan.end].nonzero()[:, 0] + plan.begin
+
+
+def run_step(inputs: StepInputs) -> StepResult:
+    """Which tokens to commit, by our own algorithm."""
+    return _block_step(inputs) if inputs.options.mode == "block" else _full_step(inputs)
+
+
+def _block_step(inputs: StepInputs) -> StepResult:
+    """Block diffusion: the circuit covers the block."""
+    state, plan, circuit = inputs.state, inputs.plan, inputs.circuit
+    block = (plan.begin, plan.end)
+    mask_ratio = state.mask_ratio(block)
+    window = fit_window(block, circuit, len(state.ids))
+    noise = Noise.drawn(len(state.ids), state.generator)
+    if circuit is not None and window is not None and circuit_acts(circuit, mask_ratio, inputs.options):
+        packed = _coupled(circuit, window_inputs(inputs, window, noise), plan.count, inputs.options)
+        return StepResult(packed, window[0], window, mask_ratio, True)
+    return StepResult(_network_alone(inputs, noise).packed(), 0, block, mask_ratio, False)
+
+
+def _full_step(inputs: StepInputs) -> StepResult:
+    """Full diffusion: the circuit covers the window in which most of the tokens that are due stand."""
+    state, plan, circuit, options = inputs.state, inputs.plan, inputs.circuit, inputs.options
+    length = len(state.ids)
+    noise = Noise.drawn(length, state.generator)
+    packed = _network_alone(inputs, noise).packed()
+    if circuit is None or options.sampler == "factorized":
+        return StepResult(packed, 0, (0, length), state.mask_ratio((0, length)), False)
+    packed = packed.cpu()  # the window depends on it, and with the window whether the circuit acts
+    alone = Ranking.unpacked(packed)
+    due = torch.zeros(length, dtype=torch.bool)
+    due[alone.rows[alone.keep]] = True
+    size = window_length(circuit, options, length)
+    begin = int(best_window(due, size))
+    window = (begin, begin + size)
+    mask_ratio = state.mask_ratio(window)
+    if not circuit_acts(circuit, mask_ratio, options) or (circuit.length is not None and circuit.length != size):
+        return StepResult(packed, 0, window, mask_ratio, False)
+    count = None if plan.count is None else int(due[begin : begin + size].sum())
+    coupled = _coupled(circuit, window_inputs(inputs, window, noise), count, options)
+    inside = StepResult(coupled, begin, window, mask_ratio, True).ranking()
+    deferred = options.outside == "defer" and not plan.last
+    away = (alone.rows < begin) | (alone.rows >= begin + size)
+    outside = alone._replace(keep=alone.keep & away & (not deferred))
+    return StepResult(Ranking.joined([inside, outside]).packed(), 0, window, mask_ratio, True)
+
+
+def _coupled(
+    circuit: ProbabilisticCircuit, window: WindowInputs, count: int | None, options: Options
+) -> Float[Tensor, "4 more"]:
+    on_gpu = window.logits.device.type == "cuda" and circuit.supports_cuda_graphs
+    return (sample_window_on_gpu if on_gpu else sample_window)(circuit, window, count, options)
+
+
+def _network_alone(inputs: StepInputs, noise: Noise) -> Ranking:
+    """The factorized sampler on the positions of a step, its rows being positions of the sequence."""
+    positions, logits = inputs.positions, inputs.logits
+    ranking = sample_factorized(logits, inputs.plan.count, inputs.options, noise.at(positions).to(logits.device))
+    return ranking._replace(rows=positions.to(logits.device).index_select(0, ranking.rows))
+
+
+def without_circuit(inputs: StepInputs) -> StepInputs:
+    """The same step for the network alone, with a warning, once a sequence: the circuit excludes what is written."""
+    if not inputs.state.circuit_warned:
+        warnings.warn(
+            f"sequence {inputs.state.number}: what is written has probability zero under the circuit (or excludes all "
+            "that it allows), so the circuit steps aside for this step. Further steps of this sequence are not "
+            "reported.",
+            CircuitSteppedAside,
+            stacklevel=2,
+        )
+    inputs.state.circuit_warned = True
+    return replace(inputs, circuit=None)
+
+
+def check_scores(state: SequenceState, ranking: Ranking) -> None:
+    """Raise InvalidInput where the logits were NaN, or nothing but -inf: they have no probabilities."""
+    wrong = ranking.rows[ranking.scores.isnan()].tolist()
+    if wrong:
+        raise InvalidInput(
+            f"sequence {state.number}, position {wrong[0]}: the logits are NaN, or every token is excluded by bans and "
+            "hooks. Check the checkpoint (codd.load(..., check=True)), the precision, and the hooks."
+        )

@@ -1,0 +1,214 @@
+"""What `generate` gives and takes beyond the text: options as an object, scores, stop strings, the network's seam."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+from tiny_models import EOS, MASK, VOCAB, detouring, modulated, random_hmm, tiny
+from tokenizers import models, pre_tokenizers
+
+import codd
+from codd.circuits import independent_mixture
+from codd.decoding.loop import denoise
+from codd.decoding.network import FullRecompute, StateRequest
+from codd.decoding.options import DEFAULT_STEPS, Options
+from codd.decoding.state import HiddenStates, StopCondition, first_stop
+from codd.errors import InvalidInput
+
+SIZES = {"gen_length": 12, "block_length": 6}
+PROMPTS = [[1, 2, 3], [4]]
+
+
+def model(circuit: codd.circuits.ProbabilisticCircuit | None = None, *, reads: bool = False) -> codd.Model:
+    return codd.Model(tiny(), circuit, words() if reads else None, MASK)
+
+
+def words() -> codd.Tokenizer:
+    """A vocabulary of as many words as the tiny network has tokens."""
+    names = {MASK: "[MASK]", EOS: "[EOS]"}
+    backend = tokenizers.Tokenizer(models.WordLevel({names.get(i, f"w{i}"): i for i in range(VOCAB)}, unk_token="w0"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return codd.Tokenizer(backend, special={"mask_token": "[MASK]", "eos_token": "[EOS]"})
+
+
+def ids(generation: codd.Generation) -> list[list[int]]:
+    return [sequence.tolist() for sequence in generation.sequences]
+
+
+class TestOptionsObject:
+    def test_an_object_and_keywords_say_the_same(self):
+        given = Options(**SIZES, steps=4, sampler="any_order", temperature=0.8)
+        found = model(random_hmm()).generate(PROMPTS, given, seed=3)
+        wanted = model(random_hmm()).generate(PROMPTS, **SIZES, steps=4, sampler="any_order", temperature=0.8, seed=3)
+        assert ids(found) == ids(wanted)
+        assert ids(model(random_hmm()).generate(PROMPTS, given)) == ids(
+            model(random_hmm()).generate(PROMPTS, options=given)
+        )
+        stream = list(model(random_hmm()).denoise(PROMPTS, given, seed=3))
+        assert stream[-1].ids.tolist() in ids(wanted)
+
+    def test_a_keyword_for_the_pace_takes_the_place_of_the_objects(self):
+        counted = Options(steps=4)
+        assert counted.changed(threshold=0.5).steps is None
+        assert counted.changed(threshold=0.5).changed(steps=2).threshold is None
+        assert Options(threshold=0.5).steps is None
+        assert Options(threshold=0.5).changed(threshold=None).steps == DEFAULT_STEPS
+        assert Options(threshold=0.5).changed(entropy_budget=1.0).threshold is None
+        assert Options(steps=None).changed(temperature=1.0).steps is None
+        assert Options().changed(gen_length=7).steps == DEFAULT_STEPS
+        with pytest.raises(InvalidInput, match="drop steps to commit by threshold"):
+            counted.changed(threshold=0.5, steps=3)
+
+    @pytest.mark.parametrize("wrong", [{"steps": 3}, "fast", 3])
+    def test_anything_else_is_an_error(self, wrong):
+        with pytest.raises(Exception, match="Options"):
+            model().generate(PROMPTS, wrong)
+
+
+@pytest.mark.parametrize("wrong", [None, 3, b"text", {"role": "user", "content": "x"}])
+def test_what_is_no_prompt_is_named(wrong):
+    with pytest.raises(Exception, match="prompts"):
+        model().generate(wrong)
+
+
+def test_a_hook_that_returns_no_logits_is_named():
+    with pytest.raises(InvalidInput, match="a hook returned NoneType"):
+        model().generate(PROMPTS, **SIZES, hooks=[lambda logits, positions, ids: None])
+
+
+@pytest.mark.parametrize("circuit", [None, random_hmm()], ids=["network", "circuit"])
+@pytest.mark.parametrize(
+    "way", [{"steps": 4}, {"threshold": 0.2, "sampler": "any_order"}, {"mode": "full", "steps": 3}]
+)
+def test_scores_are_those_of_the_steps(way, circuit):
+    prompts = [[1, 2, 3], [4, MASK, 5]]
+    found = model(circuit).generate(prompts, **SIZES, **way)
+    steps = list(model(circuit).denoise(prompts, **SIZES, **way))
+    for number, prompt in enumerate(prompts):
+        own = [step for step in steps if step.sequence == number]
+        scores = dict(
+            zip(*(torch.cat([getattr(s, name) for s in own]).tolist() for name in ("positions", "scores")), strict=True)
+        )
+        written = [i for i, token in enumerate(prompt) if token == MASK] + list(range(len(prompt), len(own[-1].ids)))
+        assert found.positions[number].tolist() == written
+        assert found.scores[number].tolist() == [scores[position] for position in written]
+        assert all(0 < score <= 1 for score in found.scores[number].tolist())
+        assert found.steps[number] == len(own)
+        assert found.circuit_steps[number] == sum(step.circuit for step in own) == (len(own) if circuit else 0)
+
+
+def test_prompts_are_encoded_and_checked_once(monkeypatch):
+    reader, counts = words(), {"encode": 0, "options": 0}
+    encode, check = codd.Tokenizer.encode, Options.__post_init__
+
+    def counted(name, function):
+        def call(*arguments, **options):
+            counts[name] += 1
+            return function(*arguments, **options)
+
+        return call
+
+    monkeypatch.setattr(codd.Tokenizer, "encode", counted("encode", encode))
+    monkeypatch.setattr(Options, "__post_init__", counted("options", check))
+    codd.Model(tiny(), None, reader, MASK).generate(["w1 w2", "w3"], chat=False, **SIZES, steps=2)
+    assert counts == {"encode": 2, "options": 1}
+
+
+class TestStop:
+    @pytest.mark.parametrize("way", [{"steps": None}, {"steps": 4}, {"mode": "full", "steps": 6}])
+    def test_a_text_is_cut_before_a_stop_string_and_ends_there(self, way):
+        whole = model(reads=True).generate(["w1 w2 w3"], chat=False, **SIZES, **way, stop=False)
+        text = whole.texts[0].split()
+        assert len(text) > 4
+        stop = " ".join(text[3:5])  # two tokens
+        found = model(reads=True).generate(["w1 w2 w3"], chat=False, **SIZES, **way, stop=["never", stop])
+        assert found.texts[0] == whole.texts[0][: whole.texts[0].index(stop)]
+        expected = next(n for n in range(1, 99) if stop in " ".join(text[:n]))
+        assert ids(found)[0] == ids(whole)[0][: 3 + expected]
+        assert len(found.scores[0]) == expected
+        assert found.steps[0] <= whole.steps[0]
+
+    def test_one_text_is_a_list_of_one_and_the_end_of_text_still_ends(self):
+        options = {"chat": False, **SIZES, "steps": None}
+        assert Options(stop="w3").stop_strings == Options(stop=["w3"]).stop_strings == ("w3",)
+        ended = model(reads=True).generate(["w1 w2"], **options)
+        assert ids(model(reads=True).generate(["w1 w2"], **options, stop="never")) == ids(ended)
+        assert Options(stop="x").stops
+        assert not Options(stop=False).stops
+        assert not Options(stop=True, preset="reference").stops
+
+    def test_only_what_is_settled_counts(self):
+        stop = StopCondition(frozenset({9}), ("b c",), lambda ids: " ".join("abcdefghij"[i] for i in ids))
+        assert stop.end_of([0, 5, MASK, 9], 1, MASK) is None
+        assert stop.end_of([0, 5, 9, MASK], 1, MASK) == 3
+        assert stop.end_of([9, 5, 1, 2, 3, 9], 1, MASK) == 4
+        assert stop.end_of([0, 1, MASK, 2], 1, MASK) is None
+        assert stop.end_of([1, 2, 5], 2, MASK) is None  # the prompt may hold it
+        assert StopCondition().end_of([9, 9], 0, MASK) is None
+
+    def test_the_string_that_is_complete_first_counts(self):
+        assert first_stop("abcdef", ["bcde", "cd"]) == 2
+        assert first_stop("abcdef", ["x"]) is None
+        assert first_stop("abab", ["ab"], 1) == 2
+
+    def test_without_a_tokenizer_there_is_no_text_to_stop_at(self):
+        with pytest.raises(InvalidInput, match="no tokenizer"):
+            model().generate(PROMPTS, **SIZES, stop="w1")
+
+
+class OnlyWhatIsNeeded:
+    """A runner that gives no state beside those that were requested, as one with a cache may."""
+
+    def __init__(self, backbone):
+        self.backbone, self.whole, self.shortest = backbone, FullRecompute(backbone), 99
+
+    def __call__(self, requests: Sequence[StateRequest]) -> list[HiddenStates]:
+        found = []
+        for request, states in zip(requests, self.whole(requests), strict=True):
+            begin, end = request.span
+            self.shortest = min(self.shortest, end - begin)
+            found.append(HiddenStates(begin, states.values[begin:end]))
+        return found
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        {"steps": 4},
+        {"steps": 4, "mode": "full"},
+        {"steps": 4, "cfg_scale": 1.0},
+        {"threshold": 0.2, "sampler": "any_order"},
+        {"steps": 4, "preset": "reference"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "circuit",
+    [
+        None,
+        random_hmm(length=6),
+        modulated(random_hmm(length=6), scale=0.5),
+        modulated(detouring(), inner_states=4, scale=0.5),
+    ],
+    ids=["network", "fixed", "conditioned", "gated"],
+)
+def test_a_step_asks_for_the_states_that_it_uses(way, circuit):
+    own = model(circuit)
+    runner = OnlyWhatIsNeeded(own.backbone)
+    prompts = [[1, 2, 3], [4]] if way.get("preset") else [[1, MASK, 3, 2, 2, 2, 2], [4]]
+    steps = list(denoise(runner, own.start(prompts, Options(**SIZES, **way))))
+    wanted = list(own.denoise(prompts, **SIZES, **way))
+    assert [step.ids.tolist() for step in steps] == [step.ids.tolist() for step in wanted]
+    assert runner.shortest <= 6 or way.get("mode") == "full"
+
+
+def test_a_general_circuit_is_loaded_like_any_other(tmp_path: Path):
+    tables = (2 * torch.randn(2, 6, VOCAB, generator=torch.Generator().manual_seed(0))).softmax(-1)
+    general = independent_mixture(torch.tensor([0.5, 0.5]), tables)
+    general.save(tmp_path / "general")
+    loaded = codd.load_circuit(tmp_path / "general")
+    found = model(loaded).generate(PROMPTS, **SIZES, steps=4)
+    assert ids(found) == ids(model(general).generate(PROMPTS, **SIZES, steps=4))
+    assert found.circuit_steps == found.steps
