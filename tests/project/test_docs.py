@@ -1,0 +1,82 @@
+"""The documents speak of code that exists: names resolve, links lead somewhere, options are listed."""
+
+import importlib
+import math
+import re
+from pathlib import Path
+
+import pytest
+
+from codd.decoding.options import DEFAULTS, OPTIONS, OptionInfo
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "benchmarks" / "README.md"]
+NAME = re.compile(r"\bcodd(?:\.[A-Za-z_]\w*)+")
+LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)")
+
+
+def resolve(name: str) -> object:
+    """The object that a dotted name stands for; AttributeError if there is none."""
+    parts = name.split(".")
+    value: object = importlib.import_module(parts[0])
+    for i, part in enumerate(parts[1:], 2):
+        if not hasattr(value, part):
+            try:
+                importlib.import_module(".".join(parts[:i]))
+            except ModuleNotFoundError:
+                raise AttributeError(f"there is no {name}") from None
+        value = getattr(value, part)
+    return value
+
+
+@pytest.mark.parametrize("path", [path for path in DOCUMENTS if path.stem != "CHANGELOG"], ids=lambda path: path.name)
+def test_names_of_our_code_resolve(path):
+    for name in sorted(set(NAME.findall(path.read_text()))):
+        resolve(name)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_to_files_lead_somewhere(path):
+    broken = [link for link in LINK.findall(path.read_text()) if not (path.parent / link).exists()]
+    assert not broken
+
+
+def test_a_name_that_does_not_exist_is_found():
+    with pytest.raises(AttributeError, match=r"codd\.decoding\.course"):
+        resolve("codd.decoding.course")
+
+
+def describe_values(info: OptionInfo) -> str:
+    """What an option takes, for the table in docs/decoding.md."""
+    if info.kind == "choice":
+        values = ", ".join(f'`"{choice}"`' for choice in info.choices)
+    elif info.kind == "count":
+        values = f"whole, {info.low:g} or more"
+    elif info.kind == "number":
+        low = f"more than {info.low:g}" if info.above else f"{info.low:g} or more"
+        high = "" if info.high == math.inf else f", {'less than' if info.below else 'at most'} {info.high:g}"
+        values = f"{info.low:g} to {info.high:g}" if high and not (info.above or info.below) else low + high
+    else:
+        values = {
+            "ids": "ids",
+            "hooks": "functions",
+            "stop": "`True`, `False`, a text, texts",
+            "seed": "whole, or one a prompt",
+        }[info.kind]
+    return values + (", `None`" if info.optional else "")
+
+
+def option_row(name: str, info: OptionInfo) -> str:
+    cells = (
+        f"`{name}`",
+        f"`{getattr(DEFAULTS, name)!r}`".replace("'", '"'),
+        describe_values(info),
+        info.help.replace("null:", "None:"),
+        "yes" if info.circuit else "",
+    )
+    return "| " + " | ".join(cells) + " |"
+
+
+def test_the_table_of_options_is_what_the_code_says():
+    rows = "\n".join(option_row(name, info) for name, info in OPTIONS.items())
+    assert f"|\n{rows}\n\n" in (ROOT / "docs" / "decoding.md").read_text(), f"docs/decoding.md should say:\n{rows}"
