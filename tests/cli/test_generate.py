@@ -310,3 +310,15 @@ def test_settings_are_json_whatever_they_are():
     found = Options(activation=0.5, ban={3}).as_json()
     assert json.loads(json.dumps(found, allow_nan=False))["activation"] == 0.5
     assert found["ban"] == [3]
+
+
+def test_an_answer_ends_before_a_text(capsys):
+    question = ["generate", QUESTION, "--gen-length", "32", "--threshold", "0.9", "--sampler", "any_order", "--json"]
+    assert main(question) == 0
+    whole = json.loads(capsys.readouterr().out)
+    stop = whole["text"].split()[2]
+    assert main([*question, "--stop", "never", "--stop", stop]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["text"] == whole["text"][: whole["text"].index(stop)]
+    assert found["settings"]["stop"] == ["never", stop]
+    assert main([*question, "--stop", stop, "--no-stop"]) == 2

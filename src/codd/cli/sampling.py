@@ -76,7 +76,11 @@ def add_arguments(parser: argparse.ArgumentParser, *, chat: bool = True) -> None
     for name, (parse, metavar, text) in SAMPLING.items():
         where = pace if name in (*PACES, "tokens_per_step") else group
         if name == "stop":
+            where = group.add_mutually_exclusive_group()
             where.add_argument("--no-stop", dest="stop", action="store_false", default=None, help=f"do not {text}")
+            where.add_argument(
+                "--stop", action="append", metavar="TEXT", help="also end before this text; may be given several times"
+            )
         else:
             described = f"{text} ({_default(name)})"
             where.add_argument(f"--{name.replace('_', '-')}", type=parse, metavar=metavar, help=described)
@@ -183,7 +187,7 @@ def answer(
     for prompt, sequence, acted, took in zip(prompts, sequences, steps, seconds, strict=True):
         masks = sum(token == model.mask_id for token in prompt)
         ids = sequence.tolist() if masks else sequence[len(prompt) :].tolist()
-        text = None if model.tokenizer is None else model.text(sequence, prompt)
+        text = None if model.tokenizer is None else model.text(sequence, prompt, options.stop_strings)
         written = masks + len(sequence) - len(prompt)
         found.append(Answer(ids, text, written, len(acted), sum(acted), took))
     return found

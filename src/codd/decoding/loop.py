@@ -84,7 +84,7 @@ def _commit(inputs: StepInputs | CoddError, result: StepResult | CoddError) -> S
         number=state.evaluations - 1,
         positions=chosen.rows,
         tokens=chosen.tokens,
-        scores=chosen.scores,
+        scores=chosen.scores.clamp(max=1),  # probabilities, up to rounding
         mask_ratio=result.mask_ratio,
         circuit=result.circuit,
         window=result.window,
