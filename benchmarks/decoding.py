@@ -96,7 +96,7 @@ def model_from(args: argparse.Namespace, parser: argparse.ArgumentParser) -> cod
         tiny = "--device cpu" if args.what == "mini" else "--device cpu --layers 1 --width 128 --states 8"
         parser.exit(2, f"{parser.prog}: needs a CUDA device, and PyTorch finds none; for a tiny run: {tiny}\n")
     if args.what == "mini":
-        circuit = "auto" if args.states is None else HMM.random(args.states, 8192, args.seed)
+        circuit = "trained" if args.states is None else HMM.random(args.states, 8192, args.seed)
         return codd.load(circuit=circuit, device=args.device)
     backbone, circuit = llada_8b(args)
     return codd.Model(backbone, circuit, None, backbone.special.mask)

@@ -115,7 +115,7 @@ def test_the_model_that_was_asked_for(loaded):
     assert loaded == [
         (("m", "c"), {"device": "cpu", "dtype": torch.bfloat16}),
         ((None, None), {"device": None, "dtype": None}),
-        ((None, "auto"), {"device": None, "dtype": None}),
+        ((None, "trained"), {"device": None, "dtype": None}),
     ]
 
 
@@ -136,7 +136,7 @@ def test_json_has_all_that_happened(loaded, bundled, capsys):
     assert found["ids"] == expected.completions[0].tolist()
     assert (found["tokens"], found["steps"]) == (8, 2)
     assert found["seconds"] > 0
-    assert found["settings"].items() >= {"seed": 3, "temperature": 1.0, "chat": False, "circuit": "auto"}.items()
+    assert found["settings"].items() >= {"seed": 3, "temperature": 1.0, "chat": False, "circuit": "trained"}.items()
 
 
 def test_masks_in_a_prompt_are_filled(loaded, bundled, capsys):

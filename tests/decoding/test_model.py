@@ -106,38 +106,38 @@ class TestCircuit:
         given = circuit_over(BERT_VOCAB)
         assert_same(codd.load(BERT, given, device="cpu").circuit, given)
 
-    def test_auto_is_what_lies_beside_the_weights(self, tmp_path):
+    def test_trained_is_what_lies_beside_the_weights(self, tmp_path):
         folder = Path(shutil.copytree(BERT, tmp_path / "bert"))
         assert codd.load(folder).circuit is None
         saved = circuit_over(BERT_VOCAB)
         saved.save(folder / "circuit")
         assert_same(codd.load(folder, device="cpu").circuit, saved)
-        assert_same(codd.load(folder, "auto", device="cpu").circuit, saved)
+        assert_same(codd.load(folder, "trained", device="cpu").circuit, saved)
         assert codd.load(folder, None).circuit is None
         other = circuit_over(BERT_VOCAB, seed=1)
         assert_same(codd.load(folder, other, device="cpu").circuit, other)
 
-    @pytest.mark.parametrize("way", ["object", "folder", "auto"])
+    @pytest.mark.parametrize("way", ["object", "folder", "trained"])
     def test_of_another_vocabulary(self, way, tmp_path):
         folder = Path(shutil.copytree(BERT, tmp_path / "bert"))
         wrong = circuit_over(BERT_VOCAB + 1)
         wrong.save(folder / "circuit")
-        given = {"object": wrong, "folder": folder / "circuit", "auto": "auto"}[way]
+        given = {"object": wrong, "folder": folder / "circuit", "trained": "trained"}[way]
         with pytest.raises(InvalidInput, match="over 121 tokens, the model over 120"):
             codd.load(folder, given)
 
-    @pytest.mark.parametrize("way", ["object", "folder", "auto"])
+    @pytest.mark.parametrize("way", ["object", "folder", "trained"])
     def test_that_listens_to_another_network(self, way, tmp_path):
         folder = Path(shutil.copytree(BERT, tmp_path / "bert"))
         width = codd.load(BERT, None, device="cpu").backbone.config.width
         hmm = circuit_over(BERT_VOCAB)
         fitting, wrong = (Modulated(hmm, Head(HeadConfig(size, 3))) for size in (width, 2 * width))
         wrong.save(folder / "circuit")
-        given = {"object": wrong, "folder": folder / "circuit", "auto": "auto"}[way]
+        given = {"object": wrong, "folder": folder / "circuit", "trained": "trained"}[way]
         with pytest.raises(InvalidInput, match=f"states of {2 * width} numbers, those of the model have {width}: "):
             codd.load(folder, given)
         fitting.save(folder / "circuit")
-        found = codd.load(folder, "auto", device="cpu").circuit
+        found = codd.load(folder, "trained", device="cpu").circuit
         assert isinstance(found, Modulated)
         assert_same(found.hmm, hmm)
         assert isinstance(codd.load(BERT, fitting).circuit, Modulated)

@@ -27,7 +27,12 @@ examples:
   codd bench --device cpu --threads 1
   codd bench --circuit static --rounds 20 --json > cost.json"""
     parser.add_argument("--model", metavar="PATH", help="a folder or hub id (default: the bundled model)")
-    parser.add_argument("--circuit", metavar="PATH", default="auto", help="a folder, hub id, static or null (auto)")
+    parser.add_argument(
+        "--circuit",
+        metavar="PATH",
+        default="trained",
+        help="a folder, hub id, static or null",
+    )
     parser.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
     parser.add_argument("--threads", type=_positive, help="of PyTorch on a CPU (default: all cores)")
     parser.add_argument("--gen-length", type=_positive, default=64, help="tokens that are written (default: 64)")

@@ -21,7 +21,7 @@ from codd.cli import console
 from codd.cli.info_circuit import Report, circuit, sha256_line
 from codd.decoding.model import CIRCUIT_FOLDERS
 
-CIRCUITS = {"circuit": CIRCUIT_FOLDERS["auto"], "static circuit": CIRCUIT_FOLDERS["static"]}
+CIRCUITS = {"circuit": CIRCUIT_FOLDERS["trained"], "static circuit": CIRCUIT_FOLDERS["static"]}
 """What the circuits of a checkpoint are called here, and their folders."""
 PATIENCE = 2.0
 """Seconds before a progress bar is worth looking at."""

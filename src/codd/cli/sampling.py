@@ -91,7 +91,7 @@ def add_circuit_argument(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--circuit",
         metavar="PATH",
-        default="auto",
+        default="trained",
         help="a folder or hub id, static for the model's own that the network does not modulate, null for the one that "
         "changes nothing, or none (default: the model's own, if any)",
     )

@@ -22,12 +22,12 @@ from codd.decoding.start import start_sequences
 from codd.decoding.state import SequenceState, Step, StopCondition, first_stop
 from codd.errors import InvalidInput
 
-CIRCUIT_FOLDERS = {"auto": "circuit", "static": "circuit-static"}
+CIRCUIT_FOLDERS = {"trained": "circuit", "static": "circuit-static"}
 """Where a checkpoint keeps the circuits that belong to it: its best one, and the best that no network modulates."""
 TURN_ENDS = ("<|eot_id|>", "<|im_end|>")
 """What instructed models write at the end of an answer, beside their end-of-text."""
 
-CircuitSource = str | os.PathLike[str] | ProbabilisticCircuit | Literal["auto", "static", "null"] | None
+CircuitSource = str | os.PathLike[str] | ProbabilisticCircuit | Literal["trained", "static", "null"] | None
 """How a circuit is named: see `load`."""
 
 
@@ -172,7 +172,7 @@ def _options(options: Options | None, overrides: Keywords) -> Options:
 
 def load(
     source: str | os.PathLike[str] | None = None,
-    circuit: CircuitSource = "auto",
+    circuit: CircuitSource = "trained",
     *,
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
@@ -183,8 +183,8 @@ def load(
     """Load a checkpoint of any known family with its circuit; without ``source``, the bundled model.
 
     ``source``: a folder or a hub id. ``circuit``: a folder, a hub id or a circuit; "null" for the circuit that changes
-    nothing, None for none, "auto" for the one in the checkpoint's own folder (circuit/), if any, "static" for the one
-    beside it that is not modulated by the network (circuit-static/). ``device`` and ``dtype``: by default a GPU if
+    nothing, None for none, "trained" for the one in the checkpoint's own folder (circuit/), if any, "static" for the
+    one beside it that is not modulated by the network (circuit-static/). ``device`` and ``dtype``: by default a GPU if
     there is one, and float32 on the CPU. ``mask_id``: for masked language models whose files do not say. ``check``
     refuses weights with NaN.
     """
@@ -199,7 +199,7 @@ def load(
 
 
 def _resolve_circuit(source: CircuitSource, backbone: Backbone, folder: Path | None) -> ProbabilisticCircuit | None:
-    if source is None or (source == "auto" and not (folder and (folder / CIRCUIT_FOLDERS["auto"]).is_dir())):
+    if source is None or (source == "trained" and not (folder and (folder / CIRCUIT_FOLDERS["trained"]).is_dir())):
         return None
     circuit: ProbabilisticCircuit
     if source == "null":
@@ -220,7 +220,7 @@ def _own_circuit(name: str, folder: Path | None) -> Path:
     if not own.is_dir():
         raise InvalidInput(
             f"{folder}: has no folder {own.name}/, so that there is no circuit {name!r}; give the folder of another, "
-            '"auto", "null" or None.'
+            '"trained", "null" or None.'
         )
     return own
 

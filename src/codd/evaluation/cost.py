@@ -22,7 +22,7 @@ BASE = "factorized"
 def cost_study(
     model: Model,
     *,
-    circuits: Sequence[str] = ("auto",),
+    circuits: Sequence[str] = ("trained",),
     steps: Sequence[int] = STEPS,
     gen_length: int = 128,
     rounds: int = 10,
@@ -80,7 +80,7 @@ def _run(model: Model, prompt: str, options: dict[str, Any]) -> Callable[[], obj
 def _row(way: str, circuit: str | None, steps: int, tokens: int, found: Timing, base: Timing) -> dict[str, Any]:
     return {
         "way": way,
-        "circuit": "none" if circuit is None else "trained" if circuit == "auto" else circuit,
+        "circuit": "none" if circuit is None else circuit,
         "steps": steps,
         "tokens": tokens,
         "seconds": _spread(Spread.of(found.seconds)),

@@ -84,7 +84,7 @@ def default_length(task: str, model: Model) -> int:
 
 def circuit_name(circuit: str) -> str | None:
     """As `Model.with_circuit` takes it."""
-    return None if circuit == NONE else "auto" if circuit == TRAINED else circuit
+    return None if circuit == NONE else circuit
 
 
 def run_cell(cell: Cell, setting: Setting, advance: Advance = quietly) -> Result | None:

@@ -33,7 +33,7 @@ class CoddLM(LM):  # type: ignore[misc] # lm-eval has no types
     def __init__(
         self,
         pretrained: str | Model | None = None,
-        circuit: str | None = "auto",
+        circuit: str | None = "trained",
         batch_size: int | str | None = 8,
         max_batch_size: int | None = None,
         device: str | None = None,
