@@ -229,7 +229,7 @@ def _options(model: Model, ids: list[int], length: int, fields: _Fields, limits:
     if "steps" not in fields.body.given():
         options = options.changed(steps=_default_steps(options, limits.defaults, masks))
     if options.published and (options.steps or 0) > len(masks):
-        # The reference evaluates the network even if nothing is left to do: nobody should be able to ask for that.
+        # The published loops evaluate the network even if nothing is left to do: nobody should be able to ask for that.
         raise APIError(400, f"steps is {options.steps}, but there are only {len(masks)} masks to fill.", "steps")
     _check_bans(options, model)
     try:
