@@ -173,29 +173,32 @@ class OnlyWhatIsNeeded:
         return found
 
 
+CIRCUITS = {
+    "network": None,
+    "fixed": random_hmm(length=6),
+    "conditioned": modulated(random_hmm(length=6), scale=0.5),
+    "gated": modulated(detouring(), inner_states=4, scale=0.5),
+}
+
+
 @pytest.mark.parametrize(
-    "way",
+    ("way", "circuit"),
     [
-        {"steps": 4},
-        {"steps": 4, "mode": "full"},
-        {"steps": 4, "cfg_scale": 1.0},
-        {"threshold": 0.2, "sampler": "any_order"},
-        {"steps": 4, "preset": "reference"},
+        ({"steps": 4}, "network"),
+        ({"steps": 4}, "conditioned"),
+        ({"steps": 4, "mode": "full"}, "fixed"),
+        ({"steps": 4, "mode": "full"}, "conditioned"),
+        ({"steps": 4, "cfg_scale": 1.0}, "network"),
+        ({"steps": 4, "cfg_scale": 1.0}, "gated"),
+        ({"threshold": 0.2, "sampler": "any_order"}, "fixed"),
+        ({"threshold": 0.2, "sampler": "any_order"}, "conditioned"),
+        ({"steps": 4, "preset": "reference"}, "conditioned"),
+        ({"steps": 4, "preset": "reference", "mode": "full"}, "gated"),
     ],
     ids=str,
 )
-@pytest.mark.parametrize(
-    "circuit",
-    [
-        None,
-        random_hmm(length=6),
-        modulated(random_hmm(length=6), scale=0.5),
-        modulated(detouring(), inner_states=4, scale=0.5),
-    ],
-    ids=["network", "fixed", "conditioned", "gated"],
-)
 def test_a_step_asks_for_the_states_that_it_uses(way, circuit):
-    own = model(circuit)
+    own = model(CIRCUITS[circuit])
     runner = OnlyWhatIsNeeded(own.backbone)
     prompts = [[1, 2, 3], [4]] if way.get("preset") else [[1, MASK, 3, 2, 2, 2, 2], [4]]
     steps = list(denoise(runner, own.start(prompts, Options(**SIZES, **way))))

@@ -100,8 +100,10 @@ class TestWhatIsCommitted:
                 assert all(best[t] <= step.scores.min() + 1e-6 for t in left)
                 ids = step.ids
 
-    @pytest.mark.parametrize("steps", [8, 4, 3, 2, 10])
-    @pytest.mark.parametrize("order", ["low_confidence", "margin", "entropy", "sharpened", "left_to_right"])
+    @pytest.mark.parametrize(
+        ("order", "steps"),
+        [("low_confidence", 8), ("margin", 4), ("entropy", 3), ("sharpened", 2), ("left_to_right", 10)],
+    )
     @pytest.mark.parametrize("circuit", [None, HMM.neutral(3, 9)])
     @pytest.mark.parametrize("sampler", ["latent", "any_order"])
     def test_of_equals_the_leftmost_go_first(self, steps, order, circuit, sampler):
@@ -259,15 +261,24 @@ WAYS = {
     "deferred": {"mode": "full", "outside": "defer", "temperature": 1.0},
     "guided": {"cfg_scale": 0.5},
 }
+NEIGHBOURS = [
+    *(("mini", way) for way in WAYS),
+    ("decode_llada", "greedy"),
+    ("decode_llada", "deferred"),
+    ("decode_dream", "sampled"),
+    ("decode_dream", "any order"),
+    ("mdlm", "full"),
+    ("mdlm", "guided"),
+]
+"""Every way with one family, and every family in a few ways."""
 
 
 class TestNeighbours:
-    @pytest.mark.parametrize("way", WAYS)
-    @pytest.mark.parametrize("name", SEEDS)
+    @pytest.mark.parametrize(("name", "way"), NEIGHBOURS)
     def test_a_batch_gives_what_each_gives_alone(self, name, way):
         backbone = tiny() if name == "mini" else fixture(name)
         draw = torch.Generator().manual_seed(SEEDS[name])
-        prompts = [torch.randint(VOCAB - 3, (length,), generator=draw).tolist() for length in (3, 8, 1, 5)]
+        prompts = [torch.randint(VOCAB - 3, (length,), generator=draw).tolist() for length in (3, 8, 1)]
         options = {"gen_length": 12, "block_length": 6, "steps": 6, "seed": 5, **WAYS[way]}
         circuit = random_hmm(5, backbone.vocab_size, window=6)
         together = run(backbone, prompts, circuit=circuit, **options)
@@ -280,7 +291,7 @@ class TestNeighbours:
                     assert torch.equal(a.positions, b.positions)
                     assert torch.equal(a.scores, b.scores)
                     assert (a.circuit, a.window, a.mask_ratio) == (b.circuit, b.window, b.mask_ratio)
-        assert len({tuple(last(together, i)[-12:]) for i in range(4)}) > 1
+        assert len({tuple(last(together, i)[-12:]) for i in range(3)}) > 1
 
     def test_a_checkpoint_without_padding_token(self):
         short, long = [5], [1, 2, 3, 4]
