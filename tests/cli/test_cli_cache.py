@@ -18,6 +18,7 @@ from codd.cli import main
 from codd.training.bpe import train_bpe
 from codd.training.cache import Cache
 from codd.training.problems import problems
+from two_processes import run_in_two_processes
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 pytestmark = pytest.mark.usefixtures("one_thread")  # here as in the processes that are started: the same bits
@@ -212,12 +213,8 @@ def test_a_flipped_byte_is_named_and_only_its_shard_made_again(whole, tmp_path, 
 
 
 def test_two_processes_make_what_one_makes(whole, tmp_path):
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "codd"]
-    done = subprocess.run(
-        [sys.executable, *launch, *arguments(tmp_path / "two", *MANY)], env=ENVIRONMENT, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("cached: ") == 1
+    stdout, _ = run_in_two_processes(*arguments(tmp_path / "two", *MANY))
+    assert stdout.count("cached: ") == 1
     assert shards(tmp_path / "two") == shards(whole)
 
 

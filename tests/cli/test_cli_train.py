@@ -18,6 +18,7 @@ from codd.cli import main
 from codd.training.bpe import train_bpe
 from codd.training.checkpoints import checkpoints
 from codd.training.problems import problems
+from two_processes import run_in_two_processes
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 pytestmark = pytest.mark.usefixtures("one_thread")  # here as in the processes that are started: the same bits
@@ -228,12 +229,9 @@ def test_kill_9_and_resume_gives_the_same_bytes(tmp_path, monkeypatch):
 
 
 def test_two_processes_speak_with_one_voice(tmp_path):
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "codd"]
-    command = [sys.executable, *launch, *arguments(tmp_path / "two", "--set=validation=[]")]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("trained: ") == 1
-    assert "2 processes" in done.stderr
+    stdout, stderr = run_in_two_processes(*arguments(tmp_path / "two", "--set=validation=[]"))
+    assert stdout.count("trained: ") == 1
+    assert stderr.count("2 processes") == 1
     assert train(tmp_path / "one", "--set=validation=[]") == 0
     one, two = (load_circuit(tmp_path / name / "circuit") for name in ("one", "two"))
     assert isinstance(one, HMM)

@@ -45,7 +45,7 @@ def test_stages(tmp_path, capsys):
 
 def test_cost(tmp_path):
     out = tmp_path / "run"
-    small = ["--steps", "1", "--circuit", "static", "--gen-length", "16"]
+    small = ["--steps", "1", "--circuit", "static", "--gen-length", "2"]
     assert main(["eval", "--studies", "cost", *small, "--out", str(out)]) == 0
     rows = Run(out).studies()["cost"]["data"]["rows"]
     assert [row["way"] for row in rows] == ["factorized", "coupled", "any order"]

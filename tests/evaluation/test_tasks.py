@@ -1,8 +1,6 @@
 """Four problems of every task through the harness, resumed, in stages, and over two processes."""
 
 import json
-import os
-import subprocess
 import sys
 from dataclasses import replace
 
@@ -21,6 +19,7 @@ from codd.evaluation.tasks.catalogue import TASKS
 from codd.evaluation.tasks.grid import answer_cell, default_length, prepare_cell, run_cell
 from codd.evaluation.tasks.harness import CoddLM, request_key
 from codd.evaluation.tasks.joint import Stretch, score_stretches
+from two_processes import run_in_two_processes
 
 lm_eval = pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance  # noqa: E402 only where it is installed
@@ -147,15 +146,12 @@ def test_a_circuit_trained_anew_under_the_same_name_is_not_mixed_with_the_old_on
 
 
 def test_two_processes_find_what_one_finds(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29517", "-m"]
-    rest = ["codd", "eval", "--tasks", "word_problems", "--problems", "5", "--steps", "2", "--gen-length", "16"]
-    rest += ["--block-length", "16", "--circuit", "none", "--device", "cpu", "--json", "--out"]
+    command = ["eval", "--tasks", "word_problems", "--problems", "3", "--steps", "2", "--gen-length", "16"]
+    command += ["--block-length", "16", "--circuit", "none", "--device", "cpu", "--json", "--out"]
     folders = [tmp_path / "two", tmp_path / "one"]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
-    made = subprocess.run([*command, *rest, str(folders[0])], capture_output=True, text=True, env=environment)
-    assert made.returncode == 0, made.stderr
-    assert json.loads(made.stdout)["run"] == str(folders[0])
-    assert main([*rest[1:], str(folders[1])]) == 0
+    stdout, _ = run_in_two_processes(*command, str(folders[0]), threads=torch.get_num_threads())
+    assert json.loads(stdout)["run"] == str(folders[0])
+    assert main([*command, str(folders[1])]) == 0
     two, one = ([s.text for s in Run(folder).results()[0].samples] for folder in folders)
     assert two == one
     assert Run(folders[0]).results()[0].provenance["processes"] == 2

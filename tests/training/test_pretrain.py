@@ -23,6 +23,7 @@ from codd.training.pretrain import Data, batch_maker, prepare, start, train, val
 from codd.training.recipe import OptimizerRecipe, Recipe, read_recipe
 from codd.training.schedule import learning_rate, update_average
 from codd.training.workers import Workers
+from two_processes import run_in_two_processes
 
 ALONE = Workers(0, 1, CPU)
 STEPS = 12
@@ -208,16 +209,9 @@ def test_adding_up_gradients_is_one_pass(data, tmp_path):
 
 def test_two_processes_train_what_one_trains(tmp_path):
     changes = ["--set=steps=4", "--set=checkpoint_every=99"]
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "codd"]
-    done = subprocess.run(
-        [sys.executable, *launch, *ARGUMENTS, *changes, "--out", str(tmp_path / "two")],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("trained: ") == 1
-    assert "2 processes" in done.stderr
+    stdout, stderr = run_in_two_processes(*ARGUMENTS, *changes, "--out", str(tmp_path / "two"))
+    assert stdout.count("trained: ") == 1
+    assert stderr.count("2 processes") == 1
     assert main([*ARGUMENTS, *changes, "--out", str(tmp_path / "one")]) == 0
     one, two = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("one", "two"))
     for name, tensor in one.items():

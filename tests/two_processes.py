@@ -1,0 +1,26 @@
+"""Two processes that find each other as torchrun's do, without torchrun: it would import PyTorch a third time."""
+
+import os
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+
+def run_in_two_processes(*arguments: str, threads: int = 1) -> tuple[str, str]:
+    """Run ``python -m codd`` with these arguments twice, as ranks 0 and 1; all that they wrote to stdout and stderr."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
+    common["OMP_NUM_THREADS"] = str(threads)
+
+    def start(rank: int) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        command = [sys.executable, "-m", "codd", *arguments]
+        return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+    with ThreadPoolExecutor(2) as pool:
+        done = list(pool.map(start, range(2)))
+    stdout, stderr = ("".join(getattr(each, name) for each in done) for name in ("stdout", "stderr"))
+    assert [each.returncode for each in done] == [0, 0], stderr
+    return stdout, stderr
