@@ -6,6 +6,7 @@ import pytest
 import torch
 from checkpoints import PUBLISHED, backbone
 
+pytestmark = pytest.mark.numerics
 POSITIONS = torch.tensor([[1, 4, 6], [0, 6, 2]])
 
 

@@ -11,6 +11,7 @@ from codd.backbones.loading import load_checkpoint
 
 TOLERANCE = 2e-4
 IMPOSSIBLE = -1e5  # the references write log 0 as about -1e6
+pytestmark = pytest.mark.numerics
 
 
 def every_case(*families: str, needs: str) -> list[tuple[str, str]]:

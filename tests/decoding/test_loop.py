@@ -273,6 +273,7 @@ NEIGHBOURS = [
 """Every way with one family, and every family in a few ways."""
 
 
+@pytest.mark.numerics
 class TestNeighbours:
     @pytest.mark.parametrize(("name", "way"), NEIGHBOURS)
     def test_a_batch_gives_what_each_gives_alone(self, name, way):

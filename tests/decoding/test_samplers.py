@@ -123,6 +123,7 @@ class TestDistributions:
         assert not fits(found.numpy(), tempered_by_path(window(4), 0.5).numpy())
 
 
+@pytest.mark.numerics
 class TestAnyOrder:
     @pytest.mark.parametrize("order", ["low_confidence", "margin", "entropy"])
     @pytest.mark.parametrize("seed", range(6))
@@ -207,6 +208,7 @@ class TestAnyOrder:
             assert not bool(sample(joint, torch.tensor([1]), 1, Options.of(), noise(size=2)).valid)
 
 
+@pytest.mark.numerics
 class TestClosedRows:
     """On a device the whole window takes part, with a mask: the same must come out."""
 
