@@ -77,7 +77,7 @@ def of_row(logits: Tensor, batch: Batch, i: int) -> Tensor:
 
 
 @pytest.mark.parametrize("name", EVERY)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 14), min_size=1, max_size=4),
     extra=st.integers(0, 3),

@@ -13,7 +13,7 @@ from rich.console import Console
 import rivals
 from rivals import QUERIES, RIVALS, Problem, Settings, difference, render, run
 
-TINY = Settings(states=4, tokens=20, length=5, batch=2, threads=1, rounds=2, kept=8)
+TINY = Settings(states=4, tokens=20, length=5, batch=2, threads=1, rounds=2, burst=1, kept=8)
 
 
 @pytest.fixture

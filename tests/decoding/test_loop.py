@@ -263,17 +263,16 @@ WAYS = {
 }
 NEIGHBOURS = [
     *(("mini", way) for way in WAYS),
-    ("decode_llada", "greedy"),
+    pytest.param("decode_llada", "greedy", marks=pytest.mark.numerics),
     ("decode_llada", "deferred"),
-    ("decode_dream", "sampled"),
+    pytest.param("decode_dream", "sampled", marks=pytest.mark.numerics),
     ("decode_dream", "any order"),
     ("mdlm", "full"),
-    ("mdlm", "guided"),
+    pytest.param("mdlm", "guided", marks=pytest.mark.numerics),
 ]
 """Every way with one family, and every family in a few ways."""
 
 
-@pytest.mark.numerics
 class TestNeighbours:
     @pytest.mark.parametrize(("name", "way"), NEIGHBOURS)
     def test_a_batch_gives_what_each_gives_alone(self, name, way):

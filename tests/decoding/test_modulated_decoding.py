@@ -186,7 +186,6 @@ def replay(circuit: Modulated, prompts: list[list[int]], **chosen) -> list[Step]
     return steps
 
 
-@pytest.mark.numerics
 class TestLoud:
     @pytest.mark.parametrize(
         ("way", "kind"),
