@@ -57,7 +57,12 @@ class TestSilent:
 
     @pytest.mark.parametrize(
         ("way", "mode"),
-        [*zip(WAYS, itertools.cycle(["block", "full"]), strict=False), (WAYS[0], "full"), (WAYS[1], "block")],
+        [
+            *zip(WAYS, itertools.cycle(["block", "full"]), strict=False),
+            ({"sampler": "latent"}, "full"),
+            ({"sampler": "any_order"}, "block"),
+            ({"sampler": "latent", "activation": 0.7}, "full"),
+        ],
         ids=str,
     )
     def test_it_decodes_as_its_hmm(self, way, mode):
