@@ -59,7 +59,7 @@ class OptionInfo:
         if self.kind == "count" and (isinstance(value, bool) or not isinstance(value, Integral) or value < self.low):
             raise InvalidInput(f"{name} must be a whole number of at least {self.low:g}, found {value!r}.")
         if self.kind == "number" and not self._in_range(value):
-            least = "more than 0" if self.above else f"at least {self.low:g}"
+            least = f"more than {self.low:g}" if self.above else f"at least {self.low:g}"
             most = "" if self.high == math.inf else f" and {'less than' if self.below else 'at most'} {self.high:g}"
             raise InvalidInput(f"{name} must be a number of {least}{most}, found {value!r}.")
 
