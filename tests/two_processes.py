@@ -17,7 +17,8 @@ def run_in_two_processes(*arguments: str, threads: int = 1) -> tuple[str, str]:
     def start(rank: int) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         command = [sys.executable, "-m", "codd", *arguments]
-        return subprocess.run(command, env=environment, capture_output=True, text=True)
+        # Of two ranks the second waits for the first, and would wait half an hour for one that has failed.
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
     with ThreadPoolExecutor(2) as pool:
         done = list(pool.map(start, range(2)))
