@@ -39,6 +39,15 @@ if importlib.util.find_spec("beartype"):
         checking.next_test()
 
 
+@pytest.fixture
+def as_users_run_it() -> Iterator[None]:
+    """Without jaxtyping's checks, which would be first to complain of wrong types."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """PyTorch in one thread, for tests that compare bytes with those of another process."""

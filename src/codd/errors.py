@@ -2,6 +2,17 @@
 
 from collections.abc import Sequence
 
+_LONGEST = 80
+
+
+def shown(value: object) -> str:
+    """A value as messages show it, whatever it is: not longer than a line."""
+    try:
+        text = repr(value)
+    except Exception:  # an integer with too many digits for Python, or an object that cannot say what it is
+        text = f"something of type {type(value).__name__}"
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
 
 class CoddError(Exception):
     """The root of the hierarchy: catch it to catch everything that codd raises on purpose."""

@@ -1,5 +1,6 @@
 import warnings
 from types import MappingProxyType
+from typing import get_args
 
 import pytest
 import torch
@@ -11,8 +12,12 @@ import codd
 from codd.backbones import mini
 from codd.backbones.config import Config
 from codd.circuits import HMM
-from codd.decoding.network import pad_left
-from codd.decoding.state import generator_for
+from codd.circuits.ops import batch_barrier
+from codd.decoding.loop import advance
+from codd.decoding.network import FullRecompute, StateRequest, pad_left
+from codd.decoding.options import Options, Order
+from codd.decoding.start import start_sequences
+from codd.decoding.state import HiddenStates, SequenceState, Step, generator_for
 from codd.errors import CircuitSteppedAside, InvalidInput
 
 prompts_of_any_length = st.lists(st.lists(st.integers(0, MASK - 1), max_size=5), min_size=1, max_size=3)
@@ -405,6 +410,87 @@ class TestInfilling:
         assert [step.sequence for step in run(tiny(), [[1, 2], [MASK]], gen_length=0)] == [1]
 
 
+class NoBatches(FullRecompute):
+    """A network whose device has memory for one sequence only."""
+
+    def __call__(self, requests: list[StateRequest]) -> list[HiddenStates]:
+        if len(requests) > 1:
+            raise RuntimeError("out of memory")
+        return super().__call__(requests)
+
+
+class TestUnforeseenErrors:
+    KINDS = (
+        {"temperature": 1.0, "seed": 4},
+        {"sampler": "any_order", "threshold": 0.1},
+        {"remasking": "random", "mode": "full"},
+    )
+
+    def sequences(self, *more: dict) -> list[SequenceState]:
+        kinds = [Options.of(gen_length=8, block_length=8, **kind) for kind in (*self.KINDS, *more)]
+        return [
+            start_sequences(tiny(), [[number]], kind, mask_id=MASK, circuit=random_hmm())[0]
+            for number, kind in enumerate(kinds)
+        ]
+
+    def texts(self, sequences: list[SequenceState]) -> list[list[int]]:
+        return [state.ids.tolist() for state in sequences[: len(self.KINDS)]]
+
+    def finish(self, runner: FullRecompute, sequences: list[SequenceState]) -> None:
+        while unfinished := [state for state in sequences if not state.finished]:
+            assert all(isinstance(outcome, Step) for outcome in advance(runner, unfinished))
+
+    def expected(self) -> list[list[int]]:
+        alone = self.sequences()
+        for state in alone:
+            self.finish(FullRecompute(tiny()), [state])
+        return self.texts(alone)
+
+    def test_one_of_the_batch_is_nobody_elses(self):
+        def explode(logits, rows, ids):
+            raise RuntimeError("boom")
+
+        together = self.sequences({"hooks": [explode]}, {"hooks": [lambda *_: 1 / 0]})
+        outcomes = advance(FullRecompute(tiny()), together)
+        assert [type(outcome) for outcome in outcomes] == [Step, Step, Step, RuntimeError, ZeroDivisionError]
+        assert [state.finished for state in together[2:]] == [False, True, True]
+        self.finish(FullRecompute(tiny()), together)
+        assert self.texts(together) == self.expected()
+
+    def test_one_of_all_leaves_each_to_itself(self):
+        """Alone, a sequence draws the numbers again that it had drawn in the batch."""
+        together = self.sequences()
+        self.finish(NoBatches(tiny()), together)
+        assert self.texts(together) == self.expected()
+
+    def test_one_in_the_reading_of_tables_that_is_shared(self, monkeypatch):
+        """Steps in threads fail together where one pass serves all of them."""
+        real = batch_barrier._run_now
+
+        def failing(passes):
+            if len(passes) > 4:
+                raise RuntimeError("out of memory")
+            real(passes)
+
+        kinds = [Options.of(gen_length=8, block_length=8, sampler="any_order", seed=seed) for seed in range(3)]
+        large = HMM.random(600, VOCAB, 0)
+        assert large.memory_bound
+
+        def sequences() -> list[SequenceState]:
+            return [start_sequences(tiny(), [[1]], kind, mask_id=MASK, circuit=large)[0] for kind in kinds]
+
+        alone, together = sequences(), sequences()
+        for state in alone:
+            self.finish(FullRecompute(tiny()), [state])
+        monkeypatch.setattr(batch_barrier, "_run_now", failing)
+        self.finish(FullRecompute(tiny()), together)
+        assert self.texts(together) == self.texts(alone)
+
+    def test_a_run_raises_it(self):
+        with pytest.raises(ZeroDivisionError):
+            run(tiny(), [[1], [2]], gen_length=4, hooks=[lambda *_: 1 / 0])
+
+
 class TestCircuit:
     def test_the_neutral_one_changes_nothing(self):
         for sampler in ("latent", "any_order"):
@@ -416,15 +502,35 @@ class TestCircuit:
                 assert all(step.circuit for step in null)
                 assert not any(step.circuit for step in alone)
 
-    @pytest.mark.parametrize("mode", ["block", "full"])
-    @pytest.mark.parametrize("order", ["low_confidence", "random"])
-    def test_nor_does_it_when_tokens_are_drawn(self, order, mode):
+    @pytest.mark.parametrize("pace", [{"steps": 4}, {"threshold": 0.2}, {"entropy_budget": 2.5}])
+    @pytest.mark.parametrize("order", get_args(Order))
+    def test_nor_does_it_when_tokens_are_drawn(self, order, pace):
         """The control of every comparison: the same random numbers for the same positions, so the same text."""
-        options = {"gen_length": 12, "block_length": 6, "steps": 4, "temperature": 1.0, "top_p": 0.9, "seed": 2}
-        options |= {"remasking": order, "mode": mode}
-        alone = run(tiny(), [[1, 2], [3]], **options)
-        null = run(tiny(), [[1, 2], [3]], circuit=HMM.neutral(3, VOCAB), **options)
-        assert [last(alone, i) for i in (0, 1)] == [last(null, i) for i in (0, 1)]
+        options = {"gen_length": 12, "block_length": 6, "top_p": 0.9, "remasking": order, **pace}
+        for seed, temperature in enumerate((0.0, 1.0, 1.0, 0.5)):
+            options |= {"temperature": temperature, "seed": seed, "mode": "block"}
+            if "entropy_budget" not in pace:  # which in full mode is the window's
+                options["mode"] = ("block", "full")[seed % 2]
+            alone = run(tiny(), [[1, 2], [3]], **options)
+            for sampler in ("latent", "any_order"):
+                null = run(tiny(), [[1, 2], [3]], circuit=HMM.neutral(3, VOCAB), sampler=sampler, **options)
+                assert [last(alone, i) for i in (0, 1)] == [last(null, i) for i in (0, 1)]
+                assert [filled_in(alone, i) for i in (0, 1)] == [filled_in(null, i) for i in (0, 1)]
+
+    def test_where_it_is_not_the_network_alone(self):
+        """What the network by itself has no rule for: see docs/decoding.md."""
+        options = {"gen_length": 24, "mode": "full", "steps": 4, "block_length": 4}
+        alone = run(tiny(), [[1, 2]], **options)
+        deferred = run(tiny(), [[1, 2]], circuit=HMM.neutral(1, VOCAB), outside="defer", **options)
+        assert filled_in(deferred) != filled_in(alone)
+        options = {"gen_length": 8, "block_length": 8, "steps": 8, "temperature": 1.0}
+        alone = run(tiny(), [[1, 2]], **options)
+        tempered = run(tiny(), [[1, 2]], circuit=HMM.neutral(1, VOCAB), circuit_temperature=0.1, **options)
+        assert last(tempered) != last(alone)
+        options = {"gen_length": 24, "mode": "full", "entropy_budget": 6.0, "block_length": 4}
+        alone = run(tiny(), [[1, 2]], **options)
+        budget = run(tiny(), [[1, 2]], circuit=HMM.neutral(1, VOCAB), **options)
+        assert filled_in(budget) != filled_in(alone)
 
     def test_factorized_leaves_it_out(self):
         options = {"gen_length": 12, "block_length": 6, "steps": 4, "sampler": "factorized"}

@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from jaxtyping import config
 from published_oracle import fits, target_window
 
 from codd.decoding import Options, schedule
@@ -27,7 +26,7 @@ from codd.decoding.samplers.ranking import (
     token_probability,
 )
 from codd.decoding.schedule import best_window
-from codd.errors import InvalidInput
+from codd.errors import InvalidInput, shown
 
 MANY = settings(max_examples=150, deadline=None)
 dues = st.lists(st.booleans(), min_size=1, max_size=24)
@@ -384,6 +383,29 @@ class TestChoose:
         assert fits(counts, wanted)
         assert not fits(counts, np.array(softmax((row / (temperature + 0.5)).tolist())))
 
+    @given(
+        seed=st.integers(0, 10**6),
+        temperature=st.sampled_from([5e-324, 3e-39, 1e-30, 1e-8, 1.0, 999.0, 1e39]),
+        vocab=st.sampled_from([5, 300]),
+        top_k=st.sampled_from([None, 1, 4]),
+        top_p=st.sampled_from([None, 0.0, 0.7, 1.0]),
+        scale=st.sampled_from([0.0, 1.0, 1e10, 1e37]),
+    )
+    def test_any_finite_setting_gives_an_allowed_token(self, seed, temperature, vocab, top_k, top_p, scale):
+        generator = torch.Generator().manual_seed(seed)
+        scores = scale * torch.randn(9, vocab, generator=generator)
+        excluded = torch.rand(9, vocab, generator=generator) < 0.5
+        excluded[:, 2] = False
+        excluded[:, -1] = True
+        uniforms = torch.rand(9, generator=generator)
+        uniforms[:2] = torch.tensor([0.0, 1 - 2**-24])
+        tokens = choose_tokens(scores.masked_fill(excluded, -torch.inf), uniforms, temperature, top_k, top_p)
+        assert not bool(excluded.gather(-1, tokens[:, None]).any())
+
+    @pytest.mark.parametrize("vocab", [5, 300])
+    def test_of_no_row_none(self, vocab):
+        assert choose_tokens(torch.zeros(0, vocab), torch.zeros(0), 1.0, None, 0.9).shape == (0,)
+
     def test_each_row_by_its_own_number(self):
         scores = log_rows([0.25, 0.5, 0.25], [0.5, 0.25, 0.25])
         for first, second, wanted in [(0.1, 0.9, [0, 2]), (0.3, 0.4, [1, 0]), (0.8, 0.6, [2, 1])]:
@@ -391,15 +413,6 @@ class TestChoose:
 
 
 REFERENCE = {"preset": "reference"}
-
-
-@pytest.fixture
-def as_users_run_it():
-    """Without jaxtyping's checks, which would be first to complain of wrong types."""
-    before = config.jaxtyping_disable
-    config.update("jaxtyping_disable", True)
-    yield
-    config.update("jaxtyping_disable", before)
 
 
 @pytest.mark.usefixtures("as_users_run_it")
@@ -430,6 +443,14 @@ class TestOptions:
             {"temperature": -0.1},
             {"temperature": math.inf},
             {"temperature": math.nan},
+            {"temperature": 10**400},
+            {"temperature": 10**5000},
+            {"temperature": 1e39},
+            {"temperature": 1e-30, **REFERENCE},
+            {"gen_length": 10**400},
+            {"block_length": 2**31},
+            {"steps": 10**6, **REFERENCE},
+            {"mode": torch.zeros(2)},
             {"top_p": -0.1},
             {"top_p": 1.1},
             {"top_p": math.nan},
@@ -438,9 +459,12 @@ class TestOptions:
             {"top_k": 2.5},
             {"cfg_scale": -2.0},
             {"cfg_scale": math.inf},
+            {"cfg_scale": 1e10},
             {"cfg_scale": math.nan},
             {"circuit_temperature": 0.0},
             {"circuit_temperature": -1.0},
+            {"circuit_temperature": 3e-39},
+            {"circuit_temperature": 1e39},
             {"circuit_temperature": math.inf},
             {"circuit_temperature": math.nan},
             {"activation": -0.1},
@@ -461,6 +485,8 @@ class TestOptions:
             {"stop": None},
             {"remasking": []},
             {"sharpening": 0.0},
+            {"sharpening": 3e-39},
+            {"sharpening": 1e39},
             {"sharpening": -1.0},
             {"sharpening": math.nan},
             {"eps": 0.0, **REFERENCE},
@@ -475,7 +501,7 @@ class TestOptions:
             {"remasking": "left_to_right", **REFERENCE},
             {"remasking": "sharpened", **REFERENCE},
         ],
-        ids=str,
+        ids=shown,
     )
     def test_what_makes_no_sense_is_named(self, given_):
         with pytest.raises(InvalidInput, match=rf"\b{next(iter(given_))}\b"):
@@ -499,6 +525,10 @@ class TestOptions:
     def test_what_makes_no_sense_either(self, given_):
         with pytest.raises(InvalidInput, match=rf"\b{next(iter(given_))}\b"):
             Options.of(**given_)
+
+    def test_what_can_be_read_only_once(self):
+        with pytest.raises(InvalidInput, match="ban must be a list of ids"):
+            Options.of(ban=(token for token in (1, 2)))
 
     @pytest.mark.parametrize("name", ["lenght", "alg", "Seed"])
     def test_what_does_not_exist_is_named_with_all_that_does(self, name):

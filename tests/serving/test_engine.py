@@ -15,6 +15,7 @@ from codd.decoding import Options, Step
 from codd.errors import InvalidInput
 from codd.serving.engine import Engine
 from codd.serving.requests import (
+    REQUEST_ID,
     DeadlineExceeded,
     ModelCall,
     ModelFailure,
@@ -213,14 +214,41 @@ def test_after_a_failure_of_the_model_the_engine_goes_on(caplog):
         raise RuntimeError("boom")
 
     async def test(engine: Engine) -> None:
+        REQUEST_ID.set("abc")
         bad = request(hooks=(explode,))
         with engine.submit([bad]), pytest.raises(ModelFailure):
             await anext(bad.steps())
         assert engine.load.running == 0
         await written(engine, request())
+        assert b"codd_failures_total 1.0" in engine.metrics.text()
 
     running(test)
     assert "boom" in caplog.text
+    assert "request abc: the model failed" in caplog.text
+
+
+def test_an_unforeseen_error_is_nobody_elses(caplog):
+    def explode(logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("boom")
+
+    async def test(engine: Engine) -> None:
+        alone = [await written(engine, request(**options)) for options in ({}, {"temperature": 1.0})]
+        gate = Gate()
+        first, second = request(hooks=(gate,)), request(temperature=1.0)
+        bad = request(hooks=(explode,))
+        with engine.submit([first]):
+            await arrived(gate)
+            with engine.submit([bad, second]):
+                for _ in range(8):  # a step that failed is made again
+                    gate.open.release()
+                with pytest.raises(ModelFailure):
+                    await anext(bad.steps())
+                steps = [[step async for step in one.steps()] for one in (first, second)]
+        assert [len(each) for each in steps] == [4, 4]
+        assert all(torch.equal(each[-1].ids, ids) for each, ids in zip(steps, alone, strict=True))
+
+    running(test)
+    assert caplog.text.count("the model failed") == 1
 
 
 def test_questions_are_answered_between_two_steps():

@@ -20,13 +20,20 @@ _BLOCK = 64
 def draw_token(weights: Float[Tensor, "R V"], uniform: Float[Tensor, " R"]) -> Int[Tensor, " R"]:
     """Inverse-CDF sampling over a vocabulary, in two levels: first a block of tokens, then a token inside it.
 
-    Summing blocks is several times faster than one cumulative sum over the row, and rounds less.
+    Summing blocks is several times faster than one cumulative sum over the row, and rounds less. A token of weight zero
+    is never drawn, however sums round, unless there is no other.
     """
+    token = draw(weights, uniform) if weights.shape[1] <= 4 * _BLOCK else _draw_in_blocks(weights, uniform)
+    weight = weights.gather(-1, token[:, None])[:, 0]
+    if weights.device.type == "cpu" and bool((weight > 0).all()):  # elsewhere, looking would wait for the device
+        return token
+    return torch.where(weight > 0, token, weights.argmax(-1))
+
+
+def _draw_in_blocks(weights: Float[Tensor, "R V"], uniform: Float[Tensor, " R"]) -> Int[Tensor, " R"]:
     rows, vocab = weights.shape
-    if vocab <= 4 * _BLOCK:
-        return draw(weights, uniform)
     whole = vocab // _BLOCK * _BLOCK
-    blocks = weights[:, :whole].reshape(rows, -1, _BLOCK)
+    blocks = weights[:, :whole].reshape(rows, whole // _BLOCK, _BLOCK)
     mass = blocks.sum(-1)
     if whole < vocab:
         mass = torch.cat([mass, weights[:, whole:].sum(-1, keepdim=True)], -1)
@@ -39,7 +46,7 @@ def draw_token(weights: Float[Tensor, "R V"], uniform: Float[Tensor, " R"]) -> I
     offsets = (block * _BLOCK)[:, None] + torch.arange(_BLOCK, device=weights.device)
     beyond = offsets >= vocab
     candidates = weights.gather(-1, offsets.clamp_max(vocab - 1)).masked_fill_(beyond, 0)
-    return block * _BLOCK + draw(candidates, inside.clamp_(0, 1))
+    return (block * _BLOCK + draw(candidates, inside.clamp_(0, 1))).clamp_max_(vocab - 1)
 
 
 @torch.no_grad()

@@ -1,7 +1,6 @@
 """The denoising loop: there is one, and it is a generator of steps.
 
-The network evaluates all sequences that are not finished at once. All else is done for each sequence by itself, so that
-its text does not depend on its neighbours.
+The network evaluates all unfinished sequences at once; all else is done for each by itself, whatever its neighbours do.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,36 +23,49 @@ Result = TypeVar("Result")
 def denoise(runner: NetworkRunner, sequences: Sequence[SequenceState]) -> Iterator[Step]:
     """Step all unfinished sequences in turn until none is left; an error of any of them is raised."""
     while unfinished := [state for state in sequences if not state.finished]:
-        for outcome in advance(runner, unfinished):
-            if isinstance(outcome, CoddError):
+        for outcome in _step_batch(runner, unfinished):
+            if isinstance(outcome, Exception):
                 raise outcome
             yield outcome
 
 
 @torch.no_grad()
-def advance(runner: NetworkRunner, sequences: Sequence[SequenceState]) -> list[Step | CoddError]:
-    """One step of each sequence, none of them finished, of any lengths and options; an error instead ends its own."""
-    positions = [_positions(state) for state in sequences]
-    requests = [state_requests(*each) for each in zip(sequences, positions, strict=True)]
-    outputs = iter(runner([request for each in requests for request in each]))
-    inputs = [
-        _caught(step_inputs, runner.backbone, state, at, [next(outputs) for _ in each])
-        for state, at, each in zip(sequences, positions, requests, strict=True)
-    ]
-    results = map_sequences(lambda each: each if isinstance(each, CoddError) else _caught(_run, each), inputs)
-    # The host waits for the device from here on, when the work of all sequences is on its way.
-    outcomes = [_caught(_commit, *each) for each in zip(inputs, results, strict=True)]
-    for state, outcome in zip(sequences, outcomes, strict=True):
-        if isinstance(outcome, CoddError):
+def advance(runner: NetworkRunner, sequences: Sequence[SequenceState]) -> list[Step | Exception]:
+    """One step of each sequence, none of them finished, of any lengths and options; an error instead ends its own.
+
+    After an unforeseen error, which may be a neighbour's, the step is made once more for that sequence alone.
+    """
+    random_states = [state.generator.get_state() for state in sequences]
+    outcomes = _step_batch(runner, sequences)
+    for number, (state, outcome) in enumerate(zip(sequences, outcomes, strict=True)):
+        if len(sequences) > 1 and isinstance(outcome, Exception) and not isinstance(outcome, CoddError):
+            state.generator.set_state(random_states[number])
+            outcomes[number] = _step_batch(runner, [state])[0]
+        if isinstance(outcomes[number], Exception):
             state.plan = None
     return outcomes
 
 
-def _caught(function: Callable[..., Result], *arguments: Any) -> Result | CoddError:
-    """What a function returns, or the error that it raises: one sequence's, and no other's."""
+def _step_batch(runner: NetworkRunner, sequences: Sequence[SequenceState]) -> list[Step | Exception]:
+    positions = [_caught(_positions, state) for state in sequences]
+    requests = [_caught(state_requests, *each) for each in zip(sequences, positions, strict=True)]
+    outputs = _caught(runner, [request for each in requests if not isinstance(each, Exception) for request in each])
+    if isinstance(outputs, Exception):
+        return [outputs] * len(sequences)
+    states = iter(outputs)
+    hidden = [each if isinstance(each, Exception) else [next(states) for _ in each] for each in requests]
+    inputs = [_caught(step_inputs, runner.backbone, *each) for each in zip(sequences, positions, hidden, strict=True)]
+    results = map_sequences(lambda each: _caught(_run, each), inputs)
+    # The host waits for the device from here on, when the work of all sequences is on its way.
+    return [_caught(_commit, *each) for each in zip(inputs, results, strict=True)]
+
+
+def _caught(function: Callable[..., Result], *arguments: Any) -> Result | Exception:
+    """What a function returns, or the error that it raises; an error among its arguments is the result, too."""
     try:
-        return function(*arguments)
-    except CoddError as error:
+        wrong = next((argument for argument in arguments if isinstance(argument, Exception)), None)
+        return function(*arguments) if wrong is None else wrong
+    except Exception as error:
         return error
 
 
@@ -66,17 +78,12 @@ def _run(inputs: StepInputs) -> StepResult:
     return inputs.state.algorithm.step(inputs)
 
 
-def _commit(inputs: StepInputs | CoddError, result: StepResult | CoddError) -> Step:
+def _commit(inputs: StepInputs, result: StepResult) -> Step:
     """Write what a step decided; where the circuit excludes the evidence, what the network alone decides."""
-    if isinstance(inputs, CoddError):
-        raise inputs
-    if isinstance(result, CoddError):
-        raise result
-    state, ranking = inputs.state, result.ranking()
-    if result.circuit and not bool(ranking.valid):
+    state = inputs.state
+    if result.circuit and not bool(result.ranking().valid):
         result = _run(without_circuit(inputs))
-        ranking = result.ranking()
-    chosen = ranking.chosen()
+    chosen = result.ranking().chosen()
     check_scores(state, chosen)
     state.commit(chosen.rows, chosen.tokens)
     return Step(

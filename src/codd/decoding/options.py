@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from typing import Any, Literal, TypedDict, get_args
 
-from codd.errors import InvalidInput
+from codd.errors import InvalidInput, shown
 
 Mode = Literal["block", "full"]
 Order = Literal["low_confidence", "margin", "entropy", "random", "left_to_right", "sharpened"]
@@ -24,6 +24,12 @@ ALIASES = {"maskgit_plus": "low_confidence", "topk_margin": "margin"}
 PUBLISHED_ORDERS = ("topprob", "origin")
 """Orders that only the published implementation has."""
 DEFAULT_STEPS = 32
+LARGEST = 2**31 - 1
+"""No count of tokens or steps is larger: beyond it kernels would overflow instead of complaining."""
+HOTTEST = 1000.0
+"""The highest temperature and guidance: beyond it, all tokens are alike, or logits overflow."""
+COLDEST = 0.001
+"""The lowest temperature of the circuit and of the order sharpened."""
 PACES = ("steps", "threshold", "entropy_budget")
 """The options that say how many tokens a step commits: a run has one of them."""
 _UNSET: Any = type("Unset", (), {"__repr__": lambda self: "unset"})()
@@ -35,8 +41,8 @@ class OptionInfo:
 
     kind: Literal["count", "number", "choice", "ids", "stop", "seed", "hooks"]
     help: str
-    low: float = 0.0
-    high: float = math.inf
+    low: int | float = 0.0
+    high: int | float = math.inf
     above: bool = False
     """Whether ``low`` itself is excluded."""
     below: bool = False
@@ -53,27 +59,26 @@ class OptionInfo:
         """Raise InvalidInput unless ``value`` is of the right type and in range."""
         if value is None and self.optional:
             return
-        if self.kind == "choice" and value not in self.choices:
+        if self.kind == "choice" and not (isinstance(value, str) and value in self.choices):
             choices = (*map(repr, self.choices), *(("None",) if self.optional else ()))
-            raise InvalidInput(f"{name} must be one of {', '.join(choices)}, found {value!r}.")
-        if self.kind == "count" and (isinstance(value, bool) or not isinstance(value, Integral) or value < self.low):
-            raise InvalidInput(f"{name} must be a whole number of at least {self.low:g}, found {value!r}.")
-        if self.kind == "number" and not self._in_range(value):
-            least = f"more than {self.low:g}" if self.above else f"at least {self.low:g}"
-            most = "" if self.high == math.inf else f" and {'less than' if self.below else 'at most'} {self.high:g}"
-            raise InvalidInput(f"{name} must be a number of {least}{most}, found {value!r}.")
+            raise InvalidInput(f"{name} must be one of {', '.join(choices)}, found {shown(value)}.")
+        if self.kind in ("count", "number") and not self._in_range(value):
+            kind, form = ("whole number", "d") if self.kind == "count" else ("number", "g")
+            least = f"{'more than' if self.above else 'at least'} {self.low:{form}}"
+            most = f" and {'less than' if self.below else 'at most'} {self.high:{form}}" if self.high < math.inf else ""
+            raise InvalidInput(f"{name} must be a {kind} of {least}{most}, found {shown(value)}.")
 
     def _in_range(self, value: object) -> bool:
-        if isinstance(value, bool) or not isinstance(value, Real):
+        if isinstance(value, bool) or not isinstance(value, Integral if self.kind == "count" else Real):
             return False
-        number = float(value)
+        number: Any = value  # compared as it is: a large integer has no float
         low = self.low < number if self.above else self.low <= number
         high = number < self.high if self.below else number <= self.high
-        return low and high and number != math.inf
+        return bool(low and high and number != math.inf)
 
 
 def _count(help: str, *, low: int = 1, metavar: str = "N", optional: bool = False) -> dict[str, OptionInfo]:
-    return {"info": OptionInfo("count", help, float(low), metavar=metavar, optional=optional)}
+    return {"info": OptionInfo("count", help, low, LARGEST, metavar=metavar, optional=optional)}
 
 
 def _number(help: str, metavar: str, **limits: Any) -> dict[str, OptionInfo]:
@@ -172,7 +177,9 @@ class Options:
             circuit=True,
         ),
     )
-    temperature: float = field(default=0.0, metadata=_number("of the tokens; 0 takes the most probable one", "T"))
+    temperature: float = field(
+        default=0.0, metadata=_number("of the tokens; 0 takes the most probable one", "T", high=HOTTEST)
+    )
     top_p: float | None = field(
         default=None,
         metadata=_number(
@@ -183,9 +190,10 @@ class Options:
         default=None,
         metadata=_count("draw from so many of the most probable tokens", metavar="K", optional=True),
     )
-    cfg_scale: float = field(default=0.0, metadata=_number("guidance by the prompt; 0 is none", "X"))
+    cfg_scale: float = field(default=0.0, metadata=_number("guidance by the prompt; 0 is none", "X", high=HOTTEST))
     circuit_temperature: float = field(
-        default=1.0, metadata=_number("divides the logits before the product with the circuit", "T", circuit=True)
+        default=1.0,
+        metadata=_number("divides the logits before the product with the circuit", "T", high=HOTTEST, circuit=True),
     )
     tempering: Tempering = field(
         default="published",
@@ -217,7 +225,7 @@ class Options:
         metadata=_number("commit tokens while their entropies (nats) sum to less", "NATS", optional=True),
     )
     sharpening: float = field(
-        default=0.2, metadata=_number("divides the logits for the order sharpened", "X", above=True)
+        default=0.2, metadata=_number("divides the logits for the order sharpened", "X", low=COLDEST, high=HOTTEST)
     )
     ban: Collection[int] = field(
         default=(), metadata={"info": OptionInfo("ids", "token ids that are never written", metavar="ID,ID")}
@@ -270,15 +278,20 @@ class Options:
             self.seed if isinstance(self.seed, Sequence) else [self.seed],
             "a whole number, or one for each prompt",
         )
-        _check_whole("ban", self.ban if isinstance(self.ban, Iterable) else [None], "a list of ids")
+        if not isinstance(self.ban, Collection):
+            raise InvalidInput(f"ban must be a list of ids, found {shown(self.ban)}.")
+        _check_whole("ban", self.ban, "a list of ids")
         _check_hooks(self.hooks)
         _check_stop(self.stop)
         if self.published:
             from codd.decoding.published.check import check_known
 
             check_known(self)
-        elif self.circuit_temperature <= 0:
-            raise InvalidInput(f"circuit_temperature must be positive, found {self.circuit_temperature}.")
+        if self.circuit_temperature < COLDEST and not (self.published and self.circuit_temperature == 0):
+            raise InvalidInput(
+                f"circuit_temperature must be at least {COLDEST:g}, found {self.circuit_temperature!r}; 0 is known to "
+                'preset="reference" alone, for which it means 1.'
+            )
 
     def _choose_pace(self) -> None:
         """Exactly one of steps, threshold and entropy_budget; 32 steps if none was given."""
@@ -286,8 +299,8 @@ class Options:
         if len(paces) > 1:
             one, other = list(paces.items())[:2]
             raise InvalidInput(
-                f"{one[0]}={one[1]!r} and {other[0]}={other[1]!r} both say how many tokens a step commits: drop "
-                f"{one[0]} to commit by {other[0]}, or drop {other[0]}."
+                f"{one[0]}={shown(one[1])} and {other[0]}={shown(other[1])} both say how many tokens a step commits: "
+                f"drop {one[0]} to commit by {other[0]}, or drop {other[0]}."
             )
         if self.steps is _UNSET:
             object.__setattr__(self, "steps", None if paces else DEFAULT_STEPS)
@@ -335,14 +348,14 @@ def _check_names(given: Iterable[str]) -> None:
 def _check_whole(name: str, values: Iterable[object], expected: str) -> None:
     for value in values:
         if isinstance(value, bool) or not isinstance(value, Integral):
-            raise InvalidInput(f"{name} must be {expected}, found {value!r}.")
+            raise InvalidInput(f"{name} must be {expected}, found {shown(value)}.")
 
 
 def _check_hooks(hooks: object) -> None:
     if callable(hooks):
         raise InvalidInput("hooks must be a list of functions, found one function: give hooks=[function].")
     if not isinstance(hooks, Sequence) or isinstance(hooks, str) or not all(map(callable, hooks)):
-        raise InvalidInput(f"hooks must be a list of functions of logits, positions and ids, found {hooks!r}.")
+        raise InvalidInput(f"hooks must be a list of functions of logits, positions and ids, found {shown(hooks)}.")
 
 
 def _check_stop(stop: object) -> None:
@@ -350,7 +363,9 @@ def _check_stop(stop: object) -> None:
     if not all(isinstance(text, bool) or (isinstance(text, str) and text) for text in texts) or (
         not isinstance(stop, bool) and any(isinstance(text, bool) for text in texts)
     ):
-        raise InvalidInput(f"stop must be True, False, a text or a list of texts that are not empty, found {stop!r}.")
+        raise InvalidInput(
+            f"stop must be True, False, a text or a list of texts that are not empty, found {shown(stop)}."
+        )
 
 
 DEFAULTS = Options()

@@ -126,13 +126,12 @@ class SequenceState:
 
     def commit(self, positions: Int[Tensor, " k"], tokens: Int[Tensor, " k"]) -> None:
         """Write tokens, count the evaluation, and plan the next step; a sequence that has ended is cut and finished."""
-        self.ids = self.ids.clone()
-        self.ids[positions] = tokens
+        ids = self.ids.clone()
+        ids[positions] = tokens
+        end = self.stop.end_of(ids.tolist(), self.prompt_length, self.mask_id)
+        self.ids = ids[:end]
         self.evaluations += 1
-        end = self.stop.end_of(self.ids.tolist(), self.prompt_length, self.mask_id)
         self.plan = next(self.schedule, None) if end is None else None
-        if end is not None:
-            self.ids = self.ids[:end]
 
     def draw(self, size: int, device: torch.device) -> Float[Tensor, " n"]:
         """Uniform numbers in [0, 1) from the sequence's own generator."""

@@ -10,7 +10,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -215,7 +215,10 @@ class Engine:
 
     def _run_call(self, call: ModelCall) -> Any:
         call.started_at = time.monotonic()
-        result = self._result_or_error(call.function)
+        try:
+            result = call.function()
+        except Exception as error:
+            result = self._foreseen(call, error)
         call.finished_at = time.monotonic()
         return result
 
@@ -223,8 +226,8 @@ class Engine:
         """One denoising step of every sequence in the batch; finished and failed ones free their slots."""
         states = [sequence.state for sequence in batch]
         started = time.monotonic()
-        result = self._result_or_error(lambda: advance(self.runner, states))
-        results = result if isinstance(result, list) else [result] * len(batch)  # one error is everybody's
+        outcomes = advance(self.runner, states)
+        results = [self._foreseen(*each) for each in zip(batch, outcomes, strict=True)]
         now = time.monotonic()
         self.metrics.observe_step([step for step in results if isinstance(step, Step)], now - started)
         done = [
@@ -239,15 +242,13 @@ class Engine:
             self._running = [sequence for sequence in self._running if sequence not in done]
         self._deliver(list(zip(batch, results, strict=True)))
 
-    def _result_or_error(self, function: Callable[[], Any]) -> Any:
-        """What the function returns, or in place of what it raised, the exception that clients are to see."""
-        try:
-            return function()
-        except CoddError as error:
-            return error
-        except Exception:
-            _log.exception("the model failed")
-            return ModelFailure("the server failed at this; its log says why.")
+    def _foreseen(self, request: QueuedRequest, result: Any) -> Any:
+        """A result as clients are to see it; in place of an unforeseen exception, which is logged, a failure."""
+        if not isinstance(result, Exception) or isinstance(result, CoddError):
+            return result
+        self.metrics.failures.inc()
+        _log.error("request %s: the model failed", request.id, exc_info=result)
+        return ModelFailure("the server failed at this; its log says why.")
 
     def _deliver(self, results: Sequence[tuple[QueuedRequest, Any]]) -> None:
         if results and self._loop is not None and not self._loop.is_closed():

@@ -35,6 +35,9 @@ class Metrics:
             ("reason",),
             registry=registry,
         )
+        self.failures = Counter(
+            "codd_failures", "Sequences and model calls that ended in an unforeseen exception.", registry=registry
+        )
         self.steps = Counter("codd_steps", "Denoising steps, counted for each sequence.", registry=registry)
         self.circuit_steps = Counter("codd_circuit_steps", "Steps in which the circuit acted.", registry=registry)
         self.tokens = Counter("codd_tokens", "Tokens committed.", registry=registry)

@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from codd.serving.errors import APIError
 from codd.serving.metrics import Metrics
+from codd.serving.requests import REQUEST_ID
 
 _log = logging.getLogger("codd.serving")
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -236,6 +237,7 @@ class RequestId(HTTPMiddleware):
         given = Headers(scope=scope).get("x-request-id", "")
         id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         with_state = {**scope, "state": {**scope.get("state", {}), "request_id": id}}
+        REQUEST_ID.set(id)  # every request is a task, with a context of its own
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -6,12 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from codd.decoding.options import OPTIONS, OptionInfo, Options
+from codd.decoding.options import LARGEST, OPTIONS, OptionInfo, Options
 from codd.errors import InvalidInput
 from codd.serving.errors import bad_request
-
-LARGEST = 2**31 - 1
-"""No count of tokens or steps, and no id, is larger: beyond it kernels would overflow instead of complaining."""
 
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
 TokenId = Annotated[int, Field(ge=0, le=LARGEST)]
@@ -63,7 +60,7 @@ def _type(info: OptionInfo) -> Any:
     if info.kind == "choice":
         return Literal[info.choices]
     if info.kind == "count":
-        return Annotated[int, Field(ge=int(info.low), le=LARGEST)]
+        return Annotated[int, Field(ge=info.low, le=info.high)]
     if info.kind == "number":
         limits: dict[str, Any] = {"gt" if info.above else "ge": info.low}
         if info.high != math.inf:

@@ -3,9 +3,13 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from codd.decoding.state import SequenceState, Step
+
+REQUEST_ID: ContextVar[str] = ContextVar("codd_request_id", default="no request")
+"""The id of the HTTP request that is being answered."""
 
 
 class QueueFull(Exception):
@@ -42,6 +46,7 @@ class QueuedRequest:
 
     def __init__(self, client: Hashable, deadline: float | None, results: "ResultQueue | None" = None):
         """``deadline`` in seconds of `time.monotonic`. Requests that are awaited together share ``results``."""
+        self.id = REQUEST_ID.get()
         self.client = client
         self.deadline = deadline
         self.cancelled = False

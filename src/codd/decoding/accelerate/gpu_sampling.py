@@ -35,7 +35,7 @@ def sample_window_on_gpu(
     """What `sample_window` gives, by captured steps where the number of tokens is known before they are drawn."""
     if count is not None:
         return _sample_count(circuit, window, count, options)
-    if options.sampler == "any_order" and options.threshold is not None:
+    if options.sampler == "any_order" and options.threshold is not None and options.remasking == "low_confidence":
         return joint_threshold(
             window, options.threshold, lambda rest, some: _sample_count(circuit, rest, some, options)
         ).packed()

@@ -4,6 +4,10 @@ from codd.circuits.protocol import ProbabilisticCircuit
 from codd.decoding.options import PUBLISHED_ORDERS, Options
 from codd.errors import InvalidInput
 
+MOST_STEPS = 100_000
+COLDEST = 1e-3
+"""The lowest temperature that does not overflow a half-precision logit."""
+
 
 def check_options(options: Options, family: str, circuit: ProbabilisticCircuit | None) -> None:
     """Raise InvalidInput for what the published loop of a family cannot do.
@@ -39,6 +43,13 @@ def check_known(options: Options) -> None:
         "outside": options.outside if options.outside == "defer" else None,
         "remasking": options.remasking if options.remasking in ("left_to_right", "sharpened") else None,
     }
+    if 0 < options.temperature < COLDEST:
+        raise InvalidInput(
+            "the published implementation divides by the temperature in the network's own precision, found "
+            f"temperature={options.temperature!r}: give 0, or at least {COLDEST:g}."
+        )
+    if options.steps is not None and options.steps > MOST_STEPS:
+        raise InvalidInput(f"steps must be at most {MOST_STEPS} for the published implementation, which takes all.")
     for name, value in foreign.items():
         if value is not None:
             raise InvalidInput(

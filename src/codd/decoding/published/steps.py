@@ -57,7 +57,8 @@ def _windowed_step(inputs: StepInputs, circuit: ProbabilisticCircuit) -> StepRes
     begin, covered = centred_window(due, length)
     window: Window = (begin, begin + length)
     mask_ratio = state.mask_ratio(window)
-    acts = covered > 1 and circuit_acts(circuit, mask_ratio, options)
+    fits = circuit.length in (None, length)  # the sequence may be shorter than the circuit
+    acts = covered > 1 and fits and circuit_acts(circuit, mask_ratio, options)
     possible = _true(logits)
     if acts:
         logits, possible = coupled_logits(circuit, inputs, window)
@@ -104,13 +105,16 @@ def _propose_llada(logits: Float[Tensor, "R V"], options: Options, state: Sequen
             .view(logits.shape)
             .clamp_min(torch.finfo(torch.float64).tiny)
         )
-        scores = logits.double().exp() / (-noise.log()) ** options.temperature
+        # By logarithms, where nothing overflows, what it computes as exp(logits) / (-log noise) ** temperature.
+        scores = logits.double() - options.temperature * (-noise.log()).log()
     tokens = scores.argmax(-1)
     probability = logits.double().softmax(-1).gather(-1, tokens[:, None])[:, 0]
     if options.remasking == "low_confidence":
         return _Proposals(tokens, probability, probability)
     if options.remasking == "random":
         return _Proposals(tokens, state.draw(len(logits), logits.device), probability)
+    if options.temperature > 0:
+        scores = scores.exp().clamp_max(torch.finfo(scores.dtype).max)
     return _Proposals(tokens, _spread(scores.softmax(-1), options.remasking), probability)
 
 

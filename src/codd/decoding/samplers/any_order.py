@@ -40,12 +40,13 @@ def sample_any_order(
 ) -> Ranking:
     """Rank positions ``rows`` of a window (B = 1) by exact conditionals, each given the tokens picked before it.
 
-    ``count`` positions are picked; None: with a threshold it goes on while the conditional probability stays above it,
-    with an entropy budget while the conditional entropies sum to less. ``dense`` computes the marginals of all tokens
-    instead of candidates first. Void where the evidence has probability zero.
+    ``count`` positions are picked; None: with a threshold it goes on while a conditional probability reaches it, with
+    an entropy budget while the conditional entropies sum to less. With the null circuit that is what
+    `sample_factorized` commits: the same numbers draw the tokens, and the same rules rank them. ``dense`` computes the
+    marginals of all tokens instead of candidates first. Void where the evidence has probability zero.
     """
     size = len(rows)
-    dense = dense or options.remasking in ("entropy", "sharpened")
+    dense = dense or not _candidates_suffice(options)
     conditioner = joint.conditionals(None if dense else CANDIDATES)
     on_host = rows.device.type == "cpu"
     if on_host and float(conditioner.log_partition[0]) == -torch.inf:
@@ -76,6 +77,13 @@ def sample_any_order(
     picked, tokens, scores = (torch.cat(parts) for parts in list(zip(*picks, strict=True))[:3])
     valid = torch.stack([pick.valid for pick in picks]).all() & possible
     return Ranking(picked, tokens, scores, torch.ones_like(picked, dtype=torch.bool), valid)
+
+
+def _candidates_suffice(options: Options) -> bool:
+    """Whether the most probable tokens of each position can tell which position comes first."""
+    if options.remasking == "low_confidence":
+        return options.temperature == 0  # else it goes by the token that is drawn at each position
+    return options.remasking not in ("entropy", "sharpened") and options.threshold is None
 
 
 def _pick_fused(
@@ -129,27 +137,33 @@ def _pick(
 ) -> _Pick:
     """The next position and its token; where candidates cannot settle it, the host looks at all tokens at once."""
     log_p = conditioner.log_marginals()[0].index_select(0, rows)
-    candidates, greedy = conditioner.candidates, options.temperature == 0 and options.entropy_budget is None
+    candidates = conditioner.candidates
     if candidates is not None:
         rule, order = _pick_rule(options, noise)
         row, number, score, settled, _ = pick_surest(log_p[None], open_rows[None], rule, order)
         if rows.device.type != "cpu" or bool(settled):
             position = rows.index_select(0, row)
-            if greedy:
+            if options.temperature == 0 and options.entropy_budget is None:
                 token = candidates[0].index_select(0, position).gather(-1, number[:, None])[:, 0]
                 return _Pick(row, token, score, None, settled[0])
-            return _drawn(conditioner.dense_log_marginals(position), row, noise, options, settled[0])
+            log_p = conditioner.dense_log_marginals(position)
+            tokens, scores = _proposals(log_p, noise.tokens.index_select(0, row), options)
+            return _Pick(row, tokens, scores, entropy(log_p), settled[0])
         log_p = conditioner.dense_log_marginals()[0].index_select(0, rows)
-    priorities = priority(options.remasking, log_p, log_p, log_p.argmax(-1), noise.order, options.sharpening)
+    tokens, scores = _proposals(log_p, noise.tokens, options)
+    priorities = priority(options.remasking, log_p, log_p, tokens, noise.order, options.sharpening)
+    if options.threshold is not None:
+        passed = open_rows & (scores >= options.threshold)
+        open_rows = torch.where(passed.any(), passed, open_rows)
     row = priorities.masked_fill(~open_rows, -torch.inf).argmax(0, keepdim=True)
     certain = torch.ones((), dtype=torch.bool, device=rows.device)
-    return _drawn(log_p.index_select(0, row), row, noise, options, certain)
+    token, score, log_p = (part.index_select(0, row) for part in (tokens, scores, log_p))
+    return _Pick(row, token, score, entropy(log_p), certain)
 
 
-def _drawn(
-    log_p: Float[Tensor, "1 V"], row: Int[Tensor, " 1"], noise: Noise, options: Options, valid: Bool[Tensor, ""]
-) -> _Pick:
-    """Choose the token of a position from the probabilities of all tokens."""
-    uniform = noise.tokens.index_select(0, row)
-    token = choose_tokens(log_p, uniform, options.temperature, options.top_k, options.top_p)
-    return _Pick(row, token, token_probability(log_p, token), entropy(log_p), valid)
+def _proposals(
+    log_p: Float[Tensor, "R V"], uniforms: Float[Tensor, " R"], options: Options
+) -> tuple[Int[Tensor, " R"], Float[Tensor, " R"]]:
+    """A token for each position, from the probabilities of all tokens, and its own."""
+    tokens = choose_tokens(log_p, uniforms, options.temperature, options.top_k, options.top_p)
+    return tokens, token_probability(log_p, tokens)

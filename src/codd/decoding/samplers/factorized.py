@@ -25,7 +25,8 @@ def sample_factorized(
 ) -> Ranking:
     """Rank every row by itself; rows that are not open come last, and ``count`` must not reach them.
 
-    ``count`` rows are kept; None: as many as the threshold or the entropy budget lets pass, and at least one.
+    ``count`` rows are kept; None: all that reach the threshold, or the first ones up to the entropy budget, and in any
+    case one.
     """
     scores = scores.float() if scores.dtype != torch.float64 else scores
     tokens = choose_tokens(scores, noise.tokens, options.temperature, options.top_k, options.top_p)
@@ -47,4 +48,5 @@ def _kept(
     if entropies is not None and options.entropy_budget is not None:
         return (entropies.cumsum(0) < options.entropy_budget) | (rank == 0)
     assert options.threshold is not None
-    return (probabilities >= options.threshold) | (rank == 0)
+    passed = probabilities >= options.threshold
+    return passed | ((rank == 0) & ~passed.any())

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from codd.circuits.sampling import draw_token
 
+COLDEST, HOTTEST = 1e-30, 1e30
+"""Temperatures beyond these count as these: float32 would make 0 or infinity of some of them."""
+
 
 class Noise(NamedTuple):
     """Uniform numbers in [0, 1), one of each kind for a position, whether the options need them or not.
@@ -111,7 +114,7 @@ def priority(
     if rule == "low_confidence":
         return token_probability(log_p, tokens)
     if rule == "sharpened":
-        return token_probability((scores / sharpening).log_softmax(-1), tokens)
+        return token_probability(temper(scores, sharpening).log_softmax(-1), tokens)
     if rule == "margin":
         return margin(log_p)
     if rule == "entropy":
@@ -126,6 +129,11 @@ def priority(
 def by_priority(priorities: Float[Tensor, " R"]) -> Int[Tensor, " R"]:
     """Rows from the earliest to the latest; of equals, the leftmost comes first."""
     return priorities.argsort(descending=True, stable=True)
+
+
+def temper(scores: Float[Tensor, "R V"], temperature: float) -> Float[Tensor, "R V"]:
+    """Scores over a temperature, the best of each row at 0: nothing overflows but what becomes impossible."""
+    return (scores - scores.amax(-1, keepdim=True)) / min(max(temperature, COLDEST), HOTTEST)
 
 
 def keep_top_k(scores: Float[Tensor, "R V"], k: int | None) -> Float[Tensor, "R V"]:
@@ -154,9 +162,12 @@ def choose_tokens(
     top_k: int | None,
     top_p: float | None,
 ) -> Int[Tensor, " R"]:
-    """One token a row: the best at temperature 0, otherwise drawn by inverse CDF with one uniform number a row."""
+    """One token a row: the best at temperature 0, otherwise drawn by inverse CDF with one uniform number a row.
+
+    A token whose score is -inf is never chosen while there is another, whatever the temperature.
+    """
     if temperature == 0:
         return scores.argmax(-1)
     assert uniforms is not None
-    kept = keep_top_p(keep_top_k(scores / temperature, top_k), top_p)
+    kept = keep_top_p(keep_top_k(temper(scores, temperature), top_k), top_p)
     return draw_token(kept.softmax(-1), uniforms)
