@@ -1,25 +1,24 @@
 """Chat templates: published Jinja templates rendered in a sandbox, and the default of each family.
 
-A template comes with a checkpoint, so it is foreign code. It runs in Jinja's immutable sandbox, and what it does counts
-against a budget: passes of loops, calls of macros, and the characters and items that it builds.
+A template comes with a checkpoint, so it is foreign code: unless it is one of those below, it is compiled and rendered
+by another process (``chat_sandbox.py``) that has a limit on its memory and its time.
 """
 
+import atexit
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
-from functools import lru_cache
-from types import CodeType
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from jinja2 import Template, TemplateSyntaxError, nodes
-from jinja2.exceptions import SecurityError
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.runtime import Context
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.visitor import NodeTransformer
+import jinja2
+import markupsafe
 
-from codd.errors import CoddError, FormatError
+from codd.backbones import chat_sandbox
+from codd.errors import CoddError, FormatError, InvalidInput
 
 LLADA = (
     "{% for message in messages %}"
@@ -65,9 +64,11 @@ PLAIN = (
 )
 """Models that were never taught to converse (BERT, MDLM, SEDD): the contents, with blank lines between them."""
 
-BUDGET = 100_000_000
-"""What a template may spend in one run: 1 for each character or item that it builds, `STEP` for each pass of a loop."""
-STEP = 1_000
+OURS = frozenset({LLADA, CHATML, MINI, PLAIN})
+"""The templates that take time in proportion to the conversation: this process renders them itself."""
+
+SECONDS = 10.0
+"""How long, by the clock, another template may take for one conversation."""
 
 Messages = Sequence[Mapping[str, str]] | str
 
@@ -84,7 +85,6 @@ def render(
     ``special_tokens`` ({"bos_token": ...}) become variables of the template. A template that is broken, leaves the
     sandbox or does not end gives a FormatError; one that refuses the conversation itself gives a CoddError.
     """
-    code = compile_template(template)
     variables = {
         "messages": as_messages(messages),
         "add_generation_prompt": add_generation_prompt,
@@ -92,36 +92,12 @@ def render(
         "documents": None,
         **(special_tokens or {}),
     }
-    sandbox = _Sandbox()
-    try:
-        return Template.from_code(sandbox, code, sandbox.make_globals(None)).render(variables)
-    except CoddError:
-        raise
-    except SecurityError as error:
-        raise FormatError(
-            f"the chat template was stopped: {_one_line(error)}. Use another chat_template, or none."
-        ) from error
-    except Exception as error:  # a template may fail in every way that Python can
-        raise FormatError(
-            f"the chat template failed on this conversation ({type(error).__name__}: {_one_line(error)}). "
-            "Use another chat_template, or none."
-        ) from error
+    return _render(template, variables, "the chat template")
 
 
-def compile_template(template: str, where: str = "the chat template") -> CodeType:
-    """Compile a template, or raise a FormatError, beginning with ``where``, if it is not valid Jinja."""
-    try:
-        return _compile(template)
-    except TemplateSyntaxError as error:
-        raise FormatError(
-            f"{where}: is not valid Jinja (line {error.lineno}: {_one_line(error)}). "
-            "Correct it, or use another chat_template."
-        ) from error
-    except Exception as error:  # too deep for Python, for example
-        raise FormatError(
-            f"{where}: cannot be compiled ({type(error).__name__}: {_one_line(error)}). "
-            "Correct it, or use another chat_template."
-        ) from error
+def compile_template(template: str, where: str = "the chat template") -> None:
+    """Raise a FormatError, beginning with ``where``, if a template is not valid Jinja or cannot be compiled."""
+    _render(template, None, where)
 
 
 def as_messages(messages: Messages) -> list[dict[str, str]]:
@@ -141,117 +117,85 @@ def as_messages(messages: Messages) -> list[dict[str, str]]:
     return [dict(message) for message in messages]
 
 
-@lru_cache(maxsize=64)
-def _compile(template: str) -> CodeType:
-    sandbox = _Sandbox()
-    tree = _Budgeted().visit(sandbox.parse(template))
-    tree.set_environment(sandbox)
-    return sandbox.compile(tree)
+def _render(template: str, variables: Mapping[str, Any] | None, where: str) -> str:
+    outcome, text = (chat_sandbox.render if template in OURS else _helper.render)(template, variables)
+    if outcome == "rendered":
+        return text
+    if outcome == "refused":
+        raise CoddError(f"{where} refuses this conversation: {text}.")
+    raise FormatError(f"{where}: {text}. Correct it, or use another chat_template.")
 
 
-def _one_line(error: object) -> str:
-    return " ".join(str(error).split())[:300].rstrip(".")
-
-
-class _GenerationBlock(Extension):
-    """``{% generation %}``, with which published templates mark the answers for training: it changes no text."""
-
-    tags = {"generation"}  # noqa: RUF012 - Jinja declares it so
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """The environment of one run: what published templates expect to find, and what is left of the budget."""
-
-    intercepted_binops = frozenset(["+", "*", "**"])
+class _Helper:
+    """The process that renders the templates of strangers: started for the first, stopped when this one ends."""
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _GenerationBlock])
-        self.filters["tojson"] = _to_json
-        self.filters["joined"] = lambda parts: self.concat(map(str, parts))
-        self.globals["raise_exception"] = _refuse
-        self.globals["strftime_now"] = _strftime_now
-        self.budget = BUDGET
+        self.reset()
 
-    def spend(self, cost: int) -> None:
-        self.budget -= max(0, cost)  # 'x' * -1 would give some back
-        if self.budget < 0:
-            raise SecurityError(
-                f"it takes more than {BUDGET // STEP} passes of loops or builds more than {BUDGET} characters"
-            )
+    def reset(self) -> None:
+        """Begin without a process; if there is one, it is left alone."""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
 
-    def step(self) -> bool:
-        """Pay for a pass of a loop."""
-        self.spend(STEP)
-        return True
+    def render(self, template: str, variables: Mapping[str, Any] | None) -> tuple[str, str]:
+        """As `chat_sandbox.render`; CoddError if the process cannot be had or the variables are no JSON."""
+        try:
+            request = json.dumps([SECONDS, template, variables]).encode() + b"\n"
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidInput(f"expected messages of texts, numbers, lists and objects: {error}.") from error
+        line = b""
+        with self._lock:
+            try:
+                if self._process is None or self._process.poll() is not None:
+                    self.stop()
+                    self._process = _start()
+                    if not _exchange(self._process, b""):
+                        raise CoddError(
+                            f"the process that renders chat templates does not run: {self._process.args!r}."
+                        )
+                line = _exchange(self._process, request)
+            finally:
+                if not line:  # it died; or we are interrupted, and this answer must not be the next one
+                    self.stop()
+        if not line:
+            limits = f"{SECONDS:g} seconds or {chat_sandbox.MEMORY // 2**20} MiB of memory"
+            return "failed", f"was stopped: it takes more than {limits}, or it crashes Python"
+        outcome, text = json.loads(line)
+        return outcome, text
 
-    def concat(self, parts: Iterable[str]) -> str:
-        """Join what was written: by a macro, a recursive loop, a block that is assigned, and the whole template."""
-        self.spend(STEP)
-        kept = []
-        for part in parts:
-            self.spend(len(part))
-            kept.append(part)
-        return "".join(kept)
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        self.spend(_size_of_result(operator, left, right))
-        return super().call_binop(context, operator, left, right)
-
-
-class _Budgeted(NodeTransformer):
-    """Have a template pay for what Jinja offers no hook for: passes of loops, and the operator ``~``."""
-
-    def visit_For(self, node: nodes.For) -> nodes.Node:
-        self.generic_visit(node)
-        # An attribute of the environment, unlike a variable, cannot be redefined by the template.
-        step = nodes.Call(nodes.EnvironmentAttribute("step"), [], [], None, None, lineno=node.lineno)
-        if node.test is None:
-            node.body.insert(0, nodes.ExprStmt(step, lineno=node.lineno))
-        else:  # a pass that fails the loop's own condition does not reach the body
-            node.test = nodes.And(step, node.test, lineno=node.lineno)
-        return node
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        self.generic_visit(node)
-        return nodes.Filter(nodes.List(node.nodes), "joined", [], [], None, None, lineno=node.lineno)
+    def stop(self) -> None:
+        """End the process, if there is one."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.communicate()  # reaps it and closes the pipes
 
 
-def _size_of_result(operator: str, left: Any, right: Any) -> int:
-    """About how many characters, items or bits an operation will make; 0 where that cannot be much."""
-    numbers = isinstance(left, int), isinstance(right, int)
-    if operator == "**":
-        return int(left.bit_length() * right) if all(numbers) and abs(left) > 1 else 0
-    if operator == "*" and numbers == (False, True):
-        return _size(left) * int(right)
-    if operator == "*" and numbers == (True, False):
-        return int(left) * _size(right)
-    return _size(left) + _size(right)
+def _start() -> "subprocess.Popen[bytes]":
+    """An interpreter that has its standard library and Jinja, and nothing of the user's settings and folders."""
+    folders = {str(Path(str(package.__file__)).parents[1]) for package in (jinja2, markupsafe)}
+    command = [sys.executable, "-I", "-S", chat_sandbox.__file__, *folders]
+    pipe = subprocess.PIPE
+    try:
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+    except OSError as error:
+        raise CoddError(f"the process that renders chat templates did not start: {error}.") from error
 
 
-def _size(value: Any) -> int:
-    if isinstance(value, int):
-        return value.bit_length()
-    return len(value) if isinstance(value, str | bytes | list | tuple) else 0
+def _exchange(process: "subprocess.Popen[bytes]", request: bytes) -> bytes:
+    """Send a request and wait for a line; nothing if the process dies."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write(request)
+        process.stdin.flush()
+    except OSError:  # a broken pipe
+        return b""
+    line = process.stdout.readline()
+    return line if line.endswith(b"\n") else b""
 
 
-def _refuse(message: object) -> str:
-    raise CoddError(f"the chat template refuses this conversation: {_one_line(message)}.")
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own filter escapes for HTML, which a prompt is not."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+_helper = _Helper()
+atexit.register(_helper.stop)
+if hasattr(os, "register_at_fork"):  # two processes must not share a helper; Windows does not fork
+    os.register_at_fork(after_in_child=_helper.reset)
