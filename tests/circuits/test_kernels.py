@@ -58,6 +58,7 @@ def evidence(batch, length, states, vocab, seed, style):
     logits = 3 * randn(batch, length, vocab)
     fields = {
         "logits": {"logits": logits, "temperature": 0.7},
+        "offset": {"logits": 8 * logits + 1e8 * randn(batch, length, 1), "temperature": 0.7},
         "bf16": {"logits": logits.bfloat16()},
         "potentials": {"log_potentials": logits},
         "mixed": {
@@ -72,7 +73,7 @@ def evidence(batch, length, states, vocab, seed, style):
     return Evidence(**{"tokens": tokens, "observed": observed, **fields}).to(DEVICE)
 
 
-STYLES = ["logits", "bf16", "potentials", "mixed", "hard", "banned"]
+STYLES = ["logits", "offset", "bf16", "potentials", "mixed", "hard", "banned"]
 if CUDA:
     AGREE = [*itertools.product(SHAPES, STYLES)]
 else:  # every style and every shape: the interpreter is slow

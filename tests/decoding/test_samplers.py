@@ -53,7 +53,7 @@ def exact(joint: Coupled) -> Tensor:
 
 def tempered_by_path(joint: Coupled, temperature: float) -> Tensor:
     """The paper's: a path from its posterior, then both tokens from p(x | z)^(1 / temperature)."""
-    hmm, log_phi = joint.circuit, joint.evidence.scaled()[0].double().log_softmax(-1)
+    hmm, log_phi = joint.circuit, joint.evidence.log_weights(torch.float64)[0]
     assert isinstance(hmm, HMM)
     initial, transition = hmm.log_initial.double(), hmm.log_transition.double()
     emission = hmm.log_emission.double()

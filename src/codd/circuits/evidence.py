@@ -14,6 +14,7 @@ posterior and in every conditional probability.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import NamedTuple
@@ -34,13 +35,49 @@ class Kind(IntEnum):
     MISSING = 3
 
 
-def _finite(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    return torch.where(x > -math.inf, x, 0)
-
-
 def log_softmax(x: Float[Tensor, "*rows V"]) -> Float[Tensor, "*rows V"]:
-    """The usual one, except that a row of -inf stays -inf instead of becoming NaN."""
-    return x - _finite(x.logsumexp(-1, keepdim=True))
+    """The usual one, except that a row of -inf stays -inf instead of becoming NaN (as does its gradient)."""
+    if x.device.type == "cpu":  # elsewhere, looking would wait for the device
+        out = x.log_softmax(-1)
+        if not bool(out[..., :1].isnan().any()):
+            return out
+    empty = (x == -math.inf).all(-1, keepdim=True)
+    return x.masked_fill(empty, 0).log_softmax(-1).masked_fill(empty, -math.inf)
+
+
+def tempered(
+    logits: Float[Tensor, "*rows V"], temperature: float | Float[Tensor, "..."], dtype: torch.dtype
+) -> Float[Tensor, "*rows V"]:
+    """Logits over a temperature, up to a constant a row: where a large offset would cost digits, it is taken out.
+
+    What needs neither division nor rounding stays as it is: a softmax takes the offset out by itself.
+    """
+    exact = torch.promote_types(logits.dtype, dtype)
+    logits = logits.to(exact)
+    if exact == dtype and isinstance(temperature, float | int) and temperature == 1:
+        return logits
+    return (logits - row_max(logits)).div_(temperature).to(dtype)
+
+
+def _check_temperatures(temperatures: Sequence[float]) -> None:
+    least = torch.finfo(torch.float32).tiny
+    for t in temperatures:
+        if not least <= t <= 1 / least:
+            raise InvalidEvidence(
+                f"temperature must be positive and finite, found {t} (in float32: {least:.2g} to {1 / least:.2g})"
+            )
+
+
+def row_max(x: Float[Tensor, "*rows V"]) -> Float[Tensor, "*rows 1"]:
+    """The largest entry of each row, 0 for a row of -inf. A constant: no gradient goes through it."""
+    top = x.detach().amax(-1, keepdim=True)
+    return top.masked_fill_(top == -math.inf, 0)
+
+
+def _centred(x: Float[Tensor, "*rows V"]) -> tuple[Float[Tensor, "*rows V"], Float[Tensor, "*rows"]]:
+    """Each row less its largest entry, and that entry. In float64: others may be small and count all the same."""
+    top = row_max(x).double()
+    return x.double() - top, top[..., 0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,13 +115,19 @@ class SparsePotentials:
         """Keep the k most probable tokens of ``softmax(logits / temperature)`` and the mass of the rest."""
         if not 1 <= k <= logits.shape[-1]:
             raise InvalidEvidence(f"k must be between 1 and V = {logits.shape[-1]}, found {k}")
-        if not 0 < temperature < math.inf:
-            raise InvalidEvidence(f"temperature must be positive and finite, found {temperature}")
-        scaled = logits.float() / temperature if logits.dtype != torch.float64 else logits / temperature
-        top, ids = scaled.topk(k, dim=-1)
-        total = scaled.logsumexp(-1)
-        tail = scaled.scatter(-1, ids, -math.inf).logsumexp(-1) - total
-        return cls(ids, top - total.unsqueeze(-1), tail)
+        _check_temperatures([temperature])
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        log_p = log_softmax(tempered(logits, temperature, dtype))
+        ids = logits.topk(k, dim=-1).indices
+        return cls(ids, log_p.gather(-1, ids), log_p.scatter(-1, ids, -math.inf).logsumexp(-1))
+
+    def centred(self) -> tuple["SparsePotentials", Float[Tensor, "B L"]]:
+        """The same with the largest weight of each row, or its tail, at one, and the logarithm of what it was."""
+        if self.log_tail is None:
+            weights, top = _centred(self.log_weights)
+            return replace(self, log_weights=weights), top
+        weights, top = _centred(torch.cat([self.log_weights, self.log_tail[..., None]], -1))
+        return replace(self, log_weights=weights[..., :-1], log_tail=weights[..., -1]), top
 
     def log_tail_weight(self, vocab_size: int) -> Float[Tensor, "B L"]:
         """The log-weight of each token that is not listed."""
@@ -162,22 +205,43 @@ class Evidence:
             return 1.0 / self.temperature.float()
         return torch.full((self.shape[0],), 1.0 / self.temperature, device=self.device)
 
-    def scaled(self, dtype: torch.dtype | None = None) -> Float[Tensor, "B L V"]:
-        """The dense potentials over the temperature, not normalised, in float32 or better."""
+    def log_weights(self, dtype: torch.dtype | None = None) -> Float[Tensor, "B L V"]:
+        """The dense log-weights of all tokens, of logits their log-softmax; in float32 or better."""
         potentials = self.potentials
         assert potentials is not None
-        potentials = potentials.to(dtype or (torch.float64 if potentials.dtype == torch.float64 else torch.float32))
-        if isinstance(self.temperature, Tensor):
-            return potentials / self.temperature.to(potentials.dtype)[:, None, None]
-        return potentials if self.temperature == 1.0 else potentials / self.temperature
+        dtype = dtype or torch.promote_types(potentials.dtype, torch.float32)
+        return log_softmax(tempered(potentials, self.heat(dtype), dtype)) if self.normalised else potentials.to(dtype)
+
+    def heat(self, dtype: torch.dtype) -> float | Float[Tensor, "B 1 1"]:
+        """The temperature in the shape that logits are divided with."""
+        t = self.temperature
+        return t.to(dtype)[:, None, None] if isinstance(t, Tensor) else t
+
+    def centred(self) -> "Centred":
+        """The same with the largest log-weight of each row at zero: a constant in a row then costs no digits.
+
+        No conditional probability changes. Logits stay as they are: they are normalised wherever they are used.
+        """
+        changes: dict[str, Tensor | SparsePotentials] = {}
+        tokens = torch.zeros(self.shape, dtype=torch.float64, device=self.device)
+        latents = tokens.new_zeros(self.shape[0])
+        if self.log_potentials is not None:
+            changes["log_potentials"], top = _centred(self.log_potentials)
+            tokens = torch.where(self.rows(Kind.DENSE), top, tokens)
+        if self.sparse is not None:
+            changes["sparse"], top = self.sparse.centred()
+            tokens = torch.where(self.rows(Kind.SPARSE), top, tokens)
+        for name in ("latent_log_potentials", "step_log_gates"):
+            if (given := getattr(self, name)) is not None:
+                changes[name], top = _centred(given)
+                latents = latents + top.sum(-1)
+        return Centred(replace(self, **changes) if changes else self, tokens, latents)  # type: ignore[arg-type]
 
     def dense_log_weights(self, vocab_size: int) -> Float[Tensor, "B L V"]:
         """The log-weight of every token at every position in float64, whatever the kind: for the reference paths."""
         out = torch.zeros(*self.shape, vocab_size, dtype=torch.float64, device=self.device)
         if self.potentials is not None:
-            weights = self.scaled(torch.float64)
-            weights = log_softmax(weights) if self.normalised else weights
-            out = torch.where(self.rows(Kind.DENSE)[..., None], weights, out)
+            out = torch.where(self.rows(Kind.DENSE)[..., None], self.log_weights(torch.float64), out)
         if self.sparse is not None:
             tail = self.sparse.log_tail_weight(vocab_size).double()
             listed = tail[..., None].expand_as(out).scatter(-1, self.sparse.ids, self.sparse.log_weights.double())
@@ -193,12 +257,7 @@ class Evidence:
         at = ids.clamp(0, vocab_size - 1)[..., None]
         out = torch.zeros(self.shape, device=self.device)
         if self.potentials is not None:
-            scaled = self.scaled()
-            weights = scaled.gather(-1, at)[..., 0]
-            if self.normalised:  # the gradient of a row of -inf would be NaN
-                empty = (scaled == -math.inf).all(-1, keepdim=True)
-                weights = weights - scaled.masked_fill(empty, 0).logsumexp(-1)
-            out = torch.where(self.rows(Kind.DENSE), weights, out)
+            out = torch.where(self.rows(Kind.DENSE), self.log_weights().gather(-1, at)[..., 0], out)
         if self.sparse is not None:
             hit = self.sparse.ids == at
             listed = torch.where(hit, self.sparse.log_weights, -math.inf).amax(-1)
@@ -308,11 +367,9 @@ class Evidence:
                     f"a temperature a sequence must have shape ({shape[0]},), found {tuple(self.temperature.shape)}"
                 )
             on_cpu = self.temperature.device.type == "cpu"  # elsewhere, looking would wait for the device
-            wrong = [t for t in self.temperature.tolist() if not 0 < t < math.inf] if on_cpu else []
+            _check_temperatures(self.temperature.tolist() if on_cpu else [])
         else:
-            wrong = [] if 0 < self.temperature < math.inf else [self.temperature]
-        if wrong:
-            raise InvalidEvidence(f"temperature must be positive and finite, found {wrong[0]}")
+            _check_temperatures([self.temperature])
         if self.logits is None and (isinstance(self.temperature, Tensor) or self.temperature != 1.0):
             raise InvalidEvidence("temperature divides logits; log_potentials are used as they are. Give logits")
 
@@ -333,3 +390,16 @@ class Evidence:
         elif self.tokens is not None:
             kind.fill_(int(Kind.OBSERVED))
         return kind
+
+
+class Centred(NamedTuple):
+    """Evidence with the largest log-weight of each row at zero, and the logarithms of what was taken out, in float64.
+
+    The log Z of the evidence as given is that of ``evidence`` plus all of ``tokens`` and ``latents``.
+    """
+
+    evidence: Evidence
+    tokens: Float[Tensor, "B L"]
+    """Out of the weights of tokens; 0 where the token is observed, and for logits."""
+    latents: Float[Tensor, " B"]
+    """Out of the weights of latents and of steps."""

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from codd.circuits import inference
-from codd.circuits.evidence import Evidence, Kind, log_softmax
+from codd.circuits.evidence import Evidence, Kind
 from codd.circuits.inference import Smoothed
 from codd.circuits.ops.backend import REFERENCE, Backend, backend_for
 from codd.circuits.ops.chain import eager, reference
@@ -45,7 +45,7 @@ class _LogPartition(torch.autograd.Function):
             backend = REFERENCE
             smoothed = inference.smooth(hmm, ev, backend)
         ctx.hmm, ctx.ev, ctx.smoothed, ctx.backend = hmm, ev, smoothed, backend
-        return smoothed.log_partition.to(hmm.dtype)
+        return smoothed.log_partition
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -74,9 +74,8 @@ def _potential_gradient(hmm: "HMM", ev: Evidence, smoothed: Smoothed, backend: B
     """The token marginals; for logits, less their own distribution (they are normalised), over the temperature."""
     marginals = backend.token_marginals(hmm.emission, ev, smoothed.leaf, smoothed.posterior, None).exp()
     if ev.normalised:
-        marginals = marginals - log_softmax(ev.scaled()).exp().to(marginals.dtype)
-        t = ev.temperature
-        marginals = marginals / (t.to(marginals.dtype)[:, None, None] if isinstance(t, Tensor) else t)
+        marginals = marginals - ev.log_weights().exp().to(marginals.dtype)
+        marginals = marginals / ev.heat(marginals.dtype)
     return torch.where(ev.rows(Kind.DENSE)[..., None], marginals, 0)
 
 

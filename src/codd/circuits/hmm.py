@@ -234,14 +234,22 @@ class HMM(storage.HubMixin):
     # Queries. B sequences of L positions; everything is exact, up to the rounding of the circuit's type.
 
     def log_partition(self, ev: Evidence) -> Float[Tensor, " B"]:
-        """log Z of circuit times evidence; -inf where the evidence is impossible. Differentiable."""
-        self._check(ev)
+        """log Z of circuit times evidence; -inf where the evidence is impossible. Differentiable.
+
+        A constant in a row of log-weights is part of it (in a row of logits it is not: those are normalised), to the
+        digits of the circuit's type: near 1e8 float32 has multiples of 8. Probabilities are not computed from it.
+        """
+        ev, offset = self._centred(ev)
+        return (self._log_partition(ev) + offset).to(self.dtype)
+
+    def _log_partition(self, ev: Evidence) -> Float[Tensor, " B"]:
         return gradients.log_partition(self, ev) if gradients.wanted(self, ev) else inference.log_partition(self, ev)
 
     def log_partition_bounds(self, ev: Evidence) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"]]:
         """An interval that holds log Z of the dense evidence from which exact top-k potentials were taken."""
-        self._check(ev)
-        return inference.partition_bounds(self, ev)
+        ev, offset = self._centred(ev)
+        low, high = inference.partition_bounds(self, ev)
+        return (low + offset).to(self.dtype), (high + offset).to(self.dtype)
 
     def log_prob(self, ids: Int[Tensor, "B L"]) -> Float[Tensor, " B"]:
         """log p(ids) of whole strings. Differentiable."""
@@ -252,30 +260,29 @@ class HMM(storage.HubMixin):
 
         Normalised: summed over all completions it is one. What ids says at observed positions is ignored.
         """
-        self._check(ev)
+        ev, _ = self._centred(ev)
         if ids.shape != ev.shape:
             raise InvalidEvidence(f"ids must have the evidence's shape {ev.shape}, found {tuple(ids.shape)}")
         hidden = ~ev.rows(Kind.OBSERVED)
         full = ids if ev.tokens is None else torch.where(hidden, ids, ev.tokens)
         hard = Evidence(tokens=full, latent_log_potentials=ev.latent_log_potentials, step_log_gates=ev.step_log_gates)
-        given = torch.where(hidden, ev.log_weights_of(full, self.vocab_size), 0).sum(-1).to(self.dtype)
-        joint = self.log_partition(hard) + given
-        total = self.log_partition(ev)
-        return torch.where(total > -torch.inf, joint - total, -torch.inf)
+        given = torch.where(hidden, ev.log_weights_of(full, self.vocab_size), 0).sum(-1)
+        self._check(hard)
+        joint = self._log_partition(hard) + given
+        total = self._log_partition(ev)
+        return torch.where(total > -torch.inf, joint - total, -torch.inf).to(self.dtype)
 
     def posterior(self, ev: Evidence) -> Float[Tensor, "B L N"]:
         """log p(z_t | evidence) of every state; -inf throughout for impossible evidence."""
-        self._check(ev)
-        return inference.posterior(self, ev)
+        return inference.posterior(self, self._centred(ev)[0])
 
     def filter(self, ev: Evidence) -> Float[Tensor, "B L N"]:
         """log p(z_t | evidence at positions up to t)."""
-        self._check(ev)
-        return inference.filtered(self, ev)
+        return inference.filtered(self, self._centred(ev)[0])
 
     def marginals(self, ev: Evidence, candidates: Int[Tensor, "B L K"] | None = None) -> Float[Tensor, "B L V"]:
         """log p(x_t | evidence) of every token, or only of the candidates: then (B, L, K)."""
-        self._check(ev)
+        ev, _ = self._centred(ev)
         if candidates is not None:
             _check_ids("candidates", candidates, self.vocab_size)
             candidates = candidates.long()
@@ -286,8 +293,7 @@ class HMM(storage.HubMixin):
 
         C = K + 1, the others last. `codd.circuits.pairwise.mutual_information` says how much the two are coupled.
         """
-        self._check(ev)
-        return pairwise.tables(self, ev, candidates.long())
+        return pairwise.tables(self, self._centred(ev)[0], candidates.long())
 
     def incremental(self, ev: Evidence, candidates: int | None = None) -> IncrementalConditioner:
         """Marginals while tokens become known one by one, with what does not change computed once.
@@ -299,8 +305,9 @@ class HMM(storage.HubMixin):
 
     def max_product(self, ev: Evidence) -> BestPath:
         """Tokens and latents that are most probable together, and the logarithm of their weight."""
-        self._check(ev)
-        return BestPath(*inference.best_path(self, ev))
+        ev, offset = self._centred(ev)
+        tokens, latents, value = inference.best_path(self, ev)
+        return BestPath(tokens, latents, (value + offset).to(self.dtype))
 
     def sample(
         self,
@@ -315,7 +322,7 @@ class HMM(storage.HubMixin):
         Evidence of probability zero raises ImpossibleEvidence. On a GPU that check waits for the device: pass
         ``check=False`` to skip it (it is skipped by itself inside a CUDA graph) and look at ``log_partition`` later.
         """
-        self._check(ev)
+        ev, offset = self._centred(ev)
         count = 1 if num_samples is None else num_samples
         if count < 1:
             raise InvalidEvidence(f"num_samples must be at least 1, found {num_samples}")
@@ -325,14 +332,14 @@ class HMM(storage.HubMixin):
         tokens = torch.stack(
             [sampling.tokens_given(self, ev, latents[:, s], uniforms[:, s, :, 1]) for s in range(count)]
         )
-        paths = latents.transpose(0, 1)
+        paths, log_z = latents.transpose(0, 1), (log_z + offset).to(self.dtype)
         return Samples(tokens, paths, log_z) if num_samples is not None else Samples(tokens[0], paths[0], log_z)
 
     def sample_latents(
         self, ev: Evidence, *, generator: torch.Generator | None = None, check: bool | None = None
     ) -> Int[Tensor, "B L"]:
         """Exact samples of the latent path alone."""
-        self._check(ev)
+        ev, _ = self._centred(ev)
         uniforms = torch.rand(*ev.shape[:1], 1, ev.shape[1], generator=generator, device=ev.device)
         latents, log_z = inference.sample_latents(self, ev, uniforms)
         _check_possible(log_z, check)
@@ -376,8 +383,9 @@ class HMM(storage.HubMixin):
         backend = backend_for(ev.device, self.dtype)
         if backend.joint_step is not None and self._plain and ev.sparse is None:
             return JointStep(*backend.joint_step(self.emission, self.transition, self.log_initial, ev, uniforms))
-        latents, log_z = inference.sample_latents(self, ev, uniforms[:, None])
-        return JointStep(latents[:, 0], self.conditional_scores(ev, latents[:, 0]), log_z)
+        centred, offset = self._centred(ev)
+        latents, log_z = inference.sample_latents(self, centred, uniforms[:, None])
+        return JointStep(latents[:, 0], self.conditional_scores(ev, latents[:, 0]), (log_z + offset).to(self.dtype))
 
     @property
     def _plain(self) -> bool:
@@ -386,11 +394,13 @@ class HMM(storage.HubMixin):
 
     def flows(self, ev: Evidence, weights: Float[Tensor, " B"] | None = None) -> Flows:
         """Expected counts summed over the batch, each sequence with its weight: d sum(w log Z) / d log-parameters."""
-        self._check(ev)
+        ev, offset = self._centred(ev)
         if weights is not None and weights.shape != ev.shape[:1]:
             raise InvalidEvidence(f"weights must be (B,) = ({ev.shape[0]},), found {tuple(weights.shape)}")
         (initial, steps, emission), log_z = inference.expected_counts(self, ev, weights)
-        return Flows(initial, steps[0] if len(steps) == 1 else (steps[0], steps[1]), emission, log_z)
+        return Flows(
+            initial, steps[0] if len(steps) == 1 else (steps[0], steps[1]), emission, (log_z + offset).to(self.dtype)
+        )
 
     def as_circuit(self, length: int | None = None) -> "Circuit":
         """The same distribution as a general circuit over ``length`` positions, in float64, its rows summing to one."""
@@ -499,6 +509,12 @@ class HMM(storage.HubMixin):
                 "parameters are on different devices: "
                 + ", ".join(sorted({str(x.device) for x in (*tables, emission)}))
             )
+
+    def _centred(self, ev: Evidence) -> tuple[Evidence, Float[Tensor, " B"]]:
+        """Evidence that fits, without the constants of its rows, and what log Z gets back for them."""
+        self._check(ev)
+        centred = ev.centred()
+        return centred.evidence, centred.tokens.sum(-1) + centred.latents
 
     def _check(self, ev: Evidence) -> None:
         if ev.device != self.device:

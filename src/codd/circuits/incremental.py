@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 from codd.circuits import inference
-from codd.circuits.evidence import Evidence, Kind, _finite, log_softmax
+from codd.circuits.evidence import Evidence, Kind, log_softmax, tempered
 from codd.circuits.ops.backend import EAGER, REFERENCE, backend_for, use
 from codd.circuits.ops.chain import eager as chain_eager
 from codd.circuits.ops.leaf.eager import FLUSH
@@ -99,7 +99,9 @@ class IncrementalConditioner:
     def __init__(self, hmm: "HMM", ev: Evidence, candidates: int | None = None) -> None:
         """Compute what no later token changes: leaf values, and the emission columns of the candidates."""
         backend = backend_for(ev.device, hmm.dtype)
-        self._hmm, self._given, self._steps = hmm, ev, inference.steps_of(hmm, ev)
+        self._offered, self._centred = ev, ev.centred()
+        self._given = ev = self._centred.evidence
+        self._hmm, self._steps = hmm, inference.steps_of(hmm, ev)
         self._backend = EAGER if backend is REFERENCE else backend
         self._host = ev.device.type == "cpu" and self._backend is EAGER
         batch, length = ev.shape
@@ -129,14 +131,18 @@ class IncrementalConditioner:
     @property
     def evidence(self) -> Evidence:
         """The evidence with all tokens that were committed."""
-        return replace(self._given, tokens=self._tokens.clone(), observed=self._observed.clone())
+        return self._with_tokens(self._offered)
+
+    def _with_tokens(self, ev: Evidence) -> Evidence:
+        return replace(ev, tokens=self._tokens.clone(), observed=self._observed.clone())
 
     @property
     @torch.no_grad()
     def log_partition(self) -> Float[Tensor, " B"]:
         """log Z of the evidence and all committed tokens; -inf where they are impossible together."""
-        fast = self._root().to(self._hmm.dtype)
-        return self._surely(fast, lambda ev, _: inference.log_partition(self._hmm, ev))
+        log_z = self._surely(self._root().clone(), lambda ev, _: inference.log_partition(self._hmm, ev))
+        taken = torch.where(self._observed, 0, self._centred.tokens).sum(-1) + self._centred.latents
+        return (log_z + taken).to(self._hmm.dtype)
 
     @torch.no_grad()
     def commit(self, positions: Int[Tensor, " B"], tokens: Int[Tensor, " B"]) -> None:
@@ -274,7 +280,7 @@ class IncrementalConditioner:
 
     # What no later token changes.
 
-    def _leaves(self, normalisers: bool) -> tuple[Scaled, inference.Doubt, Float[Tensor, "B L"] | None]:
+    def _leaves(self, normalisers: bool) -> tuple[Scaled, inference.Doubt, Float[Tensor, "2 B L"] | None]:
         """Leaf values, and the normalisers of the dense rows where the backend has them from the same pass."""
         hmm, ev, backend, totals = self._hmm, self._given, self._backend, None
         fits = ev.potentials is not None and ev.sparse is None and not hmm.emission.per_position
@@ -287,7 +293,7 @@ class IncrementalConditioner:
         return leaf, doubt, totals
 
     def _prepare(
-        self, candidates: Int[Tensor, "B L K"], totals: Float[Tensor, "B L"] | None
+        self, candidates: Int[Tensor, "B L K"], totals: Float[Tensor, "2 B L"] | None
     ) -> tuple[Float[Tensor, "B R K N"], Float[Tensor, "B R K"]]:
         """Columns of the candidates times latent potentials, and log-weights with the scales that belong to them."""
         hmm, places, scale = self._hmm, self._places, self._leaf.log_scale
@@ -385,12 +391,7 @@ class IncrementalConditioner:
         kind = places.take(ev.kind)[..., None]
         out = torch.zeros(*kind.shape[:2], vocab, dtype=dtype, device=ev.device)
         if ev.potentials is not None:
-            x = places.take(ev.potentials).to(dtype)
-            if isinstance(ev.temperature, Tensor):
-                x = x / ev.temperature.to(dtype)[:, None, None]
-            elif ev.temperature != 1.0:
-                x = x / ev.temperature
-            out = torch.where(kind == Kind.DENSE, log_softmax(x) if ev.normalised else x, out)
+            out = torch.where(kind == Kind.DENSE, self._dense_log_weights(places), out)
         if ev.sparse is not None:
             tail = places.take(ev.sparse.log_tail_weight(vocab)).to(dtype)
             listed = places.take(ev.sparse.log_weights).to(dtype)
@@ -398,16 +399,16 @@ class IncrementalConditioner:
             out = torch.where(kind == Kind.SPARSE, rest.scatter(-1, places.take(ev.sparse.ids), listed), out)
         return out
 
+    def _dense_log_weights(self, places: _Places) -> Float[Tensor, "B R V"]:
+        ev, dtype = self._given, self._hmm.dtype
+        x = places.take(ev.potentials)  # type: ignore[arg-type]  # the caller looked
+        return log_softmax(tempered(x, ev.heat(dtype), dtype)) if ev.normalised else x.to(dtype)
+
     def _log_weights_of(self, ids: Int[Tensor, "B R K"]) -> Float[Tensor, "B R K"]:
-        """The same for some tokens at the places of the candidates; no row is normalised as a whole."""
+        """The same for some tokens at the places of the candidates."""
         ev, places, dtype = self._given, self._places, self._hmm.dtype
         kind = places.take(ev.kind)[..., None]
-        rows = places.take(ev.potentials)  # type: ignore[arg-type]  # candidates come from them
-        heat = ev.temperature.to(dtype)[:, None, None] if isinstance(ev.temperature, Tensor) else ev.temperature
-        weights = rows.gather(-1, ids).to(dtype) / heat
-        if ev.normalised:
-            weights -= _finite((rows.to(dtype) / heat).logsumexp(-1, keepdim=True))
-        out = torch.where(kind == Kind.DENSE, weights, 0)
+        out = torch.where(kind == Kind.DENSE, self._dense_log_weights(places).gather(-1, ids), 0)
         if ev.sparse is not None:
             hit = places.take(ev.sparse.ids)[:, :, None] == ids[..., None]
             listed = torch.where(hit, places.take(ev.sparse.log_weights).to(dtype)[:, :, None], -torch.inf).amax(-1)
@@ -420,7 +421,7 @@ class IncrementalConditioner:
         if self._host and bool((wrong := self._in_doubt()).any()):
             index = wrong.nonzero()[:, 0]
             with use("reference"):
-                fast[index] = exact(self.evidence.select(index), index)
+                fast[index] = exact(self._with_tokens(self._given).select(index), index)
         return fast
 
     def _in_doubt(self) -> Bool[Tensor, " B"]:

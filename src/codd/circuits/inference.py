@@ -35,14 +35,17 @@ Query: TypeAlias = Callable[[Evidence, Backend, Pick], Answer]
 
 @torch.no_grad()
 def exactly(hmm: "HMM", ev: Evidence, query: Query) -> tuple[Tensor, ...]:
-    """Answer a query whose results have the batch first, with the doubtful sequences answered by the reference."""
+    """Answer a query whose results have the batch first, with the doubtful sequences answered by the reference.
+
+    Results are in the precision that they were computed in, for more to be added to them.
+    """
     out, doubt = query(ev, backend_for(ev.device, hmm.dtype), lambda x: x)
     if doubt is not None:
         index = doubt.nonzero()[:, 0]
         exact, _ = query(ev.select(index), REFERENCE, lambda x: x[index])
         for fast, slow in zip(out, exact, strict=True):
             fast[index] = slow.to(fast.dtype)
-    return tuple(x.to(hmm.dtype) if x.dtype.is_floating_point else x for x in out)
+    return out
 
 
 def _leaf(hmm: "HMM", ev: Evidence, backend: Backend, *, each: bool = True) -> tuple[Scaled, Doubt]:
@@ -195,7 +198,7 @@ def filtered(hmm: "HMM", ev: Evidence) -> Float[Tensor, "B L N"]:
         alpha = backend.messages(steps_of(hmm, ev), hmm.log_initial, leaf, False, absorb=True)
         return (alpha.log_normalised(),), _either(doubt, _doubt(hmm, ev, leaf, alpha, False, backend))
 
-    return exactly(hmm, ev, query)[0]
+    return exactly(hmm, ev, query)[0].to(hmm.dtype)
 
 
 def posterior(hmm: "HMM", ev: Evidence) -> Float[Tensor, "B L N"]:
@@ -205,7 +208,7 @@ def posterior(hmm: "HMM", ev: Evidence) -> Float[Tensor, "B L N"]:
         smoothed = smooth(hmm, ev, backend)
         return (smoothed.posterior.log_normalised(),), smoothed.doubt
 
-    return exactly(hmm, ev, query)[0]
+    return exactly(hmm, ev, query)[0].to(hmm.dtype)
 
 
 def marginals(hmm: "HMM", ev: Evidence, candidates: Int[Tensor, "B L K"] | None = None) -> Float[Tensor, "B L V"]:
@@ -217,7 +220,7 @@ def marginals(hmm: "HMM", ev: Evidence, candidates: Int[Tensor, "B L K"] | None 
         out = backend.token_marginals(hmm.emission, ev, smoothed.leaf, smoothed.posterior, wanted)
         return (out,), smoothed.doubt
 
-    return exactly(hmm, ev, query)[0]
+    return exactly(hmm, ev, query)[0].to(hmm.dtype)
 
 
 def sample_latents(
@@ -264,7 +267,7 @@ def expected_counts(
     """Flows of the initial distribution, of each transition factor and of the emission, and log Z."""
     backend = backend_for(ev.device, hmm.dtype)
     smoothed = smooth(hmm, ev, backend, each=False) if smoothed is None else smoothed
-    out, log_z = counts_of(hmm, ev, smoothed, backend, weights), smoothed.log_partition.to(hmm.dtype)
+    out, log_z = counts_of(hmm, ev, smoothed, backend, weights), smoothed.log_partition
     if smoothed.doubt is not None:
         some = ev.select(smoothed.doubt)
         again = smooth(hmm, some, REFERENCE)
@@ -282,7 +285,7 @@ def best_path(hmm: "HMM", ev: Evidence) -> tuple[Int[Tensor, "B L"], Int[Tensor,
     values, tokens = leaf_eager.leaf_max(hmm.emission, ev)
     find = path_reference.best_path if hmm.dtype == torch.float64 else path_eager.best_path
     latents, value = find(steps_of(hmm, ev), hmm.log_initial, values)
-    return tokens.gather(-1, latents[..., None])[..., 0], latents, value.to(hmm.dtype)
+    return tokens.gather(-1, latents[..., None])[..., 0], latents, value
 
 
 @torch.no_grad()
@@ -309,5 +312,5 @@ def _bounds(hmm: "HMM", ev: Evidence, backend: Backend) -> tuple[tuple[Tensor, T
     for leaf in (lower, upper):
         target = backend.messages(steps_of(hmm, ev), None, leaf, True, absorb=True)
         doubt = _either(doubt, _doubt(hmm, ev, leaf, target, True, backend))
-        ends.append(_root(hmm, target).to(hmm.dtype))
+        ends.append(_root(hmm, target))
     return (ends[0], ends[1]), doubt

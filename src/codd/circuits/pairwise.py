@@ -94,7 +94,7 @@ def tables(hmm: "HMM", ev: Evidence, candidates: Int[Tensor, "B L K"]) -> Float[
             doubt = inference._either(doubt, faint if bool(faint.any()) else None)
         return (out,), doubt
 
-    return inference.exactly(hmm, ev, query)[0]
+    return inference.exactly(hmm, ev, query)[0].to(hmm.dtype)
 
 
 def check_candidates(candidates: Int[Tensor, "B L K"], ev: Evidence, vocab_size: int) -> None:

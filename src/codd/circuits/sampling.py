@@ -6,9 +6,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from codd.circuits.evidence import Evidence, Kind
+from codd.circuits.evidence import Evidence, Kind, row_max
 from codd.circuits.ops.backend import backend_for
-from codd.circuits.ops.leaf.eager import FLUSH, Rows, dense_weights, sparse_weights
+from codd.circuits.ops.leaf.eager import FLUSH, Rows, dense_rows, dense_weights, sparse_weights
 from codd.circuits.ops.path.reference import draw
 
 if TYPE_CHECKING:
@@ -90,9 +90,8 @@ def _dense(
     weights = dense_weights(ev, rows, hmm.dtype)[0].mul_(emitted)
     vanished = weights.sum(-1) < FLUSH
     if bool(vanished.any()):  # the state allows only tokens that the network all but excludes: go through logarithms
-        assert ev.potentials is not None
-        scores = rows.take(ev.scaled())[vanished].to(hmm.dtype)
-        scores = scores + hmm.emission.log_rows(states[vanished], places[vanished])
+        scores = dense_rows(ev, rows, hmm.dtype)[vanished]
+        scores = scores - row_max(scores) + hmm.emission.log_rows(states[vanished], places[vanished])
         weights[vanished] = scores.softmax(-1).nan_to_num_(0.0)
     return draw_token(weights, u)
 

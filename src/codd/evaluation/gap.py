@@ -240,7 +240,7 @@ def _reveal(
 
 
 def _log_probs(logits: Float[Tensor, "B n V"], tokens: Int[Tensor, "B n"]) -> Float[Tensor, "B n"]:
-    return (logits.gather(-1, tokens[..., None])[..., 0] - logits.logsumexp(-1)).double()
+    return logits.log_softmax(-1).gather(-1, tokens[..., None])[..., 0].double()
 
 
 def _joint(

@@ -110,7 +110,7 @@ def factorized_of(windows: Windows) -> Tensor:
         truth = torch.where(hit, windows.sparse.log_weights, -torch.inf).amax(-1)
     else:
         assert windows.logits is not None
-        truth = windows.logits.gather(-1, windows.tokens[..., None])[..., 0] - windows.logits.logsumexp(-1)
+        truth = windows.logits.log_softmax(-1).gather(-1, windows.tokens[..., None])[..., 0]
     return torch.where(windows.masked, truth, 0).sum(-1)
 
 
@@ -148,4 +148,4 @@ class _Asked:
         states = see(self.backbone, self.mask_id, shown, at, 1)
         truth = shown.tokens.gather(1, at.starts)
         logits = self.backbone.masked_logits_from_states(states, mask_id=self.mask_id)
-        return float((logits.gather(-1, truth[..., None])[..., 0] - logits.logsumexp(-1)).double().sum())
+        return float(logits.log_softmax(-1).gather(-1, truth[..., None]).double().sum())

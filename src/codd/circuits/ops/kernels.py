@@ -26,7 +26,7 @@ def joint_step(
     uniforms: Float[Tensor, "B L"],
 ) -> tuple[Int[Tensor, "B L"], Float[Tensor, "B L V"], Float[Tensor, " B"]]:
     """Latents, new scores and log Z without a product, a reduction or a normaliser between the launches."""
-    leaf, log_total = fused(emission, ev)
+    leaf, totals = fused(emission, ev)
     backward = messages(transition, None, leaf, True)
     path, log_partition = launch_path(transition, log_initial, leaf, backward, uniforms[None])
-    return path[0], launch_scores(emission, ev, path[0], log_total), log_partition
+    return path[0], launch_scores(emission, ev, path[0], totals), log_partition

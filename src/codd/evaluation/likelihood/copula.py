@@ -98,7 +98,7 @@ def _scores(
         first = (window == 0)[..., None]
         joint = torch.where(first, by_all, following + (by_all - by_left))
         joint = joint.masked_fill(by_all == -torch.inf, -torch.inf)  # the mask, which both exclude
-        log_probs = joint.gather(-1, truth[..., None])[..., 0] - joint.logsumexp(-1)
+        log_probs = joint.log_softmax(-1).gather(-1, truth[..., None])[..., 0]
         found[masked] = torch.where(hidden, log_probs.double(), 0).sum(1)
     return found
 

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
-from codd.circuits.evidence import Evidence, Kind
+from codd.circuits.evidence import Evidence, Kind, tempered
 from codd.circuits.ops.scaled import Scaled, exponentials
 from codd.circuits.parameters import Emission
 
@@ -73,19 +73,24 @@ def _rows(ev: Evidence, kind: Kind, here: Bool[Tensor, "B L"] | None) -> Rows:
     return Rows(mask if here is None else mask & here)
 
 
+def dense_rows(ev: Evidence, rows: Rows, dtype: torch.dtype) -> Float[Tensor, "R V"]:
+    """The dense potentials of some rows; logits over their temperature, not normalised."""
+    assert ev.potentials is not None
+    x, heat = rows.take(ev.potentials), ev.heat(dtype)
+    if not ev.normalised:
+        return x.to(dtype)
+    return tempered(x, rows.take(heat.expand(*ev.shape, 1)) if isinstance(heat, Tensor) else heat, dtype)
+
+
 def dense_weights(ev: Evidence, rows: Rows, dtype: torch.dtype) -> tuple[Float[Tensor, "R V"], Float[Tensor, " R"]]:
     """The dense potentials of some rows as weights that sum to one, and the logarithm of what they summed to.
 
     Logits sum to one by definition (0). A row without any possible token gives weights of zero.
     """
-    potentials = ev.potentials
-    assert potentials is not None
-    x = rows.take(potentials).to(dtype)
-    if isinstance(ev.temperature, Tensor):
-        x = x / rows.take(ev.temperature.to(dtype)[:, None].expand(ev.shape))[:, None]
-    elif ev.temperature != 1.0:
-        x = x / ev.temperature
+    x = dense_rows(ev, rows, dtype)
     p = x.softmax(-1)
+    if ev.normalised and rows.listed and not bool(p[:, :1].isnan().any()):  # no row is empty
+        return p, p.new_zeros(len(p))
     top = x.amax(-1)
     empty = top == -torch.inf
     if p.device.type != "cpu" or bool(empty.any()):
@@ -311,10 +316,10 @@ def emission_flow(
 
 
 def leaf_max(emission: Emission, ev: Evidence) -> tuple[Float[Tensor, "B L N"], Int[Tensor, "B L N"]]:
-    """max_v (log E[i, v] + log w_t(v)) plus the latent potential, and the token that reaches it."""
-    weights = ev.dense_log_weights(emission.stored.shape[-1]).to(emission.dtype)
+    """max_v (log E[i, v] + log w_t(v)) plus the latent potential in float64, and the token that reaches it."""
+    weights = ev.dense_log_weights(emission.stored.shape[-1])
     states = emission.stored.shape[-2]
-    values = torch.empty(*ev.shape, states, dtype=emission.dtype, device=ev.device)
+    values = torch.empty(*ev.shape, states, dtype=torch.float64, device=ev.device)
     tokens = torch.empty(*ev.shape, states, dtype=torch.int64, device=ev.device)
     for t in range(ev.shape[1]):
         table = emission.at(t).log.detach()

@@ -22,7 +22,7 @@ from codd.circuits.parameters import Emission
 
 _OBSERVED = tl.constexpr(int(Kind.OBSERVED))
 _DENSE = tl.constexpr(int(Kind.DENSE))
-_LOG2E = 1.4426950408889634
+_LOG2E = tl.constexpr(1.4426950408889634)
 
 
 class Tiling(NamedTuple):
@@ -91,7 +91,10 @@ def _contract(
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """partial[strip, slot, state] = sum over the strip of E[state, v] 2^(x_v - top), with top and plain sum beside."""
+    """partial[strip, slot, state] = sum over the strip of E[state, v] e^((x_v - top) / temperature).
+
+    The largest logit and the plain sum stand beside it. The difference comes first, so that an offset costs no digits.
+    """
     part = tl.program_id(1)
     n = tl.program_id(0) * N + tl.arange(0, N)
     begin = part * strip
@@ -103,7 +106,7 @@ def _contract(
         used = slot < have
         row = tl.load(rows + slot, mask=used, other=0)
         b = row // length
-        scale = tl.load(inverse_temperature + b, mask=used, other=1.0) * 1.4426950408889634
+        scale = tl.load(inverse_temperature + b, mask=used, other=1.0) * _LOG2E
         source = logits + b.to(tl.int64) * batch_stride + (row - b * length).to(tl.int64) * row_stride
         top = tl.full((R,), float("-inf"), tl.float32)
         total = tl.zeros((R,), tl.float32)
@@ -113,11 +116,11 @@ def _contract(
             inside = v < end
             e = tl.load(table + v[None, :], mask=(n < states)[:, None] & inside[None, :], other=0.0)
             x = tl.load(source[None, :] + v[:, None], mask=inside[:, None] & used[None, :], other=float("-inf"))
-            x = x.to(tl.float32) * scale[None, :]
+            x = x.to(tl.float32)
             new = tl.maximum(top, tl.max(x, 0))
             safe = tl.where(new == float("-inf"), 0.0, new)
-            p = tl.exp2(x - safe[None, :])
-            shrink = tl.exp2(top - safe)
+            p = tl.exp2((x - safe[None, :]) * scale[None, :])
+            shrink = tl.exp2((top - safe) * scale)
             total = total * shrink + tl.sum(p, 0)
             if PRECISION == "rounded":
                 e = _nearest(e)
@@ -141,6 +144,7 @@ def _finish(
     kind,
     tokens,
     emission,
+    inverse_temperature,
     slots,
     partial,
     tops,
@@ -148,7 +152,8 @@ def _finish(
     latent,
     values,
     log_scale,
-    log_total,
+    totals,
+    length,
     capacity,
     states,
     vocab,
@@ -160,7 +165,7 @@ def _finish(
     S: tl.constexpr,
     N: tl.constexpr,
 ):
-    """One program a row: leaf values (the largest is one), their scale, and the log of what the weights summed to."""
+    """One program a row: leaf values (the largest is one), their scale, the largest logit and the log-sum over it."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, N)
     inside = n < states
@@ -174,25 +179,29 @@ def _finish(
     if DENSE:
         if what == _DENSE:
             slot = tl.load(slots + row)
+            heat = tl.load(inverse_temperature + row // length) * _LOG2E
             s = tl.arange(0, S)
             top = tl.load(tops + s.to(tl.int64) * capacity + slot, mask=s < strips, other=float("-inf"))
             highest = tl.max(top, 0)
             possible = highest > float("-inf")
             base = tl.where(possible, highest, 0.0)
             total = tl.sum(
-                tl.load(sums + s.to(tl.int64) * capacity + slot, mask=s < strips, other=0.0) * tl.exp2(top - base), 0
+                tl.load(sums + s.to(tl.int64) * capacity + slot, mask=s < strips, other=0.0)
+                * tl.exp2((top - base) * heat),
+                0,
             )
             acc = tl.zeros((N,), tl.float32)
             at = slot.to(tl.int64)
             for _ in range(0, strips):
-                weight = tl.exp2(tl.load(tops + at) - base)
+                weight = tl.exp2((tl.load(tops + at) - base) * heat)
                 acc += weight * tl.load(partial + at * states + n, mask=inside, other=0.0)
                 at += capacity
             value = tl.where(possible, acc / tl.where(possible, total, 1.0), 0.0)
-            log_sum = tl.where(possible, (base + tl.log2(tl.where(possible, total, 1.0))) * 0.6931471805599453, 0.0)
-            tl.store(log_total + row, log_sum)
+            log_sum = tl.log(tl.where(possible, total, 1.0))
+            tl.store(totals + row, base)
+            tl.store(totals + capacity + row, log_sum)
             if not NORMALISED:
-                scale = log_sum
+                scale = base + log_sum
     if LATENT:
         potential = tl.load(latent + row * states + n, mask=inside, other=float("-inf")).to(tl.float32)
         top_latent = tl.max(potential, 0)
@@ -207,8 +216,8 @@ def _finish(
 
 def fused(
     emission: Emission, ev: Evidence, tiling: Tiling | None = None, precision: str = "rounded"
-) -> tuple[Scaled, Float[Tensor, "B L"]]:
-    """Leaf values, and the logarithm of the sum of each dense row's weights (what ``scores`` subtracts)."""
+) -> tuple[Scaled, Float[Tensor, "2 B L"]]:
+    """Leaf values, and what ``scores`` subtracts: the largest logit of each dense row, and the log-sum over it."""
     batch, length = ev.shape
     table = emission.linear
     states, vocab = table.shape
@@ -217,7 +226,8 @@ def fused(
     potentials = None if ev.potentials is None else unit_stride(ev.potentials)
     values = torch.empty(batch, length, states, device=device)
     log_scale = torch.empty(batch, length, 1, device=device)
-    log_total = torch.zeros(batch, length, device=device)
+    totals = torch.zeros(2, batch, length, device=device)
+    inverse = ev.inverse_temperature()
     plan = tiling or tiling_for(rows, states, vocab, table.element_size())
     slots = partial = tops = sums = values  # stand-ins where there is nothing dense
     if potentials is not None:
@@ -229,7 +239,7 @@ def fused(
         strip = triton.cdiv(triton.cdiv(vocab, plan.strips), plan.tokens) * plan.tokens
         _contract[(triton.cdiv(states, plan.states), plan.strips)](
             potentials,
-            ev.inverse_temperature(),
+            inverse,
             table,
             listed,
             count,
@@ -256,6 +266,7 @@ def fused(
         ev.kind,
         values if ev.tokens is None else ev.tokens.contiguous(),
         table,
+        inverse,
         slots,
         partial,
         tops,
@@ -263,7 +274,8 @@ def fused(
         values if latent is None else latent.contiguous(),
         values,
         log_scale,
-        log_total,
+        totals,
+        length,
         rows,
         states,
         vocab,
@@ -276,7 +288,7 @@ def fused(
         N=triton.next_power_of_2(states),
         num_warps=4,
     )
-    return Scaled(values, log_scale), log_total
+    return Scaled(values, log_scale), totals
 
 
 def unit_stride(potentials: Float[Tensor, "B L V"]) -> Float[Tensor, "B L V"]:

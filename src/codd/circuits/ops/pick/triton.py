@@ -50,12 +50,13 @@ def _prepare(
     potentials,
     inverse_temperature,
     kind,
-    log_total,
+    totals,
     leaf_scale,
     latent,
     latent_scale,
     columns,
     weights,
+    rows,
     length,
     count,
     states,
@@ -82,9 +83,9 @@ def _prepare(
     if tl.program_id(2) == 0:
         b = row // length
         source = potentials + b * batch_stride + (row - b * length) * row_stride
-        x = tl.load(source + ids, mask=listed, other=0.0).to(tl.float32) * tl.load(inverse_temperature + b)
+        x = tl.load(source + ids, mask=listed, other=0.0).to(tl.float32)
         if NORMALISED:
-            x -= tl.load(log_total + row)
+            x = (x - tl.load(totals + row)) * tl.load(inverse_temperature + b) - tl.load(totals + rows + row)
         weight = tl.where(tl.load(kind + row) == _DENSE, x, 0.0) - tl.load(leaf_scale + row)
         if LATENT:
             weight += tl.load(latent_scale + row)
@@ -235,10 +236,10 @@ def prepare(
     ev: Evidence,
     candidates: Int[Tensor, "B L K"],
     leaf_scale: Float[Tensor, "B L 1"],
-    log_total: Float[Tensor, "B L"],
+    totals: Float[Tensor, "2 B L"],
     latent: Scaled | None,
 ) -> tuple[Float[Tensor, "B L K N"], Float[Tensor, "B L K"]]:
-    """Columns of the candidates, and their log-weights, from the normaliser that the leaf values needed anyway.
+    """Columns of the candidates, and their log-weights, from the normalisers that the leaf values needed anyway.
 
     A compact table's columns stay as they are, half as many bytes to read a pick, unless something multiplies them.
     Dense evidence and one emission table only.
@@ -259,12 +260,13 @@ def prepare(
         potentials,
         ev.inverse_temperature(),
         ev.kind,
-        log_total,
+        totals,
         leaf_scale.contiguous(),
         weights if latent is None else latent.values.contiguous(),
         weights if latent is None else latent.log_scale.contiguous(),
         columns,
         weights,
+        batch * length,
         length,
         count,
         states,

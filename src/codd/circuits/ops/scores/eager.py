@@ -5,7 +5,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from codd.circuits.evidence import Evidence, Kind, log_softmax
-from codd.circuits.ops.leaf.eager import Rows, present
+from codd.circuits.ops.leaf.eager import Rows, dense_rows, present
 from codd.circuits.parameters import Emission
 
 
@@ -29,7 +29,8 @@ def scores(emission: Emission, ev: Evidence, latents: Int[Tensor, "B L"]) -> Flo
             continue
         scored = emission.log_rows(rows.take(latents), rows.take(positions))
         if kind == Kind.DENSE:
-            scored = scored + _dense(ev, rows, dtype)
+            weights = dense_rows(ev, rows, dtype)
+            scored = scored + (log_softmax(weights) if ev.normalised else weights)
         elif kind == Kind.SPARSE:
             assert ev.sparse is not None
             tail = rows.take(ev.sparse.log_tail_weight(vocab)).to(dtype)[:, None].expand_as(scored)
@@ -37,14 +38,3 @@ def scores(emission: Emission, ev: Evidence, latents: Int[Tensor, "B L"]) -> Flo
             scored = scored + tail.scatter(-1, rows.take(ev.sparse.ids), listed)
         rows.put(out, scored)
     return out
-
-
-def _dense(ev: Evidence, rows: Rows, dtype: torch.dtype) -> Float[Tensor, "R V"]:
-    """The log-weights of some positions, tempered and normalised if they are logits."""
-    assert ev.potentials is not None
-    weights = rows.take(ev.potentials).to(dtype)
-    if isinstance(ev.temperature, Tensor):
-        weights = weights / rows.take(ev.temperature.to(dtype)[:, None].expand(ev.shape))[:, None]
-    elif ev.temperature != 1.0:
-        weights = weights / ev.temperature
-    return log_softmax(weights) if ev.normalised else weights

@@ -6,7 +6,7 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from codd.circuits.evidence import Evidence, Kind
+from codd.circuits.evidence import Evidence, Kind, row_max
 from codd.circuits.ops.leaf.triton import unit_stride
 from codd.circuits.ops.scores import eager
 from codd.circuits.parameters import Emission
@@ -21,10 +21,11 @@ def _scores(
     tokens,
     logits,
     inverse_temperature,
-    log_total,
+    totals,
     emission,
     latents,
     out,
+    rows,
     length,
     vocab,
     batch_stride,
@@ -34,7 +35,7 @@ def _scores(
     DENSE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """out[row] = logits / temperature - log_total + log E[z]; one-hot where observed."""
+    """out[row] = (logits - largest) / temperature - log-sum + log E[z]; one-hot where observed."""
     row = tl.program_id(0)
     v = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = v < vocab
@@ -55,31 +56,34 @@ def _scores(
                 b = row // length
                 source = logits + b.to(tl.int64) * batch_stride + (row - b * length).to(tl.int64) * row_stride
                 x = tl.load(source + v, mask=inside, other=0.0).to(tl.float32)
-                score += x * tl.load(inverse_temperature + b)
                 if NORMALISED:
-                    score -= tl.load(log_total + row)
+                    x = (x - tl.load(totals + row)) * tl.load(inverse_temperature + b) - tl.load(totals + rows + row)
+                score += x
         tl.store(into, score, mask=inside)
 
 
 def launch(
-    emission: Emission, ev: Evidence, latents: Int[Tensor, "B L"], log_total: Float[Tensor, "B L"] | None
+    emission: Emission, ev: Evidence, latents: Int[Tensor, "B L"], totals: Float[Tensor, "2 B L"] | None
 ) -> Float[Tensor, "B L V"]:
-    """The scores; ``log_total`` is log-sum-exp of each row of tempered logits, if somebody knows it already."""
+    """The scores; ``totals`` are each row's largest logit and the log-sum over it, if somebody knows them already."""
     potentials = None if ev.potentials is None else unit_stride(ev.potentials)
     vocab = emission.stored.shape[-1]
     out = torch.empty(*ev.shape, vocab, device=ev.device)
-    if log_total is None and potentials is not None and ev.normalised:
-        log_total = ev.scaled().logsumexp(-1)
+    if totals is None and potentials is not None and ev.normalised:
+        top = row_max(potentials).float()
+        log_sum = ((potentials.float() - top) / ev.heat(torch.float32)).logsumexp(-1)
+        totals = torch.stack([top[..., 0], log_sum])
     block = min(4096, triton.next_power_of_2(vocab))
     _scores[(ev.shape[0] * ev.shape[1], triton.cdiv(vocab, block))](
         ev.kind,
         out if ev.tokens is None else ev.tokens.contiguous(),
         out if potentials is None else potentials,
         ev.inverse_temperature(),
-        out if log_total is None else log_total,
+        out if totals is None else totals,
         emission.linear,
         latents.contiguous(),
         out,
+        ev.shape[0] * ev.shape[1],
         ev.shape[1],
         vocab,
         0 if potentials is None else potentials.stride(0),
