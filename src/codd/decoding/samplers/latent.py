@@ -7,7 +7,7 @@ from torch import Tensor
 from codd.coupling import Coupled
 from codd.decoding.options import Options
 from codd.decoding.samplers.factorized import sample_factorized
-from codd.decoding.samplers.ranking import Noise, Ranking
+from codd.decoding.samplers.ranking import Noise, Ranking, temper
 
 
 def sample_latent(
@@ -25,6 +25,6 @@ def sample_latent(
     step = joint.joint_step(noise.path[None])
     scores = step.scores[0] if rows is None else step.scores[0, rows]
     if options.tempering == "paper":
-        scores = scores / options.circuit_temperature
+        scores = temper(scores, options.circuit_temperature)
     ranking = sample_factorized(scores, count, options, noise if rows is None else noise.at(rows), open_rows)
     return ranking._replace(valid=step.log_partition[0] > -torch.inf)
