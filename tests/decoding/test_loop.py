@@ -179,6 +179,11 @@ class TestWhatIsCommitted:
         assert last(steps) == [1, 2, 7, 7, 7, 7]
         assert seen == [([2, 3], [1, 2, *[MASK] * 4]), ([4, 5], [1, 2, 7, 7, MASK, MASK])]
 
+    @pytest.mark.parametrize("wrong", ["long", "bool", "to_sparse", "cfloat"])
+    def test_a_hook_that_returns_other_tensors(self, wrong):
+        with pytest.raises(InvalidInput, match="a hook returned logits of torch"):
+            run(tiny(), [[1, 2]], gen_length=4, hooks=[lambda logits, *_: getattr(logits, wrong)()])
+
     def test_a_hook_that_returns_something_else(self):
         with pytest.raises(InvalidInput, match=r"a hook returned logits of shape \(2,\)"):
             run(tiny(), [[1]], gen_length=4, hooks=[lambda logits, positions, ids: logits[:2, 0]])

@@ -445,6 +445,8 @@ class TestOptions:
             {"temperature": math.nan},
             {"temperature": 10**400},
             {"temperature": 10**5000},
+            {"seed": 10**5000},
+            {"ban": [10**5000]},
             {"temperature": 1e39},
             {"temperature": 1e-30, **REFERENCE},
             {"gen_length": 10**400},

@@ -26,6 +26,8 @@ PUBLISHED_ORDERS = ("topprob", "origin")
 DEFAULT_STEPS = 32
 LARGEST = 2**31 - 1
 """No count of tokens or steps is larger: beyond it kernels would overflow instead of complaining."""
+MOST_BITS = 1024
+"""Of a seed or an id: Python refuses to write very long numbers."""
 HOTTEST = 1000.0
 """The highest temperature and guidance: beyond it, all tokens are alike, or logits overflow."""
 COLDEST = 0.001
@@ -347,7 +349,7 @@ def _check_names(given: Iterable[str]) -> None:
 
 def _check_whole(name: str, values: Iterable[object], expected: str) -> None:
     for value in values:
-        if isinstance(value, bool) or not isinstance(value, Integral):
+        if isinstance(value, bool) or not isinstance(value, Integral) or int(value).bit_length() > MOST_BITS:
             raise InvalidInput(f"{name} must be {expected}, found {shown(value)}.")
 
 

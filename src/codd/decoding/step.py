@@ -67,7 +67,7 @@ def masked_logits(
     ]
     logits = given[0] if len(given) == 1 else given[1] + (options.cfg_scale + 1) * (given[0] - given[1])
     for hook in options.hooks:
-        logits = _hooked(hook(logits, positions, state.ids.clone()), (len(positions), backbone.vocab_size))
+        logits = _hooked(hook(logits, positions, state.ids.clone()), logits)
     if state.banned is None or not len(state.banned):
         return logits
     state.banned = state.banned.to(backbone.device)
@@ -75,11 +75,17 @@ def masked_logits(
     return fill(1, state.banned, -torch.inf)
 
 
-def _hooked(logits: object, shape: tuple[int, int]) -> Float[Tensor, "R V"]:
+def _hooked(logits: object, given: Float[Tensor, "R V"]) -> Float[Tensor, "R V"]:
+    shape = tuple(given.shape)
     if not isinstance(logits, Tensor):
         raise InvalidInput(f"a hook returned {type(logits).__name__}, expected logits of shape {shape}.")
     if logits.shape != shape:
         raise InvalidInput(f"a hook returned logits of shape {tuple(logits.shape)}, expected {shape}.")
+    if not logits.is_floating_point() or logits.device != given.device or logits.layout != given.layout:
+        raise InvalidInput(
+            f"a hook returned logits of {logits.dtype} on {logits.device} ({logits.layout}), expected floating point "
+            f"numbers on {given.device} ({given.layout})."
+        )
     return logits
 
 
