@@ -438,10 +438,15 @@ class HMM(storage.HubMixin):
 
     @classmethod
     def load(
-        cls, source: str | PathLike[str], *, device: torch.device | str = "cpu", revision: str | None = None
+        cls,
+        source: str | PathLike[str],
+        *,
+        device: torch.device | str = "cpu",
+        revision: str | None = None,
+        check: bool = True,
     ) -> "HMM":
-        """Read a folder or a hub id written by ``save`` or ``push_to_hub``."""
-        config, tensors = storage.read_folder(source, device=device, revision=revision)
+        """Read a folder or a hub id written by ``save`` or ``push_to_hub``; ``check``: compare the stated digests."""
+        config, tensors = storage.read_folder(source, device=device, revision=revision, check=check)
         if config.get("circuit") != "hmm":
             raise FormatError(
                 f"{source} holds a circuit of type {config.get('circuit')!r}, expected 'hmm': use codd.load_circuit"

@@ -258,10 +258,15 @@ class Modulated(storage.HubMixin):
 
     @classmethod
     def load(
-        cls, source: str | PathLike[str], *, device: torch.device | str = "cpu", revision: str | None = None
+        cls,
+        source: str | PathLike[str],
+        *,
+        device: torch.device | str = "cpu",
+        revision: str | None = None,
+        check: bool = True,
     ) -> "Modulated":
-        """Read a folder or a hub id written by ``save``."""
-        config, tensors = storage.read_folder(source, device=device, revision=revision)
+        """Read a folder or a hub id written by ``save``; ``check``: compare the stated digests."""
+        config, tensors = storage.read_folder(source, device=device, revision=revision, check=check)
         return cls.from_stored(config, tensors, str(source))
 
     @classmethod
