@@ -625,9 +625,14 @@ def test_bombs_are_refused_before_they_are_built(mini, tmp_path, parts, message)
         {"fast": {"model": {"type": "BPE", "vocab": {f"t{n}": n for n in range(17_000)}, "merges": []}}},
         {"vocabulary": {f"t{n}": n for n in range(17_000)}, "merges": ""},
         {"words": "\n".join(["[UNK]", *map(str, range(17_000))])},
+        {"fast": {"model": {"type": "BPE", "vocab": {"a": 16_999}, "merges": []}}},
+        {"vocabulary": {"a": 16_999}, "merges": ""},
+        {"words": "[UNK]", "config": {"added_tokens_decoder": {"17000": {"content": "x"}}}},
+        {"words": "[UNK]", "added": {"x": 16_999}},
     ],
 )
 def test_a_vocabulary_far_beyond_the_networks_is_refused(tmp_path, files):
+    """Ids count like tokens: writing a vocabulary with one id of four billion takes the memory of four billion."""
     write(tmp_path, **files)
     with pytest.raises(FormatError, match=r"has 17,00\d tokens, more than the 16,884 that are of use to this model"):
         Tokenizer.from_folder(tmp_path, vocab_size=500)

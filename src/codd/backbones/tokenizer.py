@@ -78,10 +78,11 @@ class Tokenizer:
         ``vocab_size`` is the network's. FormatError if the files are damaged, contradict each other, or are far larger
         than such a network can use.
         """
-        files = read_files(Path(folder), special or {}, vocab_size)
-        if files is None:
-            return None
-        return cls(files.backend, special=files.special, chat_template=files.chat_template or chat_template)
+        with guarded(folder, "make its tokenizer"):
+            files = read_files(Path(folder), special or {}, vocab_size)
+            if files is None:
+                return None
+            return cls(files.backend, special=files.special, chat_template=files.chat_template or chat_template)
 
     @property
     def vocab_size(self) -> int:
@@ -227,7 +228,8 @@ class Tokenizer:
     @cached_property
     def _literal_backend(self) -> tokenizers.Tokenizer:
         """The same tokenizer, blind to special tokens. A copy, since switching the one would disturb other threads."""
-        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        with guarded("the tokenizer", "copy it"):
+            backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
         backend.encode_special_tokens = True
         return backend
 
@@ -235,7 +237,7 @@ class Tokenizer:
         id: int | None = self._backend.token_to_id(token)
         if id is None:
             raise FormatError(
-                f"{name} is {token!r}, which the vocabulary does not have. Add it there, or leave it out."
+                f"{name} is {token!r:.200}, which the vocabulary does not have. Add it there, or leave it out."
             )
         return id
 

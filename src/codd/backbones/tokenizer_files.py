@@ -7,7 +7,6 @@ special tokens. No code of the checkpoint runs.
 import base64
 import json
 import math
-import reprlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from codd.backbones import chat
-from codd.errors import FormatError
+from codd.errors import CoddError, FormatError
 from codd.files import brief, parse_json_object, read_json_object, read_text
 
 FAST_FILE = "tokenizer.json"
@@ -72,7 +71,7 @@ def guarded(where: object, doing: str) -> Iterator[None]:
     """
     try:
         yield
-    except FormatError:
+    except CoddError:
         raise
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
@@ -95,8 +94,7 @@ def read_files(folder: Path, special: Mapping[str, str], vocab_size: int | None 
     named = _named_tokens(folder, config, older)
     added = _added_tokens(folder, config, older, named)
     most = MAX_TOKENS if vocab_size is None else vocab_size + SPARE_TOKENS
-    with guarded(folder, "make its tokenizer"):
-        backend = _read_backend(folder, config, named, added, most)
+    backend = _read_backend(folder, config, named, added, most)
     for name, token in special.items():
         if name not in named and backend.token_to_id(token) is not None:
             named[name] = added_token(token, special=True)
@@ -163,7 +161,7 @@ def _named_tokens(folder: Path, config: Mapping[str, Any], older: Mapping[str, A
             continue
         if not _is_token(entry):
             raise FormatError(
-                f"{folder / file}: {name} must be a text or have one as its content, found {reprlib.repr(entry)}."
+                f"{folder / file}: {name} must be a text or have one as its content, found {entry!r:.80}."
             )
         named[name] = added_token(entry, special=True)
     return named
@@ -173,7 +171,7 @@ def _check_named(folder: Path, backend: tokenizers.Tokenizer, named: dict[str, A
     for name in [name for name, token in named.items() if backend.token_to_id(token.content) is None]:
         if name in _USED:
             raise FormatError(
-                f"{folder / CONFIG_FILE}: {name} is {named[name].content!r}, which has no id. List it with its id "
+                f"{folder / CONFIG_FILE}: {name} is {named[name].content!r:.80}, which has no id. List it with its id "
                 "under added_tokens_decoder, or set it to null."
             )
         del named[name]  # nothing here uses it
@@ -192,10 +190,10 @@ def _added_tokens(
     path = folder / ADDED_FILE
     for text, id in _read_object(path).items():
         if not _is_id(id):
-            raise FormatError(f"{path}: the id of {text!r} must be a whole number from 0, found {reprlib.repr(id)}.")
+            raise FormatError(f"{path}: the id of {text!r:.80} must be a whole number from 0, found {id!r:.80}.")
         if ids.get(text, id) != id or (id in added and added[id].content != text):
             raise FormatError(
-                f"{path}: gives {text!r} the id {id}, but {CONFIG_FILE} says otherwise. Remove the one that is wrong."
+                f"{path}: gives {text!r:.80} the id {id}, but {CONFIG_FILE} says otherwise. Remove the wrong one."
             )
         if id not in added:
             added[id] = special.get(text) or added_token(text, special=False)
@@ -206,7 +204,7 @@ def _added_tokens(
 def _other_special(path: Path, entries: Mapping[str, Any]) -> list[str | dict[str, Any]]:
     tokens = entries.get("additional_special_tokens") or []
     if not isinstance(tokens, list) or not all(map(_is_token, tokens)):
-        raise FormatError(f"{path}: additional_special_tokens must be a list of tokens, found {reprlib.repr(tokens)}.")
+        raise FormatError(f"{path}: additional_special_tokens must be a list of tokens, found {tokens!r:.80}.")
     return tokens
 
 
@@ -218,11 +216,13 @@ def _added_by_config(path: Path, entries: object) -> dict[int, AddedToken]:
     for key, entry in entries.items():
         known = key.isascii() and key.isdigit() and len(key) < 10
         if not known or not isinstance(entry, dict) or not _is_token(entry):
-            found = f"{reprlib.repr(key)}: {reprlib.repr(entry)}"
+            found = f"{key!r:.80}: {entry!r:.80}"
             raise FormatError(f'{path}: added_tokens_decoder must map ids to {{"content": ...}}, found {found}.')
         id, token = int(key), added_token(entry, special=False)
         if token.content in seen or id in added:
-            raise FormatError(f"{path}: added_tokens_decoder has {token.content!r} ({id}) twice. Remove one of them.")
+            raise FormatError(
+                f"{path}: added_tokens_decoder has {token.content!r:.80} ({id}) twice. Remove one of them."
+            )
         added[id], seen[token.content] = token, id
     return added
 
@@ -253,7 +253,14 @@ def _max_bytes(most: int) -> int:
     return (1 << 20) + 512 * most
 
 
-def _check_count(path: Path, count: int, most: int, what: str = "tokens") -> None:
+def _check_vocabulary(path: Path, vocabulary: object, more: int, most: int) -> None:
+    """FormatError for more tokens, or larger ids, than a network can use: the library counts up to the largest id."""
+    ids = vocabulary.values() if isinstance(vocabulary, dict) else ()
+    count = max(_length(vocabulary) + more, *(id + 1 for id in ids if type(id) is int), 0)
+    _check_count(path, count, most, "tokens")
+
+
+def _check_count(path: Path, count: int, most: int, what: str) -> None:
     if count > most:
         raise FormatError(f"{path}: has {count:,} {what}, more than the {most:,} that are of use to this model.")
 
@@ -262,7 +269,7 @@ def _check_bounds(path: Path, content: Mapping[str, Any], most: int) -> None:
     """FormatError for a ``tokenizer.json`` that would take time or memory out of all proportion to model or text."""
     model = content.get("model")
     if isinstance(model, dict):
-        _check_count(path, _length(model.get("vocab")) + _length(content.get("added_tokens")), most)
+        _check_vocabulary(path, model.get("vocab"), _length(content.get("added_tokens")), most)
         _check_count(path, _length(model.get("merges")), 8 * most, "merges")
         longest = model.get("max_input_chars_per_word", 0)
         if isinstance(longest, int) and longest > MAX_WORD:
@@ -305,6 +312,7 @@ def _read_fast(path: Path, added: Mapping[int, AddedToken], most: int) -> tokeni
     _check_bounds(path, content, most)
     listed = _listed_tokens(path, content.get("added_tokens"))
     wanted = listed | {id: _as_entry(id, token) for id, token in added.items()}
+    _check_count(path, max(wanted, default=-1) + 1, most, "tokens")
     if wanted != listed:
         text = json.dumps(content | {"added_tokens": [entry for _, entry in sorted(wanted.items())]})
     with guarded(path, "read it"):
@@ -317,8 +325,7 @@ def _listed_tokens(path: Path, entries: object) -> dict[int, dict[str, Any]]:
     listed: dict[int, dict[str, Any]] = {}
     for entry in entries if isinstance(entries, list) else ():
         if not isinstance(entry, dict) or not _is_id(entry.get("id")) or not _is_token(entry):
-            found = reprlib.repr(entry)
-            raise FormatError(f'{path}: added_tokens must be objects with "id" and "content", found {found}.')
+            raise FormatError(f'{path}: added_tokens must be objects with "id" and "content", found {entry!r:.80}.')
         if entry["id"] in listed:
             raise FormatError(f"{path}: added_tokens has the id {entry['id']} twice. Download it again.")
         listed[entry["id"]] = entry
@@ -335,26 +342,31 @@ def _check_ids(path: Path, backend: tokenizers.Tokenizer, wanted: Mapping[int, s
         actual = backend.token_to_id(text)
         if actual != id or backend.id_to_token(id) != text:
             raise FormatError(
-                f"{path}: the added token {text!r} should have the id {id}, but gets {actual}. Ids must be distinct "
-                f"and follow the vocabulary without a gap: compare added_tokens with added_tokens_decoder in "
+                f"{path}: the added token {text!r:.80} should have the id {id}, but gets {actual}. Ids must be "
+                f"distinct and follow the vocabulary without a gap: compare added_tokens with added_tokens_decoder in "
                 f"{CONFIG_FILE}."
             )
 
 
-def _with_added(path: Path, vocabulary: Mapping[str, int], added: Mapping[int, AddedToken]) -> dict[str, int]:
+def _with_added(
+    path: Path, vocabulary: Mapping[str, int], added: Mapping[int, AddedToken], most: int
+) -> dict[str, int]:
     """The vocabulary with the added tokens, each with exactly its stated id; FormatError if ids or texts repeat."""
     whole = dict(vocabulary)
     for id, token in added.items():
         if whole.setdefault(token.content, id) != id:
             raise FormatError(
-                f"{path}: has {token.content!r} as {whole[token.content]}, but it is listed as the added token {id}. "
-                f"Correct added_tokens_decoder in {CONFIG_FILE}."
+                f"{path}: has {token.content!r:.80} as {whole[token.content]}, but it is listed as the added token "
+                f"{id}. Correct added_tokens_decoder in {CONFIG_FILE}."
             )
     owners: dict[int, str] = {}
     for text, id in whole.items():
         if id in owners:
-            raise FormatError(f"{path}: the id {id} is that of {owners[id]!r} and of {text!r}. Download it again.")
+            raise FormatError(
+                f"{path}: the id {id} is that of {owners[id]!r:.80} and of {text!r:.80}. Download it again."
+            )
         owners[id] = text
+    _check_vocabulary(path, whole, 0, most)
     return whole
 
 
@@ -364,12 +376,12 @@ def _read_byte_level(
     """``vocab.json`` and ``merges.txt``: byte-level BPE with the pre-tokenizer of GPT-2 or of Qwen2."""
     path = folder / VOCABULARY_FILE
     vocabulary = read_json_object(path, _max_bytes(most))
-    _check_count(path, len(vocabulary), most)
     if wrong := [text for text, id in vocabulary.items() if not _is_id(id)]:
-        found = f"the id of {reprlib.repr(wrong[0])} must be a whole number from 0, found"
-        raise FormatError(f"{path}: {found} {reprlib.repr(vocabulary[wrong[0]])}.")
+        found = f"the id of {wrong[0]!r:.80} must be a whole number from 0, found"
+        raise FormatError(f"{path}: {found} {vocabulary[wrong[0]]!r:.80}.")
     merges = _read_merges(folder / MERGES_FILE, vocabulary, _max_bytes(most))
-    backend = tokenizers.Tokenizer(models.BPE(vocab=_with_added(path, vocabulary, added), merges=merges))
+    whole = _with_added(path, vocabulary, added, most)
+    backend = tokenizers.Tokenizer(models.BPE(vocab=whole, merges=merges))
     kind = str(config.get("tokenizer_class") or "GPT2Tokenizer").removesuffix("Fast")
     if kind in ("Qwen2Tokenizer", "DreamTokenizer"):
         backend.normalizer = normalizers.NFC()
@@ -403,12 +415,14 @@ def _read_merges(path: Path, vocabulary: Mapping[str, int], most_bytes: int) -> 
             continue
         parts = line.split(" ")
         if len(parts) != 2 or not all(parts):
-            raise FormatError(f"{path}: line {number} must be two tokens with a space between them, found {line!r}.")
+            raise FormatError(
+                f"{path}: line {number} must be two tokens with a space between them, found {line!r:.80}."
+            )
         for text in (*parts, "".join(parts)):
             if text not in vocabulary:
                 raise FormatError(
-                    f"{path}: line {number} merges {line!r}, but {VOCABULARY_FILE} has no {text!r}: the two files do "
-                    "not belong together. Download both again."
+                    f"{path}: line {number} merges {line!r:.80}, but {VOCABULARY_FILE} has no {text!r:.80}: the two "
+                    "files do not belong together. Download both again."
                 )
         merges.append((parts[0], parts[1]))
     return merges
@@ -419,14 +433,13 @@ def _read_word_pieces(
 ) -> tokenizers.Tokenizer:
     """``vocab.txt``: WordPiece. Special tokens that the files do not name are spelt as BERT's."""
     path = folder / WORDS_FILE
-    vocabulary = _with_added(path, _read_words(path, _max_bytes(most)), added)
-    _check_count(path, len(vocabulary), most)
+    vocabulary = _with_added(path, _read_words(path, _max_bytes(most)), added, most)
     for name, text in _BERT.items():
         if name not in named and text in vocabulary:
             named[name] = added_token(text, special=True)
     unknown = named["unk_token"].content if "unk_token" in named else _BERT["unk_token"]
     if unknown not in vocabulary:
-        raise FormatError(f"{path}: has no {unknown!r}, the token for what is unknown. Download it again.")
+        raise FormatError(f"{path}: has no {unknown!r:.80}, the token for what is unknown. Download it again.")
     backend = tokenizers.Tokenizer(models.WordPiece(vocab=vocabulary, unk_token=unknown))
     backend.normalizer = normalizers.BertNormalizer(
         lowercase=bool(config.get("do_lower_case", True)),
@@ -449,7 +462,7 @@ def _read_words(path: Path, most_bytes: int) -> dict[str, int]:
         word = line.rstrip("\r")
         if word in vocabulary:
             raise FormatError(
-                f"{path}: line {number + 1} repeats {word!r} of line {vocabulary[word] + 1}. Download it again."
+                f"{path}: line {number + 1} repeats {word!r:.80} of line {vocabulary[word] + 1}. Download it again."
             )
         vocabulary[word] = number
     return vocabulary
@@ -460,7 +473,7 @@ def _with_cls_and_sep(
 ) -> processors.TemplateProcessing:
     for text in (first, last):
         if text not in vocabulary:
-            raise FormatError(f"{path}: has no {text!r}, which belongs around each text. Download it again.")
+            raise FormatError(f"{path}: has no {text!r:.80}, which belongs around each text. Download it again.")
     return processors.TemplateProcessing(
         single=f"{first} $A {last}",
         pair=f"{first} $A {last} $B:1 {last}:1",

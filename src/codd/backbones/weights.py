@@ -91,10 +91,10 @@ def _indexed(folder: Path, index: Path) -> dict[str, Path]:
     for shard in sorted(set(files.values())):
         if shard.parent != folder:
             raise FormatError(
-                f"{index}: names a shard outside its folder, {str(shard)[:300]!r}. Use no checkpoint that does so."
+                f"{index}: names a shard outside its folder, {str(shard)!r:.300}. Use no checkpoint that does so."
             )
         if not os.path.isfile(shard):  # which takes any name
-            raise FormatError(f"{index}: lists {shard.name[:200]!r}, which is missing. Download the checkpoint again.")
+            raise FormatError(f"{index}: lists {shard.name!r:.200}, which is missing. Download the checkpoint again.")
     for shard, listed in _by_shard(files, files):
         with _open_safetensors(shard) as file:
             if absent := sorted(set(listed) - set(file.keys())):
@@ -255,4 +255,4 @@ def _open_safetensors(path: Path) -> Iterator[Any]:
 
 def _quoted(names: Sequence[str], shown: int = 4) -> str:
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join(map(repr, names[:shown])) + more
+    return ", ".join(f"{name!r:.200}" for name in names[:shown]) + more

@@ -290,7 +290,8 @@ class Circuit(storage.HubMixin):
         config, tensors = storage.read_folder(source, device=device, revision=revision, check=check)
         if config.get("circuit") != "graph":
             raise FormatError(
-                f"{source} holds a circuit of type {config.get('circuit')!r}, expected 'graph': use codd.load_circuit"
+                f"{source} holds a circuit of type {config.get('circuit')!r:.60}, expected 'graph': "
+                "use codd.load_circuit"
             )
         return cls.from_stored(config, tensors, str(source))
 

@@ -32,5 +32,5 @@ def load_circuit(
     stated = config.get("circuit")
     kind = _KINDS.get(stated) if isinstance(stated, str) else None
     if kind is None:
-        raise FormatError(f"{source} holds a circuit of type {stated!r}: known are {', '.join(map(repr, _KINDS))}")
+        raise FormatError(f"{source} holds a circuit of type {stated!r:.60}: known are {', '.join(map(repr, _KINDS))}")
     return kind.from_stored(config, tensors, str(source))

@@ -234,4 +234,6 @@ def _check_tensors(path: Path, listed: dict[str, Any], tensors: dict[str, Tensor
         raise FormatError(f"{path}: has the tensor(s) {', '.join(unknown)} that its configuration does not list.")
     for name, description in stored.items():
         if listed[name] != description:
-            raise FormatError(f"{path}: tensor {name} is {description}, but its configuration says {listed[name]}.")
+            raise FormatError(
+                f"{path}: tensor {name} is {description}, but its configuration says {listed[name]!r:.200}."
+            )
