@@ -12,11 +12,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from codd.errors import FormatError, MissingDependency
+
+MAX_BYTES = 1 << 24
+"""Of a text or JSON file that a stranger may have written, unless its reader knows better."""
+MAX_DEPTH = 64
+"""Of nested JSON."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -28,10 +34,13 @@ def local_folder(path_or_hub_id: str | os.PathLike[str], wanted: Sequence[str], 
     applies to the hub only.
     """
     path = Path(path_or_hub_id)
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise FormatError(f"{path}: is a file. Give the folder that holds {' and '.join(wanted[:2])}.")
+    try:
+        if path.is_dir():
+            return path
+        if path.exists():
+            raise FormatError(f"{path}: is a file. Give the folder that holds {' and '.join(wanted[:2])}.")
+    except OSError as error:
+        raise FormatError(f"{_short(path)}: cannot be looked at ({error.strerror}). Check the name.") from error
     if isinstance(path_or_hub_id, str) and _HUB_ID.fullmatch(path_or_hub_id):
         return _download(path_or_hub_id, wanted, revision)
     raise FormatError(f"{path}: there is no such folder, and this is not the name of a hub repository (user/name).")
@@ -58,43 +67,92 @@ def hub() -> Any:
     return huggingface_hub
 
 
-def brief(error: Exception) -> str:
+def brief(error: BaseException) -> str:
     """An error of someone else's in one line."""
     lines = str(error).strip().splitlines()
     text = lines[0][:300] if lines else "no details"
     return f"{type(error).__name__}: {text}"
 
 
-def read_text(path: Path) -> str:
-    """The text of a downloaded file; FormatError if it cannot be read or is not UTF-8."""
+def _short(path: Path) -> str:
+    """A path, of which a name that is too long for the system shows its beginning only."""
+    return text if len(text := str(path)) < 300 else f"{text[:300]}..."
+
+
+def check_regular(path: Path, most: int | None = None) -> None:
+    """FormatError unless a path is that of a regular file, of at most ``most`` bytes.
+
+    Opening a pipe waits for ever, and a device has no end.
+    """
     try:
-        return path.read_bytes().decode()
-    except UnicodeDecodeError as error:
-        raise FormatError(f"{path}: is not UTF-8 text ({error.reason}). Download it again.") from error
+        found = path.stat()
+    except (OSError, ValueError) as error:  # too long a name, or a null byte in it
+        reason = getattr(error, "strerror", None) or error
+        raise FormatError(f"{_short(path)}: cannot be read ({reason}). Check its name and permissions.") from error
+    if not stat.S_ISREG(found.st_mode):
+        raise FormatError(f"{path}: cannot be read: it is no regular file, but a folder, pipe or device.")
+    if most is not None and found.st_size > most:
+        raise FormatError(f"{path}: has {found.st_size:,} bytes, more than the {most:,} that such a file may have.")
+
+
+def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
+    """The content of a file that a stranger may have written; FormatError as `check_regular` has it."""
+    check_regular(path, most)
+    try:
+        with path.open("rb") as file:
+            return file.read(most)  # it may have grown since
     except OSError as error:
         raise FormatError(f"{path}: cannot be read ({error.strerror}). Check its permissions.") from error
 
 
-def parse_json_object(path: Path, text: str) -> dict[str, Any]:
+def read_text(path: Path, most: int = MAX_BYTES) -> str:
+    """The text of a downloaded file; FormatError if it cannot be read, is too large, or is not UTF-8."""
+    try:
+        return read_bytes(path, most).decode()
+    except UnicodeDecodeError as error:
+        raise FormatError(f"{path}: is not UTF-8 text ({error.reason}). Download it again.") from error
+
+
+def parse_json_object(where: Path | str, text: str) -> dict[str, Any]:
     """The JSON object that a downloaded file holds as ``text``; FormatError if it holds anything else."""
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path}: is not JSON ({brief(error)}). Download it again.") from error
+        raise FormatError(f"{where}: is not JSON ({brief(error)}). Download it again.") from error
     if not isinstance(content, dict):
-        raise FormatError(f"{path}: expected a JSON object, found {type(content).__name__}. Download it again.")
+        raise FormatError(f"{where}: expected a JSON object, found {type(content).__name__}. Download it again.")
+    _check_depth(where, content)
     return content
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a downloaded file; FormatError if it cannot be read or holds anything else."""
-    return parse_json_object(path, read_text(path))
+def _check_depth(where: Path | str, content: dict[str, Any]) -> None:
+    """FormatError for nesting that would be too deep for Python's stack wherever it is shown, compared or written."""
+    level: list[Any] = [content]
+    for _ in range(MAX_DEPTH):
+        values = (value for node in level for value in (node.values() if isinstance(node, dict) else node))
+        level = [value for value in values if isinstance(value, dict | list)]
+        if not level:
+            return
+    raise FormatError(f"{where}: is nested more than {MAX_DEPTH} deep, as no such file is. Download it again.")
+
+
+def read_json_object(path: Path, most: int = MAX_BYTES) -> dict[str, Any]:
+    """The JSON object in a downloaded file; FormatError if it cannot be read, is too large or holds anything else."""
+    return parse_json_object(path, read_text(path, most))
 
 
 def sha256(path: Path) -> str:
     """The digest of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_of(text: str, tensors: Mapping[str, Tensor]) -> str:
+    """The digest of a text and of the bytes of contiguous tensors on the CPU, in the order of their names."""
+    digest = hashlib.sha256(text.encode())
+    for _, tensor in sorted(tensors.items()):
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def standalone(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,8 +1,11 @@
+import base64
 import copy
 import errno
 import json
+import math
 import os
 import pickle
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
-from codd.backbones import chat
+from codd.backbones import chat, tokenizer_files
 from codd.backbones import tokenizer as module
 from codd.backbones.tokenizer import Tokenizer
 from codd.backbones.tokenizer_files import QWEN2_SPLIT, split_then_bytes
@@ -570,6 +573,104 @@ def test_the_fast_file_must_give_added_tokens_their_ids(mini, tmp_path, id, cont
     folder = write(tmp_path, fast=mini.backend.to_str(), config=config)
     with pytest.raises(FormatError, match=r"tokenizer\.json: the added token .* should have the id \d+, but gets"):
         Tokenizer.from_folder(folder)
+
+
+def with_parts(backend: tokenizers.Tokenizer, **parts: Any) -> dict[str, Any]:
+    """A ``tokenizer.json`` with other parts."""
+    return {**json.loads(backend.to_str()), **parts}
+
+
+def split_at(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+def test_a_panic_of_the_library_is_our_error(mini, tmp_path):
+    folder = write(tmp_path, fast=with_parts(mini.backend, pre_tokenizer=split_at("(a+)+$")))
+    tokenizer = read(folder, chat_template=chat.PLAIN)
+    bomb = "a" * 40 + "!"
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch([text, "a"]), tokenizer.encode_chat):
+        with pytest.raises(CoddError, match=r"cannot encode .*PanicException.*retry-limit"):
+            encode(bomb)
+    assert tokenizer.decode(tokenizer.encode("abc")) == "abc"
+
+
+REPLACE = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
+WHOLE = {"Sequence": {"id": "A", "type_id": 0}}
+CHARSMAP = base64.b64encode(bytes(4) + b"a" * 5000 + b"\0").decode()
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"normalizer": {"type": "Sequence", "normalizers": [REPLACE] * 40}}, "normalizer makes texts up to 1.1e"),
+        ({"normalizer": {**REPLACE, "pattern": {"Regex": ""}, "content": "a" * 2000}}, "up to 2e+03 times"),
+        ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": CHARSMAP}}, "up to 5e+03 times"),
+        ({"normalizer": {"type": "Prepend", "prepend": "a" * 5000}}, "up to 5e+03 times"),
+        ({"decoder": {"type": "Sequence", "decoders": [REPLACE] * 40}}, "decoder makes texts"),
+        ({"post_processor": {"type": "TemplateProcessing", "single": [WHOLE] * 5000}}, "post_processor makes texts"),
+        ({"added_tokens": [{"id": n, **added_entry(f"<{n}>")} for n in range(17_000)]}, "has 17,500 tokens, more than"),
+        ({"model": {"type": "BPE", "vocab": {}, "merges": ["a b"] * 140_000}}, "has 140,000 merges"),
+        ({"model": {"type": "WordPiece", "vocab": {}, "max_input_chars_per_word": 10**9}}, "expected at most 1000"),
+    ],
+)
+def test_bombs_are_refused_before_they_are_built(mini, tmp_path, parts, message):
+    folder = write(tmp_path, fast=with_parts(mini.backend, **parts))
+    with pytest.raises(FormatError, match=re.escape(message)):
+        Tokenizer.from_folder(folder, vocab_size=500)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"fast": {"model": {"type": "BPE", "vocab": {f"t{n}": n for n in range(17_000)}, "merges": []}}},
+        {"vocabulary": {f"t{n}": n for n in range(17_000)}, "merges": ""},
+        {"words": "\n".join(["[UNK]", *map(str, range(17_000))])},
+        {"fast": {"model": {"type": "BPE", "vocab": {"a": 16_999}, "merges": []}}},
+        {"vocabulary": {"a": 16_999}, "merges": ""},
+        {"words": "[UNK]", "config": {"added_tokens_decoder": {"17000": {"content": "x"}}}},
+        {"words": "[UNK]", "added": {"x": 16_999}},
+    ],
+)
+def test_a_vocabulary_far_beyond_the_networks_is_refused(tmp_path, files):
+    """Ids count like tokens: writing a vocabulary with one id of four billion takes the memory of four billion."""
+    write(tmp_path, **files)
+    with pytest.raises(FormatError, match=r"has 17,00\d tokens, more than the 16,884 that are of use to this model"):
+        Tokenizer.from_folder(tmp_path, vocab_size=500)
+
+
+@pytest.mark.parametrize("name", ["fast", "vocabulary", "words", "merges"])
+def test_a_file_far_too_large_for_the_network_is_not_read(tmp_path, name):
+    folder = write(tmp_path, **({"vocabulary": {"a": 0}} if name == "merges" else {}), **{name: "{}"})
+    large = next(path for path in folder.iterdir() if name != "merges" or path.name == "merges.txt")
+    os.truncate(large, 1 << 40)
+    with pytest.raises(FormatError, match=r"has 1,099,511,627,776 bytes, more than the 9,\d{3},\d{3}"):
+        Tokenizer.from_folder(tmp_path, vocab_size=500)
+
+
+def test_published_rules_that_rewrite_texts_are_let_through(mini, tmp_path):
+    """Of T5, Llama 2 and XLNet."""
+    rules = [
+        {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(bytes(4) + b"\xd8\xb5" * 18).decode()},
+        {"type": "Replace", "pattern": {"String": "``"}, "content": '"'},
+        {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "},
+        {"type": "Prepend", "prepend": "\u2581"},
+        {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
+    ]
+    parts = {"normalizer": {"type": "Sequence", "normalizers": rules[1:]}}
+    assert read(write(tmp_path, fast=with_parts(mini.backend, **parts)), vocab_size=500).encode("a  b")
+    assert math.prod(map(tokenizer_files._growth, rules)) == 72
+
+
+def test_ids_and_entries_that_no_file_should_have(tmp_path):
+    for config in (
+        {"added_tokens_decoder": {"9" * 5000: added_entry("x")}},
+        {"added_tokens_decoder": {"1": [["x"] * 10_000]}},
+        {"mask_token": {"x" * 10_000: 1}},
+        {"additional_special_tokens": [1] * 10_000},
+    ):
+        with pytest.raises(FormatError) as raised:
+            Tokenizer.from_folder(write(tmp_path, words="[UNK]", config=config))
+        assert len(str(raised.value)) < 1000
 
 
 def test_the_fast_file_has_each_id_once(mini, tmp_path):

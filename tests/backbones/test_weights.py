@@ -3,6 +3,9 @@
 import functools
 import json
 import os
+import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -179,8 +182,76 @@ def test_values_that_are_not_finite(llada):
         tensor = tensors_of(llada)[name]
         tensor[3, 5] = wrong
         edit_weights(llada, **{name: tensor})
-        assert f"{name} has NaN or infinite values" in refused(llada, check=True)
-        load_checkpoint(llada, device="cpu")
+        assert f"{name} has NaN or infinite values" in refused(llada)
+        load_checkpoint(llada, device="cpu", check=False)
+
+
+def test_a_flipped_bit_is_noticed_by_the_stated_digest(tmp_path):
+    folder = mini.save(random_mini(), tmp_path)
+    path = folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+    assert "model.safetensors: is damaged: its sha256 is not the one that config.json states" in refused(folder)
+    load_checkpoint(folder, device="cpu", check=False)
+    edit_config(folder, sha256=None)
+    load_checkpoint(folder, device="cpu")
+
+
+def test_a_shard_with_a_name_that_no_file_can_have(sharded):
+    for name in ("x" * 5000, "a\0b", "🦀" * 1000):
+        edit_index(sharded, lambda where, name=name: where.update(dict.fromkeys(where, name)))
+        assert "which is missing" in refused(sharded)
+
+
+READ_ALL = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+from codd.backbones import load_checkpoint
+from codd.errors import FormatError
+for folder in sys.argv[1:]:
+    try:
+        load_checkpoint(folder, device="cpu")
+    except FormatError as error:
+        print(error)
+"""
+
+
+def test_what_is_no_regular_file_is_not_read(tmp_path):
+    """A pipe that nobody writes to would be waited for, and /dev/zero would be read until the memory is full."""
+    makers = {"pipe": os.mkfifo, "device": lambda path: path.symlink_to("/dev/zero"), "folder": os.mkdir}
+    folders = []
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        for kind, make in makers.items():
+            folders.append(copy_of("llada_mha", tmp_path / name / kind))
+            if name == "chat_template.jinja":
+                shutil.copy(loading.BUNDLED / "tokenizer.json", folders[-1])
+            (folders[-1] / name).unlink(missing_ok=True)
+            make(folders[-1] / name)
+    command = [sys.executable, "-c", READ_ALL, *map(str, folders)]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=120).stdout.splitlines()
+    assert len(said) == len(folders)
+    for line, folder in zip(said, folders, strict=True):
+        assert line.startswith(str(folder))
+        assert "cannot be read: it is no regular file" in line or "has neither model.safetensors" in line
+
+
+def test_a_folder_with_a_name_that_no_file_can_have():
+    with pytest.raises(FormatError, match="cannot be looked at") as raised:
+        load_checkpoint("x" * 5000)
+    assert len(str(raised.value)) < 1000
+
+
+@pytest.mark.parametrize("nested", ['{"a": ' * 400 + "1" + "}" * 400, '{"a": ' + "[" * 400 + "]" * 400 + "}"])
+def test_deep_json_is_refused(llada, nested):
+    (llada / "config.json").write_text(nested)
+    assert "is nested more than 64 deep" in refused(llada)
+
+
+def test_a_large_config_is_not_read(llada):
+    with (llada / "config.json").open("r+b") as file:
+        file.truncate(1 << 40)  # it takes no room on the disk
+    assert "config.json: has 1,099,511,627,776 bytes, more than the 16,777,216" in refused(llada)
 
 
 def test_no_config(llada):

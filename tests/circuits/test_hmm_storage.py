@@ -7,7 +7,7 @@ from strategies import LAYOUTS, generator, make_evidence, make_hmm
 from torch import Tensor
 from torch.testing import assert_close
 
-from codd.circuits import HMM, Evidence, ops, storage
+from codd.circuits import HMM, Evidence, Factors, ops, storage
 from codd.circuits.storage import CONFIG_FILE, WEIGHTS_FILE, write_folder
 from codd.errors import FormatError, InvalidCircuit
 
@@ -92,6 +92,14 @@ def test_a_missing_tensor_is_named(name, tmp_path):
     write_folder(tmp_path, {"circuit": "hmm"}, tensors)
     with pytest.raises(FormatError, match=f"no tensor '{name}"):
         HMM.load(tmp_path)
+
+
+@pytest.mark.parametrize("window", ["x", 0, -3, 2.0, True, [4], 10**30])
+def test_a_window_that_is_no_number_is_refused(window, tmp_path):
+    for hmm in (make_hmm("dense"), HMM.from_factors(Factors.near_neutral(2, 3))):
+        write_folder(tmp_path, {**hmm.description(), "window": window}, hmm.stored())
+        with pytest.raises(FormatError, match="window must be a number of positions"):
+            HMM.load(tmp_path)
 
 
 @pytest.mark.parametrize("keep", [0, 4, 100, -1])

@@ -328,6 +328,7 @@ GOOD = dataclasses.asdict(SIZES["both"])
         {**GOOD, "features": -20},
         {**GOOD, "dropout": 7.0},
         {**GOOD, "states": N + 1},
+        {**GOOD, "hidden": 2**40},  # which would take more memory than there is
     ],
     ids=str,
 )

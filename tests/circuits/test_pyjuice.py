@@ -538,8 +538,9 @@ def test_damaged_files_read_or_raise_our_error(read, name, data):
     assert torch.isfinite(hmm.emission).all()
 
 
-def test_missing_file_and_folder(tmp_path):
-    for path in (tmp_path / "nothing.jpc", tmp_path, str(tmp_path)):
+def test_missing_file_folder_and_pipe(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jpc")
+    for path in (tmp_path / "nothing.jpc", tmp_path, str(tmp_path), tmp_path / "pipe.jpc", tmp_path / ("x" * 5000)):
         with pytest.raises(FormatError, match="cannot be read"):
             read_jpc(path)
 

@@ -76,7 +76,11 @@ def test_config_json_describes_the_weights(folder):
     assert config["sha256"] == hashlib.sha256((folder / WEIGHTS_FILE).read_bytes()).hexdigest()
     assert config["tensors"]["emission"] == {"shape": [3, 5], "dtype": "bfloat16"}
     with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
-        assert json.loads(file.metadata()["codd_config"]) == {k: v for k, v in config.items() if k != "sha256"}
+        described = json.loads(file.metadata()["codd_config"])
+    own, of_the_file = described.pop("sha256"), config.pop("sha256")
+    assert described == config
+    assert own == files.sha256_of(json.dumps(described), make_tensors())
+    assert own != of_the_file
 
 
 def test_views_gradients_and_shared_memory_are_stored_by_value(tmp_path):
@@ -224,6 +228,45 @@ def test_truncated_config(folder):
         (folder / CONFIG_FILE).write_bytes(whole[:size])
         with pytest.raises(FormatError, match=r"config\.json: is not JSON"):
             read_folder(folder)
+
+
+def flip(path: Path, at: int, bit: int = 0) -> None:
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1 << bit
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_flipped_bit_is_noticed(folder, interrupted):
+    if interrupted:  # config.json is of the circuit before
+        write_folder(folder.parent / "new", CONFIG, make_tensors(1))
+        (folder.parent / "new" / WEIGHTS_FILE).replace(folder / WEIGHTS_FILE)
+        assert_same(read_folder(folder)[1], make_tensors(1))
+    flip(folder / WEIGHTS_FILE, -2)
+    with pytest.raises(FormatError, match=r"circuit\.safetensors: is damaged: its bytes are not those that were saved"):
+        read_folder(folder)
+    assert read_folder(folder, check=False)[0] == CONFIG
+
+
+def test_circuits_without_digests_of_their_own(folder):
+    """As codd 1 wrote them: the digest is in config.json alone, or nowhere."""
+    tensors, path = make_tensors(), folder / CONFIG_FILE
+    config = json.loads(path.read_text())
+    described = {key: value for key, value in config.items() if key != "sha256"}
+    save_file(files.standalone(tensors), folder / WEIGHTS_FILE, metadata={"codd_config": json.dumps(described)})
+    with pytest.raises(FormatError, match="is damaged"):
+        read_folder(folder)
+    for stated in ({"sha256": files.sha256(folder / WEIGHTS_FILE)}, {}):
+        path.write_text(json.dumps({**described, **stated}))
+        assert_same(read_folder(folder)[1], tensors)
+
+
+@pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE])
+def test_a_pipe_is_not_read(folder, name):
+    (folder / name).unlink()
+    os.mkfifo(folder / name)
+    with pytest.raises(FormatError, match=f"{name}: (cannot be read|is missing)"):
+        read_folder(folder)
 
 
 @pytest.mark.parametrize("content", [b"not a file", b"\x80\x04.", b"\xff" * 64, b"{}" + b" " * 30])

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from small_circuits import ALONE, CPU, EM, HEAD, STEPS, circuit_of, make_root, metrics_of, run, save_network, small
 
 import codd
+from codd import files
 from codd.circuits import HMM, Modulated, load_circuit
 from codd.errors import Diverged, FormatError, InvalidInput
 from codd.training import fit
@@ -307,6 +308,8 @@ def damage(folder: Path, value: float) -> Path:
     name = next(name for name, x in tensors.items() if "mlp" in name and x.ndim == 2)
     tensors[name].fill_(value)
     save_file(tensors, path, {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"sha256": files.sha256(path)}))
     return folder
 
 

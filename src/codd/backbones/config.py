@@ -78,7 +78,7 @@ class Config:
         value = self.fields.get(name)
         if isinstance(value, list) and value:
             value = value[0]
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31):
             raise self._wrong(name, "the id of a token", value)
         return value
 

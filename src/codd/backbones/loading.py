@@ -62,18 +62,21 @@ def load_checkpoint(
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
     revision: str | None = None,
-    check: bool = False,
+    check: bool = True,
 ) -> Checkpoint:
     """Read a checkpoint of any known family from a folder or the hub; None is the bundled model.
 
     ``device``: by default a CUDA device if there is one, else the CPU. ``dtype``: by default float32 on the CPU and the
-    checkpoint's own elsewhere. ``check`` refuses weights that are NaN or infinite. Raises FormatError for files that
-    are damaged or of an unknown family, InvalidInput for a device or dtype that this machine cannot use.
+    checkpoint's own elsewhere. ``check`` refuses weights that are NaN or infinite, and a file whose sha256 is not the
+    one that config.json states. Raises FormatError for files that are damaged or of an unknown family, InvalidInput
+    for a device or dtype that this machine cannot use.
     """
     folder = BUNDLED if source is None else files.local_folder(source, CHECKPOINT_FILES, revision)
     spec = read_spec(folder)
     backbone = _read(folder, spec, choose_device(device), dtype, check)
-    return Checkpoint(backbone, Tokenizer.from_folder(folder, chat_template=spec.chat_template), folder)
+    vocab_size = spec.transformer.vocab_size
+    tokenizer = Tokenizer.from_folder(folder, chat_template=spec.chat_template, vocab_size=vocab_size)
+    return Checkpoint(backbone, tokenizer, folder)
 
 
 def choose_device(device: str | torch.device | None) -> torch.device:
@@ -139,8 +142,21 @@ def match(folder: Path, spec: ModelSpec) -> MatchedFiles:
     return MatchedFiles(paths, headers, slots, network)
 
 
+def stated_sha256(folder: Path) -> tuple[str | None, bool | None]:
+    """The digest in config.json, and whether it is that of the weights; None where there is nothing to compare."""
+    stated = Config.read(folder).get("sha256")
+    if stated is None or (folder / weights.INDEX).is_file():
+        return None, None
+    return str(stated), stated == files.sha256(folder / weights.SINGLE)
+
+
 def _read(folder: Path, spec: ModelSpec, device: torch.device, dtype: torch.dtype | None, check: bool) -> Backbone:
     matched = match(folder, spec)
+    if check and stated_sha256(folder)[1] is False:
+        raise FormatError(
+            f"{folder / weights.SINGLE}: is damaged: its sha256 is not the one that config.json states. Download or "
+            "save both files again, or load them with check=False."
+        )
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else weights.stored_dtype(matched.headers, matched.slots)
     check_dtype(dtype, device)

@@ -25,6 +25,7 @@ from codd.backbones.tokenizer_files import (
     SPECIAL_FILE,
     TEMPLATE_FILE,
     added_token,
+    guarded,
     make_special,
     read_files,
 )
@@ -69,16 +70,19 @@ class Tokenizer:
         *,
         chat_template: str | None = None,
         special: Mapping[str, str] | None = None,
+        vocab_size: int | None = None,
     ) -> "Tokenizer | None":
         """The tokenizer of a checkpoint, or None if its folder has no tokenizer files at all.
 
-        ``chat_template`` and ``special`` are the family's own, for a checkpoint that does not state them. FormatError
-        if the files are damaged or contradict each other.
+        ``chat_template`` and ``special`` are the family's own, for a checkpoint that does not state them;
+        ``vocab_size`` is the network's. FormatError if the files are damaged, contradict each other, or are far larger
+        than such a network can use.
         """
-        files = read_files(Path(folder), special or {})
-        if files is None:
-            return None
-        return cls(files.backend, special=files.special, chat_template=files.chat_template or chat_template)
+        with guarded(folder, "make its tokenizer"):
+            files = read_files(Path(folder), special or {}, vocab_size)
+            if files is None:
+                return None
+            return cls(files.backend, special=files.special, chat_template=files.chat_template or chat_template)
 
     @property
     def vocab_size(self) -> int:
@@ -156,7 +160,8 @@ class Tokenizer:
         for number, text in enumerate(texts):
             _check_text(text, f"text {number}")
         backend = self._backend if parse_special else self._literal_backend
-        encodings = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+        with guarded("the texts", "encode them"):
+            encodings = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [list(encoding.ids) for encoding in encodings]
 
     def decode(
@@ -171,7 +176,8 @@ class Tokenizer:
         Networks may have more outputs than the vocabulary has tokens; such an id is an error unless ``skip_unknown``.
         """
         checked = self._checked_ids(ids, skip_unknown)
-        return str(self._backend.decode(checked, skip_special_tokens=skip_special_tokens))
+        with guarded("the ids", "decode them"):
+            return str(self._backend.decode(checked, skip_special_tokens=skip_special_tokens))
 
     def render_chat(self, messages: chat.Messages, *, add_generation_prompt: bool = True) -> str:
         """The text of a conversation, with the control tokens spelt out; a string is one message of the user."""
@@ -222,7 +228,8 @@ class Tokenizer:
     @cached_property
     def _literal_backend(self) -> tokenizers.Tokenizer:
         """The same tokenizer, blind to special tokens. A copy, since switching the one would disturb other threads."""
-        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        with guarded("the tokenizer", "copy it"):
+            backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
         backend.encode_special_tokens = True
         return backend
 
@@ -230,14 +237,15 @@ class Tokenizer:
         id: int | None = self._backend.token_to_id(token)
         if id is None:
             raise FormatError(
-                f"{name} is {token!r}, which the vocabulary does not have. Add it there, or leave it out."
+                f"{name} is {token!r:.200}, which the vocabulary does not have. Add it there, or leave it out."
             )
         return id
 
     def _encode(self, text: str, add_special_tokens: bool, parse_special: bool) -> tokenizers.Encoding:
         _check_text(text, "the text")
         backend = self._backend if parse_special else self._literal_backend
-        return backend.encode(text, add_special_tokens=add_special_tokens)
+        with guarded("the text", "encode it"):
+            return backend.encode(text, add_special_tokens=add_special_tokens)
 
     def _checked_ids(self, ids: Sequence[int] | Tensor, skip_unknown: bool) -> list[int]:
         if isinstance(ids, Tensor) and ids.ndim != 1:

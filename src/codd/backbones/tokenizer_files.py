@@ -4,8 +4,11 @@
 special tokens. No code of the checkpoint runs.
 """
 
+import base64
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +16,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from codd.backbones import chat
-from codd.errors import FormatError
+from codd.errors import CoddError, FormatError
 from codd.files import brief, parse_json_object, read_json_object, read_text
 
 FAST_FILE = "tokenizer.json"
@@ -29,6 +32,13 @@ ADDED_FILE = "added_tokens.json"
 QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+
+SPARE_TOKENS, MAX_TOKENS = 1 << 14, 1 << 20
+"""How many tokens a vocabulary may have beyond the network's, and where no network is known."""
+MAX_GROWTH = 1024
+"""How many times as long a text may become by rewriting it."""
+MAX_WORD = 1000
+"""Characters of a word that WordPiece looks up; the time for it grows with their square."""
 
 _USED = ("mask_token", "eos_token", "pad_token", "bos_token", "unk_token")
 NAMED = (*_USED, "cls_token", "sep_token")
@@ -53,18 +63,38 @@ class TokenizerFiles(NamedTuple):
     chat_template: str | None
 
 
-def read_files(folder: Path, special: Mapping[str, str]) -> TokenizerFiles | None:
+@contextmanager
+def guarded(where: object, doing: str) -> Iterator[None]:
+    """Turn what the library raises into a FormatError, panics too, which are no Exception.
+
+    A panic is what becomes of a regular expression that takes more than ten million steps from one position of a text.
+    """
+    try:
+        yield
+    except CoddError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise FormatError(
+            f"{where}: tokenizers {tokenizers.__version__} cannot {doing} ({brief(error)}). Download the tokenizer "
+            "again, or upgrade tokenizers."
+        ) from error
+
+
+def read_files(folder: Path, special: Mapping[str, str], vocab_size: int | None = None) -> TokenizerFiles | None:
     """Read whatever layout a folder has; None if it has no tokenizer files at all.
 
-    ``special`` are names for tokens that the files themselves do not name. FormatError if the files are damaged or
-    contradict each other.
+    ``special`` are names for tokens that the files themselves do not name, ``vocab_size`` is the network's. FormatError
+    if the files are damaged, contradict each other, or ask for much more than such a network can use.
     """
     if not any((folder / name).exists() for name in (*_VOCABULARIES, CONFIG_FILE)):
         return None
     config, older = _read_object(folder / CONFIG_FILE), _read_object(folder / SPECIAL_FILE)
     named = _named_tokens(folder, config, older)
     added = _added_tokens(folder, config, older, named)
-    backend = _read_backend(folder, config, named, added)
+    most = MAX_TOKENS if vocab_size is None else vocab_size + SPARE_TOKENS
+    backend = _read_backend(folder, config, named, added, most)
     for name, token in special.items():
         if name not in named and backend.token_to_id(token) is not None:
             named[name] = added_token(token, special=True)
@@ -130,7 +160,9 @@ def _named_tokens(folder: Path, config: Mapping[str, Any], older: Mapping[str, A
         if entry is None:
             continue
         if not _is_token(entry):
-            raise FormatError(f"{folder / file}: {name} must be a text or have one as its content, found {entry!r}.")
+            raise FormatError(
+                f"{folder / file}: {name} must be a text or have one as its content, found {entry!r:.80}."
+            )
         named[name] = added_token(entry, special=True)
     return named
 
@@ -139,7 +171,7 @@ def _check_named(folder: Path, backend: tokenizers.Tokenizer, named: dict[str, A
     for name in [name for name, token in named.items() if backend.token_to_id(token.content) is None]:
         if name in _USED:
             raise FormatError(
-                f"{folder / CONFIG_FILE}: {name} is {named[name].content!r}, which has no id. List it with its id "
+                f"{folder / CONFIG_FILE}: {name} is {named[name].content!r:.80}, which has no id. List it with its id "
                 "under added_tokens_decoder, or set it to null."
             )
         del named[name]  # nothing here uses it
@@ -158,10 +190,10 @@ def _added_tokens(
     path = folder / ADDED_FILE
     for text, id in _read_object(path).items():
         if not _is_id(id):
-            raise FormatError(f"{path}: the id of {text!r} must be a whole number from 0, found {id!r}.")
+            raise FormatError(f"{path}: the id of {text!r:.80} must be a whole number from 0, found {id!r:.80}.")
         if ids.get(text, id) != id or (id in added and added[id].content != text):
             raise FormatError(
-                f"{path}: gives {text!r} the id {id}, but {CONFIG_FILE} says otherwise. Remove the one that is wrong."
+                f"{path}: gives {text!r:.80} the id {id}, but {CONFIG_FILE} says otherwise. Remove the wrong one."
             )
         if id not in added:
             added[id] = special.get(text) or added_token(text, special=False)
@@ -172,7 +204,7 @@ def _added_tokens(
 def _other_special(path: Path, entries: Mapping[str, Any]) -> list[str | dict[str, Any]]:
     tokens = entries.get("additional_special_tokens") or []
     if not isinstance(tokens, list) or not all(map(_is_token, tokens)):
-        raise FormatError(f"{path}: additional_special_tokens must be a list of tokens, found {tokens!r}.")
+        raise FormatError(f"{path}: additional_special_tokens must be a list of tokens, found {tokens!r:.80}.")
     return tokens
 
 
@@ -182,13 +214,15 @@ def _added_by_config(path: Path, entries: object) -> dict[int, AddedToken]:
     added: dict[int, AddedToken] = {}
     seen: dict[str, int] = {}
     for key, entry in entries.items():
-        if not (key.isascii() and key.isdigit()) or not isinstance(entry, dict) or not _is_token(entry):
-            raise FormatError(
-                f'{path}: added_tokens_decoder must map ids to {{"content": ...}}, found {key!r}: {entry!r}.'
-            )
+        known = key.isascii() and key.isdigit() and len(key) < 10
+        if not known or not isinstance(entry, dict) or not _is_token(entry):
+            found = f"{key!r:.80}: {entry!r:.80}"
+            raise FormatError(f'{path}: added_tokens_decoder must map ids to {{"content": ...}}, found {found}.')
         id, token = int(key), added_token(entry, special=False)
         if token.content in seen or id in added:
-            raise FormatError(f"{path}: added_tokens_decoder has {token.content!r} ({id}) twice. Remove one of them.")
+            raise FormatError(
+                f"{path}: added_tokens_decoder has {token.content!r:.80} ({id}) twice. Remove one of them."
+            )
         added[id], seen[token.content] = token, id
     return added
 
@@ -198,37 +232,91 @@ def _is_id(id: object) -> bool:
 
 
 def _read_backend(
-    folder: Path, config: Mapping[str, Any], named: dict[str, AddedToken], added: Mapping[int, AddedToken]
+    folder: Path, config: Mapping[str, Any], named: dict[str, AddedToken], added: Mapping[int, AddedToken], most: int
 ) -> tokenizers.Tokenizer:
     if (folder / FAST_FILE).exists():
-        return _read_fast(folder / FAST_FILE, added)
+        return _read_fast(folder / FAST_FILE, added, most)
     if (folder / VOCABULARY_FILE).exists():
-        return _read_byte_level(folder, config, added)
+        return _read_byte_level(folder, config, added, most)
     if (folder / MERGES_FILE).exists():
         raise FormatError(f"{folder / VOCABULARY_FILE}: is missing beside {MERGES_FILE}. Download it too.")
     if (folder / WORDS_FILE).exists():
-        return _read_word_pieces(folder, config, named, added)
+        return _read_word_pieces(folder, config, named, added, most)
     raise FormatError(
         f"{folder}: has a {CONFIG_FILE} but no vocabulary. Download {FAST_FILE}, or {VOCABULARY_FILE} and "
         f"{MERGES_FILE}, or {WORDS_FILE} too."
     )
 
 
-def _read_fast(path: Path, added: Mapping[int, AddedToken]) -> tokenizers.Tokenizer:
+def _max_bytes(most: int) -> int:
+    """Of a file with a vocabulary: published ones take up to 130 for each token, merges included."""
+    return (1 << 20) + 512 * most
+
+
+def _check_vocabulary(path: Path, vocabulary: object, more: int, most: int) -> None:
+    """FormatError for more tokens, or larger ids, than a network can use: the library counts up to the largest id."""
+    ids = vocabulary.values() if isinstance(vocabulary, dict) else ()
+    count = max(_length(vocabulary) + more, *(id + 1 for id in ids if type(id) is int), 0)
+    _check_count(path, count, most, "tokens")
+
+
+def _check_count(path: Path, count: int, most: int, what: str) -> None:
+    if count > most:
+        raise FormatError(f"{path}: has {count:,} {what}, more than the {most:,} that are of use to this model.")
+
+
+def _check_bounds(path: Path, content: Mapping[str, Any], most: int) -> None:
+    """FormatError for a ``tokenizer.json`` that would take time or memory out of all proportion to model or text."""
+    model = content.get("model")
+    if isinstance(model, dict):
+        _check_vocabulary(path, model.get("vocab"), _length(content.get("added_tokens")), most)
+        _check_count(path, _length(model.get("merges")), 8 * most, "merges")
+        longest = model.get("max_input_chars_per_word", 0)
+        if isinstance(longest, int) and longest > MAX_WORD:
+            raise FormatError(f"{path}: max_input_chars_per_word is {longest}; expected at most {MAX_WORD}.")
+    for name in ("normalizer", "post_processor", "decoder"):
+        if (growth := math.prod(map(_growth, _objects(content.get(name))))) > MAX_GROWTH:
+            raise FormatError(
+                f"{path}: its {name} makes texts up to {growth:.3g} times as long; codd stops at {MAX_GROWTH}."
+            )
+
+
+def _length(value: object) -> int:
+    return len(value) if isinstance(value, str | list | dict) else 0
+
+
+def _objects(part: object) -> Iterator[dict[str, Any]]:
+    """Every object in a part of ``tokenizer.json``, however deep."""
+    if isinstance(part, dict):
+        yield part
+    for value in part.values() if isinstance(part, dict) else part if isinstance(part, list) else ():
+        yield from _objects(value)
+
+
+def _growth(rule: Mapping[str, Any]) -> float:
+    """At most how many times as long a rule makes a text."""
+    if "pattern" in rule and "content" in rule:  # by the fields: the library does not insist on the type's name
+        replaced = rule["pattern"].get("String") if isinstance(rule["pattern"], dict) else None
+        grown = float(_length(rule["content"]))
+        return max(1.0, grown / _length(replaced)) if replaced else 1 + grown
+    if "precompiled_charsmap" in rule:  # a trie with its size before it, then the replacements
+        stored = base64.b64decode(rule["precompiled_charsmap"] or "")
+        return float(max(1, *map(len, stored[4 + int.from_bytes(stored[:4], "little") :].split(b"\0"))))
+    return float(max(1, *(_length(rule.get(name)) for name in ("prepend", "single", "ids"))))
+
+
+def _read_fast(path: Path, added: Mapping[int, AddedToken], most: int) -> tokenizers.Tokenizer:
     """``tokenizer.json``; added tokens that the configuration describes too are as it says."""
-    text = read_text(path)
+    text = read_text(path, _max_bytes(most))
     content = parse_json_object(path, text)
+    _check_bounds(path, content, most)
     listed = _listed_tokens(path, content.get("added_tokens"))
     wanted = listed | {id: _as_entry(id, token) for id, token in added.items()}
+    _check_count(path, max(wanted, default=-1) + 1, most, "tokens")
     if wanted != listed:
         text = json.dumps(content | {"added_tokens": [entry for _, entry in sorted(wanted.items())]})
-    try:
+    with guarded(path, "read it"):
         backend = tokenizers.Tokenizer.from_str(text)
-    except Exception as error:  # the library raises nothing more special
-        raise FormatError(
-            f"{path}: tokenizers {tokenizers.__version__} cannot read it ({brief(error)}). Download it again, or "
-            "upgrade tokenizers."
-        ) from error
     _check_ids(path, backend, {id: entry["content"] for id, entry in wanted.items()})
     return backend
 
@@ -237,7 +325,7 @@ def _listed_tokens(path: Path, entries: object) -> dict[int, dict[str, Any]]:
     listed: dict[int, dict[str, Any]] = {}
     for entry in entries if isinstance(entries, list) else ():
         if not isinstance(entry, dict) or not _is_id(entry.get("id")) or not _is_token(entry):
-            raise FormatError(f'{path}: added_tokens must be objects with "id" and "content", found {entry!r}.')
+            raise FormatError(f'{path}: added_tokens must be objects with "id" and "content", found {entry!r:.80}.')
         if entry["id"] in listed:
             raise FormatError(f"{path}: added_tokens has the id {entry['id']} twice. Download it again.")
         listed[entry["id"]] = entry
@@ -254,37 +342,46 @@ def _check_ids(path: Path, backend: tokenizers.Tokenizer, wanted: Mapping[int, s
         actual = backend.token_to_id(text)
         if actual != id or backend.id_to_token(id) != text:
             raise FormatError(
-                f"{path}: the added token {text!r} should have the id {id}, but gets {actual}. Ids must be distinct "
-                f"and follow the vocabulary without a gap: compare added_tokens with added_tokens_decoder in "
+                f"{path}: the added token {text!r:.80} should have the id {id}, but gets {actual}. Ids must be "
+                f"distinct and follow the vocabulary without a gap: compare added_tokens with added_tokens_decoder in "
                 f"{CONFIG_FILE}."
             )
 
 
-def _with_added(path: Path, vocabulary: Mapping[str, int], added: Mapping[int, AddedToken]) -> dict[str, int]:
+def _with_added(
+    path: Path, vocabulary: Mapping[str, int], added: Mapping[int, AddedToken], most: int
+) -> dict[str, int]:
     """The vocabulary with the added tokens, each with exactly its stated id; FormatError if ids or texts repeat."""
     whole = dict(vocabulary)
     for id, token in added.items():
         if whole.setdefault(token.content, id) != id:
             raise FormatError(
-                f"{path}: has {token.content!r} as {whole[token.content]}, but it is listed as the added token {id}. "
-                f"Correct added_tokens_decoder in {CONFIG_FILE}."
+                f"{path}: has {token.content!r:.80} as {whole[token.content]}, but it is listed as the added token "
+                f"{id}. Correct added_tokens_decoder in {CONFIG_FILE}."
             )
     owners: dict[int, str] = {}
     for text, id in whole.items():
         if id in owners:
-            raise FormatError(f"{path}: the id {id} is that of {owners[id]!r} and of {text!r}. Download it again.")
+            raise FormatError(
+                f"{path}: the id {id} is that of {owners[id]!r:.80} and of {text!r:.80}. Download it again."
+            )
         owners[id] = text
+    _check_vocabulary(path, whole, 0, most)
     return whole
 
 
-def _read_byte_level(folder: Path, config: Mapping[str, Any], added: Mapping[int, AddedToken]) -> tokenizers.Tokenizer:
+def _read_byte_level(
+    folder: Path, config: Mapping[str, Any], added: Mapping[int, AddedToken], most: int
+) -> tokenizers.Tokenizer:
     """``vocab.json`` and ``merges.txt``: byte-level BPE with the pre-tokenizer of GPT-2 or of Qwen2."""
     path = folder / VOCABULARY_FILE
-    vocabulary = _read_object(path)
-    if wrong := next((text for text, id in vocabulary.items() if not _is_id(id)), None):
-        raise FormatError(f"{path}: the id of {wrong!r} must be a whole number from 0, found {vocabulary[wrong]!r}.")
-    merges = _read_merges(folder / MERGES_FILE, vocabulary)
-    backend = tokenizers.Tokenizer(models.BPE(vocab=_with_added(path, vocabulary, added), merges=merges))
+    vocabulary = read_json_object(path, _max_bytes(most))
+    if wrong := [text for text, id in vocabulary.items() if not _is_id(id)]:
+        found = f"the id of {wrong[0]!r:.80} must be a whole number from 0, found"
+        raise FormatError(f"{path}: {found} {vocabulary[wrong[0]]!r:.80}.")
+    merges = _read_merges(folder / MERGES_FILE, vocabulary, _max_bytes(most))
+    whole = _with_added(path, vocabulary, added, most)
+    backend = tokenizers.Tokenizer(models.BPE(vocab=whole, merges=merges))
     kind = str(config.get("tokenizer_class") or "GPT2Tokenizer").removesuffix("Fast")
     if kind in ("Qwen2Tokenizer", "DreamTokenizer"):
         backend.normalizer = normalizers.NFC()
@@ -308,39 +405,41 @@ def split_then_bytes(pattern: str) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
-def _read_merges(path: Path, vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
+def _read_merges(path: Path, vocabulary: Mapping[str, int], most_bytes: int) -> list[tuple[str, str]]:
     if not path.exists():
         raise FormatError(f"{path}: is missing beside {VOCABULARY_FILE}. Download it too.")
     merges = []
-    for number, line in enumerate(read_text(path).split("\n"), 1):
+    for number, line in enumerate(read_text(path, most_bytes).split("\n"), 1):
         line = line.rstrip("\r")
         if not line or (number == 1 and line.startswith("#version")):
             continue
         parts = line.split(" ")
         if len(parts) != 2 or not all(parts):
-            raise FormatError(f"{path}: line {number} must be two tokens with a space between them, found {line!r}.")
+            raise FormatError(
+                f"{path}: line {number} must be two tokens with a space between them, found {line!r:.80}."
+            )
         for text in (*parts, "".join(parts)):
             if text not in vocabulary:
                 raise FormatError(
-                    f"{path}: line {number} merges {line!r}, but {VOCABULARY_FILE} has no {text!r}: the two files do "
-                    "not belong together. Download both again."
+                    f"{path}: line {number} merges {line!r:.80}, but {VOCABULARY_FILE} has no {text!r:.80}: the two "
+                    "files do not belong together. Download both again."
                 )
         merges.append((parts[0], parts[1]))
     return merges
 
 
 def _read_word_pieces(
-    folder: Path, config: Mapping[str, Any], named: dict[str, AddedToken], added: Mapping[int, AddedToken]
+    folder: Path, config: Mapping[str, Any], named: dict[str, AddedToken], added: Mapping[int, AddedToken], most: int
 ) -> tokenizers.Tokenizer:
     """``vocab.txt``: WordPiece. Special tokens that the files do not name are spelt as BERT's."""
     path = folder / WORDS_FILE
-    vocabulary = _with_added(path, _read_words(path), added)
+    vocabulary = _with_added(path, _read_words(path, _max_bytes(most)), added, most)
     for name, text in _BERT.items():
         if name not in named and text in vocabulary:
             named[name] = added_token(text, special=True)
     unknown = named["unk_token"].content if "unk_token" in named else _BERT["unk_token"]
     if unknown not in vocabulary:
-        raise FormatError(f"{path}: has no {unknown!r}, the token for what is unknown. Download it again.")
+        raise FormatError(f"{path}: has no {unknown!r:.80}, the token for what is unknown. Download it again.")
     backend = tokenizers.Tokenizer(models.WordPiece(vocab=vocabulary, unk_token=unknown))
     backend.normalizer = normalizers.BertNormalizer(
         lowercase=bool(config.get("do_lower_case", True)),
@@ -357,13 +456,13 @@ def _read_word_pieces(
     return backend
 
 
-def _read_words(path: Path) -> dict[str, int]:
+def _read_words(path: Path, most_bytes: int) -> dict[str, int]:
     vocabulary: dict[str, int] = {}
-    for number, line in enumerate(read_text(path).removesuffix("\n").split("\n")):
+    for number, line in enumerate(read_text(path, most_bytes).removesuffix("\n").split("\n")):
         word = line.rstrip("\r")
         if word in vocabulary:
             raise FormatError(
-                f"{path}: line {number + 1} repeats {word!r} of line {vocabulary[word] + 1}. Download it again."
+                f"{path}: line {number + 1} repeats {word!r:.80} of line {vocabulary[word] + 1}. Download it again."
             )
         vocabulary[word] = number
     return vocabulary
@@ -374,7 +473,7 @@ def _with_cls_and_sep(
 ) -> processors.TemplateProcessing:
     for text in (first, last):
         if text not in vocabulary:
-            raise FormatError(f"{path}: has no {text!r}, which belongs around each text. Download it again.")
+            raise FormatError(f"{path}: has no {text!r:.80}, which belongs around each text. Download it again.")
     return processors.TemplateProcessing(
         single=f"{first} $A {last}",
         pair=f"{first} $A {last} $B:1 {last}:1",

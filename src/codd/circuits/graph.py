@@ -276,13 +276,22 @@ class Circuit(storage.HubMixin):
 
     @classmethod
     def load(
-        cls, source: str | PathLike[str], *, device: torch.device | str = "cpu", revision: str | None = None
+        cls,
+        source: str | PathLike[str],
+        *,
+        device: torch.device | str = "cpu",
+        revision: str | None = None,
+        check: bool = True,
     ) -> "Circuit":
-        """Read a folder or a hub id written by ``save``; `FormatError` says what is wrong with a damaged one."""
-        config, tensors = storage.read_folder(source, device=device, revision=revision)
+        """Read a folder or a hub id written by ``save``; `FormatError` says what is wrong with a damaged one.
+
+        ``check``: compare the stated digests, too.
+        """
+        config, tensors = storage.read_folder(source, device=device, revision=revision, check=check)
         if config.get("circuit") != "graph":
             raise FormatError(
-                f"{source} holds a circuit of type {config.get('circuit')!r}, expected 'graph': use codd.load_circuit"
+                f"{source} holds a circuit of type {config.get('circuit')!r:.60}, expected 'graph': "
+                "use codd.load_circuit"
             )
         return cls.from_stored(config, tensors, str(source))
 

@@ -438,13 +438,18 @@ class HMM(storage.HubMixin):
 
     @classmethod
     def load(
-        cls, source: str | PathLike[str], *, device: torch.device | str = "cpu", revision: str | None = None
+        cls,
+        source: str | PathLike[str],
+        *,
+        device: torch.device | str = "cpu",
+        revision: str | None = None,
+        check: bool = True,
     ) -> "HMM":
-        """Read a folder or a hub id written by ``save`` or ``push_to_hub``."""
-        config, tensors = storage.read_folder(source, device=device, revision=revision)
+        """Read a folder or a hub id written by ``save`` or ``push_to_hub``; ``check``: compare the stated digests."""
+        config, tensors = storage.read_folder(source, device=device, revision=revision, check=check)
         if config.get("circuit") != "hmm":
             raise FormatError(
-                f"{source} holds a circuit of type {config.get('circuit')!r}, expected 'hmm': use codd.load_circuit"
+                f"{source} holds a circuit of type {config.get('circuit')!r:.60}, expected 'hmm': use codd.load_circuit"
             )
         return cls.from_stored(config, tensors, str(source))
 
@@ -454,10 +459,13 @@ class HMM(storage.HubMixin):
 
         `FormatError` if a tensor is missing, `InvalidCircuit` if the tables are no distributions.
         """
+        window = config.get("window")
+        if window is not None and not (type(window) is int and 0 < window < 2**31):
+            raise FormatError(f"{source}: window must be a number of positions, found {window!r:.60}")
         if "initial_logits" in tensors:
             factors = Factors.from_named(tensors, source)
             factors = factors.map(lambda x: x if x.dtype == torch.float64 else x.float())
-            made = HMM.from_factors(factors, window=config.get("window"))
+            made = HMM.from_factors(factors, window=window)
             return cls(made.log_initial, made.log_transition, made.log_emission, window=made.window, factors=factors)
         try:
             transition: LogTransition = (
@@ -466,7 +474,7 @@ class HMM(storage.HubMixin):
                 else (tensors["log_transition_left"], tensors["log_transition_right"])
             )
             emission = tensors["emission"] if "emission" in tensors else tensors["log_emission"]
-            return cls(tensors["log_initial"], transition, emission, window=config.get("window"))
+            return cls(tensors["log_initial"], transition, emission, window=window)
         except KeyError as missing:
             raise FormatError(f"{source}: circuit.safetensors has no tensor {missing}") from None
 

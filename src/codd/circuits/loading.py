@@ -18,12 +18,19 @@ _KINDS: dict[object, type[HMM] | type[Modulated] | type[Circuit]] = {
 
 
 def load_circuit(
-    source: str | PathLike[str], *, device: torch.device | str = "cpu", revision: str | None = None
+    source: str | PathLike[str],
+    *,
+    device: torch.device | str = "cpu",
+    revision: str | None = None,
+    check: bool = True,
 ) -> HMM | Modulated | Circuit:
-    """Read a circuit of any kind from a folder or a hub id; general ones are for the CPU only."""
-    config, tensors = storage.read_folder(source, device=device, revision=revision)
+    """Read a circuit of any kind from a folder or a hub id; general ones are for the CPU only.
+
+    ``check``: also refuse, with a FormatError, files that are not what their digests say.
+    """
+    config, tensors = storage.read_folder(source, device=device, revision=revision, check=check)
     stated = config.get("circuit")
     kind = _KINDS.get(stated) if isinstance(stated, str) else None
     if kind is None:
-        raise FormatError(f"{source} holds a circuit of type {stated!r}: known are {', '.join(map(repr, _KINDS))}")
+        raise FormatError(f"{source} holds a circuit of type {stated!r:.60}: known are {', '.join(map(repr, _KINDS))}")
     return kind.from_stored(config, tensors, str(source))

@@ -24,6 +24,7 @@ from codd.circuits.hmm import HMM
 from codd.circuits.incremental import IncrementalConditioner
 from codd.circuits.results import JointStep, Samples
 from codd.errors import FormatError, InvalidCircuit, InvalidEvidence
+from codd.files import brief
 
 WAVES = 8
 """How many cosines encode the share of masks, so that a head can tell small shares apart."""
@@ -258,25 +259,32 @@ class Modulated(storage.HubMixin):
 
     @classmethod
     def load(
-        cls, source: str | PathLike[str], *, device: torch.device | str = "cpu", revision: str | None = None
+        cls,
+        source: str | PathLike[str],
+        *,
+        device: torch.device | str = "cpu",
+        revision: str | None = None,
+        check: bool = True,
     ) -> "Modulated":
-        """Read a folder or a hub id written by ``save``."""
-        config, tensors = storage.read_folder(source, device=device, revision=revision)
+        """Read a folder or a hub id written by ``save``; ``check``: compare the stated digests."""
+        config, tensors = storage.read_folder(source, device=device, revision=revision, check=check)
         return cls.from_stored(config, tensors, str(source))
 
     @classmethod
     def from_stored(cls, config: dict[str, Any], tensors: dict[str, Tensor], source: str) -> "Modulated":
         """The circuit that a configuration and tensors describe; `FormatError` if they do not fit together."""
         if config.get("circuit") != "modulated":
-            raise FormatError(f"{source} holds a circuit of type {config.get('circuit')!r}, expected 'modulated'")
+            raise FormatError(f"{source} holds a circuit of type {config.get('circuit')!r:.60}, expected 'modulated'")
         try:
-            head = Head(HeadConfig(**config["head"]))
+            with torch.device("meta"):  # no memory for sizes that the tensors do not have
+                head = Head(HeadConfig(**config["head"]))
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise FormatError(f"{source}: config.json does not describe a head ({error})") from None
+            raise FormatError(f"{source}: config.json does not describe a head ({brief(error)})") from None
         start = "head."
-        weights = {name.removeprefix(start): x.float() for name, x in tensors.items() if name.startswith(start)}
+        stored = {name.removeprefix(start): x for name, x in tensors.items() if name.startswith(start)}
+        weights = {name: x.to(torch.float32, copy=True) for name, x in stored.items()}
         try:
-            head.load_state_dict(weights)
+            head.load_state_dict(weights, assign=True)
         except RuntimeError as error:
             raise FormatError(f"{source}: the head's tensors do not fit ({' '.join(str(error).split())})") from None
         if wrong := [name for name, x in weights.items() if not bool(x.isfinite().all())]:

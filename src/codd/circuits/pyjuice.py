@@ -19,6 +19,7 @@ from torch import Tensor
 
 from codd.circuits.pickles import ARRAY_CALLS, LEAF_CALLS, Array, LeafRecord, is_int, latin1, load
 from codd.errors import FormatError
+from codd.files import check_regular
 
 _ROW_TOLERANCE = 1e-4
 # Tied or sparse nodes may expand on reading. A small file must not be able to ask for all of the memory.
@@ -48,6 +49,7 @@ def read_jpc(path: str | os.PathLike[str]) -> JpcHMM:
     if it is damaged or is not a normalised chain.
     """
     path = Path(path)
+    check_regular(path)
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             calls = {**ARRAY_CALLS, ("_codecs", "encode"): latin1(len(data))}
@@ -56,7 +58,7 @@ def read_jpc(path: str | os.PathLike[str]) -> JpcHMM:
         raise type(error)(f"{path}: {error}") from error.__cause__
     except MemoryError as error:
         raise FormatError(f"{path}: there is not enough memory for the circuit that it describes.") from error
-    except (OSError, ValueError) as error:  # a missing file, a folder, an empty file
+    except (OSError, ValueError) as error:  # an empty file
         raise FormatError(f"{path}: cannot be read: {error}. Expected a circuit saved by pyjuice.save.") from error
 
 

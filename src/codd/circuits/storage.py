@@ -2,6 +2,8 @@
 
 The configuration is stored twice: as ``config.json``, for people and for the hub, and in the metadata of the
 safetensors file, which is what a reader believes. So the atomic replacement of one file exchanges the whole circuit.
+Digests are stored twice as well: ``config.json`` has that of the weights' file, and the metadata that of what the file
+holds, so that a circuit whose ``config.json`` could not be replaced any more is told from a damaged one.
 """
 
 import json
@@ -40,7 +42,9 @@ class HubMixin(ABC):
 
     @classmethod
     @abstractmethod
-    def load(cls: type[_Kind], source: str | os.PathLike[str], *, revision: str | None = None) -> _Kind:
+    def load(
+        cls: type[_Kind], source: str | os.PathLike[str], *, revision: str | None = None, check: bool = True
+    ) -> _Kind:
         """Read what ``save`` wrote."""
 
     def save_pretrained(self, folder: str | os.PathLike[str], **_: Any) -> Path:
@@ -68,28 +72,35 @@ def write_folder(folder: str | os.PathLike[str], config: Mapping[str, Any], tens
     folder = Path(folder)
     tensors = files.standalone(tensors)
     described = {"format": FORMAT, "format_version": FORMAT_VERSION, **config, "tensors": _describe(tensors)}
-    metadata = {_METADATA_KEY: json.dumps(described, allow_nan=False)}
+    digest = files.sha256_of(json.dumps(described, allow_nan=False), tensors)
+    metadata = {_METADATA_KEY: json.dumps({**described, "sha256": digest})}
 
     # Both files are complete on the disk before either takes its place: a full disk changes nothing.
-    with files.replacing(folder, WEIGHTS_FILE, CONFIG_FILE) as (weights, text):
+    with files.replacing(folder, WEIGHTS_FILE, CONFIG_FILE) as (weights, config_file):
         files.write_weights(weights, tensors, metadata)
-        files.write_text(text, json.dumps({**described, "sha256": files.sha256(weights)}, indent=2) + "\n")
+        files.write_text(config_file, json.dumps({**described, "sha256": files.sha256(weights)}, indent=2) + "\n")
     return folder
 
 
 def read_folder(
-    path_or_hub_id: str | os.PathLike[str], *, revision: str | None = None, device: str | torch.device = "cpu"
+    path_or_hub_id: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    device: str | torch.device = "cpu",
+    check: bool = True,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read a circuit from a local folder, or from the hub if there is no such folder and the text is like "user/name".
 
     Returns the configuration and the tensors as they were given to ``write_folder``. ``revision`` (a branch, tag or
-    commit) applies to the hub only.
+    commit) applies to the hub only. FormatError if the files are damaged; changed values are noticed by the digests
+    that the files state, unless ``check`` is false.
     """
     folder = local_folder(path_or_hub_id, revision)
     config = _read_config(folder)
     described, tensors = _read_weights(folder / WEIGHTS_FILE)
-    _check_config_belongs(folder, config, described)
     _check_tensors(folder / WEIGHTS_FILE, described["tensors"], tensors)
+    if check:
+        _check_digests(folder, config, described, tensors)
     given = {key: value for key, value in described.items() if key not in _RESERVED}
     return given, {name: tensor.to(device) for name, tensor in tensors.items()}
 
@@ -151,26 +162,17 @@ def _describe(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
 
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_FILE
-    try:
-        text = path.read_bytes()
-    except FileNotFoundError:
+    if not path.exists():
         raise FormatError(
             f"{path}: is missing, so that this is not a circuit, or the writing of it was interrupted. "
             "Give the folder of a saved circuit, or save it again."
-        ) from None
-    except OSError as error:
-        raise FormatError(f"{path}: cannot be read: {error}") from error
-    return _parse_config(text, str(path))
+        )
+    return _parse_config(files.read_text(path), str(path))
 
 
-def _parse_config(text: bytes | str, where: str) -> dict[str, Any]:
-    try:
-        config = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(
-            f"{where}: is not JSON ({files.brief(error)}). Download or save the circuit again."
-        ) from error
-    if not isinstance(config, dict) or config.get("format") != FORMAT:
+def _parse_config(text: str, where: str) -> dict[str, Any]:
+    config = files.parse_json_object(where, text)
+    if config.get("format") != FORMAT:
         raise FormatError(f'{where}: is not of a codd circuit; expected an object with "format": "{FORMAT}".')
     version = config.get("format_version")
     if type(version) is not int or version < 1:
@@ -201,13 +203,26 @@ def _read_weights(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         ) from error
 
 
-def _check_config_belongs(folder: Path, config: dict[str, Any], described: dict[str, Any]) -> None:
-    """A configuration that was edited by hand is an error; one that an interrupted overwrite left behind is not."""
-    plain = {key: value for key, value in config.items() if key != "sha256"}
-    if plain != described and config.get("sha256") == files.sha256(folder / WEIGHTS_FILE):
+def _check_digests(folder: Path, config: dict[str, Any], described: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Weights that changed are an error, and so is a configuration that was edited by hand.
+
+    A configuration that an interrupted overwrite left behind is none: the weights are what their own metadata says.
+    """
+    plain, described_plain = (
+        {key: value for key, value in fields.items() if key != "sha256"} for fields in (config, described)
+    )
+    stated, own = config.get("sha256"), described.get("sha256")
+    if stated == files.sha256(folder / WEIGHTS_FILE):
+        if plain != described_plain:
+            raise FormatError(
+                f"{folder / CONFIG_FILE}: was changed after the circuit was saved, and no longer agrees with the copy "
+                f"in {WEIGHTS_FILE}, which counts. Undo the change, or save the circuit again with the configuration "
+                "wanted."
+            )
+    elif (stated, own) != (None, None) and own != files.sha256_of(json.dumps(described_plain), tensors):
         raise FormatError(
-            f"{folder / CONFIG_FILE}: was changed after the circuit was saved, and no longer agrees with the copy in "
-            f"{WEIGHTS_FILE}, which counts. Undo the change, or save the circuit again with the configuration wanted."
+            f"{folder / WEIGHTS_FILE}: is damaged: its bytes are not those that were saved, by their sha256. "
+            "Download or save the circuit again, or load it with check=False."
         )
 
 
@@ -219,4 +234,6 @@ def _check_tensors(path: Path, listed: dict[str, Any], tensors: dict[str, Tensor
         raise FormatError(f"{path}: has the tensor(s) {', '.join(unknown)} that its configuration does not list.")
     for name, description in stored.items():
         if listed[name] != description:
-            raise FormatError(f"{path}: tensor {name} is {description}, but its configuration says {listed[name]}.")
+            raise FormatError(
+                f"{path}: tensor {name} is {description}, but its configuration says {listed[name]!r:.200}."
+            )

@@ -1,12 +1,11 @@
 """``codd convert``: a PyJuice file becomes a circuit folder."""
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from codd.cli import console
-from codd.errors import CoddError
+from codd.errors import CoddError, FormatError
 
 if TYPE_CHECKING:
     from codd.circuits import HMM
@@ -105,9 +104,9 @@ def _check_target(folder: Path, force: bool) -> None:
 def _is_foreign(config: Path) -> bool:
     """Whether --force would destroy, say, the configuration of a language model."""
     from codd.circuits.storage import FORMAT
+    from codd.files import read_json_object
 
     try:
-        found = json.loads(config.read_bytes())
-    except ValueError:  # a circuit that was damaged may be replaced
+        return read_json_object(config).get("format") != FORMAT
+    except FormatError:  # a circuit that was damaged may be replaced
         return False
-    return not isinstance(found, dict) or found.get("format") != FORMAT

@@ -1,7 +1,6 @@
 """What ``codd info`` says of a circuit: a folder that codd wrote, or a file of PyJuice."""
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,7 +74,7 @@ def is_circuit(folder: Path) -> bool:
 def circuit(source: str) -> Report:
     """Of a folder or a hub id."""
     folder = storage.local_folder(source)  # the hub's, too, so that its files can be looked at
-    config, tensors = storage.read_folder(folder)
+    config, tensors = storage.read_folder(folder, check=False)  # what does not match is shown
     stated = read_json(folder / storage.CONFIG_FILE)
     weights = folder / storage.WEIGHTS_FILE
     intact = stated.get("sha256") == files.sha256(weights)
@@ -104,7 +103,7 @@ def circuit(source: str) -> Report:
 
 def _check(folder: Path) -> str:
     try:
-        found = load_circuit(folder)
+        found = load_circuit(folder, check=False)
     except FormatError:  # names the file, and says what to do
         raise
     except CoddError as error:
@@ -247,10 +246,9 @@ def _unknown(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file, or nothing: what is wrong with it is said by whoever needs it."""
     try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        return files.read_json_object(path)
+    except FormatError:
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _count(tensors: Mapping[str, Tensor]) -> int:

@@ -14,7 +14,6 @@ from safetensors import safe_open
 from codd import files
 from codd.backbones import loading, weights
 from codd.backbones.backbone import ModelSpec
-from codd.backbones.config import Config
 from codd.backbones.tokenizer import Tokenizer
 from codd.backbones.transformer import TransformerConfig
 from codd.cli import console
@@ -92,10 +91,11 @@ def _network(
     folder: Path, spec: ModelSpec, stored: Stored
 ) -> tuple[dict[str, Any], dict[str, object], tuple[str, ...]]:
     """Everything but the circuit."""
-    network, tokenizer = spec.transformer, Tokenizer.from_folder(folder)
+    network = spec.transformer
+    tokenizer = Tokenizer.from_folder(folder, vocab_size=network.vocab_size)
     bundled = folder.resolve() == loading.BUNDLED.resolve()
     ids, id_lines = _special(spec, tokenizer)
-    stated, intact = _sha256(folder)
+    stated, intact = loading.stated_sha256(folder)
     numbers: dict[str, Any] = {
         "kind": "backbone",
         "family": spec.family,
@@ -177,14 +177,6 @@ def _tokenizer_line(spec: ModelSpec, tokenizer: Tokenizer) -> str:
     line = f"{found['kind']}, {tokenizer.vocab_size:,} tokens, {template[found['chat_template']]}"
     beyond = tokenizer.vocab_size - spec.transformer.vocab_size
     return line if beyond <= 0 else f"{line}; {beyond:,} of its ids are beyond the network's vocabulary"
-
-
-def _sha256(folder: Path) -> tuple[str | None, bool | None]:
-    """The digest in config.json, and whether it is that of the weights; None where there is nothing to compare."""
-    stated = Config.read(folder).get("sha256")
-    if stated is None or (folder / weights.INDEX).is_file():
-        return None, None
-    return str(stated), stated == files.sha256(folder / weights.SINGLE)
 
 
 def _alien(attached: Report, network: TransformerConfig) -> str:

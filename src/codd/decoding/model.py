@@ -178,7 +178,7 @@ def load(
     dtype: torch.dtype | None = None,
     revision: str | None = None,
     mask_id: int | None = None,
-    check: bool = False,
+    check: bool = True,
 ) -> Model:
     """Load a checkpoint of any known family with its circuit; without ``source``, the bundled model.
 
@@ -186,7 +186,7 @@ def load(
     nothing, None for none, "trained" for the one in the checkpoint's own folder (circuit/), if any, "static" for the
     one beside it that is not modulated by the network (circuit-static/). ``device`` and ``dtype``: by default a GPU if
     there is one, and float32 on the CPU. ``mask_id``: for masked language models whose files do not say. ``check``
-    refuses weights with NaN.
+    refuses weights with NaN, and files that are not what the sha256 beside them says; false spares the time for it.
     """
     backbone, tokenizer, folder = load_checkpoint(source, device=device, dtype=dtype, revision=revision, check=check)
     if mask_id is None:
@@ -195,17 +195,20 @@ def load(
         mask_id = tokenizer.mask_id
     if mask_id is not None and not 0 <= mask_id < backbone.vocab_size:
         raise InvalidInput(f"mask_id {mask_id} is not one of the {backbone.vocab_size} tokens of the model.")
-    return Model(backbone, _resolve_circuit(circuit, backbone, folder), tokenizer, mask_id, folder)
+    return Model(backbone, _resolve_circuit(circuit, backbone, folder, check), tokenizer, mask_id, folder)
 
 
-def _resolve_circuit(source: CircuitSource, backbone: Backbone, folder: Path | None) -> ProbabilisticCircuit | None:
+def _resolve_circuit(
+    source: CircuitSource, backbone: Backbone, folder: Path | None, check: bool = True
+) -> ProbabilisticCircuit | None:
     if source is None or (source == "trained" and not (folder and (folder / CIRCUIT_FOLDERS["trained"]).is_dir())):
         return None
     circuit: ProbabilisticCircuit
     if source == "null":
         circuit = HMM.neutral(num_states=1, vocab_size=backbone.vocab_size)
     elif isinstance(source, str | os.PathLike):
-        circuit = load_circuit(_own_circuit(str(source), folder) if source in CIRCUIT_FOLDERS else source)
+        found = _own_circuit(str(source), folder) if source in CIRCUIT_FOLDERS else source
+        circuit = load_circuit(found, check=check)
     else:
         circuit = source
     _check_fits(circuit, backbone)

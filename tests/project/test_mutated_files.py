@@ -1,0 +1,243 @@
+"""Every format that codd reads, damaged at random: what loads is what was saved, or can be used; all else is our error.
+
+CODD_FUZZ=2000 damages about as many files, rather than 150; -s shows what became of them.
+"""
+
+import os
+import resource
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import jaxtyping
+import pytest
+import tokenizers
+import torch
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from codd.backbones import Tokenizer, load_checkpoint, mini
+from codd.backbones.config import Config
+from codd.backbones.transformer import initialise
+from codd.circuits import HMM, Factors, Head, HeadConfig, Modulated, load_circuit
+from codd.circuits.pyjuice import read_jpc
+from codd.errors import CoddError
+from codd.training.bpe import train_bpe
+from mutations import mutated
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+MUTATIONS = int(os.environ.get("CODD_FUZZ", "150"))
+ROOM = 2 << 30
+"""Bytes of address space that reading damaged files may take."""
+SIZES = {"vocab_size": 300, "width": 16, "layers": 2, "heads": 2, "mlp_width": 24, "max_length": 64}
+IDS = {"mask_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+
+def save_mini(folder: Path, int8: bool = False) -> None:
+    """A model of ours, with its tokenizer and a chat template in a file of its own."""
+    built = mini.build(Config({**SIZES, **IDS}))
+    initialise(built.network, generator=torch.Generator().manual_seed(0), std=0.3)
+    mini.save(built, folder, int8=int8)
+    tokenizer = train_bpe([README], vocab_size=300)
+    tokenizer.save(folder)
+    (folder / "chat_template.jinja").write_text(str(tokenizer.chat_template))
+
+
+def save_byte_level(folder: Path) -> None:
+    """A tokenizer in the older layout."""
+    backend = train_bpe([README], vocab_size=300).backend
+    backend.model.save(str(folder))
+    (folder / "added_tokens.json").write_text('{"<mask>": 300, "<extra>": 301}')
+    special = '{"mask_token": "<mask>", "additional_special_tokens": ["<extra>"]}'
+    (folder / "special_tokens_map.json").write_text(special)
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer", "pad_token": "<extra>"}')
+
+
+def save_words(folder: Path) -> None:
+    """BERT's tokenizer."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "##s", "sat", *"abcdefgh"]
+    (folder / "vocab.txt").write_text("\n".join(words) + "\n")
+    options = '{"do_lower_case": true, "strip_accents": null, "added_tokens_decoder": {"17": {"content": "<x>"}}}'
+    (folder / "tokenizer_config.json").write_text(options)
+
+
+def save_unigram(folder: Path) -> None:
+    """A tokenizer with the parts that ours does not have."""
+    pieces = [("<unk>", 0.0), ("\u2581", -1.0), *((letter, -2.0) for letter in "abcest")]
+    backend = tokenizers.Tokenizer(models.Unigram(pieces, 0))
+    backend.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(Regex(" {2,}"), " ")])
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    backend.post_processor = processors.TemplateProcessing(single="<unk> $A", special_tokens=[("<unk>", 0)])
+    backend.save(str(folder / "tokenizer.json"))
+
+
+def save_modulated(folder: Path) -> None:
+    """A circuit with everything that one can have."""
+    factors = Factors.near_neutral(6, 9, transition_rank=2, emission_rank=3, inner_states=4)
+    head = Head(HeadConfig(features=5, states=6, inner_states=4, hidden=7, dropout=0.1))
+    Modulated(HMM.from_factors(factors, window=3), head).save(folder, half=True)
+
+
+def use_model(folder: Path, check: bool) -> Any:
+    """The parameters; whatever came of tokenizer and template must work on a text, or say why it does not."""
+    backbone, tokenizer, _ = load_checkpoint(folder, device="cpu", check=check)
+    backbone(torch.zeros(1, 3, dtype=torch.long))
+    return {**backbone.network.state_dict(), **use_tokens(tokenizer)}
+
+
+def use_tokens(tokenizer: Tokenizer | None) -> dict[str, torch.Tensor]:
+    """The ids of some texts."""
+    if tokenizer is None:
+        return {}
+    texts = ["The cats sat on 23 mats.  <|mask|>", "caf\u00e9 <mask>"]
+    ids = [*tokenizer.encode_batch(texts, add_special_tokens=True), tokenizer.encode(texts[0], parse_special=False)]
+    for row in ids:
+        tokenizer.decode(row)
+    if tokenizer.chat_template is not None:
+        ids.append(tokenizer.encode_chat("Hello <|eos|>"))
+    return {f"text {number}": torch.tensor(row) for number, row in enumerate(ids)}
+
+
+def use_tokenizer(folder: Path, check: bool) -> Any:
+    return use_tokens(Tokenizer.from_folder(folder, vocab_size=300))
+
+
+def use_circuit(folder: Path, check: bool) -> Any:
+    """The tensors, and its description."""
+    circuit = load_circuit(folder, check=check)
+    if isinstance(circuit, HMM):
+        circuit.log_prob(torch.zeros(1, circuit.length or 2, dtype=torch.long))
+    if isinstance(circuit, Modulated):
+        return {**circuit.hmm.stored(), **circuit.head.state_dict()}
+    if isinstance(circuit, HMM):
+        return circuit.stored()
+    return {"graph": circuit.log_prob(torch.zeros(1, circuit.length, dtype=torch.long))}
+
+
+def use_jpc(folder: Path, check: bool) -> Any:
+    for path in folder.glob("*.jpc"):
+        HMM.from_pyjuice(path)
+        found = read_jpc(path)
+    return {"emission": found.emission}
+
+
+class Format(NamedTuple):
+    """A folder, how it is made, and how it is read."""
+
+    make: Callable[[Path], object]
+    use: Callable[[Path, bool], Any]
+    sealed: tuple[str, ...] = ()
+    """The files whose bytes a digest speaks for, wherever they are read with ``check``."""
+
+
+def copies(name: str, *files: str) -> Callable[[Path], object]:
+    """A fixture, or some files of one."""
+
+    def make(folder: Path) -> None:
+        for path in FIXTURES.glob(f"{name}/*"):
+            if (path.name in files) if files else not path.name.startswith("case"):
+                shutil.copy(path, folder)
+
+    return make
+
+
+CIRCUIT = ("circuit.safetensors", "config.json")
+FORMATS = {
+    "mini": Format(save_mini, use_model, ("model.safetensors",)),
+    "mini in 8 bits": Format(lambda folder: save_mini(folder, int8=True), use_model, ("model.safetensors",)),
+    "llada in shards": Format(copies("llada_gqa_sharded"), use_model),
+    "dream": Format(copies("dream_tied"), use_model),
+    "bert": Format(copies("bert"), use_model),
+    "modernbert": Format(copies("modernbert"), use_model),
+    "mdlm": Format(copies("mdlm_timecond"), use_model),
+    "sedd": Format(copies("sedd"), use_model),
+    "byte-level": Format(save_byte_level, use_tokenizer),
+    "word pieces": Format(save_words, use_tokenizer),
+    "unigram": Format(save_unigram, use_tokenizer),
+    "hmm": Format(HMM.random(4, 7, length=3).save, use_circuit, CIRCUIT),
+    "low rank": Format(HMM.random(4, 7, rank=2).save, use_circuit, CIRCUIT),
+    "modulated": Format(save_modulated, use_circuit, CIRCUIT),
+    "graph": Format(HMM.random(2, 3, length=3).as_circuit().save, use_circuit, CIRCUIT),
+    "jpc": Format(copies("hmm", "hmm_n12.jpc"), use_jpc),
+    "older jpc": Format(copies("hmm", "hmm_n12_legacy.jpc"), use_jpc),
+}
+
+
+@pytest.fixture(autouse=True)
+def as_users_run_it() -> Iterator[None]:
+    """Without the checks of types, whose errors some code would take for the library's own."""
+    before = jaxtyping.config.jaxtyping_disable
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", before)
+
+
+@contextmanager
+def little_memory() -> Iterator[None]:
+    """What takes more than ROOM fails, as where there is no more."""
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (taken + ROOM, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def kept(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copies: on the CPU a circuit's tensors are its file, mapped."""
+    return {name: x.clone() for name, x in tensors.items()}
+
+
+def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == wanted.keys() and all(torch.equal(x, wanted[name]) for name, x in found.items())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_damaged_files_load_as_saved_or_are_refused(name, tmp_path):
+    """Half of them unchecked, as if a stranger had written digests that fit the damage."""
+    make, use, sealed = FORMATS[name]
+    make(tmp_path)
+    wanted, outcomes = kept(use(tmp_path, True)), Counter()
+    paths = sorted(tmp_path.iterdir())
+    for number in range(-(-MUTATIONS // len(FORMATS))):
+        random = Random(f"{name} {number}")
+        path, check = random.choice(paths), random.random() < 0.5
+        whole = path.read_bytes()
+        path.write_bytes(mutated(path, random))
+        try:
+            with little_memory():
+                found = use(tmp_path, check)
+        except CoddError as error:
+            outcomes["refused" if len(str(error)) < 5000 else "refused at length"] += 1
+        except BaseException as error:
+            raise AssertionError(f"CODD_FUZZ={MUTATIONS}: number {number}, {path.name}, check={check}") from error
+        else:
+            equal = same(found, wanted)
+            assert equal or not check or path.name not in sealed, f"{path.name} of number {number} changed in silence"
+            outcomes["as saved" if equal else "usable"] += 1
+        path.write_bytes(whole)
+    print(f"\n{name}: {dict(outcomes)}")
+    assert not outcomes["refused at length"]
+
+
+@pytest.mark.parametrize("name", [name for name, kind in FORMATS.items() if kind.sealed])
+def test_every_flipped_bit_of_the_weights_is_refused(name, tmp_path):
+    """One bit each, evenly over the file."""
+    make, use, sealed = FORMATS[name]
+    make(tmp_path)
+    path = tmp_path / sealed[0]
+    whole, wanted = path.read_bytes(), kept(use(tmp_path, True))
+    for number in range(max(8, MUTATIONS // 20)):
+        random = Random(number)
+        content = bytearray(whole)
+        content[random.randrange(len(content))] ^= 1 << random.randrange(8)
+        path.write_bytes(content)
+        with pytest.raises(CoddError):
+            use(tmp_path, True)
+    path.write_bytes(whole)
+    assert same(use(tmp_path, True), wanted)
