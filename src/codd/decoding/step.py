@@ -210,5 +210,5 @@ def check_scores(state: SequenceState, ranking: Ranking) -> None:
     if wrong:
         raise InvalidInput(
             f"sequence {state.number}, position {wrong[0]}: the logits are NaN, or every token is excluded by bans and "
-            "hooks. Check the checkpoint (codd.load(..., check=True)), the precision, and the hooks."
+            "hooks. Check the checkpoint, the precision, and the hooks."
         )
