@@ -25,8 +25,9 @@ from codd.training.circuit_recipe import STRATA, CircuitRecipe, as_dict
 from codd.training.curve import write_curve
 from codd.training.held_out import Score
 from codd.training.learners import Captured, GradientLearner, Learner, learner_for, rate_at
+from codd.training.metrics import METRICS, Log, Progress
 from codd.training.pace import Best, Clock, of_leader
-from codd.training.pretrain import METRICS, Log, Progress, difference, mix
+from codd.training.pretrain import difference, mix
 from codd.training.supplies import Setup, index_of, strata_of
 from codd.training.workers import Workers
 

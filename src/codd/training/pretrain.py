@@ -7,7 +7,6 @@ remembered. So a run that was killed goes on from its last checkpoint to the sam
 import dataclasses
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -28,23 +27,15 @@ from codd.files import brief
 from codd.training import corpus
 from codd.training.bpe import MINI_SPECIAL_TOKENS, train_bpe
 from codd.training.checkpoints import checkpoints, read_checkpoint, write_checkpoint
+from codd.training.metrics import Log, Progress
 from codd.training.objective import Maker, causal_batch, diffusion_batch, loss_sum, mean_loss
 from codd.training.recipe import Recipe
 from codd.training.rows import Mixture, Rows
 from codd.training.schedule import learning_rate, update_average
 from codd.training.workers import Workers
 
-METRICS = "metrics.jsonl"
 VALIDATION_SEED = 20_000
 """Of the masks of validation, the same in every run."""
-
-
-class Progress(NamedTuple):
-    """What the loop tells about a step."""
-
-    step: int
-    metrics: dict[str, float]
-    """Empty for a step that is not logged."""
 
 
 class Data(NamedTuple):
@@ -318,25 +309,6 @@ def export(recipe: Recipe, tokenizer: Tokenizer, state: State, out: Path) -> Non
     notes = {"recipe": recipe.name, "recipe_digest": recipe.digest(), "steps": state.step}
     for name, int8 in (("model", False), ("model-int8", True)):
         tokenizer.save(mini.save(state.backbone, out / name, int8=int8, notes=notes))
-
-
-class Log:
-    """The metrics as lines of JSON; a run that goes on drops the lines that it will write again."""
-
-    def __init__(self, out: Path, step: int):
-        """``step`` is the one that the run goes on from."""
-        self.path = out / METRICS
-        out.mkdir(parents=True, exist_ok=True)
-        lines = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-        partial = self.path.with_name(f".{METRICS}")
-        partial.write_text("".join(kept))
-        os.replace(partial, self.path)
-
-    def write(self, step: int, metrics: dict[str, float]) -> None:
-        """Append one line."""
-        with self.path.open("a") as file:
-            file.write(json.dumps({"step": step, **metrics}) + "\n")
 
 
 class Clock:

@@ -22,7 +22,7 @@ LONGEST_JSON = 2**26
 """Characters of a file that is one JSON value."""
 DICTIONARY = 2**28
 """Bytes that a decompressor may take: `xz -9` asks for a quarter of it."""
-FREE, EXPANSION = 2**23, 100
+FREE, EXPANSION = 2**22, 100
 """Beyond so many bytes, text may be at most so many times as long as its xz file. Prose is 4 times as long."""
 _AT_ONCE = 2**16
 
