@@ -3,6 +3,8 @@ import hashlib
 import json
 import lzma
 import os
+import subprocess
+import sys
 import tracemalloc
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -103,6 +105,11 @@ def test_questions_under_other_names_and_not_all_of_them(tmp_path):
     write_lines(tmp_path / "m.jsonl", [{"problem": "p", "solution": "s", "level": 3}] * 5)
     source = Source("qa", "m", path="m.jsonl", fields=("problem", "solution"), count=2)
     assert list(pairs(source, tmp_path)) == [Pair("p", "s")] * 2
+
+
+def test_marks_that_never_end_are_passed_over_at_once():
+    code = "import re, sys; assert len(re.sub(sys.argv[1], '', '<' * 10**6)) == 10**6"
+    subprocess.run([sys.executable, "-c", code, corpus.CALCULATOR.pattern], check=True, timeout=100)  # else an hour
 
 
 def test_problems_are_the_generators():

@@ -25,7 +25,7 @@ from codd.training.problems import problems
 from codd.training.recipe import Source
 from codd.training.rows import MOST_SEGMENTS, Example, PackedRows, Rows, RowSource, TextRows, Tokens, pack, token_type
 
-CALCULATOR = re.compile(r"<<[^>]*>>")
+CALCULATOR = re.compile(r"<<[^<>]*>>")
 """GSM8K's marks for a calculator, such as <<48/2=24>>: not part of what is said."""
 TAILS = (0.6, 0.25, 0.15)
 """By default: answers end before their room does."""

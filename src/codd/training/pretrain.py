@@ -208,17 +208,17 @@ def resume(state: State, recipe: Recipe, out: Path, workers: Workers) -> None:
         )
     try:
         state.restore(kept, int(notes["step"]))
-    except (KeyError, RuntimeError) as error:
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise FormatError(
             f"{found[-1]}: does not fit this recipe's network ({brief(error)}); files of the run were changed. "
             "Give another --out, or --fresh to begin again."
         ) from error
 
 
-def difference(old: dict[str, Any], recipe: Any) -> str:
+def difference(old: Any, recipe: Any) -> str:
     """Which fields of a recipe differ from those that a checkpoint notes."""
     new = json.loads(json.dumps(dataclasses.asdict(recipe)))
-    differing = [name for name in new if old.get(name) != new[name]]
+    differing = [name for name in new if not isinstance(old, dict) or old.get(name) != new[name]]
     return f"{', '.join(differing)} differ" if differing else "of another version of codd"
 
 

@@ -41,12 +41,15 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 @contextmanager
-def open_text(path: Path) -> Iterator[TextIO]:
-    """Text of a file, or of what an .xz file holds; what is read of it later may raise the FormatError, too."""
+def open_text(path: Path, newline: str | None = None) -> Iterator[TextIO]:
+    """Text of a file, or of what an .xz file holds; what is read of it later may raise the FormatError, too.
+
+    ``newline`` is that of `open`.
+    """
     with open_regular(path) as raw:
         content: Any = io.BufferedReader(_Xz(raw, path), _AT_ONCE) if path.suffix == ".xz" else raw
         try:
-            with io.TextIOWrapper(content, encoding="utf-8") as text:
+            with io.TextIOWrapper(content, encoding="utf-8", newline=newline) as text:
                 yield text
         except (UnicodeDecodeError, lzma.LZMAError, EOFError) as error:
             raise FormatError(f"{path}: cannot be read as UTF-8 text ({files.brief(error)}).") from error
