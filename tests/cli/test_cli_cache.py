@@ -1,4 +1,5 @@
 import json
+import lzma
 import os
 import shutil
 import signal
@@ -15,6 +16,7 @@ from codd.backbones.config import Config
 from codd.backbones.transformer import initialise
 from codd.circuits import HMM
 from codd.cli import main
+from codd.training import outputs
 from codd.training.bpe import train_bpe
 from codd.training.cache import Cache
 from codd.training.problems import problems
@@ -284,6 +286,43 @@ def test_backbones_that_cannot_be_used(tmp_path, root, capsys):
 )
 def test_errors_are_one_line(tmp_path, capsys, more, message):
     assert message in refused(capsys, tmp_path / "out", "--data", "train.jsonl", *more)
+
+
+def test_a_file_that_expands_without_end(tmp_path, capsys):
+    out, line = tmp_path / "out", json.dumps({"question": "How many?", "answer": "There are 12 apples. " * 10}) + "\n"
+    (tmp_path / "many.jsonl.xz").write_bytes(lzma.compress(line.encode() * 40_000) * 60)  # 600 MB
+    (tmp_path / "zeros.txt.xz").write_bytes(lzma.compress(b"0" * 10_000_000) * 60)
+    for name in ("many.jsonl.xz", "zeros.txt.xz"):
+        message = refused(capsys, out, "--data", str(tmp_path / name))
+        assert f"{name}: its first" in message
+        assert "expand to more than 100 times as many, which text does not. If you trust the file," in message
+        assert not out.exists()
+    assert cache(out, "--data", str(tmp_path / "many.jsonl.xz"), "--windows", "20", "--top-k", "4") == 0
+    assert len(Cache.open(out)) == pytest.approx(20, abs=10)  # for so few, its beginning is enough
+
+
+def test_special_files_and_long_names(tmp_path, capsys):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    message = refused(capsys, tmp_path / "out", "--data", str(tmp_path / "pipe.jsonl"))
+    assert "pipe.jsonl: is not a regular file but a folder, a pipe or a device" in message
+    assert "cannot be opened (File name too long)" in refused(capsys, tmp_path / "out", "--data", "n" * 300 + ".jsonl")
+    long = tmp_path / ("ü" * 118 + ".jsonl")
+    long.write_bytes(Path("train.jsonl").read_bytes())
+    assert cache(tmp_path / "out", "--data", str(long), "--windows", "20", "--top-k", "4") == 0
+
+
+def test_a_second_process_is_kept_out_of_the_folder(tmp_path, capsys):
+    assert cache(tmp_path, "--data", "train.jsonl", "--windows", "20", "--top-k", "4") == 0
+    capsys.readouterr()
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("*.*")}
+    with outputs.alone_in(tmp_path):
+        for more in ([], ["--fresh"]):
+            message = refused(capsys, tmp_path, "--data", "train.jsonl", "--windows", "20", "--top-k", "4", *more)
+            assert f"{tmp_path}: the process {os.getpid()} is writing into this folder" in message
+            assert "Wait until it has ended, or give another folder" in message
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("*.*")} == before
+    assert cache(tmp_path, "--data", "train.jsonl", "--windows", "20", "--top-k", "4") == 0
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("*.*")} == before
 
 
 def test_out_that_holds_something_else_is_left_alone(tmp_path, capsys):

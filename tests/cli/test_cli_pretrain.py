@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from codd.cli import main
+from codd.training import outputs
 
 TINY = Path(__file__).parents[2] / "recipes" / "tiny.yaml"
 FEW = [
@@ -26,6 +27,13 @@ def refused(capsys, out: Path, *more: str, recipe: Path = TINY) -> str:
     assert printed.err.startswith("codd: ")
     assert printed.err.count("\n") == 1
     return printed.err
+
+
+def test_a_second_process_is_kept_out_of_the_folder(tmp_path, capsys):
+    with outputs.alone_in(tmp_path):
+        for more in ([], ["--fresh"]):
+            message = refused(capsys, tmp_path, *more)
+            assert f"{tmp_path}: the process {os.getpid()} is writing into this folder" in message
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from codd.backbones.config import Config
 from codd.backbones.transformer import initialise
 from codd.circuits import HMM, Modulated, load_circuit
 from codd.cli import main
+from codd.training import outputs
 from codd.training.bpe import train_bpe
 from codd.training.checkpoints import checkpoints
 from codd.training.problems import problems
@@ -228,6 +229,24 @@ def test_kill_9_and_resume_gives_the_same_bytes(tmp_path, monkeypatch):
     assert metrics_of(out) == metrics_of(tmp_path / "whole")
 
 
+def test_a_second_process_is_kept_out_of_the_folder(tmp_path, capsys):
+    with outputs.alone_in(tmp_path):
+        for more in ([], ["--fresh"]):
+            message = refused(capsys, tmp_path, *more)
+            assert f"{tmp_path}: the process {os.getpid()} is writing into this folder" in message
+        assert os.listdir(tmp_path) == [outputs.LOCK]
+
+
+@pytest.mark.parametrize("verb", ["train", "pretrain"])
+def test_a_recipe_named_like_a_path_writes_nowhere(tmp_path, monkeypatch, capsys, verb):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "evil.yaml").write_text("{name: ../../evil, data: [{kind: problems, name: p, count: 400}]}")
+    monkeypatch.chdir(tmp_path / "a" / "b")
+    assert main([verb, "../../evil.yaml", "--device=cpu"]) == 1
+    assert "name '../../evil' must be of letters, digits and . _ -" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "b", "evil.yaml"]
+
+
 def test_two_processes_speak_with_one_voice(tmp_path):
     stdout, stderr = run_in_two_processes(*arguments(tmp_path / "two", "--set=validation=[]"))
     assert stdout.count("trained: ") == 1
@@ -274,6 +293,7 @@ def test_data_that_cannot_be_used(tmp_path, capsys):
         found = refused(capsys, out, f"--set=data={source}", "--set=validation=[]", data)
         assert message in found
         assert "source mine" in found
+        assert not out.exists()
     assert train(out, "--set=validation=[]") == 0  # what failed is no obstacle
 
 

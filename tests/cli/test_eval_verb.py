@@ -1,9 +1,11 @@
 import json
+import os
 
 import pytest
 
 from codd.cli import main
 from codd.evaluation.runs import Run
+from codd.training.outputs import alone_in
 
 pytest.importorskip("lm_eval")
 QUICK = ["--tasks", "word_problems", "--problems", "3", "--gen-length", "16", "--block-length", "16", "--steps", "2"]
@@ -64,6 +66,7 @@ def test_cost(tmp_path):
         (["--tasks", "books_text", "--circuit", "none", "--steps", "1"], "needs its texts"),
         (["--tasks", "word_problems", "--dtype", "int3"], "--dtype must be one of"),
         (["--stage", "answer"], "no folder of an evaluation"),
+        (["--tasks", "../../../evil", "--circuit", "none"], "the task '../../../evil' can be no folder's name"),
     ],
 )
 def test_errors_are_one_line(tmp_path, capsys, extra, message):
@@ -71,6 +74,14 @@ def test_errors_are_one_line(tmp_path, capsys, extra, message):
     shown = capsys.readouterr().err
     assert message in " ".join(shown.split())
     assert "Traceback" not in shown
+
+
+def test_a_second_process_is_kept_out_of_the_folder(tmp_path, capsys):
+    Run(tmp_path, create=True)
+    with alone_in(tmp_path):
+        assert main(["eval", "--tasks", "word_problems", "--out", str(tmp_path)]) == 1
+    message = " ".join(capsys.readouterr().err.split())
+    assert f"{tmp_path}: the process {os.getpid()} is writing into this folder" in message
 
 
 def test_values_are_checked_while_they_are_read(tmp_path, capsys):

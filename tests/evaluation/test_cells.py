@@ -40,8 +40,17 @@ def test_a_cell_survives_a_file():
     assert hash(again) == hash(cell)
     assert "/" not in cell.slug
     assert " " not in cell.slug
-    with pytest.raises(FormatError, match="is not a cell"):
+    with pytest.raises(FormatError, match="a cell: unknown field colour"):
         Cell.from_json({"task": "a", "colour": 1})
+
+
+@pytest.mark.parametrize("name", ["../../evil", "/a", "a/b", "..", ".", "", "-a", "a\\b", "a\0b", "\ud800", "n" * 5000])
+def test_names_that_are_paths_are_refused(name):
+    for told in ({"task": name}, {"task": "gsm8k", "split": name}):
+        with pytest.raises(InvalidInput, match="can be no folder's name"):
+            Cell(**told)
+        with pytest.raises(FormatError, match=r"cell\.json: is not a cell of an evaluation .*can be no folder's name"):
+            Cell.from_json(told, "cell.json")
 
 
 def test_a_change_of_anything_is_another_cell():

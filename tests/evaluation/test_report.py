@@ -270,7 +270,7 @@ def test_parts_that_cannot_be_read_are_left_out(tmp_path):
     add(run, "mbpp_instruct", "null", {}, correct=[0.0]).folder.joinpath("samples.jsonl").write_text("")
     report = make_report(run)
     notes = " ".join(report.missing)
-    assert f"{torn.folder.name}: left out, its samples cannot be read (FileNotFoundError" in notes
+    assert f"{torn.folder.name}: left out, its samples cannot be read (FormatError" in notes
     assert f"Not finished: {begun.name}." in notes
     assert "it has no problems" in notes
     assert "gsm8k" in read(render(report)).tables

@@ -71,7 +71,7 @@ def test_processes_write_to_files_of_their_own_and_read_all(tmp_path):
 
 def test_a_broken_line_in_the_middle_is_an_error(tmp_path):
     (tmp_path / "answers.0.jsonl").write_text('{"key": "a"}\n{"key": \n{"key": "b"}\n')
-    with pytest.raises(FormatError, match="line 2: is not JSON"):
+    with pytest.raises(FormatError, match="line 2 is not JSON"):
         Log(tmp_path)
 
 
@@ -86,7 +86,7 @@ def test_a_foreign_result_is_named(tmp_path):
     run = Run(tmp_path / "run", create=True)
     folder = run.cell_folder(Cell("gsm8k"))
     (folder / "result.json").write_text(json.dumps({"cell": {"task": "gsm8k"}, "colour": "red"}))
-    with pytest.raises(FormatError, match="is no result of an evaluation"):
+    with pytest.raises(FormatError, match=r"result\.json: unknown field colour"):
         run.results()
 
 

@@ -12,13 +12,14 @@ import codd
 from codd.cli import main
 from codd.decoding import Model
 from codd.errors import FormatError, InvalidInput
-from codd.evaluation.runs import Log, Run, read_lines
+from codd.evaluation.runs import Log, Run
 from codd.evaluation.tasks import passages, sandbox
 from codd.evaluation.tasks.answering import problem_seed
 from codd.evaluation.tasks.catalogue import TASKS
 from codd.evaluation.tasks.grid import answer_cell, default_length, prepare_cell, run_cell
 from codd.evaluation.tasks.harness import CoddLM, request_key
 from codd.evaluation.tasks.joint import Stretch, score_stretches
+from codd.training.text_files import json_lines
 from two_processes import run_in_two_processes
 
 lm_eval = pytest.importorskip("lm_eval")
@@ -70,7 +71,7 @@ def test_a_hostile_program_fails_its_problem_and_nothing_else(run, tmp_path):
     ]
     wanted = replace(cell("mbpp_instruct"), seed=1)
     prepare_cell(wanted, run)
-    requests = list(read_lines(run.run.folder / "requests" / "mbpp_instruct-test-4.jsonl"))
+    requests = [line for _, line in json_lines(run.run.folder / "requests" / "mbpp_instruct-test-4.jsonl")]
     cost = {"tokens": 9, "calls": 2, "seconds": 0.1, "seed": 0}
     lines = [{"key": r["key"], "text": text, **cost} for r, text in zip(requests, answers, strict=True)]
     Log(run.run.cell_folder(wanted)).add(lines)

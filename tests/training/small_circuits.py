@@ -14,7 +14,7 @@ from codd.backbones.config import Config
 from codd.backbones.transformer import initialise
 from codd.training.circuit_recipe import CircuitRecipe, read_circuit_recipe
 from codd.training.fit import train
-from codd.training.pretrain import Progress
+from codd.training.metrics import Progress
 from codd.training.supplies import Setup, prepare
 from codd.training.workers import Workers, workers
 

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from small_caches import ALONE, CPU, MASK, VOCAB, WINDOW, made, network, rows_at, rows_of, settings_of, shards, steps
 
+from codd import files
 from codd.backbones.loading import load_checkpoint
 from codd.circuits import HMM, Evidence
 from codd.errors import Diverged, FormatError, InvalidInput
@@ -231,12 +233,13 @@ def test_a_large_vocabulary(tmp_path):
 
 def test_what_a_shard_holds(whole):
     index = json.loads((whole / "index.json").read_text())
-    assert [path.name for path in sorted(whole.iterdir())] == ["index.json", *(s["name"] for s in index["shards"])]
+    names = [cache_files.shard_name(number) for number in range(len(index["shards"]))]
+    assert [path.name for path in sorted(whole.iterdir())] == ["index.json", *names]
     assert index["windows"] == sum(shard["windows"] for shard in index["shards"])
-    assert index["bytes"] == sum((whole / shard["name"]).stat().st_size for shard in index["shards"])
+    assert index["bytes"] == sum((whole / name).stat().st_size for name in names)
     record = index["shards"][0]
     windows, masked = record["windows"], record["masked"]
-    with safe_open(whole / record["name"], "pt") as file:
+    with safe_open(whole / names[0], "pt") as file:
         kinds = {name: (file.get_slice(name).get_dtype(), file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  # no mapping
         assert int(file.get_tensor("offsets")[-1]) == masked
     assert kinds == {
@@ -341,14 +344,46 @@ def test_a_folder_that_holds_something_else_is_left_alone(tmp_path, fresh):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["index.json", "thesis.tex"]
 
 
+def resealed(text: str, name: str, value: object) -> str:
+    """An index that someone changed, with a checksum that fits."""
+    fields = {**json.loads(text), name: value}
+    del fields["sha256"]
+    return json.dumps({**fields, "sha256": cache_files._digest(fields)})
+
+
+@pytest.mark.parametrize("name", ["tokens", "masked", "level", "offsets", "ids", "log_probs", "truth", "tail"])
+@pytest.mark.parametrize(
+    "change", [lambda x: x[:-1], lambda x: x[None], lambda x: x.fill_(1)], ids=["short", "deep", "ones"]
+)
+def test_a_shard_that_someone_made_is_looked_at(copy, name, change):
+    path, text = copy / "shard-00000.safetensors", (copy / "index.json").read_text()
+    tensors = load_file(path)
+    tensors[name] = change(tensors[name]).clone()
+    path.unlink()
+    files.write_weights(path, tensors)
+    shards = json.loads(text)["shards"]
+    shards[0] |= {"sha256": files.sha256(path), "bytes": path.stat().st_size}
+    (copy / "index.json").write_text(resealed(text, "shards", shards))
+    if change(torch.ones(2)).shape == (2,) and name not in ("masked", "offsets"):
+        Cache.open(copy).load()  # other windows, but windows
+        return
+    with pytest.raises(FormatError, match=r"shard-00000.safetensors: holds other windows than the index says"):
+        Cache.open(copy).load()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda text: text.replace('"seed": 0', '"seed": 1'), "do not have its digest"),
+        (lambda text: text.replace('"seed": 0', '"seed": 1'), "does not have its checksum"),
         (lambda text: text[:100], "is not JSON"),
-        (lambda text: text.replace('"version": 1', '"version": 2'), "is of version 2, this codd reads 1"),
-        (lambda text: text.replace('"mask_id": 0,', ""), "lacks what an index has"),
-        (lambda text: text.replace('"sha256"', '"sha1"'), "lacks what an index has"),
+        (lambda text: text.replace('"version": 2', '"version": 3'), "is of version 3, this codd reads 2"),
+        (lambda text: text.replace('"mask_id": 0,', ""), "does not have its checksum"),
+        (lambda text: text.replace('"sha256"', '"sha1"'), "does not have its checksum"),
+        (lambda text: resealed(text, "digest", "0"), "its settings do not have its digest"),
+        (lambda text: resealed(text, "shards", []), "is an unfinished cache"),
+        (lambda text: resealed(text, "shards", 5), "shards: must be a list, found 5"),
+        (lambda text: resealed(text, "top_k", 10**30), "top_k: must be below 2"),
+        (lambda text: resealed(text, "measured", [{}]), "lacks the field k, change"),
     ],
 )
 def test_a_changed_index_is_noticed(copy, change, message):

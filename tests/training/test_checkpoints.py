@@ -1,3 +1,4 @@
+import os
 import shutil
 
 import pytest
@@ -84,6 +85,11 @@ def test_a_checkpoint_that_is_there_already_is_replaced(tmp_path):
     assert names(tmp_path) == ["step-0000010"]
 
 
+def flipped(content: bytes) -> bytes:
+    """One bit of the last number is another."""
+    return content[:-1] + bytes([content[-1] ^ 1])
+
+
 @pytest.mark.parametrize(
     "damage",
     [
@@ -94,8 +100,13 @@ def test_a_checkpoint_that_is_there_already_is_replaced(tmp_path):
         lambda folder: (folder / NOTES).write_bytes(b"\xff\xff"),
         lambda folder: (folder / NOTES).unlink(),
         lambda folder: shutil.rmtree(folder),
+        lambda folder: (folder / STATE).write_bytes(flipped((folder / STATE).read_bytes())),
+        lambda folder: (folder / NOTES).write_text((folder / NOTES).read_text().replace('"step": 10', '"step": 90')),
+        lambda folder: (folder / NOTES).write_text("[" * 100_000),
+        lambda folder: (folder / NOTES).write_text("5"),
+        lambda folder: ((folder / NOTES).unlink(), os.mkfifo(folder / NOTES)),
     ],
-    ids=["truncated", "empty", "no weights", "half notes", "no text", "no notes", "gone"],
+    ids=map(str, range(12)),
 )
 def test_a_damaged_checkpoint(tmp_path, damage):
     folder = write(tmp_path, 10)

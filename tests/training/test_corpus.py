@@ -2,6 +2,12 @@ import dataclasses
 import hashlib
 import json
 import lzma
+import os
+import subprocess
+import sys
+import tracemalloc
+import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -14,16 +20,29 @@ from codd.backbones.tokenizer import Tokenizer
 from codd.errors import FormatError
 from codd.training import corpus
 from codd.training.bpe import train_bpe
-from codd.training.corpus import Layout, Pair, open_source, pairs, sample_texts, texts
+from codd.training.corpus import PIECE, Layout, Pair, open_source, pairs, pieces, sample_texts, texts
 from codd.training.problems import problems
 from codd.training.recipe import Source
 from codd.training.rows import PackedRows, TextRows
+from codd.training.text_files import LONGEST_LINE
 
 LAYOUT = Layout(row_length=64, block_length=8, seed=0)
 TEXT = Source("text", "prose", path="prose.txt")
 QA = Source("qa", "questions", path="qa.jsonl")
 DOCUMENTS = ["A first paragraph.\n\nAnd a second one, with 12 apples.\n", "Another document: ünïcode too."]
 CUT_SHORT = lzma.compress(b'{"question": "q", "answer": "a"}\n' * 99)[:-20]
+ZEROS = lzma.compress(b"0" * 10_000_000)
+
+
+def with_dictionary(content: bytes, code: int) -> bytes:
+    """An xz file that asks for another dictionary; 40 is 4 GiB."""
+    size = (content[12] + 1) * 4
+    head = bytearray(content[12 : 12 + size - 4])
+    head[head.index(b"\x21\x01") + 2] = code
+    return content[:12] + head + zlib.crc32(head).to_bytes(4, "little") + content[12 + size :]
+
+
+WIDE = with_dictionary(lzma.compress(b'{"question": "q", "answer": "a"}'), 40)
 PAIRS = [("How many?", "4 + 5 = <<4+5=9>>9\n#### 9"), ("And then? ", " 12"), ("Why " + "so " * 60, "because")]
 
 
@@ -86,6 +105,11 @@ def test_questions_under_other_names_and_not_all_of_them(tmp_path):
     write_lines(tmp_path / "m.jsonl", [{"problem": "p", "solution": "s", "level": 3}] * 5)
     source = Source("qa", "m", path="m.jsonl", fields=("problem", "solution"), count=2)
     assert list(pairs(source, tmp_path)) == [Pair("p", "s")] * 2
+
+
+def test_marks_that_never_end_are_passed_over_at_once():
+    code = "import re, sys; assert len(re.sub(sys.argv[1], '', '<' * 10**6)) == 10**6"
+    subprocess.run([sys.executable, "-c", code, corpus.CALCULATOR.pattern], check=True, timeout=100)  # else an hour
 
 
 def test_problems_are_the_generators():
@@ -297,6 +321,19 @@ def test_samples_for_a_tokenizer_follow_the_weights(root):
         ("a.jsonl.xz", b"this is not xz", "a.jsonl.xz: cannot be read"),
         ("a.jsonl.xz", CUT_SHORT, "a.jsonl.xz: cannot be read"),
         ("a.jsonl", b"", "source a: no question with its answer fits 64 tokens"),
+        ("a.jsonl", b"[" * 100_000, "a.jsonl: line 1 is not JSON (RecursionError"),
+        ("a.jsonl", b'{"question": ' + b"9" * 5000 + b"}", "a.jsonl: line 1 is not JSON (ValueError"),
+        ("a.jsonl", b'{"question": "\\ud800", "answer": "a"}', "a.jsonl: line 1: 'question' holds half a character"),
+        ("a.jsonl", b'{"question": "q\x00", "answer": "a"}', "a.jsonl: line 1 is not JSON"),
+        (
+            "a.jsonl",
+            b'{"' + b"k" * 5000 + b'": 1}',
+            "a.jsonl: line 1: expected a text under 'question', found the keys kk",
+        ),
+        ("a.jsonl", b"x" * (LONGEST_LINE + 1), "a.jsonl: line 1 is longer than 16,777,216 characters"),
+        ("a.jsonl.xz", ZEROS * 30, "expand to more than 100 times as many, which text does not"),
+        ("a.jsonl.xz", b'{"question": "' + ZEROS, "a.jsonl.xz: cannot be read"),
+        ("a.jsonl.xz", WIDE, "a.jsonl.xz: cannot be read as UTF-8 text (LZMAError: Memory usage limit exceeded)"),
     ],
 )
 def test_bad_files_of_questions(tmp_path, tokenizer, name, content, message):
@@ -331,3 +368,84 @@ def refused(source: Source, root, tokenizer, message: str) -> None:
         open_source(source, root, tokenizer, LAYOUT, root / "cache")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 1000
+    assert not (root / "cache").exists()
+
+
+@pytest.mark.parametrize("name", ["a.txt.xz", "a.jsonl.xz"])
+def test_a_file_that_expands_without_end_takes_little_memory(tmp_path, name):
+    (tmp_path / name).write_bytes(ZEROS * 30)
+    tracemalloc.start()
+    with pytest.raises(FormatError, match="If you trust the file, decompress it"):
+        sum(len(piece.text) for piece in pieces(Source("text", "a", path=name, fields=("text",)), tmp_path))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 100e6  # of 300 MB
+
+
+def test_streams_one_after_the_other_and_repetitive_text_are_read(tmp_path):
+    parts = [f"{number}\n" * 1000 for number in range(3)]
+    content = b"\0\0\0\0".join(lzma.compress(part.encode()) for part in parts)
+    (tmp_path / "a.txt.xz").write_bytes(content + bytes(200_000))
+    assert list(texts(Source("text", "a", path="a.txt.xz"), tmp_path)) == ["".join(parts)]
+
+
+def test_no_more_is_read_than_is_needed(tmp_path, tokenizer):
+    whole = b'{"question": "q", "answer": "aaaaaaaaa", "text": "0123456789"}\n' * 100
+    (tmp_path / "a.jsonl").write_bytes(whole + b"broken\n" + whole)
+    (tmp_path / "a.txt").write_bytes(b"0123456789" * PIECE + b"\xff")
+    assert len(list(pairs(Source("qa", "a", path="a.jsonl"), tmp_path, most=995))) == 100
+    assert len(list(pieces(Source("text", "a", path="a.jsonl"), tmp_path, most=1000))) == 100
+    assert sum(len(piece.text) for piece in pieces(Source("text", "a", path="a.txt"), tmp_path, most=2)) == PIECE
+    some = open_source(Source("qa", "a", path="a.jsonl"), tmp_path, tokenizer, LAYOUT._replace(characters=50), None)
+    assert sum(len(answer) > 0 for _, answer in examples(some)) == 5
+    refused(Source("qa", "a", path="a.jsonl"), tmp_path, tokenizer, "a.jsonl: line 101 is not JSON")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["word " * 300, "".join(DOCUMENTS) * 20, "x" * 999, "", "a\n\n" * 200, " = a = \n \n b  c \n" * 99, "\n" * 500],
+)
+def test_long_texts_are_cut_where_no_token_is(tmp_path, tokenizer, monkeypatch, text):
+    (tmp_path / "prose.txt").write_text(text)
+    monkeypatch.setattr(corpus, "PIECE", 200)
+    cut = list(pieces(TEXT, tmp_path))
+    assert "".join(piece.text for piece in cut) == text
+    assert [piece.ends for piece in cut] == [False] * (len(cut) - 1) + [True]
+    assert max(len(piece.text) for piece in cut) <= 200
+    if " " in text or "\n" in text.strip():
+        assert corpus.token_stream(TEXT, tmp_path, tokenizer).tolist() == [*tokenizer.encode(text), tokenizer.eos_id]
+
+
+def in_threads(count, *, mp_context, **prepared):
+    return ThreadPoolExecutor(count, **prepared)
+
+
+def test_prose_in_several_processes(root, tokenizer, monkeypatch):
+    monkeypatch.setattr(corpus, "PIECE", 100)
+    serial = corpus.token_stream(TEXT, root, tokenizer)
+    monkeypatch.setattr(corpus, "MANY", 150)
+    monkeypatch.setattr(corpus.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(corpus, "ProcessPoolExecutor", in_threads)  # processes take seconds to start
+    assert corpus.token_stream(TEXT, root, tokenizer).tolist() == serial.tolist()
+
+
+def test_passages_are_not_chosen_from_more_than_fits_the_memory(root, monkeypatch):
+    monkeypatch.setattr(corpus, "MOST_AT_ONCE", 500)
+    with pytest.raises(FormatError, match=r"prose\.txt: holds more than 500 characters"):
+        list(texts(TEXT, root))
+
+
+def test_kept_rows_that_are_damaged_say_what_to_do(root, tokenizer, tmp_path):
+    open_source(QA, root, tokenizer, LAYOUT, tmp_path / "cache")
+    (kept,) = (tmp_path / "cache").iterdir()
+    for content in (b"", b"\x93NUMPY\x01\0", (kept / "tokens.npy").read_bytes()[:-1]):
+        (kept / "tokens.npy").write_bytes(content)
+        with pytest.raises(FormatError, match=r"is damaged \(.*\)\. Remove it: it is made again"):
+            open_source(QA, root, tokenizer, LAYOUT, tmp_path / "cache")
+
+
+def test_pipes_and_impossible_names_are_no_data(tmp_path, tokenizer):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for name in ("pipe.jsonl", "n" * 300, "a\0b", "/dev/zero"):
+        refused(Source("qa", "a", path=name), tmp_path, tokenizer, "there is no such file")

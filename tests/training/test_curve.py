@@ -11,7 +11,7 @@ from codd.training.curve import _few, read_panels, write_curve
 
 LINES = [
     {"step": 0, "held_out/books/gap_closed": 0.0, "held_out/gsm8k/gap_closed": 0.01, "held_out/books/coupled": -3.0},
-    {"step": 10, "loss": 3.5, "factorized": 3.6, "lr": 0.01, "rows_per_second": 100.0, "note": "text"},
+    {"step": 10, "loss": 3.5, "factorized": 3.6, "lr": 0.01, "rows_per_second": 100.0},
     {"step": 20, "loss": 3.25, "factorized": 3.6, "held_out/books/gap_closed": 0.3, "held_out/gsm8k/gap_closed": 0.2},
     {"step": 30, "loss": float("nan"), "factorized": 3.5, "held_out/books/coupled": -2.5, "held_out/gain": 1},
 ]
@@ -105,8 +105,12 @@ def test_replaces_an_older_picture_and_leaves_nothing_else(tmp_path):
         ("", "found none"),
         ('{"step": 1, "lr": 0.1}\n', "found none"),
         ('{"step": 1, "loss": 2}\nnonsense\n', "line 2 is not JSON"),
-        ('{"loss": 2}\n', "line 1 is not an object with a step"),
-        ("[1]\n", "line 1 is not an object with a step"),
+        ('{"loss": 2}\n', "line 1: is not an object with a step"),
+        ("[1]\n", "line 1 is not a JSON object"),
+        ('{"step": 1, "loss": "low"}\n', "line 1: 'loss' is 'low', which is no number of a run"),
+        ('{"step": 1, "loss": true}\n', "line 1: 'loss' is True, which is no number"),
+        ('{"step": 1, "loss": 1' + "0" * 400 + "}", "line 1: 'loss' is 1000"),
+        ("[" * 5000 + "\n", "line 1 is not JSON"),
     ],
 )
 def test_what_is_no_run_is_refused_and_the_old_picture_stays(tmp_path, text, message):
@@ -118,7 +122,7 @@ def test_what_is_no_run_is_refused_and_the_old_picture_stays(tmp_path, text, mes
 
 
 def test_a_missing_file_is_one_line(tmp_path):
-    with pytest.raises(FormatError, match="cannot be read as a run's metrics"):
+    with pytest.raises(FormatError, match=r"metrics\.jsonl: cannot be opened \(No such file"):
         write_curve(tmp_path / "metrics.jsonl", tmp_path / "curve.png")
 
 

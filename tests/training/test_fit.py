@@ -17,7 +17,7 @@ from codd import files
 from codd.circuits import HMM, Modulated, load_circuit
 from codd.errors import Diverged, FormatError, InvalidInput
 from codd.training import fit
-from codd.training.checkpoints import checkpoints, write_checkpoint
+from codd.training.checkpoints import checkpoints, read_checkpoint, write_checkpoint
 from codd.training.fit import check_recipe, train
 from codd.training.held_out import HeldOut
 from codd.training.pace import Best, Clock
@@ -218,8 +218,9 @@ def test_another_recipe_is_refused(whole, root, change, named):
 def test_a_checkpoint_that_was_changed_is_refused(root, tmp_path):
     run(small(root), tmp_path, steps=2)
     folder = checkpoints(tmp_path / "checkpoints")[-1]
-    notes = json.loads((folder / "state.json").read_text())
-    (folder / "state.json").write_text(json.dumps({k: v for k, v in notes.items() if k != "since"}))
+    kept, notes = read_checkpoint(folder, "cpu")
+    del notes["since"]
+    write_checkpoint(tmp_path / "checkpoints", 2, kept, notes, keep=1)
     with pytest.raises(FormatError, match=r"does not fit this recipe's circuit \(KeyError: 'since'\)"):
         run(small(root), tmp_path)
 

@@ -1,4 +1,7 @@
 import dataclasses
+import itertools
+import json
+import os
 import re
 import typing
 from pathlib import Path
@@ -190,14 +193,74 @@ def test_all_that_is_wrong_is_said_at_once(read):
 def test_bytes_that_are_no_text(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_bytes(b"name: \xff\xfe")
-    with pytest.raises(FormatError, match=r"recipe\.yaml: is not YAML"):
+    with pytest.raises(FormatError, match=r"recipe\.yaml: cannot be read as UTF-8 text"):
         read_recipe(path)
 
 
 def test_a_missing_file_keeps_its_name(tmp_path):
-    with pytest.raises(FileNotFoundError) as caught:
+    with pytest.raises(FormatError, match=r"no\.yaml: cannot be opened \(No such file or directory\)"):
         read_recipe(tmp_path / "no.yaml")
-    assert Path(caught.value.filename).name == "no.yaml"
+
+
+LAUGHS = "a: &a [x, x]\n" + "".join(
+    f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in itertools.pairwise("abcdefgh")
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 1000, "is not YAML: it is nested too deeply"),
+        ("a: " * 5000, "is not YAML"),
+        (LAUGHS, "is not YAML: aliases such as *name are not taken"),
+        (LAUGHS + "name: *h\ndata: []", "aliases"),
+        ("&a [*a]", "aliases"),
+        ("name: x\n" * 100_000, "is longer than 131,072 characters"),
+        ("{name: x, data: 2024-99-99}", "is not YAML: month must be in 1..12"),
+        ("{name: x, data: !!timestamp y}", "is not YAML"),
+        ("{name: x, data: !!python/object/apply:os.system [ls]}", "is not YAML: could not determine a constructor"),
+        ("{name: x, data: [], steps: " + "9" * 5000 + "}", "is not YAML"),
+        ("{name: x, data: [], steps: 0x" + "f" * 5000 + "}", "steps: must be below 2^63, found a number of thousands"),
+        ("{name: x, data: [], optimizer: {lr: " + "9" * 400 + "}}", "lr: must be below 2^63, found 9999"),
+        ("{name: x, data: " + "y" * 5000 + "}", "data: must be a list, found 'yyyy"),
+        ("? " + "y" * 5000 + "\n: x", "unknown field yyyy"),
+        ("? 0x" + "f" * 5000 + "\n: x", "unknown field a number of thousands"),
+    ],
+)
+@pytest.mark.parametrize("read_one", [read_recipe, read_circuit_recipe])
+def test_hostile_yaml_is_an_error_of_a_line(tmp_path, read_one, text, message):
+    path = tmp_path / "hostile.yaml"
+    path.write_text(text)
+    with pytest.raises(FormatError) as caught:
+        read_one(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert message in str(caught.value)
+    assert len(str(caught.value)) < 1000
+    assert "\n" not in str(caught.value)
+
+
+def test_pipes_folders_and_devices_are_no_recipes(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path, Path("/dev/zero"), Path("/dev/full")):
+        with pytest.raises(FormatError, match=f"{path}: is not a regular file but a folder, a pipe or a device"):
+            read_recipe(path)
+    for name in ("a\0b", "n" * 5000):
+        with pytest.raises(FormatError, match="cannot be opened"):
+            read_recipe(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    "name", ["../../evil", "/evil", "a/b", "..", ".", "", ".hidden", "-rf", "a\0b", "a b", "n" * 5000]
+)
+def test_a_name_that_is_no_folder_of_its_own_is_refused(read, tmp_path, name):
+    quoted = json.dumps(name)
+    with pytest.raises(FormatError, match=r"name .* must be of letters, digits and"):
+        read(f"{{name: {quoted}, data: [{{kind: problems, name: p, count: 1}}]}}")
+    with pytest.raises(FormatError, match=r"source name .* must be of letters, digits and"):
+        read(f"{{name: x, data: [{{kind: problems, name: {quoted}, count: 1}}]}}")
+    (tmp_path / "circuit.yaml").write_text(f"{{name: {quoted}, cache: c}}")
+    with pytest.raises(FormatError, match=r"name .* must be of letters, digits and"):
+        read_circuit_recipe(tmp_path / "circuit.yaml")
 
 
 def another(value, kind):

@@ -36,6 +36,9 @@ share the shards.
 Prints what the lists change for each k, a progress bar, and at the end the size of the cache."""
 CIRCUIT = "circuit"
 LONGEST_ROW = 384
+FEWEST, CHARACTERS = 2**18, 16
+"""Of each file so many characters are read at least, and so many times the tokens of a row for each of --windows. A
+token is about four characters and a row has about four windows: of what is read, a sixteenth is used."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +81,12 @@ def _configure_data(parser: argparse.ArgumentParser) -> None:
 def _configure_windows(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--window", metavar="S", type=int, default=32, help="tokens in a window (default: 32)")
-    add("--windows", metavar="N", type=int, help="about so many in all (default: one pass over the data)")
+    add(
+        "--windows",
+        metavar="N",
+        type=int,
+        help="about so many in all, of the beginning of large files (default: one pass over the data)",
+    )
     add("--per-row", metavar="N", type=int, default=4, help="at most so many of each row (default: 4)")
     add("--block-share", type=float, default=0.5, help="rows with block noise instead of uniform noise (default: 0.5)")
     add("--minimum", type=float, default=1e-3, help="the smallest masking probability (default: 1e-3)")
@@ -87,9 +95,10 @@ def _configure_windows(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Make the cache, or go on with it."""
     _check_numbers(args)
-    with workers(args.device) as group:
-        if group.leads:
-            cache_files.claim(args.out, fresh=args.fresh)
+    with (
+        workers(args.device) as group,
+        cache_files.claimed(args.out, fresh=args.fresh) if group.leads else nullcontext(),
+    ):
         with console.working("reading the backbone and the data") if group.leads else nullcontext():
             checkpoint = load_checkpoint(None if args.backbone == "bundled" else args.backbone, device=group.device)
             circuit = _circuit(args.circuit, checkpoint)
@@ -122,6 +131,8 @@ def _prepare(args: argparse.Namespace, checkpoint: Checkpoint, group: Workers) -
     backbone, tokenizer = checkpoint.backbone, _tokenizer(checkpoint)
     length = args.row_length or min(LONGEST_ROW, backbone.max_length or LONGEST_ROW)
     layout = Layout(length, args.window, args.seed, MOST_SEGMENTS if keeps_texts_apart(backbone) else 1)
+    if args.windows is not None:
+        layout = layout._replace(characters=max(FEWEST, args.windows * length * CHARACTERS))
     sources = find_sources(args.data, args.fields, args.problems, args.seed)
     samples = Samples(args.samples_from.resolve(), args.count, args.prompt) if args.samples_from else None
     supplies = open_supplies(sources, samples, tokenizer, layout, kept=args.out / ROWS, device=group.device)

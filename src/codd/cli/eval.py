@@ -5,6 +5,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from codd.decoding.options import PACES
 from codd.errors import InvalidInput
 from codd.evaluation.tasks import cells
 from codd.evaluation.tasks.cells import Cell
+from codd.training.outputs import alone_in
 from codd.training.workers import Workers, workers
 
 if TYPE_CHECKING:
@@ -108,11 +110,12 @@ def run(args: argparse.Namespace) -> int:
             Run(args.out, create=args.stage in ("all", "prepare"))
         group.wait()
         found = Run(args.out)
-        if args.tasks or args.studies or args.stage in ("answer", "score"):
-            _measure(args, found, group)
-        if group.leads and args.stage in ("all", "score"):
-            _judge(args, found)
-            _print(args, found)
+        with alone_in(args.out) if group.leads else nullcontext():
+            if args.tasks or args.studies or args.stage in ("answer", "score"):
+                _measure(args, found, group)
+            if group.leads and args.stage in ("all", "score"):
+                _judge(args, found)
+                _print(args, found)
     return 0
 
 

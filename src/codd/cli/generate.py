@@ -101,7 +101,7 @@ def _of_lines(text: str, name: str) -> Iterator[Prompt]:
 def _is_record(line: str) -> bool:
     try:
         found = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return isinstance(found, dict) and any(field in found for field in FIELDS)
 
@@ -109,7 +109,7 @@ def _is_record(line: str) -> bool:
 def _of_json(line: str, where: str) -> Prompt:
     try:
         found = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidInput(f"{where}: is not JSON ({error}).") from None
     for field, fits in (("prompt", _is_text), ("messages", _is_conversation), ("ids", _is_ids)):
         if isinstance(found, dict) and field in found:

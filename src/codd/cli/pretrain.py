@@ -6,7 +6,8 @@ import shutil
 from pathlib import Path
 
 from codd.cli import console, runs
-from codd.training.pretrain import METRICS, Data, Progress, prepare, train
+from codd.training.metrics import METRICS, Progress
+from codd.training.pretrain import Data, prepare, train
 from codd.training.recipe import Recipe, read_recipe
 from codd.training.workers import Workers, workers
 
@@ -35,11 +36,7 @@ def run(args: argparse.Namespace) -> int:
     recipe = read_recipe(args.recipe, runs.changes(args))
     out = args.out or Path("runs") / recipe.name
     runs.check_out(out)
-    with workers(args.device) as group:
-        if group.leads:
-            if args.fresh:
-                _clear(out)
-            runs.claim(out)
+    with workers(args.device) as group, runs.claimed(out, group, _clear if args.fresh else None):
         with runs.spinner(group, "preparing the data"):
             data = prepare(recipe, args.data, out, group)
         metrics = _train(recipe, data, out, group)
@@ -68,7 +65,7 @@ def _line(progress: Progress) -> str | None:
 
 
 def _clear(out: Path) -> None:
-    for name in ("checkpoints", "data", "tokenizer", "model", "model-int8"):
+    for name in ("checkpoints", runs.DATA, "tokenizer", "model", "model-int8"):
         shutil.rmtree(out / name, ignore_errors=True)
     (out / METRICS).unlink(missing_ok=True)
 

@@ -1,16 +1,21 @@
 """What the verbs that train share: their arguments, the folder of a run, and who speaks."""
 
 import argparse
-import json
 import os
-from collections.abc import Callable, Iterable
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from codd.cli import console
 from codd.errors import InvalidInput
-from codd.training.pretrain import METRICS, Progress
+from codd.training import outputs
+from codd.training.metrics import METRICS, Progress, read_metrics
 from codd.training.workers import Workers
+
+DATA = "data"
+"""Where a run keeps the rows that it made of its data."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,23 +54,40 @@ def where(group: Workers) -> str:
 
 def check_out(out: Path) -> None:
     """Refuse a folder that is not a run's."""
-    if out.exists() and not out.is_dir():
+    if os.path.exists(out) and not out.is_dir():
         raise InvalidInput(f"{out}: is a file; --out must be a folder.")
-    if out.is_dir() and os.listdir(out) and not (out / METRICS).is_file():
+    if outputs.holds_something(out) and not (out / METRICS).is_file():
         raise InvalidInput(f"{out}: holds something else than a run; give an empty or new folder with --out.")
 
 
-def claim(out: Path) -> None:
-    """Make the folder recognisable as a run, so that --fresh never throws away what is not one."""
-    out.mkdir(parents=True, exist_ok=True)
-    (out / METRICS).touch()
+@contextmanager
+def claimed(out: Path, group: Workers, clear: Callable[[Path], None] | None) -> Iterator[None]:
+    """Have the folder to ourselves, and make it recognisable as a run: --fresh throws away nothing that is not one.
+
+    ``clear`` removes what an earlier run left. A run that fails before it has done anything leaves nothing behind.
+    """
+    if not group.leads:
+        yield
+        return
+    with outputs.alone_in(out):
+        if clear:
+            clear(out)
+        (out / METRICS).touch()
+        for remains in (out / DATA).glob(".*"):  # of processes that were killed
+            shutil.rmtree(remains, ignore_errors=True)
+        try:
+            yield
+        except BaseException:
+            if not (out / METRICS).stat().st_size:
+                outputs.discard_if_bare(out, METRICS, DATA)
+            raise
 
 
 def last_figures(out: Path) -> dict[str, float | int]:
     """Of every figure of a run the last, also of a run that had ended before."""
     found: dict[str, float | int] = {}
-    for line in (out / METRICS).read_text().splitlines():
-        found |= json.loads(line)
+    for line in read_metrics(out / METRICS):
+        found |= line
     return found
 
 

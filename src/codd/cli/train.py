@@ -7,7 +7,7 @@ from pathlib import Path
 from codd.cli import console, runs
 from codd.training.circuit_recipe import CircuitRecipe, as_dict, read_circuit_recipe
 from codd.training.fit import CHECKPOINTS, CIRCUIT, CURVE, MODEL, check_recipe, train
-from codd.training.pretrain import METRICS, Progress
+from codd.training.metrics import METRICS, Progress
 from codd.training.supplies import prepare
 from codd.training.workers import workers
 
@@ -39,11 +39,7 @@ def run(args: argparse.Namespace) -> int:
     runs.check_out(out)
     if not args.fresh:
         check_recipe(recipe, out)
-    with workers(args.device) as group:
-        if group.leads:
-            if args.fresh:
-                _clear(out)
-            runs.claim(out)
+    with workers(args.device) as group, runs.claimed(out, group, _clear if args.fresh else None):
         with runs.spinner(group, "asking the backbone"):
             setup = prepare(recipe, args.data, out, group)
         if group.leads:
@@ -82,7 +78,7 @@ def _line(progress: Progress) -> str | None:
 
 
 def _clear(out: Path) -> None:
-    for name in (CHECKPOINTS, "data", CIRCUIT, MODEL):
+    for name in (CHECKPOINTS, runs.DATA, CIRCUIT, MODEL):
         shutil.rmtree(out / name, ignore_errors=True)
     for name in (METRICS, CURVE):
         (out / name).unlink(missing_ok=True)

@@ -10,16 +10,19 @@ RUN/studies/<name>.json          likelihoods, costs
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from codd.errors import FormatError, InvalidInput
 from codd.evaluation.statistics import Paired, paired
 from codd.evaluation.tasks.cells import NULL, Cell
 from codd.files import replacing, write_text
+from codd.training import typed
+from codd.training.outputs import holds_something
+from codd.training.text_files import json_lines, read_json
 
 MARK = "codd-evaluation.json"
 """What makes a folder recognisable."""
@@ -74,14 +77,19 @@ class Result:
     @cached_property
     def samples(self) -> list[Sample]:
         """In the order of the problems."""
-        found = [Sample(**line) for line in read_lines(self.folder / "samples.jsonl")]
+        lines = json_lines(self.folder / "samples.jsonl")
+        found: list[Sample] = [typed.build(Sample, line, where) for where, line in lines]
         return sorted(found, key=lambda sample: sample.doc_id)
 
     @cached_property
     def judged(self) -> Mapping[str, Any] | None:
         """What a judge says of the texts, if one was asked."""
         path = self.folder / "judged.json"
-        return read_json(path) if path.exists() else None
+        if not path.exists():
+            return None
+        found: Mapping[str, Any] = read_json(path)
+        typed.build(_Judged, found, str(path))
+        return found
 
     @property
     def correct(self) -> list[float]:
@@ -98,9 +106,9 @@ class Run:
         marked = (self.folder / MARK).is_file()
         if not marked and not create:
             raise FormatError(f"{self.folder}: is no folder of an evaluation (no {MARK}); codd eval --out makes one.")
-        if self.folder.exists() and not self.folder.is_dir():
+        if os.path.exists(self.folder) and not self.folder.is_dir():
             raise InvalidInput(f"{self.folder}: is a file; an evaluation needs a folder.")
-        if not marked and self.folder.is_dir() and os.listdir(self.folder):
+        if not marked and holds_something(self.folder):
             raise InvalidInput(f"{self.folder}: holds something else; give an empty or new folder, or an evaluation's.")
         self.folder.mkdir(parents=True, exist_ok=True)
         if not marked:
@@ -117,7 +125,7 @@ class Run:
     def cells(self) -> list[Cell]:
         """All that were asked for, done or not, in order of their names."""
         paths = sorted((self.folder / "cells").glob("*/cell.json"))
-        return [Cell.from_json(read_json(path), str(path)) for path in paths]
+        return [Cell.from_json(_read_object(path), str(path)) for path in paths]
 
     def result(self, cell: Cell) -> Result | None:
         """Of a cell that is done."""
@@ -143,7 +151,7 @@ class Run:
 
     def studies(self) -> dict[str, Any]:
         """All of them, by name."""
-        return {path.stem: read_json(path) for path in sorted((self.folder / "studies").glob("*.json"))}
+        return {path.stem: _read_object(path) for path in sorted((self.folder / "studies").glob("*.json"))}
 
 
 def control_of(result: Result, results: Sequence[Result]) -> Result | None:
@@ -172,7 +180,9 @@ class Log:
             return
         folder.mkdir(parents=True, exist_ok=True)
         for path in sorted(folder.glob("answers.*.jsonl")):
-            for line in read_lines(path, whole=False):
+            for where, line in json_lines(path, unfinished=True):
+                if not isinstance(line.get("key"), str):
+                    raise FormatError(f"{where}: is no answer to a request. Remove the file to ask again.")
                 self._found[line["key"]] = line
         _cut_unfinished(self.path)
 
@@ -200,33 +210,43 @@ def _cut_unfinished(path: Path) -> None:
             file.truncate(found.rfind(b"\n") + 1)
 
 
+class _Stored(NamedTuple):
+    """A result as its file has it."""
+
+    cell: Mapping[str, Any]
+    metric: str | None
+    accuracy: float | None
+    metrics: Mapping[str, float]
+    problems: int
+    calls: float
+    tokens: float
+    seconds: float
+    settings: Mapping[str, Any]
+    provenance: Mapping[str, Any]
+
+
+class _Judged(NamedTuple):
+    """What a judge says, as its file has it."""
+
+    judge: Mapping[str, str]
+    nats: Sequence[float]
+    tokens: Sequence[int]
+    measures: Mapping[str, Mapping[str, float | None]]
+    bytes: Sequence[int] = ()
+    true_nll: float | None = None
+    mauve: Mapping[str, Any] | None = None
+
+
 def _read_result(path: Path) -> Result:
+    found: _Stored = typed.build(_Stored, read_json(path), str(path))
+    return Result(**{**found._asdict(), "cell": Cell.from_json(found.cell, str(path))}, folder=path.parent)
+
+
+def _read_object(path: Path) -> dict[str, Any]:
     found = read_json(path)
-    try:
-        cell = Cell.from_json(found.pop("cell"), str(path))
-        return Result(**found, cell=cell, folder=path.parent)
-    except (TypeError, KeyError) as error:
-        raise FormatError(f"{path}: is no result of an evaluation ({error}).") from None
-
-
-def read_json(path: Path) -> Any:
-    """One file of a run."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise FormatError(f"{path}: cannot be read ({error}).") from None
-
-
-def read_lines(path: Path, *, whole: bool = True) -> Iterator[dict[str, Any]]:
-    """JSON lines; without ``whole``, a last line that a kill cut short is left out."""
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                yield json.loads(line)
-            except ValueError as error:
-                if not whole and not line.endswith("\n"):
-                    return
-                raise FormatError(f"{path}, line {number}: is not JSON ({error}).") from None
+    if not isinstance(found, dict):
+        raise FormatError(f"{path}: expected a JSON object, found {typed.shown(found)}.")
+    return found
 
 
 def write_json(path: Path, value: object) -> None:

@@ -116,7 +116,7 @@ class Cache:
         return room.entries()
 
     def _read(self, shard: int) -> Entries:
-        return cache_files.read_shard(self.folder, shard, self.index.shards[shard])
+        return cache_files.read_shard(self.folder, shard, self.index)
 
     def _place(self, number: int) -> tuple[int, int]:
         """The shard of a window, and which one of it."""

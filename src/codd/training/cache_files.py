@@ -5,10 +5,14 @@ processes need not share one. The index takes the records over at the end. Shard
 a shard without a record, or with one that does not fit it, is not finished and is made again.
 """
 
+import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,10 +23,11 @@ from safetensors.torch import load
 
 from codd import files
 from codd.errors import FormatError, InvalidInput
-from codd.training.cache_entries import NARROW, Entries, Shortlist
+from codd.training import outputs, text_files, typed
+from codd.training.cache_entries import NARROW, Entries, Shortlist, widen
 from codd.training.windows import WindowRecipe
 
-FORMAT, VERSION = "codd logit cache", 1
+FORMAT, VERSION = "codd logit cache", 2
 INDEX, ROWS = "index.json", "rows"
 
 
@@ -68,6 +73,14 @@ class Record(NamedTuple):
     masked: int
 
 
+class _Noted(NamedTuple):
+    """A record while the cache is made."""
+
+    record: Record
+    digest: str
+    """Of the settings."""
+
+
 @dataclass(frozen=True)
 class Index:
     """What index.json says."""
@@ -93,15 +106,35 @@ def record_name(number: int) -> str:
     return f"shard-{number:05d}.json"
 
 
+@contextmanager
+def claimed(folder: Path, *, fresh: bool) -> Iterator[None]:
+    """`claim` a folder and have it to ourselves; if nothing was asked of the network in it yet, an error empties it."""
+    _check_folder(folder)
+    with outputs.alone_in(folder):
+        claim(folder, fresh=fresh)
+        try:
+            yield
+        except BaseException:
+            if read_index(folder) is None:
+                outputs.discard_if_bare(folder, INDEX, ROWS)
+            raise
+
+
+def _check_folder(folder: Path) -> None:
+    if os.path.exists(folder) and not folder.is_dir():
+        raise InvalidInput(f"{folder}: is a file; a cache is a folder.")
+    if _fields(folder) is None and outputs.holds_something(folder):
+        raise InvalidInput(f"{folder}: holds something else than a cache; give an empty or new folder.")
+
+
 def claim(folder: Path, *, fresh: bool) -> None:
     """Make the folder recognisable as a cache; refuse one that holds something else, so that nothing of it is lost."""
-    if folder.exists() and not folder.is_dir():
-        raise InvalidInput(f"{folder}: is a file; a cache is a folder.")
+    _check_folder(folder)
     found = _fields(folder)
-    if found is None and folder.is_dir() and any(folder.iterdir()):
-        raise InvalidInput(f"{folder}: holds something else than a cache; give an empty or new folder.")
     for remains in folder.glob(".*.tmp"):  # of processes that were killed while writing
         remains.unlink()
+    for remains in (folder / ROWS).glob(".*"):
+        shutil.rmtree(remains, ignore_errors=True)
     if fresh and found is not None:
         shutil.rmtree(folder / ROWS, ignore_errors=True)
         for path in folder.glob("shard-*"):
@@ -121,9 +154,9 @@ def write_index(folder: Path, index: Index) -> None:
         "top_k": index.top_k,
         "measured": [change._asdict() for change in index.measured],
         **index.counts(),
-        "shards": [{"name": shard_name(n), **record._asdict()} for n, record in enumerate(index.shards)],
+        "shards": [record._asdict() for record in index.shards],
     }
-    _write(folder, fields)
+    _write(folder, {**fields, "sha256": _digest(fields)})
     if index.shards:
         for path in folder.glob("shard-*.json"):
             path.unlink()
@@ -136,17 +169,17 @@ def read_index(folder: Path) -> Index | None:
         raise FormatError(f"{where}: there is no cache. Make one with `codd cache --out {folder}`.")
     if "settings" not in fields:
         return None
-    try:
-        window = WindowRecipe(**fields["settings"]["window"])
-        data = tuple(fields["settings"]["data"])
-        settings = CacheSettings(**{**fields["settings"], "window": window, "data": data})
-        shards = tuple(Record(**{k: v for k, v in shard.items() if k != "name"}) for shard in fields["shards"])
-        index = Index(settings, int(fields["top_k"]), tuple(Change(**each) for each in fields["measured"]), shards)
-    except (KeyError, TypeError, ValueError) as error:
-        raise FormatError(f"{where}: lacks what an index has ({files.brief(error)}). Make the cache again.") from error
-    if fields.get("digest") != settings.digest() or len(shards) not in (0, settings.shards):
+    if fields.pop("sha256", None) != _digest(fields):
+        raise FormatError(f"{where}: does not have its checksum: it was changed. Make the cache again.")
+    said = {field.name: fields.get(field.name) for field in dataclasses.fields(Index)}
+    index: Index = typed.build(Index, said, str(where))
+    if fields.get("digest") != index.settings.digest() or len(index.shards) not in (0, index.settings.shards):
         raise FormatError(f"{where}: its settings do not have its digest: it was changed. Make the cache again.")
     return index
+
+
+def _digest(fields: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def _fields(folder: Path) -> dict[str, Any] | None:
@@ -154,10 +187,7 @@ def _fields(folder: Path) -> dict[str, Any] | None:
     where = folder / INDEX
     if not where.is_file():
         return None
-    try:
-        found = json.loads(where.read_bytes())
-    except ValueError as error:
-        raise FormatError(f"{where}: is not JSON ({error}). Make the cache again, in another folder.") from error
+    found = text_files.read_json(where)
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise FormatError(f"{where}: is not the index of a cache.")
     if found.get("version") != VERSION:
@@ -176,12 +206,10 @@ def records(folder: Path, index: Index) -> list[Record | None]:
     for number in range(len(known)):
         path = folder / record_name(number)
         if path.is_file():
-            try:
-                fields = json.loads(path.read_bytes())
-                fits = fields.pop("digest") == index.settings.digest()
-                known[number] = Record(**fields) if fits else None
-            except (KeyError, TypeError, ValueError, AttributeError):
-                known[number] = None  # then the shard is made again
+            known[number] = None  # if it cannot be read, the shard is made again
+            with contextlib.suppress(FormatError):
+                noted = typed.build(_Noted, text_files.read_json(path), str(path))
+                known[number] = noted.record if noted.digest == index.settings.digest() else None
     return known
 
 
@@ -200,7 +228,7 @@ def write_shard(folder: Path, number: int, entries: Entries, settings: CacheSett
         # One word of metadata only: safetensors writes several in any order, and shards are the same to the byte.
         files.write_weights(shard, files.standalone(tensors), {FORMAT: settings.digest()})
         record = Record(files.sha256(shard), shard.stat().st_size, len(entries), len(entries.lists.truth))
-        files.write_text(note, json.dumps({**record._asdict(), "digest": settings.digest()}) + "\n")
+        files.write_text(note, json.dumps({"record": record._asdict(), "digest": settings.digest()}) + "\n")
     return record
 
 
@@ -216,11 +244,13 @@ def damage(folder: Path, number: int, record: Record) -> str | None:
     return None
 
 
-def read_shard(folder: Path, number: int, record: Record) -> Entries:
+def read_shard(folder: Path, number: int, index: Index) -> Entries:
     """Read a shard whole, and check it against its record."""
-    path = folder / shard_name(number)
+    path, record = folder / shard_name(number), index.shards[number]
     advice = "Run `codd cache` with the same arguments again: it makes this shard anew and no other."
     try:
+        if not path.is_file() or path.stat().st_size != record.bytes:
+            raise FormatError(f"{path}: is damaged, it is no file of {record.bytes} bytes. {advice}")
         content = path.read_bytes()
     except OSError as error:
         raise FormatError(f"{path}: cannot be read ({error.strerror}). {advice}") from error
@@ -231,9 +261,38 @@ def read_shard(folder: Path, number: int, record: Record) -> Entries:
         lists = Shortlist(*(_signed(found[name]) for name in Shortlist._fields))
         begins = found["offsets"][:-1]
         tokens = _signed(found["tokens"])
-        return Entries(tokens, found["masked"], found["level"], begins, lists, found.get("features"))
     except (KeyError, SafetensorError) as error:
         raise FormatError(f"{path}: is not a shard ({files.brief(error)}). {advice}") from error
+    if not _fits(found, lists, index, record):
+        raise FormatError(f"{path}: holds other windows than the index says. {advice}")
+    return Entries(tokens, found["masked"], found["level"], begins, lists, found.get("features"))
+
+
+def _fits(found: dict[str, torch.Tensor], lists: Shortlist, index: Index, record: Record) -> bool:
+    """Whether the tensors of a shard are of the shapes that the index says, and all ids tokens."""
+    settings, (windows, masked) = index.settings, (record.windows, record.masked)
+    shapes = {
+        "tokens": (windows, settings.window.length),
+        "masked": (windows, settings.window.length),
+        "level": (windows,),
+        "offsets": (windows + 1,),
+        "ids": (masked, index.top_k),
+        "log_probs": (masked, index.top_k),
+        "truth": (masked,),
+        "tail": (masked,),
+    }
+    features = found.get("features")
+    return (
+        all(tuple(found[name].shape) == shape for name, shape in shapes.items())
+        and found["masked"].dtype == torch.bool
+        and torch.equal(found["offsets"], torch.nn.functional.pad(found["masked"].sum(-1).cumsum(0), (1, 0)))
+        and all(
+            not x.numel() or 0 <= int(x.min()) <= int(x.max()) < settings.vocab_size
+            for x in map(widen, (_signed(found["tokens"]), lists.ids))
+        )
+        and (features is None or features.shape[:-1] == found["tokens"].shape)
+        and settings.features == (features is not None)
+    )
 
 
 def _unsigned(ids: torch.Tensor, settings: CacheSettings) -> torch.Tensor:

@@ -1,6 +1,8 @@
 """What a cache is made of: files of questions or prose, generated problems, samples of a causal model."""
 
 import hashlib
+import itertools
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -44,7 +46,7 @@ def find_sources(paths: Sequence[Path], fields: Sequence[str] | None, problems: 
     found: list[Source] = []
     for path in _files(paths):
         kind, keys = _kind(path, fields)
-        name = f"{len(found)}-" + re.sub(r"[^\w.-]", "_", path.name)  # two folders may hold a file of the same name
+        name = f"{len(found)}-" + re.sub(r"[^\w.-]", "_", path.name)[-40:]  # two folders may hold files of one name
         found.append(Source(kind, name, path=str(path.resolve()), fields=keys))  # type: ignore[arg-type]  # one of three
     if problems is not None:
         found.append(Source("problems", f"{len(found)}-problems", count=problems, seed=seed))
@@ -53,7 +55,7 @@ def find_sources(paths: Sequence[Path], fields: Sequence[str] | None, problems: 
 
 def _files(paths: Sequence[Path]) -> Iterable[Path]:
     for path in paths:
-        if not path.is_dir():
+        if not os.path.isdir(path):  # unlike Path.is_dir, not an error for a name that is too long
             yield path
             continue
         inside = sorted(each for each in path.iterdir() if each.is_file() and each.name.endswith(ENDINGS))
@@ -76,7 +78,8 @@ def _kind(path: Path, fields: Sequence[str] | None) -> tuple[str, Sequence[str]]
             return "qa", keys
     if "text" in first[1]:
         return "text", ("text",)
-    raise FormatError(f"{path}: has the keys {', '.join(first[1])}; say with --fields which of them to use.")
+    found = ", ".join(key[:40] for key in itertools.islice(first[1], 8))
+    raise FormatError(f"{path}: has the keys {found}; say with --fields which of them to use.")
 
 
 def open_supplies(

@@ -1,5 +1,6 @@
 """Checkpoints of a run: written beside the others and renamed when whole, so that a kill leaves only whole ones."""
 
+import hashlib
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from codd import files
 from codd.errors import FormatError
+from codd.training import text_files
 
 STATE, NOTES = "state.safetensors", "state.json"
 _NAME = re.compile(r"step-(\d+)")
@@ -29,7 +31,8 @@ def write_checkpoint(
     partial.mkdir()
     try:
         files.write_weights(partial / STATE, files.standalone(tensors))
-        files.write_text(partial / NOTES, json.dumps({"step": step, **notes}, indent=2) + "\n")
+        noted = {"step": step, **notes, "state_sha256": files.sha256(partial / STATE)}
+        files.write_text(partial / NOTES, json.dumps({**noted, "sha256": _digest(noted)}, indent=2) + "\n")
     except OSError:
         shutil.rmtree(partial, ignore_errors=True)  # a full disk has no room for half a checkpoint
         raise
@@ -52,10 +55,30 @@ def checkpoints(root: Path) -> list[Path]:
 
 
 def read_checkpoint(folder: Path, device: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and the notes."""
+    """The tensors and the notes, checked against their checksums."""
+    notes = read_notes(folder)
     try:
-        return load_file(folder / STATE, device=device), json.loads((folder / NOTES).read_bytes())
-    except (OSError, ValueError, SafetensorError) as error:
-        raise FormatError(
-            f"{folder}: cannot be read ({files.brief(error)}). Remove it to go on from the checkpoint before."
-        ) from error
+        if files.sha256(folder / STATE) != notes.pop("state_sha256", None):
+            raise _unreadable(folder, f"{STATE} does not have its checksum")
+        return load_file(folder / STATE, device=device), notes
+    except (OSError, SafetensorError) as error:
+        raise _unreadable(folder, files.brief(error)) from error
+
+
+def read_notes(folder: Path) -> dict[str, Any]:
+    """What a checkpoint says of itself."""
+    try:
+        notes = text_files.read_json(folder / NOTES)
+    except FormatError as error:
+        raise _unreadable(folder, str(error)) from error
+    if not isinstance(notes, dict) or notes.pop("sha256", None) != _digest(notes):
+        raise _unreadable(folder, f"{NOTES} does not have its checksum")
+    return notes
+
+
+def _unreadable(folder: Path, why: str) -> FormatError:
+    return FormatError(f"{folder}: cannot be read ({why}). Remove it to go on from the checkpoint before.")
+
+
+def _digest(notes: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(notes, sort_keys=True).encode()).hexdigest()

@@ -8,7 +8,7 @@ from typing import Literal
 
 from codd.training import corpus
 from codd.training.objectives import Objective, Weighting
-from codd.training.recipe import Source, digest_of, read_fields, source_problems
+from codd.training.recipe import Source, digest_of, name_problems, read_fields, source_problems
 from codd.training.windows import WindowRecipe
 
 STRATA = 8
@@ -142,6 +142,7 @@ def read_circuit_recipe(path: Path, changes: Sequence[str] = ()) -> CircuitRecip
 
 def problems_of(recipe: CircuitRecipe) -> Iterator[str]:
     """What no type says."""
+    yield from name_problems("name", recipe.name)
     if recipe.cache is None and not recipe.data:
         yield "there is neither data nor a cache"
     if recipe.cache is not None and recipe.data:

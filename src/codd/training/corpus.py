@@ -1,19 +1,18 @@
 """From files and generators to rows of tokens: reading, tokenizing (in several processes) and keeping the result."""
 
 import hashlib
+import itertools
 import json
-import lzma
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TextIO, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,11 +20,12 @@ from numpy.typing import NDArray
 from codd import files
 from codd.backbones.tokenizer import Tokenizer
 from codd.errors import FormatError
+from codd.training import text_files
 from codd.training.problems import problems
 from codd.training.recipe import Source
 from codd.training.rows import MOST_SEGMENTS, Example, PackedRows, Rows, RowSource, TextRows, Tokens, pack, token_type
 
-CALCULATOR = re.compile(r"<<[^>]*>>")
+CALCULATOR = re.compile(r"<<[^<>]*>>")
 """GSM8K's marks for a calculator, such as <<48/2=24>>: not part of what is said."""
 TAILS = (0.6, 0.25, 0.15)
 """By default: answers end before their room does."""
@@ -33,7 +33,15 @@ CHUNK = 2000
 """Problems that one process makes at a time."""
 MANY = 4_000_000
 """Characters from which on starting several processes pays."""
+PIECE = 2**20
+"""Characters that a text file is read by."""
+MOST_AT_ONCE = 2**27
+"""Characters of all documents, where they must be in memory together."""
+PARAGRAPH = re.compile(r"(?<=\n\n)(?=\S)")
+LINE = re.compile(r"(?<=\n)(?=[^\S\n]*\S)")
+SURROGATE = re.compile(r"[\ud800-\udfff]")
 
+Item = TypeVar("Item")
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
@@ -55,22 +63,85 @@ class Layout(NamedTuple):
     """How many questions with their answers may share a row: one, for networks that cannot keep them apart."""
     tails: tuple[float, ...] = TAILS
     """How often an answer is followed by no, one, two ... further blocks of end marks."""
+    characters: int | None = None
+    """Of each file no more than about so many are read; None: all."""
 
 
-def texts(source: Source, root: Path) -> Iterator[str]:
-    """The documents of a text source."""
+class Piece(NamedTuple):
+    """A part of a document: a whole one, or what is between two paragraphs of a long one."""
+
+    text: str
+    ends: bool
+    """Whether the document ends here."""
+
+
+def pieces(source: Source, root: Path, most: int | None = None) -> Iterator[Piece]:
+    """The documents of a text source, none of them whole in memory that is longer than a line of JSON may be.
+
+    Reading ends with the piece that makes ``most`` characters full.
+    """
     path = resolve(source, root)
     if ".jsonl" in path.suffixes[-2:]:
         key = source.fields[0] if len(source.fields) == 1 else "text"
-        for where, entry in entries(path, source.count):
-            yield _field(entry, key, where)
-    else:
-        with _open(path) as file:
-            yield file.read()
+        lines = entries(path, source.count)
+        return _until((Piece(_field(entry, key, where), True) for where, entry in lines), _size, most)
+    return _until(_parts(path), _size, most)
 
 
-def pairs(source: Source, root: Path) -> Iterator[Pair]:
-    """The questions and answers of a qa or problems source."""
+def _size(piece: Piece) -> int:
+    return len(piece.text)
+
+
+def _parts(path: Path) -> Iterator[Piece]:
+    """A text file, some characters at a time."""
+    with text_files.open_text(path) as file:
+        rest = ""
+        while more := file.read(PIECE - len(rest)):
+            rest += more
+            if len(rest) == PIECE:
+                at = _cut_at(rest)
+                yield Piece(rest[:at], False)
+                rest = rest[at:]
+        yield Piece(rest, True)
+
+
+def _cut_at(text: str) -> int:
+    """The last place that no token crosses: before a paragraph, else a line, else a word; the end if there is none."""
+    for boundary in (PARAGRAPH, LINE):
+        if found := [match.end() for match in boundary.finditer(text)]:
+            return found[-1]
+    return max(text.rfind(" "), 0) or len(text)
+
+
+def _until(found: Iterator[Item], size: Callable[[Item], int], most: int | None) -> Iterator[Item]:
+    """All of them up to the one whose size makes ``most`` full."""
+    taken = 0
+    for each in found:
+        yield each
+        taken += size(each)
+        if most is not None and taken >= most:
+            return
+
+
+def texts(source: Source, root: Path) -> Iterator[str]:
+    """The documents of a text source, each whole; all of them together are at most `MOST_AT_ONCE` characters."""
+    document: list[str] = []
+    taken = 0
+    for text, ends in pieces(source, root):
+        document.append(text)
+        taken += len(text)
+        if taken > MOST_AT_ONCE:
+            raise FormatError(
+                f"{resolve(source, root)}: holds more than {MOST_AT_ONCE:,} characters, too many to choose passages "
+                "from. Give a part of it."
+            )
+        if ends:
+            yield "".join(document)
+            document = []
+
+
+def pairs(source: Source, root: Path, most: int | None = None) -> Iterator[Pair]:
+    """The questions and answers of a qa or problems source, of a file up to the one that makes ``most`` characters."""
     if source.kind == "problems":
         for problem in problems(source.count or 0, split=source.split, seed=source.seed):
             yield Pair(problem.question, problem.solution)
@@ -78,6 +149,10 @@ def pairs(source: Source, root: Path) -> Iterator[Pair]:
     path = resolve(source, root)
     if len(source.fields) != 2:
         raise FormatError(f"source {source.name}: fields must name the question's and the answer's key.")
+    yield from _until(_pairs(path, source), lambda pair: len(pair.question) + len(pair.answer), most)
+
+
+def _pairs(path: Path, source: Source) -> Iterator[Pair]:
     for where, entry in entries(path, source.count):
         question, answer = (_field(entry, key, where) for key in source.fields)
         yield Pair(question.strip(), CALCULATOR.sub("", answer).strip())
@@ -86,7 +161,7 @@ def pairs(source: Source, root: Path) -> Iterator[Pair]:
 def resolve(source: Source, root: Path) -> Path:
     """The file of a source."""
     path = root / (source.path or "")
-    if not path.is_file():
+    if not os.path.isfile(path):  # unlike Path.is_file, not an error for a name that is too long
         raise FormatError(f"{path}: there is no such file (source {source.name}). Give the data's folder with --data.")
     return path
 
@@ -97,10 +172,9 @@ def sample_texts(sources: Sequence[Source], root: Path, megabytes: int) -> Itera
     for source in sources:
         budget = int(megabytes * 1e6 * source.weight / whole)
         if source.kind == "text":
-            documents = list(texts(source, root))
-            share = min(1.0, budget / max(1, sum(map(len, documents))))
-            for document in documents:
-                yield document[: int(len(document) * share)]
+            share = min(1.0, budget / max(1, sum(map(_size, pieces(source, root)))))
+            for piece in pieces(source, root):
+                yield piece.text[: int(len(piece.text) * share)]
             continue
         for pair in pairs(source, root):
             text = f"{pair.question}\n{pair.answer}"
@@ -113,34 +187,41 @@ def sample_texts(sources: Sequence[Source], root: Path, megabytes: int) -> Itera
 def open_source(source: Source, root: Path, tokenizer: Tokenizer, layout: Layout, cache: Path | None) -> RowSource:
     """The rows of a source; what took work is kept in ``cache`` and found there the next time."""
     if source.kind == "text":
-        stream = _kept(
-            cache, source, root, tokenizer, layout, lambda: {"stream": token_stream(source, root, tokenizer)}
-        )
-        tokens = stream["stream"]
-        if len(tokens) < layout.row_length:
-            raise FormatError(f"source {source.name}: {len(tokens)} tokens do not fill a row of {layout.row_length}.")
-        return TextRows(tokens, layout.row_length, layout.seed)
+        kept = _kept(cache, source, root, tokenizer, layout, lambda: _stream(source, root, tokenizer, layout))
+        return TextRows(kept["stream"], layout.row_length, layout.seed)
     kept = _kept(cache, source, root, tokenizer, layout, lambda: _packed(source, root, tokenizer, layout)._asdict())
-    if not len(kept["tokens"]):
-        raise FormatError(f"source {source.name}: no question with its answer fits {layout.row_length} tokens.")
     return PackedRows(Rows(**kept), layout.seed)
 
 
-def token_stream(source: Source, root: Path, tokenizer: Tokenizer) -> Tokens:
-    """All documents, one after the other, each followed by the end mark."""
-    documents = list(texts(source, root))
-    if len(documents) > 1 and sum(map(len, documents)) > MANY and (os.cpu_count() or 1) > 1:
-        parts = _in_processes(_encode_one, documents, tokenizer)
+def _stream(source: Source, root: Path, tokenizer: Tokenizer, layout: Layout) -> dict[str, Tokens]:
+    tokens = token_stream(source, root, tokenizer, layout.characters)
+    if len(tokens) < layout.row_length:
+        raise FormatError(f"source {source.name}: {len(tokens)} tokens do not fill a row of {layout.row_length}.")
+    return {"stream": tokens}
+
+
+def token_stream(source: Source, root: Path, tokenizer: Tokenizer, most: int | None = None) -> Tokens:
+    """All documents (or ``most`` characters of them), one after the other, each followed by the end mark."""
+    cores = os.cpu_count() or 1
+    batches = _batches(pieces(source, root, most), MANY * min(cores, 16))
+    first = next(batches, [])
+    if sum(map(_size, first)) > MANY and cores > 1:
+        parts = list(_in_processes(_encode_one, itertools.chain([first], batches), tokenizer))
     else:
-        parts = [_encode_document(document, tokenizer) for document in documents]
+        parts = [_encode(piece, tokenizer) for batch in itertools.chain([first], batches) for piece in batch]
     return np.concatenate(parts) if parts else np.empty(0, token_type(tokenizer.vocab_size))
 
 
-def _encode_document(document: str, tokenizer: Tokenizer) -> Tokens:
+def _batches(found: Iterator[Piece], characters: int) -> Iterator[list[Piece]]:
+    """So many characters at a time, so that no more of them are in memory."""
+    while batch := list(_until(found, _size, characters)):
+        yield batch
+
+
+def _encode(piece: Piece, tokenizer: Tokenizer) -> Tokens:
     # Cut at paragraphs, which no token crosses: the library is slow on one text of many megabytes.
-    pieces = re.split(r"(?<=\n\n)(?=\S)", document)
-    encoded = tokenizer.encode_batch(pieces, parse_special=False)
-    end = [_required(tokenizer.eos_id, "eos")]
+    encoded = tokenizer.encode_batch(PARAGRAPH.split(piece.text), parse_special=False)
+    end = [_required(tokenizer.eos_id, "eos")] if piece.ends else []
     kind = token_type(tokenizer.vocab_size)
     return np.concatenate([np.asarray(ids, dtype=kind) for ids in (*encoded, end)])
 
@@ -149,14 +230,17 @@ def _packed(source: Source, root: Path, tokenizer: Tokenizer, layout: Layout) ->
     if source.kind == "problems" and (source.count or 0) > CHUNK and (os.cpu_count() or 1) > 1:
         found = _generate_in_parallel(source, tokenizer)
     else:
-        found = encode_pairs(list(pairs(source, root)), tokenizer)
+        found = encode_pairs(list(pairs(source, root, layout.characters)), tokenizer)
     generator = np.random.default_rng((layout.seed, 1))
     eos = _required(tokenizer.eos_id, "eos")
     tails = np.asarray(layout.tails) / np.sum(layout.tails)
     extra = generator.choice(len(tails), size=len(found), p=tails)
     examples = [_fill(*pair, int(more), eos, layout) for pair, more in zip(found, extra, strict=True)]
     pad = eos if tokenizer.pad_id is None else tokenizer.pad_id  # what stands at padding is not looked at
-    return pack(examples, layout.row_length, pad, layout.texts)
+    rows = pack(examples, layout.row_length, pad, layout.texts)
+    if not len(rows.tokens):
+        raise FormatError(f"source {source.name}: no question with its answer fits {layout.row_length} tokens.")
+    return rows
 
 
 Encoded = tuple[Tokens, Tokens]
@@ -188,16 +272,18 @@ def _fill(question: Tokens, answer: Tokens, extra: int, eos: int, layout: Layout
 def _generate_in_parallel(source: Source, tokenizer: Tokenizer) -> list[Encoded]:
     count = source.count or 0
     jobs = [(begin, min(CHUNK, count - begin), source.split, source.seed) for begin in range(0, count, CHUNK)]
-    return [pair for sizes, tokens in _in_processes(_generate_some, jobs, tokenizer) for pair in _cut(sizes, tokens)]
+    return [pair for sizes, tokens in _in_processes(_generate_some, [jobs], tokenizer) for pair in _cut(sizes, tokens)]
 
 
-def _in_processes(function: Callable[[Job], Result], jobs: Sequence[Job], tokenizer: Tokenizer) -> list[Result]:
-    """Do the jobs in as many processes as there are cores, each with the tokenizer at hand."""
-    processes = min(os.cpu_count() or 1, len(jobs))
+def _in_processes(
+    function: Callable[[Job], Result], batches: Iterable[Sequence[Job]], tokenizer: Tokenizer
+) -> Iterator[Result]:
+    """Do one batch of jobs after the other in as many processes as there are cores, each with the tokenizer at hand."""
     with ProcessPoolExecutor(
-        processes, mp_context=get_context("spawn"), initializer=_prepare_process, initargs=(tokenizer,)
+        os.cpu_count() or 1, mp_context=get_context("spawn"), initializer=_prepare_process, initargs=(tokenizer,)
     ) as pool:
-        return list(pool.map(function, jobs))
+        for jobs in batches:
+            yield from pool.map(function, jobs)
 
 
 _process_tokenizer: Tokenizer | None = None
@@ -209,10 +295,10 @@ def _prepare_process(tokenizer: Tokenizer) -> None:
     _process_tokenizer = tokenizer
 
 
-def _encode_one(document: str) -> Tokens:
+def _encode_one(piece: Piece) -> Tokens:
     """In a process of its own."""
     assert _process_tokenizer is not None
-    return _encode_document(document, _process_tokenizer)
+    return _encode(piece, _process_tokenizer)
 
 
 def _generate_some(
@@ -250,18 +336,24 @@ def _kept(
         partial = cache / f".{source.name}-{digest}.{os.getpid()}"
         shutil.rmtree(partial, ignore_errors=True)  # of a process with the same number that was killed
         partial.mkdir(parents=True)
-        for name, array in arrays.items():
-            np.save(partial / f"{name}.npy", array)
-        if not folder.is_dir():  # another process of the run may have been faster
-            os.replace(partial, folder)
-    return {path.stem: np.load(path, mmap_mode="r") for path in sorted(folder.glob("*.npy"))}
+        try:
+            for name, array in arrays.items():
+                np.save(partial / f"{name}.npy", array)
+            if not folder.is_dir():  # another process of the run may have been faster
+                os.replace(partial, folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    try:
+        return {path.stem: np.load(path, mmap_mode="r") for path in sorted(folder.glob("*.npy"))}
+    except (ValueError, EOFError, OSError) as error:
+        raise FormatError(f"{folder}: is damaged ({files.brief(error)}). Remove it: it is made again.") from error
 
 
 def identity(source: Source, root: Path, tokenizer: Tokenizer, layout: Layout) -> str:
     """Names the rows of a source: the same name means the same rows."""
     content = None if source.kind == "problems" else files.sha256(resolve(source, root))
     # Fields that came later: what is kept under the old names stays good.
-    later = {"texts": MOST_SEGMENTS, "tails": TAILS}
+    later = {"texts": MOST_SEGMENTS, "tails": TAILS, "characters": None}
     shown = [value for name, value in layout._asdict().items() if value != later.get(name)]
     fields = {**asdict(source), "weight": None, "layout": shown, "content": content, "tokenizer": _digest(tokenizer)}
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:12]
@@ -274,35 +366,18 @@ def _digest(tokenizer: Tokenizer) -> str:
 
 
 def entries(path: Path, most: int | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The lines of a file of JSON objects, each with where it stands."""
-    with _open(path) as file:
-        for number, line in enumerate(file):
-            if most is not None and number >= most:
-                return
-            where = f"{path}: line {number + 1}"
-            try:
-                entry = json.loads(line)
-            except ValueError as error:
-                raise FormatError(f"{where} is not JSON ({error}).") from error
-            if not isinstance(entry, dict):
-                raise FormatError(f"{where} is not a JSON object.")
-            yield where, entry
+    """The lines of a file of JSON objects (or ``most`` of them), each with where it stands."""
+    return itertools.islice(text_files.json_lines(path), most)
 
 
 def _field(entry: dict[str, Any], key: str, where: str) -> str:
     found = entry.get(key)
     if not isinstance(found, str):
-        raise FormatError(f"{where}: expected a text under {key!r}, found the keys {', '.join(entry)}.")
+        keys = ", ".join(name[:40] for name in itertools.islice(entry, 8))
+        raise FormatError(f"{where}: expected a text under {key!r}, found the keys {keys}.")
+    if not found.isascii() and SURROGATE.search(found):
+        raise FormatError(f"{where}: {key!r} holds half a character (a surrogate), which is no text.")
     return found
-
-
-@contextmanager
-def _open(path: Path) -> Iterator[TextIO]:
-    try:
-        with lzma.open(path, "rt", encoding="utf-8") if path.suffix == ".xz" else path.open(encoding="utf-8") as file:
-            yield file
-    except (UnicodeDecodeError, lzma.LZMAError, EOFError) as error:
-        raise FormatError(f"{path}: cannot be read as UTF-8 text ({files.brief(error)}).") from error
 
 
 def _required(token: int | None, name: str) -> int:

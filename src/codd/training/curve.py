@@ -1,12 +1,11 @@
 """The picture of a run: its loss, and what it was worth on held-out text."""
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from codd import files
 from codd.errors import FormatError
+from codd.training.metrics import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,10 +42,10 @@ def write_curve(metrics_jsonl: Path, out: Path) -> None:
 def read_panels(metrics_jsonl: Path) -> Panels:
     """The curves of a run's metrics, by panel."""
     panels: Panels = {}
-    for entry in _entries(metrics_jsonl):
+    for entry in read_metrics(metrics_jsonl):
         for name, value in entry.items():
             if (place := _place(name)) is not None:
-                panels.setdefault(place[0], {}).setdefault(place[1], []).append((entry["step"], value))
+                panels.setdefault(place[0], {}).setdefault(place[1], []).append((float(entry["step"]), float(value)))
     if not panels:
         raise FormatError(
             f"{metrics_jsonl}: expected lines with a step and a loss or held_out/... figures, found none."
@@ -62,28 +61,6 @@ def _place(name: str) -> tuple[str, str] | None:
         return None
     text, slash, kind = name.removeprefix(HELD_OUT).partition("/")
     return (kind, text) if slash else (text, "held out")
-
-
-def _entries(path: Path) -> Iterator[dict[str, float]]:
-    """The numbers of each line. A last line without its end is one that a killed run was writing."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    except (FileNotFoundError, UnicodeDecodeError) as error:
-        raise FormatError(f"{path}: cannot be read as a run's metrics ({files.brief(error)}).") from error
-    for number, line in enumerate(lines, start=1):
-        try:
-            found = json.loads(line)
-        except ValueError as error:
-            if number == len(lines) and not line.endswith("\n"):
-                return
-            raise FormatError(f"{path}: line {number} is not JSON ({error}).") from error
-        if not isinstance(found, dict) or not _is_number(found.get("step")):
-            raise FormatError(f"{path}: line {number} is not an object with a step.")
-        yield {name: float(value) for name, value in found.items() if _is_number(value)}
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _few(curves: dict[str, Curve]) -> dict[str, Curve]:

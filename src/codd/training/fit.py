@@ -4,7 +4,6 @@ A step is a function of the recipe, its number and the parameters: which windows
 So a run that was killed goes on from its last checkpoint to the same circuit, bit for bit on a CPU.
 """
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,13 +19,14 @@ from codd.circuits import HMM, Modulated
 from codd.errors import CoddError, Diverged, FormatError, InvalidCircuit, InvalidEvidence, InvalidInput
 from codd.files import brief
 from codd.training import joint
-from codd.training.checkpoints import NOTES, checkpoints, read_checkpoint, write_checkpoint
+from codd.training.checkpoints import checkpoints, read_checkpoint, read_notes, write_checkpoint
 from codd.training.circuit_recipe import STRATA, CircuitRecipe, as_dict
 from codd.training.curve import write_curve
 from codd.training.held_out import Score
 from codd.training.learners import Captured, GradientLearner, Learner, learner_for, rate_at
+from codd.training.metrics import METRICS, Log, Progress
 from codd.training.pace import Best, Clock, of_leader
-from codd.training.pretrain import METRICS, Log, Progress, difference, mix
+from codd.training.pretrain import difference, mix
 from codd.training.supplies import Setup, index_of, strata_of
 from codd.training.workers import Workers
 
@@ -185,11 +185,7 @@ def _finish(recipe: CircuitRecipe, setup: Setup, learner: Learner, out: Path) ->
 def check_recipe(recipe: CircuitRecipe, out: Path) -> None:
     """Refuse a run of another recipe, before any work is done for it."""
     for folder in checkpoints(out / CHECKPOINTS)[-1:]:
-        try:
-            notes = json.loads((folder / NOTES).read_bytes())
-        except (OSError, ValueError):
-            return  # `resume` says more
-        _check_notes(recipe, notes, folder)
+        _check_notes(recipe, read_notes(folder), folder)
 
 
 def _check_notes(recipe: CircuitRecipe, notes: dict[str, Any], folder: Path) -> None:
@@ -213,7 +209,7 @@ def resume(learner: Learner, recipe: CircuitRecipe, out: Path, workers: Workers)
         best = Best(float(notes["best"]), int(notes["stale"]))
         clock = Clock(recipe, workers, float(notes["seconds"]))
         return Run(clock, best, kept[SUMS], int(notes["since"]), int(notes["step"]))
-    except (KeyError, RuntimeError, CoddError) as error:
+    except (KeyError, TypeError, ValueError, RuntimeError, CoddError) as error:
         raise FormatError(
             f"{found[-1]}: does not fit this recipe's circuit ({brief(error)}); files of the run were changed. Give "
             "another --out, or --fresh to begin again."

@@ -7,7 +7,6 @@ remembered. So a run that was killed goes on from its last checkpoint to the sam
 import dataclasses
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -28,23 +27,15 @@ from codd.files import brief
 from codd.training import corpus
 from codd.training.bpe import MINI_SPECIAL_TOKENS, train_bpe
 from codd.training.checkpoints import checkpoints, read_checkpoint, write_checkpoint
+from codd.training.metrics import Log, Progress
 from codd.training.objective import Maker, causal_batch, diffusion_batch, loss_sum, mean_loss
 from codd.training.recipe import Recipe
 from codd.training.rows import Mixture, Rows
 from codd.training.schedule import learning_rate, update_average
 from codd.training.workers import Workers
 
-METRICS = "metrics.jsonl"
 VALIDATION_SEED = 20_000
 """Of the masks of validation, the same in every run."""
-
-
-class Progress(NamedTuple):
-    """What the loop tells about a step."""
-
-    step: int
-    metrics: dict[str, float]
-    """Empty for a step that is not logged."""
 
 
 class Data(NamedTuple):
@@ -217,17 +208,17 @@ def resume(state: State, recipe: Recipe, out: Path, workers: Workers) -> None:
         )
     try:
         state.restore(kept, int(notes["step"]))
-    except (KeyError, RuntimeError) as error:
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise FormatError(
             f"{found[-1]}: does not fit this recipe's network ({brief(error)}); files of the run were changed. "
             "Give another --out, or --fresh to begin again."
         ) from error
 
 
-def difference(old: dict[str, Any], recipe: Any) -> str:
+def difference(old: Any, recipe: Any) -> str:
     """Which fields of a recipe differ from those that a checkpoint notes."""
     new = json.loads(json.dumps(dataclasses.asdict(recipe)))
-    differing = [name for name in new if old.get(name) != new[name]]
+    differing = [name for name in new if not isinstance(old, dict) or old.get(name) != new[name]]
     return f"{', '.join(differing)} differ" if differing else "of another version of codd"
 
 
@@ -318,25 +309,6 @@ def export(recipe: Recipe, tokenizer: Tokenizer, state: State, out: Path) -> Non
     notes = {"recipe": recipe.name, "recipe_digest": recipe.digest(), "steps": state.step}
     for name, int8 in (("model", False), ("model-int8", True)):
         tokenizer.save(mini.save(state.backbone, out / name, int8=int8, notes=notes))
-
-
-class Log:
-    """The metrics as lines of JSON; a run that goes on drops the lines that it will write again."""
-
-    def __init__(self, out: Path, step: int):
-        """``step`` is the one that the run goes on from."""
-        self.path = out / METRICS
-        out.mkdir(parents=True, exist_ok=True)
-        lines = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
-        kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-        partial = self.path.with_name(f".{METRICS}")
-        partial.write_text("".join(kept))
-        os.replace(partial, self.path)
-
-    def write(self, step: int, metrics: dict[str, float]) -> None:
-        """Append one line."""
-        with self.path.open("a") as file:
-            file.write(json.dumps({"step": step, **metrics}) + "\n")
 
 
 class Clock:

@@ -1,14 +1,10 @@
 """A recipe: everything that makes a training run what it is, from a short YAML file."""
 
-import contextlib
 import dataclasses
 import hashlib
 import json
-import math
 import re
-import types
-import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -16,6 +12,12 @@ from typing import Any, Literal, TypeVar
 import yaml
 
 from codd.errors import FormatError
+from codd.training import text_files, typed
+
+LONGEST = 2**17
+"""Characters of a recipe: fifty times the longest of ours."""
+LONGEST_NAME = 100
+"""Bytes: a folder's name has a digest behind it, and file systems take 143 or 255."""
 
 
 @dataclass(frozen=True)
@@ -140,15 +142,16 @@ def read_fields(
     kind: type[Kind], path: Path, changes: Sequence[str], problems: Callable[[Kind], Iterator[str]]
 ) -> Kind:
     """A recipe of some kind from a YAML file; ``problems`` are what no type says."""
-    try:
-        fields = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise FormatError(f"{path}: is not YAML: {' '.join(str(error).split())}") from error
+    with text_files.open_text(path) as file:
+        text = file.read(LONGEST + 1)
+    if len(text) > LONGEST:
+        raise FormatError(f"{path}: is longer than {LONGEST:,} characters, which no recipe is.")
+    fields = _parse(text, f"{path}: is not YAML")
     if not isinstance(fields, dict):
         raise FormatError(f"{path}: expected fields like `name: mini`, found {type(fields).__name__}.")
     for change in changes:
         _change(fields, change)
-    recipe: Kind = _build(kind, fields, str(path))
+    recipe: Kind = typed.build(kind, fields, str(path))
     if found := list(problems(recipe)):
         raise FormatError(f"{path}: {'; '.join(found)}.")
     return recipe
@@ -163,64 +166,50 @@ def _change(fields: dict[str, Any], change: str) -> None:
         fields = fields.setdefault(part, {})
         if not isinstance(fields, dict):
             raise FormatError(f"--set {change}: {part} is not a section of the recipe.")
+    fields[last] = _parse(text, f"--set {change}: the value is not YAML")
+
+
+class _Loader(yaml.SafeLoader):
+    """Plain values alone. With aliases, a few lines stand for billions of values."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Refuses aliases."""
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases such as *name are not taken: write the value out")
+        return super().compose_node(parent, index)
+
+
+def _parse(text: str, wrong: str) -> Any:
+    """The value of a YAML text; ``wrong`` begins the message of an error."""
     try:
-        fields[last] = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise FormatError(f"--set {change}: the value is not YAML: {' '.join(str(error).split())}") from error
-
-
-def _build(kind: Any, value: Any, where: str) -> Any:
-    """A value of a field's type, or an error that says which field is wrong."""
-    if dataclasses.is_dataclass(kind):
-        return _build_section(kind, value, where)
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin is Literal:
-        if value not in arguments:
-            raise FormatError(f"{where}: must be {' or '.join(map(repr, arguments))}, found {value!r}.")
-        return value
-    if origin in (types.UnionType, typing.Union):
-        if value is None and type(None) in arguments:
-            return None
-        return _build(next(a for a in arguments if a is not type(None)), value, where)
-    if origin is Sequence:
-        if not isinstance(value, list):
-            raise FormatError(f"{where}: must be a list, found {value!r}.")
-        return tuple(_build(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(value))
-    if kind is float and isinstance(value, str):  # YAML reads 1e-3 as text, for want of a point
-        with contextlib.suppress(ValueError):
-            value = float(value)
-    if kind is float and type(value) is int:
-        value = float(value)
-    if type(value) is not kind or (kind is float and not math.isfinite(value)):
-        raise FormatError(f"{where}: must be of type {kind.__name__}, found {value!r}.")
-    return value
-
-
-def _build_section(kind: Any, value: Any, where: str) -> Any:
-    if not isinstance(value, Mapping):
-        raise FormatError(f"{where}: must be a section with fields, found {value!r}.")
-    hints = typing.get_type_hints(kind)
-    if unknown := [str(name) for name in value if name not in hints]:
-        raise FormatError(f"{where}: unknown field {', '.join(unknown)}; there are {', '.join(hints)}.")
-    required = [f.name for f in dataclasses.fields(kind) if f.default is f.default_factory is dataclasses.MISSING]
-    if missing := [name for name in required if name not in value]:
-        raise FormatError(f"{where}: lacks the field {', '.join(missing)}.")
-    return kind(**{name: _build(hints[name], item, f"{where}: {name}") for name, item in value.items()})
+        return yaml.load(text, _Loader)
+    except Exception as error:  # of a value that is no date, number or base64 this parser raises whatever it met
+        message = "it is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
+        raise FormatError(f"{wrong}: {message[:300]}") from error
 
 
 def _problems(recipe: Recipe) -> Iterator[str]:
     """What no type says."""
+    yield from name_problems("name", recipe.name)
     if not recipe.data:
         yield "data is empty"
     yield from source_problems((recipe.data, recipe.validation))
     yield from _number_problems(recipe)
 
 
+def name_problems(what: str, name: str) -> Iterator[str]:
+    """What is wrong with a name that becomes a folder's, or part of one."""
+    if not re.fullmatch(r"\w[\w.-]*", name) or len(name.encode()) > LONGEST_NAME:
+        yield (
+            f"{what} {typed.shown(name)} must be of letters, digits and . _ -, begin with a letter or digit, and have "
+            f"at most {LONGEST_NAME} bytes: a folder is named after it"
+        )
+
+
 def source_problems(sets: Sequence[Sequence[Source]]) -> Iterator[str]:
     """What is wrong with sets of data, the first of which is to be trained on."""
     for source in (source for sources in sets for source in sources):
-        if not re.fullmatch(r"[\w-][\w.-]*", source.name):  # it becomes part of a folder's name
-            yield f"source name {source.name!r} must be of letters, digits and . _ -"
+        yield from name_problems("source name", source.name)
         if source.kind == "problems" and not source.count:
             yield f"source {source.name} needs a count"
         if source.kind != "problems" and not source.path:

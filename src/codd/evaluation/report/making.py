@@ -1,12 +1,13 @@
 """A run as one page: what it says, tables, figures, samples, and where everything comes from."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from codd import files
-from codd.errors import CoddError
+from codd.errors import CoddError, FormatError
 from codd.evaluation.page import Section, page
 from codd.evaluation.report import figures
 from codd.evaluation.report.ablation import ablation_parts
@@ -60,6 +61,8 @@ def make_report(run: Run, samples: int = SAMPLES) -> Report:
     stored, notes = _readable(run)
     results = _distinct(stored)
     studies = run.studies()
+    with _naming(run.folder / "studies"):
+        figures_of = [likelihood_parts(studies), cost_parts(studies), other_parts(studies)]
     tests = [each for each in results if each.cell.split != VALIDATION]
     validation = [each for each in results if each.cell.split == VALIDATION]
     found = comparisons(tests)
@@ -73,16 +76,27 @@ def make_report(run: Run, samples: int = SAMPLES) -> Report:
         Part(_summary(sentences, [*_written(run), *gaps])),
         *task_parts(tests, pairs),
         *frontier,
-        *likelihood_parts(studies),
+        *figures_of[0],
         *text_parts(tests, pairs),
-        *cost_parts(studies),
+        *figures_of[1],
         *ablation_parts(validation, tests, pairs),
-        *other_parts(studies),
+        *figures_of[2],
         *sample_parts(tests, found, samples),
         *provenance_parts(stored, studies),
     ]
     title = f"Evaluation: {run.folder.resolve().name}"
     return Report(title, sentences, found, saved, missing, parts)
+
+
+@contextmanager
+def _naming(where: Path) -> Iterator[None]:
+    """Studies have forms of their own, which nobody has checked: whatever goes wrong is the file's fault."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise FormatError(
+            f"{where}: a file holds other figures than a study of codd eval writes ({files.brief(error)}). Remove it."
+        ) from error
 
 
 def _readable(run: Run) -> tuple[list[Result], list[str]]:
@@ -163,8 +177,8 @@ def write_pictures(report: Report, folder: Path, advance: Callable[[int], None] 
 
 
 def file_name(name: str) -> str:
-    """Of a chart: letters, digits, dashes."""
-    return "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
+    """Of a chart: letters, digits, dashes, no more than every file system takes."""
+    return "".join(c if c.isalnum() or c in "-_." else "_" for c in name)[:60]
 
 
 def write_page(text: str, path: Path) -> None:

@@ -6,18 +6,19 @@ from the hub and run what a model wrote unconfined.
 """
 
 import difflib
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from codd.errors import FormatError, InvalidInput, MissingDependency
 from codd.evaluation.tasks import passages
 from codd.evaluation.tasks.answers import extract_code
 from codd.evaluation.tasks.sandbox import Limits, run_program
+from codd.training import typed
 from codd.training.problems import extract_answer, problems
+from codd.training.text_files import json_lines, open_text
 
 ASSISTANT = "You are a helpful assistant."
 REASON = f"{ASSISTANT} Justify your final answer by first explaining your step-by-step derivation or reasoning."
@@ -53,17 +54,31 @@ class Task:
     splits: tuple[str, ...] = ("test",)
 
 
-def _lines(root: Path, name: str) -> Documents:
+class _Question(NamedTuple):
+    question: str
+    answer: str
+
+
+class _Exercise(NamedTuple):
+    problem: str
+    solution: str
+
+
+class _Program(NamedTuple):
+    task_id: int
+    text: str
+    test_list: tuple[str, ...]
+
+
+def _lines(root: Path, name: str, kind: Any) -> Documents:
+    """Of each line of a file the fields that the task looks at, which ``kind`` has."""
     path = root / name
     if not path.is_file():
         raise FormatError(f"{path}: there is no such file; --data must be the folder that holds {name}.")
-    found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            found.append(json.loads(line))
-        except ValueError as error:
-            raise FormatError(f"{path}, line {number}: is not JSON ({error}).") from None
-    return found
+    return [
+        typed.build(kind, {key: line[key] for key in kind._fields if key in line}, where)._asdict()
+        for where, line in json_lines(path)
+    ]
 
 
 def _hub(path: str, name: str | None, split: str) -> Documents:
@@ -80,14 +95,16 @@ def _hub(path: str, name: str | None, split: str) -> Documents:
 
 def _gsm8k(root: Path | None, split: str, count: int | None) -> dict[str, Documents]:
     part = "test" if split == "test" else "train"
-    found = _hub("openai/gsm8k", "main", part) if root is None else _lines(root, f"gsm8k/{part}.jsonl")
+    found = _hub("openai/gsm8k", "main", part) if root is None else _lines(root, f"gsm8k/{part}.jsonl", _Question)
     found = found if split == "test" else found[-HELD_BACK:]
     return {"test": found, "train": found[:1]}
 
 
 def _math500(root: Path | None, split: str, count: int | None) -> dict[str, Documents]:
-    found = _hub("HuggingFaceH4/MATH-500", None, "test") if root is None else _lines(root, "math/math500.jsonl")
-    return {"test": [{key: row[key] for key in ("problem", "solution")} for row in found]}
+    if root is not None:
+        return {"test": _lines(root, "math/math500.jsonl", _Exercise)}
+    found = _hub("HuggingFaceH4/MATH-500", None, "test")
+    return {"test": [{key: row[key] for key in _Exercise._fields} for row in found]}
 
 
 def _gpqa(root: Path | None, split: str, count: int | None) -> dict[str, Documents]:
@@ -101,15 +118,18 @@ def _gpqa(root: Path | None, split: str, count: int | None) -> dict[str, Documen
             f"{path}: there is no such file. GPQA's authors ask that it not be posted: fetch it with your own access "
             "and put it there, or leave --data out to load it from the hub."
         )
-    with path.open(encoding="utf-8", newline="") as file:
-        return {"train": list(csv.DictReader(file))}
+    try:
+        with open_text(path, newline="") as file:
+            return {"train": list(csv.DictReader(file))}
+    except csv.Error as error:
+        raise FormatError(f"{path}: is not CSV ({error}). Fetch it again.") from error
 
 
 def _mbpp(root: Path | None, split: str, count: int | None) -> dict[str, Documents]:
     if root is None:
         return {"test": _hub("google-research-datasets/mbpp", "full", split)}
     first, last = (11, 510) if split == "test" else (511, 600)
-    return {"test": [row for row in _lines(root, "mbpp/mbpp.jsonl") if first <= row["task_id"] <= last]}
+    return {"test": [row for row in _lines(root, "mbpp/mbpp.jsonl", _Program) if first <= row["task_id"] <= last]}
 
 
 def _word_problems(root: Path | None, split: str, count: int | None) -> dict[str, Documents]:

@@ -3,16 +3,21 @@
 import hashlib
 import itertools
 import json
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from codd.decoding.options import CIRCUIT_OPTIONS, DEFAULTS, PACES, Options
-from codd.errors import FormatError, InvalidInput
+from codd.errors import CoddError, FormatError, InvalidInput
+from codd.files import brief
+from codd.training import typed
 
 NULL, NONE, TRAINED = "null", "none", "trained"
 """The control, the network alone, and the circuit that the checkpoint has."""
 CONTROLS = (NULL, NONE)
+_FOLDER = re.compile(r"[^-./\\\0\ud800-\udfff][^/\\\0\ud800-\udfff]*")
+"""What can stand in a folder's name, and not be taken for an option, a hidden one or a path."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,9 @@ class Cell:
 
     def __post_init__(self) -> None:
         """Refuse options that decoding would refuse, before anything is computed."""
+        for what, name in (("task", self.task), ("split", self.split)):
+            if not _FOLDER.fullmatch(name) or len(name.encode()) > 100:
+                raise InvalidInput(f"the {what} {name[:100]!r} can be no folder's name, which it becomes part of.")
         Options.of(**self.options)
         if "seed" in self.options:
             raise InvalidInput("a cell has a seed of its own: give it as seed, not in options.")
@@ -79,10 +87,13 @@ class Cell:
     @classmethod
     def from_json(cls, found: Mapping[str, Any], where: str = "a cell") -> "Cell":
         """From a file."""
-        known = {each.name for each in fields(cls)}
-        if "task" not in found or set(found) - known:
-            raise FormatError(f"{where}: is not a cell of an evaluation (keys {', '.join(sorted(found))}).")
-        return cls(**found)
+        try:
+            cell: Cell = typed.build(cls, found, where)
+        except FormatError:
+            raise
+        except (CoddError, TypeError, ValueError, OverflowError) as error:  # of what the cell was told
+            raise FormatError(f"{where}: is not a cell of an evaluation ({brief(error)}).") from error
+        return cell
 
     def __hash__(self) -> int:
         """By what a file would hold: options are a dictionary."""

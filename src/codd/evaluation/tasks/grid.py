@@ -1,5 +1,6 @@
 """Running cells: resumable, divided over processes, and in stages for machines that lack the harness or the network."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -9,12 +10,14 @@ from codd.circuits import ProbabilisticCircuit
 from codd.decoding import Model, Options
 from codd.errors import InvalidInput
 from codd.evaluation.provenance import provenance
-from codd.evaluation.runs import Log, Result, Run, read_json, read_lines, write_json, write_lines
+from codd.evaluation.runs import Log, Result, Run, write_json, write_lines
 from codd.evaluation.tasks.answering import Advance, Answerer, Request
 from codd.evaluation.tasks.catalogue import OWN_LENGTH, PAPER_LENGTH, task_of
 from codd.evaluation.tasks.cells import NONE, TRAINED, Cell
 from codd.evaluation.tasks.sandbox import Limits
 from codd.files import sha256
+from codd.training import typed
+from codd.training.text_files import json_lines, read_json
 from codd.training.workers import Workers
 
 CIRCUIT = "circuit.json"
@@ -113,7 +116,10 @@ def run_cell(cell: Cell, setting: Setting, advance: Advance = quietly) -> Result
     costs = lm.gather_object(lm.costs)
     if found is None or costs is None:
         return None
-    made = {**_made(cell, setting), **(read_json(folder / ANSWERED) if (folder / ANSWERED).exists() else {})}
+    made = _made(cell, setting)
+    if (path := folder / ANSWERED).exists():
+        said = typed.build(Mapping[str, Mapping[str, Any]], read_json(path), str(path))
+        made |= {name: said[name] for name in made if name in said}
     all_costs = {key: line for each in costs for key, line in each.items()}
     result, samples = result_of(cell, lm, found, all_costs, folder=folder, **made)
     setting.run.write_result(result, samples)
@@ -145,7 +151,8 @@ def answer_cell(cell: Cell, setting: Setting, advance: Advance = quietly) -> Non
         raise InvalidInput(f"{path}: there is no such file; codd eval --stage prepare writes it.")
     if cell.device != setting.model.backbone.device.type:
         raise InvalidInput(f"{cell.slug} was prepared for {cell.device}: give --device {cell.device}.")
-    requests = [Request(**line) for line in read_lines(path)][setting.group.rank :: setting.group.count]
+    requests = [typed.build(Request, line, where) for where, line in json_lines(path)]
+    requests = requests[setting.group.rank :: setting.group.count]
     model, folder = setting.model_for(cell), setting.run.cell_folder(cell)
     log = Log(folder, setting.group.rank)
     setting.group.wait()

@@ -10,11 +10,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from codd.errors import FormatError
 from codd.evaluation.runs import Result, Run, write_json
 from codd.evaluation.tasks.cells import NONE
 from codd.evaluation.text.distance import FEWEST, compare
 from codd.evaluation.text.judging import Assessed, Judge, Score
 from codd.evaluation.text.measures import measures
+from codd.files import brief
 
 Progress = Callable[[int, int], None]
 FEATURES = "features.npy"
@@ -115,4 +117,10 @@ def _compare(results: Sequence[Result]) -> None:
 
 def _features(result: Result) -> Float[Tensor, "n d"]:
     path: Path = result.folder / FEATURES
-    return torch.from_numpy(np.load(path, allow_pickle=False).astype(np.float32))
+    try:
+        found = np.load(path, allow_pickle=False)
+        return torch.from_numpy(found.astype(np.float32).reshape(len(result.samples), -1))
+    except (OSError, ValueError, EOFError) as error:
+        raise FormatError(
+            f"{path}: is damaged ({brief(error)}). Remove judged.json beside it to judge again."
+        ) from error
