@@ -9,8 +9,8 @@ def shown(value: object) -> str:
     """A value as messages show it, whatever it is: not longer than a line."""
     try:
         text = repr(value)
-    except Exception:  # an integer with too many digits for Python, or an object that cannot say what it is
-        text = f"something of type {type(value).__name__}"
+    except Exception:  # Python writes no number of more than 4,300 digits, and an object may refuse to
+        text = "a number of thousands of digits" if isinstance(value, int) else f"a broken {type(value).__name__}"
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 

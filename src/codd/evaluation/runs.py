@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from codd.errors import FormatError, InvalidInput
+from codd.errors import FormatError, InvalidInput, shown
 from codd.evaluation.statistics import Paired, paired
 from codd.evaluation.tasks.cells import NULL, Cell
 from codd.files import replacing, write_text
@@ -245,7 +245,7 @@ def _read_result(path: Path) -> Result:
 def _read_object(path: Path) -> dict[str, Any]:
     found = read_json(path)
     if not isinstance(found, dict):
-        raise FormatError(f"{path}: expected a JSON object, found {typed.shown(found)}.")
+        raise FormatError(f"{path}: expected a JSON object, found {shown(found)}.")
     return found
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar
 
 import yaml
 
-from codd.errors import FormatError
+from codd.errors import FormatError, shown
 from codd.training import text_files, typed
 
 LONGEST = 2**17
@@ -201,7 +201,7 @@ def name_problems(what: str, name: str) -> Iterator[str]:
     """What is wrong with a name that becomes a folder's, or part of one."""
     if not re.fullmatch(r"\w[\w.-]*", name) or len(name.encode()) > LONGEST_NAME:
         yield (
-            f"{what} {typed.shown(name)} must be of letters, digits and . _ -, begin with a letter or digit, and have "
+            f"{what} {shown(name)} must be of letters, digits and . _ -, begin with a letter or digit, and have "
             f"at most {LONGEST_NAME} bytes: a folder is named after it"
         )
 

@@ -9,7 +9,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from codd.errors import FormatError
+from codd.errors import FormatError, shown
 
 LARGEST = 2**63
 """Whole numbers from here on are refused: nothing that we count comes near, and little else can hold them."""
@@ -76,12 +76,3 @@ def _fields(kind: Any) -> tuple[dict[str, Any], list[str]]:
         return hints, [name for name in kind._fields if name not in kind._field_defaults]
     missing = dataclasses.MISSING
     return hints, [f.name for f in dataclasses.fields(kind) if f.default is missing and f.default_factory is missing]
-
-
-def shown(value: object) -> str:
-    """A value from a file, short enough for a message."""
-    try:
-        text = repr(value)
-    except ValueError:  # Python writes no number of more than 4,300 digits
-        text = "a number of thousands of digits"
-    return text if len(text) <= 100 else f"{text[:100]}..."
