@@ -130,6 +130,52 @@ def test_sequences_really_share_their_steps():
     running(test, slots=2)
 
 
+def test_a_long_sequence_makes_room_for_a_short_one_of_the_same_client():
+    long = {"gen_length": 16, "block_length": 16, "steps": 16}
+    alone = [small().generate([PROMPT], stop=False, **each).sequences[0].tolist() for each in (long, SHORT)]
+
+    async def test(engine: Engine) -> None:
+        engine.turn = 0.0
+        gate, ended = Gate(), []
+
+        async def run(name: str, one: SequenceRequest) -> list[int]:
+            ids = await written(engine, one)
+            ended.append(name)
+            return ids.tolist()
+
+        first = asyncio.create_task(run("long", request(base=long, hooks=(gate,))))
+        await arrived(gate)
+        second = asyncio.create_task(run("short", request()))
+        await until(lambda: engine.load.waiting == 1)
+        gate.open.release(100)
+        assert [await first, await second] == alone
+        assert ended == ["short", "long"]
+
+    running(test, slots=1)
+
+
+def test_a_client_with_one_slot_keeps_it_while_another_has_more_that_wait():
+    steps = []
+
+    def note(client: str) -> Callable[..., torch.Tensor]:
+        def hook(logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            steps.append(client)
+            return logits
+
+        return hook
+
+    async def test(engine: Engine) -> None:
+        engine.turn = 0.0
+        many = [request(client="many", hooks=(note("many"),)) for _ in range(4)]
+        one = request(client="one", hooks=(note("one"),))
+        with engine.submit([*many, one]):
+            assert len([step async for step in one.steps()]) == 4
+        first, *_, last = [number for number, client in enumerate(steps) if client == "one"]
+        assert last - first <= 7, "it had to wait between its 4 steps, in each of which one other takes part"
+
+    running(test, slots=2)
+
+
 def test_a_full_queue_refuses_all_of_a_request_or_nothing():
     async def test(engine: Engine) -> None:
         gate = Gate()

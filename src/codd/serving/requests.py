@@ -100,6 +100,8 @@ class SequenceRequest(QueuedRequest):
         """``state``: the sequence before its first step."""
         super().__init__(client, deadline, results)
         self.state = state
+        self.turn_began = 0.0
+        """When it got its slot, this time."""
 
     async def steps(self) -> AsyncIterator[Step]:
         """The sequence's steps as they are taken; raises what ended it early."""
