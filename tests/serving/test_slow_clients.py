@@ -75,6 +75,18 @@ def test_half_of_a_request_is_not_waited_for_for_ever(server, sent, answer):
     assert bool(found) == bool(answer)
 
 
+@pytest.mark.parametrize("key", ["", "Authorization: Bearer sesame\r\n"])
+@pytest.mark.parametrize("pause", [0.0, 0.05])
+def test_a_body_that_is_no_http_is_refused_once(server, caplog, key, pause):
+    caplog.set_level(logging.ERROR)
+    with connect(server) as wire:
+        wire.sendall(f"{POST}{key}Transfer-Encoding: chunked\r\n\r\n".encode())
+        time.sleep(pause)  # so that the application may have answered, which without a key it does before the body
+        wire.sendall(b"no chunk\r\n")
+        assert received(wire).startswith((b"HTTP/1.1 400", b"HTTP/1.1 401"))
+    assert not caplog.records
+
+
 def test_a_byte_now_and_then_does_not_keep_a_connection_open(server):
     with connect(server) as wire:
         wire.sendall(POST.encode() + b"Content-Length: 100000\r\n\r\n")

@@ -61,6 +61,16 @@ class BoundedProtocol(H11Protocol):
         super().on_response_complete()
         self._watch_reading()
 
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is not HTTP; an application that has begun with such a request sees that its client has gone."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:  # a response has been sent already, or a part of it
+            self.transport.close()
+
     def pause_writing(self) -> None:
         """The client leaves something unread: from here on it has so many seconds to read it."""
         super().pause_writing()
