@@ -204,6 +204,19 @@ def test_a_text_that_cannot_fit_is_refused_by_its_bytes(talking, path, body, par
     assert "bytes" in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"prompt": "hi", **{f"field{number}": 1 for number in range(5000)}}, "body: value error, 5002 fields"),
+        ({"prompt": "hi", "logit_bias": {str(number): "a" for number in range(5000)}}, "logit_bias is not supported"),
+    ],
+)
+def test_a_crowd_of_errors_is_reported_as_one(talking, body, said):
+    found = talking.http.post("/v1/completions", json={"model": "codd", **body})
+    assert found.status_code in (400, 422)
+    assert found.json()["error"]["message"].startswith(said)
+
+
 def test_the_limit_of_a_text_is_the_servers_if_that_is_less():
     assert Limits().max_text(bundled()) == 384 * 16
     assert Limits(text=1000).max_text(bundled()) == 1000
