@@ -112,9 +112,9 @@ class BoundedProtocol(H11Protocol):
         self._reading = self.loop.call_later(self.timeout, self._end_reading) if self.owes_request else None
 
     def _end_reading(self) -> None:
-        """Close the connection; with an answer, if it is of use: a part of a request is here and nothing is sent."""
-        begun = self.conn.their_state is h11.SEND_BODY or self.conn.trailing_data[0]
-        if begun and (self.cycle is None or self.cycle.response_complete or not self.cycle.response_started):
+        """Close the connection; with an answer if a part of a request is here that has none yet."""
+        in_body = self.conn.their_state is h11.SEND_BODY
+        if not self.cycle.response_started if in_body else self.conn.trailing_data[0]:
             self.transport.write(_TOO_SLOW)
         self.transport.close()
 
