@@ -2,6 +2,8 @@
 
     python benchmarks/serving.py load                       # 64 clients for 60 s; every answer is checked
     python benchmarks/serving.py load --leave 0.5           # half of them hang up at random
+    python benchmarks/serving.py load --clients 16 --mixed 0.5 --leave 0.1 --seconds 600 --plot memory.png
+                                                            # half of them ask for everything, and for what is wrong
     python benchmarks/serving.py throughput                 # 8 clients: 8 slots against 1, in turn, in one run
 
 Servers are real processes (``codd serve`` on the bundled model), clients are in this one. What every request must be
@@ -63,7 +65,8 @@ class Seen:
     statuses: Counter[str] = field(default_factory=Counter)
     seconds: list[float] = field(default_factory=list)
     wrong: list[dict[str, str]] = field(default_factory=list)
-    memory: list[float] = field(default_factory=list)
+    memory: list[tuple[float, float]] = field(default_factory=list)
+    """Seconds since the beginning, and megabytes of the server's process."""
 
 
 def main() -> None:
@@ -72,6 +75,9 @@ def main() -> None:
     parser.add_argument("--clients", type=int, help="(default: 64 for load, 8 for throughput)")
     parser.add_argument("--seconds", type=float, default=60.0, help="of load (default: 60)")
     parser.add_argument("--leave", type=float, default=0.0, help="the share of clients that hang up at random")
+    parser.add_argument(
+        "--mixed", type=float, default=0.0, help="the share of clients that send requests of all routes, and wrong ones"
+    )
     parser.add_argument("--requests", type=int, default=30, help="different ones (default: 30)")
     parser.add_argument("--rounds", type=int, default=3, help="of throughput, on each server (default: 3)")
     parser.add_argument("--shorter", type=int, default=1, help="divides the lengths and steps of all requests")
@@ -80,6 +86,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", metavar="FILE", help="write the result here, too")
+    parser.add_argument("--plot", metavar="FILE", help="of load: a figure of the server's memory over time")
     args = parser.parse_args()
     found = load(args) if args.what == "load" else throughput(args)
     found = {"command": " ".join(sys.argv), "machine": machine(), **found}
@@ -136,18 +143,25 @@ def load(args: argparse.Namespace) -> dict[str, Any]:
     requests = made(codd.load(device=args.device), args.requests, args.seed, ways)
     with serving(args.slots, args.queue, args.device) as url:
         seen, health = asyncio.run(_loaded(args, url, requests))
-    quarter = max(1, len(seen.memory) // 4)
+    memory = [megabytes for _, megabytes in seen.memory]
+    quarter = max(1, len(memory) // 4)
+    if args.plot:
+        plot(seen.memory, args.plot)
     return {
         "clients": args.clients or 64,
         "leave": args.leave,
+        "mixed": args.mixed,
         "statuses": dict(seen.statuses),
         "wrong": seen.wrong[:5],
         "answers_per_second": seen.statuses["200"] / args.seconds,
         "seconds_median": median(seen.seconds) if seen.seconds else None,
         "memory_mb": {
-            "second_quarter": mean(seen.memory[quarter : 2 * quarter] or seen.memory),
-            "last_quarter": mean(seen.memory[-quarter:]),
+            "first": memory[0],
+            "second_quarter": mean(memory[quarter : 2 * quarter] or memory),
+            "last_quarter": mean(memory[-quarter:]),
+            "most": max(memory),
         },
+        "memory_mb_by_second": seen.memory,
         "health_at_the_end": health,
     }
 
@@ -156,8 +170,11 @@ async def _loaded(args: argparse.Namespace, url: str, requests: list[Request]) -
     seen, end = Seen(), time.monotonic() + args.seconds
     count = args.clients or 64
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=httpx.Limits(max_connections=None)) as http:
-        leaving = round(count * args.leave)
-        clients = [_client(http, requests, seen, end, random.Random(args.seed + i), i < leaving) for i in range(count)]
+        leaving, mixed = round(count * args.leave), round(count * args.mixed)
+        kinds = ["leaves"] * leaving + ["mixed"] * mixed + ["asks"] * (count - leaving - mixed)
+        clients = [
+            _client(http, requests, seen, end, random.Random(args.seed + i), kind) for i, kind in enumerate(kinds)
+        ]
         watch = asyncio.create_task(_memory(http, seen))
         await asyncio.gather(*clients)
         watch.cancel()
@@ -170,14 +187,16 @@ async def _loaded(args: argparse.Namespace, url: str, requests: list[Request]) -
 
 
 async def _client(
-    http: httpx.AsyncClient, requests: list[Request], seen: Seen, end: float, rng: random.Random, leaves: bool
+    http: httpx.AsyncClient, requests: list[Request], seen: Seen, end: float, rng: random.Random, kind: str
 ) -> None:
     while time.monotonic() < end:
         request = rng.choice(requests)
-        if leaves:
+        if kind == "leaves":
             await _leave(http, request, seen, rng)
-            continue
-        await _ask(http, request, seen, streamed=rng.random() < 0.5)
+        elif kind == "mixed":
+            await _any(http, request, seen, rng)
+        else:
+            await _ask(http, request, seen, streamed=rng.random() < 0.5)
 
 
 async def _ask(http: httpx.AsyncClient, request: Request, seen: Seen, streamed: bool) -> None:
@@ -222,13 +241,60 @@ async def _leave(http: httpx.AsyncClient, request: Request, seen: Seen, rng: ran
         seen.statuses["left"] += 1
 
 
+async def _any(http: httpx.AsyncClient, request: Request, seen: Seen, rng: random.Random) -> None:
+    """A request to some route, right or wrong; its status must be the one that it deserves, or 429."""
+    right = {"prompt": request.prompt, **request.options}
+    ids = [*range(5, 5 + rng.randrange(1, 200)), *[1] * 16]  # 1: the bundled model's mask
+    streamed = rng.random() < 0.5
+    status, path, body = rng.choice(
+        [
+            (200, "/v1/completions", {"model": NAME, **right, "stream": streamed}),
+            (200, "/v1/completions", {"model": NAME, **right, "n": 3, "suffix": "That is all."}),
+            (200, "/v1/denoise", {**right, "stream": streamed}),
+            (200, "/v1/inspect", {"ids": ids, "window": [len(ids) - 16, len(ids)]}),
+            (400, "/v1/denoise", {**right, "prompt": "<|eos|>" * 100_000}),
+            (400, "/v1/completions", {"model": NAME, "prompt": list(range(8000))}),
+            (404, f"/{rng.random()}", {}),
+            (404, "/v1/completions", {"model": str(rng.random()), **right}),
+            (413, "/v1/denoise", {**right, "prompt": "x" * 1_500_000}),
+            (422, "/v1/chat/completions", {**right, str(rng.random()): 1}),
+            (422, "/v1/denoise", "{" * rng.randrange(1, 1000)),
+            (504, "/v1/denoise", {**right, "stream": False, "timeout": 0.001}),
+        ]
+    )
+    content = body if isinstance(body, str) else json.dumps(body)
+    try:
+        response = await http.post(path, content=content, headers={"Content-Type": "application/json"})
+    except httpx.HTTPError as error:
+        seen.statuses[f"{status} {type(error).__name__}"] += 1  # 413: the connection is closed before all is read
+        return
+    seen.statuses[f"{path if status == 200 else 'wrong'} {response.status_code}"] += 1
+    if response.status_code == 429:
+        await asyncio.sleep(float(response.headers["Retry-After"]))
+    elif response.status_code != status:
+        seen.wrong.append({"path": path, "expected": str(status), "found": response.text[:200]})
+
+
 async def _memory(http: httpx.AsyncClient, seen: Seen) -> None:
     """What the server's process holds, every second."""
+    begun = time.monotonic()
     while True:
         text = (await http.get("/metrics")).text
         line = next(line for line in text.split("\n") if line.startswith("process_resident_memory_bytes"))
-        seen.memory.append(float(line.split()[1]) / 1e6)
+        seen.memory.append((round(time.monotonic() - begun, 1), float(line.split()[1]) / 1e6))
         await asyncio.sleep(1)
+
+
+def plot(memory: list[tuple[float, float]], path: str) -> None:
+    """Draw the memory over time."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(*zip(*memory, strict=True), linewidth=1)
+    axes.set(xlabel="seconds of load", ylabel="resident memory of the server, MB", ylim=(0, None))
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
 
 
 def throughput(args: argparse.Namespace) -> dict[str, Any]:

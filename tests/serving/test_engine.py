@@ -11,7 +11,7 @@ import pytest
 import torch
 from small_models import Gate, small
 
-from codd.decoding import Options, Step
+from codd.decoding import Options
 from codd.errors import InvalidInput
 from codd.serving.engine import Engine
 from codd.serving.requests import (
@@ -130,6 +130,52 @@ def test_sequences_really_share_their_steps():
     running(test, slots=2)
 
 
+def test_a_long_sequence_makes_room_for_a_short_one_of_the_same_client():
+    long = {"gen_length": 16, "block_length": 16, "steps": 16}
+    alone = [small().generate([PROMPT], stop=False, **each).sequences[0].tolist() for each in (long, SHORT)]
+
+    async def test(engine: Engine) -> None:
+        engine.turn = 0.0
+        gate, ended = Gate(), []
+
+        async def run(name: str, one: SequenceRequest) -> list[int]:
+            ids = await written(engine, one)
+            ended.append(name)
+            return ids.tolist()
+
+        first = asyncio.create_task(run("long", request(base=long, hooks=(gate,))))
+        await arrived(gate)
+        second = asyncio.create_task(run("short", request()))
+        await until(lambda: engine.load.waiting == 1)
+        gate.open.release(100)
+        assert [await first, await second] == alone
+        assert ended == ["short", "long"]
+
+    running(test, slots=1)
+
+
+def test_a_client_with_one_slot_keeps_it_while_another_has_more_that_wait():
+    steps = []
+
+    def note(client: str) -> Callable[..., torch.Tensor]:
+        def hook(logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+            steps.append(client)
+            return logits
+
+        return hook
+
+    async def test(engine: Engine) -> None:
+        engine.turn = 0.0
+        many = [request(client="many", hooks=(note("many"),)) for _ in range(4)]
+        one = request(client="one", hooks=(note("one"),))
+        with engine.submit([*many, one]):
+            assert len([step async for step in one.steps()]) == 4
+        first, *_, last = [number for number, client in enumerate(steps) if client == "one"]
+        assert last - first <= 7, "it had to wait between its 4 steps, in each of which one other takes part"
+
+    running(test, slots=2)
+
+
 def test_a_full_queue_refuses_all_of_a_request_or_nothing():
     async def test(engine: Engine) -> None:
         gate = Gate()
@@ -183,13 +229,11 @@ def test_deadlines_end_what_is_under_way_and_what_waits():
         with engine.submit([slow, waits]):
             await arrived(gate)
             slow.deadline = waits.deadline = time.monotonic()  # it passes while the step is under way
+            for late in (slow, waits):
+                with pytest.raises(DeadlineExceeded):
+                    await anext(late.steps())
             gate.open.release()
-            steps = slow.steps()
-            assert isinstance(await anext(steps), Step)
-            with pytest.raises(DeadlineExceeded):
-                await anext(steps)
-            with pytest.raises(DeadlineExceeded):
-                await anext(waits.steps())
+            await until(lambda: not (engine.load.running or engine.load.waiting))
         await written(engine, request())
 
     running(test, slots=1)

@@ -119,6 +119,11 @@ class Tokenizer:
         """The ids of all special tokens, named or not: those that ``skip_special_tokens`` skips."""
         return frozenset(id for id, token in self._backend.get_added_tokens_decoder().items() if token.special)
 
+    @cached_property
+    def longest_token(self) -> int:
+        """The most bytes of text that one token stands for, a tokenizer that drops or joins text aside."""
+        return max((len(token.encode()) for token in self._backend.get_vocab(with_added_tokens=True)), default=0)
+
     @property
     def backend(self) -> tokenizers.Tokenizer:
         """The tokenizer of the library ``tokenizers``, for what this class does not offer."""

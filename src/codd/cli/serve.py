@@ -56,6 +56,21 @@ examples:
     group.add_argument(
         "--max-body", type=int, metavar="BYTES", default=1_000_000, help="of a request (default: 1000000)"
     )
+    group.add_argument(
+        "--max-text",
+        type=int,
+        metavar="BYTES",
+        default=65_536,
+        help="of a text or conversation; never more than can fit (default: 65536)",
+    )
+    group.add_argument("--connections", type=int, metavar="N", default=256, help="sockets that are held (default: 256)")
+    group.add_argument(
+        "--io-timeout",
+        type=float,
+        metavar="S",
+        default=30.0,
+        help="seconds in which a client must send its headers, then its body, and read what it is sent (default: 30)",
+    )
     group.add_argument("--api-key-file", metavar="PATH", help=f"clients must know the key in this file (or in ${KEY})")
     group.add_argument(
         "--allow-host",
@@ -112,14 +127,25 @@ def _log(quiet: bool) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    least = {"slots": 1, "queue": 0, "drain": 0, "max_length": 1, "max_body": 1, "port": 0}
+    least = {
+        "connections": 1,
+        "slots": 1,
+        "queue": 0,
+        "drain": 0,
+        "max_length": 1,
+        "max_body": 1,
+        "max_text": 1,
+        "port": 0,
+    }
     for name, value in least.items():
         if getattr(args, name) < value:
             raise InvalidInput(f"--{name.replace('_', '-')} must be at least {value}, found {getattr(args, name)}.")
     if args.port > 65535:
         raise InvalidInput(f"--port must be at most 65535, found {args.port}.")
-    if not args.timeout > 0:
-        raise InvalidInput(f"--timeout must be more than 0 seconds, found {args.timeout}.")
+    for name in ("timeout", "io_timeout"):
+        if not getattr(args, name) > 0:
+            option = name.replace("_", "-")
+            raise InvalidInput(f"--{option} must be more than 0 seconds, found {getattr(args, name)}.")
 
 
 def _settings(args: argparse.Namespace) -> "Settings":
@@ -135,10 +161,17 @@ def _settings(args: argparse.Namespace) -> "Settings":
     return Settings(
         name=args.name or _name(args),
         # More than can ever wait would be told to come again for ever.
-        limits=Limits(sampling.options_from(args), args.max_length, min(Limits.sequences, args.slots + args.queue)),
+        limits=Limits(
+            sampling.options_from(args),
+            args.max_length,
+            min(Limits.sequences, args.slots + args.queue),
+            args.max_text,
+        ),
         security=Security(args.host, tuple(args.allow_host), key, args.max_body, tuple(args.cors)),
         timeout=args.timeout,
         log_text=args.log_text,
+        connections=args.connections,
+        io_timeout=args.io_timeout,
     )
 
 

@@ -4,10 +4,11 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
@@ -23,13 +24,17 @@ from codd.serving.errors import RESPONSES, APIError, install_handlers
 from codd.serving.metrics import CONTENT_TYPE
 from codd.serving.middleware import RequestMetrics, Security, with_middleware
 from codd.serving.prompts import GenerationRequest, Limits
-from codd.serving.requests import ModelCall, QueuedRequest
+from codd.serving.requests import ModelCall, QueuedRequest, before
 from codd.serving.responses import Json, OpenAIFormat, TokenPieces, inspect_body, json_response, sse_event
 from codd.serving.schemas import ChatRequest, CompletionRequest, DenoiseRequest, InspectRequest
 from codd.serving.static import static_files
 from codd.serving.streaming import GeneratedSequence
 
 _log = logging.getLogger("codd.serving")
+Body = TypeVar("Body")
+Encoded = TypeVar("Encoded")
+ENCODERS = 2
+"""How many prompts are encoded at once."""
 STREAMED: dict[int | str, dict[str, Any]] = {
     **RESPONSES,
     200: {"description": "The response, in one piece or as events.", "content": {"text/event-stream": {}}},
@@ -49,6 +54,10 @@ class Settings:
     """The longest time that a request may take, in seconds; clients may ask for less."""
     log_text: bool = False
     """Whether prompts are logged."""
+    connections: int = 256
+    """How many connections are held."""
+    io_timeout: float = 30.0
+    """Seconds in which a client must send the headers of a request, then its body, and read what it is sent."""
 
 
 def create_app(engine: Engine, settings: Settings) -> ASGIApp:
@@ -59,6 +68,7 @@ def create_app(engine: Engine, settings: Settings) -> ASGIApp:
         engine.start()
         yield
         await engine.close()
+        routes.close()
 
     app = FastAPI(
         title="codd",
@@ -69,7 +79,8 @@ def create_app(engine: Engine, settings: Settings) -> ASGIApp:
         redoc_url=None,
     )
     install_handlers(app)
-    Routes(engine, settings).register(app)
+    routes = Routes(engine, settings)
+    routes.register(app)
     paths = {route.path for route in app.routes}  # type: ignore[attr-defined]
     return RequestMetrics(with_middleware(app, settings.security), engine.metrics, paths)
 
@@ -82,6 +93,11 @@ class Routes:
         self.engine, self.settings, self.model = engine, settings, engine.model
         self.pieces = TokenPieces(engine.model)
         self.created = int(time.time())
+        self._encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="codd-text")
+
+    def close(self) -> None:
+        """End the threads."""
+        self._encoders.shutdown(wait=False, cancel_futures=True)
 
     def register(self, app: FastAPI) -> None:
         """Add the routes to an application."""
@@ -129,19 +145,22 @@ class Routes:
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """Continue texts, or fill in what is between a prompt and a suffix."""
         self._check_name(body.model)
-        generations = await asyncio.to_thread(prompts.completion_generations, body, self.model, self.settings.limits)
-        return await self._openai(body, generations, request, chat=False)
+        deadline = self._deadline(body.timeout)
+        generations = await self._encode(prompts.completion_generations, body, deadline)
+        return await self._openai(body, generations, request, deadline, chat=False)
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Reply to a conversation."""
         self._check_name(body.model)
-        generations = await asyncio.to_thread(prompts.chat_generations, body, self.model, self.settings.limits)
-        return await self._openai(body, generations, request, chat=True)
+        deadline = self._deadline(body.timeout)
+        generations = await self._encode(prompts.chat_generations, body, deadline)
+        return await self._openai(body, generations, request, deadline, chat=True)
 
     async def denoise(self, body: DenoiseRequest, request: Request) -> Response:
         """Every step of a run, as it is taken."""
-        generation = await asyncio.to_thread(prompts.denoise_generation, body, self.model, self.settings.limits)
-        sequence = GeneratedSequence(generation, self.model, _client(request), self._deadline(body.timeout))
+        deadline = self._deadline(body.timeout)
+        generation = await self._encode(prompts.denoise_generation, body, deadline)
+        sequence = GeneratedSequence(generation, self.model, _client(request), deadline)
         self._log_prompts([generation])
         events = streaming.denoise_events(sequence, self.model, _new_id("denoise"), self.settings.name, self.pieces)
         if body.stream is not False:
@@ -157,10 +176,20 @@ class Routes:
         )
         return json_response(inspect_body(await self._run([call], call.result(), request), self.pieces))
 
+    async def _encode(self, function: Callable[[Body, Model, Limits], Encoded], body: Body, deadline: float) -> Encoded:
+        """Encode the prompts of a request in one of a few threads, so that long ones do not keep the event loop."""
+        loop = asyncio.get_running_loop()
+        work = loop.run_in_executor(self._encoders, function, body, self.model, self.settings.limits)
+        return await before(deadline, work)
+
     async def _openai(
-        self, body: CompletionRequest | ChatRequest, generations: list[GenerationRequest], request: Request, chat: bool
+        self,
+        body: CompletionRequest | ChatRequest,
+        generations: list[GenerationRequest],
+        request: Request,
+        deadline: float,
+        chat: bool,
     ) -> Response:
-        deadline = self._deadline(body.timeout)
         sequences = streaming.generated_sequences(generations, self.model, _client(request), deadline)
         id = _new_id("chatcmpl" if chat else "cmpl")
         form = OpenAIFormat(id, int(time.time()), self.settings.name, chat, body.include_usage)

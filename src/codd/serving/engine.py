@@ -10,7 +10,8 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,8 @@ from codd.serving.requests import (
 _log = logging.getLogger("codd.serving")
 MAX_RETRY_AFTER = 60
 """The longest time, in seconds, after which a refused client is told to try again."""
+TURN = 2.0
+"""Seconds after which a sequence leaves its slot to one that waits, if that is fair, and waits itself."""
 _SMOOTHING = 0.1
 """The weight of the latest sequence in the moving average of seconds per sequence."""
 
@@ -76,6 +79,7 @@ class Engine:
         self._condition = threading.Condition()
         """Guards the queues, the batch and the flags; notified when any of them changes."""
         self._draining = self._stopped = False
+        self.turn = TURN
         self._mean_seconds = 1.0
         """Moving average of the seconds that a sequence takes."""
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -207,11 +211,28 @@ class Engine:
         return evicted
 
     def _admit(self) -> None:
-        """Move waiting sequences into free slots; call with the lock held."""
-        while len(self._running) < self.slots and (sequence := self._waiting.pop()) is not None:
-            sequence.started_at = time.monotonic()
-            self.metrics.queue_seconds.observe(sequence.queued_seconds)
+        """Move waiting sequences into slots that are free, or whose turn is over; call with the lock held."""
+        now = time.monotonic()
+        while (sequence := self._waiting.peek()) is not None:
+            preempted = self._turn_over(sequence.client, now) if len(self._running) >= self.slots else None
+            if preempted is not None:
+                self._running.remove(preempted)
+            elif len(self._running) >= self.slots:
+                return
+            self._waiting.pop()
+            if preempted is not None:  # behind the one that takes its slot, even if that is of the same client
+                self._waiting.push(preempted)
+            if sequence.started_at is None:
+                sequence.started_at = now
+                self.metrics.queue_seconds.observe(sequence.queued_seconds)
+            sequence.turn_began = now
             self._running.append(sequence)
+
+    def _turn_over(self, client: Hashable, now: float) -> SequenceRequest | None:
+        """A sequence whose turn is over and that can make room for one of ``client``: its own, or of who has more."""
+        slots = Counter(sequence.client for sequence in self._running)
+        over = [sequence for sequence in self._running if now - sequence.turn_began > self.turn]
+        return next((each for each in over if each.client == client or slots[each.client] > slots[client]), None)
 
     def _run_call(self, call: ModelCall) -> Any:
         call.started_at = time.monotonic()

@@ -102,13 +102,9 @@ class BodyLimit(HTTPMiddleware):
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read the body up to the limit, then replay it to the application."""
         stated = Headers(scope=scope).get("content-length", "0")
-        too_large = APIError(
-            413,
-            f"The body is larger than {self.limit} bytes.",
-            param="body",
-            code="body_too_large",
-            headers={"Connection": "close"},  # the rest of it is not going to be read
-        )
+        # The connection stays open, or the client might not see this: the rest of the body is read and dropped, within
+        # the time that a body may take.
+        too_large = APIError(413, f"The body is larger than {self.limit} bytes.", param="body", code="body_too_large")
         if not (stated.isascii() and stated.isdigit()):
             malformed = APIError(400, "Content-Length must be a number of bytes.", param="body")
             return await malformed.response()(scope, receive, send)

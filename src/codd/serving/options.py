@@ -4,12 +4,14 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
+from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
 from codd.decoding.options import LARGEST, OPTIONS, OptionInfo, Options
 from codd.errors import InvalidInput
 from codd.serving.errors import bad_request
 
+MAX_FIELDS = 1000
+"""No object in a request has more fields."""
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
 TokenId = Annotated[int, Field(ge=0, le=LARGEST)]
 Ids = Annotated[list[TokenId], Field(fail_fast=True)]
@@ -25,6 +27,14 @@ class Strict(BaseModel):
     """A part of a request: an unknown field is an error that names it, and "3" is not 3."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_count(cls, data: Any) -> Any:
+        """One error for a crowd of fields; one for each of a hundred thousand would keep the server for seconds."""
+        if isinstance(data, dict) and len(data) > MAX_FIELDS:
+            raise ValueError(f"{len(data)} fields are too many")
+        return data
 
 
 class OptionFields(Strict):

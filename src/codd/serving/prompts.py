@@ -5,7 +5,7 @@ functions are better not called on the event loop.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -28,11 +28,28 @@ class Limits:
     """The most tokens of a sequence, if the model itself allows as many."""
     sequences: int = 16
     """The most sequences of one request: its prompts times n."""
+    text: int = 65_536
+    """The most bytes of a text, or of all messages of a conversation."""
 
     def max_length(self, model: Model) -> int:
         """The most tokens of a sequence with this model."""
         own = model.backbone.max_length
         return self.length if own is None else min(self.length, own)
+
+    def max_text(self, model: Model) -> int:
+        """The most bytes of a text with this model: no more than could fit if every token were the longest one."""
+        return (
+            self.text
+            if model.tokenizer is None
+            else min(self.text, self.max_length(model) * model.tokenizer.longest_token)
+        )
+
+    def check_text(self, texts: Iterable[str], name: str, model: Model) -> None:
+        """Refuse texts that are too long together before they cost the time and memory of encoding them."""
+        size, most = sum(len(text.encode(errors="replace")) for text in texts), self.max_text(model)
+        if size > most:
+            message = f"{name} has {size} bytes; with this model texts have at most {most}: shorten it."
+            raise APIError(400, message, name, "context_length_exceeded")
 
 
 @dataclass(frozen=True)
@@ -161,11 +178,19 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str 
 def _encode(model: Model, prompt: Prompt, fields: _Fields, limits: Limits, chat: bool | None) -> list[int]:
     """The prompt's ids, encoded as `Model.generate` does."""
     length = limits.defaults.gen_length if fields.requested is None else fields.requested
+    limits.check_text(_texts(prompt), fields.prompt, model)
     try:
         [ids] = model.encode([prompt], gen_length=length, chat=chat)
     except CoddError as error:
         raise bad_request(error, fields.prompt) from None
     return ids
+
+
+def _texts(prompt: Any) -> list[str]:
+    """What of a prompt is text: itself, or the messages of a conversation with their roles."""
+    if isinstance(prompt, str):
+        return [prompt]
+    return [text for message in prompt if isinstance(message, dict) for text in message.values()]
 
 
 def _echo(model: Model, prompt: str | list[int]) -> str:
@@ -185,6 +210,7 @@ def _infilling(model: Model, ids: list[int], fields: _Fields, limits: Limits) ->
     """A prompt, masks, and a suffix: to the loop, all of it is a prompt."""
     assert isinstance(fields.body, CompletionRequest)
     assert model.tokenizer is not None
+    limits.check_text([fields.body.suffix or ""], "suffix", model)
     try:
         suffix = model.tokenizer.encode(fields.body.suffix or "")
     except CoddError as error:

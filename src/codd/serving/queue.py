@@ -54,6 +54,10 @@ class FairQueue(Generic[Item]):
         self._size += 1
         return ahead
 
+    def peek(self) -> Item | None:
+        """The next item; None if the queue is empty."""
+        return next(iter(self), None)
+
     def pop(self) -> Item | None:
         """Remove and return the next item, and move its client to the end of the round; None if the queue is empty."""
         if not self._size:

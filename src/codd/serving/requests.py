@@ -2,14 +2,15 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 from codd.decoding.state import SequenceState, Step
 
 REQUEST_ID: ContextVar[str] = ContextVar("codd_request_id", default="no request")
 """The id of the HTTP request that is being answered."""
+Result = TypeVar("Result")
 
 
 class QueueFull(Exception):
@@ -31,6 +32,15 @@ class ShuttingDown(Exception):
 
 class DeadlineExceeded(Exception):
     """The request's deadline passed before it was finished."""
+
+
+async def before(deadline: float | None, work: Awaitable[Result]) -> Result:
+    """Await the work; DeadlineExceeded at ``deadline`` (seconds of `time.monotonic`), whatever keeps it."""
+    try:
+        async with asyncio.timeout(None if deadline is None else deadline - time.monotonic()):
+            return await work
+    except TimeoutError:
+        raise DeadlineExceeded("the deadline passed.") from None
 
 
 class ModelFailure(Exception):
@@ -90,6 +100,8 @@ class SequenceRequest(QueuedRequest):
         """``state``: the sequence before its first step."""
         super().__init__(client, deadline, results)
         self.state = state
+        self.turn_began = 0.0
+        """When it got its slot, this time."""
 
     async def steps(self) -> AsyncIterator[Step]:
         """The sequence's steps as they are taken; raises what ended it early."""
@@ -107,7 +119,7 @@ class ModelCall(QueuedRequest):
 
     async def result(self) -> Any:
         """What the function returned; raises what it raised, or what kept it from running."""
-        _, result = await self.results.get()
+        _, result = await before(self.deadline, self.results.get())
         if isinstance(result, BaseException):
             raise result
         return result
@@ -120,7 +132,7 @@ async def merged_steps(requests: Sequence[SequenceRequest]) -> AsyncIterator[tup
     """
     unfinished = {request for request in requests if not request.state.finished}
     while unfinished := {request for request in unfinished if not request.cancelled}:
-        request, result = await requests[0].results.get()
+        request, result = await before(requests[0].deadline, requests[0].results.get())
         if request.cancelled or not isinstance(request, SequenceRequest):
             continue
         if isinstance(result, BaseException):

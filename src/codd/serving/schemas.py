@@ -96,7 +96,7 @@ class OpenAIRequest(SamplingOptions):
     user: str | None = _ignored("the server keeps no accounts")
     frequency_penalty: float | None = _unsupported("0 or null")
     presence_penalty: float | None = _unsupported("0 or null")
-    logit_bias: dict[str, float] | None = _unsupported("{} or null; see ban")
+    logit_bias: dict[str, Any] | None = _unsupported("{} or null; see ban")
 
     @property
     def choices(self) -> int:

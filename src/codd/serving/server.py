@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -16,8 +17,14 @@ import uvicorn
 from codd.errors import CircuitSteppedAside, InvalidInput
 from codd.serving.app import Settings, create_app
 from codd.serving.engine import Engine
+from codd.serving.protocol import OncePerMinute, bounded_protocol
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_BACKLOG = 128
+"""Connections that wait to be accepted; asyncio accepts as many at once, before any of them is counted."""
+_OWN_FILES = 64
+"""File descriptors that are not connections, at most."""
+_ONCE_PER_MINUTE = OncePerMinute()
 
 
 class Server(uvicorn.Server):
@@ -71,6 +78,7 @@ def create_server(engine: Engine, settings: Settings, *, drain: int, on_ready: C
     """A server; ``run(sockets=[...])`` starts it. ``drain``: seconds to finish requests when it is stopped."""
     # The circuit steps aside from texts that it gives no probability, which clients may send at any time.
     warnings.simplefilter("ignore", CircuitSteppedAside)
+    connections = min(settings.connections, max(1, _file_limit() - _OWN_FILES))
     config = uvicorn.Config(
         create_app(engine, settings),
         lifespan="on",
@@ -78,6 +86,22 @@ def create_server(engine: Engine, settings: Settings, *, drain: int, on_ready: C
         access_log=False,  # `RequestMetrics` logs one line a request, without the query
         server_header=False,
         timeout_graceful_shutdown=drain,
+        http=bounded_protocol(connections, settings.io_timeout),
+        ws="none",
+        limit_concurrency=connections + 1,
+        backlog=_BACKLOG,
     )
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    for name in ("uvicorn.error", "asyncio"):
+        logging.getLogger(name).addFilter(_ONCE_PER_MINUTE)
     return Server(config, engine, on_ready)
+
+
+def _file_limit() -> int:
+    """How many file descriptors the process may have, which bounds its connections."""
+    try:
+        import resource
+    except ImportError:  # Windows, which has no such limit
+        return sys.maxsize
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if limit == resource.RLIM_INFINITY else limit
