@@ -12,7 +12,7 @@ import codd
 from codd.backbones import mini
 from codd.backbones.config import Config
 from codd.circuits import HMM
-from codd.circuits.ops import batch_barrier
+from codd.circuits.ops import batch_barrier, native
 from codd.decoding.loop import advance
 from codd.decoding.network import FullRecompute, StateRequest, pad_left
 from codd.decoding.options import Options, Order
@@ -468,6 +468,7 @@ class TestUnforeseenErrors:
         self.finish(NoBatches(tiny()), together)
         assert self.texts(together) == self.expected()
 
+    @pytest.mark.skipif(native.library() is None, reason="without a compiler nothing is shared")
     def test_one_in_the_reading_of_tables_that_is_shared(self, monkeypatch):
         """Steps in threads fail together where one pass serves all of them."""
         real = batch_barrier._run_now
