@@ -10,7 +10,7 @@ import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError
@@ -79,30 +79,32 @@ def _short(path: Path) -> str:
     return text if len(text := str(path)) < 300 else f"{text[:300]}..."
 
 
-def check_regular(path: Path, most: int | None = None) -> None:
-    """FormatError unless a path is that of a regular file, of at most ``most`` bytes.
+def open_regular(path: Path, most: int | None = None) -> BinaryIO:
+    """Open a file that a stranger may have made; FormatError unless it is a regular one, of at most ``most`` bytes.
 
-    Opening a pipe waits for ever, and a device has no end.
+    Reading a pipe would wait for ever, and a device has no end.
     """
     try:
-        found = path.stat()
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     except (OSError, ValueError) as error:  # too long a name, or a null byte in it
         reason = getattr(error, "strerror", None) or error
         raise FormatError(f"{_short(path)}: cannot be read ({reason}). Check its name and permissions.") from error
+    found = os.fstat(descriptor)
+    wrong = None
     if not stat.S_ISREG(found.st_mode):
-        raise FormatError(f"{path}: cannot be read: it is no regular file, but a folder, pipe or device.")
-    if most is not None and found.st_size > most:
-        raise FormatError(f"{path}: has {found.st_size:,} bytes, more than the {most:,} that such a file may have.")
+        wrong = "cannot be read: it is no regular file, but a folder, pipe or device"
+    elif most is not None and found.st_size > most:
+        wrong = f"has {found.st_size:,} bytes, more than the {most:,} that such a file may have"
+    if wrong is not None:
+        os.close(descriptor)
+        raise FormatError(f"{path}: {wrong}.")
+    return os.fdopen(descriptor, "rb")
 
 
 def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
-    """The content of a file that a stranger may have written; FormatError as `check_regular` has it."""
-    check_regular(path, most)
-    try:
-        with path.open("rb") as file:
-            return file.read(most)  # it may have grown since
-    except OSError as error:
-        raise FormatError(f"{path}: cannot be read ({error.strerror}). Check its permissions.") from error
+    """The content of a file that a stranger may have written; FormatError as `open_regular` has it."""
+    with open_regular(path, most) as file:
+        return file.read(most)  # it may have grown since
 
 
 def read_text(path: Path, most: int = MAX_BYTES) -> str:

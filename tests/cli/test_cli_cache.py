@@ -304,8 +304,8 @@ def test_a_file_that_expands_without_end(tmp_path, capsys):
 def test_special_files_and_long_names(tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe.jsonl")
     message = refused(capsys, tmp_path / "out", "--data", str(tmp_path / "pipe.jsonl"))
-    assert "pipe.jsonl: is not a regular file but a folder, a pipe or a device" in message
-    assert "cannot be opened (File name too long)" in refused(capsys, tmp_path / "out", "--data", "n" * 300 + ".jsonl")
+    assert "pipe.jsonl: cannot be read: it is no regular file" in message
+    assert "cannot be read (File name too long)" in refused(capsys, tmp_path / "out", "--data", "n" * 300 + ".jsonl")
     long = tmp_path / ("ü" * 118 + ".jsonl")
     long.write_bytes(Path("train.jsonl").read_bytes())
     assert cache(tmp_path / "out", "--data", str(long), "--windows", "20", "--top-k", "4") == 0

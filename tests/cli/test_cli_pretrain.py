@@ -158,7 +158,7 @@ def test_errors_are_one_line(tmp_path, capsys, more, message):
 
 
 def test_recipes_that_cannot_be_read(tmp_path, capsys):
-    assert "no.yaml: cannot be opened (No such file" in refused(capsys, tmp_path / "out", recipe=tmp_path / "no.yaml")
+    assert "no.yaml: cannot be read (No such file" in refused(capsys, tmp_path / "out", recipe=tmp_path / "no.yaml")
     (tmp_path / "bad.yaml").write_text("name: [")
     assert "bad.yaml: is not YAML" in refused(capsys, tmp_path / "out", recipe=tmp_path / "bad.yaml")
-    assert "is not a regular file" in refused(capsys, tmp_path / "out", recipe=tmp_path)
+    assert "it is no regular file" in refused(capsys, tmp_path / "out", recipe=tmp_path)

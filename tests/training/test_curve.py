@@ -122,7 +122,7 @@ def test_what_is_no_run_is_refused_and_the_old_picture_stays(tmp_path, text, mes
 
 
 def test_a_missing_file_is_one_line(tmp_path):
-    with pytest.raises(FormatError, match=r"metrics\.jsonl: cannot be opened \(No such file"):
+    with pytest.raises(FormatError, match=r"metrics\.jsonl: cannot be read \(No such file"):
         write_curve(tmp_path / "metrics.jsonl", tmp_path / "curve.png")
 
 

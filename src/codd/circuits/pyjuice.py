@@ -19,7 +19,7 @@ from torch import Tensor
 
 from codd.circuits.pickles import ARRAY_CALLS, LEAF_CALLS, Array, LeafRecord, is_int, latin1, load
 from codd.errors import FormatError
-from codd.files import check_regular
+from codd.files import open_regular
 
 _ROW_TOLERANCE = 1e-4
 # Tied or sparse nodes may expand on reading. A small file must not be able to ask for all of the memory.
@@ -49,9 +49,9 @@ def read_jpc(path: str | os.PathLike[str]) -> JpcHMM:
     if it is damaged or is not a normalised chain.
     """
     path = Path(path)
-    check_regular(path)
+    file = open_regular(path)
     try:
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        with file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             calls = {**ARRAY_CALLS, ("_codecs", "encode"): latin1(len(data))}
             return _extract_hmm(_parse_nodes(load(data, len(data), calls)))
     except FormatError as error:

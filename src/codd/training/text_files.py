@@ -6,8 +6,6 @@ What is in memory at a time is bounded by `LONGEST_LINE`, whatever a file holds 
 import io
 import json
 import lzma
-import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,26 +25,13 @@ FREE, EXPANSION = 2**22, 100
 _AT_ONCE = 2**16
 
 
-def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading; a folder, pipe or device is a FormatError, where reading could wait or last for ever."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    except (OSError, ValueError) as error:  # a name with NUL is a ValueError
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise FormatError(f"{path}: cannot be opened ({reason}). Check its name and its permissions.") from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise FormatError(f"{path}: is not a regular file but a folder, a pipe or a device. Give a file.")
-    return os.fdopen(descriptor, "rb")
-
-
 @contextmanager
 def open_text(path: Path, newline: str | None = None) -> Iterator[TextIO]:
     """Text of a file, or of what an .xz file holds; what is read of it later may raise the FormatError, too.
 
     ``newline`` is that of `open`.
     """
-    with open_regular(path) as raw:
+    with files.open_regular(path) as raw:
         content: Any = io.BufferedReader(_Xz(raw, path), _AT_ONCE) if path.suffix == ".xz" else raw
         try:
             with io.TextIOWrapper(content, encoding="utf-8", newline=newline) as text:
