@@ -60,8 +60,7 @@ examples:
         "--max-text",
         type=int,
         metavar="BYTES",
-        default=65_536,
-        help="of a text or conversation; never more than can fit (default: 65536)",
+        help="of a text or conversation; never more than can fit (default: 16 for each token that fits)",
     )
     group.add_argument("--connections", type=int, metavar="N", default=256, help="sockets that are held (default: 256)")
     group.add_argument(
@@ -138,7 +137,7 @@ def _check(args: argparse.Namespace) -> None:
         "port": 0,
     }
     for name, value in least.items():
-        if getattr(args, name) < value:
+        if getattr(args, name) is not None and getattr(args, name) < value:
             raise InvalidInput(f"--{name.replace('_', '-')} must be at least {value}, found {getattr(args, name)}.")
     if args.port > 65535:
         raise InvalidInput(f"--port must be at most 65535, found {args.port}.")

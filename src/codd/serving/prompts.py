@@ -17,6 +17,9 @@ from codd.serving.errors import APIError, bad_request
 from codd.serving.options import SamplingOptions
 from codd.serving.schemas import ChatRequest, CompletionRequest, DenoiseRequest, InspectRequest, OpenAIRequest
 
+BYTES_A_TOKEN = 16
+"""Of text, at most, that a token is taken to stand for: four times what prose has."""
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -28,8 +31,8 @@ class Limits:
     """The most tokens of a sequence, if the model itself allows as many."""
     sequences: int = 16
     """The most sequences of one request: its prompts times n."""
-    text: int = 65_536
-    """The most bytes of a text, or of all messages of a conversation."""
+    text: int | None = None
+    """The most bytes of a text, or of all messages of a conversation; None: 16 for each token that may be."""
 
     def max_length(self, model: Model) -> int:
         """The most tokens of a sequence with this model."""
@@ -38,11 +41,9 @@ class Limits:
 
     def max_text(self, model: Model) -> int:
         """The most bytes of a text with this model: no more than could fit if every token were the longest one."""
-        return (
-            self.text
-            if model.tokenizer is None
-            else min(self.text, self.max_length(model) * model.tokenizer.longest_token)
-        )
+        tokens = self.max_length(model)
+        most = BYTES_A_TOKEN * tokens if self.text is None else self.text
+        return most if model.tokenizer is None else min(most, tokens * model.tokenizer.longest_token)
 
     def check_text(self, texts: Iterable[str], name: str, model: Model) -> None:
         """Refuse texts that are too long together before they cost the time and memory of encoding them."""
