@@ -54,11 +54,12 @@ def main() -> int:
     parser.add_argument("--model", help="a checkpoint (default: the bundled model)")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--gen-length", type=int, default=64, help="a multiple of 32 (default: 64)")
-    parser.add_argument("--settings", type=int, default=len(SETTINGS), help="only so many of them")
+    parser.add_argument("--questions", type=int, default=2, help="for each of the settings, 1 to 4 (default: 2)")
+    parser.add_argument("--settings", type=int, default=len(SETTINGS), help="only so many of the last ones")
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.json")
     parser.add_argument("--compare", type=Path, metavar="FILE.json", help="written by another commit")
     args = parser.parse_args()
-    found = written(args.model, args.device, args.gen_length, SETTINGS[: args.settings])
+    found = written(args.model, args.device, args.gen_length, args.questions, SETTINGS[-args.settings :])
     args.out.write_text(json.dumps(found, indent=1) + "\n")
     if args.compare is None:
         print(f"{args.out}: {len(found)} settings")
@@ -70,19 +71,20 @@ def main() -> int:
 
 
 def written(
-    source: str | None, device: str, gen_length: int, settings: tuple[dict[str, Any], ...]
+    source: str | None, device: str, gen_length: int, questions: int, settings: tuple[dict[str, Any], ...]
 ) -> dict[str, list[list[int]]]:
-    """The ids of two questions under each of the settings, and of the other circuits, by name."""
+    """The ids of some questions under each of the settings, and of the other circuits, by name."""
     warnings.simplefilter("ignore", CircuitSteppedAside)
     model = codd.load(source, device=device)
     found = {}
     for number, each in enumerate(settings):
-        asked = [QUESTIONS[(number + i) % len(QUESTIONS)] for i in range(2)]
+        asked = [QUESTIONS[(number + i) % len(QUESTIONS)] for i in range(questions)]
         found[json.dumps(each)] = _ids(model.generate(asked, gen_length=gen_length, **each))
     found["infilling"] = _ids(model.generate([INFILLING], gen_length=0, steps=3, sampler="latent", chat=False))
     for name in ("static", "null"):
         other = model.with_circuit(name)
-        found[name] = _ids(other.generate(list(QUESTIONS), gen_length=gen_length, steps=8, sampler="any_order"))
+        asked = list(QUESTIONS[:questions])
+        found[name] = _ids(other.generate(asked, gen_length=gen_length, steps=8, sampler="any_order"))
     return found
 
 
