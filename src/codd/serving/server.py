@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import os
 import signal
@@ -24,6 +25,8 @@ _BACKLOG = 128
 """Connections that wait to be accepted; asyncio accepts as many at once, before any of them is counted."""
 _OWN_FILES = 64
 """File descriptors that are not connections, at most."""
+_M_ARENA_MAX = -8
+"""The number by which glibc's mallopt knows the limit of its heaps."""
 _ONCE_PER_MINUTE = OncePerMinute()
 
 
@@ -78,6 +81,7 @@ def create_server(engine: Engine, settings: Settings, *, drain: int, on_ready: C
     """A server; ``run(sockets=[...])`` starts it. ``drain``: seconds to finish requests when it is stopped."""
     # The circuit steps aside from texts that it gives no probability, which clients may send at any time.
     warnings.simplefilter("ignore", CircuitSteppedAside)
+    _limit_arenas()
     connections = min(settings.connections, max(1, _file_limit() - _OWN_FILES))
     config = uvicorn.Config(
         create_app(engine, settings),
@@ -95,6 +99,12 @@ def create_server(engine: Engine, settings: Settings, *, drain: int, on_ready: C
     for name in ("uvicorn.error", "asyncio"):
         logging.getLogger(name).addFilter(_ONCE_PER_MINUTE)
     return Server(config, engine, on_ready)
+
+
+def _limit_arenas(most: int = 2) -> None:
+    """Keep glibc from giving every thread a heap of its own, each of which holds what its busiest moment took."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, most)
 
 
 def _file_limit() -> int:
