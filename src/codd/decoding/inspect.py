@@ -124,7 +124,7 @@ def _log_probabilities(inputs: StepInputs) -> Float[Tensor, "R V"]:
     if bool(wrong.any()):
         raise InvalidInput(
             f"ids: at position {int(inputs.positions[wrong][0])} the logits are NaN, or every token is excluded by "
-            "bans and hooks. Check the checkpoint (codd.load(..., check=True)), the precision, and the hooks."
+            "bans and hooks. Check the checkpoint, the precision, and the hooks."
         )
     return log_p
 

@@ -302,6 +302,5 @@ def check_numbers(scores: Iterable[Float[Tensor, " B"]]) -> None:
     for found in scores:
         if len(wrong := found.isnan().nonzero()):
             raise InvalidInput(
-                f"text {int(wrong[0])}: the network's logits are NaN. Check the checkpoint "
-                "(codd.load(..., check=True)) and the precision."
+                f"text {int(wrong[0])}: the network's logits are NaN. Check the checkpoint and the precision."
             )
