@@ -8,13 +8,12 @@ from tiny_models import MASK, VOCAB, detouring, modulated, random_hmm
 
 import codd
 from codd.circuits import HMM, Modulated
-from codd.decoding.accelerate import cuda_graphs, gpu_sampling
+from codd.decoding.accelerate import cuda_graphs
 from codd.decoding.accelerate.cuda_graphs import WARMUP, GraphCache
-from codd.decoding.accelerate.gpu_sampling import joint_threshold, sample_captured, sample_eagerly
+from codd.decoding.accelerate.gpu_sampling import sample_captured
 from codd.decoding.options import Options
-from codd.decoding.samplers.any_order import sample_any_order
 from codd.decoding.samplers.ranking import Noise, Ranking
-from codd.decoding.samplers.window import WindowInputs
+from codd.decoding.samplers.window import WindowInputs, sample_window
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
 
@@ -87,33 +86,6 @@ class TestWindows:
         assert torch.equal(after.logits, before.logits[kept])
         assert int(after.masked.sum()) == len(after.positions)
 
-    @pytest.mark.parametrize(
-        ("threshold", "order"),
-        [
-            (0.0, "random"),
-            (0.3, "low_confidence"),
-            (0.3, "left_to_right"),
-            (0.6, "low_confidence"),
-            (0.6, "random"),
-            (0.9, "left_to_right"),
-            (1.0, "low_confidence"),
-        ],
-    )
-    @pytest.mark.parametrize(("kind", "seed"), [("plain", 0), ("latents", 1), ("both", 2)])
-    def test_a_joint_threshold_in_pieces_is_the_whole_one(self, kind, seed, threshold, order, monkeypatch):
-        monkeypatch.setattr(gpu_sampling, "PICKS_AT_A_TIME", 3)
-        circuit, window = chain(kind, seed), given(seed)
-        options = Options.of(sampler="any_order", threshold=threshold, remasking=order)
-
-        def pick(left, count):
-            return sample_eagerly(circuit, left, count, options)
-
-        found = joint_threshold(window, threshold, pick)
-        wanted = sample_any_order(window.joint(circuit, 1.0), window.positions, None, options, window.noise)
-        assert found.rows.tolist() == window.positions[wanted.rows].tolist()
-        assert found.tokens.tolist() == wanted.tokens.tolist()
-        torch.testing.assert_close(found.scores, wanted.scores, rtol=1e-4, atol=1e-5)
-
     def test_packing_loses_nothing(self):
         ranking = Ranking(
             torch.tensor([3, 0]),
@@ -136,10 +108,16 @@ class TestWindows:
         {},
         {"sampler": "any_order"},
         {"sampler": "any_order", "threshold": 0.5, "steps": None},
+        {"sampler": "any_order", "threshold": 0.9, "temperature": 0.7, "steps": None},
+        {"sampler": "any_order", "entropy_budget": 0.5, "steps": None},
+        {"sampler": "any_order", "temperature": 0.7},
+        {"sampler": "any_order", "temperature": 0.7, "top_p": 0.9, "remasking": "entropy"},
         {"sampler": "any_order", "remasking": "margin"},
         {"temperature": 1.0, "remasking": "random"},
+        {"entropy_budget": 0.5, "steps": None},
         {"mode": "full"},
     ],
+    ids=str,
 )
 def test_a_device_writes_what_the_host_writes(options):
     host, device = codd.load(device="cpu"), codd.load(device="cuda")
@@ -151,19 +129,39 @@ def test_a_device_writes_what_the_host_writes(options):
 
 @CUDA
 @pytest.mark.parametrize("kind", ["plain", "latents", "both"])
-@pytest.mark.parametrize("sampler", ["latent", "any_order"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"sampler": "latent"},
+        {"sampler": "latent", "threshold": 0.5},
+        {"sampler": "latent", "entropy_budget": 2.0, "temperature": 0.7},
+        {},
+        {"threshold": 0.3},
+        {"threshold": 0.4, "temperature": 0.7},
+        {"threshold": 0.3, "remasking": "random"},
+        {"entropy_budget": 2.0},
+        {"entropy_budget": 3.0, "temperature": 0.7, "remasking": "margin"},
+        {"temperature": 0.7},
+        {"temperature": 1.0, "remasking": "left_to_right", "top_k": 3},
+        {"temperature": 0.7, "remasking": "sharpened", "top_p": 0.8},
+        {"remasking": "entropy"},
+    ],
+    ids=str,
+)
 @torch.no_grad()
-def test_a_captured_step_is_the_hosts(sampler, kind):
+def test_a_captured_step_is_the_hosts(settings, kind):
     """The graph reads the window, the features and what was hidden from buffers that every call fills anew."""
-    host, options = chain(kind), Options.of(sampler=sampler)
+    host, options = chain(kind), Options.of(**{"sampler": "any_order", **settings})
+    count = 3 if options.counted else None
     device = host.to("cuda")
     windows = [given(seed) for seed in range(1, WARMUP + 4)]  # in that of seed 0 two tokens are nearly tied
     windows.append(windows[-1].after(windows[-1].positions[:2], torch.tensor([3, 4])))
     for window in windows:
         moved = window._replace(logits=window.logits.cuda(), features=window.features.cuda())
         moved = moved if kind != "plain" else moved._replace(features=None, masked_for_network=None)
-        found = Ranking.unpacked(sample_captured(device, moved, 3, options).cpu()).chosen()
-        wanted = Ranking.unpacked(sample_eagerly(host, window, 3, options)).chosen()
+        found = Ranking.unpacked(sample_captured(device, moved, count, options).cpu()).chosen()
+        wanted = Ranking.unpacked(sample_window(host, window, count, options)).chosen()
+        assert bool(found.valid)
         assert found.rows.tolist() == wanted.rows.tolist()
         assert found.tokens.tolist() == wanted.tokens.tolist()
         torch.testing.assert_close(found.scores, wanted.scores, rtol=1e-3, atol=1e-4)

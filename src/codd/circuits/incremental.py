@@ -25,9 +25,10 @@ from codd.circuits import inference
 from codd.circuits.evidence import Evidence, Kind, log_softmax, tempered
 from codd.circuits.ops.backend import EAGER, REFERENCE, backend_for, use
 from codd.circuits.ops.chain import eager as chain_eager
+from codd.circuits.ops.draw.eager import Marginals, Proposals
 from codd.circuits.ops.leaf.eager import FLUSH
 from codd.circuits.ops.pick import eager as pick_eager
-from codd.circuits.ops.pick.eager import RULES, Picked
+from codd.circuits.ops.pick.eager import RULES, Limits, Offers, Picked
 from codd.circuits.ops.scaled import Scaled, exponentials
 from codd.circuits.parameters import Emission
 from codd.circuits.protocol import ProbabilisticCircuit
@@ -105,7 +106,7 @@ class IncrementalConditioner:
         self._backend = EAGER if backend is REFERENCE else backend
         self._host = ev.device.type == "cpu" and self._backend is EAGER
         batch, length = ev.shape
-        self._leaf, doubt, totals = self._leaves(candidates is not None)
+        self._leaf, doubt, self._totals = self._leaves()
         self._faint = torch.full((batch,), backend is REFERENCE, device=ev.device)  # to be answered by the reference
         self._lost: Tensor | None = None  # the share of Z that may be, where it is known
         self._doubt = torch.zeros((batch,), dtype=torch.bool, device=ev.device)  # to be looked at more closely
@@ -126,7 +127,12 @@ class IncrementalConditioner:
         self._places = _Places(self._open() if self._host else slice(None), batch)
         self.candidates = None if candidates is None else _heaviest(ev, candidates)
         if self.candidates is not None:
-            self._columns, self._weights = self._prepare(self.candidates, totals)
+            self._columns, self._weights = self._prepare(self.candidates, self._totals)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Sequences, and positions of each."""
+        return self._given.shape
 
     @property
     def evidence(self) -> Evidence:
@@ -152,27 +158,75 @@ class IncrementalConditioner:
         self._observe(positions.long(), tokens.long(), torch.ones_like(positions, dtype=torch.bool))
 
     @torch.no_grad()
-    def pick(self, rule: str, open_: Bool[Tensor, "B L"], given: Float[Tensor, "B L"] | None = None) -> Picked:
+    def pick(
+        self,
+        rule: str,
+        open_: Bool[Tensor, "B L"],
+        given: Float[Tensor, "B L"] | None = None,
+        threshold: float | None = None,
+    ) -> Picked:
         """Commit the most probable token of the open position that comes first, and close the position in ``open_``.
 
         First by the probability of the token ("low_confidence"), by its lead over the second ("margin"), or by the
-        largest number in ``given`` ("given"); of equals the leftmost. A sequence with nothing open stays as it is.
+        largest number in ``given`` ("given"); of equals the leftmost. A sequence with nothing open stays as it is, as
+        does one whose token is below the threshold, which "low_confidence" may have: there all positions are closed.
         """
         self._check_pick(rule, open_, given)
-        log_p, candidates = self.log_marginals(), self.candidates
+        candidates = self.candidates
         if not self._host and candidates is not None:
             scale = None if self._latent is None else self._latent.log_scale
             state = (self._leaf, self._tokens, self._observed)
-            picked = self._backend.pick(log_p, candidates, open_, rule, given, self._columns, scale, *state)
+            log_p = self._candidate_marginals(open_)
+            picked = self._backend.pick(log_p, candidates, open_, rule, given, self._columns, scale, *state, threshold)
             self._log_partition = self._both = None
             return picked
-        choice = pick_eager.choose(log_p, open_, rule, given, candidates is not None)
+        choice = pick_eager.choose(self.log_marginals(), open_, rule, given, candidates is not None, threshold)
         at, tokens = (self._sequences, choice.positions), choice.numbers
         if candidates is not None:
             tokens = candidates[(*at, tokens)]
-        self._observe(choice.positions, tokens, choice.some)
-        open_.scatter_(1, choice.positions[:, None], False)
-        return Picked(choice.positions, tokens, choice.probabilities.float(), choice.sure)
+        self._observe(choice.positions, tokens, choice.keep)
+        pick_eager.close(open_, choice.positions, choice.keep)
+        return Picked(choice.positions, tokens, choice.probabilities.float(), choice.sure, choice.keep)
+
+    @property
+    def proposes(self) -> bool:
+        """Whether `propose` is to be had."""
+        return self._totals is not None and self._backend.propose is not None
+
+    @torch.no_grad()
+    def propose(
+        self,
+        open_: Bool[Tensor, "B L"],
+        uniforms: Float[Tensor, "B L"] | None,
+        temperature: float = 1.0,
+        sharpening: float = 1.0,
+    ) -> Proposals:
+        """A token for every open position, given what is committed: drawn with ``uniforms``, or the most probable one.
+
+        ``temperature`` and ``sharpening`` divide the log-probabilities, for the draw and for an order. On a GPU only:
+        see `proposes`.
+        """
+        assert self._backend.propose is not None
+        marginals = self._dense_marginals(open_, 1 / temperature, 1 / sharpening)
+        return self._backend.propose(marginals, open_, uniforms, 1 / temperature, 1 / sharpening)
+
+    @torch.no_grad()
+    def take(self, offers: Offers, open_: Bool[Tensor, "B L"], limits: Limits) -> Picked:
+        """Commit the open position's offer that comes first, of equals the leftmost, and close the position.
+
+        Offers that reach the threshold come before all others. Where the limits are reached, nothing is committed, and
+        all positions are closed.
+        """
+        take = self._backend.take if self.proposes else None
+        if take is not None:
+            state = (self._hmm.emission, self._latent, self._leaf, self._tokens, self._observed)
+            picked = take(offers, open_, limits, *state)
+            self._log_partition = self._both = None
+            return picked
+        picked = pick_eager.first_offer(offers, open_, limits)
+        self._observe(picked.positions, picked.tokens, picked.keep)
+        pick_eager.close(open_, picked.positions, picked.keep)
+        return picked
 
     def _observe(self, positions: Int[Tensor, " B"], tokens: Int[Tensor, " B"], where: Bool[Tensor, " B"]) -> None:
         """Replace leaf values by columns of the emission, in some sequences, unless a position is known already."""
@@ -205,10 +259,7 @@ class IncrementalConditioner:
             return self.dense_log_marginals()
         places, candidates = self._places, self.candidates
         if not self._host:
-            forward, backward = self._messages()
-            messages = (forward.values, backward.values, self._leaf.values)
-            cached = (self._columns, self._weights, candidates)
-            return self._backend.candidate_marginals(*messages, *cached, self._tokens, self._observed)
+            return self._candidate_marginals(None)
         cavity, possible = self._cavity(places)
         # The states last in both: read as it lies, this product is several times faster than the other way round.
         log_p = (cavity[:, :, None] @ self._columns.mT)[:, :, 0].log_().add_(self._weights)
@@ -218,12 +269,32 @@ class IncrementalConditioner:
         out.masked_fill_(~possible, -torch.inf)
         return self._surely(out, lambda ev, index: inference.marginals(self._hmm, ev, candidates[index]))
 
+    def _candidate_marginals(self, open_: Bool[Tensor, "B L"] | None) -> Float[Tensor, "B L K"]:
+        """The same on a device; anything in sequences with no position in ``open_``."""
+        forward, backward = self._messages(open_)
+        messages = (forward.values, backward.values, self._leaf.values)
+        cached = (self._columns, self._weights, self.candidates)
+        return self._backend.candidate_marginals(*messages, *cached, self._tokens, self._observed, open_)
+
+    def _dense_marginals(
+        self, open_: Bool[Tensor, "B L"] | None, cooling: float = 1.0, sharpening: float = 1.0
+    ) -> Marginals:
+        """Log-probabilities of all tokens by the backend's kernel; anything at positions that are not in ``open_``."""
+        assert self._backend.dense_marginals is not None
+        state = (self._leaf, self._latent, self._tokens, self._observed)
+        messages = self._messages(open_)
+        return self._backend.dense_marginals(
+            self._hmm.emission, self._given, self._totals, messages, *state, open_, cooling, sharpening
+        )
+
     @torch.no_grad()
     def dense_log_marginals(self, positions: Int[Tensor, " B"] | None = None) -> Float[Tensor, "B *L V"]:
         """The same for all tokens: (B, L, V), or (B, V) at one position of each sequence."""
         batch, length = self._given.shape
         if positions is not None:
             self._check("positions", positions, length)
+        if positions is None and self.proposes:
+            return self._dense_marginals(None).log_p
         everywhere = _Places(self._open() if self._host else slice(None), batch)
         places = everywhere if positions is None else _Places(positions.long()[:, None], batch)
         cavity, possible = self._cavity(places)
@@ -280,11 +351,11 @@ class IncrementalConditioner:
 
     # What no later token changes.
 
-    def _leaves(self, normalisers: bool) -> tuple[Scaled, inference.Doubt, Float[Tensor, "2 B L"] | None]:
+    def _leaves(self) -> tuple[Scaled, inference.Doubt, Float[Tensor, "2 B L"] | None]:
         """Leaf values, and the normalisers of the dense rows where the backend has them from the same pass."""
         hmm, ev, backend, totals = self._hmm, self._given, self._backend, None
         fits = ev.potentials is not None and ev.sparse is None and not hmm.emission.per_position
-        if normalisers and fits and backend.leaf_totals is not None:
+        if fits and backend.leaf_totals is not None:
             leaf_values, totals = backend.leaf_totals(hmm.emission, ev)
             backend = replace(backend, leaf_values=lambda *_: leaf_values)  # to be looked at as all leaf values are
         leaf, doubt = inference._leaf(hmm, ev, backend, each=False)
@@ -323,12 +394,15 @@ class IncrementalConditioner:
         backward.values[:, -1] = 1
         return forward, backward
 
-    def _messages(self) -> tuple[Scaled, Scaled]:
-        """Forward and backward messages, right wherever a position is not yet known, and at ``_ahead``."""
+    def _messages(self, open_: Bool[Tensor, "B L"] | None = None) -> tuple[Scaled, Scaled]:
+        """Forward and backward messages, right wherever a position is not yet known, and at ``_ahead``.
+
+        On a device sequences with no position in ``open_`` may get anything instead.
+        """
         hmm, backend, both = self._hmm, self._backend, self._both
         if both is None:
             if backend.forward_backward is not None:
-                both = backend.forward_backward(self._steps, hmm.log_initial, self._leaf)
+                both = backend.forward_backward(self._steps, hmm.log_initial, self._leaf, open_=open_)
             else:
                 forward = backend.messages(self._steps, hmm.log_initial, self._leaf, False)
                 both = forward, backend.messages(self._steps, None, self._leaf, True)

@@ -81,9 +81,11 @@ def _run(inputs: StepInputs) -> StepResult:
 def _commit(inputs: StepInputs, result: StepResult) -> Step:
     """Write what a step decided; where the circuit excludes the evidence, what the network alone decides."""
     state = inputs.state
-    if result.circuit and not bool(result.ranking().valid):
+    ranking = result.ranking()
+    if result.circuit and not bool(ranking.valid):
         result = _run(without_circuit(inputs))
-    chosen = result.ranking().chosen()
+        ranking = result.ranking()
+    chosen = ranking.chosen()
     check_scores(state, chosen)
     state.commit(chosen.rows, chosen.tokens)
     return Step(

@@ -187,10 +187,14 @@ class StepResult:
     """The share of masks in the window before the step."""
     circuit: bool
     """Whether the circuit acted."""
+    again: Callable[[], Float[Tensor, "4 more"]] | None = None
+    """The same from all tokens, for a ranking that is void because candidates did not suffice."""
 
     def ranking(self) -> Ranking:
         """On the host, with positions of the sequence as rows; waits for the device once."""
         ranking = Ranking.unpacked(self.packed.cpu())
+        if self.again is not None and not bool(ranking.valid):
+            ranking = Ranking.unpacked(self.again().cpu())
         return ranking._replace(rows=ranking.rows + self.origin)
 
 

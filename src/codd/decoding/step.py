@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from codd.backbones.backbone import Backbone
 from codd.circuits.protocol import ProbabilisticCircuit
-from codd.decoding.accelerate.gpu_sampling import sample_window_on_gpu
+from codd.decoding.accelerate.gpu_sampling import sample_captured, sample_eagerly
 from codd.decoding.network import StateRequest
 from codd.decoding.options import Options
 from codd.decoding.samplers.factorized import sample_factorized
@@ -144,8 +145,8 @@ def _block_step(inputs: StepInputs) -> StepResult:
     window = fit_window(block, circuit, len(state.ids))
     noise = Noise.drawn(len(state.ids), state.generator)
     if circuit is not None and window is not None and circuit_acts(circuit, mask_ratio, inputs.options):
-        packed = _coupled(circuit, window_inputs(inputs, window, noise), plan.count, inputs.options)
-        return StepResult(packed, window[0], window, mask_ratio, True)
+        given = window_inputs(inputs, window, noise)
+        return _coupled(circuit, given, plan.count, inputs.options, window, mask_ratio)
     return StepResult(_network_alone(inputs, noise).packed(), 0, block, mask_ratio, False)
 
 
@@ -168,8 +169,7 @@ def _full_step(inputs: StepInputs) -> StepResult:
     if not circuit_acts(circuit, mask_ratio, options) or (circuit.length is not None and circuit.length != size):
         return StepResult(packed, 0, window, mask_ratio, False)
     count = None if plan.count is None else int(due[begin : begin + size].sum())
-    coupled = _coupled(circuit, window_inputs(inputs, window, noise), count, options)
-    inside = StepResult(coupled, begin, window, mask_ratio, True).ranking()
+    inside = _coupled(circuit, window_inputs(inputs, window, noise), count, options, window, mask_ratio).ranking()
     deferred = options.outside == "defer" and not plan.last
     away = (alone.rows < begin) | (alone.rows >= begin + size)
     outside = alone._replace(keep=alone.keep & away & (not deferred))
@@ -177,10 +177,20 @@ def _full_step(inputs: StepInputs) -> StepResult:
 
 
 def _coupled(
-    circuit: ProbabilisticCircuit, window: WindowInputs, count: int | None, options: Options
-) -> Float[Tensor, "4 more"]:
-    on_gpu = window.logits.device.type == "cuda" and circuit.supports_cuda_graphs
-    return (sample_window_on_gpu if on_gpu else sample_window)(circuit, window, count, options)
+    circuit: ProbabilisticCircuit,
+    given: WindowInputs,
+    count: int | None,
+    options: Options,
+    window: Window,
+    mask_ratio: float,
+) -> StepResult:
+    """What network and circuit decide together in a window."""
+    if given.logits.device.type != "cuda" or not circuit.supports_cuda_graphs:
+        return StepResult(sample_window(circuit, given, count, options), window[0], window, mask_ratio, True)
+    packed, again = sample_captured(circuit, given, count, options), None
+    if options.sampler == "any_order":
+        again = partial(sample_eagerly, circuit, given, count, options, dense=True)
+    return StepResult(packed, window[0], window, mask_ratio, True, again)
 
 
 def _network_alone(inputs: StepInputs, noise: Noise) -> Ranking:

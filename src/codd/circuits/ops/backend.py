@@ -12,6 +12,7 @@ from torch import Tensor
 
 from codd.circuits.ops.chain import eager as chain_eager
 from codd.circuits.ops.chain import reference as chain_reference
+from codd.circuits.ops.draw.eager import Marginals, Proposals
 from codd.circuits.ops.leaf import eager as leaf_eager
 from codd.circuits.ops.leaf import reference as leaf_reference
 from codd.circuits.ops.path import eager as path_eager
@@ -48,6 +49,12 @@ class Backend:
     """Columns and log-weights of candidates in one go, from what ``leaf_totals`` gives."""
     candidate_marginals: Callable[..., Tensor] = pick_eager.candidate_marginals
     pick: Callable[..., Picked] = pick_eager.pick
+    dense_marginals: Callable[..., Marginals] | None = None
+    """Log-probabilities of all tokens after a pick, for one emission table, from what ``leaf_totals`` gives."""
+    propose: Callable[..., Proposals] | None = None
+    """Tokens for all positions, from what ``dense_marginals`` gives."""
+    take: Callable[..., Picked] | None = None
+    """The first of them, committed, in one go."""
 
 
 REFERENCE = Backend(
@@ -98,6 +105,9 @@ def _triton() -> Backend:
         prepare=kernels.prepare,
         candidate_marginals=kernels.candidate_marginals,
         pick=kernels.pick,
+        dense_marginals=kernels.dense_marginals,
+        propose=kernels.propose,
+        take=kernels.take,
     )
 
 

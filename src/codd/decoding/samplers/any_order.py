@@ -7,11 +7,22 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from codd.circuits.incremental import IncrementalConditioner
+from codd.circuits.ops.draw.eager import Proposals
+from codd.circuits.ops.pick.eager import Limits, Offers, Picked
 from codd.circuits.ops.pick.eager import choose as pick_surest
 from codd.circuits.protocol import Conditioner
 from codd.coupling import Coupled
 from codd.decoding.options import Options
-from codd.decoding.samplers.ranking import Noise, Ranking, choose_tokens, entropy, priority, token_probability
+from codd.decoding.samplers.ranking import (
+    COLDEST,
+    HOTTEST,
+    Noise,
+    Ranking,
+    choose_tokens,
+    entropy,
+    priority,
+    token_probability,
+)
 
 CANDIDATES = 64
 """How many tokens of a position are looked at before all of them are."""
@@ -46,21 +57,19 @@ def sample_any_order(
     marginals of all tokens instead of candidates first. Void where the evidence has probability zero.
     """
     size = len(rows)
-    dense = dense or not _candidates_suffice(options)
-    conditioner = joint.conditionals(None if dense else CANDIDATES)
     on_host = rows.device.type == "cpu"
+    drawn = options.temperature > 0 or options.entropy_budget is not None
+    dense = dense or not _candidates_suffice(options) or (drawn and not on_host)
+    conditioner = joint.conditionals(None if dense else CANDIDATES)
     if on_host and float(conditioner.log_partition[0]) == -torch.inf:
         return _nothing(rows)
     noise = noise.at(rows)
     open_rows = torch.ones(size, dtype=torch.bool, device=rows.device) if open_rows is None else open_rows.clone()
-    greedy = options.temperature == 0 and options.entropy_budget is None
-    fused = isinstance(conditioner, IncrementalConditioner) and conditioner.candidates is not None and not on_host
-    if fused and greedy and count is not None:
-        assert isinstance(conditioner, IncrementalConditioner)
-        return _pick_fused(conditioner, rows, open_rows, count, noise, options)
+    if isinstance(conditioner, IncrementalConditioner) and not on_host:
+        return _sample_on_device(conditioner, rows, open_rows, count, noise, options)
     picks: list[_Pick] = []
     spent = 0.0
-    for i in range(size if count is None else min(count, size)):
+    for i in range(int(open_rows.sum()) if count is None else min(count, size)):
         pick = _pick(conditioner, rows, open_rows, noise, options)
         if count is None and i > 0 and options.threshold is not None and float(pick.score) < options.threshold:
             break
@@ -86,31 +95,79 @@ def _candidates_suffice(options: Options) -> bool:
     return options.remasking not in ("entropy", "sharpened") and options.threshold is None
 
 
-def _pick_fused(
+def _sample_on_device(
     conditioner: IncrementalConditioner,
     rows: Int[Tensor, " R"],
     open_rows: Bool[Tensor, " R"],
-    count: int,
+    count: int | None,
     noise: Noise,
     options: Options,
 ) -> Ranking:
-    """The same picks on a GPU, each in a few launches and without waiting for the host.
+    """The same on a GPU, each pick in a few launches: the host never looks, so that all of it can be captured.
 
-    A token that the candidates settle has a positive probability given those before it, so together they are possible.
+    Without a count there is a pick for every position; those after the end of the rest commit nothing, and launches
+    that have nothing to do end at once. A token that is settled has a positive probability given those before it, so
+    together they are possible.
     """
-    assert conditioner.candidates is not None
-    length = conditioner.candidates.shape[1]
-    numbers = torch.arange(length, device=rows.device)
-    open_ = torch.zeros(1, length, dtype=torch.bool, device=rows.device).scatter_(1, rows[None], open_rows[None])
+    length = conditioner.shape[1]
+
+    def spread(part: Tensor) -> Tensor:
+        """From rows to all positions of the window."""
+        return part.new_zeros(1, length).scatter(1, rows[None], part[None])
+
+    open_, uniforms, shuffled = spread(open_rows), spread(noise.tokens), spread(noise.order)
     rule, order = _pick_rule(options, noise)
-    if order is not None:
-        order = order.new_zeros(1, length).scatter(1, rows[None], order)
-    picks = [conditioner.pick(rule, open_, order) for _ in range(min(count, len(rows)))]
+    order = None if order is None else spread(order[0])
+    threshold, budget = (options.threshold, options.entropy_budget) if count is None else (None, None)
+    spent = torch.zeros(1, device=rows.device)
+    picks: list[Picked] = []
+    for i in range(len(rows) if count is None else min(count, len(rows))):
+        if conditioner.candidates is not None:
+            picks.append(conditioner.pick(rule, open_, order, threshold if i > 0 else None))
+        else:
+            offers = _offers(conditioner, open_, uniforms, shuffled, options)
+            picks.append(conditioner.take(offers, open_, Limits(i == 0, threshold, budget, spent)))
     if not picks:
         return _nothing(rows)._replace(valid=conditioner.log_partition[0] > -torch.inf)
-    positions, tokens, scores, valid = (torch.cat(parts) for parts in zip(*picks, strict=True))
-    picked = torch.zeros_like(numbers).scatter(0, rows, numbers[: len(rows)]).index_select(0, positions)
-    return Ranking(picked, tokens, scores, torch.ones_like(picked, dtype=torch.bool), valid.all())
+    positions, tokens, scores, valid, keep = (torch.cat(parts) for parts in zip(*picks, strict=True))
+    numbers = torch.arange(len(rows), device=rows.device)
+    picked = rows.new_zeros(length).scatter(0, rows, numbers).index_select(0, positions)
+    return Ranking(picked, tokens, scores, keep, valid.all())
+
+
+def _offers(
+    conditioner: IncrementalConditioner,
+    open_: Bool[Tensor, "1 L"],
+    uniforms: Float[Tensor, "1 L"],
+    shuffled: Float[Tensor, "1 L"],
+    options: Options,
+) -> Offers:
+    """A token for every position and how early it may be taken: by the kernels, or from the marginals of all tokens."""
+    if conditioner.proposes and options.top_k is None and options.top_p is None:
+        heat = min(max(options.temperature, COLDEST), HOTTEST) if options.temperature > 0 else 1.0
+        drawn = uniforms if options.temperature > 0 else None
+        made = conditioner.propose(open_, drawn, heat, max(options.sharpening, COLDEST))
+        return Offers(made.tokens, made.probabilities, _order(made, shuffled, options.remasking), made.entropies)
+    log_p = conditioner.dense_log_marginals()[0]
+    tokens, scores = _proposals(log_p, uniforms[0], options)
+    order = priority(options.remasking, log_p, log_p, tokens, shuffled[0], options.sharpening)
+    entropies = torch.zeros_like(scores) if options.entropy_budget is None else entropy(log_p)
+    return Offers(*(part[None] for part in (tokens, scores, order, entropies)))
+
+
+def _order(made: Proposals, shuffled: Float[Tensor, "1 L"], remasking: str) -> Float[Tensor, "1 L"]:
+    """How early each position may be taken by a remasking rule: `priority` from what the kernels give."""
+    if remasking == "low_confidence":
+        return made.probabilities
+    if remasking == "margin":
+        return made.margins
+    if remasking == "sharpened":
+        return made.sharpened
+    if remasking == "entropy":
+        return -made.entropies
+    if remasking == "random":
+        return shuffled
+    return torch.arange(shuffled.shape[1], 0, -1, dtype=shuffled.dtype, device=shuffled.device)[None]
 
 
 def _pick_rule(options: Options, noise: Noise) -> tuple[str, Float[Tensor, "1 R"] | None]:

@@ -23,7 +23,7 @@ def sample_factorized(
     noise: Noise,
     open_rows: Bool[Tensor, " R"] | None = None,
 ) -> Ranking:
-    """Rank every row by itself; rows that are not open come last, and ``count`` must not reach them.
+    """Rank every row by itself; rows that are not open come last, are not kept, and ``count`` must not reach them.
 
     ``count`` rows are kept; None: all that reach the threshold, or the first ones up to the entropy budget, and in any
     case one.
@@ -35,7 +35,11 @@ def sample_factorized(
     rows = by_priority(priorities if open_rows is None else priorities.masked_fill(~open_rows, -torch.inf))
     probabilities = token_probability(log_p, tokens)[rows]
     entropies = None if options.entropy_budget is None else entropy(log_p)[rows]
-    keep = _kept(probabilities, entropies, count, options)
+    if open_rows is None:
+        keep = _kept(probabilities, entropies, count, options)
+    else:
+        opened = open_rows[rows]
+        keep = opened & _kept(probabilities.masked_fill(~opened, -1.0), entropies, count, options)
     return Ranking(rows, tokens[rows], probabilities, keep, torch.ones((), dtype=torch.bool, device=scores.device))
 
 

@@ -82,7 +82,9 @@ def sample_window(
     return ranking._replace(rows=rows.index_select(0, ranking.rows)).packed()
 
 
-def sample_whole_window(joint: Coupled, noise: Noise, count: int, options: Options, *, dense: bool = False) -> Ranking:
+def sample_whole_window(
+    joint: Coupled, noise: Noise, count: int | None, options: Options, *, dense: bool = False
+) -> Ranking:
     """Like the samplers, but over all positions, of which the masked ones are open: shapes that a graph can capture."""
     open_rows = joint.masked[0]
     if options.sampler == "latent":

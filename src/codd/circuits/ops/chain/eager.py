@@ -44,8 +44,13 @@ def messages(
     return passes(transition, [PassInputs(start, leaf, reverse, absorb)])[0]
 
 
-def forward_backward(transition: Transition, start: Float[Tensor, " N"], leaf: Scaled) -> tuple[Scaled, Scaled]:
-    """Forward and backward messages, at once where there are cores for it."""
+def forward_backward(
+    transition: Transition, start: Float[Tensor, " N"], leaf: Scaled, *, open_: Bool[Tensor, "B L"] | None = None
+) -> tuple[Scaled, Scaled]:
+    """Forward and backward messages, at once where there are cores for it.
+
+    Sequences with no position in ``open_`` may get anything instead; here it saves nothing.
+    """
     forward, backward = passes(transition, [PassInputs(start, leaf, False), PassInputs(None, leaf, True)])
     return forward, backward
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from codd.circuits.ops.chain import eager
@@ -156,15 +156,23 @@ def _both(
     forward_scale,
     backward,
     backward_scale,
+    open_,
     batch,
     length,
     states,
+    OPEN: tl.constexpr,
+    L: tl.constexpr,
     SEQUENCES: tl.constexpr,
     TILES: tl.constexpr,
     ROWS: tl.constexpr,
     N: tl.constexpr,
 ):
     """Both directions side by side, each with half of the programs: neither needs anything of the other."""
+    if OPEN:
+        row = tl.program_id(1) * SEQUENCES * length + tl.arange(0, L)
+        mine = (tl.arange(0, L) < SEQUENCES * length) & (row < batch * length)
+        if tl.max(tl.load(open_ + row, mask=mine, other=0), 0) == 0:
+            return
     if tl.program_id(2) == 0:
         _pass(
             transposed,
@@ -293,9 +301,16 @@ def messages(
 
 
 def forward_backward(
-    transition: Transition, start: Float[Tensor, " N"], leaf: Scaled, plan: Plan | None = None
+    transition: Transition,
+    start: Float[Tensor, " N"],
+    leaf: Scaled,
+    plan: Plan | None = None,
+    *,
+    open_: Bool[Tensor, "B L"] | None = None,
 ) -> tuple[Scaled, Scaled]:
     """Forward and backward messages: two chains of dependent steps that run at the same time, in one launch.
+
+    Sequences with no position in ``open_`` may get anything instead.
 
     All programs of both must be resident with their rows in registers. Where half of the chip does not hold the matrix,
     or the kernel does not serve the case, this is two calls of ``messages``.
@@ -320,9 +335,12 @@ def forward_backward(
         scale[0],
         out[1],
         scale[1],
+        values if open_ is None else open_.contiguous().view(torch.uint8),
         batch,
         length,
         states,
+        OPEN=open_ is not None,
+        L=triton.next_power_of_2(plan.sequences * length),
         SEQUENCES=plan.sequences,
         TILES=plan.tiles,
         ROWS=plan.rows,

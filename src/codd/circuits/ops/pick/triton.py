@@ -4,6 +4,7 @@ A pick follows the chain's own launch, which takes most of the time, so what cou
 the longest chain of dependent loads in each.
 """
 
+import math
 import os
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from codd.circuits.evidence import Evidence, Kind
 from codd.circuits.ops.leaf.triton import unit_stride
 from codd.circuits.ops.pick import eager
-from codd.circuits.ops.pick.eager import ROUNDING, RULES, Picked
+from codd.circuits.ops.pick.eager import ROUNDING, RULES, Limits, Offers, Picked
 from codd.circuits.ops.scaled import Scaled
 from codd.circuits.parameters import Emission
 
@@ -93,6 +94,13 @@ def _prepare(
 
 
 @triton.jit
+def nothing_open(open_, sequence, length, L: tl.constexpr):
+    """Whether all positions of a sequence are closed."""
+    t = tl.arange(0, L)
+    return tl.max(tl.load(open_ + sequence * length + t, mask=t < length, other=0), 0) == 0
+
+
+@triton.jit
 def _marginals(
     forward,
     backward,
@@ -102,14 +110,21 @@ def _marginals(
     candidates,
     tokens,
     observed,
+    open_,
     out,
+    length,
     count,
     states,
+    OPEN: tl.constexpr,
+    L: tl.constexpr,
     K: tl.constexpr,
     N: tl.constexpr,
 ):
-    """One program a position and a block of candidates."""
+    """One program a position and a block of candidates; nothing where its sequence has nothing open."""
     row = tl.program_id(0).to(tl.int64)
+    if OPEN:
+        if nothing_open(open_, row // length, length, L):
+            return
     k = tl.program_id(1) * K + tl.arange(0, K)
     listed = k < count
     at = row * count + k
@@ -139,6 +154,49 @@ def _marginals(
 
 
 @triton.jit
+def _commit(
+    column,
+    stride,
+    latent,
+    scale,
+    leaf,
+    leaf_scale,
+    tokens,
+    observed,
+    row,
+    token,
+    states,
+    LATENT: tl.constexpr,
+    N: tl.constexpr,
+):
+    """Put a column of the emission (times the latent potential) in the place of leaf values, the largest at one.
+
+    Everything is read before anything is written: warps do not run in step.
+    """
+    known = tl.load(observed + row)
+    tops = tl.zeros((N,), tl.float32)
+    for begin in range(0, states, N):
+        n = begin + tl.arange(0, N)
+        value = tl.load(column + n.to(tl.int64) * stride, mask=n < states, other=0.0).to(tl.float32)
+        if LATENT:
+            value *= tl.load(latent + row * states + n, mask=n < states, other=0.0)
+        tops = tl.maximum(tops, value)
+    top = tl.max(tops, 0)
+    top = tl.where(top > 0.0, top, 1.0)
+    tl.debug_barrier()
+    if known == 0:
+        for begin in range(0, states, N):
+            n = begin + tl.arange(0, N)
+            value = tl.load(column + n.to(tl.int64) * stride, mask=n < states, other=0.0).to(tl.float32)
+            if LATENT:
+                value *= tl.load(latent + row * states + n, mask=n < states, other=0.0)
+            tl.store(leaf + row * states + n, value / top, mask=n < states)
+        tl.store(leaf_scale + row, scale + tl.log(top))
+        tl.store(tokens + row, token)
+    tl.store(observed + row, 1)
+
+
+@triton.jit
 def _pick(
     log_p,
     candidates,
@@ -153,19 +211,21 @@ def _pick(
     positions,
     picked,
     probabilities,
-    sure,
+    flags,
+    batch,
     length,
     count,
     states,
     batch_stride,
     row_stride,
+    threshold,
     RULE: tl.constexpr,
     SCALED: tl.constexpr,
     L: tl.constexpr,
     K: tl.constexpr,
     N: tl.constexpr,
 ):
-    """One program a sequence. Everything is read before anything is written: warps do not run in step."""
+    """One program a sequence."""
     sequence = tl.program_id(0).to(tl.int64)
     t = tl.arange(0, L)
     k = tl.arange(0, K)
@@ -200,35 +260,122 @@ def _pick(
     index = tl.sum(tl.where(chosen, number, 0), 0)
     value = tl.sum(tl.where(chosen, probability, 0.0), 0)
     doubts = tl.sum(tl.where((may & (could > first)) | (chosen & (rest > bound)), 1, 0), 0)
-    certain = tl.where(some & (doubts == 0), 1, 0)
+    # That nothing reaches the threshold may be certain where it is not what comes first.
+    ends = value < threshold
+    doubts = tl.where(ends, tl.sum(tl.where(may & (rest >= threshold), 1, 0), 0), doubts)
+    closed = tl.max(may.to(tl.int32), 0) == 0
+    keep = some & (value >= threshold)
     row = base + place
-    entry = row * count + index
+    entry = row * count + tl.minimum(index, count - 1)
     token = tl.load(candidates + entry)
-    known = tl.load(observed + row)
-    tops = tl.zeros((N,), tl.float32)
-    for begin in range(0, states, N):
-        n = begin + tl.arange(0, N)
-        tops = tl.maximum(tops, tl.load(columns + entry * states + n, mask=n < states, other=0.0).to(tl.float32))
-    top = tl.max(tops, 0)
-    top = tl.where(top > 0.0, top, 1.0)
-    scale = tl.log(top)
-    if SCALED:
-        scale += tl.load(column_scale + row)
-    tl.debug_barrier()
-    if some:
-        if known == 0:
-            for begin in range(0, states, N):
-                n = begin + tl.arange(0, N)
-                column = tl.load(columns + entry * states + n, mask=n < states, other=0.0).to(tl.float32)
-                tl.store(leaf + row * states + n, column / top, mask=n < states)
-            tl.store(leaf_scale + row, scale)
-            tl.store(tokens + row, token)
-        tl.store(observed + row, 1)
-        tl.store(open_ + sequence * batch_stride + place * row_stride, 0)
+    if keep:
+        scale = 0.0
+        if SCALED:
+            scale += tl.load(column_scale + row)
+        _commit(
+            columns + entry * states,
+            1,
+            columns,
+            scale,
+            leaf,
+            leaf_scale,
+            tokens,
+            observed,
+            row,
+            token,
+            states,
+            False,
+            N,
+        )
+    left = may & keep & (t != place)
+    tl.store(open_ + sequence * batch_stride + t * row_stride, left.to(tl.uint8), mask=here)
     tl.store(positions + sequence, place.to(tl.int64))
     tl.store(picked + sequence, token)
     tl.store(probabilities + sequence, value)
-    tl.store(sure + sequence, certain)
+    tl.store(flags + sequence, (closed | (some & (doubts == 0))).to(tl.uint8))
+    tl.store(flags + batch + sequence, keep.to(tl.uint8))
+
+
+@triton.jit
+def _take(
+    offered,
+    offered_probabilities,
+    order,
+    entropies,
+    open_,
+    spent,
+    emission,
+    latent,
+    latent_scale,
+    leaf,
+    leaf_scale,
+    tokens,
+    observed,
+    positions,
+    picked,
+    probabilities,
+    flags,
+    batch,
+    length,
+    states,
+    vocab,
+    batch_stride,
+    row_stride,
+    threshold,
+    least,
+    budget,
+    LATENT: tl.constexpr,
+    L: tl.constexpr,
+    N: tl.constexpr,
+):
+    """One program a sequence."""
+    sequence = tl.program_id(0).to(tl.int64)
+    t = tl.arange(0, L)
+    here = t < length
+    base = sequence * length
+    may = tl.load(open_ + sequence * batch_stride + t * row_stride, mask=here, other=0) != 0
+    probability = tl.load(offered_probabilities + base + t, mask=here, other=0.0)
+    passed = may & (probability >= threshold)
+    eligible = tl.where(tl.max(passed.to(tl.int32), 0) > 0, passed, may)
+    rank = tl.where(eligible, tl.load(order + base + t, mask=here, other=0.0), float("-inf"))
+    place = tl.min(tl.where(eligible & (rank == tl.max(rank, 0)), t, L), 0)
+    some = place < L
+    place = tl.where(some, place, 0)
+    value = tl.sum(tl.where(t == place, probability, 0.0), 0)
+    row = base + place
+    token = tl.load(offered + row)
+    total = tl.load(spent + sequence) + tl.where(some, tl.load(entropies + row), 0.0)
+    ends = (value < least) | (total >= budget)
+    closed = tl.max(may.to(tl.int32), 0) == 0
+    keep = some & (ends == 0)
+    tl.debug_barrier()
+    tl.store(spent + sequence, total)
+    if keep:
+        scale = 0.0
+        if LATENT:
+            scale += tl.load(latent_scale + row)
+        _commit(
+            emission + token,
+            vocab,
+            latent,
+            scale,
+            leaf,
+            leaf_scale,
+            tokens,
+            observed,
+            row,
+            token,
+            states,
+            LATENT,
+            N,
+        )
+    left = may & keep & (t != place)
+    tl.store(open_ + sequence * batch_stride + t * row_stride, left.to(tl.uint8), mask=here)
+    tl.store(positions + sequence, place.to(tl.int64))
+    tl.store(picked + sequence, token)
+    tl.store(probabilities + sequence, value)
+    tl.store(flags + sequence, (closed | (some & (ends | (value > 0.0)))).to(tl.uint8))
+    tl.store(flags + batch + sequence, keep.to(tl.uint8))
 
 
 def prepare(
@@ -291,8 +438,9 @@ def candidate_marginals(
     candidates: Int[Tensor, "B L K"],
     tokens: Int[Tensor, "B L"],
     observed: Bool[Tensor, "B L"],
+    open_: Bool[Tensor, "B L"] | None = None,
 ) -> Float[Tensor, "B L K"]:
-    """log p of the candidates at every position, in one launch."""
+    """log p of the candidates at every position, in one launch; anything in sequences with nothing open."""
     batch, length, count, states = columns.shape
     out = torch.empty(batch, length, count, device=columns.device)
     plan = tiling_for(batch * length, count, states)
@@ -305,9 +453,13 @@ def candidate_marginals(
         candidates.contiguous(),
         tokens.contiguous(),
         observed.contiguous().view(torch.uint8),
+        (observed if open_ is None else open_).contiguous().view(torch.uint8),
         out,
+        length,
         count,
         states,
+        OPEN=open_ is not None,
+        L=triton.next_power_of_2(length),
         K=plan.candidates,
         N=plan.states,
         num_warps=8 if plan.candidates * plan.states > 4096 else 4,
@@ -326,16 +478,15 @@ def pick(
     leaf: Scaled,
     tokens: Int[Tensor, "B L"],
     observed: Bool[Tensor, "B L"],
+    threshold: float | None = None,
 ) -> Picked:
     """Choose a token and commit it, in one launch; what does not fit into a tile goes through PyTorch."""
     batch, length, count, states = columns.shape
     written = (leaf.values, leaf.log_scale, tokens, observed)
     if max(length, count) > LARGEST or not all(x.is_contiguous() for x in written):
-        return eager.pick(log_p, candidates, open_, rule, given, columns, column_scale, leaf, tokens, observed)
-    device = log_p.device
-    positions, picked = torch.empty(2, batch, dtype=torch.int64, device=device)
-    probabilities = torch.empty(batch, device=device)
-    sure = torch.empty(batch, dtype=torch.uint8, device=device)
+        state = (leaf, tokens, observed)
+        return eager.pick(log_p, candidates, open_, rule, given, columns, column_scale, *state, threshold)
+    made = _Made(batch, log_p.device)
     _pick[(batch,)](
         log_p.contiguous(),
         candidates.contiguous(),
@@ -347,15 +498,14 @@ def pick(
         leaf.log_scale,
         tokens,
         observed.view(torch.uint8),
-        positions,
-        picked,
-        probabilities,
-        sure,
+        *made.outputs,
+        batch,
         length,
         count,
         states,
         open_.stride(0),
         open_.stride(1),
+        -1.0 if threshold is None else threshold,
         RULE=RULES.index(rule),
         SCALED=column_scale is not None,
         L=triton.next_power_of_2(length),
@@ -363,4 +513,60 @@ def pick(
         N=16 if _INTERPRETED else min(4096, triton.next_power_of_2(states)),
         num_warps=8,
     )
-    return Picked(positions, picked, probabilities, sure.view(torch.bool))
+    return made.picked()
+
+
+def take(
+    offers: Offers,
+    open_: Bool[Tensor, "B L"],
+    limits: Limits,
+    emission: Emission,
+    latent: Scaled | None,
+    leaf: Scaled,
+    tokens: Int[Tensor, "B L"],
+    observed: Bool[Tensor, "B L"],
+) -> Picked:
+    """Take an offer and commit it, in one launch. One emission table; the leaf values and tokens contiguous."""
+    batch, length, states = leaf.values.shape
+    made, none = _Made(batch, leaf.values.device), -1.0
+    threshold = none if limits.threshold is None else limits.threshold
+    _take[(batch,)](
+        *(part.contiguous() for part in offers),
+        open_.view(torch.uint8),
+        limits.spent,
+        emission.linear,
+        leaf.values if latent is None else latent.values.contiguous(),
+        leaf.values if latent is None else latent.log_scale.contiguous(),
+        leaf.values,
+        leaf.log_scale,
+        tokens,
+        observed.view(torch.uint8),
+        *made.outputs,
+        batch,
+        length,
+        states,
+        emission.stored.shape[-1],
+        open_.stride(0),
+        open_.stride(1),
+        threshold,
+        none if limits.first else threshold,
+        math.inf if limits.first or limits.budget is None else limits.budget,
+        LATENT=latent is not None,
+        L=triton.next_power_of_2(length),
+        N=16 if _INTERPRETED else min(1024, triton.next_power_of_2(states)),
+        num_warps=8,
+    )
+    return made.picked()
+
+
+class _Made:
+    """Room for what a launch picks."""
+
+    def __init__(self, batch: int, device: torch.device):
+        positions, tokens = torch.empty(2, batch, dtype=torch.int64, device=device)
+        probabilities = torch.empty(batch, device=device)
+        self.outputs = positions, tokens, probabilities, torch.empty(2, batch, dtype=torch.uint8, device=device)
+
+    def picked(self) -> Picked:
+        *numbers, flags = self.outputs
+        return Picked(*numbers, *flags.view(torch.bool))
