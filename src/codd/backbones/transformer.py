@@ -4,8 +4,12 @@ Projections that read the same input are one matrix: ``qkv`` (queries, then keys
 ``up`` (gate, then multiplier). `TransformerConfig.row_ranges` says which rows belong to which.
 """
 
+import importlib
+import importlib.util
 import math
 from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
 from typing import Literal, NamedTuple
 
 import torch
@@ -86,6 +90,18 @@ class AttentionContext(NamedTuple):
     """True where a query attends to a key; None: everywhere (or causally, as the configuration says)."""
 
 
+@cache
+def _triton() -> ModuleType | None:
+    found = importlib.util.find_spec("triton") is not None
+    return importlib.import_module("codd.backbones.triton") if found else None
+
+
+def kernels_for(x: Tensor, weight: Tensor | None = None) -> ModuleType | None:
+    """`codd.backbones.triton` where its kernels serve: on a GPU, without gradients, in one precision."""
+    served = x.device.type == "cuda" and not torch.is_grad_enabled() and (weight is None or weight.dtype == x.dtype)
+    return _triton() if served and not torch.compiler.is_compiling() else None
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last axis, computed in float32."""
 
@@ -97,6 +113,9 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
         """x scaled to root mean square 1, times the weight; in the dtype of x."""
+        if (kernels := kernels_for(x, self.weight)) is not None:
+            normed: Tensor = kernels.rms_norm(x, self.weight, self.eps)
+            return normed
         return F.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype) * self.weight
 
 
@@ -147,12 +166,17 @@ class Attention(nn.Module):
         """Attend from every position to those that the mask allows."""
         config = self.config
         counts = (config.heads, config.kv_heads, config.kv_heads)
-        parts = self.qkv(x).unflatten(-1, (-1, config.head_dim)).split(counts, dim=-2)
+        joined = self.qkv(x)
+        rotary = context.rotary
+        if rotary is not None and not config.qk_norm and (kernels := kernels_for(joined)) is not None:
+            kernels.rotate_(joined, config.heads + config.kv_heads, *rotary)
+            rotary = None
+        parts = joined.unflatten(-1, (-1, config.head_dim)).split(counts, dim=-2)
         q, k, v = (part.transpose(1, 2) for part in parts)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        if context.rotary is not None:
-            q, k = apply_rotary(q, *context.rotary), apply_rotary(k, *context.rotary)
+        if rotary is not None:
+            q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
         mixed = F.scaled_dot_product_attention(
             q,
             k,
@@ -195,7 +219,9 @@ class MLP(nn.Module):
     def forward(self, x: Float[Tensor, "B L d"]) -> Float[Tensor, "B L d"]:
         """Transform each position by itself."""
         inner = self.up(x)
-        if self.gated:
+        if self.gated and self.activation == "silu" and (kernels := kernels_for(inner)) is not None:
+            inner = kernels.gated_silu(inner)
+        elif self.gated:
             gate, inner = inner.chunk(2, dim=-1)
             inner = activate(gate, self.activation) * inner
         else:

@@ -88,4 +88,4 @@ def pad_left(
         start = longest - len(sequence)
         ids[row, start:] = torch.as_tensor(sequence, dtype=torch.long)
         valid[row, start:] = True
-    return ids.to(device), valid.to(device)
+    return ids.to(device, non_blocking=True), valid.to(device, non_blocking=True)

@@ -62,7 +62,9 @@ def masked_logits(
     options = state.options
     given = [
         backbone.masked_logits_from_states(
-            each.values[None, (positions - each.begin).to(backbone.device)], mask_id=state.mask_id, exclude_mask=False
+            each.values[None, (positions - each.begin).to(backbone.device, non_blocking=True)],
+            mask_id=state.mask_id,
+            exclude_mask=False,
         )[0]
         for each in states
     ]
@@ -120,7 +122,7 @@ def window_inputs(inputs: StepInputs, window: Window, noise: Noise) -> WindowInp
     tokens = state.ids[begin:end]
     masked = tokens == state.mask_id
     inside = (positions >= begin) & (positions < end)
-    part = logits if bool(inside.all()) else logits[inside.nonzero()[:, 0].to(logits.device)]
+    part = logits if bool(inside.all()) else logits[inside.nonzero()[:, 0].to(logits.device, non_blocking=True)]
     made = WindowInputs(tokens, masked, positions[inside] - begin, part, noise.at(slice(begin, end)))
     if inputs.features is None:
         return made
@@ -197,7 +199,7 @@ def _network_alone(inputs: StepInputs, noise: Noise) -> Ranking:
     """The factorized sampler on the positions of a step, its rows being positions of the sequence."""
     positions, logits = inputs.positions, inputs.logits
     ranking = sample_factorized(logits, inputs.plan.count, inputs.options, noise.at(positions).to(logits.device))
-    return ranking._replace(rows=positions.to(logits.device).index_select(0, ranking.rows))
+    return ranking._replace(rows=positions.to(logits.device, non_blocking=True).index_select(0, ranking.rows))
 
 
 def without_circuit(inputs: StepInputs) -> StepInputs:

@@ -33,6 +33,7 @@ class GraphCache(Generic[Arguments, Result]):
         self.calls: dict[Hashable, int] = {}
         self.graphs: OrderedDict[Hashable, Callable[Arguments, Result]] = OrderedDict()
         self.pool: Any = None  # memory that the graphs share; PyTorch has no public name for its type
+        self.tables: list[dict[str, torch.nn.Parameter | None]] = []  # a network's parameters, as its modules hold them
 
     def find(
         self, key: Hashable, capture: Callable[[], Callable[Arguments, Result]]
@@ -81,9 +82,11 @@ def network_states(
 ) -> Float[Tensor, "B L d"]:
     """The network's last hidden states on a GPU; the next call overwrites them."""
     cache = _NETWORKS.setdefault(backbone, GraphCache(NETWORK_GRAPHS))
-    addresses = tuple(parameter.data_ptr() for parameter in backbone.parameters())  # weights may be moved
     if cache.pool is None:
         cache.pool = torch.cuda.graph_pool_handle()
+        cache.tables = [module._parameters for module in backbone.modules() if module._parameters]
+    # Weights may be moved. A walk over all modules would take longer than this look at what they hold.
+    addresses = tuple(each.data_ptr() for table in cache.tables for each in table.values() if each is not None)
     graph = cache.find(
         (addresses, ids.shape, valid is None), lambda: _CapturedNetwork(backbone, ids, valid, cache.pool)
     )

@@ -248,7 +248,7 @@ def tiling_for(rows: int, itemsize: int) -> Tiling:
     if _INTERPRETED:
         return Tiling(16, 16, 16, 4, 1)
     tile = min(32, max(16, triton.next_power_of_2(rows)))
-    return Tiling(256, tile, 64, 8, 3) if itemsize == 2 else Tiling(128, tile, 32, 4, 3)
+    return Tiling(128, tile, 64 if itemsize == 2 else 32, 4, 3)
 
 
 def dense_marginals(

@@ -1,0 +1,53 @@
+"""The kernels between the products of a transformer against PyTorch: on a GPU, elsewhere in Triton's interpreter."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from codd.backbones.transformer import RMSNorm, Transformer, TransformerConfig, apply_rotary, initialise, rotary_angles
+
+kernels = pytest.importorskip("codd.backbones.triton")
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 16), (2, 5, 20), (1, 1)], ids=str)
+def test_the_norm(shape):
+    x, norm = drawn(*shape), RMSNorm(shape[-1], 1e-5).to(DEVICE)
+    torch.nn.init.normal_(norm.weight)
+    torch.testing.assert_close(kernels.rms_norm(x, norm.weight, 1e-5), norm(x))
+
+
+@pytest.mark.parametrize(("batch", "length", "heads", "half"), [(1, 3, 5, 4), (2, 2, 2, 3)])
+def test_rotary_positions(batch, length, heads, half):
+    joined = drawn(batch, length, (heads + 1) * 2 * half)
+    angles = rotary_angles(torch.arange(length, device=DEVICE)[None], 2 * half, 10.0)
+    parts = joined.unflatten(-1, (heads + 1, 2 * half)).transpose(1, 2)
+    wanted = torch.cat((apply_rotary(parts[:, :heads], *angles), parts[:, heads:]), 1).transpose(1, 2).flatten(2)
+    kernels.rotate_(joined, heads, *angles)
+    torch.testing.assert_close(joined, wanted)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 40), (1, 2)], ids=str)
+def test_the_gate(shape):
+    first, second = drawn(*shape).chunk(2, -1)
+    torch.testing.assert_close(kernels.gated_silu(drawn(*shape)), F.silu(first) * second)
+
+
+@pytest.mark.skipif(not CUDA, reason="a CPU takes PyTorch's own functions")
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+def test_a_network_is_what_it_is_with_gradients(dtype, bound):
+    """With gradients no kernel of ours takes part."""
+    network = Transformer(TransformerConfig(vocab_size=50, width=64, layers=2, heads=4, kv_heads=2, mlp_width=96))
+    initialise(network, generator=torch.Generator().manual_seed(0))
+    network = network.to(DEVICE, dtype)
+    ids, positions = torch.arange(14, device=DEVICE).view(2, 7), torch.arange(7, device=DEVICE).expand(2, 7)
+    wanted = network.states(ids, positions)
+    with torch.no_grad():
+        found = network.states(ids, positions)
+    torch.testing.assert_close(found, wanted.detach(), rtol=bound, atol=bound)
