@@ -2,11 +2,15 @@
 
     python benchmarks/decoding.py mini                      # the bundled model and circuit, on a CPU
     python benchmarks/decoding.py llada --json FILE         # LLaDA-8B's shape with random weights, on a GPU
+    python benchmarks/decoding.py llada --temperature 0.7 --tokens 8          # drawn tokens
+    python benchmarks/decoding.py llada --threshold 0.9     # as many tokens a step as are sure, or --entropy-budget
+    python benchmarks/decoding.py llada --length 64 --blocks 1                # few tokens in all: the weights' own time
     python benchmarks/decoding.py llada --device cpu --layers 1 --width 128 --states 8 --length 64     # a tiny one
 
 A run fills some blocks as the loop always does it: network, order, sampler, commit, without stopping at an
 end-of-text; mini answers word problems, and LLaDA's shape ends a text of fixed length.
-Runs are interleaved, and the overhead is that of a coupled run over the factorized run of the same round. Random
+Runs are interleaved, and the overhead is that of a coupled step over a factorized step of the same round: with a
+threshold or a budget the runs differ in their number of steps. Random
 weights give nearly uniform logits, which no trained model does; the head of the LLaDA shape is therefore scaled so
 that logits spread like a trained model's (``--spread``, their standard deviation).
 """
@@ -14,7 +18,7 @@ that logits spread like a trained model's (``--spread``, their standard deviatio
 import argparse
 import json
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +61,8 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=2, help="of 32 tokens, that are filled in a run")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--threshold", type=float, help="instead of --tokens")
+    parser.add_argument("--entropy-budget", type=float, help="instead of --tokens")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=2, help="rounds that are not counted")
     parser.add_argument("--threads", type=int)
@@ -67,6 +73,8 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     model = model_from(args, parser)
+    free = args.threshold is not None or args.entropy_budget is not None
+    paces = {"as many as pass": None} if free else {str(tokens): tokens for tokens in args.tokens}
     report = {
         "machine": torch.cuda.get_device_name() if model.backbone.device.type == "cuda" else platform.processor(),
         "threads": torch.get_num_threads(),
@@ -74,7 +82,7 @@ def main() -> None:
         "dtype": str(model.backbone.dtype),
         "circuit": repr(model.circuit),
         "settings": {key: str(value) for key, value in vars(args).items()},
-        "tokens": {tokens: measure(model, tokens, args) for tokens in args.tokens},
+        "tokens": {name: measure(model, tokens, args) for name, tokens in paces.items()},
     }
     print(json.dumps(report, indent=1))
     if args.json:
@@ -136,36 +144,40 @@ def random_prompts(vocab_size: int, length: int, args: argparse.Namespace) -> li
     return ids
 
 
-def measure(model: codd.Model, tokens: int, args: argparse.Namespace) -> dict[str, dict[str, float]]:
+def measure(model: codd.Model, tokens: int | None, args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """Milliseconds a step, and the overhead over the factorized run."""
     written = args.blocks * 32
     if args.what == "mini":  # what is measured is then what users see, sure tokens and unsure ones
         prompts = model.encode([problem.question for problem in problems(args.batch, split="test", seed=args.seed)])
     else:
         prompts = random_prompts(model.backbone.vocab_size, args.length - written, args)
-    steps = written // tokens
+    pace = {"steps": None if tokens is None else written // tokens}
+    if tokens is None:
+        pace |= {"threshold": args.threshold, "entropy_budget": args.entropy_budget}
+    steps: dict[str, int] = {}
 
     def run(sampler: str) -> Callable[[], None]:
-        options = {"gen_length": written, "steps": steps, "sampler": sampler, "temperature": args.temperature}
+        options = {"gen_length": written, "sampler": sampler, "temperature": args.temperature, **pace}
 
         def go() -> None:
-            taken = model.generate(prompts, **options, stop=False, seed=args.seed).steps
-            assert taken == [steps] * args.batch, f"expected {steps} steps for each prompt, found {taken}"
+            steps[sampler] = max(model.generate(prompts, **options, stop=False, seed=args.seed).steps)
 
         return go
 
-    runs = {sampler: run(sampler) for sampler in SAMPLERS}
+    # What one path makes probable passes any threshold.
+    runs = {sampler: run(sampler) for sampler in SAMPLERS if tokens is not None or sampler != "latent"}
     times = interleaved(runs, rounds=args.rounds, warmup=args.warmup, burst=1)
-    return {sampler: _row(times[sampler], times["factorized"], steps) for sampler in SAMPLERS}
+    return {sampler: _row(times, steps, sampler) for sampler in runs}
 
 
-def _row(timing: Timing, base: Timing, steps: int) -> dict[str, float]:
-    over = timing.over(base)
+def _row(times: Mapping[str, Timing], steps: Mapping[str, int], sampler: str) -> dict[str, float]:
+    over, fewer = times[sampler].over(times["factorized"]), steps["factorized"] / steps[sampler]
     return {
-        "ms_a_step": timing.milliseconds.median / steps,
-        "overhead": over.median - 1,
-        "lower": over.lower - 1,
-        "upper": over.upper - 1,
+        "steps": steps[sampler],
+        "ms_a_step": times[sampler].milliseconds.median / steps[sampler],
+        "overhead": over.median * fewer - 1,
+        "lower": over.lower * fewer - 1,
+        "upper": over.upper * fewer - 1,
     }
 
 

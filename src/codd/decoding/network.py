@@ -58,10 +58,11 @@ class FullRecompute:
 
     def _batch(self, sequences: Sequence[Int[Tensor, " _"]]) -> list[Float[Tensor, "_ d"]]:
         pad = self.backbone.special.pad if self.backbone.special.pad is not None else 0
-        equal = len({len(ids) for ids in sequences}) == 1
-        length = 0 if equal else self._padded_length(max(map(len, sequences)))
+        if len({len(ids) for ids in sequences}) == 1:
+            return list(self._states(torch.stack(list(sequences)).to(self.backbone.device, non_blocking=True), None))
+        length = self._padded_length(max(map(len, sequences)))
         ids, valid = pad_left(sequences, pad, self.backbone.device, length)
-        states = self._states(ids, None if equal else valid)
+        states = self._states(ids, valid)
         return [row[ids.shape[1] - len(own) :] for row, own in zip(states, sequences, strict=True)]
 
     def _states(self, ids: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"] | None) -> Float[Tensor, "B L d"]:

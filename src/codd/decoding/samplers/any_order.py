@@ -143,10 +143,10 @@ def _offers(
     options: Options,
 ) -> Offers:
     """A token for every position and how early it may be taken: by the kernels, or from the marginals of all tokens."""
-    if conditioner.proposes and options.top_k is None and options.top_p is None:
-        heat = min(max(options.temperature, COLDEST), HOTTEST) if options.temperature > 0 else 1.0
-        drawn = uniforms if options.temperature > 0 else None
-        made = conditioner.propose(open_, drawn, heat, max(options.sharpening, COLDEST))
+    greedy = options.temperature == 0
+    if conditioner.proposes and (greedy or (options.top_k is None and options.top_p is None)):
+        heat = 1.0 if greedy else min(max(options.temperature, COLDEST), HOTTEST)
+        made = conditioner.propose(open_, None if greedy else uniforms, heat, options.sharpening)
         return Offers(made.tokens, made.probabilities, _order(made, shuffled, options.remasking), made.entropies)
     log_p = conditioner.dense_log_marginals()[0]
     tokens, scores = _proposals(log_p, uniforms[0], options)
