@@ -194,6 +194,8 @@ def _grid(args: argparse.Namespace, model: "Model") -> list[Cell]:
 
     axes = {name: getattr(args, name) for name in AXES if getattr(args, name) is not None}
     paces = {name: getattr(args, name) for name in PACES if getattr(args, name) is not None}
+    if "latent" in axes.get("sampler", ()) and paces.keys() - {"steps"}:
+        runs.say("sampler latent is left out but by steps: given one latent path every token looks sure.")
     dtype = str(next(model.backbone.network.parameters()).dtype).removeprefix("torch.")
     found = cells.grid(
         args.tasks,
