@@ -45,6 +45,14 @@ def test_stages(tmp_path, capsys):
     assert "network alone" in capsys.readouterr().out
 
 
+def test_one_latent_path_is_run_by_steps_only(tmp_path, capsys):
+    ways = ["--circuit", "null", "--sampler", "latent,any_order", "--threshold", "0.9", "--stage", "prepare"]
+    assert main(["eval", *QUICK, *ways, "--out", str(tmp_path / "run")]) == 0
+    assert "sampler latent is left out but by steps" in " ".join(capsys.readouterr().err.split())
+    cells = [(cell.options["sampler"], cell.pace) for cell in Run(tmp_path / "run").cells()]
+    assert sorted(cells) == [("any_order", "2 steps"), ("any_order", "threshold 0.9"), ("latent", "2 steps")]
+
+
 def test_cost(tmp_path):
     out = tmp_path / "run"
     small = ["--steps", "1", "--circuit", "static", "--gen-length", "2"]
@@ -64,6 +72,7 @@ def test_cost(tmp_path):
         (["--tasks", "gsm8k", "--data", "/no/such"], "there is no such folder"),
         (["--tasks", "no_such_task", "--circuit", "none", "--steps", "1"], "there is no task 'no_such_task'"),
         (["--tasks", "books_text", "--circuit", "none", "--steps", "1"], "needs its texts"),
+        (["--tasks", "word_problems", "--sampler", "latent", "--threshold", "0.9"], "or give steps."),
         (["--tasks", "word_problems", "--dtype", "int3"], "--dtype must be one of"),
         (["--stage", "answer"], "no folder of an evaluation"),
         (["--tasks", "../../../evil", "--circuit", "none"], "the task '../../../evil' can be no folder's name"),

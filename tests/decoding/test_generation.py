@@ -13,7 +13,7 @@ import codd
 from codd.circuits import independent_mixture
 from codd.decoding.loop import denoise
 from codd.decoding.network import FullRecompute, StateRequest
-from codd.decoding.options import DEFAULT_STEPS, Options
+from codd.decoding.options import DEFAULT_COUNTED, DEFAULT_GREEDY, DEFAULT_SAMPLED, DEFAULTS, Options
 from codd.decoding.state import HiddenStates, StopCondition, first_stop
 from codd.errors import InvalidInput
 
@@ -54,12 +54,67 @@ class TestOptionsObject:
         assert counted.changed(threshold=0.5).steps is None
         assert counted.changed(threshold=0.5).changed(steps=2).threshold is None
         assert Options(threshold=0.5).steps is None
-        assert Options(threshold=0.5).changed(threshold=None).steps == DEFAULT_STEPS
+        assert counted.changed(threshold=None, temperature=1.0) == Options(steps=4, temperature=1.0)
+        assert Options(threshold=0.5).changed(threshold=None) == DEFAULTS
+        assert Options(threshold=0.5).changed(steps=None) == Options(steps=None)
         assert Options(threshold=0.5).changed(entropy_budget=1.0).threshold is None
         assert Options(steps=None).changed(temperature=1.0).steps is None
-        assert Options().changed(gen_length=7).steps == DEFAULT_STEPS
+        assert Options().changed(gen_length=7).pace == DEFAULTS.pace
         with pytest.raises(InvalidInput, match="drop steps to commit by threshold"):
             counted.changed(threshold=0.5, steps=3)
+
+    @pytest.mark.parametrize(
+        ("given", "pace"),
+        [
+            ({}, DEFAULT_GREEDY),
+            ({"sampler": "factorized"}, DEFAULT_GREEDY),
+            ({"mode": "full", "remasking": "random", "activation": 0.5}, DEFAULT_GREEDY),
+            ({"threshold": None, "entropy_budget": None}, DEFAULT_GREEDY),
+            ({"temperature": 0.7}, DEFAULT_SAMPLED),
+            ({"sampler": "latent"}, DEFAULT_COUNTED),
+            ({"sampler": "latent", "temperature": 0.7}, DEFAULT_COUNTED),
+            ({"preset": "reference"}, DEFAULT_COUNTED),
+            ({"preset": "reference", "temperature": 0.7}, DEFAULT_COUNTED),
+            ({"steps": 5, "temperature": 0.7}, {"steps": 5}),
+            ({"steps": None}, {"steps": None}),
+            ({"threshold": 0.5, "temperature": 0.7}, {"threshold": 0.5}),
+            ({"entropy_budget": 0.5}, {"entropy_budget": 0.5}),
+        ],
+    )
+    def test_a_pace_that_nobody_gave_follows_the_other_options(self, given, pace):
+        options = Options(**given)
+        assert options.pace == pace
+        assert options.as_json().items() >= pace.items()
+        assert options.sampler == given.get("sampler", "latent" if "preset" in given else "any_order")
+        said = Options(**options.as_json())  # a record of a run makes the same run
+        assert (said, said.pace) == (options.changed(ban=[]), pace)
+        for start in (Options(), Options(temperature=0.3), Options(preset="reference"), Options(sampler="latent")):
+            told = {"temperature": 0.0, "preset": None, "sampler": options.sampler, **given}
+            assert start.changed(**told).pace == pace
+        assert Options().changed(**given) == options  # the sampler that nobody gave follows the preset, too
+        assert Options(preset="reference").changed(**{"preset": None, **given}) == options
+
+    def test_a_default_that_is_given_stays_and_is_equal_otherwise(self):
+        said = Options(**DEFAULT_GREEDY, sampler="any_order")
+        assert said == Options()
+        assert hash(said) == hash(Options())
+        assert said.changed(temperature=0.7).pace == DEFAULT_GREEDY
+        assert said.changed(temperature=0.7) != Options().changed(temperature=0.7)
+        with pytest.raises(InvalidInput, match="knows no threshold"):
+            said.changed(preset="reference")
+        with pytest.raises(InvalidInput, match="knows no sampler"):
+            said.changed(preset="reference", steps=4)
+
+    @pytest.mark.parametrize("pace", [{"threshold": 0.9}, {"entropy_budget": 0.5}])
+    def test_one_latent_path_is_refused_where_it_would_judge_how_sure_tokens_are(self, pace):
+        message = r'=0\.[59] does not go with sampler="latent".*sampler="any_order".* or give steps\.$'
+        with pytest.raises(InvalidInput, match=next(iter(pace)) + message):
+            model().generate(PROMPTS, **pace, sampler="latent")
+        with pytest.raises(InvalidInput, match=message):
+            Options(**pace).changed(sampler="latent")
+        with pytest.raises(InvalidInput, match=message):
+            Options(sampler="latent").changed(**pace)
+        assert Options(**pace).changed(sampler="latent", steps=4).pace == {"steps": 4}
 
     @pytest.mark.parametrize("wrong", [{"steps": 3}, "fast", 3])
     def test_anything_else_is_an_error(self, wrong):

@@ -261,14 +261,14 @@ class TestHowMany:
 SEEDS = {"decode_llada": 14, "decode_dream": 17, "mdlm": 1, "mini": 0}
 """Of the prompts."""
 WAYS = {
-    "greedy": {},
-    "sampled": {"temperature": 1.0, "top_p": 0.9},
-    "random order": {"remasking": "random", "temperature": 0.7},
+    "greedy": {"sampler": "latent"},
+    "sampled": {"sampler": "latent", "temperature": 1.0, "top_p": 0.9},
+    "random order": {"sampler": "latent", "remasking": "random", "temperature": 0.7},
     "any order": {"sampler": "any_order", "temperature": 1.0},
-    "threshold": {"threshold": 0.2, "steps": None},
-    "joint threshold": {"threshold": 0.2, "steps": None, "sampler": "any_order"},
-    "full": {"mode": "full"},
-    "deferred": {"mode": "full", "outside": "defer", "temperature": 1.0},
+    "threshold": {"sampler": "factorized", "threshold": 0.2, "steps": None},
+    "joint threshold": {"sampler": "any_order", "threshold": 0.2, "steps": None},
+    "full": {"sampler": "latent", "mode": "full"},
+    "deferred": {"sampler": "latent", "mode": "full", "outside": "defer", "temperature": 1.0},
     "guided": {"cfg_scale": 0.5},
 }
 NEIGHBOURS = [
@@ -310,7 +310,9 @@ class TestNeighbours:
 
 
 class TestSeeds:
-    OPTIONS = MappingProxyType({"gen_length": 12, "block_length": 6, "steps": 4, "temperature": 1.0})
+    OPTIONS = MappingProxyType(
+        {"gen_length": 12, "block_length": 6, "steps": 4, "temperature": 1.0, "sampler": "latent"}
+    )
 
     def test_the_seed_is_all(self):
         before = torch.random.get_rng_state()
@@ -426,7 +428,7 @@ class NoBatches(FullRecompute):
 
 class TestUnforeseenErrors:
     KINDS = (
-        {"temperature": 1.0, "seed": 4},
+        {"temperature": 1.0, "seed": 4, "sampler": "latent"},
         {"sampler": "any_order", "threshold": 0.1},
         {"remasking": "random", "mode": "full"},
     )
@@ -518,7 +520,7 @@ class TestCircuit:
             if "entropy_budget" not in pace:  # which in full mode is the window's
                 options["mode"] = ("block", "full")[seed % 2]
             alone = run(tiny(), [[1, 2], [3]], **options)
-            for sampler in ("latent", "any_order"):
+            for sampler in ("latent", "any_order") if "steps" in pace else ("any_order",):
                 null = run(tiny(), [[1, 2], [3]], circuit=HMM.neutral(3, VOCAB), sampler=sampler, **options)
                 assert [last(alone, i) for i in (0, 1)] == [last(null, i) for i in (0, 1)]
                 assert [filled_in(alone, i) for i in (0, 1)] == [filled_in(null, i) for i in (0, 1)]
@@ -602,11 +604,10 @@ class TestCircuit:
             b = run(tiny(), [[1, 2]], circuit=hmm.as_circuit(4), **settings_)
             assert filled_in(a) == filled_in(b)
             assert last(a) == last(b)
-        latent = run(tiny(), [[1, 2]], circuit=hmm.as_circuit(4), gen_length=8, block_length=4, steps=4)
+        chosen = {"sampler": "latent", "gen_length": 8, "block_length": 4, "steps": 4}
+        latent = run(tiny(), [[1, 2]], circuit=hmm.as_circuit(4), **chosen)
         assert all(step.circuit for step in latent)
-        assert last(latent) == last(
-            run(tiny(), [[1, 2]], circuit=hmm.as_circuit(4), gen_length=8, block_length=4, steps=4)
-        )
+        assert last(latent) == last(run(tiny(), [[1, 2]], circuit=hmm.as_circuit(4), **chosen))
 
 
 class TestFull:

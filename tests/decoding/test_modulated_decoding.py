@@ -31,7 +31,6 @@ WAYS = [
     {"sampler": "factorized"},
     {"sampler": "latent", "temperature": 1.0, "remasking": "random", "circuit_temperature": 0.7},
     {"sampler": "latent", "tempering": "paper", "circuit_temperature": 0.7},
-    {"sampler": "latent", "threshold": 0.3, "steps": None},
     {"sampler": "latent", "activation": 0.7},
     {"sampler": "any_order", "threshold": 0.3, "steps": None},
     {"sampler": "any_order", "entropy_budget": 2.0, "steps": None},

@@ -74,12 +74,14 @@ def settings(rng: random.Random) -> dict[str, Any]:
         "remasking": rng.choice(("low_confidence", "margin", "entropy", "random", "left_to_right", "sharpened")),
         "seed": rng.choice((0, 1, -5, 10**40, rng.randrange(10**6))),
     }
-    pace = rng.choice(("steps", "steps", "threshold", "entropy_budget"))
-    made[pace] = {
+    paces = {
         "steps": rng.choice((None, 4, 8, 16, 10**9)),
         "threshold": rng.choice((0.0, 0.05, 0.3, 0.9, 1.0)),
         "entropy_budget": rng.choice((0.0, 1e-30, 1.0, 5.0, 1e39)),
-    }[pace]
+    }
+    names = ("steps", "default") if made["sampler"] == "latent" and rng.random() < 0.9 else (*paces, "default")
+    pace = rng.choice(names)
+    made |= {pace: paces[pace]} if pace in paces else {}
     some = {
         "temperature": lambda: extreme(rng, rng.choice((0.0, 0.5, 1.0))),
         "top_p": lambda: rng.choice((None, 0.0, 1e-30, 0.5, 0.95, 1.0)),

@@ -1,9 +1,11 @@
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from small_evaluations import add, judge, pattern
 
+from codd.decoding.options import DEFAULT_GREEDY, DEFAULT_THRESHOLD
 from codd.evaluation.report.findings import (
     SWAPS,
     Comparison,
@@ -69,15 +71,15 @@ def test_a_gain_that_survives_and_one_that_is_none(run):
     assert "2 comparisons" in summary
     assert "1 shows a gain, 0 a loss, 1 no difference" in summary
     assert said.startswith(
-        "word_problems, trained circuit, latent: the gain survives the control at 8 steps (+33.3 points"
+        "word_problems, trained circuit, any order: the gain survives the control at 8 steps (+33.3 points"
     )
     assert said.endswith("there is no difference that 60 problems could show.")
     assert "32 steps (+1.7 points" in said
 
 
 def test_a_loss_is_said_plainly(run):
-    add(run, "gsm8k", "trained", {}, correct=pattern(5, 40))
-    add(run, "gsm8k", "null", {}, correct=pattern(25, 40))
+    add(run, "gsm8k", "trained", {"steps": 32}, correct=pattern(5, 40))
+    add(run, "gsm8k", "null", {"steps": 32}, correct=pattern(25, 40))
     [found] = comparisons(run.results())
     assert found.verdict == "loss"
     summary, said = finding([found])
@@ -116,7 +118,7 @@ def test_without_a_control_nothing_is_said(run):
     assert "shows no gain" in finding([])[0]
     [said] = unpaired(results, [])
     assert said.startswith("No null circuit under identical settings")
-    assert said.endswith("beside: gsm8k, trained circuit, latent, 32 steps.")
+    assert said.endswith(f"beside: gsm8k, trained circuit, any order, joint threshold {DEFAULT_THRESHOLD:g}.")
     assert few(["a", "b", "c"]) == "a; b; c"
     assert few(["a", "b", "c", "d", "e"]) == "a; b; c; and 2 more"
 
@@ -195,9 +197,12 @@ def test_ways_are_named_by_what_varies(run):
 
 def test_what_is_the_default_anyway_makes_no_other_cell(run):
     short = add(run, "gsm8k", "trained", {}, correct=[1.0]).cell
-    long = add(run, "gsm8k", "trained", {"steps": 32, "circuit_temperature": 1.0, "top_p": None}, correct=[1.0]).cell
+    said = {**DEFAULT_GREEDY, "sampler": "any_order", "circuit_temperature": 1.0, "top_p": None}
+    long = add(run, "gsm8k", "trained", said, correct=[1.0]).cell
     assert short != long
-    assert plain(long) == short
+    assert plain(long) == plain(short)
+    warm = [replace(cell, options={**cell.options, "temperature": 1.0}) for cell in (short, long)]
+    assert plain(warm[0]) != plain(warm[1])  # the default pace of sampled text is another
 
 
 def test_a_comparison_is_plain_json(run):

@@ -87,11 +87,11 @@ def test_what_was_answered_is_not_asked_again(run, monkeypatch):
     asked = []
     plain = Model.generate
 
-    def counted(self, prompts, **options):
+    def counted(self, prompts, options):
         asked.append(len(prompts))
         if len(asked) == 2:
             raise KeyboardInterrupt
-        return plain(self, prompts, **options)
+        return plain(self, prompts, options)
 
     monkeypatch.setattr(Model, "generate", counted)
     pairs = type(run)(run.run, run.model, run.group, run.data, 2)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from codd.decoding.options import DEFAULTS, OPTIONS, OptionInfo
+from codd.decoding.options import DEFAULTS, OPTIONS, PACES, OptionInfo, default_in_words
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "benchmarks" / "README.md"]
@@ -69,7 +69,7 @@ def describe_values(info: OptionInfo) -> str:
 def option_row(name: str, info: OptionInfo) -> str:
     cells = (
         f"`{name}`",
-        f"`{getattr(DEFAULTS, name)!r}`".replace("'", '"'),
+        default_in_words(name) if name in PACES else f"`{getattr(DEFAULTS, name)!r}`".replace("'", '"'),
         describe_values(info),
         info.help.replace("null:", "None:"),
         "yes" if info.circuit else "",

@@ -46,7 +46,7 @@ def texts(generations: list[GenerationRequest]) -> list[str]:
     found = []
     for generation in generations:
         detokenizer = Detokenizer(generation, MODEL)
-        for step in MODEL.denoise([list(generation.ids)], **vars(generation.options)):
+        for step in MODEL.denoise([list(generation.ids)], generation.options):
             detokenizer.add(step.ids, step.finished)
         found.append(detokenizer.text)
     return found

@@ -10,6 +10,7 @@ from codd.circuits import HMM
 from codd.cli import figures, sampling
 from codd.cli.tables import Cell, Section
 from codd.decoding import Model, Options, Step
+from codd.decoding.options import PACES
 from codd.training.problems import Problem, extract_answer, generate
 
 LABELS = {"factorized": "network alone", "null": "x null circuit", "circuit": "x trained circuit"}
@@ -107,7 +108,7 @@ def _attempt(task: Task, contenders: dict[str, Model], watch: Callable[[Step], N
                 }
             )
     settings = sampling.options_of(task.options).as_json()
-    shared = {name: value for name, value in settings.items() if name != "steps"}
+    shared = {name: value for name, value in settings.items() if name not in PACES}
     return {"kind": task.kind, "prompt": task.prompt, "right": task.right, "settings": shared, "runs": runs}
 
 

@@ -13,7 +13,7 @@ import torch
 
 from codd.cli import console
 from codd.decoding import Model, Options, Step, load
-from codd.decoding.options import DEFAULTS, OPTIONS, PACES
+from codd.decoding.options import DEFAULTS, OPTIONS, PACES, default_in_words
 from codd.errors import CircuitSteppedAside, InvalidInput
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, chat: bool = True) -> None
                 "--stop", action="append", metavar="TEXT", help="also end before this text; may be given several times"
             )
         else:
-            described = f"{text} ({_default(name)})"
+            described = text if name == "tokens_per_step" else f"{text} (default: {default_in_words(name)})"
             where.add_argument(f"--{name.replace('_', '-')}", type=parse, metavar=metavar, help=described)
 
 
@@ -95,11 +95,6 @@ def add_circuit_argument(parser: argparse._ActionsContainer) -> None:
         help="a folder or hub id, static for the model's own that the network does not modulate, null for the one that "
         "changes nothing, or none (default: the model's own, if any)",
     )
-
-
-def _default(name: str) -> str:
-    value = getattr(DEFAULTS, name, None)
-    return f"default: {value}" if value not in (None, ()) else "default: none"
 
 
 def given(args: argparse.Namespace) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = """\
 examples:
   codd serve                                   then open http://127.0.0.1:8000
-  codd serve --sampler any_order --tokens-per-step 4 --slots 16
+  codd serve --threshold 0.9 --slots 16
   CODD_API_KEY=secret codd serve --host 0.0.0.0 --allow-host models.example.org
   curl -N http://127.0.0.1:8000/v1/denoise -H 'Content-Type: application/json' \\
        -d '{"prompt": "What is 7 + 8?", "gen_length": 32, "steps": 8}'"""

@@ -4,10 +4,10 @@ Every field of `Options` carries an `OptionInfo`: its range, its help, and wheth
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
-from typing import Any, Literal, TypedDict, get_args
+from typing import Any, ClassVar, Literal, TypedDict, get_args
 
 from codd.errors import InvalidInput, shown
 
@@ -23,7 +23,6 @@ ALIASES = {"maskgit_plus": "low_confidence", "topk_margin": "margin"}
 """Other people's names for the same orders."""
 PUBLISHED_ORDERS = ("topprob", "origin")
 """Orders that only the published implementation has."""
-DEFAULT_STEPS = 32
 LARGEST = 2**31 - 1
 """No count of tokens or steps is larger: beyond it kernels would overflow instead of complaining."""
 MOST_BITS = 1024
@@ -34,6 +33,13 @@ COLDEST = 0.001
 """The lowest temperature of the circuit and of the order sharpened."""
 PACES = ("steps", "threshold", "entropy_budget")
 """The options that say how many tokens a step commits: a run has one of them."""
+DEFAULT_THRESHOLD = 0.95
+DEFAULT_GREEDY: Mapping[str, float] = {"threshold": DEFAULT_THRESHOLD}
+"""The pace of a run that is told none, at temperature 0; chosen by measurement (docs/results.md)."""
+DEFAULT_SAMPLED: Mapping[str, float] = {"steps": 64}
+"""The same above temperature 0."""
+DEFAULT_COUNTED: Mapping[str, float] = {"steps": 32}
+"""The same for those who cannot tell how sure a token is: the latent sampler and the published implementation."""
 _UNSET: Any = type("Unset", (), {"__repr__": lambda self: "unset"})()
 
 
@@ -128,22 +134,25 @@ class Options:
 
     Speed, one of: ``steps``, network evaluations for each sequence (None: one a token), among which tokens are divided
     evenly, the early ones taking what is left over; ``threshold``, commit every token at least so probable, and at
-    least one (with the any-order sampler the probability is conditional on the tokens already picked in the step; with
-    the latent one it is that given one path, which makes every token look sure: use any_order); ``entropy_budget``,
-    commit in order while the entropies (nats) sum to less. Two of them at once are an error.
+    least one (with the any-order sampler the probability is conditional on the tokens already picked in the step);
+    ``entropy_budget``, commit in order while the entropies (nats) sum to less. Two of them at once are an error, and so
+    are the last two with the latent sampler: given one path every token looks sure. If none is given, it is
+    `DEFAULT_GREEDY` at temperature 0, `DEFAULT_SAMPLED` above, and `DEFAULT_COUNTED` with the latent sampler or the
+    preset; `changed` chooses anew while nobody gave one.
 
     Order: ``remasking`` says which tokens come first; ties go to the leftmost. ``sharpened`` is low_confidence with
-    logits divided by ``sharpening``.
+    logits divided by ``sharpening``. Under a threshold all that reach it are committed whatever the order, which then
+    only says which one is committed where none does.
 
     Tokens: ``temperature`` 0 takes the most probable one, else tokens are drawn, from the ``top_k`` most probable and
     from the smallest set whose probability exceeds ``top_p``. ``ban``: ids that are never written (the mask never is).
     ``hooks`` may change the logits. ``cfg_scale``: guidance, u + (cfg_scale + 1)(c - u), with u seeing no prompt.
 
-    Circuit: ``sampler`` draws one latent path and then tokens (latent), picks tokens one by one, each given the others
-    (any_order), or leaves the circuit out. ``circuit_temperature`` divides the logits before the product, and the
-    latents are drawn from that ("published" in ``tempering``); "paper" draws the latents untempered and tempers the
-    tokens given them. The circuit acts while the share of masks in its window is below ``activation``. ``outside``:
-    what becomes of tokens that are due but not in the window, in full mode.
+    Circuit: ``sampler`` picks tokens one by one, each given the others (any_order, the default), draws one latent path
+    and then tokens (latent, the default of the preset), or leaves the circuit out. ``circuit_temperature`` divides the
+    logits before the product, and the latents are drawn from that ("published" in ``tempering``); "paper" draws the
+    latents untempered and tempers the tokens given them. The circuit acts while the share of masks in its window is
+    below ``activation``. ``outside``: what becomes of tokens that are due but not in the window, in full mode.
 
     ``stop`` ends a sequence at its end-of-text token (True), or also before any of the given texts. ``seed`` fixes
     everything: one number for all sequences, or one for each; two equal prompts with equal seeds get equal answers,
@@ -171,9 +180,9 @@ class Options:
         ),
     )
     sampler: Sampler = field(
-        default="latent",
+        default=_UNSET,
         metadata=_choice(
-            "how the circuit is used: latent, any_order, or factorized for not at all",
+            "how the circuit is used: any_order, latent, or factorized for not at all",
             get_args(Sampler),
             "NAME",
             circuit=True,
@@ -251,6 +260,9 @@ class Options:
         default=0, metadata={"info": OptionInfo("seed", "fixes everything that is drawn", metavar="N")}
     )
 
+    _defaulted: ClassVar[frozenset[str]] = frozenset()
+    """Of the sampler and the pace what nobody gave: no part of an object's value, but `changed` chooses it anew."""
+
     @classmethod
     def of(cls, **given: Any) -> "Options":
         """From keywords; one that does not exist is an error that names those that do."""
@@ -258,17 +270,21 @@ class Options:
         return cls(**given)
 
     def changed(self, **changes: Any) -> "Options":
-        """A copy with some options replaced; a new steps, threshold or entropy_budget drops the old one."""
+        """A copy with some options replaced; a new pace takes the place of the old one.
+
+        ``steps=None`` is a pace, one token a step; None for the others withdraws them. A pace and a sampler that nobody
+        gave are chosen anew, by the other options.
+        """
         _check_names(changes)
-        if any(changes.get(name) is not None for name in PACES):
-            changes = {**dict.fromkeys(PACES), **changes}
-        elif "steps" not in changes and any(name in changes and getattr(self, name) is not None for name in PACES):
-            changes = {**changes, "steps": DEFAULT_STEPS}  # the pace was withdrawn
-        return replace(self, **changes)
+        dropped = set(self._defaulted)
+        if {"steps", *self.pace} & changes.keys() or any(changes.get(name) is not None for name in PACES):
+            dropped.update(PACES)
+        kept = {name: getattr(self, name) for name in OPTIONS if name not in dropped}
+        return Options(**{**kept, **changes})
 
     def __post_init__(self) -> None:
         """Refuse values out of their range and options that contradict each other."""
-        self._choose_pace()
+        self._choose_defaults()
         for name, info in OPTIONS.items():
             info.check(name, getattr(self, name))
         object.__setattr__(self, "remasking", ALIASES.get(self.remasking, self.remasking))
@@ -289,28 +305,54 @@ class Options:
             from codd.decoding.published.check import check_known
 
             check_known(self)
+        elif self.sampler == "latent" and not self.counted:
+            [(name, value)] = self.pace.items()
+            raise InvalidInput(
+                f'{name}={value:g} does not go with sampler="latent", to which every token looks sure: '
+                'sampler="any_order" does it exactly, or give steps.'
+            )
         if self.circuit_temperature < COLDEST and not (self.published and self.circuit_temperature == 0):
             raise InvalidInput(
                 f"circuit_temperature must be at least {COLDEST:g}, found {self.circuit_temperature!r}; 0 is known to "
                 'preset="reference" alone, for which it means 1.'
             )
 
-    def _choose_pace(self) -> None:
-        """Exactly one of steps, threshold and entropy_budget; 32 steps if none was given."""
-        paces = {name: value for name in PACES if (value := getattr(self, name)) is not None and value is not _UNSET}
+    def _choose_defaults(self) -> None:
+        """Exactly one of steps, threshold and entropy_budget, and a sampler, by what was given."""
+        paces: Mapping[str, Any] = {
+            name: value for name in PACES if (value := getattr(self, name)) is not None and value is not _UNSET
+        }
         if len(paces) > 1:
             one, other = list(paces.items())[:2]
             raise InvalidInput(
                 f"{one[0]}={shown(one[1])} and {other[0]}={shown(other[1])} both say how many tokens a step commits: "
                 f"drop {one[0]} to commit by {other[0]}, or drop {other[0]}."
             )
-        if self.steps is _UNSET:
-            object.__setattr__(self, "steps", None if paces else DEFAULT_STEPS)
+        defaulted = set()
+        if self.sampler is _UNSET:
+            defaulted.add("sampler")
+            object.__setattr__(self, "sampler", "latent" if self.published else "any_order")
+        if self.steps is _UNSET and not paces:
+            defaulted.update(PACES)
+            counted = self.published or self.sampler == "latent"
+            paces = DEFAULT_COUNTED if counted else DEFAULT_GREEDY if self.temperature == 0 else DEFAULT_SAMPLED
+            for name in PACES:
+                object.__setattr__(self, name, paces.get(name))
+        elif self.steps is _UNSET:
+            object.__setattr__(self, "steps", None)
+        object.__setattr__(self, "_defaulted", frozenset(defaulted))
 
     @property
     def published(self) -> bool:
         """Whether the published implementation is to be followed step by step."""
         return self.preset == "reference"
+
+    @property
+    def pace(self) -> dict[str, Any]:
+        """The one of steps, threshold and entropy_budget by which it commits; steps may be None."""
+        return {name: value for name in PACES[1:] if (value := getattr(self, name)) is not None} or {
+            "steps": self.steps
+        }
 
     @property
     def counted(self) -> bool:
@@ -331,7 +373,7 @@ class Options:
 
     def as_json(self) -> dict[str, Any]:
         """All options but the hooks, which JSON cannot hold."""
-        values = {name: value for name, value in vars(self).items() if name != "hooks"}
+        values = {name: getattr(self, name) for name in OPTIONS if name != "hooks"}
         return {**values, "ban": list(self.ban)}
 
 
@@ -372,3 +414,16 @@ def _check_stop(stop: object) -> None:
 
 DEFAULTS = Options()
 """What a run does that is told nothing."""
+
+
+def default_in_words(name: str) -> str:
+    """What an option is where nobody says, for ``--help`` and tables: that of a pace depends on other options."""
+    if name not in PACES:
+        value = getattr(DEFAULTS, name)
+        return "none" if value is None or value == () else str(value)
+    cases = {
+        "at temperature 0": DEFAULT_GREEDY,
+        "above temperature 0": DEFAULT_SAMPLED,
+        "with sampler latent": DEFAULT_COUNTED,
+    }
+    return ", ".join(f"{pace[name]:g} {case}" for case, pace in cases.items() if name in pace) or "none"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
-from codd.decoding.options import LARGEST, OPTIONS, OptionInfo, Options
+from codd.decoding.options import LARGEST, OPTIONS, PACES, OptionInfo, Options, default_in_words
 from codd.errors import InvalidInput
 from codd.serving.errors import bad_request
 
@@ -63,6 +63,8 @@ def option_field(name: str) -> tuple[Any, Any]:
     text = info.help[0].upper() + info.help[1:]
     if name == "seed":
         text += "; choice i of n uses seed + i"
+    if name in PACES:
+        text += f"; where neither request nor server gives a pace: {default_in_words(name)}"
     return _type(info) | None, Field(None, description=f"{text}.")
 
 

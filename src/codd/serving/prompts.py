@@ -253,8 +253,8 @@ def _options(model: Model, ids: list[int], length: int, fields: _Fields, limits:
     options = fields.body.options(limits.defaults, gen_length=length)
     mask = _mask(model)
     masks = [place - len(ids) for place, token in enumerate([*ids, *[mask] * length]) if token == mask]
-    if "steps" not in fields.body.given():
-        options = options.changed(steps=_default_steps(options, limits.defaults, masks))
+    if options.steps is not None and "steps" not in fields.body.given():
+        options = options.changed(steps=_default_steps(options, options.steps, limits.defaults.gen_length, masks))
     if options.published and (options.steps or 0) > len(masks):
         # The published loops evaluate the network even if nothing is left to do: nobody should be able to ask for that.
         raise APIError(400, f"steps is {options.steps}, but there are only {len(masks)} masks to fill.", "steps")
@@ -269,16 +269,13 @@ def _options(model: Model, ids: list[int], length: int, fields: _Fields, limits:
     return options
 
 
-def _default_steps(options: Options, defaults: Options, masks: Sequence[int]) -> int | None:
+def _default_steps(options: Options, steps: int, length: int, masks: Sequence[int]) -> int:
     """The default number of steps; where a long text has more blocks than that, the default number of tokens a step.
 
-    ``masks``: positions of the masks, counted from the end of the prompt.
+    ``steps`` and ``length`` are the server's; ``masks``: positions of the masks, counted from the end of the prompt.
     """
     blocks = 1 if options.mode == "full" else len({place // options.block_length for place in masks})
-    if options.steps is None or options.steps >= blocks or not options.counted:
-        return options.steps
-    steps_per_token = (defaults.steps or defaults.gen_length) / max(1, defaults.gen_length)
-    return max(blocks, math.ceil(len(masks) * steps_per_token))
+    return steps if steps >= blocks else max(blocks, math.ceil(len(masks) * steps / max(1, length)))
 
 
 def _choices(generation: GenerationRequest, body: OpenAIRequest, prompt: int, echo: str) -> Iterator[GenerationRequest]:

@@ -13,7 +13,7 @@ from codd.decoding.samplers.ranking import Noise, Ranking, temper
 def sample_latent(
     joint: Coupled,
     rows: Int[Tensor, " R"] | None,
-    count: int | None,
+    count: int,
     options: Options,
     noise: Noise,
     open_rows: Bool[Tensor, " R"] | None = None,

@@ -74,6 +74,7 @@ def sample_window(
     rows, noise = window.positions.to(device), window.noise.to(device)
     joint = window.joint(circuit, logits_temperature(options))
     if options.sampler == "latent":
+        assert count is not None, "the latent sampler commits by number"
         ranking = sample_latent(joint, rows, count, options, noise)
     else:
         ranking = sample_any_order(joint, rows, count, options, noise)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from codd.decoding.options import CIRCUIT_OPTIONS, DEFAULTS, PACES
+from codd.decoding.options import CIRCUIT_OPTIONS, DEFAULTS, OPTIONS, PACES
 from codd.evaluation.runs import Result
 from codd.evaluation.statistics import share_interval
 from codd.evaluation.tasks.cells import NONE, NULL, TRAINED, Cell
@@ -48,32 +48,29 @@ def named(circuit: str) -> str:
 
 def kind(cell: Cell) -> str:
     """What says how many tokens a step commits."""
-    if cell.options.get("threshold") is not None:
-        return "joint threshold" if option(cell, "sampler") == "any_order" else "threshold"
-    return "entropy budget" if cell.options.get("entropy_budget") is not None else "steps"
+    [name] = cell.decoding.pace
+    joint = "joint " if name == "threshold" and option(cell, "sampler") == "any_order" else ""
+    return joint + name.replace("_", " ")
 
 
 def pace(cell: Cell) -> str:
     """The same with its value."""
-    if kind(cell) == "steps" and cell.options.get("steps", DEFAULTS.steps) is None:
+    if cell.decoding.pace == {"steps": None}:
         return "one token a step"
     return f"joint {cell.pace}" if kind(cell) == "joint threshold" else cell.pace
 
 
 def pace_value(cell: Cell) -> float:
     """Of the pace; one token a step is slower than any number of steps."""
-    for name in ("threshold", "entropy_budget"):
-        if cell.options.get(name) is not None:
-            return float(cell.options[name])
-    steps = cell.options.get("steps", DEFAULTS.steps)
-    return float("inf") if steps is None else float(steps)
+    [value] = cell.decoding.pace.values()
+    return float("inf") if value is None else float(value)
 
 
 def option(cell: Cell, name: str) -> Any:
     """What decoding was told; None where nothing heeds it."""
     if cell.circuit == NONE and name in CIRCUIT_OPTIONS:
         return None
-    return cell.options.get(name, getattr(DEFAULTS, name, None))
+    return getattr(cell.decoding, name)
 
 
 def sampler(cell: Cell) -> str:
@@ -83,7 +80,7 @@ def sampler(cell: Cell) -> str:
 
 def rest(cell: Cell) -> dict[str, Any]:
     """All that was told beside task, split, circuit, sampler and pace."""
-    told = {name: option(cell, name) for name in vars(DEFAULTS) if name not in (*PACES, "sampler", "seed", "hooks")}
+    told = {name: option(cell, name) for name in OPTIONS if name not in (*PACES, "sampler", "seed", "hooks")}
     return {**told, **{name: getattr(cell, name) for name in ("problems", "seed", "model", "dtype", "device")}}
 
 
@@ -136,8 +133,10 @@ def order(cell: Cell) -> tuple[Any, ...]:
 
 def plain(cell: Cell) -> Cell:
     """Without options that say what is the default anyway: so cells are equal that were told the same."""
-    told = {name: value for name, value in cell.options.items() if value != getattr(DEFAULTS, name, None)}
-    return replace(cell, options=told)
+    told = {name: value for name, value in cell.options.items() if value != getattr(DEFAULTS, name)}
+    kept = {name: value for name, value in told.items() if name not in (*PACES, "sampler")}
+    chosen = {} if cell.circuit == NONE else {"sampler": cell.decoding.sampler}
+    return replace(cell, options={**kept, **chosen, **cell.decoding.pace})
 
 
 def by_task(results: Iterable[Result]) -> dict[str, list[Result]]:

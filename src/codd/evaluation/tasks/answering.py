@@ -101,7 +101,7 @@ class Answerer:
     def _answer(self, asked: Sequence[tuple[list[int], Request]]) -> list[Line]:
         seeds = [problem_seed(self.seed, request.doc_id, request.idx) for _, request in asked]
         begun = time.perf_counter()
-        made = self.model.generate([ids for ids, _ in asked], **vars(self.options.changed(seed=seeds)))
+        made = self.model.generate([ids for ids, _ in asked], self.options.changed(seed=seeds))
         if self.model.backbone.device.type == "cuda":
             torch.cuda.synchronize(self.model.backbone.device)
         each, ends = (time.perf_counter() - begun) / len(asked), self.model.stop_ids

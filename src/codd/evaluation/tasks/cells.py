@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from codd.decoding.options import CIRCUIT_OPTIONS, DEFAULTS, PACES, Options
@@ -44,9 +45,14 @@ class Cell:
         for what, name in (("task", self.task), ("split", self.split)):
             if not _FOLDER.fullmatch(name) or len(name.encode()) > 100:
                 raise InvalidInput(f"the {what} {name[:100]!r} can be no folder's name, which it becomes part of.")
-        Options.of(**self.options)
+        _ = self.decoding
         if "seed" in self.options:
             raise InvalidInput("a cell has a seed of its own: give it as seed, not in options.")
+
+    @cached_property
+    def decoding(self) -> Options:
+        """All options, with the defaults of those that are not named."""
+        return Options.of(**self.options)
 
     @property
     def slug(self) -> str:
@@ -58,10 +64,8 @@ class Cell:
     @property
     def pace(self) -> str:
         """How many tokens a step commits, in words."""
-        for name in ("threshold", "entropy_budget"):
-            if self.options.get(name) is not None:
-                return f"{name.replace('_', ' ')} {self.options[name]:g}"
-        return f"{self.options.get('steps', DEFAULTS.steps)} steps"
+        [(name, value)] = self.decoding.pace.items()
+        return f"{value} steps" if name == "steps" else f"{name.replace('_', ' ')} {value:g}"
 
     def words(self) -> list[str]:
         """What is special about the options, for a slug."""
@@ -116,19 +120,32 @@ def grid(
 ) -> list[Cell]:
     """Every task with every circuit, every combination of ``axes``, and every pace.
 
-    ``paces`` are alternatives (steps, threshold, entropy_budget), not multiplied with each other. ``control`` puts the
-    null circuit beside every trained one, if it was not asked for.
+    ``paces`` are alternatives (steps, threshold, entropy_budget), not multiplied with each other; those that the latent
+    sampler cannot be told are left out where there are others. A cell names its sampler and its pace, even where they
+    are the defaults. ``control`` puts the null circuit beside every trained one, if it was not asked for.
     """
     names = list(dict.fromkeys(circuits))
     if control and NULL not in names and any(name not in CONTROLS for name in names):
         names.append(NULL)
     alternatives = [{name: value} for name, values in paces.items() for value in values] or [{}]
     combinations = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
+    told = [{**combined, **pace} for pace, combined in itertools.product(alternatives, combinations)]
+    told = [options for options in told if not _latent_by_sureness(options)] or told
     found = [
-        Cell(task, circuit, {**combined, **pace}, **common)
-        for task, pace, combined, circuit in itertools.product(tasks, alternatives, combinations, names)
+        Cell(task, circuit, _named(options), **common)
+        for task, options, circuit in itertools.product(tasks, told, names)
     ]
     return list(dict.fromkeys(map(_simplified, found)))
+
+
+def _latent_by_sureness(options: Mapping[str, Any]) -> bool:
+    return options.get("sampler") == "latent" and any(name in options for name in ("threshold", "entropy_budget"))
+
+
+def _named(options: Mapping[str, Any]) -> dict[str, Any]:
+    """With sampler and pace, which have other defaults in other versions."""
+    chosen = Options.of(**options)
+    return {**options, "sampler": chosen.sampler, **chosen.pace}
 
 
 def _simplified(cell: Cell) -> Cell:
