@@ -434,8 +434,8 @@ def test_failed_questions_are_told(visit: Visit) -> None:
 @pytest.mark.parametrize(
     ("visit", "name"),
     [
-        ({"viewport": {"width": 1280, "height": 840}}, "light"),
-        ({"viewport": {"width": 1280, "height": 840}, "color_scheme": "dark"}, "dark"),
+        ({"viewport": {"width": 1280, "height": 860}}, "light"),
+        ({"viewport": {"width": 1280, "height": 860}, "color_scheme": "dark"}, "dark"),
         ({"viewport": {"width": 360, "height": 740}, "has_touch": True, "device_scale_factor": 2}, "phone"),
     ],
     indirect=["visit"],

@@ -18,8 +18,8 @@ from codd.errors import CircuitSteppedAside, InvalidInput
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 ABOUT = (
-    "A small model (27 million parameters) that solves grade-school word problems and, without its chat template, "
-    "continues English prose; it is no assistant. The final answer of a problem stands after ####."
+    "A small model (27 million parameters) for grade-school word problems and, without its chat template, English "
+    "prose; no assistant. The final answer of a problem stands after ####."
 )
 """What to expect of the bundled model; of others nobody knows."""
 
