@@ -17,6 +17,7 @@ from codd.errors import InvalidInput
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 FEW = ("--gen-length", "8", "--steps", "2")
 MASK, EOS = 1, 2
+END = "/help lists the commands; Ctrl-D ends."
 
 
 @pytest.fixture(scope="module")
@@ -200,6 +201,19 @@ def test_on_a_terminal_the_answer_resolves_in_place(bundled):
     assert " network evaluation" in shown
     assert "top_p must be a number of at least 0 and at most 1" in shown
     assert [asked for asked, _ in conversation.exchanges] == ["What is 7 + 8?"]
+
+
+@pytest.mark.parametrize(("arguments", "known"), [((), True), (("--model", "elsewhere"), False)])
+def test_a_greeting_says_what_to_expect_if_that_is_known(bundled, monkeypatch, arguments, known):
+    written = io.StringIO()
+    monkeypatch.setattr(sampling, "load", lambda *given, **named: bundled)
+    monkeypatch.setattr(chat.console, "out", lambda: Console(file=written, width=80))
+    monkeypatch.setattr(chat, "_typed", lambda: iter(()))
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
+    assert main(["chat", *arguments]) == 0
+    greeting = " ".join(written.getvalue().split())
+    assert greeting == (f"{sampling.ABOUT} {END}" if known else END)
 
 
 def test_an_interrupt_stops_the_answer_only(bundled, monkeypatch):

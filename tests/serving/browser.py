@@ -136,7 +136,7 @@ class Visit:
         return self.page
 
     def fill(self, **settings: str) -> None:
-        if {"block_length", "temperature", "threshold", "seed", "chat"} & set(settings):
+        if {"remasking", "block_length", "temperature", "seed", "chat"} & set(settings):
             self.page.locator("#more").evaluate("details => (details.open = true)")
         for name, value in settings.items():
             control = self.page.locator(f"#{name}")

@@ -12,14 +12,16 @@ import pytest
 from browser import Relay, Server, Visit, launched, serving
 
 import codd
+from codd.cli import sampling
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Route
 
 FOLDER = Path(codd.__file__).parent / "serving" / "playground"
 PROMPT = "Tom has 12 apples. He buys 7 more. How many apples does he have now?"
-SHORT = {"prompt": PROMPT, "gen_length": "32", "steps": "4"}
+SHORT = {"prompt": PROMPT, "gen_length": "32", "steps": "4", "sampler": "any_order"}
 SHORTER = {"prompt": PROMPT, "gen_length": "16", "steps": "2"}
+PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True}
 LINK = "#prompt=Ann+has+5+pears.+She+eats+2.&gen_length=16&steps=2&temperature=0.7&seed=11&sampler=latent&chat=on"
 
 
@@ -77,6 +79,28 @@ def test_two_columns_fill_and_say_what_the_server_says(visit: Visit) -> None:
     assert float(figures[1]) > 0
     assert page.locator("#left .figures dd").all_inner_texts()[3] == "0"
     assert "done after 4 network calls" in page.inner_text("#status")
+
+
+def test_begins_with_the_servers_defaults_and_says_what_to_expect(visit: Visit) -> None:
+    requests: list[Any] = []
+    page = visit.open()
+    with urllib.request.urlopen(f"{visit.url}/v1/models") as answer:
+        [card] = json.load(answer)["data"]
+    assert page.inner_text("#about") == card["about"] == sampling.ABOUT
+    for name in ("steps", "threshold", "gen_length", "block_length", "temperature", "seed"):
+        usual = card["defaults"][name]
+        assert page.input_value(f"#{name}") == ""
+        assert page.get_attribute(f"#{name}", "placeholder") == ("none" if usual is None else f"{usual:g}")
+    for name in ("remasking", "sampler"):
+        assert page.input_value(f"#{name}") == card["defaults"][name]
+    assert f"{card['defaults']['gen_length']} masks" in page.inner_text("#pace")
+    page.on("request", lambda request: requests.append(request.post_data_json) if "denoise" in request.url else None)
+    page.click("#run")
+    page.wait_for_selector("#right .cell.fresh")
+    page.click("#stop")
+    page.wait_for_selector("#right .state:has-text('stopped')")
+    said = {"prompt": page.input_value("#prompt"), "remasking": card["defaults"]["remasking"], "stream": True}
+    assert requests == [{**said, "sampler": sampler} for sampler in ("factorized", card["defaults"]["sampler"])]
 
 
 def test_goes_back_and_forth_in_both_columns(visit: Visit) -> None:
@@ -197,6 +221,23 @@ def test_fits_a_phone(visit: Visit) -> None:
     page.wait_for_selector("#panel", state="hidden")
 
 
+@pytest.mark.parametrize("visit", [PHONE], indirect=True)
+def test_the_player_of_a_phone_covers_no_answer(visit: Visit) -> None:
+    page = visit.open()
+    visit.fill(prompt=PROMPT, gen_length="96", steps="3")
+    visit.run()
+    page.locator("#slider").fill("0")  # nothing but masks: longer than any text
+    for name in ("left", "right"):
+        for top in (True, False):
+            page.locator(f"#{name} .text").evaluate("(text, top) => text.scrollIntoView(top)", top)
+            text, player = page.locator(f"#{name} .text").bounding_box(), page.locator("#player").bounding_box()
+            assert text is not None
+            assert player is not None
+            assert player["y"] + player["height"] <= text["y"] or text["y"] + text["height"] <= player["y"]
+            edge = text["y"] if top else text["y"] + text["height"]
+            assert -1 <= edge <= 845
+
+
 def test_can_be_read_in_light_and_dark(visit: Visit) -> None:
     page = visit.open()
     page.emulate_media(color_scheme="dark")
@@ -228,7 +269,7 @@ def test_works_by_keyboard_alone(visit: Visit) -> None:
     assert page.evaluate("document.activeElement.id") == "prompt"
     page.keyboard.press("Control+A")
     page.keyboard.type(PROMPT)
-    for value in ("2", "16"):
+    for value in ("2", "", "16"):  # steps, threshold, length
         page.keyboard.press("Tab")
         page.keyboard.press("Control+A")
         page.keyboard.type(value)
@@ -393,8 +434,8 @@ def test_failed_questions_are_told(visit: Visit) -> None:
 @pytest.mark.parametrize(
     ("visit", "name"),
     [
-        ({"viewport": {"width": 1280, "height": 840}}, "light"),
-        ({"viewport": {"width": 1280, "height": 840}, "color_scheme": "dark"}, "dark"),
+        ({"viewport": {"width": 1280, "height": 860}}, "light"),
+        ({"viewport": {"width": 1280, "height": 860}, "color_scheme": "dark"}, "dark"),
         ({"viewport": {"width": 360, "height": 740}, "has_touch": True, "device_scale_factor": 2}, "phone"),
     ],
     indirect=["visit"],

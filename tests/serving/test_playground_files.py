@@ -159,6 +159,9 @@ def test_a_link_holds_every_setting(evaluate: Evaluate) -> None:
     settings = {name: f"{name} &#=+\n✓ <|mask|>" for name in evaluate("settings.js", "return it.FIRST")}
     assert evaluate("settings.js", "return it.fromHash(it.toHash(given))", settings) == settings
     assert evaluate("settings.js", "return it.fromHash('#steps=3')") is None
+    first = evaluate("settings.js", "return it.FIRST")
+    assert evaluate("settings.js", "return it.fromHash(it.toHash(given))", first) == first
+    assert evaluate("settings.js", "return it.toHash({...it.FIRST, prompt: 'x'})") == "#prompt=x"
 
 
 def test_a_request_leaves_out_what_is_empty(evaluate: Evaluate) -> None:
@@ -169,6 +172,26 @@ def test_a_request_leaves_out_what_is_empty(evaluate: Evaluate) -> None:
     assert body["seed"] == "x"
     assert body["chat"] is False
     assert body["sampler"] == "latent"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, "100 masks; each call writes every token at least 0.95 probable"),
+        (
+            {"temperature": "0", "sampler": "any_order"},
+            "100 masks; each call writes every token at least 0.95 probable",
+        ),
+        ({"temperature": "0.7"}, "100 masks; how many a call fills is left to the server"),
+        ({"sampler": "latent"}, "100 masks; how many a call fills is left to the server"),
+        ({"steps": "20"}, "100 masks in 20 steps: 5 tokens a step"),
+        ({"threshold": "0.9", "gen_length": "8"}, "8 masks; each call writes every token at least 0.9 probable"),
+    ],
+)
+def test_the_pace_in_words(evaluate: Evaluate, settings: dict[str, str], said: str) -> None:
+    defaults = {"gen_length": 100, "steps": None, "threshold": 0.95, "temperature": 0, "sampler": "any_order"}
+    code = "return it.pace({...it.FIRST, ...given[0]}, given[1], '[M]')"
+    assert evaluate("settings.js", code, [settings, defaults]) == said
 
 
 def test_candidates_of_both_lists_are_paired(evaluate: Evaluate) -> None:

@@ -17,7 +17,7 @@ from codd.cli import console
 from codd.errors import CoddError
 
 VERBS = {
-    "demo": "the bundled model with and without a circuit, side by side, in about a minute and without a network",
+    "demo": "what the circuit gains, counted on this machine, in under a minute and without a network",
     "generate": "answer prompts, or continue them",
     "chat": "a conversation in which answers resolve in place",
     "pretrain": "train a backbone from a recipe",

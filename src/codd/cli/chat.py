@@ -26,7 +26,8 @@ HELP = """\
 A conversation with a model. On a terminal its answer resolves in place: masks are blocks, the tokens of the
 latest step are coloured by their probability (green from 90%, yellow from 50%, red below), and a line below
 says how far it is. The conversation goes through the model's chat template; a model without one continues
-the text. What is too long for the model is forgotten, the oldest first.
+the text. What is too long for the model is forgotten, the oldest first. The bundled model solves word
+problems, whose final answer stands after ####, and is no assistant.
 
 Prints each answer. Questions may be piped in, one a line; then the answers alone are printed, without
 control codes, or with --json one object a line. /help lists the commands; Ctrl-C stops an answer,
@@ -63,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
     model = sampling.model_from(args)
     if model.tokenizer is None:
         raise InvalidInput("this checkpoint has no tokenizer, so it cannot converse: codd generate takes ids.")
-    conversation = Conversation(model, chat=can_chat(model.tokenizer) if args.chat is None else args.chat)
+    chat = can_chat(model.tokenizer) if args.chat is None else args.chat
+    conversation = Conversation(model, chat, about=sampling.about(args))
     if args.json or not (sys.stdin.isatty() and sys.stdout.isatty()):
         _piped(conversation, chosen, sys.stdin, as_json=args.json)
     else:
@@ -79,6 +81,8 @@ class Conversation:
     chat: bool
     """Whether it goes through the chat template, or is one text."""
     exchanges: list[tuple[str, str]] = field(default_factory=list)
+    about: str | None = None
+    """What to expect of the model, for those who are new to it."""
 
     def prompt(self, question: str) -> Prompt:
         """All that was said, and the question."""
@@ -177,6 +181,8 @@ def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 
 def talk(conversation: Conversation, chosen: dict[str, Any], lines: Iterable[str], terminal: Console) -> None:
     """On a terminal."""
+    if conversation.about is not None:
+        terminal.print(conversation.about, style="dim")
     terminal.print("/help lists the commands; Ctrl-D ends.", style="dim")
     for line in lines:
         try:

@@ -1,4 +1,4 @@
-"""The bundled model in ``codd demo``: with more and more tokens in a step, alone and multiplied with circuits."""
+"""The bundled model in ``codd demo --more``: more and more tokens in a step, alone and multiplied with circuits."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -64,10 +64,9 @@ def short_problems(tokenizer: Tokenizer, seed: int) -> list[Problem]:
 
 
 def columns(model: Model) -> dict[str, Model]:
-    """The same network alone, with the circuit that must change nothing, and with its own circuit if it has one."""
+    """The same network alone, with the circuit that must change nothing, and with its own."""
     neutral = HMM.neutral(num_states=1, vocab_size=model.backbone.vocab_size).to(device=model.backbone.device)
-    found = {"factorized": replace(model, circuit=None), "null": replace(model, circuit=neutral)}
-    return found if model.circuit is None else {**found, "circuit": model}
+    return {"factorized": replace(model, circuit=None), "null": replace(model, circuit=neutral), "circuit": model}
 
 
 def compare(model: Model, seed: int, *, own: bool = True) -> dict[str, Any]:
@@ -79,13 +78,8 @@ def compare(model: Model, seed: int, *, own: bool = True) -> dict[str, Any]:
         sampling.answer(contender, contender.encode([PASSAGE], chat=False), Options(gen_length=8, steps=1))
     with sampling.bar("the bundled model writes", calls) as advance:
         done = [_attempt(task, contenders, lambda step: advance(1)) for task in todo]
-    runs = [run for task in done for run in task["runs"]]
-    return {
-        "columns": {name: LABELS[name] if own or name != "circuit" else FOREIGN for name in contenders},
-        "tasks": done,
-        "network_evaluations": sum(run["network_evaluations"] for run in runs),
-        "seconds": sum(run["seconds"] for run in runs),
-    }
+    labels = {name: LABELS[name] if own or name != "circuit" else FOREIGN for name in contenders}
+    return {"columns": labels, "tasks": done}
 
 
 def _attempt(task: Task, contenders: dict[str, Model], watch: Callable[[Step], None]) -> dict[str, Any]:
@@ -116,13 +110,11 @@ def sections(results: dict[str, Any]) -> list[Section]:
     """What people are shown: a problem and a passage in full, and how many problems were right."""
     solved = [task for task in results["tasks"] if task["kind"] == "problem"]
     prose = [task for task in results["tasks"] if task["kind"] == "prose"]
-    missing = [] if "circuit" in results["columns"] else ["This checkpoint has no circuit, so its column is missing."]
     first = _texts(
         "A word problem, with 1, 4 and 8 tokens in a step of the network",
         solved[0],
         results["columns"],
         before=[solved[0]["prompt"]],
-        after=missing,
     )
     held = control(results["tasks"])
     rest = [_texts(f"{task['prompt']} ...", task, results["columns"], [_manner(task)], held) for task in prose]
@@ -130,17 +122,18 @@ def sections(results: dict[str, Any]) -> list[Section]:
 
 
 def _texts(
-    title: str, task: dict[str, Any], names: Mapping[str, str], before: Sequence[str], after: Sequence[str]
+    title: str, task: dict[str, Any], names: Mapping[str, str], before: Sequence[str], after: Sequence[str] = ()
 ) -> Section:
     rows = []
     for at_once in dict.fromkeys(run["tokens_per_step"] for run in task["runs"]):
-        cells = [_text(_find(task, at_once, name), task["right"]) for name in names]
+        cells = [written(_find(task, at_once, name), task["right"]) for name in names]
         rows.append([Cell(str(at_once)), *cells])
     header = ["a step", *names.values()]
     return Section(title, before, header, rows, after, prose=True)
 
 
-def _text(run: dict[str, Any], right: int | None) -> Cell:
+def written(run: dict[str, Any], right: int | None) -> Cell:
+    """A text, whether it is right, and what it cost."""
     cost = Cell(f"{run['network_evaluations']} calls, {run['seconds']:.1f} s", "faint")
     text = sampling.printable(run["text"]).strip()
     if right is None:

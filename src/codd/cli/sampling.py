@@ -17,6 +17,11 @@ from codd.decoding.options import DEFAULTS, OPTIONS, PACES, default_in_words
 from codd.errors import CircuitSteppedAside, InvalidInput
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
+ABOUT = (
+    "A small model (27 million parameters) for grade-school word problems and, without its chat template, English "
+    "prose; no assistant. The final answer of a problem stands after ####."
+)
+"""What to expect of the bundled model; of others nobody knows."""
 
 
 def _ids(text: str) -> tuple[int, ...]:
@@ -140,6 +145,11 @@ def model_from(args: argparse.Namespace) -> Model:
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     with console.working(f"loading {args.model or 'the bundled model'}"):
         return load(args.model, circuit_from(args), device=args.device, dtype=dtype)
+
+
+def about(args: argparse.Namespace) -> str | None:
+    """What to expect of the model that was asked for, if that is known."""
+    return ABOUT if args.model is None else None
 
 
 def circuit_from(args: argparse.Namespace) -> str | None:

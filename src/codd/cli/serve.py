@@ -159,6 +159,7 @@ def _settings(args: argparse.Namespace) -> "Settings":
         )
     return Settings(
         name=args.name or _name(args),
+        about=sampling.about(args),
         # More than can ever wait would be told to come again for ever.
         limits=Limits(
             sampling.options_from(args),

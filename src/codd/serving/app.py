@@ -48,6 +48,8 @@ class Settings:
 
     name: str = "codd"
     """The name of the model in the API."""
+    about: str | None = None
+    """What to expect of the model, for people."""
     limits: Limits = field(default_factory=Limits)
     security: Security = field(default_factory=Security)
     timeout: float = 600.0
@@ -231,6 +233,7 @@ class Routes:
             "object": "model",
             "created": self.created,
             "owned_by": "codd",
+            "about": self.settings.about,
             "max_length": self.settings.limits.max_length(model),
             "mask_token": None if tokenizer is None else tokenizer.special_tokens.get("mask_token"),
             "mask_id": model.mask_id,

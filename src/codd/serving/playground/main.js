@@ -196,14 +196,18 @@ async function connect() {
   if (circuit?.modulated) byId("model").title = "The network modulates the circuit.";
   if (!circuit) byId("right-about").textContent = "This server has no circuit: both columns are the network alone.";
   byId("mask").hidden = !model.mask_token;
+  byId("about").hidden = !model.about;
+  byId("about").textContent = model.about ?? "";
+  writeForm(form, readForm(form), model.defaults);
   showPace();
 }
 
 function showPace() {
   const limit = model?.max_length ? `, up to ${model.max_length} tokens with the prompt` : "";
   const settings = readForm(form);
-  byId("pace").textContent = pace(settings, model?.mask_token ?? null) + limit;
-  columns.forEach((column) => column.preview(preview(settings, model?.mask_token ?? null)));
+  const given = /** @type {const} */ ([settings, model?.defaults ?? {}, model?.mask_token ?? null]);
+  byId("pace").textContent = pace(...given) + limit;
+  columns.forEach((column) => column.preview(preview(...given)));
 }
 
 function insertMask() {
@@ -216,7 +220,7 @@ function insertMask() {
 /** @param {import("./settings.js").Example} example */
 function fill({ prompt, changes }) {
   const mask = model?.mask_token ?? "<|mask|>";
-  writeForm(form, { ...FIRST, ...changes, prompt: prompt.replaceAll("{mask}", mask) });
+  writeForm(form, { ...FIRST, ...changes, prompt: prompt.replaceAll("{mask}", mask) }, model?.defaults ?? {});
   showPace();
   go();
 }
@@ -243,8 +247,8 @@ function toggleTheme() {
 /** Whether the address says what to run. */
 function openLink() {
   const linked = fromHash(location.hash);
-  writeForm(form, linked ?? FIRST);
-  byId("more").open = linked !== null && ["block_length", "temperature", "threshold", "seed", "chat"].some((name) => linked[name] !== /** @type {any} */ (FIRST)[name]);
+  writeForm(form, linked ?? FIRST, model?.defaults ?? {});
+  byId("more").open = linked !== null && ["remasking", "block_length", "temperature", "seed", "chat"].some((name) => linked[name] !== "");
   showPace();
   return linked !== null;
 }

@@ -2,33 +2,37 @@
 
 /** @typedef {Record<string, string>} Settings what the fields say, as text; "" where nothing was said */
 
-/** A first visit: short, and in few enough steps that deciding positions by themselves shows. */
+/** A first visit: everything but the prompt is as the server does it where nothing is said. */
 export const FIRST = Object.freeze({
-  prompt: "Lena buys 4 pens for $3 each and a book for $8. How much does she pay?",
-  steps: "8",
-  gen_length: "64",
-  remasking: "low_confidence",
-  sampler: "any_order",
-  block_length: "32",
-  temperature: "0",
+  prompt: "A group of hikers takes 98 ounces of trail mix. They divide it into 7 equal bags. Adam takes one of these bags and eats 7 ounces out of it. How many ounces are left in this bag?",
+  steps: "",
   threshold: "",
-  seed: "0",
+  gen_length: "",
+  sampler: "",
+  remasking: "",
+  block_length: "",
+  temperature: "",
+  seed: "",
   chat: "",
 });
 
-const NUMBERS = ["steps", "gen_length", "block_length", "temperature", "threshold", "seed"];
+const NUMBERS = ["steps", "threshold", "gen_length", "block_length", "temperature", "seed"];
 
 /** @typedef {{title: string, prompt: string, changes?: Settings}} Example `{mask}` stands for the model's mask */
 
 /** @type {Example[]} */
 export const EXAMPLES = [
-  { title: "Pens and a book", prompt: FIRST.prompt },
-  { title: "Apples", prompt: "Tom has 12 apples. He buys 7 more. How many apples does he have now?" },
+  { title: "Trail mix", prompt: FIRST.prompt },
   { title: "Stamps", prompt: "Mia has 84 stamps. She gives half of them to Tom. How many does she keep?" },
+  {
+    title: "In 8 calls",
+    prompt: "Lena buys 4 pens for $3 each and a book for $8. How much does she pay?",
+    changes: { gen_length: "64", steps: "8" },
+  },
   {
     title: "Fill the masks",
     prompt: `Once upon a time there was a${"{mask}".repeat(8)} who lived in${"{mask}".repeat(6)}.`,
-    changes: { gen_length: "0", steps: "2" },
+    changes: { gen_length: "0" },
   },
 ];
 
@@ -44,15 +48,19 @@ export function readForm(form) {
 }
 
 /**
+ * What is empty is left to the server, and shows what it will do.
  * @param {HTMLFormElement} form
  * @param {Settings} settings
+ * @param {Record<string, unknown>} defaults the server's
  */
-export function writeForm(form, settings) {
+export function writeForm(form, settings, defaults) {
   for (const name of Object.keys(FIRST)) {
     const input = field(form, name);
+    const usual = String(defaults[name] ?? "");
     input.value = settings[name] ?? "";
-    // A select that lacks the value (an order of another server) would silently be empty.
-    if (input instanceof HTMLSelectElement && input.selectedIndex < 0) input.value = FIRST[/** @type {keyof typeof FIRST} */ (name)];
+    if (input instanceof HTMLInputElement) input.placeholder = usual || "none";
+    // Also where a link names an order of another server.
+    if (input instanceof HTMLSelectElement && input.selectedIndex < 0) input.value = usual;
   }
 }
 
@@ -67,18 +75,18 @@ export function field(form, name) {
 
 /** @param {Settings} settings */
 export function toHash(settings) {
-  return `#${new URLSearchParams(settings)}`;
+  return `#${new URLSearchParams(Object.entries(settings).filter(([, value]) => value !== ""))}`;
 }
 
 /**
- * What a link says; null if it says no prompt. What it leaves out is as on a first visit.
+ * What a link says; null if it says no prompt. What it leaves out is left to the server.
  * @param {string} hash
  * @returns {Settings|null}
  */
 export function fromHash(hash) {
   const found = new URLSearchParams(hash.replace(/^#/, ""));
   if (!found.get("prompt")) return null;
-  return Object.fromEntries(Object.entries(FIRST).map(([name, first]) => [name, found.get(name) ?? first]));
+  return Object.fromEntries(Object.keys(FIRST).map((name) => [name, found.get(name) ?? ""]));
 }
 
 /**
@@ -88,7 +96,9 @@ export function fromHash(hash) {
  */
 export function toRequest(settings, sampler) {
   /** @type {Record<string, unknown>} */
-  const body = { prompt: settings.prompt, remasking: settings.remasking, sampler };
+  const body = { prompt: settings.prompt };
+  if (settings.remasking) body.remasking = settings.remasking;
+  if (sampler) body.sampler = sampler;
   for (const name of NUMBERS) {
     const text = settings[name].trim();
     // What is no number goes as it is: the server says what is wrong with it, and in which field.
@@ -101,27 +111,49 @@ export function toRequest(settings, sampler) {
 /**
  * What a run would begin with, as far as the page can tell without the tokenizer: texts, and null for each mask.
  * @param {Settings} settings
+ * @param {Record<string, any>} defaults
  * @param {string|null} mask
  * @returns {(string|null)[]}
  */
-export function preview(settings, mask) {
+export function preview(settings, defaults, mask) {
   const parts = mask ? settings.prompt.split(mask) : [settings.prompt];
   const inside = parts.flatMap((part, i) => (i ? [null, part] : [part]));
-  const after = Math.min(Number(settings.gen_length) || 0, 512);
+  const after = Math.min(length(settings, defaults), 512);
   return [...inside, ...(after > 0 && parts.length === 1 ? ["\n"] : []), ...Array(Math.max(0, after)).fill(null)];
 }
 
 /**
  * One line on what the numbers mean together.
  * @param {Settings} settings
+ * @param {Record<string, any>} defaults
  * @param {string|null} mask
  */
-export function pace(settings, mask) {
+export function pace(settings, defaults, mask) {
   const inside = mask ? settings.prompt.split(mask).length - 1 : 0;
-  const masks = inside + (Number(settings.gen_length) || 0);
-  if (settings.threshold.trim()) return `${masks} masks; each call writes every token at least ${settings.threshold} probable`;
-  const steps = Number(settings.steps) || masks;
-  const each = masks / Math.max(1, Math.min(steps, masks));
+  const masks = inside + length(settings, defaults);
+  const { steps, threshold } = settings.steps.trim() || settings.threshold.trim() ? settings : untold(settings, defaults);
+  if (threshold) return `${masks} masks; each call writes every token at least ${threshold} probable`;
+  if (!steps) return `${masks} masks; how many a call fills is left to the server`;
+  const calls = Math.min(Number(steps) || masks, masks);
+  const each = masks / Math.max(1, calls);
   const rounded = Number.isInteger(each) ? `${each}` : each.toFixed(1);
-  return `${masks} masks in ${Math.min(steps, masks)} steps: ${rounded} ${rounded === "1" ? "token" : "tokens"} a step`;
+  return `${masks} masks in ${calls} steps: ${rounded} ${rounded === "1" ? "token" : "tokens"} a step`;
+}
+
+/**
+ * The pace of a run that is told none: the server's, but it may choose another for other samplers and temperatures.
+ * @param {Settings} settings
+ * @param {Record<string, any>} defaults
+ */
+function untold(settings, defaults) {
+  const usual = ["sampler", "temperature"].every((name) => !settings[name].trim() || settings[name] === String(defaults[name]));
+  return usual ? defaults : { steps: "", threshold: "" };
+}
+
+/**
+ * @param {Settings} settings
+ * @param {Record<string, any>} defaults
+ */
+function length(settings, defaults) {
+  return Number(settings.gen_length.trim() || defaults.gen_length) || 0;
 }
