@@ -40,9 +40,10 @@ from numpy.typing import NDArray
 
 import codd
 from codd.cli.sampling import parse_option
+from codd.decoding.options import CIRCUIT_OPTIONS
 from codd.evaluation.provenance import provenance
 from codd.evaluation.report.frontier import reached
-from codd.evaluation.report.ways import ACCURACY, kind, plain, shared
+from codd.evaluation.report.ways import ACCURACY, kind, shared
 from codd.evaluation.statistics import RESAMPLES, paired, share_interval
 from codd.evaluation.tasks.answering import problem_seed
 from codd.evaluation.tasks.cells import NONE, Cell
@@ -117,7 +118,7 @@ def ways_from(text: str, args: argparse.Namespace) -> Iterator[tuple[str, Cell]]
         options = {name: parse_option(name, value) for name, value in chosen}
         words = [value if name == "sampler" else f"{name}={value}" for name, value in chosen]
         cell = Cell("word_problems", circuit, options, seed=args.seed, device=args.device, dtype=args.dtype)
-        yield f"{circuit}:{','.join(words)}", plain(cell)
+        yield f"{circuit}:{','.join(words)}", cell
 
 
 def told(args: argparse.Namespace, cells: Mapping[str, Cell]) -> dict[str, Any]:
@@ -238,8 +239,9 @@ def report(cells: Mapping[str, Cell], found: Answers, how: str) -> str:
 
 
 def ways_table(cells: Mapping[str, Cell], values: Mapping[str, Floats]) -> list[str]:
+    """Means over problems; the cost of a call is also given as a multiple of that of the network alone at one pace."""
     lines = [
-        "| way | right, % (95%) | against the slowest alone, points | calls | CPU s | wall s | CPU ms a call |",
+        "| way | right, % (95%) | against the slowest alone, points | calls | CPU s | wall s | ms a call, CPU / wall |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, cell in cells.items():
@@ -249,9 +251,14 @@ def ways_table(cells: Mapping[str, Cell], values: Mapping[str, Floats]) -> list[
         alone = [other for other in cells if cells[other].circuit == NONE and shared(cells[other]) == shared(cell)]
         slowest = max(alone, key=lambda other: values[other][:, 1].mean(), default=name)
         against = "" if slowest == name else paired(own[:, 0].tolist(), values[slowest][:, 0].tolist())
+        each, over = 1e3 * np.array([cpu, wall]) / calls, ""
+        pace = {option: value for option, value in cell.options.items() if option not in CIRCUIT_OPTIONS}
+        for base in [values[other] for other in alone if cells[other].options == pace and other != name]:
+            cpu_over, wall_over = each / (1e3 * base[:, 2:].mean(0) / base[:, 1].mean())
+            over = f" (x{cpu_over:.2f} / x{wall_over:.2f})"
         lines.append(
             f"| {name} | {100 * right:.1f} ({100 * low:.1f} to {100 * high:.1f}) | {against} | {calls:.1f} | "
-            f"{cpu:.3f} | {wall:.3f} | {1e3 * cpu / calls:.1f} |"
+            f"{cpu:.3f} | {wall:.3f} | {each[0]:.1f} / {each[1]:.1f}{over} |"
         )
     return lines
 

@@ -83,6 +83,14 @@ def test_at_equal_right_answers(made):
     assert "| x2.50 (" in line  # 0.75 seconds over 0.3
 
 
+def test_the_cost_of_a_call_is_compared_with_that_of_the_network_alone_at_the_same_pace(made):
+    ways, found = made
+    lines = seconds.report(ways, found, "here").splitlines()
+    [line] = [line for line in lines if line.startswith("| trained") and line.count("|") == 8]
+    assert line.endswith("| 120.0 / 30.0 (x1.20 / x0.60) |")  # alone at threshold 0.9: 100 and 50 ms
+    assert "| -20.0 (" in line  # points, against 40 steps
+
+
 def test_where_no_pace_alone_is_as_good_or_all_are_better(made):
     ways, found = made
     found["trained:any_order,threshold=0.9"] = answers([True] * 5, 10, 1.0, 1.0)
