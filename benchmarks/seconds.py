@@ -42,8 +42,10 @@ import codd
 from codd.cli.sampling import parse_option
 from codd.decoding.options import CIRCUIT_OPTIONS
 from codd.evaluation.provenance import provenance
+from codd.evaluation.report.figures import Chart, Curve, Panel, write_png
 from codd.evaluation.report.frontier import reached
-from codd.evaluation.report.ways import ACCURACY, kind, shared
+from codd.evaluation.report.parts import look
+from codd.evaluation.report.ways import ACCURACY, kind, named, option, rest, sampler, shared
 from codd.evaluation.statistics import RESAMPLES, paired, share_interval
 from codd.evaluation.tasks.answering import problem_seed
 from codd.evaluation.tasks.cells import NONE, Cell
@@ -93,6 +95,7 @@ def main() -> None:
     parser.add_argument("--busy", type=int, default=0, help="cores that other processes keep busy meanwhile")
     parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing after so many")
     parser.add_argument("--out", type=Path, help="the answers, as JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="right answers against each cost")
     args = parser.parse_args()
     begun = time.time()
     cells = {name: cell for text in args.ways for name, cell in ways_from(text, args)}
@@ -106,7 +109,11 @@ def main() -> None:
                 saved = time.monotonic()
     if args.out:
         write(args, cells, found)
-    print(report(cells, found, f"{machine(args)}, {time.time() - begun:.0f} s"))
+    values = in_common(found)
+    count, how = len(next(iter(values.values()))), f"{machine(args)}, {time.time() - begun:.0f} s"
+    print(report(cells, values, how) if count else "no problem was answered by all ways in this time.")
+    if args.plot and count:
+        write_png(chart(cells, values, f"{count} word problems, {machine(args)}"), args.plot)
 
 
 def ways_from(text: str, args: argparse.Namespace) -> Iterator[tuple[str, Cell]]:
@@ -228,14 +235,16 @@ def kept_busy(cores: int) -> Iterator[None]:
             other.wait()
 
 
-def report(cells: Mapping[str, Cell], found: Answers, how: str) -> str:
-    """Two tables in Markdown, of the problems that all ways have answered."""
-    common = sorted(set.intersection(*(set(answers) for answers in found.values())))
-    if not common:
-        return "no problem was answered by all ways in this time."
-    values = {name: np.array([found[name][number] for number in common], np.float64) for name in cells}
-    lines = [f"{len(common)} problems; {how}.", "", *ways_table(cells, values), "", *equal_table(cells, values)]
-    return "\n".join(lines)
+def in_common(found: Answers) -> dict[str, Floats]:
+    """A row for each problem that all ways have answered."""
+    numbers = sorted(set.intersection(*(set(answers) for answers in found.values())))
+    return {name: np.array([answers[each] for each in numbers], np.float64) for name, answers in found.items()}
+
+
+def report(cells: Mapping[str, Cell], values: Mapping[str, Floats], how: str) -> str:
+    """Two tables in Markdown."""
+    count = len(next(iter(values.values())))
+    return "\n".join([f"{count} problems; {how}.", "", *ways_table(cells, values), "", *equal_table(cells, values)])
 
 
 def ways_table(cells: Mapping[str, Cell], values: Mapping[str, Floats]) -> list[str]:
@@ -294,13 +303,34 @@ def resampled(values: Mapping[str, Floats]) -> dict[str, Floats]:
     return {name: weights @ own for name, own in values.items()}
 
 
-def rules_alone(cells: Mapping[str, Cell], cell: Cell) -> list[list[str]]:
-    """The ways of the network alone that may be compared with a way, those of one kind of pace together."""
-    rules: dict[str, list[str]] = {}
-    for name, other in cells.items():
-        if other.circuit == NONE and shared(other) == shared(cell):
-            rules.setdefault(kind(other), []).append(name)
+def rules_of(cells: Mapping[str, Cell]) -> list[list[str]]:
+    """The ways that differ in the value of their pace only."""
+    rules: dict[tuple[str, ...], list[str]] = {}
+    for name, cell in cells.items():
+        key = (cell.circuit, sampler(cell), kind(cell), json.dumps(rest(cell), sort_keys=True))
+        rules.setdefault(key, []).append(name)
     return list(rules.values())
+
+
+def rules_alone(cells: Mapping[str, Cell], cell: Cell) -> list[list[str]]:
+    """Those of the network alone that may be compared with a way."""
+    return rules_of({n: each for n, each in cells.items() if each.circuit == NONE and shared(each) == shared(cell)})
+
+
+def chart(cells: Mapping[str, Cell], values: Mapping[str, Floats], title: str) -> Chart:
+    """A line for each rule, by each cost."""
+    panels = []
+    for cost, column in COSTS.items():
+        curves = []
+        for number, rule in enumerate(rules_of(cells)):
+            cell = cells[rule[0]]
+            heat = option(cell, "temperature")
+            words = [named(cell.circuit), sampler(cell), f"by {kind(cell)}", f"temperature {heat:g}" if heat else ""]
+            points = sorted((values[name][:, column].mean(), 100 * values[name][:, 0].mean()) for name in rule)
+            xs, ys = zip(*points, strict=True)
+            curves.append(Curve(", ".join(filter(None, words)), xs, ys, look=look(cell.circuit, number)))
+        panels.append(Panel(f"{cost} a problem", ACCURACY.title, curves, ratio_axis=True))
+    return Chart("seconds", title, panels)
 
 
 def need(rule: Sequence[str], means: Mapping[str, Floats], cost: int, draw: int, target: float) -> float:

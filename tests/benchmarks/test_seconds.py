@@ -77,7 +77,7 @@ def test_at_equal_right_answers(made):
     by_threshold = max(rules, key=len)
     assert seconds.need(by_threshold, means, 1, 0, 0.6) == pytest.approx(15)  # halfway between 10 and 20
     assert seconds.need(by_threshold, means, 1, 0, 0.9) == np.inf
-    line = seconds.report(ways, found, "here").splitlines()[-1]
+    line = seconds.report(ways, seconds.in_common(found), "here").splitlines()[-1]
     assert line.startswith("| trained:any_order,threshold=0.9 | 60.0 | x1.50 (")
     assert "| x1.25 (" in line  # 1.5 CPU seconds over 1.2
     assert "| x2.50 (" in line  # 0.75 seconds over 0.3
@@ -85,7 +85,7 @@ def test_at_equal_right_answers(made):
 
 def test_the_cost_of_a_call_is_compared_with_that_of_the_network_alone_at_the_same_pace(made):
     ways, found = made
-    lines = seconds.report(ways, found, "here").splitlines()
+    lines = seconds.report(ways, seconds.in_common(found), "here").splitlines()
     [line] = [line for line in lines if line.startswith("| trained") and line.count("|") == 8]
     assert line.endswith("| 120.0 / 30.0 (x1.20 / x0.60) |")  # alone at threshold 0.9: 100 and 50 ms
     assert "| -20.0 (" in line  # points, against 40 steps
@@ -94,17 +94,27 @@ def test_the_cost_of_a_call_is_compared_with_that_of_the_network_alone_at_the_sa
 def test_where_no_pace_alone_is_as_good_or_all_are_better(made):
     ways, found = made
     found["trained:any_order,threshold=0.9"] = answers([True] * 5, 10, 1.0, 1.0)
-    assert "| 100.0 | not reached alone (" in seconds.report(ways, found, "")
+    assert "| 100.0 | not reached alone (" in seconds.report(ways, seconds.in_common(found), "")
     found["trained:any_order,threshold=0.9"] = answers([False] * 5, 10, 1.0, 1.0)
-    assert "| 0.0 | at most x1.00 (x1.00 to x1.00) |" in seconds.report(ways, found, "")
+    assert "| 0.0 | at most x1.00 (x1.00 to x1.00) |" in seconds.report(ways, seconds.in_common(found), "")
 
 
 def test_only_problems_that_all_ways_have_answered_count(made):
     ways, found = made
     del found["none:steps=40"][4]
-    assert seconds.report(ways, found, "here").startswith("4 problems; here.")
-    found["none:steps=40"] = {}
-    assert "no problem" in seconds.report(ways, found, "here")
+    assert seconds.report(ways, seconds.in_common(found), "here").startswith("4 problems; here.")
+
+
+def test_the_chart_has_a_line_for_each_rule(made):
+    ways, found = made
+    drawn = seconds.chart(ways, seconds.in_common(found), "title").panels
+    assert [panel.x for panel in drawn] == ["calls a problem", "CPU s a problem", "wall s a problem"]
+    lines = {curve.label: (list(curve.xs), list(curve.ys)) for curve in drawn[0].curves}
+    assert lines == {
+        "network alone, by threshold": ([10, 20], [40, 80]),
+        "network alone, by steps": ([40], [80]),
+        "trained circuit, any order, by joint threshold": ([10], [60]),
+    }
 
 
 def test_neighbours_are_busy_and_then_gone(monkeypatch):
