@@ -26,6 +26,10 @@ COMMANDS = {
         "llada --device cpu --layers 1 --width 128 --states 4 --length 40 --blocks 1 --tokens 32 --rounds 1 --warmup 0",
     ],
     "fixed_ids": ["--settings 1 --questions 1 --gen-length 32 --out OUT --compare OUT"],
+    "seconds": [
+        "--problems 2 --batch 2 --ways none:gen_length=2,steps=1 trained:any_order,gen_length=2,threshold=0 "
+        "--out OUT --plot OUT.png"
+    ],
     "rows_cpu": ["--threads 1 --rounds 1 --sizes 2x8 1x4"],
     "backbones": [f"--data DATA --model {BUNDLED} --problems 2 --gen-length 4 --draws 1 --row-length 96 --device cpu"],
     "objectives": [

@@ -22,6 +22,7 @@ def add(
     *,
     correct: list[float] | None = None,
     texts: list[str] | None = None,
+    targets: list[str] | None = None,
     calls: float = 16.0,
     seconds: float = 1.0,
     split: str = "test",
@@ -35,7 +36,7 @@ def add(
         Sample(
             doc_id=i,
             prompt=f"{prompt} {i}",
-            target=str(i),
+            target=targets[i] if targets else str(i),
             text=texts[i] if texts else f"{circuit} says {i}",
             tokens=10,
             calls=int(calls),
@@ -73,6 +74,7 @@ def judge(result: Result, nats: list[float], tokens: list[int], mauve: float | N
     found = {"judge": JUDGE, "nats": nats, "tokens": tokens, "measures": measures}
     if mauve is not None:
         found["mauve"] = {"value": mauve, "ceiling": 0.95, "seed": 0, "reference": "one-a-step"}
+        found["true"] = {"measures": {**measures, "nll": {"value": 2.5}}, "mauve": mauve / 2, "mauve_deviation": 0.01}
     write_json(result.folder / "judged.json", found)
 
 

@@ -94,6 +94,20 @@ def test_scores_by_hand(judge: Judge):
         assert score.bytes == len(text.encode())
 
 
+def test_of_a_long_continuation_only_the_beginning_is_read(judge: Judge):
+    most = 5
+    for prompt, text in zip(PROMPTS, TEXTS, strict=True):
+        [found] = judge.assess([prompt], [text], most=most)
+        encoding = judge.tokenizer.encode(prompt + text)
+        starts = [start for start, _ in encoding.offsets if start >= len(prompt)]
+        cut = text if len(starts) <= most else (prompt + text)[len(prompt) : starts[most]]
+        [whole] = judge.assess([prompt], [cut])
+        assert found.score.tokens == min(most, len(starts))
+        assert found.score[1:] == whole.score[1:]
+        assert found.score.nats == pytest.approx(whole.score.nats, abs=1e-4)
+        assert torch.allclose(found.feature, whole.feature, atol=1e-4)
+
+
 def test_a_score_does_not_depend_on_the_batch(judge: Judge, monkeypatch: pytest.MonkeyPatch):
     together = judge.score(PROMPTS, TEXTS)
     alone = [judge.score([prompt], [text])[0] for prompt, text in zip(PROMPTS, TEXTS, strict=True)]

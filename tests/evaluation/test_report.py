@@ -160,7 +160,10 @@ def test_likelihood_text_and_cost(reader):
     texts = row(reader.tables["books_text"], "trained circuit", "latent", "16 steps")
     assert texts["NLL"] == "2.950|2.850 to 3.050"
     assert texts["Rep-2, %"] == "10.0|9.0 to 11.0"
-    assert texts["MAUVE"] == "0.400|of 0.950"
+    assert texts["MAUVE to one token a step"] == "0.400|of 0.950"
+    assert texts["MAUVE to true text"] == "0.200"
+    true = row(reader.tables["books_text"], "true text")
+    assert (true["NLL"], true["Rep-2, %"], true["MAUVE to true text"]) == ("2.500", "10.0|9.0 to 11.0", "-")
     assert texts["NLL against null"].startswith("-0.500|-0.500 to -0.500|p ")
     assert "SmolLM2-135M-Instruct, Q4_1 (4-bit)" in reader.text
     cost = row(reader.tables["Cost at equal steps"], "any order")
@@ -233,7 +236,7 @@ def test_pictures_have_names_of_their_own(report, tmp_path):
     paths = write_pictures(few, tmp_path / "figures")
     assert len(paths) == len(set(paths)) == len(few.charts) >= 2
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
-    assert len({chart.name for chart in report.charts}) == len(report.charts) == 5
+    assert len({chart.name for chart in report.charts}) == len(report.charts) == 6
 
 
 def test_hostile_text_is_shown_and_does_nothing(tmp_path):

@@ -225,6 +225,15 @@ class _Stored(NamedTuple):
     provenance: Mapping[str, Any]
 
 
+class _TrueText(NamedTuple):
+    """How the texts really go on, before the same judge."""
+
+    measures: Mapping[str, Mapping[str, float | None]]
+    mauve: float | None = None
+    """Of the samples to it."""
+    mauve_deviation: float | None = None
+
+
 class _Judged(NamedTuple):
     """What a judge says, as its file has it."""
 
@@ -233,7 +242,7 @@ class _Judged(NamedTuple):
     tokens: Sequence[int]
     measures: Mapping[str, Mapping[str, float | None]]
     bytes: Sequence[int] = ()
-    true_nll: float | None = None
+    true: _TrueText | None = None
     mauve: Mapping[str, Any] | None = None
 
 

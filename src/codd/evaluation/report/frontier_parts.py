@@ -6,7 +6,7 @@ from codd.evaluation.page import Cell, Section
 from codd.evaluation.report.figures import Chart, Panel
 from codd.evaluation.report.frontier import COSTS, Line, Saving, lines, savings
 from codd.evaluation.report.parts import NOTHING, Part, curve, look
-from codd.evaluation.report.ways import ACCURACY, KINDS, MAUVE, NLL, QUALITIES, Quality, by_task
+from codd.evaluation.report.ways import ACCURACY, KINDS, MAUVE, NLL, QUALITIES, TRUE_MAUVE, Quality, by_task
 from codd.evaluation.runs import Result
 
 MANY = 10
@@ -76,6 +76,7 @@ def _frontier_section(task: str, quality: Quality) -> Section:
     said = {
         NLL.name: ["Lower is better; but a text that repeats itself is also easy to predict, so see Rep-2 and Rep-4."],
         MAUVE.name: ["Distance of two sets of texts; 1 is the same. The ceiling stands in the table of texts."],
+        TRUE_MAUVE.name: ["The same to how the texts really go on."],
     }
     return Section(f"{task}: {quality.word}", said.get(quality.name, []), level=3)
 

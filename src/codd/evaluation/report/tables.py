@@ -8,7 +8,9 @@ from codd.evaluation.report.parts import NOTHING, Part, estimate, number, scaled
 from codd.evaluation.report.ways import (
     ACCURACY,
     MAUVE,
+    TRUE_MAUVE,
     Estimate,
+    Quality,
     by_task,
     measured,
     named,
@@ -29,6 +31,7 @@ TITLES = {
     "distinct_2": "distinct-2, %",
     "diversity": "diversity, %",
 }
+DISTANCES = {MAUVE: "MAUVE to one token a step", TRUE_MAUVE: "MAUVE to true text"}
 TONES = {GAIN: "good", LOSS: "bad"}
 WORDS = {
     GAIN: "survives the control",
@@ -112,9 +115,10 @@ def text_parts(results: Sequence[Result], found: Found) -> list[Part]:
     head = Section(
         "Continued text",
         [
-            f"{meanings}. MAUVE: distance to the model's own samples of one token a step, and below it what a second "
-            "such sample reaches (the ceiling). Intervals are of 95%, by bootstrap over texts; p by exchanging the two "
-            "texts of a prefix by chance."
+            f"{meanings}. MAUVE: distance to the model's own samples of one token a step in the same order, and below "
+            "it what a second such sample reaches (the ceiling); and distance to how the texts really go on, of which "
+            "the last row is. An NLL below that of true text is no virtue. Intervals are of 95%, by bootstrap over "
+            "texts; p by exchanging the two texts of a prefix by chance."
         ],
     )
     return [Part(head), *(Part(_texts(task, own, found)) for task, own in judged.items())]
@@ -122,9 +126,9 @@ def text_parts(results: Sequence[Result], found: Found) -> list[Part]:
 
 def _texts(task: str, results: Sequence[Result], found: Found) -> Section:
     names = varying(result.cell for result in results)
-    with_mauve = any(map(MAUVE.of, results))
+    distances = {quality: title for quality, title in DISTANCES.items() if any(map(quality.of, results))}
     header = ["circuit", "sampler", "pace", *(["settings"] if names else []), *(TITLES[name] for name in MEASURES)]
-    header += ["NLL against null", *(["MAUVE"] if with_mauve else []), "calls", "seconds"]
+    header += ["NLL against null", *distances.values(), "calls", "seconds"]
     rows = []
     for result in results:
         cell, said = result.cell, result.judged or {}
@@ -135,11 +139,15 @@ def _texts(task: str, results: Sequence[Result], found: Found) -> Section:
                 *map(Cell, [*lead, *([settings(cell, names) or "-"] if names else [])]),
                 *(_measure(name, measured(figures.get(name))) for name in MEASURES),
                 difference(found.get(result.folder.name), 3),
-                *([_mauve(result)] if with_mauve else []),
+                *(_mauve(result, quality) for quality in distances),
                 Cell(number(result.calls, 1)),
                 Cell(number(result.seconds, 2)),
             ]
         )
+    true = next((true["measures"] for each in results if (true := (each.judged or {}).get("true"))), None)
+    if true is not None:
+        own = {TITLES[name]: _measure(name, measured(true.get(name))) for name in MEASURES}
+        rows.append([Cell("true text"), *(own.get(title, NOTHING) for title in header[1:])])
     judges = dict.fromkeys(_judge(result) for result in results)
     texts = " or ".join(map(str, sorted({result.problems for result in results})))
     about = f"{texts} texts. Judge: {'; '.join(judges)}."
@@ -158,10 +166,10 @@ def _judge(result: Result) -> str:
     return ": ".join(filter(None, [judge.get("name"), judge.get("description")])) or "not named"
 
 
-def _mauve(result: Result) -> Cell:
-    found, said = MAUVE.of(result), ((result.judged or {}).get("mauve") or {})
+def _mauve(result: Result, quality: Quality) -> Cell:
+    found, said = quality.of(result), ((result.judged or {}).get("mauve") or {})
     if found is None:
         return NOTHING
-    ceiling = said.get("ceiling")
+    ceiling = said.get("ceiling") if quality is MAUVE else None
     below = [] if ceiling is None else [Cell(f"of {number(ceiling)}", "faint")]
     return Cell(number(found.value), below=below)

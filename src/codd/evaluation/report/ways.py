@@ -177,10 +177,15 @@ def _mauve(result: Result) -> Estimate | None:
     return measured((result.judged or {}).get("mauve"))
 
 
+def _true_mauve(result: Result) -> Estimate | None:
+    return measured((result.judged or {}).get("true"))
+
+
 ACCURACY = Quality("accuracy", "accuracy", "right answers (%)", True, _accuracy)
 NLL = Quality("nll", "NLL", "NLL under the judge (nats a token)", False, _nll)
 MAUVE = Quality("mauve", "MAUVE", "MAUVE against one token a step", True, _mauve)
-QUALITIES = (ACCURACY, NLL, MAUVE)
+TRUE_MAUVE = Quality("true-mauve", "MAUVE to true text", "MAUVE against true text", True, _true_mauve)
+QUALITIES = (ACCURACY, NLL, MAUVE, TRUE_MAUVE)
 
 
 def quality_of(results: Sequence[Result]) -> Quality | None:

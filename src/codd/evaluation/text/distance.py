@@ -41,8 +41,9 @@ def distance(p: Float[Tensor, "n d"], q: Float[Tensor, "m d"], seed: int = 0, *,
     if min(len(p), len(q)) < FEWEST and clusters is None:
         raise InvalidInput(f"a distance needs at least {FEWEST} texts on each side, found {len(p)} and {len(q)}.")
     wanted = clusters or round(min(len(p), len(q)) / TEXTS_PER_CLUSTER)
-    points = _reduced(np.concatenate([_rows(p), _rows(q)]))
-    labels = _labels(points, wanted, seed)
+    with _library("threadpoolctl").threadpool_limits(1):  # of so few points: several would only wait for each other
+        points = _reduced(np.concatenate([_rows(p), _rows(q)]))
+        labels = _labels(points, wanted, seed)
     count = int(labels.max()) + 1
     return frontier_area(_histogram(labels[: len(p)], count), _histogram(labels[len(p) :], count))
 
@@ -87,15 +88,28 @@ def _reduced(points: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def _labels(points: NDArray[np.float64], clusters: int, seed: int) -> NDArray[np.int64]:
     """The cluster of each point, by k-means; equal points make no more clusters than they are different."""
+    library = _library("sklearn.cluster")
+    clusters = min(clusters, len(np.unique(points.round(12), axis=0)))
+    found = library.KMeans(clusters, n_init=RESTARTS, max_iter=500, random_state=seed).fit_predict(points)
+    return np.asarray(found, np.int64)
+
+
+def _library(name: str) -> Any:
+    """A module of scikit-learn, or of what it needs."""
     try:
-        library: Any = importlib.import_module("sklearn.cluster")
+        return importlib.import_module(name)
     except ImportError as error:
         raise MissingDependency(
             "the distance of texts needs the package scikit-learn: pip install codd[eval]"
         ) from error
-    clusters = min(clusters, len(np.unique(points.round(12), axis=0)))
-    found = library.KMeans(clusters, n_init=RESTARTS, max_iter=500, random_state=seed).fit_predict(points)
-    return np.asarray(found, np.int64)
+
+
+def average_distance(
+    p: Float[Tensor, "n d"], q: Float[Tensor, "m d"], seeds: Sequence[int] = SEEDS
+) -> tuple[float, float]:
+    """The mean of `distance` over the clusterings' seeds, and the deviation between them."""
+    scores = [distance(p, q, seed) for seed in seeds]
+    return statistics.fmean(scores), statistics.pstdev(scores)
 
 
 @dataclass(frozen=True)
@@ -121,12 +135,6 @@ def compare(
 ) -> Compared:
     """Samples against a reference, beside another sample of the reference against it; all cut to the smallest set."""
     size = min(len(reference), len(again), len(samples))
-    scores = [distance(reference[:size], samples[:size], seed) for seed in seeds]
-    ceilings = [distance(reference[:size], again[:size], seed) for seed in seeds]
-    return Compared(
-        statistics.fmean(scores),
-        statistics.pstdev(scores),
-        statistics.fmean(ceilings),
-        statistics.pstdev(ceilings),
-        size,
-    )
+    score = average_distance(reference[:size], samples[:size], seeds)
+    ceiling = average_distance(reference[:size], again[:size], seeds)
+    return Compared(*score, *ceiling, size)

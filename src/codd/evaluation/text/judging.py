@@ -119,18 +119,24 @@ class Judge:
     device: torch.device
 
     def assess(
-        self, prompts: Sequence[str], continuations: Sequence[str], progress: Progress | None = None
+        self,
+        prompts: Sequence[str],
+        continuations: Sequence[str],
+        progress: Progress | None = None,
+        *,
+        most: int | None = None,
     ) -> list[Assessed]:
         """Of each continuation given its prompt what it costs, and where the whole text is; others do not matter.
 
         Scored are the tokens that begin at or after the end of the prompt. A token that spans the boundary belongs to
         the prompt: its bytes are not counted either. An empty continuation has no tokens and no nats. What the
-        tokenizer itself puts before a text (a beginning mark) is given, what it puts behind one is left out.
+        tokenizer itself puts before a text (a beginning mark) is given, what it puts behind one is left out. Of each
+        continuation at most the first ``most`` tokens are read.
         """
         if len(prompts) != len(continuations):
             raise InvalidInput(f"{len(prompts)} prompts do not go with {len(continuations)} continuations.")
         pairs = zip(prompts, continuations, strict=True)
-        readings = [self._read(prompt, text, f"text {number}") for number, (prompt, text) in enumerate(pairs)]
+        readings = [self._read(prompt, text, f"text {number}", most) for number, (prompt, text) in enumerate(pairs)]
         for number, reading in enumerate(readings):
             if not reading.ids:
                 raise InvalidInput(f"text {number} is empty, and so is its prompt: leave it out.")
@@ -147,16 +153,17 @@ class Judge:
         """Negative log-likelihood of each continuation given its prompt, as `assess` finds it."""
         return [found.score for found in self.assess(prompts, continuations, progress)]
 
-    def _read(self, prompt: str, text: str, where: str) -> _Reading:
+    def _read(self, prompt: str, text: str, where: str, most: int | None) -> _Reading:
         encoding = self.tokenizer.encode(prompt + text, add_special_tokens=True)
         tokens = list(zip(encoding.ids, encoding.offsets, encoding.special_tokens_mask, strict=True))
         begin = next((i for i, (_, _, special) in enumerate(tokens) if not special), len(tokens))
         end = next((i for i in range(len(tokens), begin, -1) if not tokens[i - 1][2]), begin)
+        starts = [start for _, (start, _), _ in tokens[:end]] + [len(prompt + text)]
+        first = next((i for i in range(begin, end) if starts[i] >= len(prompt)), end)
+        end = end if most is None else min(end, first + most)
         if self.max_length is not None and end > self.max_length:
             raise InvalidInput(f"{where} has {end} tokens, but {self.name} reads at most {self.max_length}: cut it.")
-        starts = [start for _, (start, _), _ in tokens[:end]]
-        first = next((i for i in range(begin, end) if starts[i] >= len(prompt)), end)
-        size = len((prompt + text)[starts[first] :].encode()) if first < end else 0
+        size = len((prompt + text)[starts[first] : starts[end]].encode())
         return _Reading(encoding.ids[:end], first, size)
 
     @torch.no_grad()

@@ -1,6 +1,6 @@
-"""Continued texts of a run before a judge: likelihood, repetition, and the distance to one token a step."""
+"""Continued texts of a run before a judge: likelihood, repetition, distances to true text and to one token a step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -10,17 +10,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from codd.decoding.options import DEFAULTS
 from codd.errors import FormatError
 from codd.evaluation.runs import Result, Run, write_json
 from codd.evaluation.tasks.cells import NONE
-from codd.evaluation.text.distance import FEWEST, compare
+from codd.evaluation.text.distance import FEWEST, average_distance, compare
 from codd.evaluation.text.judging import Assessed, Judge, Score
-from codd.evaluation.text.measures import measures
+from codd.evaluation.text.measures import Figure, measures
 from codd.files import brief
 
 Progress = Callable[[int, int], None]
 FEATURES = "features.npy"
 """Of a cell's texts, beside what the judge says of them."""
+MOST = 100
+"""Tokens of a continuation that a judge reads: true texts are longer, and likelihoods and features depend on length."""
 
 
 def to_be_judged(run: Run, judge: str | None = None) -> list[Result]:
@@ -60,10 +63,10 @@ def _judge(result: Result, judge: Judge, known: dict[tuple[str, str], Assessed])
     written = [(sample.prompt, sample.text) for sample in result.samples]
     true = [(sample.prompt, sample.target) for sample in result.samples]
     fresh = [pair for pair in dict.fromkeys([*written, *true]) if pair not in known]
-    found = judge.assess([prompt for prompt, _ in fresh], [text for _, text in fresh])
+    found = judge.assess([prompt for prompt, _ in fresh], [text for _, text in fresh], most=MOST)
     known |= dict(zip(fresh, found, strict=True))
-    scores, truths = ([known[pair].score for pair in pairs] for pairs in (written, true))
-    features = torch.stack([known[pair].feature for pair in written])
+    scores = [known[pair].score for pair in written]
+    features, truth = (torch.stack([known[pair].feature for pair in pairs]) for pairs in (written, true))
     np.save(result.folder / FEATURES, features.numpy().astype(np.float16))
     write_json(
         result.folder / "judged.json",
@@ -72,26 +75,35 @@ def _judge(result: Result, judge: Judge, known: dict[tuple[str, str], Assessed])
             "nats": [score.nats for score in scores],
             "tokens": [score.tokens for score in scores],
             "bytes": [score.bytes for score in scores],
-            "measures": measures(
-                [text.split() for _, text in written],
-                [score.nats for score in scores],
-                [score.tokens for score in scores],
-                [score.bytes for score in scores],
-            ),
-            "true_nll": sum(score.nats for score in truths) / max(1, sum(score.tokens for score in truths)),
+            "measures": _measured(written, known),
+            "true": {"measures": _measured(true, known)} | _to_truth(features, truth),
         },
     )
 
 
+def _measured(pairs: Sequence[tuple[str, str]], known: Mapping[tuple[str, str], Assessed]) -> dict[str, Figure]:
+    """Of as much of each text as the judge read."""
+    nats, tokens, sizes = zip(*(known[pair].score for pair in pairs), strict=True)
+    read = [text.encode()[:size].decode(errors="ignore") for (_, text), size in zip(pairs, sizes, strict=True)]
+    return measures([text.split() for text in read], nats, tokens, sizes)
+
+
+def _to_truth(features: Float[Tensor, "n d"], truth: Float[Tensor, "n d"]) -> dict[str, Any]:
+    """Nothing of too few texts."""
+    if len(truth) < FEWEST:
+        return {}
+    mauve, deviation = average_distance(truth, features)
+    return {"mauve": mauve, "mauve_deviation": deviation}
+
+
 def _groups(results: Sequence[Result]) -> list[list[Result]]:
-    """What may be compared: one task, one split, one temperature, by one judge."""
+    """What may be compared: one task, one split, one temperature and order, by one judge."""
     found: dict[tuple[Any, ...], list[Result]] = {}
     for result in results:
         cell = result.cell
+        how = (cell.options.get("temperature"), cell.options.get("remasking", DEFAULTS.remasking))
         judge = (result.judged or {}).get("judge", {}).get("name")
-        found.setdefault((cell.task, cell.split, cell.options.get("temperature"), result.problems, judge), []).append(
-            result
-        )
+        found.setdefault((cell.task, cell.split, *how, result.problems, judge), []).append(result)
     return list(found.values())
 
 
