@@ -15,6 +15,7 @@ would wait for the device: both directions run again, in one launch where they f
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from codd.circuits import inference
 from codd.circuits.evidence import Evidence, Kind, log_softmax, tempered
+from codd.circuits.ops import native
 from codd.circuits.ops.backend import EAGER, REFERENCE, backend_for, use
 from codd.circuits.ops.chain import eager as chain_eager
 from codd.circuits.ops.draw.eager import Marginals, Proposals
@@ -126,8 +128,8 @@ class IncrementalConditioner:
         self._ahead, self._behind = 0, length - 1  # forward messages are right up to here, backward ones from here
         self._places = _Places(self._open() if self._host else slice(None), batch)
         self.candidates = None if candidates is None else _heaviest(ev, candidates)
-        if self.candidates is not None:
-            self._columns, self._weights = self._prepare(self.candidates, self._totals)
+        if not self._host and self.candidates is not None:
+            _ = self._prepared  # now, not in a graph that is captured later
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -177,7 +179,9 @@ class IncrementalConditioner:
             scale = None if self._latent is None else self._latent.log_scale
             state = (self._leaf, self._tokens, self._observed)
             log_p = self._candidate_marginals(open_)
-            picked = self._backend.pick(log_p, candidates, open_, rule, given, self._columns, scale, *state, threshold)
+            picked = self._backend.pick(
+                log_p, candidates, open_, rule, given, self._prepared[0], scale, *state, threshold
+            )
             self._log_partition = self._both = None
             return picked
         choice = pick_eager.choose(self.log_marginals(), open_, rule, given, candidates is not None, threshold)
@@ -187,6 +191,44 @@ class IncrementalConditioner:
         self._observe(choice.positions, tokens, choice.keep)
         pick_eager.close(open_, choice.positions, choice.keep)
         return Picked(choice.positions, tokens, choice.probabilities.float(), choice.sure, choice.keep)
+
+    @torch.no_grad()
+    def picks(
+        self,
+        rule: str,
+        open_: Bool[Tensor, " L"],
+        given: Float[Tensor, " L"] | None,
+        count: int,
+        threshold: float | None = None,
+    ) -> tuple[Int[Tensor, " R"], Int[Tensor, " R"], Float[Tensor, " R"]] | None:
+        """What `pick` would commit in one sequence, before anything is: positions, tokens, probabilities. Commits nothing.
+
+        ``count`` picks at most; after the first one, none below the threshold. All of it runs in C, on a CPU; None where
+        it cannot, or where the candidates or float32 do not suffice: then `pick` does it step by step.
+        """
+        ev, emission, steps = self._given, self._hmm.emission, self._steps
+        one_table = not (steps.low_rank or steps.stepwise or emission.per_position)
+        dense = ev.potentials is not None and ev.sparse is None and len(ev.kind) == 1
+        if self.candidates is None or not (self._host and one_table and dense) or bool(self._faint.any()):
+            return None
+        everywhere = _Places(slice(None), 1)
+        weights = (self._log_weights_of(self.candidates, everywhere) + self._offset(everywhere))[0].exp()
+        latent = None if self._latent is None else self._latent.values[0]
+        return native.pick(
+            steps.linear[0] if steps.narrowed is None else steps.narrowed,
+            self._hmm.log_initial.detach().softmax(-1),
+            emission.columns,
+            latent,
+            self._leaf.values[0],
+            self.candidates[0],
+            weights,
+            open_,
+            RULES.index(rule),
+            given,
+            min(count, int(open_.sum())),
+            0.0 if threshold is None else threshold,
+            pick_eager.ROUNDING,
+        )
 
     @property
     def proposes(self) -> bool:
@@ -262,7 +304,8 @@ class IncrementalConditioner:
             return self._candidate_marginals(None)
         cavity, possible = self._cavity(places)
         # The states last in both: read as it lies, this product is several times faster than the other way round.
-        log_p = (cavity[:, :, None] @ self._columns.mT)[:, :, 0].log_().add_(self._weights)
+        columns, weights = self._prepared
+        log_p = (cavity[:, :, None] @ columns.mT)[:, :, 0].log_().add_(weights)
         out = torch.where(candidates == self._tokens[..., None], 0.0, -torch.inf).to(self._hmm.dtype)
         hidden = ~places.take(self._observed)[..., None]
         out[:, places.index] = torch.where(hidden, log_p, places.take(out))
@@ -273,7 +316,7 @@ class IncrementalConditioner:
         """The same on a device; anything in sequences with no position in ``open_``."""
         forward, backward = self._messages(open_)
         messages = (forward.values, backward.values, self._leaf.values)
-        cached = (self._columns, self._weights, self.candidates)
+        cached = (*self._prepared, self.candidates)
         return self._backend.candidate_marginals(*messages, *cached, self._tokens, self._observed, open_)
 
     def _dense_marginals(
@@ -363,18 +406,18 @@ class IncrementalConditioner:
             leaf = Scaled(leaf.values.contiguous(), leaf.log_scale.contiguous())
         return leaf, doubt, totals
 
-    def _prepare(
-        self, candidates: Int[Tensor, "B L K"], totals: Float[Tensor, "2 B L"] | None
-    ) -> tuple[Float[Tensor, "B R K N"], Float[Tensor, "B R K"]]:
+    @cached_property
+    def _prepared(self) -> tuple[Float[Tensor, "B R K N"], Float[Tensor, "B R K"]]:
         """Columns of the candidates times latent potentials, and log-weights with the scales that belong to them."""
+        assert self.candidates is not None
         hmm, places, scale = self._hmm, self._places, self._leaf.log_scale
-        if totals is not None and self._backend.prepare is not None:
-            return self._backend.prepare(hmm.emission, self._given, candidates, scale, totals, self._latent)
-        ids = places.take(candidates)
+        if self._totals is not None and self._backend.prepare is not None:
+            return self._backend.prepare(hmm.emission, self._given, self.candidates, scale, self._totals, self._latent)
+        ids = places.take(self.candidates)
         columns = _columns(hmm.emission, ids, places.index)
         if self._latent is not None:
             columns *= places.take(self._latent.values)[:, :, None]
-        return columns, self._log_weights_of(ids) + self._offset(places)
+        return columns, self._log_weights_of(ids, places) + self._offset(places)
 
     # Messages.
 
@@ -478,9 +521,9 @@ class IncrementalConditioner:
         x = places.take(ev.potentials)  # type: ignore[arg-type]  # the caller looked
         return log_softmax(tempered(x, ev.heat(dtype), dtype)) if ev.normalised else x.to(dtype)
 
-    def _log_weights_of(self, ids: Int[Tensor, "B R K"]) -> Float[Tensor, "B R K"]:
-        """The same for some tokens at the places of the candidates."""
-        ev, places, dtype = self._given, self._places, self._hmm.dtype
+    def _log_weights_of(self, ids: Int[Tensor, "B R K"], places: _Places) -> Float[Tensor, "B R K"]:
+        """The same for some tokens of each place."""
+        ev, dtype = self._given, self._hmm.dtype
         kind = places.take(ev.kind)[..., None]
         out = torch.where(kind == Kind.DENSE, self._dense_log_weights(places).gather(-1, ids), 0)
         if ev.sparse is not None:

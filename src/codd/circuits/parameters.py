@@ -7,8 +7,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from codd.circuits.ops import native
 from codd.errors import InvalidCircuit
 
+WIDEST = 256
+"""Up to so many states the matrix fits the cache of a core in float32."""
 _TOLERANCE, _COMPACT_TOLERANCE = 1e-4, 4e-3
 """How far a row's sum may be from one; float32 rows of 150,000 entries, or rows rounded to bfloat16, stay inside."""
 
@@ -72,6 +75,11 @@ class Emission:
         """Probabilities with the states contiguous: an observed or listed token is then one row."""
         full = self.linear.float() if self.compact else self.linear
         return full.transpose(-1, -2).contiguous()
+
+    @cached_property
+    def panels(self) -> Float[Tensor, "P V 32"] | None:
+        """The columns as the loops in C read them; None if there is nothing to be gained by that."""
+        return None if self.per_position else native.in_panels(self.columns)
 
     @cached_property
     def row_max(self) -> Float[Tensor, "*L N"]:
@@ -194,6 +202,11 @@ class Transition:
         for factor in self.linear[1:]:
             out = out @ factor
         return out.contiguous()
+
+    @cached_property
+    def narrowed(self) -> Int[Tensor, "N N"] | None:
+        """The one dense matrix in 16 bits, which the cache of a core holds for more states; None if it cannot be."""
+        return native.narrowed(self.linear[0]) if self.linear[0].shape[-1] > WIDEST else None
 
     @cached_property
     def dense_transposed(self) -> Float[Tensor, "*steps N N"]:

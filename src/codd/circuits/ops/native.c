@@ -1,4 +1,4 @@
-/* The two sequential loops of the engine on a CPU, for float32 and one dense matrix.
+/* The loops of the engine on a CPU, for float32 and one dense matrix.
  * Compiled on first use by native.py; NumPy does the same where there is no compiler. */
 #include <stdint.h>
 
@@ -131,4 +131,260 @@ int64_t codd_path(const float *matrix, const float *first, const float *target, 
             }
         }
     return weak;
+}
+
+/* Rows times a matrix that lies in panels of 32 columns, (n / 32, depth, 32), each of which is read from its beginning to
+ * its end. Some rows and a piece of a panel at a time: the sums stay in registers, the piece in the nearest cache. What
+ * a row gets does not depend on the others, to the bit. `out` is all zeros at first. */
+#ifdef __AVX512F__
+#define ROWS 8
+#else
+#define ROWS 2 /* of two registers each, of 16 */
+#endif
+#define PIECE 256
+void codd_panels(const float *panels, const float *rows, float *out, int64_t count, int64_t depth, int64_t n) {
+    float unused[2 * LANES] = {0};
+    for (int64_t j = 0; j < n; j += 2 * LANES)
+        for (int64_t begin = 0; begin < depth; begin += PIECE)
+            for (int64_t first = 0; first < count; first += ROWS) {
+                const float *panel = panels + j * depth, *from[ROWS];
+                const int64_t end = begin + PIECE < depth ? begin + PIECE : depth;
+                float *to[ROWS];
+                for (int r = 0; r < ROWS; r++) {
+                    const int64_t row = first + r < count ? first + r : count - 1;
+                    from[r] = rows + row * depth, to[r] = first + r < count ? out + row * n + j : unused;
+                }
+                vec left[ROWS] = {{0}}, right[ROWS] = {{0}};
+                for (int64_t i = begin; i < end; i++) {
+                    const vec a = *(const vec *)(panel + i * 2 * LANES);
+                    const vec b = *(const vec *)(panel + i * 2 * LANES + LANES);
+                    _Pragma("GCC unroll 8") for (int r = 0; r < ROWS; r++) {
+                        left[r] += from[r][i] * a;
+                        right[r] += from[r][i] * b;
+                    }
+                }
+                _Pragma("GCC unroll 8") for (int r = 0; r < ROWS; r++) {
+                    *(vec *)to[r] += left[r];
+                    *(vec *)(to[r] + LANES) += right[r];
+                }
+            }
+}
+
+/* Positive numbers in 16 bits: 6 of exponent and 10 of mantissa, from 2^-63 to 2, within one part in 4096. The matrix
+ * then fits the cache of a core for more states; `compact` says whether it is kept like that, or as floats. */
+typedef uint16_t narrow __attribute__((vector_size(2 * LANES), aligned(2)));
+typedef uint32_t wide __attribute__((vector_size(4 * LANES)));
+#define HIGH_BITS 0x20000000u
+
+static inline vec load(const void *matrix, int64_t at, int compact) {
+    if (!compact) return *(const vec *)((const float *)matrix + at);
+    return (vec)((__builtin_convertvector(*(const narrow *)((const uint16_t *)matrix + at), wide) << 13) | HIGH_BITS);
+}
+
+static inline float load_one(const void *matrix, int64_t at, int compact) {
+    if (!compact) return ((const float *)matrix)[at];
+    union { uint32_t bits; float value; } one = {((uint32_t)((const uint16_t *)matrix)[at] << 13) | HIGH_BITS};
+    return one.value;
+}
+
+static inline float sum_of(vec x) {
+    float sum = 0;
+    for (int l = 0; l < LANES; l++) sum += x[l];
+    return sum;
+}
+
+static float dot(const float *a, const float *b, int64_t n) {
+    vec even = {0}, odd = {0};
+    int64_t j = 0;
+    for (; j + 2 * LANES <= n; j += 2 * LANES) {
+        even += *(const vec *)(a + j) * *(const vec *)(b + j);
+        odd += *(const vec *)(a + j + LANES) * *(const vec *)(b + j + LANES);
+    }
+    float sum = sum_of(even + odd);
+    for (; j < n; j++) sum += a[j] * b[j];
+    return sum;
+}
+
+/* One step of both directions, for which the matrix is read once: to = from times matrix, before = matrix times after.
+ * Either pair may be missing. Four rows of the matrix at a time. */
+#define AT_ONCE 4
+static inline __attribute__((always_inline)) void both_ways(const void *matrix, const float *from, float *to,
+                                                            const float *after, float *before, int64_t n, int compact) {
+    if (to) for (int64_t j = 0; j < n; j++) to[j] = 0;
+    for (int64_t i = 0; i < n; i += AT_ONCE) {
+        const int rows = n - i < AT_ONCE ? (int)(n - i) : AT_ONCE;
+        vec sums[AT_ONCE] = {{0}};
+        int64_t j = 0;
+        if (rows == AT_ONCE) {
+            for (; j + LANES <= n; j += LANES) {
+                vec row[AT_ONCE];
+                _Pragma("GCC unroll 4") for (int r = 0; r < AT_ONCE; r++) row[r] = load(matrix, (i + r) * n + j, compact);
+                if (to) {
+                    vec sum = *(vec *)(to + j);
+                    _Pragma("GCC unroll 4") for (int r = 0; r < AT_ONCE; r++) sum += from[i + r] * row[r];
+                    *(vec *)(to + j) = sum;
+                }
+                if (before) {
+                    const vec next = *(const vec *)(after + j);
+                    _Pragma("GCC unroll 4") for (int r = 0; r < AT_ONCE; r++) sums[r] += next * row[r];
+                }
+            }
+        }
+        for (int r = 0; r < rows; r++) {
+            float sum = sum_of(sums[r]);
+            for (int64_t k = j; k < n; k++) {
+                const float entry = load_one(matrix, (i + r) * n + k, compact);
+                if (to) to[k] += from[i + r] * entry;
+                if (before) sum += entry * after[k];
+            }
+            if (before) before[i + r] = sum;
+        }
+    }
+}
+
+static void step(const void *matrix, const float *from, float *to, const float *after, float *before, int64_t n,
+                 int compact) {
+    if (compact && to && before) both_ways(matrix, from, to, after, before, n, 1);
+    else if (compact && to) both_ways(matrix, from, to, 0, 0, n, 1);
+    else if (compact) both_ways(matrix, 0, 0, after, before, n, 1);
+    else if (to && before) both_ways(matrix, from, to, after, before, n, 0);
+    else if (to) both_ways(matrix, from, to, 0, 0, n, 0);
+    else both_ways(matrix, 0, 0, after, before, n, 0);
+}
+
+/* Divide by the largest entry, and return it. */
+static float to_one(float *row, int64_t n) {
+    float top = 0;
+    for (int64_t i = 0; i < n; i++) top = row[i] > top ? row[i] : top;
+    const float factor = top > 0 ? 1 / top : 0;
+    for (int64_t i = 0; i < n; i++) row[i] *= factor;
+    return top;
+}
+
+/* A window, of `length` positions, n states and k candidates a position, the heaviest first. */
+typedef struct {
+    const void *matrix;     /* (n, n), from the state of a row to that of a column */
+    const float *columns;   /* (vocabulary, n): the probability of a token in each state */
+    const float *latent;    /* (length, n): weights of the states, or nothing */
+    float *leaf;            /* (length, n) */
+    float *forward;         /* (length, n), of which the first is known */
+    float *backward;        /* (length, n), of which the last is known */
+    float *work;            /* 2 n */
+    const int64_t *candidates; /* (length, k) */
+    float *weights;         /* (length, k): p = weight * sum(cavity latent column) / sum(cavity leaf) */
+    uint8_t *open;          /* (length,): may be picked; closed as they are */
+    const float *given;     /* (length,): for the rule GIVEN, the largest comes first */
+    int64_t length, n, k, compact, rule;
+} window;
+
+enum { LOW_CONFIDENCE, MARGIN, GIVEN };
+enum { UNSETTLED = -1, FAINT = -2 };
+
+/* Messages forward after position `ahead` up to `high`, and backward before position `behind` down to `low`. */
+static int propagate(const window *w, int64_t ahead, int64_t high, int64_t behind, int64_t low) {
+    const int64_t n = w->n;
+    float *from = w->work, *after = w->work + n;
+    while (ahead < high || behind > low) {
+        const int on = ahead < high, back = behind > low;
+        float *to = on ? w->forward + (ahead + 1) * n : 0, *before = back ? w->backward + (behind - 1) * n : 0;
+        for (int64_t i = 0; on && i < n; i++) from[i] = w->forward[ahead * n + i] * w->leaf[ahead * n + i];
+        for (int64_t i = 0; back && i < n; i++) after[i] = w->backward[behind * n + i] * w->leaf[behind * n + i];
+        step(w->matrix, from, to, after, before, n, (int)w->compact);
+        if (on && !(to_one(to, n) > 0)) return FAINT;
+        if (back && !(to_one(before, n) > 0)) return FAINT;
+        ahead += on;
+        behind -= back;
+    }
+    return 0;
+}
+
+/* What is known of a position's distribution from its first candidates. */
+typedef struct {
+    float best, second, sum;
+    int64_t number, seen;
+} belief;
+
+/* Look at more candidates of position t, up to `upto`. */
+static int look(const window *w, int64_t t, int64_t upto, belief *b, float faint) {
+    const int64_t n = w->n;
+    const float *f = w->forward + t * n, *g = w->backward + t * n, *leaf = w->leaf + t * n;
+    float *cavity = w->work;
+    for (int64_t i = 0; i < n; i++) cavity[i] = f[i] * g[i];
+    const float total = dot(cavity, leaf, n);
+    if (!(total >= faint)) return FAINT;
+    for (int64_t i = 0; w->latent && i < n; i++) cavity[i] *= w->latent[t * n + i];
+    for (; b->seen < upto; b->seen++) {
+        const int64_t at = t * w->k + b->seen;
+        const float p = w->weights[at] * dot(cavity, w->columns + w->candidates[at] * n, n) / total;
+        if (p > b->best) b->second = b->best, b->best = p, b->number = b->seen;
+        else if (p > b->second) b->second = p;
+        b->sum += p;
+    }
+    return 0;
+}
+
+/* The open position that comes first, with as few candidates as settle it: no token that was not looked at may be
+ * better than what comes first. UNSETTLED if all candidates do not suffice. */
+static int64_t surest(const window *w, belief *beliefs, int64_t few, float rounding, float faint) {
+    for (int64_t t = 0; t < w->length; t++) beliefs[t] = (belief){0};
+    for (int64_t t = 0; t < w->length; t++)
+        if (w->open[t] && look(w, t, few < w->k ? few : w->k, beliefs + t, faint)) return FAINT;
+    for (;;) {
+        int64_t first = -1;
+        float most = 0;
+        for (int64_t t = 0; t < w->length; t++) {
+            if (!w->open[t]) continue;
+            const belief *b = beliefs + t;
+            const float order = w->rule == GIVEN ? w->given[t] : w->rule == MARGIN ? b->best - b->second : b->best;
+            if (first < 0 || order > most) first = t, most = order;
+        }
+        int more = 0;
+        for (int64_t t = 0; first >= 0 && t < w->length; t++) {
+            if (!w->open[t] || (w->rule == GIVEN && t != first)) continue;
+            belief *b = beliefs + t;
+            float rest = 1 - rounding - b->sum;
+            rest = rest > 0 ? rest : 0;
+            const int lead = w->rule == MARGIN && rest > b->second; /* the lead itself is not certain */
+            const float possible = w->rule == MARGIN ? (lead ? (rest > b->best ? rest : b->best) : most) : rest;
+            const int settled = t == first ? rest <= (w->rule == MARGIN ? b->second : b->best) : possible <= most;
+            if (settled) continue;
+            if (b->seen == w->k) return UNSETTLED;
+            if (look(w, t, 2 * b->seen < w->k ? 2 * b->seen : w->k, b, faint)) return FAINT;
+            more = 1;
+        }
+        if (!more) return first;
+    }
+}
+
+/* Pick positions and their most probable tokens one after the other, each given those before it: `count` of them, or
+ * while a probability reaches the threshold, and in any case one. Returns how many; negative where floats do not
+ * suffice (a sum below `faint`) or the candidates do not. */
+int64_t codd_pick(window *w, belief *beliefs, int64_t count, float threshold, int64_t few, float rounding, float faint,
+                  int64_t *positions, int64_t *tokens, float *probabilities) {
+    const int64_t n = w->n, last = w->length - 1;
+    int64_t low = last + 1, high = -1, picked = 0;
+    for (int64_t t = 0; t <= last; t++) {
+        if (w->open[t]) low = low > last ? t : low, high = t;
+        const float top = to_one(w->leaf + t * n, n);
+        if (!(top >= faint)) return FAINT;
+        for (int64_t c = 0; c < w->k; c++) w->weights[t * w->k + c] /= top;
+    }
+    if (propagate(w, 0, high, last, low)) return FAINT;
+    while (picked < count && high >= low) {
+        const int64_t t = surest(w, beliefs, few, rounding, faint);
+        if (t < 0) return t;
+        const belief *b = beliefs + t;
+        if (picked && b->best < threshold) break;
+        positions[picked] = t;
+        tokens[picked] = w->candidates[t * w->k + b->number];
+        probabilities[picked++] = b->best;
+        const float *column = w->columns + tokens[picked - 1] * n;
+        for (int64_t i = 0; i < n; i++) w->leaf[t * n + i] = w->latent ? column[i] * w->latent[t * n + i] : column[i];
+        if (!(to_one(w->leaf + t * n, n) > 0)) return FAINT;
+        w->open[t] = 0;
+        while (low <= high && !w->open[low]) low++;
+        while (high >= low && !w->open[high]) high--;
+        if (picked < count && high >= low && propagate(w, t, high, t, low)) return FAINT;
+    }
+    return picked;
 }

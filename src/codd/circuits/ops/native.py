@@ -20,13 +20,23 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 _log = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_name("native.c")
 _FLAGS = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ())
 _SIZE, _REAL, _DATA = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+_SMALLEST = 2.0**-62
+"""The smallest number that 16 bits hold as `narrowed` makes them."""
+PANEL = 32
+"""Columns of a panel."""
+MAX_ROWS = 64
+"""Rows up to which `product` is worth its while."""
+FEW = 4
+"""Candidates of a position that are looked at before more of them are."""
+FAINT = 1e-10
+"""A sum of weights, each with its largest at one, from which on what float32 lost is less than it rounds off."""
 MAX_PRODUCT = 2**23
 """Multiplications a step up to which one core in C beats a threaded matrix product."""
 
@@ -130,6 +140,10 @@ def _declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
     loaded.codd_run_passes.restype = None
     loaded.codd_path.argtypes = [_DATA] * 6 + [_SIZE] * 4 + [_REAL]
     loaded.codd_path.restype = _SIZE
+    loaded.codd_panels.argtypes = [_DATA] * 3 + [_SIZE] * 3
+    loaded.codd_panels.restype = None
+    loaded.codd_pick.argtypes = [_DATA] * 2 + [_SIZE, _REAL, _SIZE, _REAL, _REAL] + [_DATA] * 3
+    loaded.codd_pick.restype = _SIZE
     return loaded
 
 
@@ -212,3 +226,79 @@ def path(
     pointers = (x.data_ptr() for x in (matrix, first, target, limits, out, work))
     weak = loaded.codd_path(*pointers, length, samples, batch, len(first), faint)
     return None if weak else out
+
+
+def in_panels(matrix: Float[Tensor, "K N"]) -> Float[Tensor, "P K 32"] | None:
+    """A matrix as `product` reads it; None if unsupported (the caller multiplies with PyTorch)."""
+    depth, width = matrix.shape
+    fits = matrix.dtype == torch.float32 and matrix.device.type == "cpu" and width % PANEL == 0
+    if not fits or library() is None:
+        return None
+    return matrix.reshape(depth, width // PANEL, PANEL).transpose(0, 1).contiguous()
+
+
+def product(rows: Float[Tensor, "R K"], panels: Float[Tensor, "P K 32"]) -> Float[Tensor, "R N"]:
+    """A few rows times a matrix in panels, on one core: with few rows PyTorch spends its time on packing the matrix."""
+    loaded = library()
+    assert loaded is not None  # else there would be no panels
+    rows = rows.contiguous()
+    (count, depth), width = rows.shape, len(panels) * PANEL
+    out = torch.zeros(count, width)
+    loaded.codd_panels(panels.data_ptr(), rows.data_ptr(), out.data_ptr(), count, depth, width)
+    return out
+
+
+class _Window(ctypes.Structure):
+    """``window`` of native.c."""
+
+    _pointers = ("matrix", "columns", "latent", "leaf", "forward", "backward", "work", "candidates", "weights")
+    _fields_ = (
+        *((name, _DATA) for name in (*_pointers, "open", "given")),
+        *((name, _SIZE) for name in ("length", "n", "k", "compact", "rule")),
+    )
+
+
+def narrowed(matrix: Float[Tensor, "N N"]) -> Int[Tensor, "N N"] | None:
+    """Probabilities in 16 bits, each within one part in 4096; None if some are too small for that."""
+    if bool((matrix < _SMALLEST).any()) or bool((matrix > 1).any()):
+        return None
+    return ((matrix.contiguous().view(torch.int32) + 2**12) >> 13).to(torch.int16)  # the low half: 6 and 10 bits
+
+
+def pick(
+    matrix: Float[Tensor, "N N"] | Int[Tensor, "N N"],
+    initial: Float[Tensor, " N"],
+    columns: Float[Tensor, "V N"],
+    latent: Float[Tensor, "L N"] | None,
+    leaf: Float[Tensor, "L N"],
+    candidates: Int[Tensor, "L K"],
+    weights: Float[Tensor, "L K"],
+    open_: Bool[Tensor, " L"],
+    rule: int,
+    given: Float[Tensor, " L"] | None,
+    count: int,
+    threshold: float,
+    rounding: float,
+) -> tuple[Int[Tensor, " R"], Int[Tensor, " R"], Float[Tensor, " R"]] | None:
+    """Positions, tokens and probabilities, each given those before it; see ``codd_pick``. Changes nothing.
+
+    None where there is no library, float32 does not suffice, or the candidates do not.
+    """
+    loaded = library()
+    if loaded is None:
+        return None
+    (length, states), width = leaf.shape, candidates.shape[-1]
+    room = torch.empty(2 * length + 2, states)
+    room[0], room[2 * length - 1] = initial, 1
+    forward, backward, work = room[:length], room[length : 2 * length], room[2 * length :]
+    copied = (leaf.clone(memory_format=torch.contiguous_format), weights.clone(), open_.clone())
+    kept = (matrix, columns, latent, copied[0], forward, backward, work, candidates.contiguous(), *copied[1:], given)
+    pointers = (None if x is None else x.data_ptr() for x in kept)
+    window = _Window(*pointers, length, states, width, matrix.dtype == torch.int16, rule)
+    beliefs = torch.empty(length, 4, dtype=torch.int64)  # 12 bytes and two numbers each
+    positions, tokens = torch.empty(2, max(count, 1), dtype=torch.int64)
+    found = torch.empty(max(count, 1))
+    limits = (count, threshold, FEW, rounding, FAINT)
+    results = (positions.data_ptr(), tokens.data_ptr(), found.data_ptr())
+    done = loaded.codd_pick(ctypes.byref(window), beliefs.data_ptr(), *limits, *results)
+    return None if done < 0 else (positions[:done], tokens[:done], found[:done])

@@ -61,12 +61,15 @@ def sample_any_order(
     drawn = options.temperature > 0 or options.entropy_budget is not None
     dense = dense or not _candidates_suffice(options) or (drawn and not on_host)
     conditioner = joint.conditionals(None if dense else CANDIDATES)
-    if on_host and float(conditioner.log_partition[0]) == -torch.inf:
-        return _nothing(rows)
     noise = noise.at(rows)
     open_rows = torch.ones(size, dtype=torch.bool, device=rows.device) if open_rows is None else open_rows.clone()
-    if isinstance(conditioner, IncrementalConditioner) and not on_host:
-        return _sample_on_device(conditioner, rows, open_rows, count, noise, options)
+    if isinstance(conditioner, IncrementalConditioner):
+        if not on_host:
+            return _sample_on_device(conditioner, rows, open_rows, count, noise, options)
+        if not (dense or drawn) and (ranking := _sample_natively(conditioner, rows, open_rows, count, noise, options)):
+            return ranking
+    if on_host and float(conditioner.log_partition[0]) == -torch.inf:
+        return _nothing(rows)
     picks: list[_Pick] = []
     spent = 0.0
     for i in range(int(open_rows.sum()) if count is None else min(count, size)):
@@ -93,6 +96,30 @@ def _candidates_suffice(options: Options) -> bool:
     if options.remasking == "low_confidence":
         return options.temperature == 0  # else it goes by the token that is drawn at each position
     return options.remasking not in ("entropy", "sharpened") and options.threshold is None
+
+
+def _sample_natively(
+    conditioner: IncrementalConditioner,
+    rows: Int[Tensor, " R"],
+    open_rows: Bool[Tensor, " R"],
+    count: int | None,
+    noise: Noise,
+    options: Options,
+) -> Ranking | None:
+    """The same for the most probable tokens on a CPU, in one call; None where that cannot be had."""
+    length = conditioner.shape[1]
+    rule, order = _pick_rule(options, noise)
+    given = None if order is None else torch.zeros(length).scatter(0, rows, order[0])
+    open_ = torch.zeros(length, dtype=torch.bool).scatter(0, rows, open_rows)
+    picked = conditioner.picks(
+        rule, open_, given, length if count is None else count, options.threshold if count is None else None
+    )
+    if picked is None:
+        return None
+    positions, tokens, scores = picked
+    numbers = torch.zeros(length, dtype=torch.int64).scatter(0, rows, torch.arange(len(rows)))
+    sure = torch.ones(len(positions), dtype=torch.bool)
+    return Ranking(numbers[positions], tokens, scores, sure, torch.ones((), dtype=torch.bool))
 
 
 def _sample_on_device(

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from codd.circuits.evidence import Evidence, Kind, tempered
+from codd.circuits.ops import native
 from codd.circuits.ops.scaled import Scaled, exponentials
 from codd.circuits.parameters import Emission
 
@@ -108,6 +109,12 @@ def _observed(table: Emission, ev: Evidence, rows: Rows) -> Float[Tensor, "R N"]
     return table.columns[tokens]
 
 
+def _mixed(weights: Float[Tensor, "R V"], table: Emission) -> Float[Tensor, "R N"]:
+    """sum_v w(v) E[:, v]."""
+    panels = table.panels if len(weights) <= native.MAX_ROWS else None
+    return weights @ table.columns if panels is None else native.product(weights, panels)
+
+
 def sparse_weights(
     ev: Evidence, rows: Rows, vocab: int, dtype: torch.dtype
 ) -> tuple[Int[Tensor, "R K"], Float[Tensor, "R K"], Float[Tensor, " R"], Float[Tensor, " R"]]:
@@ -148,7 +155,7 @@ def leaf_values(emission: Emission, ev: Evidence) -> Scaled:
     for table, here in _tables(emission, ev):
         if ev.potentials is not None and (rows := _rows(ev, Kind.DENSE, here)):
             weights, log_total = dense_weights(ev, rows, dtype)
-            rows.put(out, weights @ table.columns)
+            rows.put(out, _mixed(weights, table))
             rows.put(scale, log_total)
         if ev.sparse is not None and (rows := _rows(ev, Kind.SPARSE, here)):
             values, log_total = _sparse(table, ev, rows)
