@@ -159,6 +159,8 @@ def _tasks(args: argparse.Namespace, found: "Run", model: "Model", group: Worker
         asked = [cell for cell in found.cells() if cell.model == args.model]
         return _each(asked, setting, args.stage, answer_cell if args.stage == "answer" else run_cell)
     wanted = _grid(args, model)
+    if group.leads and "latent" in (args.sampler or ()) and (args.threshold or args.entropy_budget):
+        runs.say("sampler latent is left out but by steps: given one latent path every token looks sure.")
     if args.stage == "prepare":
         return _each(wanted, setting, "preparing", lambda cell, where, _: prepare_cell(cell, where))
     if args.tune is None:
@@ -194,8 +196,6 @@ def _grid(args: argparse.Namespace, model: "Model") -> list[Cell]:
 
     axes = {name: getattr(args, name) for name in AXES if getattr(args, name) is not None}
     paces = {name: getattr(args, name) for name in PACES if getattr(args, name) is not None}
-    if "latent" in axes.get("sampler", ()) and paces.keys() - {"steps"}:
-        runs.say("sampler latent is left out but by steps: given one latent path every token looks sure.")
     dtype = str(next(model.backbone.network.parameters()).dtype).removeprefix("torch.")
     found = cells.grid(
         args.tasks,
