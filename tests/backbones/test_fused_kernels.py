@@ -33,6 +33,16 @@ def test_rotary_positions(batch, length, heads, half):
     torch.testing.assert_close(joined, wanted)
 
 
+@pytest.mark.parametrize(("batch", "length", "heads", "kv_heads"), [(1, 5, 2, 2), (2, 19, 4, 2)])
+def test_attention(batch, length, heads, kv_heads):
+    joined = drawn(batch, length, (heads + 2 * kv_heads) * 32)
+    angles = rotary_angles(torch.arange(length, device=DEVICE)[None], 32, 10.0)
+    parts = joined.unflatten(-1, (-1, 32)).transpose(1, 2).split((heads, kv_heads, kv_heads), 1)
+    q, k = (apply_rotary(part, *angles) for part in parts[:2])
+    wanted = F.scaled_dot_product_attention(q, k, parts[2], enable_gqa=True).transpose(1, 2).flatten(2)
+    torch.testing.assert_close(kernels.attend(joined, heads, kv_heads, *angles), wanted, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("shape", [(2, 3, 40), (1, 2)], ids=str)
 def test_the_gate(shape):
     first, second = drawn(*shape).chunk(2, -1)
@@ -40,11 +50,16 @@ def test_the_gate(shape):
 
 
 @pytest.mark.skipif(not CUDA, reason="a CPU takes PyTorch's own functions")
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
-def test_a_network_is_what_it_is_with_gradients(dtype, bound):
+def test_a_network_is_what_it_is_with_gradients(dtype, bound, biased):
     """With gradients no kernel of ours takes part."""
-    network = Transformer(TransformerConfig(vocab_size=50, width=64, layers=2, heads=4, kv_heads=2, mlp_width=96))
+    biases = {"qkv_bias": biased, "out_bias": biased, "mlp_bias": biased}
+    shape = {"vocab_size": 50, "width": 128, "layers": 2, "heads": 4, "kv_heads": 2, "mlp_width": 96}
+    network = Transformer(TransformerConfig(**shape, **biases))
     initialise(network, generator=torch.Generator().manual_seed(0))
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.1) if parameter.ndim == 1 else None
     network = network.to(DEVICE, dtype)
     ids, positions = torch.arange(14, device=DEVICE).view(2, 7), torch.arange(7, device=DEVICE).expand(2, 7)
     wanted = network.states(ids, positions)

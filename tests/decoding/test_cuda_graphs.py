@@ -193,3 +193,16 @@ def test_a_device_conditions_on_what_the_host_does(options, inner_states):
     for _ in range(2):  # without graphs, then with them
         found = [model.generate(prompts, **{"gen_length": 32, "steps": 8, "seed": 2, **options}) for model in heard]
         assert [ids.tolist() for ids in found[0].sequences] == [ids.tolist() for ids in found[1].sequences]
+
+
+def test_it_is_noticed_when_weights_move_or_layers_are_replaced():
+    backbone = codd.load(circuit=None).backbone
+    weights = cuda_graphs._Weights(backbone)
+    assert not weights.replaced()
+    assert weights.addresses() == tuple(parameter.data_ptr() for parameter in backbone.parameters())
+    before, block = weights.addresses(), backbone.network.blocks[1]
+    block.mlp_norm.weight = torch.nn.Parameter(block.mlp_norm.weight.clone())
+    assert sum(a != b for a, b in zip(before, weights.addresses(), strict=True)) == 1
+    assert not weights.replaced()
+    block.mlp.down = torch.nn.Linear(block.mlp.down.in_features, block.mlp.down.out_features, bias=False)
+    assert weights.replaced()

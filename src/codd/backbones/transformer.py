@@ -162,16 +162,23 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.norm_eps) if config.qk_norm else None
 
-    def forward(self, x: Float[Tensor, "B L d"], context: AttentionContext) -> Float[Tensor, "B L d"]:
-        """Attend from every position to those that the mask allows."""
-        config = self.config
-        counts = (config.heads, config.kv_heads, config.kv_heads)
-        joined = self.qkv(x)
-        rotary = context.rotary
+    def forward(
+        self, x: Float[Tensor, "B L d"], context: AttentionContext, onto: Float[Tensor, "B L d"] | None = None
+    ) -> Float[Tensor, "B L d"]:
+        """Attend from every position to those that the mask allows; ``onto``: what the result is added to."""
+        return project(self._mixed(self.qkv(x), context), self.out, onto)
+
+    def _mixed(self, joined: Float[Tensor, "B L qkv"], context: AttentionContext) -> Float[Tensor, "B L h"]:
+        """The values that every position attends to, from the joined projections."""
+        config, rotary = self.config, context.rotary
         if rotary is not None and not config.qk_norm and (kernels := kernels_for(joined)) is not None:
+            if context.mask is None and not config.causal and kernels.attends(joined, config.head_dim):
+                mixed: Tensor = kernels.attend(joined, config.heads, config.kv_heads, *rotary)
+                return mixed
             kernels.rotate_(joined, config.heads + config.kv_heads, *rotary)
             rotary = None
-        parts = joined.unflatten(-1, (-1, config.head_dim)).split(counts, dim=-2)
+        by_head = joined.view(*joined.shape[:2], -1, config.head_dim)
+        parts = torch.split(by_head, [config.heads, config.kv_heads, config.kv_heads], dim=-2)
         q, k, v = (part.transpose(1, 2) for part in parts)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -185,8 +192,16 @@ class Attention(nn.Module):
             is_causal=config.causal and context.mask is None,
             enable_gqa=config.kv_heads < config.heads,
         )
-        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
-        return out
+        return mixed.transpose(1, 2).flatten(2)
+
+
+def project(x: Float[Tensor, "B L h"], layer: nn.Linear, onto: Float[Tensor, "B L d"] | None) -> Float[Tensor, "B L d"]:
+    """A linear layer, added to something: where our kernels serve, in place, by the product itself."""
+    if onto is not None and onto.is_contiguous() and x.dtype == onto.dtype and kernels_for(onto, layer.weight):
+        rows = onto.flatten(0, 1).addmm_(x.flatten(0, 1), layer.weight.T)
+        return onto if layer.bias is None else rows.add_(layer.bias).view_as(onto)
+    out: Tensor = layer(x)
+    return out if onto is None else onto + out
 
 
 def rotary_angles(
@@ -216,8 +231,8 @@ class MLP(nn.Module):
         self.up = nn.Linear(config.width, config.mlp_width * (2 if config.gated else 1), bias=config.mlp_bias)
         self.down = nn.Linear(config.mlp_width, config.width, bias=config.mlp_bias)
 
-    def forward(self, x: Float[Tensor, "B L d"]) -> Float[Tensor, "B L d"]:
-        """Transform each position by itself."""
+    def forward(self, x: Float[Tensor, "B L d"], onto: Float[Tensor, "B L d"] | None = None) -> Float[Tensor, "B L d"]:
+        """Transform each position by itself; ``onto``: what the result is added to."""
         inner = self.up(x)
         if self.gated and self.activation == "silu" and (kernels := kernels_for(inner)) is not None:
             inner = kernels.gated_silu(inner)
@@ -226,8 +241,7 @@ class MLP(nn.Module):
             inner = activate(gate, self.activation) * inner
         else:
             inner = activate(inner, self.activation)
-        out: Tensor = self.down(inner)
-        return out
+        return project(inner, self.down, onto)
 
 
 class Block(nn.Module):
@@ -246,7 +260,7 @@ class Block(nn.Module):
     def forward(
         self, x: Float[Tensor, "B L d"], context: AttentionContext, condition: Float[Tensor, "B c"] | None
     ) -> Float[Tensor, "B L d"]:
-        """The residual stream after this layer; ``condition`` is the noise level's embedding, if there is one."""
+        """The residual stream after this layer, which may stand where x stood; ``condition`` embeds the noise level."""
         norm = self.attention_norm or nn.Identity()
         if self.modulation is not None:
             shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = self.modulation(condition)[:, None].chunk(6, dim=-1)
@@ -257,8 +271,8 @@ class Block(nn.Module):
             x = norm(x + self.attention(x, context))
             x = self.mlp_norm(x + self.mlp(x))
             return x
-        x = x + self.attention(norm(x), context)
-        x = x + self.mlp(self.mlp_norm(x))
+        x = self.attention(norm(x), context, onto=x)
+        x = self.mlp(self.mlp_norm(x), onto=x)
         return x
 
 
@@ -389,21 +403,24 @@ class Transformer(nn.Module):
         A position that would attend to nothing attends to itself: a softmax over nothing is NaN.
         """
         config = self.config
-        diagonal = torch.eye(positions.shape[1], dtype=torch.bool, device=positions.device)
         mask = None
         if valid is not None:
             mask = (valid | ~valid.any(dim=1, keepdim=True))[:, None, None, :]
         if segments is not None:
-            mask = _and(mask, (segments[:, :, None] == segments[:, None, :])[:, None]) | diagonal
+            mask = _and(mask, (segments[:, :, None] == segments[:, None, :])[:, None]) | _diagonal(positions)
         if config.causal and (mask is not None or config.local is not None):
-            mask = _and(mask, torch.ones_like(diagonal).tril()) | diagonal
+            mask = _and(mask, torch.ones_like(_diagonal(positions)).tril()) | _diagonal(positions)
         rotary = None if config.rope_theta is None else rotary_angles(positions, config.head_dim, config.rope_theta)
         full = AttentionContext(rotary, mask)
         if config.local is None:
             return full, full
         near = (positions[:, :, None] - positions[:, None, :]).abs() <= config.local.reach
         rotary = rotary_angles(positions, config.head_dim, config.local.rope_theta)
-        return full, AttentionContext(rotary, _and(mask, near[:, None]) | diagonal)
+        return full, AttentionContext(rotary, _and(mask, near[:, None]) | _diagonal(positions))
+
+
+def _diagonal(positions: Int[Tensor, "B L"]) -> Bool[Tensor, "L L"]:
+    return torch.eye(positions.shape[1], dtype=torch.bool, device=positions.device)
 
 
 def _and(one: Tensor | None, other: Tensor) -> Tensor:

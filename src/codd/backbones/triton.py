@@ -13,6 +13,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+LONGEST = 128
+"""Positions to which one program attends at once."""
 
 
 @triton.jit
@@ -42,6 +44,66 @@ def _rotate(x, cos, sin, stride, half, heads, H: tl.constexpr, D: tl.constexpr):
     second = tl.load(at + half, mask=inside, other=0.0).to(tl.float32)
     tl.store(at, first * c - second * s, mask=inside)
     tl.store(at + half, second * c + first * s, mask=inside)
+
+
+@triton.jit
+def _turned(x, first, second, c, s, mask):
+    """Two halves of heads, turned by their angles."""
+    a = tl.load(x + first, mask=mask, other=0.0)
+    b = tl.load(x + second, mask=mask, other=0.0)
+    kind = a.dtype
+    a, b = a.to(tl.float32), b.to(tl.float32)
+    return (a * c - b * s).to(kind), (b * c + a * s).to(kind)
+
+
+@triton.jit
+def _attend(
+    joined,
+    cos,
+    sin,
+    out,
+    length,
+    heads,
+    kv_heads,
+    scale,
+    HALF: tl.constexpr,
+    Q: tl.constexpr,
+    L: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One program a head and some positions: rotary positions, and attention to all keys at once."""
+    head, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    stride = (heads + 2 * kv_heads) * 2 * HALF
+    own = head // (heads // kv_heads)
+    base = joined + b * length * stride
+    angles = b * length * HALF
+    i = tl.arange(0, HALF)
+    q = tl.program_id(0) * Q + tl.arange(0, Q)
+    used = (q < length)[:, None]
+    at = q[:, None] * HALF + i[None, :]
+    c = tl.load(cos + angles + at, mask=used, other=0.0)
+    s = tl.load(sin + angles + at, mask=used, other=0.0)
+    at = q[:, None] * stride + head * 2 * HALF + i[None, :]
+    q1, q2 = _turned(base, at, at + HALF, c, s, used)
+    k = tl.arange(0, L)
+    known = (k < length)[:, None]
+    at = k[:, None] * HALF + i[None, :]
+    c = tl.load(cos + angles + at, mask=known, other=0.0)
+    s = tl.load(sin + angles + at, mask=known, other=0.0)
+    at = k[:, None] * stride + (heads + own) * 2 * HALF + i[None, :]
+    k1, k2 = _turned(base, at, at + HALF, c, s, known)
+    at += kv_heads * 2 * HALF
+    v1 = tl.load(base + at, mask=known, other=0.0)
+    v2 = tl.load(base + at + HALF, mask=known, other=0.0)
+    scores = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
+    scores = tl.dot(q2, tl.trans(k2), scores, input_precision=PRECISION)
+    scores = tl.where((k < length)[None, :], scores * scale, float("-inf"))
+    p = tl.exp(scores - tl.max(scores, 1)[:, None])
+    total = tl.sum(p, 1)[:, None]
+    p = p.to(v1.dtype)
+    into = out + (b * length + q)[:, None] * heads * 2 * HALF + head * 2 * HALF + i[None, :]
+    tl.store(into, tl.dot(p, v1, input_precision=PRECISION) / total, mask=used)
+    tl.store(into + HALF, tl.dot(p, v2, input_precision=PRECISION) / total, mask=used)
 
 
 @triton.jit
@@ -77,6 +139,43 @@ def rotate_(
     _rotate[(shape[0] * shape[1], triton.cdiv(heads, some))](
         joined, *angles, shape[2], half, heads, H=some, D=triton.next_power_of_2(half), num_warps=4
     )
+
+
+def attends(joined: Float[Tensor, "B L d"], head_dim: int) -> bool:
+    """Whether `attend` serves a projection: in half precision, heads of a power of two, few positions."""
+    half = head_dim // 2
+    fits = joined.shape[1] <= LONGEST and half >= 16 and half == triton.next_power_of_2(half)
+    return fits and joined.dtype in (torch.bfloat16, torch.float16)
+
+
+def attend(
+    joined: Float[Tensor, "B L d"],
+    heads: int,
+    kv_heads: int,
+    cos: Float[Tensor, "b 1 L half"],
+    sin: Float[Tensor, "b 1 L half"],
+) -> Float[Tensor, "B L h"]:
+    """Attention from every position to all, with rotary positions, from joined projections."""
+    batch, length, _ = joined.shape
+    half = cos.shape[-1]
+    out = joined.new_empty(batch, length, heads * 2 * half)
+    tile = 16 if _INTERPRETED else 32
+    angles = (part.expand(batch, -1, -1, -1).contiguous() for part in (cos, sin))
+    _attend[(triton.cdiv(length, tile), heads, batch)](
+        joined,
+        *angles,
+        out,
+        length,
+        heads,
+        kv_heads,
+        (2 * half) ** -0.5,
+        HALF=half,
+        Q=tile,
+        L=max(16, triton.next_power_of_2(length)),
+        PRECISION="ieee",
+        num_warps=4,
+    )
+    return out
 
 
 def gated_silu(x: Float[Tensor, "*b both"]) -> Float[Tensor, "*b d"]:

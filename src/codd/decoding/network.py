@@ -52,22 +52,22 @@ class FullRecompute:
         sequences = [request.ids for request in requests]
         if not self.one_by_one:
             return [HiddenStates(0, states) for states in self._batch(sequences)]
-        device = self.backbone.device  # cloned: the next call overwrites what a graph gave
-        single = [self._states(ids[None].to(device), None)[0].clone() for ids in sequences]
+        # Cloned: the next call overwrites what a graph gave.
+        single = [self._states(ids[None], None)[0].clone() for ids in sequences]
         return [HiddenStates(0, states) for states in single]
 
     def _batch(self, sequences: Sequence[Int[Tensor, " _"]]) -> list[Float[Tensor, "_ d"]]:
         pad = self.backbone.special.pad if self.backbone.special.pad is not None else 0
         if len({len(ids) for ids in sequences}) == 1:
-            return list(self._states(torch.stack(list(sequences)).to(self.backbone.device, non_blocking=True), None))
+            return list(self._states(torch.stack(list(sequences)), None))
         length = self._padded_length(max(map(len, sequences)))
-        ids, valid = pad_left(sequences, pad, self.backbone.device, length)
+        ids, valid = pad_left(sequences, pad, torch.device("cpu"), length)
         states = self._states(ids, valid)
         return [row[ids.shape[1] - len(own) :] for row, own in zip(states, sequences, strict=True)]
 
     def _states(self, ids: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"] | None) -> Float[Tensor, "B L d"]:
         """The last hidden states. On a GPU the next call overwrites them."""
-        if ids.device.type == "cuda":
+        if self.backbone.device.type == "cuda":
             return cuda_graphs.network_states(self.backbone, ids, valid)
         return self.backbone.states(ids, valid, fill_padding=False)
 
@@ -89,4 +89,4 @@ def pad_left(
         start = longest - len(sequence)
         ids[row, start:] = torch.as_tensor(sequence, dtype=torch.long)
         valid[row, start:] = True
-    return ids.to(device, non_blocking=True), valid.to(device, non_blocking=True)
+    return ids.to(device), valid.to(device)

@@ -6,7 +6,7 @@ window length, number of tokens and set of options. Graphs are kept with the bac
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,7 +33,6 @@ class GraphCache(Generic[Arguments, Result]):
         self.calls: dict[Hashable, int] = {}
         self.graphs: OrderedDict[Hashable, Callable[Arguments, Result]] = OrderedDict()
         self.pool: Any = None  # memory that the graphs share; PyTorch has no public name for its type
-        self.tables: list[dict[str, torch.nn.Parameter | None]] = []  # a network's parameters, as its modules hold them
 
     def find(
         self, key: Hashable, capture: Callable[[], Callable[Arguments, Result]]
@@ -55,6 +54,7 @@ class GraphCache(Generic[Arguments, Result]):
 
 
 _NETWORKS: WeakKeyDictionary[Backbone, GraphCache[[Tensor, Tensor | None], Tensor]] = WeakKeyDictionary()
+_WEIGHTS: "WeakKeyDictionary[Backbone, _Weights]" = WeakKeyDictionary()
 _STEPS: WeakKeyDictionary[Any, GraphCache[..., Tensor]] = WeakKeyDictionary()
 
 
@@ -80,29 +80,48 @@ def capture(function: Callable[[], Result], pool: Any = None) -> tuple[torch.cud
 def network_states(
     backbone: Backbone, ids: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"] | None
 ) -> Float[Tensor, "B L d"]:
-    """The network's last hidden states on a GPU; the next call overwrites them."""
+    """The network's last hidden states on a GPU, from ids anywhere; the next call overwrites them."""
     cache = _NETWORKS.setdefault(backbone, GraphCache(NETWORK_GRAPHS))
     if cache.pool is None:
         cache.pool = torch.cuda.graph_pool_handle()
-        cache.tables = [module._parameters for module in backbone.modules() if module._parameters]
-    # Weights may be moved. A walk over all modules would take longer than this look at what they hold.
-    addresses = tuple(each.data_ptr() for table in cache.tables for each in table.values() if each is not None)
-    graph = cache.find(
-        (addresses, ids.shape, valid is None), lambda: _CapturedNetwork(backbone, ids, valid, cache.pool)
-    )
+    weights = _WEIGHTS.get(backbone)
+    if weights is None or weights.replaced():
+        weights = _WEIGHTS[backbone] = _Weights(backbone)
+    key = (weights.addresses(), ids.shape, valid is None)
+    graph = cache.find(key, lambda: _CapturedNetwork(backbone, ids, valid, cache.pool))
     return backbone.states(ids, valid, fill_padding=False) if graph is None else graph(ids, valid)
+
+
+class _Weights:
+    """Where a network's modules keep its weights, which may be moved: a walk over all would take ten times longer."""
+
+    def __init__(self, backbone: Backbone):
+        modules = list(backbone.modules())
+        self.places = [(module._modules, name) for module in modules for name in module._modules]
+        self.children = [table[name] for table, name in self.places]
+        named = [(module._parameters, name) for module in modules for name in module._parameters]
+        self.parameters = [(table, name) for table, name in named if table[name] is not None]
+
+    def replaced(self) -> bool:
+        """Whether there are other modules now."""
+        return [table.get(name) for table, name in self.places] != self.children
+
+    def addresses(self) -> tuple[int, ...]:
+        """Where the weights are now."""
+        return tuple([cast(Tensor, table[name]).data_ptr() for table, name in self.parameters])
 
 
 class _CapturedNetwork:
     """The network captured for batches of one shape; activations of all shapes share their memory."""
 
     def __init__(self, backbone: Backbone, ids: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"] | None, pool: Any):
-        self.ids, self.valid = ids.clone(), None if valid is None else valid.clone()
+        self.ids = ids.to(backbone.device, copy=True)
+        self.valid = None if valid is None else valid.to(backbone.device, copy=True)
         self.graph, self.states = capture(lambda: backbone.states(self.ids, self.valid, fill_padding=False), pool)
 
     def __call__(self, ids: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"] | None) -> Float[Tensor, "B L d"]:
-        self.ids.copy_(ids)
+        self.ids.copy_(ids, non_blocking=True)
         if self.valid is not None and valid is not None:
-            self.valid.copy_(valid)
+            self.valid.copy_(valid, non_blocking=True)
         self.graph.replay()
         return self.states

@@ -56,8 +56,9 @@ class Ranking(NamedTuple):
 
     def chosen(self) -> "Ranking":
         """Only the rows that are to be committed."""
-        keep = self.keep
-        return Ranking(self.rows[keep], self.tokens[keep], self.scores[keep], keep[keep], self.valid)
+        kept = self.keep.nonzero()[:, 0]
+        rows, tokens, scores, keep = (part.index_select(0, kept) for part in self[:4])
+        return Ranking(rows, tokens, scores, keep, self.valid)
 
     def packed(self) -> Float[Tensor, "4 more"]:
         """One float64 tensor (exact for ids of any vocabulary), so that it crosses to the host in one transfer.
