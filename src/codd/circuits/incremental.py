@@ -201,10 +201,10 @@ class IncrementalConditioner:
         count: int,
         threshold: float | None = None,
     ) -> tuple[Int[Tensor, " R"], Int[Tensor, " R"], Float[Tensor, " R"]] | None:
-        """What `pick` would commit in one sequence, before anything is: positions, tokens, probabilities. Commits nothing.
+        """Positions, tokens and probabilities that `pick` would commit in one sequence, one by one; commits nothing.
 
-        ``count`` picks at most; after the first one, none below the threshold. All of it runs in C, on a CPU; None where
-        it cannot, or where the candidates or float32 do not suffice: then `pick` does it step by step.
+        ``count`` of them at most; after the first one, none below the threshold. All of it runs in C on a CPU; None
+        where it cannot, or where the candidates or float32 do not suffice: then `pick` does it step by step.
         """
         ev, emission, steps = self._given, self._hmm.emission, self._steps
         one_table = not (steps.low_rank or steps.stepwise or emission.per_position)
@@ -413,7 +413,10 @@ class IncrementalConditioner:
         hmm, places, scale = self._hmm, self._places, self._leaf.log_scale
         if self._totals is not None and self._backend.prepare is not None:
             return self._backend.prepare(hmm.emission, self._given, self.candidates, scale, self._totals, self._latent)
-        ids = places.take(self.candidates)
+        return self._prepare(places.take(self.candidates))
+
+    def _prepare(self, ids: Int[Tensor, "B R K"]) -> tuple[Float[Tensor, "B R K N"], Float[Tensor, "B R K"]]:
+        hmm, places = self._hmm, self._places
         columns = _columns(hmm.emission, ids, places.index)
         if self._latent is not None:
             columns *= places.take(self._latent.values)[:, :, None]

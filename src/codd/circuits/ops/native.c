@@ -170,7 +170,7 @@ void codd_panels(const float *panels, const float *rows, float *out, int64_t cou
             }
 }
 
-/* Positive numbers in 16 bits: 6 of exponent and 10 of mantissa, from 2^-63 to 2, within one part in 4096. The matrix
+/* Positive numbers in 16 bits: 6 of exponent and 10 of mantissa, from 2^-63 to 2, within one part in 2048. The matrix
  * then fits the cache of a core for more states; `compact` says whether it is kept like that, or as floats. */
 typedef uint16_t narrow __attribute__((vector_size(2 * LANES), aligned(2)));
 typedef uint32_t wide __attribute__((vector_size(4 * LANES)));

@@ -142,7 +142,7 @@ def _declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
     loaded.codd_path.restype = _SIZE
     loaded.codd_panels.argtypes = [_DATA] * 3 + [_SIZE] * 3
     loaded.codd_panels.restype = None
-    loaded.codd_pick.argtypes = [_DATA] * 2 + [_SIZE, _REAL, _SIZE, _REAL, _REAL] + [_DATA] * 3
+    loaded.codd_pick.argtypes = [_DATA, _DATA, _SIZE, _REAL, _SIZE, _REAL, _REAL, _DATA, _DATA, _DATA]
     loaded.codd_pick.restype = _SIZE
     return loaded
 
@@ -259,7 +259,7 @@ class _Window(ctypes.Structure):
 
 
 def narrowed(matrix: Float[Tensor, "N N"]) -> Int[Tensor, "N N"] | None:
-    """Probabilities in 16 bits, each within one part in 4096; None if some are too small for that."""
+    """Probabilities in 16 bits, each within one part in 2048; None if some are too small for that."""
     if bool((matrix < _SMALLEST).any()) or bool((matrix > 1).any()):
         return None
     return ((matrix.contiguous().view(torch.int32) + 2**12) >> 13).to(torch.int16)  # the low half: 6 and 10 bits

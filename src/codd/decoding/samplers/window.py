@@ -89,6 +89,7 @@ def sample_whole_window(
     """Like the samplers, but over all positions, of which the masked ones are open: shapes that a graph can capture."""
     open_rows = joint.masked[0]
     if options.sampler == "latent":
+        assert count is not None, "the latent sampler commits by number"
         return sample_latent(joint, None, count, options, noise, open_rows)
     rows = torch.arange(len(open_rows), device=open_rows.device)
     return sample_any_order(joint, rows, count, options, noise, open_rows, dense=dense)
