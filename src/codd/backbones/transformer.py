@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -198,12 +198,11 @@ class Attention(nn.Module):
 def project(x: Float[Tensor, "B L h"], layer: nn.Module, onto: Float[Tensor, "B L d"] | None) -> Float[Tensor, "B L d"]:
     """A linear layer, added to something: where our kernels serve, in place, by the product itself."""
     if onto is None:
-        out: Tensor = layer(x)
-        return out
+        return cast(Tensor, layer(x))
     weight = layer.weight if isinstance(layer, nn.Linear) else None
     plain = getattr(layer, "bias", None) is None and onto.is_contiguous()
     if weight is None or not plain or onto.dtype != x.dtype or kernels_for(x, weight) is None:
-        return onto + layer(x)
+        return onto + cast(Tensor, layer(x))
     onto.flatten(0, 1).addmm_(x.flatten(0, 1), weight.T)
     return onto
 
