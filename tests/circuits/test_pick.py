@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 from codd.circuits import HMM, Evidence, ops
 from codd.circuits.incremental import IncrementalConditioner
+from codd.circuits.ops.draw.eager import Draw
 from codd.circuits.ops.pick import eager
 from codd.coupling import Coupled
 from codd.decoding.options import Options
@@ -324,30 +325,35 @@ def test_a_threshold_by_hand(name, probabilities, threshold, sure, keep, left):
     assert bool((leaf.values == 1).all()) != keep
 
 
-OFFERED = {"temperature": 0.0}, {"temperature": 0.7}, {"temperature": 1.5, "sharpening": 0.3}
+DRAWS = [
+    (Draw(), False),
+    (Draw(temperature=0.7), True),
+    (Draw(temperature=1.5, rule="sharpened", sharpening=0.3), True),
+    (Draw(temperature=0.5, rule="margin", entropies=True), True),
+    (Draw(rule="entropy"), False),
+]
 
 
-@pytest.mark.parametrize("options", OFFERED, ids=str)
-@pytest.mark.parametrize(("shape", "style"), CASES, ids=str)
-def test_proposals_are_those_of_pytorch(shape, style, options):
+@pytest.mark.parametrize(("draw", "drawn"), DRAWS, ids=str)
+@pytest.mark.parametrize(("shape", "style"), CASES if CUDA else CASES[1:], ids=str)
+def test_proposals_are_those_of_pytorch(shape, style, draw, drawn):
     batch, length, *_ = shape
     hmm, ev = case(shape, style)
     found, slow = (conditioner(hmm, ev, None, backend) for backend in ("triton", "eager"))
     everything = torch.ones(batch, length, dtype=torch.bool, device=DEVICE)
     uniforms = torch.rand(batch, length, generator=generator(7)).to(DEVICE)
-    heat, sharpening = options["temperature"], options.get("sharpening", 1.0)
-    got = found.propose(everything, uniforms if heat else None, heat or 1.0, sharpening)
+    got = found.propose(everything, draw, uniforms if drawn else None)
     log_p = found.dense_log_marginals()
     # The contraction behind the leaf values rounds to ten bits, the other one to the last.
     assert_close(log_p.exp(), slow.dense_log_marginals().exp(), rtol=0, atol=2e-3)
     log_p = log_p.flatten(0, 1)
-    tokens = ranking.choose_tokens(log_p, uniforms.flatten(), heat, None, None)
+    tokens = ranking.choose_tokens(log_p, uniforms.flatten(), draw.temperature if drawn else 0.0, None, None)
     assert torch.equal(got.tokens.flatten(), tokens)
     assert_close(got.probabilities.flatten(), ranking.token_probability(log_p, tokens))
-    assert_close(got.margins.flatten(), ranking.margin(log_p))
-    assert_close(got.entropies.flatten(), ranking.entropy(log_p), rtol=1e-4, atol=1e-5)
-    sharpened = ranking.priority("sharpened", log_p, log_p, tokens, None, sharpening)
-    assert_close(got.sharpened.flatten(), sharpened, rtol=1e-4, atol=1e-6)
+    order = ranking.priority(draw.rule, log_p, log_p, tokens, None, draw.sharpening)
+    assert_close(got.order.flatten(), order, rtol=1e-4, atol=1e-5)
+    entropies = ranking.entropy(log_p) if draw.needs_entropies else torch.zeros_like(order)
+    assert_close(got.entropies.flatten(), entropies, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("style", ["mixed", "compact_latent", "compact"])

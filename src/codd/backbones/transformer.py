@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -195,13 +195,16 @@ class Attention(nn.Module):
         return mixed.transpose(1, 2).flatten(2)
 
 
-def project(x: Float[Tensor, "B L h"], layer: nn.Linear, onto: Float[Tensor, "B L d"] | None) -> Float[Tensor, "B L d"]:
+def project(x: Float[Tensor, "B L h"], layer: nn.Module, onto: Float[Tensor, "B L d"] | None) -> Float[Tensor, "B L d"]:
     """A linear layer, added to something: where our kernels serve, in place, by the product itself."""
-    if onto is not None and onto.is_contiguous() and x.dtype == onto.dtype and kernels_for(onto, layer.weight):
-        rows = onto.flatten(0, 1).addmm_(x.flatten(0, 1), layer.weight.T)
-        return onto if layer.bias is None else rows.add_(layer.bias).view_as(onto)
-    out: Tensor = layer(x)
-    return out if onto is None else onto + out
+    if onto is None:
+        return cast(Tensor, layer(x))
+    weight = layer.weight if isinstance(layer, nn.Linear) else None
+    plain = getattr(layer, "bias", None) is None and onto.is_contiguous()
+    if weight is None or not plain or onto.dtype != x.dtype or kernels_for(x, weight) is None:
+        return onto + cast(Tensor, layer(x))
+    onto.flatten(0, 1).addmm_(x.flatten(0, 1), weight.T)
+    return onto
 
 
 def rotary_angles(

@@ -27,7 +27,7 @@ from codd.circuits.evidence import Evidence, Kind, log_softmax, tempered
 from codd.circuits.ops import native
 from codd.circuits.ops.backend import EAGER, REFERENCE, backend_for, use
 from codd.circuits.ops.chain import eager as chain_eager
-from codd.circuits.ops.draw.eager import Marginals, Proposals
+from codd.circuits.ops.draw.eager import Draw, Marginals
 from codd.circuits.ops.leaf.eager import FLUSH
 from codd.circuits.ops.pick import eager as pick_eager
 from codd.circuits.ops.pick.eager import RULES, Limits, Offers, Picked
@@ -236,21 +236,13 @@ class IncrementalConditioner:
         return self._totals is not None and self._backend.propose is not None
 
     @torch.no_grad()
-    def propose(
-        self,
-        open_: Bool[Tensor, "B L"],
-        uniforms: Float[Tensor, "B L"] | None,
-        temperature: float = 1.0,
-        sharpening: float = 1.0,
-    ) -> Proposals:
+    def propose(self, open_: Bool[Tensor, "B L"], draw: Draw, uniforms: Float[Tensor, "B L"] | None) -> Offers:
         """A token for every open position, given what is committed: drawn with ``uniforms``, or the most probable one.
 
-        ``temperature`` and ``sharpening`` divide the log-probabilities, for the draw and for an order. On a GPU only:
-        see `proposes`.
+        On a GPU only: see `proposes`.
         """
         assert self._backend.propose is not None
-        marginals = self._dense_marginals(open_, 1 / temperature, 1 / sharpening)
-        return self._backend.propose(marginals, open_, uniforms, 1 / temperature, 1 / sharpening)
+        return self._backend.propose(self._dense_marginals(open_, draw), open_, draw, uniforms)
 
     @torch.no_grad()
     def take(self, offers: Offers, open_: Bool[Tensor, "B L"], limits: Limits) -> Picked:
@@ -319,15 +311,13 @@ class IncrementalConditioner:
         cached = (*self._prepared, self.candidates)
         return self._backend.candidate_marginals(*messages, *cached, self._tokens, self._observed, open_)
 
-    def _dense_marginals(
-        self, open_: Bool[Tensor, "B L"] | None, cooling: float = 1.0, sharpening: float = 1.0
-    ) -> Marginals:
+    def _dense_marginals(self, open_: Bool[Tensor, "B L"] | None, draw: Draw) -> Marginals:
         """Log-probabilities of all tokens by the backend's kernel; anything at positions that are not in ``open_``."""
         assert self._backend.dense_marginals is not None
         state = (self._leaf, self._latent, self._tokens, self._observed)
         messages = self._messages(open_)
         return self._backend.dense_marginals(
-            self._hmm.emission, self._given, self._totals, messages, *state, open_, cooling, sharpening
+            self._hmm.emission, self._given, self._totals, messages, *state, open_, draw
         )
 
     @torch.no_grad()
@@ -337,7 +327,7 @@ class IncrementalConditioner:
         if positions is not None:
             self._check("positions", positions, length)
         if positions is None and self.proposes:
-            return self._dense_marginals(None).log_p
+            return self._dense_marginals(None, Draw()).log_p
         everywhere = _Places(self._open() if self._host else slice(None), batch)
         places = everywhere if positions is None else _Places(positions.long()[:, None], batch)
         cavity, possible = self._cavity(places)

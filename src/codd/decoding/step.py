@@ -73,7 +73,7 @@ def masked_logits(
         logits = _hooked(hook(logits, positions, state.ids.clone()), logits)
     if state.banned is None or not len(state.banned):
         return logits
-    state.banned = state.banned.to(backbone.device)
+    state.banned = state.banned.to(backbone.device, non_blocking=True)
     fill = logits.index_fill if options.hooks else logits.index_fill_  # a hook may have kept its logits
     return fill(1, state.banned, -torch.inf)
 

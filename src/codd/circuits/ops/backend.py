@@ -12,13 +12,13 @@ from torch import Tensor
 
 from codd.circuits.ops.chain import eager as chain_eager
 from codd.circuits.ops.chain import reference as chain_reference
-from codd.circuits.ops.draw.eager import Marginals, Proposals
+from codd.circuits.ops.draw.eager import Marginals
 from codd.circuits.ops.leaf import eager as leaf_eager
 from codd.circuits.ops.leaf import reference as leaf_reference
 from codd.circuits.ops.path import eager as path_eager
 from codd.circuits.ops.path import reference as path_reference
 from codd.circuits.ops.pick import eager as pick_eager
-from codd.circuits.ops.pick.eager import Picked
+from codd.circuits.ops.pick.eager import Offers, Picked
 from codd.circuits.ops.scaled import Scaled
 from codd.circuits.ops.scores import eager as scores_eager
 from codd.circuits.ops.scores import reference as scores_reference
@@ -51,7 +51,7 @@ class Backend:
     pick: Callable[..., Picked] = pick_eager.pick
     dense_marginals: Callable[..., Marginals] | None = None
     """Log-probabilities of all tokens after a pick, for one emission table, from what ``leaf_totals`` gives."""
-    propose: Callable[..., Proposals] | None = None
+    propose: Callable[..., Offers] | None = None
     """Tokens for all positions, from what ``dense_marginals`` gives."""
     take: Callable[..., Picked] | None = None
     """The first of them, committed, in one go."""

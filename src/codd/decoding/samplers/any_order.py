@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from codd.circuits.incremental import IncrementalConditioner
-from codd.circuits.ops.draw.eager import Proposals
+from codd.circuits.ops.draw.eager import RULES, Draw
 from codd.circuits.ops.pick.eager import Limits, Offers, Picked
 from codd.circuits.ops.pick.eager import choose as pick_surest
 from codd.circuits.protocol import Conditioner
@@ -142,9 +142,9 @@ def _sample_on_device(
         """From rows to all positions of the window."""
         return part.new_zeros(1, length).scatter(1, rows[None], part[None])
 
-    open_, uniforms, shuffled = spread(open_rows), spread(noise.tokens), spread(noise.order)
+    open_, uniforms = spread(open_rows), spread(noise.tokens)
     rule, order = _pick_rule(options, noise)
-    order = None if order is None else spread(order[0])
+    order = None if order is None or options.remasking in RULES else spread(order[0])
     threshold, budget = (options.threshold, options.entropy_budget) if count is None else (None, None)
     spent = torch.zeros(1, device=rows.device)
     picks: list[Picked] = []
@@ -152,7 +152,7 @@ def _sample_on_device(
         if conditioner.candidates is not None:
             picks.append(conditioner.pick(rule, open_, order, threshold if i > 0 else None))
         else:
-            offers = _offers(conditioner, open_, uniforms, shuffled, options)
+            offers = _offers(conditioner, open_, uniforms, order, options)
             picks.append(conditioner.take(offers, open_, Limits(i == 0, threshold, budget, spent)))
     if not picks:
         return _nothing(rows)._replace(valid=conditioner.log_partition[0] > -torch.inf)
@@ -166,35 +166,26 @@ def _offers(
     conditioner: IncrementalConditioner,
     open_: Bool[Tensor, "1 L"],
     uniforms: Float[Tensor, "1 L"],
-    shuffled: Float[Tensor, "1 L"],
+    given: Float[Tensor, "1 L"] | None,
     options: Options,
 ) -> Offers:
-    """A token for every position and how early it may be taken: by the kernels, or from the marginals of all tokens."""
+    """A token for every position, and how early it may be taken: as ``given``, or as the remasking rule says.
+
+    By the kernels, or from the marginals of all tokens.
+    """
     greedy = options.temperature == 0
     if conditioner.proposes and (greedy or (options.top_k is None and options.top_p is None)):
         heat = 1.0 if greedy else min(max(options.temperature, COLDEST), HOTTEST)
-        made = conditioner.propose(open_, None if greedy else uniforms, heat, options.sharpening)
-        return Offers(made.tokens, made.probabilities, _order(made, shuffled, options.remasking), made.entropies)
+        rule = options.remasking if options.remasking in RULES else RULES[0]
+        draw = Draw(heat, rule, options.sharpening, options.entropy_budget is not None)
+        offers = conditioner.propose(open_, draw, None if greedy else uniforms)
+        return offers if given is None else offers._replace(order=given)
     log_p = conditioner.dense_log_marginals()[0]
     tokens, scores = _proposals(log_p, uniforms[0], options)
-    order = priority(options.remasking, log_p, log_p, tokens, shuffled[0], options.sharpening)
+    if given is None:
+        given = priority(options.remasking, log_p, log_p, tokens, None, options.sharpening)[None]
     entropies = torch.zeros_like(scores) if options.entropy_budget is None else entropy(log_p)
-    return Offers(*(part[None] for part in (tokens, scores, order, entropies)))
-
-
-def _order(made: Proposals, shuffled: Float[Tensor, "1 L"], remasking: str) -> Float[Tensor, "1 L"]:
-    """How early each position may be taken by a remasking rule: `priority` from what the kernels give."""
-    if remasking == "low_confidence":
-        return made.probabilities
-    if remasking == "margin":
-        return made.margins
-    if remasking == "sharpened":
-        return made.sharpened
-    if remasking == "entropy":
-        return -made.entropies
-    if remasking == "random":
-        return shuffled
-    return torch.arange(shuffled.shape[1], 0, -1, dtype=shuffled.dtype, device=shuffled.device)[None]
+    return Offers(tokens[None], scores[None], given, entropies[None])
 
 
 def _pick_rule(options: Options, noise: Noise) -> tuple[str, Float[Tensor, "1 R"] | None]:

@@ -28,9 +28,11 @@ def sample_factorized(
     ``count`` rows are kept; None: all that reach the threshold, or the first ones up to the entropy budget, and in any
     case one.
     """
-    scores = scores.float() if scores.dtype != torch.float64 else scores
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    if options.temperature > 0 or options.remasking == "sharpened":
+        scores = scores.to(wide)
     tokens = choose_tokens(scores, noise.tokens, options.temperature, options.top_k, options.top_p)
-    log_p = scores.log_softmax(-1)
+    log_p = scores.log_softmax(-1, dtype=wide)
     priorities = priority(options.remasking, scores, log_p, tokens, noise.order, options.sharpening)
     rows = by_priority(priorities if open_rows is None else priorities.masked_fill(~open_rows, -torch.inf))
     probabilities = token_probability(log_p, tokens)[rows]

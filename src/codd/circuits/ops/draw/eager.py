@@ -1,27 +1,39 @@
-"""What is proposed for every position before one of them is committed."""
+"""How tokens are drawn from the marginals of all tokens, and what is kept of these."""
 
 from typing import NamedTuple
 
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
+RULES = ("low_confidence", "margin", "sharpened", "entropy")
+"""What orders the positions: the token's probability, the largest less the second, the token's probability once all are
+sharpened, or how small the entropy is."""
 
-class Proposals(NamedTuple):
-    """A token for every position, and what may order them."""
 
-    tokens: Int[Tensor, "B L"]
-    probabilities: Float[Tensor, "B L"]
-    margins: Float[Tensor, "B L"]
-    """The largest probability less the second largest."""
-    sharpened: Float[Tensor, "B L"]
-    """The token's probability once all are raised to a power."""
-    entropies: Float[Tensor, "B L"]
-    """In nats."""
+class Draw(NamedTuple):
+    """What is wanted of every position."""
+
+    temperature: float = 1.0
+    """Divides the log-probabilities before a token is drawn."""
+    rule: str = "low_confidence"
+    sharpening: float = 1.0
+    """Divides them for the order of that name."""
+    entropies: bool = False
+
+    @property
+    def cooling(self) -> float:
+        """What multiplies the log-probabilities."""
+        return 1 / self.temperature
+
+    @property
+    def needs_entropies(self) -> bool:
+        """Whether the order needs them, or the caller."""
+        return self.entropies or self.rule == "entropy"
 
 
 class Marginals(NamedTuple):
     """Log-probabilities of all tokens, and what was kept of each strip of them."""
 
     log_p: Float[Tensor, "B L V"]
-    sums: Float[Tensor, "5 B L S"]
+    sums: Float[Tensor, "4 B L S"]
     strip: int

@@ -15,15 +15,18 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from codd.circuits.evidence import Evidence, Kind
-from codd.circuits.ops.draw.eager import Marginals, Proposals
+from codd.circuits.ops.draw.eager import RULES, Draw, Marginals
 from codd.circuits.ops.leaf.triton import unit_stride
+from codd.circuits.ops.pick.eager import Offers
 from codd.circuits.ops.scaled import Scaled
 from codd.circuits.parameters import Emission
 
 _DENSE = tl.constexpr(int(Kind.DENSE))
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-_SUMS = 5
-"""Numbers kept of a strip: its two largest log-probabilities, two tempered masses, and the sum of p log p."""
+_MARGIN, _SHARPENED = tl.constexpr(RULES.index("margin")), tl.constexpr(RULES.index("sharpened"))
+_ENTROPY = tl.constexpr(RULES.index("entropy"))
+_SUMS = 4
+"""Numbers kept of a strip: the largest log-probability, the tempered mass, what an order needs, the sum of p log p."""
 
 
 @triton.jit
@@ -96,6 +99,8 @@ def _marginals(
     row_stride,
     cooling,
     sharpening,
+    RULE: tl.constexpr,
+    ENTROPY: tl.constexpr,
     OPEN: tl.constexpr,
     NORMALISED: tl.constexpr,
     LATENT: tl.constexpr,
@@ -105,7 +110,7 @@ def _marginals(
     V: tl.constexpr,
     K: tl.constexpr,
 ):
-    """out[row, v] = log p; sums[:, row, strip] = the two largest, sum e^((log p - largest) * x) twice, sum p log p."""
+    """out[row, v] = log p; sums[:, row, strip]: see `_SUMS`."""
     strip = tl.program_id(0)
     v = strip * V + tl.arange(0, V)
     row = tl.program_id(1) * R + tl.arange(0, R)
@@ -153,17 +158,20 @@ def _marginals(
     log_p = tl.where(may, log_p, float("-inf"))
     tl.store(out + row.to(tl.int64)[None, :] * vocab + v[:, None], log_p, mask=tile)
     top = tl.max(log_p, 0)
-    place = tl.min(tl.where(log_p == top[None, :], v[:, None], vocab), 0)
-    second = tl.max(tl.where(v[:, None] == place[None, :], float("-inf"), log_p), 0)
     under = log_p - tl.where(top > float("-inf"), top, 0.0)[None, :]
     into = sums + row * strips + strip
     size = rows * strips
     tl.store(into, top, mask=used)
-    tl.store(into + size, second, mask=used)
-    tl.store(into + 2 * size, tl.sum(tl.exp(under * cooling), 0), mask=used)
-    tl.store(into + 3 * size, tl.sum(tl.exp(under * sharpening), 0), mask=used)
-    p = tl.exp(log_p)
-    tl.store(into + 4 * size, tl.sum(tl.where(p > 0.0, p * log_p, 0.0), 0), mask=used)
+    tl.store(into + size, tl.sum(tl.exp(under * cooling), 0), mask=used)
+    if RULE == _MARGIN:
+        place = tl.min(tl.where(log_p == top[None, :], v[:, None], vocab), 0)
+        second = tl.max(tl.where(v[:, None] == place[None, :], float("-inf"), log_p), 0)
+        tl.store(into + 2 * size, second, mask=used)
+    elif RULE == _SHARPENED:
+        tl.store(into + 2 * size, tl.sum(tl.exp(under * sharpening), 0), mask=used)
+    if ENTROPY:
+        p = tl.exp(log_p)
+        tl.store(into + 3 * size, tl.sum(tl.where(p > 0.0, p * log_p, 0.0), 0), mask=used)
 
 
 @triton.jit
@@ -181,14 +189,15 @@ def _propose(
     open_,
     tokens,
     probabilities,
-    margins,
-    sharpened,
+    order,
     entropies,
     rows,
     vocab,
     strips,
     cooling,
     sharpening,
+    RULE: tl.constexpr,
+    ENTROPY: tl.constexpr,
     GREEDY: tl.constexpr,
     V: tl.constexpr,
     S: tl.constexpr,
@@ -205,10 +214,7 @@ def _propose(
     top = tl.max(tops, 0)
     base = tl.where(top > float("-inf"), top, 0.0)
     holder = tl.min(tl.where(mine & (tops == top), s, S), 0)
-    seconds = tl.load(at + size, mask=mine, other=float("-inf"))
-    second = tl.max(tl.where(s == holder, seconds, tops), 0)
-    mass = tl.load(at + 2 * size, mask=mine, other=0.0) * tl.exp((tops - base) * cooling)
-    sharp = tl.sum(tl.load(at + 3 * size, mask=mine, other=0.0) * tl.exp((tops - base) * sharpening), 0)
+    mass = tl.load(at + size, mask=mine, other=0.0) * tl.exp((tops - base) * cooling)
     strip = tl.where(holder < S, holder, 0)
     threshold = 0.0
     if not GREEDY:
@@ -228,9 +234,21 @@ def _propose(
     chosen = tl.sum(tl.where(j == number, log, 0.0), 0)
     tl.store(tokens + row, (strip * V + number).to(tl.int64))
     tl.store(probabilities + row, tl.exp(chosen))
-    tl.store(margins + row, tl.exp(top) - tl.exp(second))
-    tl.store(sharpened + row, tl.exp((chosen - base) * sharpening) / sharp)
-    tl.store(entropies + row, -tl.sum(tl.load(at + 4 * size, mask=mine, other=0.0), 0))
+    entropy = 0.0
+    if ENTROPY:
+        entropy -= tl.sum(tl.load(at + 3 * size, mask=mine, other=0.0), 0)
+    tl.store(entropies + row, entropy)
+    if RULE == _MARGIN:
+        seconds = tl.load(at + 2 * size, mask=mine, other=float("-inf"))
+        rank = tl.exp(top) - tl.exp(tl.max(tl.where(s == holder, seconds, tops), 0))
+    elif RULE == _SHARPENED:
+        sharp = tl.load(at + 2 * size, mask=mine, other=0.0) * tl.exp((tops - base) * sharpening)
+        rank = tl.exp((chosen - base) * sharpening) / tl.sum(sharp, 0)
+    elif RULE == _ENTROPY:
+        rank = -entropy
+    else:
+        rank = tl.exp(chosen)
+    tl.store(order + row, rank)
 
 
 class Tiling(NamedTuple):
@@ -248,7 +266,7 @@ def tiling_for(rows: int, itemsize: int) -> Tiling:
     if _INTERPRETED:
         return Tiling(16, 16, 16, 4, 1)
     tile = min(32, max(16, triton.next_power_of_2(rows)))
-    return Tiling(128, tile, 64 if itemsize == 2 else 32, 4, 3)
+    return Tiling(128, tile, 64 if itemsize == 2 else 32, 4, 2)
 
 
 def dense_marginals(
@@ -260,9 +278,8 @@ def dense_marginals(
     latent: Scaled | None,
     tokens: Int[Tensor, "B L"],
     observed: Bool[Tensor, "B L"],
-    open_: Bool[Tensor, "B L"] | None = None,
-    cooling: float = 1.0,
-    sharpening: float = 1.0,
+    open_: Bool[Tensor, "B L"] | None,
+    draw: Draw,
     tiling: Tiling | None = None,
 ) -> Marginals:
     """log p of all tokens at every position, or at those in ``open_``: the others may get anything.
@@ -321,8 +338,10 @@ def dense_marginals(
         strips,
         potentials.stride(0),
         potentials.stride(1),
-        cooling,
-        sharpening,
+        draw.cooling,
+        1 / draw.sharpening,
+        RULE=RULES.index(draw.rule),
+        ENTROPY=draw.needs_entropies,
         OPEN=open_ is not None,
         NORMALISED=ev.normalised,
         LATENT=latent is not None,
@@ -337,18 +356,12 @@ def dense_marginals(
     return Marginals(out, sums, plan.tokens)
 
 
-def propose(
-    given: Marginals,
-    open_: Bool[Tensor, "B L"],
-    uniforms: Float[Tensor, "B L"] | None,
-    cooling: float,
-    sharpening: float,
-) -> Proposals:
-    """A token for every open position: the most probable one, or drawn with the given numbers and temperature."""
+def propose(given: Marginals, open_: Bool[Tensor, "B L"], draw: Draw, uniforms: Float[Tensor, "B L"] | None) -> Offers:
+    """A token for every open position: the most probable one, or drawn with the given numbers."""
     batch, length, vocab = given.log_p.shape
     rows, strips, device = batch * length, given.sums.shape[-1], given.log_p.device
     tokens = torch.empty(batch, length, dtype=torch.int64, device=device)
-    numbers = torch.empty(4, batch, length, device=device)
+    numbers = torch.empty(3, batch, length, device=device)
     _propose[(rows,)](
         given.log_p,
         given.sums,
@@ -359,11 +372,13 @@ def propose(
         rows,
         vocab,
         strips,
-        cooling,
-        sharpening,
+        draw.cooling,
+        1 / draw.sharpening,
+        RULE=RULES.index(draw.rule),
+        ENTROPY=draw.needs_entropies,
         GREEDY=uniforms is None,
         V=given.strip,
         S=triton.next_power_of_2(strips),
         num_warps=4,
     )
-    return Proposals(tokens, *numbers)
+    return Offers(tokens, *numbers)
