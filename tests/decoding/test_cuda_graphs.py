@@ -133,8 +133,7 @@ def test_a_device_writes_what_the_host_writes(options):
     "settings",
     [
         {"sampler": "latent"},
-        {"sampler": "latent", "threshold": 0.5},
-        {"sampler": "latent", "entropy_budget": 2.0, "temperature": 0.7},
+        {"sampler": "latent", "temperature": 0.7},
         {},
         {"threshold": 0.3},
         {"threshold": 0.4, "temperature": 0.7},
@@ -173,11 +172,11 @@ def test_a_captured_step_is_the_hosts(settings, kind):
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        {"sampler": "latent"},
         {"sampler": "any_order"},
         {"sampler": "any_order", "threshold": 0.5, "steps": None},
-        {"mode": "full"},
-        {"cfg_scale": 1.0},
+        {"sampler": "latent", "mode": "full"},
+        {"sampler": "latent", "cfg_scale": 1.0},
     ],
     ids=str,
 )
