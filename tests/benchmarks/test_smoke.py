@@ -30,6 +30,7 @@ COMMANDS = {
         "--problems 2 --batch 2 --ways none:gen_length=2,steps=1 trained:any_order,gen_length=2,threshold=0 "
         "--out OUT --plot OUT.png"
     ],
+    "decision_cpu": ["--rounds 1 --tokens 16 --masks 32"],
     "rows_cpu": ["--threads 1 --rounds 1 --sizes 2x8 1x4"],
     "backbones": [f"--data DATA --model {BUNDLED} --problems 2 --gen-length 4 --draws 1 --row-length 96 --device cpu"],
     "objectives": [
