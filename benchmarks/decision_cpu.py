@@ -3,7 +3,7 @@
 python benchmarks/decision_cpu.py --threads 1
 
 A window of 32 positions of the bundled model, in states that a run over a word problem passes through. Needed: the
-larger of multiplications over the rate of this core's own product and bytes over how fast it reads, both measured first.
+larger of multiplications over the rate of this core's product and bytes over how fast it reads, both measured first.
 """
 
 import argparse

@@ -17,8 +17,6 @@ from codd.backbones.backbone import Backbone
 
 NETWORK_GRAPHS, STEP_GRAPHS = 32, 16
 """Graphs kept for one network (they share their memory) and for one circuit; the least recently used one goes."""
-FEW_ROWS = 128
-"""Tokens in all up to which a network's products take as long as their weights take to be read."""
 WARMUP = 2
 """Calls of a kind that are made without a graph first: they compile what is to be captured."""
 
@@ -91,18 +89,7 @@ def network_states(
         weights = _WEIGHTS[backbone] = _Weights(backbone)
     key = (weights.addresses(), ids.shape, valid is None)
     graph = cache.find(key, lambda: _CapturedNetwork(backbone, ids, valid, cache.pool))
-    return _states(backbone, ids, valid) if graph is None else graph(ids, valid)
-
-
-def _states(backbone: Backbone, ids: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"] | None) -> Float[Tensor, "B L d"]:
-    """With few rows by cuBLASLt, whose kernels read the weights faster then (measured: docs/results.md)."""
-    before = torch.backends.cuda.preferred_blas_library()
-    if ids.numel() <= FEW_ROWS:
-        torch.backends.cuda.preferred_blas_library("cublaslt")
-    try:
-        return backbone.states(ids, valid, fill_padding=False)
-    finally:
-        torch.backends.cuda.preferred_blas_library(before)
+    return backbone.states(ids, valid, fill_padding=False) if graph is None else graph(ids, valid)
 
 
 class _Weights:
@@ -130,7 +117,7 @@ class _CapturedNetwork:
     def __init__(self, backbone: Backbone, ids: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"] | None, pool: Any):
         self.ids = ids.to(backbone.device, copy=True)
         self.valid = None if valid is None else valid.to(backbone.device, copy=True)
-        self.graph, self.states = capture(lambda: _states(backbone, self.ids, self.valid), pool)
+        self.graph, self.states = capture(lambda: backbone.states(self.ids, self.valid, fill_padding=False), pool)
 
     def __call__(self, ids: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"] | None) -> Float[Tensor, "B L d"]:
         self.ids.copy_(ids, non_blocking=True)
