@@ -200,11 +200,12 @@ class IncrementalConditioner:
         given: Float[Tensor, " L"] | None,
         count: int,
         threshold: float | None = None,
-    ) -> tuple[Int[Tensor, " R"], Int[Tensor, " R"], Float[Tensor, " R"]] | None:
-        """Positions, tokens and probabilities that `pick` would commit in one sequence, one by one; commits nothing.
+        draw: native.Drawing | None = None,
+    ) -> native.Picks | None:
+        """The tokens that `pick` would commit in one sequence, one by one, or tokens that are drawn; commits nothing.
 
-        ``count`` of them at most; after the first one, none below the threshold. All of it runs in C on a CPU; None
-        where it cannot, or where the candidates or float32 do not suffice: then `pick` does it step by step.
+        ``count`` of them at most; after the first one, none below the threshold. Tokens can be drawn with the rule
+        "low_confidence", by which the one drawn counts. All of it runs in C, on a CPU; None where it cannot.
         """
         ev, emission, steps = self._given, self._hmm.emission, self._steps
         one_table = not (steps.low_rank or steps.stepwise or emission.per_position)
@@ -212,23 +213,17 @@ class IncrementalConditioner:
         if self.candidates is None or not (self._host and one_table and dense) or bool(self._faint.any()):
             return None
         everywhere = _Places(slice(None), 1)
-        weights = (self._log_weights_of(self.candidates, everywhere) + self._offset(everywhere))[0].exp()
-        latent = None if self._latent is None else self._latent.values[0]
-        return native.pick(
+        chain = native.Chain(
             steps.linear[0] if steps.narrowed is None else steps.narrowed,
             self._hmm.log_initial.detach().softmax(-1),
             emission.columns,
-            latent,
+            None if self._latent is None else self._latent.values[0],
             self._leaf.values[0],
             self.candidates[0],
-            weights,
-            open_,
-            RULES.index(rule),
-            given,
-            min(count, int(open_.sum())),
-            0.0 if threshold is None else threshold,
-            pick_eager.ROUNDING,
+            (self._log_weights_of(self.candidates, everywhere) + self._offset(everywhere))[0].exp(),
         )
+        most, least = min(count, int(open_.sum())), 0.0 if threshold is None else threshold
+        return native.pick(chain, open_, RULES.index(rule), given, most, least, pick_eager.ROUNDING, draw)
 
     @property
     def proposes(self) -> bool:

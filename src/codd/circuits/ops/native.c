@@ -1,5 +1,6 @@
 /* The loops of the engine on a CPU, for float32 and one dense matrix.
  * Compiled on first use by native.py; NumPy does the same where there is no compiler. */
+#include <math.h>
 #include <stdint.h>
 
 typedef float vec __attribute__((vector_size(64), aligned(4))); /* one register of AVX-512, two of AVX2 */
@@ -274,7 +275,11 @@ typedef struct {
     float *weights;         /* (length, k): p = weight * sum(cavity latent column) / sum(cavity leaf) */
     uint8_t *open;          /* (length,): may be picked; closed as they are */
     const float *given;     /* (length,): for the rule GIVEN, the largest comes first */
+    const float *uniforms;  /* (length,): tokens are drawn with these, for the rule LOW_CONFIDENCE; or nothing */
+    const int64_t *by_id;   /* (length, k): the candidates' numbers, in the order of the vocabulary, to draw from */
+    float *found;           /* (length, k): room for probabilities */
     int64_t length, n, k, compact, rule;
+    double power;           /* 1 / temperature, at least 1 */
 } window;
 
 enum { LOW_CONFIDENCE, MARGIN, GIVEN };
@@ -298,7 +303,7 @@ static int propagate(const window *w, int64_t ahead, int64_t high, int64_t behin
     return 0;
 }
 
-/* What is known of a position's distribution from its first candidates. */
+/* What is known of a position's distribution from its first candidates; the token that would be taken, -1: unknown. */
 typedef struct {
     float best, second, sum;
     int64_t number, seen;
@@ -316,11 +321,28 @@ static int look(const window *w, int64_t t, int64_t upto, belief *b, float faint
     for (; b->seen < upto; b->seen++) {
         const int64_t at = t * w->k + b->seen;
         const float p = w->weights[at] * dot(cavity, w->columns + w->candidates[at] * n, n) / total;
+        w->found[at] = p;
         if (p > b->best) b->second = b->best, b->best = p, b->number = b->seen;
         else if (p > b->second) b->second = p;
         b->sum += p;
     }
     return 0;
+}
+
+/* The token that a uniform number draws, by inverse CDF in the order of the vocabulary, if it is the same wherever the
+ * probability that was not looked at lies: to a power of one or more, its parts sum to no more than all of it. */
+static int64_t drawn(const window *w, int64_t t, const belief *b, float rounding) {
+    const float *p = w->found + t * w->k, u = w->uniforms[t], rest = 1 + rounding - b->sum, power = (float)w->power;
+    const float tail = rest > 0 ? powf(rest, power) : 0;
+    float total = 0, below = 0;
+    for (int64_t c = 0; c < b->seen; c++) total += powf(p[c], power);
+    for (int64_t r = 0; r < w->k; r++) {
+        const int64_t c = w->by_id[t * w->k + r];
+        const float more = c < b->seen ? powf(p[c], power) : 0;
+        if (below + more > u * (total + tail)) return more > 0 && below <= u * total - (1 - u) * tail ? c : -1;
+        below += more;
+    }
+    return -1;
 }
 
 /* The open position that comes first, with as few candidates as settle it: no token that was not looked at may be
@@ -334,8 +356,12 @@ static int64_t surest(const window *w, belief *beliefs, int64_t few, float round
         float most = 0;
         for (int64_t t = 0; t < w->length; t++) {
             if (!w->open[t]) continue;
-            const belief *b = beliefs + t;
-            const float order = w->rule == GIVEN ? w->given[t] : w->rule == MARGIN ? b->best - b->second : b->best;
+            belief *b = beliefs + t;
+            float order = w->rule == GIVEN ? w->given[t] : w->rule == MARGIN ? b->best - b->second : b->best;
+            if (w->uniforms) {
+                b->number = drawn(w, t, b, rounding);
+                order = b->number < 0 ? -1 : w->found[t * w->k + b->number];
+            }
             if (first < 0 || order > most) first = t, most = order;
         }
         int more = 0;
@@ -346,7 +372,8 @@ static int64_t surest(const window *w, belief *beliefs, int64_t few, float round
             rest = rest > 0 ? rest : 0;
             const int lead = w->rule == MARGIN && rest > b->second; /* the lead itself is not certain */
             const float possible = w->rule == MARGIN ? (lead ? (rest > b->best ? rest : b->best) : most) : rest;
-            const int settled = t == first ? rest <= (w->rule == MARGIN ? b->second : b->best) : possible <= most;
+            int settled = t == first ? rest <= (w->rule == MARGIN ? b->second : b->best) : possible <= most;
+            if (w->uniforms) settled = b->number >= 0 || (rest < most && b->best < most);
             if (settled) continue;
             if (b->seen == w->k) return UNSETTLED;
             if (look(w, t, 2 * b->seen < w->k ? 2 * b->seen : w->k, b, faint)) return FAINT;
@@ -356,35 +383,37 @@ static int64_t surest(const window *w, belief *beliefs, int64_t few, float round
     }
 }
 
-/* Pick positions and their most probable tokens one after the other, each given those before it: `count` of them, or
- * while a probability reaches the threshold, and in any case one. Returns how many; negative where floats do not
- * suffice (a sum below `faint`) or the candidates do not. */
+/* Pick positions and their tokens (the most probable ones, or drawn) one after the other, each given those before it:
+ * `count` of them, or while a probability reaches the threshold, and in any case one. Returns how many; `complete` is
+ * left at 0 where floats do not suffice for the next (a sum below `faint`), or the candidates do not. */
 int64_t codd_pick(window *w, belief *beliefs, int64_t count, float threshold, int64_t few, float rounding, float faint,
-                  int64_t *positions, int64_t *tokens, float *probabilities) {
+                  int64_t *positions, int64_t *tokens, float *probabilities, int64_t *complete) {
     const int64_t n = w->n, last = w->length - 1;
     int64_t low = last + 1, high = -1, picked = 0;
+    *complete = 0;
     for (int64_t t = 0; t <= last; t++) {
         if (w->open[t]) low = low > last ? t : low, high = t;
         const float top = to_one(w->leaf + t * n, n);
-        if (!(top >= faint)) return FAINT;
+        if (!(top >= faint)) return 0;
         for (int64_t c = 0; c < w->k; c++) w->weights[t * w->k + c] /= top;
     }
-    if (propagate(w, 0, high, last, low)) return FAINT;
+    if (propagate(w, 0, high, last, low)) return 0;
     while (picked < count && high >= low) {
         const int64_t t = surest(w, beliefs, few, rounding, faint);
-        if (t < 0) return t;
-        const belief *b = beliefs + t;
-        if (picked && b->best < threshold) break;
+        if (t < 0) return picked;
+        const int64_t at = t * w->k + beliefs[t].number;
+        if (picked && w->found[at] < threshold) break;
         positions[picked] = t;
-        tokens[picked] = w->candidates[t * w->k + b->number];
-        probabilities[picked++] = b->best;
+        tokens[picked] = w->candidates[at];
+        probabilities[picked++] = w->found[at];
         const float *column = w->columns + tokens[picked - 1] * n;
         for (int64_t i = 0; i < n; i++) w->leaf[t * n + i] = w->latent ? column[i] * w->latent[t * n + i] : column[i];
-        if (!(to_one(w->leaf + t * n, n) > 0)) return FAINT;
+        if (!(to_one(w->leaf + t * n, n) > 0)) return picked;
         w->open[t] = 0;
         while (low <= high && !w->open[low]) low++;
         while (high >= low && !w->open[high]) high--;
-        if (picked < count && high >= low && propagate(w, t, high, t, low)) return FAINT;
+        if (picked < count && high >= low && propagate(w, t, high, t, low)) return picked;
     }
+    *complete = 1;
     return picked;
 }

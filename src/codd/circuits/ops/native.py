@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -97,7 +98,7 @@ def _compiled(compiler: list[str], target: Path) -> ctypes.CDLL:
         handle, name = tempfile.mkstemp(dir=target.parent, suffix=".so")
         os.close(handle)
         try:
-            command = [*compiler, "-O3", *flags, "-shared", "-fPIC", "-o", name, str(_SOURCE)]
+            command = [*compiler, "-O3", *flags, "-shared", "-fPIC", "-o", name, str(_SOURCE), "-lm"]
             done = subprocess.run(command, capture_output=True, timeout=120, check=False)
             if done.returncode == 0:
                 os.replace(name, target)  # complete or not there at all, whoever else compiles it now
@@ -142,7 +143,7 @@ def _declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
     loaded.codd_path.restype = _SIZE
     loaded.codd_panels.argtypes = [_DATA] * 3 + [_SIZE] * 3
     loaded.codd_panels.restype = None
-    loaded.codd_pick.argtypes = [_DATA, _DATA, _SIZE, _REAL, _SIZE, _REAL, _REAL, _DATA, _DATA, _DATA]
+    loaded.codd_pick.argtypes = [_DATA, _DATA, _SIZE, _REAL, _SIZE, _REAL, _REAL, *[_DATA] * 4]
     loaded.codd_pick.restype = _SIZE
     return loaded
 
@@ -251,10 +252,11 @@ def product(rows: Float[Tensor, "R K"], panels: Float[Tensor, "P K 32"]) -> Floa
 class _Window(ctypes.Structure):
     """``window`` of native.c."""
 
-    _pointers = ("matrix", "columns", "latent", "leaf", "forward", "backward", "work", "candidates", "weights")
+    _tables = ("matrix", "columns", "latent", "leaf", "forward", "backward", "work", "candidates", "weights")
     _fields_ = (
-        *((name, _DATA) for name in (*_pointers, "open", "given")),
+        *((name, _DATA) for name in (*_tables, "open", "given", "uniforms", "by_id", "found")),
         *((name, _SIZE) for name in ("length", "n", "k", "compact", "rule")),
+        ("power", ctypes.c_double),
     )
 
 
@@ -265,40 +267,71 @@ def narrowed(matrix: Float[Tensor, "N N"]) -> Int[Tensor, "N N"] | None:
     return ((matrix.contiguous().view(torch.int32) + 2**12) >> 13).to(torch.int16)  # the low half: 6 and 10 bits
 
 
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """What of a window of a chain does not depend on how it is picked from."""
+
+    matrix: Float[Tensor, "N N"] | Int[Tensor, "N N"]
+    """As floats, or `narrowed`."""
+    initial: Float[Tensor, " N"]
+    columns: Float[Tensor, "V N"]
+    latent: Float[Tensor, "L N"] | None
+    leaf: Float[Tensor, "L N"]
+    candidates: Int[Tensor, "L K"]
+    """The heaviest tokens first."""
+    weights: Float[Tensor, "L K"]
+    """p = weight * sum(cavity latent column) / sum(cavity leaf)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Drawing:
+    """That tokens are drawn, with one uniform number each, and not the most probable ones."""
+
+    uniforms: Float[Tensor, " L"]
+    temperature: float
+    """At most 1: then what was not looked at is bounded."""
+
+
+class Picks(NamedTuple):
+    """Positions, tokens and probabilities in the order in which they were picked."""
+
+    positions: Int[Tensor, " R"]
+    tokens: Int[Tensor, " R"]
+    probabilities: Float[Tensor, " R"]
+    complete: bool
+    """False if float32 or the candidates did not suffice for the next."""
+
+
 def pick(
-    matrix: Float[Tensor, "N N"] | Int[Tensor, "N N"],
-    initial: Float[Tensor, " N"],
-    columns: Float[Tensor, "V N"],
-    latent: Float[Tensor, "L N"] | None,
-    leaf: Float[Tensor, "L N"],
-    candidates: Int[Tensor, "L K"],
-    weights: Float[Tensor, "L K"],
+    chain: Chain,
     open_: Bool[Tensor, " L"],
     rule: int,
     given: Float[Tensor, " L"] | None,
     count: int,
     threshold: float,
     rounding: float,
-) -> tuple[Int[Tensor, " R"], Int[Tensor, " R"], Float[Tensor, " R"]] | None:
-    """Positions, tokens and probabilities, each given those before it; see ``codd_pick``. Changes nothing.
-
-    None where there is no library, float32 does not suffice, or the candidates do not.
-    """
+    draw: Drawing | None = None,
+) -> Picks | None:
+    """See ``codd_pick``: up to ``count`` picks, each given those before it. Changes nothing; None without a library."""
     loaded = library()
     if loaded is None:
         return None
-    (length, states), width = leaf.shape, candidates.shape[-1]
+    (length, states), width = chain.leaf.shape, chain.candidates.shape[-1]
     room = torch.empty(2 * length + 2, states)
-    room[0], room[2 * length - 1] = initial, 1
+    room[0], room[2 * length - 1] = chain.initial, 1
     forward, backward, work = room[:length], room[length : 2 * length], room[2 * length :]
-    copied = (leaf.clone(memory_format=torch.contiguous_format), weights.clone(), open_.clone())
-    kept = (matrix, columns, latent, copied[0], forward, backward, work, candidates.contiguous(), *copied[1:], given)
-    pointers = (None if x is None else x.data_ptr() for x in kept)
-    window = _Window(*pointers, length, states, width, matrix.dtype == torch.int16, rule)
-    beliefs = torch.empty(length, 4, dtype=torch.int64)  # 12 bytes and two numbers each
+    leaf, candidates = chain.leaf.clone(memory_format=torch.contiguous_format), chain.candidates.contiguous()
+    uniforms, by_id = (None, None) if draw is None else (draw.uniforms.contiguous(), candidates.argsort(-1))
+    found = torch.empty(length, width)
+    tables = (chain.matrix, chain.columns, chain.latent, leaf, forward, backward, work, candidates)
+    kept = (*tables, chain.weights.clone(), open_.clone(), given, uniforms, by_id, found)
+    sizes = (length, states, width, chain.matrix.dtype == torch.int16, rule)
+    power = 1.0 if draw is None else 1 / draw.temperature
+    window = _Window(*(None if x is None else x.data_ptr() for x in kept), *sizes, power)
+    beliefs = torch.empty(length, 4, dtype=torch.int64)  # three floats and two numbers each
     positions, tokens = torch.empty(2, max(count, 1), dtype=torch.int64)
-    found = torch.empty(max(count, 1))
+    probabilities, complete = torch.empty(max(count, 1)), ctypes.c_int64()
     limits = (count, threshold, FEW, rounding, FAINT)
-    results = (positions.data_ptr(), tokens.data_ptr(), found.data_ptr())
+    results = (positions.data_ptr(), tokens.data_ptr(), probabilities.data_ptr(), ctypes.addressof(complete))
     done = loaded.codd_pick(ctypes.byref(window), beliefs.data_ptr(), *limits, *results)
-    return None if done < 0 else (positions[:done], tokens[:done], found[:done])
+    return Picks(positions[:done], tokens[:done], probabilities[:done], bool(complete.value))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from codd.circuits.incremental import IncrementalConditioner
 from codd.circuits.ops.draw.eager import RULES, Draw
+from codd.circuits.ops.native import Drawing
 from codd.circuits.ops.pick.eager import Limits, Offers, Picked
 from codd.circuits.ops.pick.eager import choose as pick_surest
 from codd.circuits.protocol import Conditioner
@@ -56,24 +57,28 @@ def sample_any_order(
     `sample_factorized` commits: the same numbers draw the tokens, and the same rules rank them. ``dense`` computes the
     marginals of all tokens instead of candidates first. Void where the evidence has probability zero.
     """
-    size = len(rows)
     on_host = rows.device.type == "cpu"
     drawn = options.temperature > 0 or options.entropy_budget is not None
+    natively = on_host and not dense and _runs_natively(options)
     dense = dense or not _candidates_suffice(options) or (drawn and not on_host)
-    conditioner = joint.conditionals(None if dense else CANDIDATES)
+    conditioner = joint.conditionals(CANDIDATES if natively or not dense else None)
     noise = noise.at(rows)
-    open_rows = torch.ones(size, dtype=torch.bool, device=rows.device) if open_rows is None else open_rows.clone()
-    if isinstance(conditioner, IncrementalConditioner):
-        if not on_host:
-            return _sample_on_device(conditioner, rows, open_rows, count, noise, options)
-        if not (dense or drawn) and (ranking := _sample_natively(conditioner, rows, open_rows, count, noise, options)):
-            return ranking
+    open_rows = torch.ones(len(rows), dtype=torch.bool, device=rows.device) if open_rows is None else open_rows.clone()
+    if isinstance(conditioner, IncrementalConditioner) and not on_host:
+        return _sample_on_device(conditioner, rows, open_rows, count, noise, options)
+    picks: list[_Pick] = []
+    if isinstance(conditioner, IncrementalConditioner) and natively:
+        picks, complete = _pick_natively(conditioner, rows, open_rows, count, noise, options)
+        if complete:
+            return _ranking(rows, picks, torch.ones((), dtype=torch.bool))
     if on_host and float(conditioner.log_partition[0]) == -torch.inf:
         return _nothing(rows)
-    picks: list[_Pick] = []
+    for pick in picks:
+        conditioner.commit(rows.index_select(0, pick.row), pick.token)
+        open_rows[pick.row] = False
     spent = 0.0
-    for i in range(int(open_rows.sum()) if count is None else min(count, size)):
-        pick = _pick(conditioner, rows, open_rows, noise, options)
+    for i in range(len(picks), int(open_rows.sum()) + len(picks) if count is None else min(count, len(rows))):
+        pick = _pick(conditioner, rows, open_rows, noise, options, dense=dense)
         if count is None and i > 0 and options.threshold is not None and float(pick.score) < options.threshold:
             break
         if count is None and pick.entropy is not None and options.entropy_budget is not None:
@@ -83,7 +88,10 @@ def sample_any_order(
         picks.append(pick)
         conditioner.commit(rows.index_select(0, pick.row), pick.token)
         open_rows = open_rows.scatter(0, pick.row, False)
-    possible = conditioner.log_partition[0] > -torch.inf
+    return _ranking(rows, picks, conditioner.log_partition[0] > -torch.inf)
+
+
+def _ranking(rows: Int[Tensor, " R"], picks: list[_Pick], possible: Bool[Tensor, ""]) -> Ranking:
     if not picks:
         return _nothing(rows)._replace(valid=possible)
     picked, tokens, scores = (torch.cat(parts) for parts in list(zip(*picks, strict=True))[:3])
@@ -98,28 +106,42 @@ def _candidates_suffice(options: Options) -> bool:
     return options.remasking not in ("entropy", "sharpened") and options.threshold is None
 
 
-def _sample_natively(
+def _runs_natively(options: Options) -> bool:
+    """Whether the loops in C know the rule. They draw from a few candidates, which bound the others up to T = 1."""
+    if options.temperature == 0:
+        return options.entropy_budget is None and _candidates_suffice(options)
+    whole = options.top_k is None and (options.top_p is None or options.top_p >= 1)
+    return (
+        whole and options.temperature <= 1 and options.remasking == "low_confidence" and options.entropy_budget is None
+    )
+
+
+def _pick_natively(
     conditioner: IncrementalConditioner,
     rows: Int[Tensor, " R"],
     open_rows: Bool[Tensor, " R"],
     count: int | None,
     noise: Noise,
     options: Options,
-) -> Ranking | None:
-    """The same for the most probable tokens on a CPU, in one call; None where that cannot be had."""
+) -> tuple[list[_Pick], bool]:
+    """The picks as far as one call of the loops in C comes with them, and whether these are all."""
     length = conditioner.shape[1]
     rule, order = _pick_rule(options, noise)
     given = None if order is None else torch.zeros(length).scatter(0, rows, order[0])
     open_ = torch.zeros(length, dtype=torch.bool).scatter(0, rows, open_rows)
-    picked = conditioner.picks(
-        rule, open_, given, length if count is None else count, options.threshold if count is None else None
-    )
-    if picked is None:
-        return None
-    positions, tokens, scores = picked
+    draw = None
+    if options.temperature > 0:
+        uniforms = torch.zeros(length).scatter(0, rows, noise.tokens.float())
+        draw = Drawing(uniforms, max(options.temperature, COLDEST))
+    threshold = options.threshold if count is None else None
+    found = conditioner.picks(rule, open_, given, length if count is None else count, threshold, draw)
+    if found is None:
+        return [], False
     numbers = torch.zeros(length, dtype=torch.int64).scatter(0, rows, torch.arange(len(rows)))
-    sure = torch.ones(len(positions), dtype=torch.bool)
-    return Ranking(numbers[positions], tokens, scores, sure, torch.ones((), dtype=torch.bool))
+    sure = torch.ones((), dtype=torch.bool)
+    parts = (numbers[found.positions], found.tokens, found.probabilities)
+    picks = [_Pick(*(x[i : i + 1] for x in parts), None, sure) for i in range(len(found.positions))]  # type: ignore[call-arg]
+    return picks, found.complete
 
 
 def _sample_on_device(
@@ -209,10 +231,13 @@ def _pick(
     open_rows: Bool[Tensor, " R"],
     noise: Noise,
     options: Options,
+    *,
+    dense: bool,
 ) -> _Pick:
     """The next position and its token; where candidates cannot settle it, the host looks at all tokens at once."""
-    log_p = conditioner.log_marginals()[0].index_select(0, rows)
-    candidates = conditioner.candidates
+    candidates = None if dense else conditioner.candidates
+    found = conditioner.dense_log_marginals() if dense else conditioner.log_marginals()
+    log_p = found[0].index_select(0, rows)
     if candidates is not None:
         rule, order = _pick_rule(options, noise)
         row, number, score, settled, _ = pick_surest(log_p[None], open_rows[None], rule, order)
