@@ -99,9 +99,9 @@ def stages(
         "leaf values": (leaf, table),
         "candidates (top 64)": (0, 4 * masks * vocab),
         "leaf values, candidates, the rest of it": (leaf, table),
-        "messages, first pick": (chain, (length - 1) * matrix * width),
-        "messages, all picks": (again, (length - 1) * (1 + picks / 2) * matrix * width),
-        "the whole decision": (length * head + leaf + again, 4 * head + table + (length - 1) * matrix * width),
+        "messages, first pick": (chain, matrix * width),  # which then stays in the cache
+        "messages, all picks": (again, matrix * width),
+        "the whole decision": (length * head + leaf + again, 4 * head + table + matrix * width),
     }
     return [(name, ms[name], float(work[name][0]), float(work[name][1])) for name in timings]
 

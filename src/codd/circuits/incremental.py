@@ -585,7 +585,11 @@ def _heaviest(ev: Evidence, count: int) -> Int[Tensor, "B L K"]:
         )
     if not 1 <= count <= ev.potentials.shape[-1]:
         raise InvalidEvidence(f"candidates must be between 1 and V = {ev.potentials.shape[-1]}, found {count}")
-    return ev.potentials.topk(count, dim=-1).indices
+    if ev.device.type != "cpu":
+        return ev.potentials.topk(count, dim=-1).indices
+    dense, out = ev.rows(Kind.DENSE), torch.zeros(*ev.shape, count, dtype=torch.int64)
+    out[dense] = ev.potentials[dense].topk(count, dim=-1).indices  # of the others nothing is asked
+    return out
 
 
 def _log_column(emission: Emission, positions: Int[Tensor, " B"], tokens: Int[Tensor, " B"]) -> Float[Tensor, "B N"]:

@@ -16,8 +16,8 @@ PROBLEMS = 24
 SECONDS = 45
 """After so many no problem is begun: the demo is to take less than a minute."""
 OPTIONS = {
-    "alone": Options(threshold=0.97),
-    "circuit": Options(sampler="any_order", threshold=0.95),
+    "alone": Options(entropy_budget=0.3),
+    "circuit": Options(),
 }
 """How each writes. Alone: the network's own best rule, at which it gets about as many right (docs/results.md)."""
 LABELS = {"alone": "network alone", "circuit": "with the circuit"}

@@ -33,10 +33,10 @@ COLDEST = 0.001
 """The lowest temperature of the circuit and of the order sharpened."""
 PACES = ("steps", "threshold", "entropy_budget")
 """The options that say how many tokens a step commits: a run has one of them."""
-DEFAULT_THRESHOLD = 0.95
+DEFAULT_THRESHOLD = 0.96
 DEFAULT_GREEDY: Mapping[str, float] = {"threshold": DEFAULT_THRESHOLD}
 """The pace of a run that is told none, at temperature 0; chosen by measurement (docs/results.md)."""
-DEFAULT_SAMPLED: Mapping[str, float] = {"steps": 64}
+DEFAULT_SAMPLED: Mapping[str, float] = {"threshold": 0.95}
 """The same above temperature 0."""
 DEFAULT_COUNTED: Mapping[str, float] = {"steps": 32}
 """The same for those who cannot tell how sure a token is: the latent sampler and the published implementation."""
