@@ -60,7 +60,7 @@ def asked(url: str, path: str, body: dict[str, Any]) -> Any:
 
 def test_two_columns_fill_and_say_what_the_server_says(visit: Visit) -> None:
     page = visit.open()
-    assert "1,024 states" in page.inner_text("#model")
+    assert "640 states" in page.inner_text("#model")
     visit.fill(**SHORT)
     assert "8 tokens a step" in page.inner_text("#pace")
     page.click("#run")
