@@ -265,6 +265,18 @@ def test_the_clock_stands_still_while_nothing_is_trained(root):
     assert clock.part(STEPS) == 1
 
 
+def test_the_rate_is_of_all_steps_since_the_last_reading(root, tmp_path):
+    recipe = small(root, "validate_every=1")
+    run(recipe, tmp_path, steps=5)
+    run(recipe, tmp_path)  # goes on after step 4, in the middle of two readings
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    read = [line for line in lines if "seconds" in line]
+    assert [line["step"] for line in read] == [3, 6, 8]
+    for before, line in zip([{"step": 0, "seconds": 0.0}, *read], read, strict=False):
+        windows = recipe.batch_windows * (line["step"] - before["step"])
+        assert line["windows_per_second"] * (line["seconds"] - before["seconds"]) == pytest.approx(windows)
+
+
 # What goes wrong.
 
 

@@ -48,13 +48,11 @@ class Run:
     best: Best
     sums: Float[Tensor, " 3"]
     """Of the steps since the last that was logged."""
-    since: int = 0
-    """That step."""
     step: int = 0
 
     def notes(self, recipe: CircuitRecipe) -> dict[str, Any]:
         """What a checkpoint says of it."""
-        named = {"recipe": as_dict(recipe), "digest": recipe.digest(), "since": self.since}
+        named = {"recipe": as_dict(recipe), "digest": recipe.digest(), "since": self.clock.read_at}
         return {**named, "best": self.best.score, "stale": self.best.stale, "seconds": self.clock.elapsed()}
 
 
@@ -113,8 +111,8 @@ def _logged(recipe: CircuitRecipe, run: Run, rate: float) -> dict[str, float]:
         raise Diverged("the network's own log-likelihood is no number: check the backbone's weights and precision.")
     _check_value(run)
     found = {"loss": -coupled / max(tokens, 1), "factorized": -factorized / max(tokens, 1), "rate": rate}
-    found |= run.clock.read(run.step - run.since)
-    run.sums, run.since = torch.zeros_like(run.sums), run.step
+    found |= run.clock.read(run.step)
+    run.sums = torch.zeros_like(run.sums)
     return found
 
 
@@ -207,8 +205,9 @@ def resume(learner: Learner, recipe: CircuitRecipe, out: Path, workers: Workers)
     try:
         learner.restore(kept)
         best = Best(float(notes["best"]), int(notes["stale"]))
-        clock = Clock(recipe, workers, float(notes["seconds"]))
-        return Run(clock, best, kept[SUMS], int(notes["since"]), int(notes["step"]))
+        step, seconds = notes["since"]
+        clock = Clock(recipe, workers, float(notes["seconds"]), (int(step), float(seconds)))
+        return Run(clock, best, kept[SUMS], int(notes["step"]))
     except (KeyError, TypeError, ValueError, RuntimeError, CoddError) as error:
         raise FormatError(
             f"{found[-1]}: does not fit this recipe's circuit ({brief(error)}); files of the run were changed. Give "

@@ -30,11 +30,12 @@ class Best:
 class Clock:
     """How much of a run lies behind it: by steps, and by seconds of training if those are limited."""
 
-    def __init__(self, recipe: CircuitRecipe, workers: Workers, spent: float = 0.0):
-        """Go on after so many seconds."""
-        self.recipe, self.workers, self.spent = recipe, workers, spent
+    def __init__(
+        self, recipe: CircuitRecipe, workers: Workers, spent: float = 0.0, read_at: tuple[int, float] = (0, 0.0)
+    ):
+        """Go on after so many seconds; ``read_at``: the step and the seconds of the last reading."""
+        self.recipe, self.workers, self.spent, self.read_at = recipe, workers, spent, read_at
         self.since: float | None = time.perf_counter()
-        self.read_at = self.since
 
     def elapsed(self) -> float:
         """Seconds of training."""
@@ -46,7 +47,7 @@ class Clock:
 
     def go_on(self) -> None:
         """Now it is again."""
-        self.since = self.read_at = time.perf_counter()
+        self.since = time.perf_counter()
 
     def part(self, step: int) -> float:
         """From 0 to 1, the same in all processes."""
@@ -55,12 +56,12 @@ class Clock:
             return by_steps
         return max(by_steps, of_leader(self.elapsed(), self.workers) / self.recipe.seconds)
 
-    def read(self, steps: int) -> dict[str, float]:
-        """The rate since the last reading."""
-        now = time.perf_counter()
-        rate = steps * self.recipe.batch_windows / max(now - self.read_at, 1e-9)
-        self.read_at = now
-        return {"windows_per_second": rate, "seconds": self.elapsed()}
+    def read(self, step: int) -> dict[str, float]:
+        """Seconds of training, and the rate since the last reading."""
+        (before, then), now = self.read_at, self.elapsed()
+        self.read_at = step, now
+        rate = (step - before) * self.recipe.batch_windows / max(now - then, 1e-9)
+        return {"windows_per_second": rate, "seconds": now}
 
 
 def of_leader(value: float, workers: Workers) -> float:
