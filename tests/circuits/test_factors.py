@@ -51,6 +51,54 @@ def same(a: Factors, b: Factors) -> bool:
 # What they stand for.
 
 
+def test_a_chain_of_some_of_the_states(factors):
+    """Rows and columns of the others are gone, and each row sums to one again."""
+    kept = torch.tensor([0, 2, 3])
+    (initial, _, emission), made = factors.tables(), factors.restricted(kept)
+    found = made.tables()
+    assert_close(found[0].exp(), initial[kept].exp() / initial[kept].exp().sum())
+    assert_close(found[2], emission[kept])
+
+    def normalised(logits: Tensor) -> Tensor:
+        weights = logits.softmax(-1)[:, kept]
+        return weights / weights.sum(-1, keepdim=True)
+
+    wanted = normalised(logits_of(factors.transition))[kept]
+    if factors.detour is not None:
+        share, left, right = factors.detour
+        taken = share[kept].sigmoid()[:, None]
+        wanted = (1 - taken) * wanted + taken * (left[kept].softmax(-1) @ normalised(right))
+    assert_close(whole(found[1]), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_a_chain_of_two_of_three_states_by_hand():
+    def table(*rows: list[float]) -> tuple[Tensor]:
+        return (torch.tensor(rows, dtype=torch.float64).log(),)
+
+    transition = table([0.1, 0.5, 0.4], [0.3, 0.3, 0.4], [0.6, 0.2, 0.2])
+    initial, emission = table([0.2, 0.5, 0.3])[0][0], table([0.9, 0.1], [0.5, 0.5], [0.2, 0.8])
+    made = HMM.from_factors(Factors(initial, transition, emission).restricted(torch.tensor([0, 2])))
+    # begins in the first with 0.4; stays in it with 0.2, in the other with 0.25
+    wanted = 0.4 * 0.9 * (0.2 * 0.1 + 0.8 * 0.8) + 0.6 * 0.2 * (0.75 * 0.1 + 0.25 * 0.8)
+    assert float(made.log_prob(torch.tensor([[0, 1]])).exp()) == pytest.approx(wanted, abs=1e-12)
+
+
+def test_states_that_are_never_reached_can_go():
+    """Duplicates of others that nothing leads to: every string keeps its probability."""
+    made = Factors.near_neutral(N, V, noise=1.0, seed=3)
+    doubled = torch.tensor([0, 1, 1, 2, 3, 4, 0])
+    copies, rest = torch.tensor([2, 6]), torch.tensor([0, 1, 3, 4, 5])
+    blocked = torch.zeros(len(doubled)).index_fill(0, copies, -torch.inf)
+    transition = logits_of(made.transition)[doubled][:, doubled] + blocked
+    larger = Factors(made.initial[doubled] + blocked, (transition,), (logits_of(made.emission)[doubled],))
+    strings = torch.randint(V, (9, 6), generator=generator(1))
+    wanted = HMM.from_factors(larger).log_prob(strings)
+    assert_close(HMM.from_factors(larger.restricted(rest)).log_prob(strings), wanted)
+    for unreachable in (copies, torch.tensor([2])):
+        with pytest.raises(InvalidCircuit, match="leads to none that is kept: keep more states"):
+            larger.restricted(unreachable)
+
+
 def test_tables_are_normalised(factors):
     for table in pieces(factors.tables()):
         assert_close(table.exp().sum(-1), torch.ones(table.shape[:-1]), rtol=0, atol=1e-5)

@@ -59,6 +59,18 @@ def outputs(head: Head, x: Tensor, masked: Tensor = MASKED) -> list[Tensor]:
         return [y for y in head(x, masked) if y is not None]
 
 
+def test_a_head_for_some_of_the_states(config):
+    head, kept = shaken(Head(config)).eval(), torch.tensor([1, 3])
+    made = head.restricted(kept).eval()
+    assert made.config == dataclasses.replace(config, states=2 if config.states else 0)
+    with torch.no_grad():
+        (latents, gates), found = head(features(), MASKED), made(features(), MASKED)
+    for wanted, x in ((None if latents is None else latents[..., kept], found[0]), (gates, found[1])):
+        assert (wanted is None) == (x is None)
+        if wanted is not None:
+            assert_close(x, wanted)
+
+
 # The head.
 
 

@@ -82,6 +82,8 @@ def test_rules_that_go_with_objectives(tmp_path, rule, objective):
         (["cache=x"], "give data or a cache, not both"),
         (["data=[{kind: text, name: t}]"], "source t needs a path"),
         (["steps=0"], "steps must be above zero"),
+        (["start=x", "keep_states=0"], "keep_states must be above zero"),
+        (["keep_states=4"], "keep_states needs start"),
         (["patience=0", VALIDATION], "patience must be above zero"),
         (["patience=2"], "patience needs validation"),
         (["seconds=0"], "seconds must be above zero"),

@@ -132,6 +132,18 @@ def test_factored_circuits_stay_factored(root, tmp_path):
         run(small(root, f"start={tmp_path / 'one' / 'circuit'}", *EM), tmp_path / "em")
 
 
+@pytest.mark.parametrize("kind", ["static", "modulated"])
+def test_the_most_used_states_of_a_circuit_are_trained_on(whole, root, tmp_path, kind):
+    recipe = small(root, f"start={whole[kind] / 'circuit'}", "keep_states=5")
+    run(recipe, tmp_path / "kept")
+    made = load_circuit(tmp_path / "kept" / "circuit")
+    assert (made.num_latents, type(made)) == (5, Modulated if kind == "modulated" else HMM)
+    assert metrics_of(tmp_path / "kept")[0]["loss"] < metrics_of(whole[kind])[0]["loss"]
+    run(recipe, tmp_path / "stopped", steps=5)
+    run(recipe, tmp_path / "stopped")
+    same_as(tmp_path / "kept", tmp_path / "stopped")
+
+
 # Going on.
 
 
@@ -403,7 +415,12 @@ def test_two_processes_train_what_one_trains(whole, root, tmp_path):
         "optimizer.lr=0.01",
     ]  # without dropout, which no two processes do alike
     jobs = {"em": (EM, 99), "head": (head, 99), "elastic": (head, 5)}
-    jobs |= {"joint": (["joint.weights=all"], 99), "seconds": (["seconds=0.2", "steps=10000"], 99999)}
+    kept = [f"start={whole['static'] / 'circuit'}", "keep_states=5", "optimizer.lr=0.01"]
+    jobs |= {
+        "kept": (kept, 99),
+        "joint": (["joint.weights=all"], 99),
+        "seconds": (["seconds=0.2", "steps=10000"], 99999),
+    }
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     program = Path(__file__).with_name("small_circuits.py")
     done = subprocess.run(
@@ -415,9 +432,11 @@ def test_two_processes_train_what_one_trains(whole, root, tmp_path):
     assert done.returncode == 0, done.stderr
     run(small(root, *head), tmp_path / "one")
     run(small(root, *head), tmp_path / "elastic")
+    run(small(root, *kept), tmp_path / "one-kept")
     run(small(root, "joint.weights=all"), tmp_path / "one-joint")
     pairs = {"em": whole["em"], "head": tmp_path / "one", "elastic": tmp_path / "one"}
-    for name, one in (*pairs.items(), ("joint", tmp_path / "one-joint")):
+    pairs |= {name: tmp_path / f"one-{name}" for name in ("kept", "joint")}
+    for name, one in pairs.items():
         file = f"checkpoints/step-{STEPS:07d}/state.safetensors"
         mine, theirs = load_file(one / file), load_file(tmp_path / name / file)
         assert mine.keys() == theirs.keys()

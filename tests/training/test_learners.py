@@ -25,6 +25,7 @@ from codd.training.circuit_recipe import HeadRecipe, RuleRecipe, TablesRecipe
 from codd.training.held_out import HeldOut, factorized_of
 from codd.training.learners import FlowLearner, GradientLearner, Ground, Learner, learner_for, rate_at
 from codd.training.objectives import log_tables, weights_of
+from codd.training.usage import BATCHES, usage
 from codd.training.windows import WindowRecipe, Windows, draw_windows
 
 TOKENS = 6
@@ -356,6 +357,52 @@ def test_a_static_circuit_may_be_given_a_head(tmp_path):
     learner = learner_of("latents", start=str(tmp_path / "circuit"))
     assert isinstance(learner.circuit(), Modulated)
     torch.testing.assert_close(learner.log_prob(windows_of(1)), gradient_learner("thin").log_prob(windows_of(1)))
+
+
+@pytest.mark.parametrize("way", ["flows", "latents"])
+def test_states_that_are_not_used_go_first(tmp_path, way):
+    """Two of five that nothing leads to: without them the circuit is the same."""
+    used = torch.tensor([0, 2, 3])
+    blocked = torch.full((5,), -torch.inf).index_fill(0, used, 0.0)
+    initial, transition, emission = Factors.near_neutral(5, TOKENS, noise=1.0).tables()
+    hmm = HMM((initial + blocked).log_softmax(-1), (transition + blocked).log_softmax(-1), emission, window=5)
+    start, head = hmm, gradient_learner("latents", circuit=TablesRecipe(5)).head
+    if way == "latents":
+        assert head is not None
+        start = Modulated(hmm, head)
+    start.save(tmp_path / "circuit")
+    shares = usage(start, windows_of, alone)
+    assert shares[[1, 4]].tolist() == [0, 0]
+    assert float(shares.sum()) == pytest.approx(1)
+    recipe = small_recipe(way, start=str(tmp_path / "circuit"), keep_states=3)
+    made = learner_for(recipe, GROUND, lambda circuit: usage(circuit, windows_of, alone)).circuit()
+    windows = windows_of(7)
+    hmm, modulation = start.condition_on(windows.features, windows.masked)
+    smaller, modulation_of_it = made.condition_on(windows.features, windows.masked)
+    torch.testing.assert_close(smaller.log_emission, hmm.log_emission[used])
+    found = smaller.conditional_log_prob(windows.tokens, windows.evidence(*modulation_of_it))
+    torch.testing.assert_close(found, hmm.conditional_log_prob(windows.tokens, windows.evidence(*modulation)))
+
+
+def test_usage_is_the_mean_of_posteriors_of_all_processes():
+    hmm = HMM.random(4, TOKENS)
+    seen = torch.cat([hmm.posterior(windows_of(step).evidence()) for step in range(BATCHES)])
+    torch.testing.assert_close(usage(hmm, windows_of, alone).float(), seen.exp().mean((0, 1)))
+
+    def lopsided(tensors):
+        tensors[0][2] += 1e9
+
+    assert float(usage(hmm, windows_of, lopsided)[2]) == pytest.approx(1, abs=1e-3)
+
+
+def test_of_states_that_are_used_alike_the_first_stay(tmp_path):
+    start = HMM.random(4, TOKENS)
+    recipe = small_recipe("flows", start=str(start.save(tmp_path / "circuit")), keep_states=2)
+    made = learner_for(recipe, GROUND, lambda circuit: torch.tensor([0.3, 0.1, 0.3, 0.3])).circuit()
+    assert isinstance(made, HMM)
+    torch.testing.assert_close(made.log_emission, start.log_emission[[0, 2]])
+    with pytest.raises(InvalidInput, match=r"has 4 states, fewer than the 5 that are to be kept: lower keep_states"):
+        learner_of("flows", start=recipe.start, keep_states=5)
 
 
 def test_what_does_not_fit_is_refused(tmp_path):

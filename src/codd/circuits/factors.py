@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from codd.errors import FormatError, InvalidCircuit
 
+_PER_COLUMN = ("transition_logits", "transition_right", "detour_right")
+_NOT_PER_ROW = ("transition_right", "detour_right", "emission_right", "emission_bias")
+"""Which axes of the tensors are states, by their names in a file."""
 Table = tuple[Float[Tensor, "_ _"]] | tuple[Float[Tensor, "_ _"], Float[Tensor, "_ _"]]
 """Logits, or two matrices whose product they are. (Axes without names: two tables of one call have other sizes.)"""
 
@@ -167,6 +170,20 @@ class Factors:
     def __iter__(self) -> Iterator[Tensor]:
         """All tensors: what an optimizer changes."""
         return iter(self.named().values())
+
+    def restricted(self, states: Int[Tensor, " K"]) -> "Factors":
+        """The chain of some of the states: as the softmax does, the rest of each row's mass is shared out among them.
+
+        `InvalidCircuit` if a state, or the beginning, is left without any way on.
+        """
+        kept = {}
+        for name, x in self.named().items():
+            rows = x if name in _NOT_PER_ROW else x[states]
+            kept[name] = rows[:, states] if name in _PER_COLUMN else rows
+        made = Factors.from_named(kept)
+        if bool((torch.cat((made.initial[None], logits_of(made.transition))).amax(-1) == -torch.inf).any()):
+            raise InvalidCircuit("a state that is kept, or the beginning, leads to none that is kept: keep more states")
+        return made
 
     def detached(self) -> "Factors":
         """The same tensors, detached from the autograd graph."""

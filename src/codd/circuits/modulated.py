@@ -79,6 +79,13 @@ class Head(nn.Module):
         gates = None if self.gates is None else self.gates(torch.cat((x[:, :-1], x[:, 1:]), -1))
         return Modulation(latents, gates)
 
+    def restricted(self, states: Int[Tensor, " K"]) -> "Head":
+        """The head of a circuit that keeps only these states; a new one, on the same device."""
+        given = {name: x[states] if name.startswith("latents.") else x for name, x in self.state_dict().items()}
+        made = Head(dataclasses.replace(self.config, states=len(states) if self.config.states else 0))
+        made.load_state_dict(given)
+        return made.to(self.norm.weight.device)
+
 
 def _mask_features(masked: Bool[Tensor, "B L"]) -> Float[Tensor, "B L w"]:
     """Whether each position is masked, and cosines of the share of masks: (B, L, WAVES + 1)."""

@@ -92,6 +92,8 @@ class CircuitRecipe:
     """A checkpoint's folder or hub id."""
     start: str | None = None
     """A circuit to be trained on, instead of a new one; its sizes are then its own."""
+    keep_states: int | None = None
+    """Of the start circuit: so many, those that the windows use most; None: all."""
     cache: str | None = None
     """A folder that `codd cache` wrote: then there is no data, and the network is not asked."""
     data: Sequence[Source] = ()
@@ -147,10 +149,12 @@ def problems_of(recipe: CircuitRecipe) -> Iterator[str]:
         yield "there is neither data nor a cache"
     if recipe.cache is not None and recipe.data:
         yield "give data or a cache, not both: a cache has been made from data"
+    if recipe.keep_states is not None and recipe.start is None:
+        yield "keep_states needs start: the circuit whose most used states are kept"
     yield from source_problems((recipe.data, recipe.validation))
     for section, where, names in (
         (recipe, "", ("steps", "seconds", "batch_windows", "log_every", "validate_every", "checkpoint_every", "keep")),
-        (recipe, "", ("patience", "row_length")),
+        (recipe, "", ("patience", "row_length", "keep_states")),
         (recipe.circuit, "circuit.", ("num_states", "transition_rank", "emission_rank", "noise")),
         (recipe.optimizer, "optimizer.", ("lr", "head_lr", "step_size", "pseudocount")),
         (recipe.joint, "joint.", ("lr", "rank")),

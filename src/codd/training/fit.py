@@ -28,6 +28,7 @@ from codd.training.metrics import METRICS, Log, Progress
 from codd.training.pace import Best, Clock, of_leader
 from codd.training.pretrain import difference, mix
 from codd.training.supplies import Setup, index_of, strata_of
+from codd.training.usage import usage
 from codd.training.workers import Workers
 
 CURVE, CIRCUIT, MODEL, CHECKPOINTS = "curve.png", "circuit", "model", "checkpoints"
@@ -61,7 +62,7 @@ def train(recipe: CircuitRecipe, setup: Setup, out: Path, workers: Workers) -> I
 
     ``out/circuit`` holds the best circuit so far by held-out text, or that of the last validation if there is none.
     """
-    learner = learner_for(recipe, setup.ground)
+    learner = learner_for(recipe, setup.ground, lambda circuit: usage(circuit, setup.draw, workers.add_up))
     run = resume(learner, recipe, out, workers)
     log = Log(out, run.step) if workers.leads else None
     once = _stepper(recipe, setup, learner, workers)

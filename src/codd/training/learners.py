@@ -28,6 +28,8 @@ from codd.training.windows import Windows
 
 Share = Callable[[list[Tensor]], None]
 """Replaces each tensor by its sum over the processes."""
+Usage = Callable[[HMM | Modulated], Float[Tensor, " N"]]
+"""How much each state of a circuit is used."""
 
 
 @runtime_checkable
@@ -58,9 +60,9 @@ class Ground(NamedTuple):
     """If it is trained along."""
 
 
-def learner_for(recipe: CircuitRecipe, ground: Ground) -> "FlowLearner | GradientLearner":
-    """The one that a recipe needs, at step 0."""
-    factors, head = _start(recipe, ground)
+def learner_for(recipe: CircuitRecipe, ground: Ground, usage: Usage | None = None) -> "FlowLearner | GradientLearner":
+    """The one that a recipe needs, at step 0. A recipe with ``keep_states`` needs the usage of its start's states."""
+    factors, head = _start(recipe, ground, usage)
     if recipe.by_flows and head is None and _is_free(factors):
         return FlowLearner(recipe, factors)
     if recipe.optimizer.rule != "adam" or recipe.objective != "conditional":
@@ -77,11 +79,11 @@ def _is_free(factors: Factors) -> bool:
     return single and factors.bias is None and factors.detour is None
 
 
-def _start(recipe: CircuitRecipe, ground: Ground) -> tuple[Factors, Head | None]:
+def _start(recipe: CircuitRecipe, ground: Ground, usage: Usage | None) -> tuple[Factors, Head | None]:
     """Near the null circuit, or a circuit that is to be trained on."""
     sizes = recipe.circuit
     if recipe.start is not None:
-        return _started(load_circuit(recipe.start, device=ground.device), recipe, ground)
+        return _started(load_circuit(recipe.start, device=ground.device), recipe, ground, usage)
     factors = Factors.near_neutral(
         sizes.num_states,
         ground.vocab_size,
@@ -107,7 +109,9 @@ def _new_head(recipe: CircuitRecipe, ground: Ground, num_states: int) -> Head | 
     return Head(config, recipe.seed).to(ground.device)
 
 
-def _started(circuit: HMM | Modulated | Circuit, recipe: CircuitRecipe, ground: Ground) -> tuple[Factors, Head | None]:
+def _started(
+    circuit: HMM | Modulated | Circuit, recipe: CircuitRecipe, ground: Ground, usage: Usage | None
+) -> tuple[Factors, Head | None]:
     """The numbers behind a saved circuit; one that is static may be given a head, which starts at zero."""
     if isinstance(circuit, Circuit):
         raise InvalidInput(
@@ -130,13 +134,29 @@ def _started(circuit: HMM | Modulated | Circuit, recipe: CircuitRecipe, ground: 
             f"start: the circuit {recipe.start} was not made with {wanted.inner_states} inner states, which cannot be "
             "added: set head.inner_states to 0, or begin anew."
         )
-    head = circuit.head if isinstance(circuit, Modulated) else _new_head(recipe, ground, hmm.num_states)
+    head = circuit.head if isinstance(circuit, Modulated) else None
     if head is not None and head.config.features != ground.features:
         raise InvalidInput(
             f"start: the circuit {recipe.start} listens to hidden states of {head.config.features} numbers, there are "
             f"{ground.features} (0: a cache made without --features)."
         )
+    if recipe.keep_states is not None:
+        kept = _most_used(circuit, recipe.keep_states, recipe.start, usage)
+        factors, head = factors.restricted(kept), None if head is None else head.restricted(kept)
+    if head is None:
+        head = _new_head(recipe, ground, factors.num_states)
     return factors, None if head is None else head.to(ground.device)
+
+
+def _most_used(circuit: HMM | Modulated, count: int, start: str | None, usage: Usage | None) -> Int[Tensor, " K"]:
+    """In their order; of states that are used alike, the first."""
+    if count > circuit.num_states:
+        raise InvalidInput(
+            f"keep_states: the circuit {start} has {circuit.num_states} states, fewer than the {count} that are to be "
+            "kept: lower keep_states, or leave it out."
+        )
+    assert usage is not None
+    return usage(circuit).argsort(descending=True, stable=True)[:count].sort().values
 
 
 class FlowLearner:
