@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -5,7 +6,8 @@ import pytest
 from codd.errors import FormatError
 from codd.training.circuit_recipe import STRATA, CircuitRecipe, as_dict, read_circuit_recipe
 
-RECIPES = Path(__file__).parents[2] / "recipes"
+ROOT = Path(__file__).parents[2]
+RECIPES, BUNDLED = ROOT / "recipes", ROOT / "src/codd/backbones/bundled"
 DATA = "data: [{kind: problems, name: problems, count: 20}]"
 VALIDATION = "validation=[{kind: problems, name: problems, count: 5}]"
 
@@ -21,6 +23,14 @@ def test_shipped_recipes_are_read(name):
     assert recipe.name == name
     assert recipe.head.latents
     assert not recipe.by_flows
+
+
+def test_the_shipped_circuit_is_made_of_the_larger_one():
+    large, small = (read_circuit_recipe(RECIPES / f"{name}.yaml") for name in ("circuit", "circuit-small"))
+    shipped = json.loads((BUNDLED / "circuit" / "config.json").read_text())
+    assert small.start == f"runs/{large.name}/circuit"
+    assert small.keep_states == shipped["num_states"] < large.circuit.num_states
+    assert (small.windows, small.validation, small.tails) == (large.windows, large.validation, large.tails)
 
 
 def test_the_static_circuit_is_the_same_recipe_with_the_changes_that_it_names():
