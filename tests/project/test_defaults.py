@@ -15,7 +15,10 @@ from codd.serving.errors import APIError
 from codd.serving.prompts import Limits, chat_generations, completion_generations, denoise_generation
 from codd.serving.schemas import ChatRequest, CompletionRequest, DenoiseRequest
 
-QUESTION = "Mia has 84 stamps. She gives half of them to Tom. How many does she keep?"
+QUESTION = (
+    "A store sells 26 scarves on Thursday. On Friday it sells 284 more scarves than on Thursday. How many scarves are "
+    "sold in all?"
+)
 SAID = [{"role": "user", "content": QUESTION}]
 WAYS = [({}, DEFAULT_GREEDY), ({"temperature": 0.7}, DEFAULT_SAMPLED)]
 
@@ -69,7 +72,7 @@ def test_the_same_run_everywhere(given, pace, bundled, verb):
 
 def test_a_question_is_answered_by_who_says_nothing(bundled):
     found = bundled.generate(QUESTION)
-    assert found.texts[0].endswith("#### 42")
+    assert found.texts[0].endswith("#### 336")
     assert found.steps[0] < len(found.completions[0]) / 2
 
 

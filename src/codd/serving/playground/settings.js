@@ -23,7 +23,7 @@ const NUMBERS = ["steps", "threshold", "gen_length", "block_length", "temperatur
 /** @type {Example[]} */
 export const EXAMPLES = [
   { title: "Trail mix", prompt: FIRST.prompt },
-  { title: "Stamps", prompt: "Mia has 84 stamps. She gives half of them to Tom. How many does she keep?" },
+  { title: "Scarves", prompt: "A store sells 26 scarves on Thursday. On Friday it sells 284 more scarves than on Thursday. How many scarves are sold in all?" },
   {
     title: "In 8 calls",
     prompt: "Lena buys 4 pens for $3 each and a book for $8. How much does she pay?",
