@@ -33,7 +33,7 @@ def test_a_page_and_pictures(folder, capsys):
     assert printed.err == ""
     words = " ".join(printed.out.split())
     assert words.startswith("One comparison of a circuit with the null circuit under identical settings")
-    assert "gsm8k, trained circuit, latent: at 16 steps (+12.5 points" in words
+    assert "gsm8k, trained circuit, any order: at 16 steps (+12.5 points" in words
     assert f"written: {folder / 'report.html'}" in printed.out
     assert "gsm8k" in (folder / "report.html").read_text(encoding="utf-8")
     assert [path.suffix for path in (folder / "figures").iterdir()] == [".png"]
