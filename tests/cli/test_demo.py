@@ -104,16 +104,21 @@ def way(right: int, calls: float, seconds: float) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("circuit", "said"),
+    ("circuit", "p", "said"),
     [
-        ((9, 5, 1), "The same number of right answers in 2.00 times fewer network calls and 1.50 times less time"),
-        ((9, 8, 3), "The same number of right answers in 1.25 times fewer network calls and 2.00 times more time"),
-        ((7, 20, 1.5), "Fewer right answers (7, not 9) in 2.00 times more network calls and the same time"),
-        ((10, 10, 1.45), "More right answers (10, not 9) in the same number of network calls and the same time"),
+        ((9, 5, 1), 1.0, "The same number of right answers in 2.00 times fewer network calls and 1.50 times less time"),
+        ((9, 8, 3), 1.0, "The same number of right answers in 1.25 times fewer network calls and 2.00 times more time"),
+        ((7, 20, 1.5), 0.01, "Fewer right answers (7, not 9) in 2.00 times more network calls and the same time"),
+        ((10, 10, 1.45), 0.04, "More right answers (10, not 9) in the same number of network calls and the same time"),
+        (
+            (8, 5, 1.5),
+            0.5,
+            "As many right answers, up to chance (8, not 9), in 2.00 times fewer network calls and the same time",
+        ),
     ],
 )
-def test_the_headline_says_what_was_counted(circuit, said):
-    assert demo_comparison.headline({"alone": way(9, 10, 1.5), "circuit": way(*circuit)}) == said
+def test_the_headline_says_what_was_counted(circuit, p, said):
+    assert demo_comparison.headline({"alone": way(9, 10, 1.5), "circuit": way(*circuit)}, p) == said
 
 
 def test_what_costs_more_is_no_gain():

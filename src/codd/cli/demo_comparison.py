@@ -21,6 +21,8 @@ OPTIONS = {
 }
 """How each writes. Alone: the network's own best rule, at which it gets about as many right (docs/results.md)."""
 LABELS = {"alone": "network alone", "circuit": "with the circuit"}
+CHANCE = 0.05
+"""A difference that chance makes more often than this is called none."""
 SAME = 0.05
 """Ratios nearer to 1 than this are called the same."""
 
@@ -87,13 +89,16 @@ def _chance(solved: Sequence[dict[str, Any]]) -> float:
     return mcnemar(pairs.count((True, False)), pairs.count((False, True)))
 
 
-def headline(ways: Mapping[str, Mapping[str, Any]]) -> str:
-    """What the counts say, whatever that is."""
+def headline(ways: Mapping[str, Mapping[str, Any]], p: float) -> str:
+    """What the counts say, whatever that is; ``p``: how often chance makes such a difference of right answers."""
     alone, circuit = ways["alone"], ways["circuit"]
     answers = "The same number of right answers"
     if circuit["right"] != alone["right"]:
         more = "More" if circuit["right"] > alone["right"] else "Fewer"
-        answers = f"{more} right answers ({circuit['right']}, not {alone['right']})"
+        counts = f"{circuit['right']}, not {alone['right']}"
+        answers = (
+            f"{more} right answers ({counts})" if p < CHANCE else f"As many right answers, up to chance ({counts}),"
+        )
     calls, seconds = (alone[name] / circuit[name] for name in ("network_evaluations", "seconds"))
     calls_in_words = _in_words(calls, "fewer network calls", "more network calls", "the same number of network calls")
     return f"{answers} in {calls_in_words} and {_in_words(seconds, 'less time', 'more time', 'the same time')}"
@@ -110,7 +115,7 @@ def sections(results: dict[str, Any]) -> list[Section]:
     ways, solved = results["ways"], results["problems"]
     first, rules = solved[0], {name: _rule(options) for name, options in OPTIONS.items()}
     counts = Section(
-        title=headline(ways),
+        title=headline(ways, results["p"]),
         before=[
             f"{len(solved)} word problems that the bundled model was not trained on, one at a time. The network alone "
             f"writes in each call {rules['alone']}, each by itself: its own best rule. With the circuit, the default, "
