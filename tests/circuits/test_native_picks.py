@@ -97,6 +97,24 @@ def test_what_float32_cannot_hold_is_left_to_the_reference():
     assert not sharp.incremental(ev, CANDIDATES).picks("low_confidence", ~ev.observed[0], None, 2).complete
 
 
+def test_float64_is_left_to_pytorch():
+    hmm, ev = case(32)
+    assert (
+        hmm.to(dtype=torch.float64).incremental(ev, CANDIDATES).picks("low_confidence", ~ev.observed[0], None, 2)
+        is None
+    )
+
+
+def test_weights_that_leave_the_range_of_float32_are_left_to_the_reference():
+    """States that the latents allow emit what the network expects with 1e-25 only."""
+    hmm, ev = case(32, modulated=False)
+    table = hmm.log_emission.clone()
+    table[:, 1:] -= 58
+    rare = HMM(hmm.log_initial, hmm.log_transition, table.log_softmax(-1))
+    ev.potentials[..., 0] = -torch.inf
+    assert not rare.incremental(ev, CANDIDATES).picks("low_confidence", ~ev.observed[0], None, 2).complete
+
+
 def test_impossible_evidence_is_left_to_the_sampler():
     table = torch.full((32, VOCAB), -torch.inf)
     table[:, 0] = 0

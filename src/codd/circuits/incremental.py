@@ -208,7 +208,7 @@ class IncrementalConditioner:
         "low_confidence", by which the one drawn counts. All of it runs in C, on a CPU; None where it cannot.
         """
         ev, emission, steps = self._given, self._hmm.emission, self._steps
-        one_table = not (steps.low_rank or steps.stepwise or emission.per_position)
+        one_table = self._hmm.dtype == torch.float32 and not (steps.low_rank or steps.stepwise or emission.per_position)
         dense = ev.potentials is not None and ev.sparse is None and len(ev.kind) == 1
         if self.candidates is None or not (self._host and one_table and dense) or bool(self._faint.any()):
             return None

@@ -282,6 +282,7 @@ typedef struct {
     double power;           /* 1 / temperature, at least 1 */
 } window;
 
+#define HEAVIEST 1e20f /* beyond it, what it is multiplied with may have lost digits to the smallest floats */
 enum { LOW_CONFIDENCE, MARGIN, GIVEN };
 enum { UNSETTLED = -1, FAINT = -2 };
 
@@ -395,7 +396,10 @@ int64_t codd_pick(window *w, belief *beliefs, int64_t count, float threshold, in
         if (w->open[t]) low = low > last ? t : low, high = t;
         const float top = to_one(w->leaf + t * n, n);
         if (!(top >= faint)) return 0;
-        for (int64_t c = 0; c < w->k; c++) w->weights[t * w->k + c] /= top;
+        for (int64_t c = 0; c < w->k; c++) {
+            w->weights[t * w->k + c] /= top;
+            if (w->open[t] && !(w->weights[t * w->k + c] <= HEAVIEST)) return 0;
+        }
     }
     if (propagate(w, 0, high, last, low)) return 0;
     while (picked < count && high >= low) {
