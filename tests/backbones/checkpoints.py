@@ -27,6 +27,16 @@ PUBLISHED = (
     "mdlm",
     "mdlm_timecond",
     "sedd",
+    "sdar",
+    "sdar_sharded",
+    "fastdllm_v2",
+    "fastdllm_v2_tied_sharded",
+    "llada_moe",
+    "llada_moe_sharded",
+    "llada2_moe",
+    "llada2_moe_sharded",
+    "illada",
+    "illada_sharded",
 )
 MINI: dict[str, Any] = {
     "vocab_size": 60,
@@ -45,7 +55,15 @@ MINI: dict[str, Any] = {
 @functools.cache
 def backbone(name: str) -> Backbone:
     """Of a fixture, in float32 on the CPU; "mini" is a random one of ours."""
-    return random_mini() if name == "mini" else load_checkpoint(FIXTURES / name, device="cpu").backbone
+    if name == "mini":
+        return random_mini()
+    return load_checkpoint(FIXTURES / name, device="cpu", block_size=stated(name).get("block_size")).backbone
+
+
+def stated(name: str) -> dict[str, Any]:
+    """What a fixture's config.json does not say: block size, mask id, where a cached pass begins."""
+    path = FIXTURES / name / "case.json"
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def random_mini(seed: int = 0, **changes: Any) -> Backbone:

@@ -27,8 +27,8 @@ def assert_close(found: Tensor, wanted: Tensor, where: Tensor | None = None) -> 
     assert float(error.max()) <= TOLERANCE
 
 
-@pytest.mark.parametrize(("name", "case"), every_case("llada", needs="logits"))
-def test_llada(name, case):
+@pytest.mark.parametrize(("name", "case"), every_case("llada", "llada2", "illada", "sdar", needs="logits"))
+def test_aligned_families(name, case):
     fields = cases(name)[case]
     logits = backbone(name)(fields["input_ids"], fields.get("attention_mask"))
     assert_close(logits, fields["logits"])  # hidden positions too: they see the others
@@ -73,6 +73,41 @@ def test_bert_and_modernbert(name, case):
     ids, visible = fields["input_ids"], fields.get("attention_mask", torch.ones_like(fields["input_ids"]))
     types = {key: fields[key] for key in ("token_type_ids",) if key in fields}
     assert_close(backbone(name)(ids, visible, **types), fields["logits"], visible.bool())
+
+
+@pytest.mark.parametrize(("name", "case"), every_case("fastdllm", needs="logits"))
+def test_fast_dllm_shifts_inside_a_block(name, case):
+    fields, net = cases(name)[case], backbone(name)
+    raw, ids = fields["logits"], fields["input_ids"]
+    first = torch.arange(ids.shape[1]) % net.block_size == 0
+    shifted = torch.where(first[:, None], raw, raw.roll(1, dims=1))
+    assert torch.equal(fields.get("logits_block_shifted", shifted), shifted)
+    assert_close(net(ids), shifted)
+
+
+@pytest.mark.parametrize("name", ["fastdllm_v2", "fastdllm_v2_tied_sharded"])
+def test_fast_dllm_predicts_the_first_of_a_block_by_the_last_of_the_one_before(name):
+    fields, net = cases(name)["b2"], backbone(name)
+    ids = fields["input_ids"]
+    positions = torch.arange(1, ids.shape[1]).expand(len(ids), -1)
+    found = net.masked_logits(ids, positions, mask_id=net.special.mask or 0).logits
+    others = torch.arange(net.vocab_size) != (net.special.mask or 0)
+    assert_close(found[..., others], fields["logits"][:, :-1, others])
+
+
+@pytest.mark.parametrize("name", ["sdar", "llada2_moe", "fastdllm_v2"])
+def test_later_blocks_are_not_seen(name):
+    """Any number of blocks alone gives what it gives before others: to the bit it need not, shapes differ."""
+    net, ids = backbone(name), cases(name)["b1"]["input_ids"]
+    whole = net(ids)
+    for end in range(net.block_size, ids.shape[1], net.block_size):
+        assert_close(net(ids[:, :end]), whole[:, :end])
+    changed = ids.clone()
+    changed[0, -1] = (changed[0, -1] + 1) % net.vocab_size
+    seen = (net(changed) - whole).abs().amax(-1)[0] > 1e-3
+    last = ids.shape[1] - 1 - (ids.shape[1] - 1) % net.block_size
+    assert not bool(seen[:last].any())
+    assert bool(seen[last + 1 :].all())
 
 
 def test_bert_notices_token_types():

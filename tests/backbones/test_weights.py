@@ -305,7 +305,7 @@ def test_an_unknown_family(llada):
     edit_config(llada, model_type="gpt2")
     message = refused(llada)
     assert "model_type 'gpt2' is of no family that codd knows" in message
-    assert "llada, dream, mdlm, sedd, bert, modernbert, mini" in message
+    assert "llada, llada_moe, llada2, illada, dream, sdar, fast_dllm, mdlm, sedd, bert, modernbert, mini" in message
 
 
 def test_no_such_folder(tmp_path):
@@ -448,6 +448,6 @@ def test_8_bit_integers_with_scales_of_another_shape(tmp_path):
 def test_a_table_that_leaves_something_empty_is_our_own_mistake(llada):
     spec = read_spec(llada)
     network = Transformer(spec.transformer)
-    table = weights.expand_keys(spec.keys[1:], spec.transformer.layers, spec.transformer.row_ranges())
+    table = weights.expand_keys(spec.keys[1:], spec.transformer)
     with pytest.raises(AssertionError, match="leaves parameters empty"):
         weights.load(network, weights.tensor_files(llada), table)

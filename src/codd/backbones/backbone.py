@@ -25,9 +25,11 @@ class SpecialTokenIds:
 
     @classmethod
     def from_config(cls, config: Config, *, mask: int | None = None) -> "SpecialTokenIds":
-        """Read them from a config.json; ``mask`` is the family's own, used where the file states none."""
+        """Read them from a config.json; ``mask``: the published one of the family, for a file that states none."""
         stated = {name: config.token(f"{name}_token_id") for name in ("mask", "eos", "pad", "bos")}
-        return cls(**{**stated, "mask": mask if stated["mask"] is None else stated["mask"]})
+        if stated["mask"] is None and mask is not None and mask < config.count("vocab_size", mask + 1):
+            stated["mask"] = mask
+        return cls(**stated)
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ class ModelSpec:
     transformer: TransformerConfig
     keys: tuple[Key, ...]
     special: SpecialTokenIds = SpecialTokenIds()
+    stop_ids: frozenset[int] = frozenset()
+    """Tokens that end an answer beside the end-of-text: those of its generation_config.json."""
     chat_template: str | None = None
     """The family's, for a tokenizer that has none of its own."""
     max_length: int | None = None
@@ -134,6 +138,11 @@ class Backbone(nn.Module):
         return self.spec.max_length
 
     @property
+    def block_size(self) -> int | None:
+        """Of a block-causal network, the positions of a block, counted from a sequence's first; None: it sees all."""
+        return self.config.block_size
+
+    @property
     def special(self) -> SpecialTokenIds:
         """The ids of mask, end, padding and beginning."""
         return self.spec.special
@@ -163,7 +172,7 @@ class Backbone(nn.Module):
         CPU; without it they may be zero. Raises InvalidInput for ids or inputs that the network cannot take.
         """
         inputs = self._prepare_inputs(ids, attention_mask, position_ids, extra)
-        return self._per_sequence(lambda part: self.logits(self._states(part), part.ids), inputs, fill_padding)
+        return self._per_sequence(self._logits, inputs, fill_padding)
 
     def states(
         self,
@@ -191,10 +200,15 @@ class Backbone(nn.Module):
     def _on_device(self, ids: Int[Tensor, "B L"]) -> Int[Tensor, "B L"]:
         return ids.to(self.device, torch.long)
 
+    def _logits(self, inputs: NetworkInputs) -> Float[Tensor, "B L V"]:
+        return self.logits(self._states(inputs), inputs.ids)
+
     def _states(self, inputs: NetworkInputs) -> Float[Tensor, "B L d"]:
+        return self.align(self._unaligned_states(inputs), inputs.valid)
+
+    def _unaligned_states(self, inputs: NetworkInputs) -> Float[Tensor, "B L d"]:
         extra = self.extra_inputs(inputs.ids, inputs.valid, inputs.extra)
-        states = self.network.states(inputs.ids, inputs.positions, valid=inputs.valid, **extra)
-        return self.align(states, inputs.valid)
+        return self.network.states(inputs.ids, inputs.positions, valid=inputs.valid, **extra)
 
     def _per_sequence(
         self, function: Callable[[NetworkInputs], Float[Tensor, "b l n"]], inputs: NetworkInputs, fill_padding: bool

@@ -48,16 +48,31 @@ class Config:
             raise self._wrong(name, "an object", value)
         return Config(value, f"{self.where} ({name})")
 
-    def count(self, name: str, default: int | None = None, *, most: int = 2**28) -> int:
-        """A whole number above zero; ``default`` where it is absent or null."""
+    def count(self, name: str, default: int | None = None, *, least: int = 1, most: int = 2**28) -> int:
+        """A whole number from ``least`` on; ``default`` where it is absent or null."""
         value = self._stated(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= most:
-            raise self._wrong(name, f"a whole number from 1 to {most}", value)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise self._wrong(name, f"a whole number from {least} to {most}", value)
         return value
 
     def layers(self, name: str) -> int:
         """A number of layers, at most 10,000: a damaged file must not make us write out a billion key names."""
         return self.count(name, most=10_000)
+
+    def layer_flags(self, name: str, layers: int) -> tuple[bool, ...]:
+        """One number for each of the layers, 0 for those that are not meant; all are where it is absent or null."""
+        value = self._stated(name, [1] * layers)
+        if isinstance(value, int) and not isinstance(value, bool):
+            value = [value] * layers
+        if not isinstance(value, list) or len(value) != layers or any(flag not in (0, 1) for flag in value):
+            raise self._wrong(name, f"a list of {layers} times 0 or 1", value)
+        return tuple(map(bool, value))
+
+    def rotary_width(self) -> int | None:
+        """How many columns of a head are rotated, by the share that is stated; None: all."""
+        heads, share = self.count("num_attention_heads"), self.number("partial_rotary_factor", 1.0)
+        width = int(self.count("head_dim", self.count("hidden_size") // heads) * share)
+        return None if share == 1 else width
 
     def number(self, name: str, default: float | None = None) -> float:
         """A number above zero; ``default`` where it is absent or null."""
@@ -75,12 +90,15 @@ class Config:
 
     def token(self, name: str) -> int | None:
         """The id of a special token (the first, if the field lists several); None where it is absent or null."""
+        return next(iter(self.tokens(name)), None)
+
+    def tokens(self, name: str) -> list[int]:
+        """The ids of special tokens, from one or a list of them; none where it is absent or null."""
         value = self.fields.get(name)
-        if isinstance(value, list) and value:
-            value = value[0]
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**31):
+        ids = [] if value is None else value if isinstance(value, list) else [value]
+        if any(isinstance(each, bool) or not isinstance(each, int) or not 0 <= each < 2**31 for each in ids):
             raise self._wrong(name, "the id of a token", value)
-        return value
+        return ids
 
     def activation(self, name: str, default: str) -> Activation:
         """An activation function by its name on the hub; ``default`` where it is absent or null."""

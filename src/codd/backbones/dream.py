@@ -4,32 +4,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from codd.backbones import chat
+from codd.backbones import chat, layouts
 from codd.backbones.backbone import Backbone, ModelSpec, SpecialTokenIds, leading_padding
 from codd.backbones.config import Config
-from codd.backbones.transformer import TransformerConfig
-from codd.backbones.weights import Key
 
 NAME = "dream"
-
-_LAYER = "model.layers.{i}."
-KEYS = (
-    Key("model.embed_tokens.weight", "embedding.tokens.weight"),
-    Key(_LAYER + "input_layernorm.weight", "blocks.{i}.attention_norm.weight"),
-    Key(_LAYER + "self_attn.q_proj.weight", "blocks.{i}.attention.qkv.weight", rows="q"),
-    Key(_LAYER + "self_attn.k_proj.weight", "blocks.{i}.attention.qkv.weight", rows="k"),
-    Key(_LAYER + "self_attn.v_proj.weight", "blocks.{i}.attention.qkv.weight", rows="v"),
-    Key(_LAYER + "self_attn.q_proj.bias", "blocks.{i}.attention.qkv.bias", rows="q"),
-    Key(_LAYER + "self_attn.k_proj.bias", "blocks.{i}.attention.qkv.bias", rows="k"),
-    Key(_LAYER + "self_attn.v_proj.bias", "blocks.{i}.attention.qkv.bias", rows="v"),
-    Key(_LAYER + "self_attn.o_proj.weight", "blocks.{i}.attention.out.weight"),
-    Key(_LAYER + "post_attention_layernorm.weight", "blocks.{i}.mlp_norm.weight"),
-    Key(_LAYER + "mlp.gate_proj.weight", "blocks.{i}.mlp.up.weight", rows="gate"),
-    Key(_LAYER + "mlp.up_proj.weight", "blocks.{i}.mlp.up.weight", rows="up"),
-    Key(_LAYER + "mlp.down_proj.weight", "blocks.{i}.mlp.down.weight"),
-    Key("model.norm.weight", "final_norm.weight"),
-)
-HEAD = Key("lm_head.weight", "head.weight")
 
 
 class Dream(Backbone):
@@ -51,32 +30,16 @@ def recognises(config: Config) -> bool:
 
 def read_spec(config: Config) -> ModelSpec:
     """The model that a config.json of this family describes; FormatError for one that codd cannot build."""
-    config.only("hidden_act", ["silu"])
-    config.only("use_sliding_window", [False])
     config.only("use_mrope", [False])
-    config.absent("rope_scaling")
-    heads, tied = config.count("num_attention_heads"), config.flag("tie_word_embeddings", False)
-    width = config.count("hidden_size")
-    config.only("head_dim", [width // heads])
-    transformer = TransformerConfig(
-        vocab_size=config.count("vocab_size"),
-        width=width,
-        layers=config.layers("num_hidden_layers"),
-        heads=heads,
-        kv_heads=config.count("num_key_value_heads", heads),
-        mlp_width=config.count("intermediate_size"),
-        rope_theta=config.number("rope_theta", 10_000.0),
-        norm_eps=config.number("rms_norm_eps", 1e-6),
-        qkv_bias=True,
-        tied=tied,
-    )
+    transformer = layouts.read_transformer(config, head_width=None, qkv_bias=True)
+    config.only("head_dim", [transformer.head_dim])
     return ModelSpec(
         family=NAME,
         transformer=transformer,
-        keys=KEYS + (() if tied else (HEAD,)),
+        keys=layouts.keys(transformer),
         special=SpecialTokenIds.from_config(config),
         chat_template=chat.CHATML,
         max_length=config.count("max_position_embeddings", 2048),
-        ignored=lambda name: tied and name == HEAD.source,
+        ignored=layouts.unused(transformer),
         backbone=Dream,
     )

@@ -1,6 +1,6 @@
 """LLaDA: a LLaMA-like network without a causal mask, a noise level or a cache."""
 
-from codd.backbones import chat
+from codd.backbones import chat, llada_moe
 from codd.backbones.backbone import ModelSpec, SpecialTokenIds
 from codd.backbones.config import Config
 from codd.backbones.transformer import TransformerConfig
@@ -31,8 +31,8 @@ HEAD = Key("model.transformer.ff_out.weight", "head.weight")
 
 
 def recognises(config: Config) -> bool:
-    """Whether a config.json is of this family, by its model_type."""
-    return bool(config.get("model_type") == "llada")
+    """Whether a config.json is of this family, by its model_type; LLaDA-MoE's is the same."""
+    return bool(config.get("model_type") == "llada" and not llada_moe.recognises(config))
 
 
 def read_spec(config: Config) -> ModelSpec:
@@ -65,7 +65,7 @@ def read_spec(config: Config) -> ModelSpec:
         family=NAME,
         transformer=transformer,
         keys=KEYS + (QKV_BIASES if biased else ()) + (() if tied else (HEAD,)),
-        special=SpecialTokenIds.from_config(config, mask=MASK_ID if vocab > MASK_ID else None),
+        special=SpecialTokenIds.from_config(config, mask=MASK_ID),
         chat_template=chat.LLADA,
         max_length=config.count("max_sequence_length", 4096),
         ignored=lambda name: tied and name == HEAD.source,

@@ -5,15 +5,31 @@ import os
 import reprlib
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
 
 from codd import files
-from codd.backbones import bert, dream, llada, mdlm, mini, modernbert, sedd, weights
+from codd.backbones import (
+    bert,
+    dream,
+    fast_dllm,
+    illada,
+    llada,
+    llada2,
+    llada_moe,
+    mdlm,
+    mini,
+    modernbert,
+    sdar,
+    sedd,
+    weights,
+)
 from codd.backbones.backbone import Backbone, ModelSpec
 from codd.backbones.config import Config
+from codd.backbones.experts import Router
 from codd.backbones.tokenizer import Tokenizer
 from codd.backbones.transformer import Transformer
 from codd.errors import FormatError, InvalidInput
@@ -31,9 +47,24 @@ class Family(Protocol):
         """The model that a config.json describes; FormatError for one that codd cannot build."""
 
 
-FAMILIES: tuple[Family, ...] = (llada, dream, mdlm, sedd, bert, modernbert, mini)
+FAMILIES: tuple[Family, ...] = (
+    llada,
+    llada_moe,
+    llada2,
+    illada,
+    dream,
+    sdar,
+    fast_dllm,
+    mdlm,
+    sedd,
+    bert,
+    modernbert,
+    mini,
+)
+GENERATION = "generation_config.json"
 MODEL_FILES = (
     "config.json",
+    GENERATION,
     "*.safetensors",
     "*.safetensors.index.json",
     "tokenizer*",
@@ -62,17 +93,19 @@ def load_checkpoint(
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
     revision: str | None = None,
+    block_size: int | None = None,
     check: bool = True,
 ) -> Checkpoint:
     """Read a checkpoint of any known family from a folder or the hub; None is the bundled model.
 
     ``device``: by default a CUDA device if there is one, else the CPU. ``dtype``: by default float32 on the CPU and the
-    checkpoint's own elsewhere. ``check`` refuses weights that are NaN or infinite, and a file whose sha256 is not the
+    checkpoint's own elsewhere. ``block_size``: of a block-causal network, where its files do not say the right one.
+    ``check`` refuses weights that are NaN or infinite, and a file whose sha256 is not the
     one that config.json states. Raises FormatError for files that are damaged or of an unknown family, InvalidInput
     for a device or dtype that this machine cannot use.
     """
     folder = BUNDLED if source is None else files.local_folder(source, CHECKPOINT_FILES, revision)
-    spec = read_spec(folder)
+    spec = read_spec(folder, block_size)
     backbone = _read(folder, spec, choose_device(device), dtype, check)
     vocab_size = spec.transformer.vocab_size
     tokenizer = Tokenizer.from_folder(folder, chat_template=spec.chat_template, vocab_size=vocab_size)
@@ -92,30 +125,68 @@ def choose_device(device: str | torch.device | None) -> torch.device:
     return chosen
 
 
-def read_spec(folder: Path) -> ModelSpec:
-    """The model that a folder's config.json describes; FormatError if it is damaged or of no known family."""
+def read_spec(folder: Path, block_size: int | None = None) -> ModelSpec:
+    """The model that a folder's config.json describes; FormatError if it is damaged or of no known family.
+
+    ``block_size`` takes the place of a block-causal network's; InvalidInput for any other network.
+    """
     config = Config.read(folder)
     for family in FAMILIES:
         if family.recognises(config):
-            spec = family.read_spec(config)
+            spec = replace(family.read_spec(config), stop_ids=_stop_ids(folder))
             _check_geometry(config.where, spec)
-            return spec
+            return spec if block_size is None else _with_block_size(spec, block_size)
     known = ", ".join(family.NAME for family in FAMILIES)
     model_type = reprlib.repr(config.get("model_type"))
     raise FormatError(f"{config.where}: model_type {model_type} is of no family that codd knows; use one of {known}.")
+
+
+def _stop_ids(folder: Path) -> frozenset[int]:
+    """The tokens that end an answer by a checkpoint's generation_config.json, if it has one."""
+    if not (folder / GENERATION).is_file():
+        return frozenset()
+    return frozenset(
+        Config(files.read_json_object(folder / GENERATION), str(folder / GENERATION)).tokens("eos_token_id")
+    )
+
+
+def _with_block_size(spec: ModelSpec, block_size: int) -> ModelSpec:
+    if spec.transformer.block_size is None:
+        raise InvalidInput(
+            f"block_size is for block-causal networks, but {spec.family} attends to all positions: leave it out; "
+            "block_length is an option of generate."
+        )
+    if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
+        raise InvalidInput(f"block_size must be a whole number of at least 1, found {block_size!r}.")
+    return replace(spec, transformer=replace(spec.transformer, block_size=block_size))
 
 
 def _check_geometry(where: str, spec: ModelSpec) -> None:
     """Raise a FormatError for sizes that no network can have, before one is built."""
     config, mask = spec.transformer, spec.special.mask
     again = "Download the file again."
-    if config.width % config.heads or config.heads % config.kv_heads:
+    if (config.head_width is None and config.width % config.heads) or config.heads % config.kv_heads:
         raise FormatError(
             f"{where}: {config.heads} attention heads with {config.kv_heads} key heads do not divide a width of "
             f"{config.width}. {again}"
         )
-    if config.rope_theta is not None and config.head_dim % 2:
-        raise FormatError(f"{where}: rotary positions need heads of even width, found {config.head_dim}. {again}")
+    turned = config.head_dim if config.rotary_width is None else config.rotary_width
+    if config.rope_theta is not None and (turned % 2 or not 0 < turned <= config.head_dim):
+        columns = "" if config.rotary_width is None else f" of which {config.rotary_width} turn"
+        raise FormatError(
+            f"{where}: rotary positions need heads of even width, found {config.head_dim}{columns}. {again}"
+        )
+    if (experts := config.experts) is not None:
+        size, rest = divmod(experts.count, experts.groups)
+        if rest or experts.kept_groups > experts.groups or (experts.groups > 1 and size < 2):
+            raise FormatError(
+                f"{where}: {experts.kept_groups} of {experts.groups} groups cannot be chosen among {experts.count} "
+                f"experts. {again}"
+            )
+        if experts.chosen > size * experts.kept_groups:
+            raise FormatError(
+                f"{where}: {experts.chosen} experts a token, but its groups hold {size * experts.kept_groups}. {again}"
+            )
     if mask is not None and mask >= config.vocab_size:
         raise FormatError(f"{where}: the mask id {mask} is not in the vocabulary of {config.vocab_size}. {again}")
 
@@ -133,7 +204,7 @@ class MatchedFiles(NamedTuple):
 def match(folder: Path, spec: ModelSpec) -> MatchedFiles:
     """Match tensors with parameters from the headers alone; FormatError if the checkpoint cannot be loaded."""
     paths = weights.tensor_files(folder)
-    table = weights.expand_keys(spec.keys, spec.transformer.layers, spec.transformer.row_ranges())
+    table = weights.expand_keys(spec.keys, spec.transformer)
     slots = weights.assign_slots(folder, paths, table, rename=spec.rename, ignored=spec.ignored)
     headers = weights.read_headers(paths)
     with torch.device("meta"):
@@ -160,7 +231,11 @@ def _read(folder: Path, spec: ModelSpec, device: torch.device, dtype: torch.dtyp
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else weights.stored_dtype(matched.headers, matched.slots)
     check_dtype(dtype, device)
-    network = matched.network.to(dtype).to_empty(device=device).requires_grad_(False)
+    network = matched.network.to(dtype)
+    for module in network.modules():
+        if isinstance(module, Router):
+            module.keep_precise()
+    network = network.to_empty(device=device).requires_grad_(False)
     weights.load(network, matched.files, matched.slots, check=check)
     return (spec.backbone or Backbone)(spec, network).eval()
 

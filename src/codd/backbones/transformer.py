@@ -17,7 +17,11 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from codd.backbones.experts import Experts, ExpertsConfig
+
 Activation = Literal["silu", "gelu", "gelu_tanh"]
+RESIDUAL = ("attention.out.weight", "mlp.down.weight", "mlp.shared.down.weight", "mlp.experts.down")
+"""The ends of the names of weights that add to the residual stream."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +47,14 @@ class TransformerConfig:
     mlp_width: int
     rope_theta: float | None = 10_000.0
     """None: no rotary positions."""
+    rotary_width: int | None = None
+    """How many of a head's columns are rotated, the first ones; None: all."""
+    head_width: int | None = None
+    """Of one attention head; None: the network's width over the heads."""
     local: LocalLayers | None = None
     causal: bool = False
+    block_size: int | None = None
+    """Block-causal attention: to the blocks of so many positions before one's own, and to all of that; None: to all."""
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-5
     norm_bias: bool = False
@@ -53,11 +63,16 @@ class TransformerConfig:
     first_norm: bool = True
     """Whether the first layer normalises what its attention reads."""
     qk_norm: bool = False
+    """RMS norms of queries and keys, head by head, before the rotary positions."""
+    clip_qkv: float | None = None
+    """Queries, keys and values are clamped to this size, after those norms; None: they are not."""
     activation: Activation = "silu"
     gated: bool = True
     qkv_bias: bool = False
     out_bias: bool = False
     mlp_bias: bool = False
+    experts: ExpertsConfig | None = None
+    """A mixture of experts in place of the MLP, in some layers or all; None: in none."""
     positions: int = 0
     """Rows of a table of learned absolute positions; 0: none."""
     token_types: int = 0
@@ -73,12 +88,22 @@ class TransformerConfig:
     @property
     def head_dim(self) -> int:
         """Width of one attention head."""
-        return self.width // self.heads
+        return self.head_width or self.width // self.heads
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer has experts in place of an MLP."""
+        return self.experts is not None and self.experts.layers[layer]
 
     def row_ranges(self) -> dict[str, tuple[int, int]]:
         """The rows (from, to) of each projection in the joined matrices ``qkv`` and ``up``."""
-        q, kv, mlp = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.mlp_width
-        return {"q": (0, q), "k": (q, q + kv), "v": (q + kv, q + 2 * kv), "gate": (0, mlp), "up": (mlp, 2 * mlp)}
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        widths = {"": self.mlp_width}
+        if self.experts is not None:
+            widths |= {"expert_": self.experts.width, "shared_": self.experts.shared_width}
+        gated = {
+            f"{of}{part}": (i * n, (i + 1) * n) for of, n in widths.items() for i, part in enumerate(("gate", "up"))
+        }
+        return {"q": (0, q), "k": (q, q + kv), "v": (q + kv, q + 2 * kv), **gated}
 
 
 class AttentionContext(NamedTuple):
@@ -171,7 +196,8 @@ class Attention(nn.Module):
     def _mixed(self, joined: Float[Tensor, "B L qkv"], context: AttentionContext) -> Float[Tensor, "B L h"]:
         """The values that every position attends to, from the joined projections."""
         config, rotary = self.config, context.rotary
-        if rotary is not None and not config.qk_norm and (kernels := kernels_for(joined)) is not None:
+        plain = not config.qk_norm and config.clip_qkv is None and config.rotary_width is None
+        if rotary is not None and plain and (kernels := kernels_for(joined)) is not None:
             if context.mask is None and not config.causal and kernels.attends(joined, config.head_dim):
                 mixed: Tensor = kernels.attend(joined, config.heads, config.kv_heads, *rotary)
                 return mixed
@@ -182,6 +208,8 @@ class Attention(nn.Module):
         q, k, v = (part.transpose(1, 2) for part in parts)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        if config.clip_qkv is not None:
+            q, k, v = (part.clamp(-config.clip_qkv, config.clip_qkv) for part in (q, k, v))
         if rotary is not None:
             q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
         mixed = F.scaled_dot_product_attention(
@@ -219,20 +247,24 @@ def rotary_angles(
 def apply_rotary(
     x: Float[Tensor, "B H L D"], cos: Float[Tensor, "b 1 L half"], sin: Float[Tensor, "b 1 L half"]
 ) -> Float[Tensor, "B H L D"]:
-    """Rotate the pair (i, i + D / 2) of each head by its angle; computed in float32."""
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    """Rotate the pair (i, i + half) of each head by its angle, in float32; columns beyond the pairs stay."""
+    half = cos.shape[-1]
+    first, second, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], dim=-1)
+    first, second = first.float(), second.float()
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
 
 
 class MLP(nn.Module):
     """The feed-forward part of a layer, plain or gated."""
 
-    def __init__(self, config: TransformerConfig):
-        """A gated MLP activates the first half of ``up`` and multiplies it with the second."""
+    def __init__(self, config: TransformerConfig, width: int | None = None):
+        """A gated MLP activates the first half of ``up`` and multiplies it with the second; ``width``: in between."""
         super().__init__()
+        inner = config.mlp_width if width is None else width
         self.gated, self.activation = config.gated, config.activation
-        self.up = nn.Linear(config.width, config.mlp_width * (2 if config.gated else 1), bias=config.mlp_bias)
-        self.down = nn.Linear(config.mlp_width, config.width, bias=config.mlp_bias)
+        self.up = nn.Linear(config.width, inner * (2 if config.gated else 1), bias=config.mlp_bias)
+        self.down = nn.Linear(inner, config.width, bias=config.mlp_bias)
 
     def forward(self, x: Float[Tensor, "B L d"], onto: Float[Tensor, "B L d"] | None = None) -> Float[Tensor, "B L d"]:
         """Transform each position by itself; ``onto``: what the result is added to."""
@@ -247,17 +279,35 @@ class MLP(nn.Module):
         return project(inner, self.down, onto)
 
 
-class Block(nn.Module):
-    """Attention and MLP around a residual stream, with norms before or after them, or modulated ones (adaLN)."""
+class Mixture(nn.Module):
+    """A mixture of experts where a layer else has its MLP: those that the router chooses, and one that all share."""
 
-    def __init__(self, config: TransformerConfig, *, first: bool):
-        """``first``: whether this is the first layer, which may lack a norm before its attention."""
+    def __init__(self, config: TransformerConfig, experts: ExpertsConfig):
+        """The shared expert is an MLP; there may be none."""
+        super().__init__()
+        self.experts = Experts(config.width, experts)
+        self.shared = MLP(config, experts.shared_width) if experts.shared_width else None
+
+    def forward(self, x: Float[Tensor, "B L d"], onto: Float[Tensor, "B L d"] | None = None) -> Float[Tensor, "B L d"]:
+        """Transform each position by itself; ``onto``: what the result is added to."""
+        mixed: Tensor = self.experts(x)
+        if self.shared is not None:
+            mixed = self.shared(x, onto=mixed)
+        return mixed if onto is None else onto + mixed
+
+
+class Block(nn.Module):
+    """Attention and MLP (or experts) around a residual stream; norms before, after, or modulated ones (adaLN)."""
+
+    def __init__(self, config: TransformerConfig, layer: int):
+        """``layer`` counts from 0; the first may lack a norm before its attention."""
         super().__init__()
         self.norm_after = config.norm_after
-        self.attention_norm = None if first and not config.first_norm else make_norm(config)
+        self.attention_norm = None if layer == 0 and not config.first_norm else make_norm(config)
         self.attention = Attention(config)
         self.mlp_norm = make_norm(config)
-        self.mlp = MLP(config)
+        mixed = config.experts if config.has_experts(layer) else None
+        self.mlp = MLP(config) if mixed is None else Mixture(config, mixed)
         self.modulation = nn.Linear(config.conditioning, 6 * config.width) if config.conditioning else None
 
     def forward(
@@ -360,7 +410,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = Embedding(config)
-        self.blocks = nn.ModuleList(Block(config, first=i == 0) for i in range(config.layers))
+        self.blocks = nn.ModuleList(Block(config, i) for i in range(config.layers))
         self.noise_level = NoiseLevel(config.conditioning) if config.conditioning else None
         self.final_modulation = nn.Linear(config.conditioning, 2 * config.width) if config.conditioning else None
         self.final_norm = None if config.norm_after else make_norm(config)
@@ -413,7 +463,11 @@ class Transformer(nn.Module):
             mask = _and(mask, (segments[:, :, None] == segments[:, None, :])[:, None]) | _diagonal(positions)
         if config.causal and (mask is not None or config.local is not None):
             mask = _and(mask, torch.ones_like(_diagonal(positions)).tril()) | _diagonal(positions)
-        rotary = None if config.rope_theta is None else rotary_angles(positions, config.head_dim, config.rope_theta)
+        if config.block_size is not None:
+            block = positions // config.block_size
+            mask = _and(mask, (block[:, :, None] >= block[:, None, :])[:, None]) | _diagonal(positions)
+        turned = config.rotary_width or config.head_dim
+        rotary = None if config.rope_theta is None else rotary_angles(positions, turned, config.rope_theta)
         full = AttentionContext(rotary, mask)
         if config.local is None:
             return full, full
@@ -438,5 +492,5 @@ def initialise(network: Transformer, *, generator: torch.Generator, std: float =
         if parameter.ndim < 2:
             parameter.fill_(1.0 if name.endswith("norm.weight") else 0.0)
         else:
-            scale = small if name.endswith(("attention.out.weight", "mlp.down.weight")) else std
+            scale = small if name.endswith(RESIDUAL) else std
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)

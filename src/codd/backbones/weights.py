@@ -7,12 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from codd.backbones.transformer import TransformerConfig
 from codd.errors import FormatError
 from codd.files import brief, read_json_object
 
@@ -39,7 +40,7 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Key:
-    """One line of a key table. ``{i}`` stands for the number of a layer, on both sides."""
+    """One line of a key table. On both sides ``{i}`` stands for the number of a layer, ``{e}`` for an expert's."""
 
     source: str
     """The tensor's name in the file."""
@@ -47,6 +48,8 @@ class Key:
     """The parameter's name in `codd.backbones.transformer.Transformer`."""
     rows: str | None = None
     """Which rows of a joined projection it fills (a key of `TransformerConfig.row_ranges`); None: all."""
+    layers: Literal["all", "dense", "experts"] = "all"
+    """In which layers it is: in all, or in those with an MLP or with experts."""
 
 
 @dataclass(frozen=True)
@@ -55,16 +58,33 @@ class Slot:
 
     target: str
     rows: tuple[int, int] | None
+    expert: int | None = None
+    """Whose part of a parameter that stacks all experts; None: the parameter is no such stack."""
+
+    def part(self, parameter: Tensor) -> Tensor:
+        """What the tensor fills of the parameter that is its target."""
+        own = parameter if self.expert is None else parameter[self.expert]
+        return own if self.rows is None else own[slice(*self.rows)]
 
 
-def expand_keys(keys: Sequence[Key], layers: int, ranges: Mapping[str, tuple[int, int]]) -> dict[str, Slot]:
-    """The key table with its layers written out: name in the file -> slot."""
-    table = {}
+def expand_keys(keys: Sequence[Key], config: TransformerConfig) -> dict[str, Slot]:
+    """The key table with its layers and experts written out: name in the file -> slot."""
+    ranges, table = config.row_ranges(), {}
     for key in keys:
-        for i in range(layers) if "{i}" in key.source else (0,):
-            rows = None if key.rows is None else ranges[key.rows]
-            table[key.source.replace("{i}", str(i))] = Slot(key.target.replace("{i}", str(i)), rows)
+        rows = None if key.rows is None else ranges[key.rows]
+        layers = [i for i in range(config.layers) if key.layers in ("all", _kind(config, i))]
+        for i in layers if "{i}" in key.source else (0,):
+            source, target = (name.replace("{i}", str(i)) for name in (key.source, key.target))
+            if "{e}" not in source:
+                table[source] = Slot(target, rows)
+            elif config.experts is not None:
+                for e in range(config.experts.count):
+                    table[source.replace("{e}", str(e))] = Slot(target, rows, e)
     return table
+
+
+def _kind(config: TransformerConfig, layer: int) -> str:
+    return "experts" if config.has_experts(layer) else "dense"
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
@@ -229,10 +249,7 @@ def check_finite(where: str, tensor: Tensor, advance: Callable[[int], None] = la
 def _targets(network: nn.Module, slots: Mapping[str, Slot]) -> dict[str, Tensor]:
     """The parameter, or the rows of one, that each tensor of the files fills."""
     parameters = {name: parameter.detach() for name, parameter in network.named_parameters()}
-    return {
-        name: parameters[slot.target] if slot.rows is None else parameters[slot.target][slice(*slot.rows)]
-        for name, slot in slots.items()
-    }
+    return {name: slot.part(parameters[slot.target]) for name, slot in slots.items()}
 
 
 def _by_shard(files: Mapping[str, Path], slots: Mapping[str, object]) -> Iterator[tuple[Path, list[str]]]:

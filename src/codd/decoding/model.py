@@ -75,7 +75,7 @@ class Model:
     @property
     def stop_ids(self) -> frozenset[int]:
         """The tokens that end an answer."""
-        ids = {self.backbone.special.eos}
+        ids = {self.backbone.special.eos, *self.backbone.spec.stop_ids}
         if self.tokenizer is not None:
             ids |= {self.tokenizer.eos_id, *map(self.tokenizer.token_to_id, TURN_ENDS)}
         return frozenset(token for token in ids if token is not None)
@@ -177,6 +177,7 @@ def load(
     device: str | torch.device | None = None,
     dtype: torch.dtype | None = None,
     revision: str | None = None,
+    block_size: int | None = None,
     mask_id: int | None = None,
     check: bool = True,
 ) -> Model:
@@ -185,10 +186,13 @@ def load(
     ``source``: a folder or a hub id. ``circuit``: a folder, a hub id or a circuit; "null" for the circuit that changes
     nothing, None for none, "trained" for the one in the checkpoint's own folder (circuit/), if any, "static" for the
     one beside it that is not modulated by the network (circuit-static/). ``device`` and ``dtype``: by default a GPU if
-    there is one, and float32 on the CPU. ``mask_id``: for masked language models whose files do not say. ``check``
-    refuses weights with NaN, and files that are not what the sha256 beside them says; false spares the time for it.
+    there is one, and float32 on the CPU. ``block_size`` (of block-causal networks) and ``mask_id``: for checkpoints
+    whose files do not say them, or not the ones to use. ``check`` refuses weights with NaN, and files that are not what
+    the sha256 beside them says; false spares the time for it.
     """
-    backbone, tokenizer, folder = load_checkpoint(source, device=device, dtype=dtype, revision=revision, check=check)
+    backbone, tokenizer, folder = load_checkpoint(
+        source, device=device, dtype=dtype, revision=revision, block_size=block_size, check=check
+    )
     if mask_id is None:
         mask_id = backbone.special.mask
     if mask_id is None and tokenizer is not None:

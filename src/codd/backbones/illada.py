@@ -1,0 +1,31 @@
+"""iLLaDA: a bidirectional Llama network with its head tied to the embedding."""
+
+from codd.backbones import layouts
+from codd.backbones.backbone import ModelSpec, SpecialTokenIds
+from codd.backbones.config import Config
+
+NAME = "illada"
+MASK_ID = 5
+"""Of the published checkpoint: none of its files states it."""
+
+
+def recognises(config: Config) -> bool:
+    """Whether a config.json is of this family, by its model_type."""
+    return bool(config.get("model_type") == "illada")
+
+
+def read_spec(config: Config) -> ModelSpec:
+    """The model that a config.json of this family describes; FormatError for one that codd cannot build."""
+    for unsupported in ("attention_bias", "mlp_bias"):
+        config.only(unsupported, [False])
+    config.absent("layer_norm_eps")  # it would mean LayerNorm with biases
+    tied = config.flag("tie_word_embeddings", True)
+    transformer = layouts.read_transformer(config, norm_eps=config.number("rms_norm_eps", 1e-5), tied=tied)
+    return ModelSpec(
+        family=NAME,
+        transformer=transformer,
+        keys=layouts.keys(transformer),
+        special=SpecialTokenIds.from_config(config, mask=MASK_ID),
+        max_length=config.count("max_position_embeddings", 8192),
+        ignored=layouts.unused(transformer),
+    )

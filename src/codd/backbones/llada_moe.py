@@ -1,0 +1,51 @@
+"""LLaDA-MoE: a bidirectional network of experts whose router weighs them by biased probabilities."""
+
+from codd.backbones import layouts
+from codd.backbones.backbone import ModelSpec, SpecialTokenIds
+from codd.backbones.config import Config
+from codd.backbones.experts import ExpertsConfig
+
+NAME = "llada_moe"
+ARCHITECTURE = "LLaDAMoEModelLM"
+MASK_ID = 156895
+"""Of the published checkpoints: their config.json does not state it."""
+
+
+def recognises(config: Config) -> bool:
+    """Whether a config.json is of this family: by its architecture, since its model_type is LLaDA's."""
+    return ARCHITECTURE in (config.get("architectures") or ())
+
+
+def read_spec(config: Config) -> ModelSpec:
+    """The model that a config.json of this family describes; FormatError for one that codd cannot build."""
+    config.only("attention_bias", [False])
+    layers = config.layers("num_hidden_layers")
+    shared = config.count("shared_expert_intermediate_size", 0, least=0)
+    biased = config.flag("moe_router_enable_expert_bias", False)
+    # The other router fields (renormalisation, scaling, groups) are in the files, but no published code heeds them.
+    experts = ExpertsConfig(
+        count=config.count("num_experts"),
+        chosen=config.count("num_experts_per_tok"),
+        width=config.count("expert_intermediate_size"),
+        layers=config.layer_flags("moe_layer_freq", layers),
+        bias=biased,
+        shared_width=shared,
+    )
+    transformer = layouts.read_transformer(
+        config,
+        mlp_width=config.count("dense_intermediate_size", 1),
+        norm_eps=config.number("rms_norm_eps", 1e-5),
+        qk_norm=config.flag("qk_layernorm", False),
+        clip_qkv=None if config.get("clip_qkv") is None else config.number("clip_qkv"),
+        rotary_width=config.rotary_width(),
+        experts=experts,
+    )
+    more = layouts.expert_keys(shared="shared_expert" if shared else None, bias="mlp.expert_bias" if biased else None)
+    return ModelSpec(
+        family=NAME,
+        transformer=transformer,
+        keys=layouts.keys(transformer, *more),
+        special=SpecialTokenIds.from_config(config, mask=MASK_ID),
+        max_length=config.count("max_position_embeddings", 8192),
+        ignored=layouts.unused(transformer),
+    )

@@ -1,0 +1,34 @@
+"""SDAR and TraDo: a block-causal Qwen3 network, whose output at a position predicts that position."""
+
+from codd.backbones import chat, layouts
+from codd.backbones.backbone import ModelSpec, SpecialTokenIds
+from codd.backbones.config import Config
+
+NAME = "sdar"
+MASK_ID = 151669
+"""Of the published checkpoints, whose config.json does not state it."""
+BLOCK_SIZE = 4
+"""The same; models with larger blocks have it in their names (-b8 to -b64)."""
+
+
+def recognises(config: Config) -> bool:
+    """Whether a config.json is of this family, by its model_type."""
+    return bool(config.get("model_type") == "sdar")
+
+
+def read_spec(config: Config) -> ModelSpec:
+    """The model that a config.json of this family describes; FormatError for one that codd cannot build."""
+    config.only("attention_bias", [False])
+    block_size = config.count("block_size", BLOCK_SIZE)
+    # Where a file is silent, a head has 128 columns, however wide the network is.
+    head_width = config.count("head_dim", 128)
+    transformer = layouts.read_transformer(config, head_width=head_width, qk_norm=True, block_size=block_size)
+    return ModelSpec(
+        family=NAME,
+        transformer=transformer,
+        keys=layouts.keys(transformer),
+        special=SpecialTokenIds.from_config(config, mask=MASK_ID),
+        chat_template=chat.CHATML,
+        max_length=config.count("max_position_embeddings", 32768),
+        ignored=layouts.unused(transformer),
+    )
