@@ -36,7 +36,17 @@ FIELDS = {
     "mdlm": ("mdlm", "n_blocks", "hidden_dim", "n_heads", "model_length"),
     "mdlm_timecond": ("mdlm", "n_blocks", "hidden_dim", "n_heads", "model_length"),
     "sedd": ("sedd", "n_blocks", "hidden_size", "n_heads", "length"),
+    "sdar": ("sdar", *HUB),
+    "sdar_sharded": ("sdar", *HUB),
+    "fastdllm_v2": ("fast_dllm", *HUB),
+    "fastdllm_v2_tied_sharded": ("fast_dllm", *HUB),
+    "llada2_moe": ("llada2", *HUB),
+    "llada_moe_sharded": ("llada_moe", *HUB),
+    "illada": ("illada", *HUB),
 }
+TIED = ("dream_tied", "bert", "modernbert", "fastdllm_v2_tied_sharded", "illada")
+BLOCKS = {"sdar": 4, "fast_dllm": 32, "llada2": 32}
+"""The published ones."""
 MINI = {
     "vocab_size": 60,
     "width": 32,
@@ -128,10 +138,12 @@ def test_every_family(name, capsys):
     family, layers, width, heads, length = FIELDS[name]
     sizes = config["model"] if family == "sedd" else config
     used = {key: header for key, header in tensors.items() if not key.endswith(ROTARY)}
-    masks = {"sedd": config.get("tokens"), "mdlm": config.get("vocab_size", 0) - 1}
+    masks = {"sedd": config.get("tokens"), "mdlm": config.get("vocab_size", 0) - 1, "illada": 5}
+    pad = config.get("pad_token_id")
     found = described(capsys, folder)
     mlp_width = found.pop("mlp_width")
-    assert any(mlp_width in header["shape"] or 2 * mlp_width in header["shape"] for header in used.values())
+    if family != "llada_moe":  # its layers all have experts
+        assert any(mlp_width in header["shape"] or 2 * mlp_width in header["shape"] for header in used.values())
     assert found == {
         "path": str(folder),
         "kind": "backbone",
@@ -144,12 +156,14 @@ def test_every_family(name, capsys):
         "heads": sizes[heads],
         "kv_heads": config.get("n_kv_heads") or config.get("num_key_value_heads") or sizes[heads],
         "causal": False,
-        "tied": name in ("dream_tied", "bert", "modernbert") or bool(config.get("weight_tying")),
+        "block_size": config.get("block_size") or config.get("bd_size") or BLOCKS.get(family),
+        "experts": config.get("num_experts"),
+        "tied": name in TIED or bool(config.get("weight_tying")),
         "vocab_size": config["tokens"] + 1 if family == "sedd" else config.get("embedding_size", config["vocab_size"]),
         "max_length": sizes[length],
         "mask_id": config.get("mask_token_id", masks.get(family)),
-        "eos_id": config.get("eos_token_id"),
-        "pad_id": config.get("pad_token_id"),
+        "eos_id": config.get("eos_token_id", pad if family == "llada2" else None),
+        "pad_id": pad,
         "bos_id": config.get("bos_token_id"),
         "tokenizer": None,
         "circuit": None,
@@ -162,6 +176,17 @@ def test_every_family(name, capsys):
         "sha256": None,
         "sha256_matches": None,
     }
+
+
+def test_what_files_are_silent_about(capsys, tmp_path):
+    """The published value is said to be that."""
+    lines = shown(capsys, FIXTURES / "sdar_sharded")
+    assert lines["attention"] == "block-causal, blocks of 4 positions (not stated; the published one of sdar)"
+    assert lines["mask id"] == "not stated: give mask_id to codd.load"  # the published one is beyond its vocabulary
+    assert shown(capsys, FIXTURES / "sdar")["attention"] == "block-causal, blocks of 4 positions"
+    assert shown(capsys, FIXTURES / "illada")["mask id"] == "5 (not stated; the published one of illada)"
+    lines = shown(capsys, FIXTURES / "llada2_moe")
+    assert lines["experts"] == "16, 8 wide, 4 for each token, and one of 8 that all share; in 2 layers"
 
 
 def test_the_bundled_model(capsys):
@@ -425,7 +450,7 @@ def test_an_unknown_family(config, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(config))
     message = refused(capsys, tmp_path)
     assert f"{tmp_path / 'config.json'}: model_type {config.get('model_type')!r} is of no family" in message
-    assert "use one of llada, dream" in message
+    assert "use one of llada, llada_moe" in message
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "\x00", "[" * 100_000])

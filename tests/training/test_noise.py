@@ -171,3 +171,17 @@ def test_places_in_texts():
     segments = torch.tensor([[1, 1, 1, 2, 2, 0, 0], [1, 2, 3, 3, 3, 3, 3]])
     assert segment_starts(segments).tolist() == [[0, 0, 0, 3, 3, 5, 5], [0, 1, 2, 2, 2, 2, 2]]
     assert positions_in(segments).tolist() == [[0, 1, 2, 0, 1, 0, 1], [0, 0, 0, 1, 2, 3, 4]]
+
+
+def test_absolute_blocks_are_counted_from_the_first_token_of_a_text():
+    rows = packed([(3, 9), (6, 6), (0, 12)] * 8, 12)
+    _, segments, scored = to_tensors(rows, CPU)
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(50):
+        found = add_noise(segments, scored, int(rows.segments.max()) + 1, BLOCKS, generator, absolute=True)
+        for row, weights in enumerate(found.weights):
+            asked = weights.nonzero()[:, 0]
+            blocks = (positions_in(segments)[row, asked] // 4).unique()
+            assert len(blocks) <= 1
+            later = positions_in(segments)[row] // 4 > (blocks.max() if len(blocks) else 99)
+            assert bool(found.hidden[row, later & scored[row]].all())

@@ -5,7 +5,7 @@ import torch
 from small_windows import CPU, MASK, QUESTIONS, WINDOW, network, prose, recipe_of
 
 from codd.errors import InvalidInput
-from codd.training.noise import segment_starts
+from codd.training.noise import positions_in, segment_starts
 from codd.training.objective import to_tensors
 from codd.training.rows import PADDING, Rows
 from codd.training.windows import (
@@ -165,3 +165,21 @@ def test_rows_shorter_than_a_window_are_refused():
     recipe = dataclasses.replace(recipe_of().windows, length=9)
     with pytest.raises(InvalidInput, match="no window of 9"):
         draw_windows(network(), MASK, prose(2, 8), recipe, torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("block_share", [0.0, 1.0])
+@BOTH
+def test_windows_of_a_block_causal_network_are_its_blocks(rows, block_share):
+    """Counted from each text's first token, question included; what a window's block does not see is hidden."""
+    _, segments, scored = to_tensors(rows, CPU)
+    recipe, seen = WindowRecipe(WINDOW, per_row=4, block_share=block_share), 0
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        found = mask_rows(segments, scored, int(segments.max()) + 1, recipe, generator, absolute=True)
+        places = pick(found.may_begin, recipe.per_row, generator)
+        begins = positions_in(segments).gather(1, places.starts)[places.useful]
+        assert not bool((begins % WINDOW).any())
+        seen += len(begins)
+    assert seen > 40
+    (_, segments, _), places, _ = held_out_blocks(rows, WINDOW, torch.Generator().manual_seed(0), absolute=True)
+    assert not bool((positions_in(segments).gather(1, places.starts)[places.useful] % WINDOW).any())

@@ -56,6 +56,7 @@ def read_spec(config: Config) -> ModelSpec:
         mlp_width=config.count("mlp_width"),
         rope_theta=config.number("rope_theta", 10_000.0),
         causal=config.flag("causal", False),
+        block_size=None if config.get("block_size") is None else config.count("block_size"),
         qk_norm=True,
         tied=True,
     )
@@ -98,6 +99,7 @@ def describe(backbone: Backbone) -> dict[str, Any]:
         "mlp_width": config.mlp_width,
         "rope_theta": config.rope_theta,
         "causal": config.causal,
+        **({} if config.block_size is None else {"block_size": config.block_size}),
         "max_length": backbone.max_length,
         "mask_token_id": special.mask,
         "eos_token_id": special.eos,

@@ -14,6 +14,8 @@ from safetensors import safe_open
 from codd import files
 from codd.backbones import loading, weights
 from codd.backbones.backbone import ModelSpec
+from codd.backbones.config import Config
+from codd.backbones.experts import ExpertsConfig
 from codd.backbones.tokenizer import Tokenizer
 from codd.backbones.transformer import TransformerConfig
 from codd.cli import console
@@ -22,6 +24,10 @@ from codd.decoding.model import CIRCUIT_FOLDERS
 
 CIRCUITS = {"circuit": CIRCUIT_FOLDERS["trained"], "static circuit": CIRCUIT_FOLDERS["static"]}
 """What the circuits of a checkpoint are called here, and their folders."""
+PUBLISHED = "not stated; the published one"
+"""What is said of a number that the files are silent about."""
+ASSUMED = ("llada", "llada_moe", "llada2", "illada", "sdar", "fast_dllm")
+"""Families whose mask is known where config.json does not state it."""
 PATIENCE = 2.0
 """Seconds before a progress bar is worth looking at."""
 
@@ -94,7 +100,8 @@ def _network(
     network = spec.transformer
     tokenizer = Tokenizer.from_folder(folder, vocab_size=network.vocab_size)
     bundled = folder.resolve() == loading.BUNDLED.resolve()
-    ids, id_lines = _special(spec, tokenizer)
+    config = Config.read(folder)
+    ids, id_lines = _special(spec, tokenizer, config)
     stated, intact = loading.stated_sha256(folder)
     numbers: dict[str, Any] = {
         "kind": "backbone",
@@ -108,6 +115,8 @@ def _network(
         "kv_heads": network.kv_heads,
         "mlp_width": network.mlp_width,
         "causal": network.causal,
+        "block_size": network.block_size,
+        "experts": None if network.experts is None else network.experts.count,
         "tied": network.tied,
         "vocab_size": network.vocab_size,
         "max_length": spec.max_length,
@@ -127,6 +136,8 @@ def _network(
         "family": spec.family + (", the model that comes with codd" if bundled else ""),
         "parameters": f"{stored.parameters:,}",
         "layers": f"{network.layers}, {network.width:,} wide, {network.heads} heads{shared}",
+        "attention": _attention(spec, config),
+        "experts": "none" if network.experts is None else _experts(network.experts),
         "vocabulary": f"{network.vocab_size:,} tokens, {'tied' if network.tied else 'untied'}",
         "max length": "not stated" if spec.max_length is None else f"{spec.max_length:,} positions",
         **id_lines,
@@ -134,6 +145,8 @@ def _network(
         "dtype": ", ".join(f"{dtype} ({count:,})" for dtype, count in stored.dtypes.items()),
         "size": f"{console.size(stored.bytes)} in {_several(len(stored.shards), 'file')}",
     }
+    if network.experts is None:
+        del lines["experts"]
     if stored.unused:
         others = " and others" if len(stored.unused) > 1 else ""
         lines["unused"] = f"{_several(len(stored.unused), 'tensor')} in the files: {stored.unused[0]}{others}"
@@ -146,7 +159,26 @@ def _several(count: int, what: str) -> str:
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
-def _special(spec: ModelSpec, tokenizer: Tokenizer | None) -> tuple[dict[str, int | None], dict[str, object]]:
+def _attention(spec: ModelSpec, config: Config) -> str:
+    network = spec.transformer
+    if network.block_size is None:
+        return "causal" if network.causal else "to all positions"
+    stated = any(config.get(name) is not None for name in ("block_size", "bd_size"))
+    whence = "" if stated else f" ({PUBLISHED} of {spec.family})"
+    return f"block-causal, blocks of {network.block_size} positions{whence}"
+
+
+def _experts(experts: ExpertsConfig) -> str:
+    shared = "" if not experts.shared_width else f", and one of {experts.shared_width:,} that all share"
+    return (
+        f"{experts.count}, {experts.width:,} wide, {experts.chosen} for each token{shared}; "
+        f"in {_several(sum(experts.layers), 'layer')}"
+    )
+
+
+def _special(
+    spec: ModelSpec, tokenizer: Tokenizer | None, config: Config
+) -> tuple[dict[str, int | None], dict[str, object]]:
     """The ids that config.json states, else the tokenizer's."""
     ids: dict[str, int | None] = {}
     lines: dict[str, object] = {}
@@ -160,6 +192,8 @@ def _special(spec: ModelSpec, tokenizer: Tokenizer | None) -> tuple[dict[str, in
         token = None if tokenizer is None else tokenizer.id_to_token(found)
         differs = "" if other in (None, found) else f", but the tokenizer says {other}"
         lines[f"{name} id"] = f"{found}{'' if token is None else ' ' + token}{differs}"
+    if spec.special.mask is not None and spec.family in ASSUMED and config.get("mask_token_id") is None:
+        lines["mask id"] = f"{lines['mask id']} ({PUBLISHED} of {spec.family})"
     if ids["mask_id"] is None and not spec.transformer.causal:
         lines["mask id"] = "not stated: give mask_id to codd.load"
     return ids, lines

@@ -79,7 +79,8 @@ def draw(
     found = source.take(*rows)
     tokens, segments, scored = to_tensors(found, device)
     generator = torch.Generator(device).manual_seed(seed % 2**63)
-    noised = mask_rows(segments, scored, int(found.segments.max()) + 1, recipe, generator)
+    absolute = backbone.block_size is not None
+    noised = mask_rows(segments, scored, int(found.segments.max()) + 1, recipe, generator, absolute=absolute)
     places = pick(noised.may_begin, recipe.per_row, generator)
     states = see(backbone, mask_id, Shown(tokens, segments, noised.hidden), places, recipe.length)
     useful, size = places.useful.flatten(), recipe.length

@@ -65,12 +65,12 @@ class Draw(NamedTuple):
         return Draw(shown, places, function(self.level), function(self.row))
 
 
-def draw(rows: Rows, settings: CacheSettings, number: int) -> Draw:
-    """Mask the rows of a shard and choose windows, without the network."""
+def draw(rows: Rows, settings: CacheSettings, number: int, *, absolute: bool = False) -> Draw:
+    """Mask the rows of a shard and choose windows, without the network; ``absolute``: for a block-causal one."""
     recipe = settings.window
     generator = torch.Generator().manual_seed((settings.seed * 1_000_003 + number) % 2**63)
     tokens, segments, scored = to_tensors(rows, CPU)
-    found = mask_rows(segments, scored, int(rows.segments.max()) + 1, recipe, generator)
+    found = mask_rows(segments, scored, int(rows.segments.max()) + 1, recipe, generator, absolute=absolute)
     places = pick(found.may_begin, recipe.per_row, generator)
     level = cut(found.level, places, recipe.length).amax(-1).view_as(places.starts)
     row = torch.arange(len(tokens))[:, None].expand_as(places.starts)
@@ -181,7 +181,8 @@ def sample(backbone: Backbone, rows_at: RowsAt, settings: CacheSettings) -> list
     many = max(1, ELEMENTS // (settings.window.per_row * settings.window.length * backbone.vocab_size))
     batches, found = [], 0
     for number in range(settings.shards):
-        for part in _parts(draw(rows_at(number), settings, number), many, backbone.device):
+        drawn = draw(rows_at(number), settings, number, absolute=backbone.block_size is not None)
+        for part in _parts(drawn, many, backbone.device):
             if not bool(part.places.useful.any()):
                 continue
             windows = look(backbone, settings.mask_id, part.shown, part.places, settings.window.length)
@@ -214,7 +215,8 @@ def ask(
 ) -> Iterator[Entries]:
     """The windows of a shard, some rows at a time."""
     size = settings.window.length
-    for part in _parts(draw(rows, settings, number), batch_rows, backbone.device):
+    drawn = draw(rows, settings, number, absolute=backbone.block_size is not None)
+    for part in _parts(drawn, batch_rows, backbone.device):
         use, at = part.places.useful.flatten(), positions_of(part.places, size)
         states = see(backbone, settings.mask_id, part.shown, part.places, size)
         states = states.view(-1, size, states.shape[-1])[use]

@@ -53,7 +53,8 @@ class HeldOut:
         cls, backbone: Backbone, mask_id: int, rows: Rows, size: int, ratios: Sequence[float], seed: int
     ) -> "HeldOut":
         """One block of each row. The seed fixes blocks and masks; those of a higher ratio contain the lower's."""
-        (tokens, segments, scored), places, order = held_out_blocks(rows, size, torch.Generator().manual_seed(seed))
+        generator, absolute = torch.Generator().manual_seed(seed), backbone.block_size is not None
+        (tokens, segments, scored), places, order = held_out_blocks(rows, size, generator, absolute=absolute)
         if not bool(places.useful.any()):
             raise InvalidInput(f"no block of {size} tokens fits the held-out text. Give longer texts.")
         keep = places.useful[:, 0]

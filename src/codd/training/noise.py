@@ -3,6 +3,7 @@
 Under uniform noise every scored token of a text is hidden with probability t, and counts 1 / t: the weighted sum of
 their negative log-probabilities is then a bound on that of the whole text. Under block noise the scored tokens left of
 one block are visible and those right of it hidden, as in block-wise decoding; only the block is noised and counts.
+For a block-causal network these blocks are its own: counted from a text's first token, its question included.
 t is drawn with low discrepancy over the batch: each of B texts has its own stratum of width 1 / B.
 """
 
@@ -41,10 +42,13 @@ def add_noise(
     texts: int,
     recipe: NoiseRecipe,
     generator: torch.Generator,
+    *,
+    absolute: bool = False,
 ) -> Noised:
     """Noise for one batch; every text (segment) of a row has its own level and kind.
 
-    ``texts`` is above every segment number: stated, since looking for it would wait for a GPU.
+    ``texts`` is above every segment number: stated, since looking for it would wait for a GPU. ``absolute``: blocks are
+    counted from a text's first token, as a block-causal network counts them.
     """
     device, (rows, length) = segments.device, segments.shape
     level = recipe.minimum + (1 - recipe.minimum) * stratified(rows, texts, generator, device)
@@ -53,9 +57,10 @@ def add_noise(
     coins = torch.rand(rows, length, generator=generator, device=device)
 
     counts = torch.zeros(rows, texts, device=device).scatter_add_(1, segments, scored.float())
-    whole = counts == torch.zeros_like(counts).scatter_add_(1, segments, torch.ones_like(coins))
+    unscored = torch.zeros_like(counts).scatter_add_(1, segments, torch.ones_like(coins)) - counts
     # A prose is entered anywhere, so that its blocks may begin anywhere; an answer's begin where the answer does.
-    phase = torch.rand(rows, texts, generator=generator, device=device).mul(recipe.block_length).long() * whole
+    entered = torch.rand(rows, texts, generator=generator, device=device).mul(recipe.block_length).long()
+    phase = unscored.long() % recipe.block_length if absolute else entered * (unscored == 0)
     blocks = ((counts.long() + phase - 1) // recipe.block_length + 1).clamp(min=1)
     chosen = (choice * blocks).long()
 

@@ -49,10 +49,12 @@ def to_tensors(rows: Rows, device: torch.device) -> tuple[Int[Tensor, "B L"], In
     return tokens, segments, torch.from_numpy(rows.scored).to(device, non_blocking=True)
 
 
-def diffusion_batch(rows: Rows, generator: torch.Generator, *, recipe: NoiseRecipe, mask_id: int) -> Batch:
-    """Hidden tokens are to be found."""
+def diffusion_batch(
+    rows: Rows, generator: torch.Generator, *, recipe: NoiseRecipe, mask_id: int, absolute: bool = False
+) -> Batch:
+    """Hidden tokens are to be found; ``absolute`` as for `add_noise`."""
     tokens, segments, scored = to_tensors(rows, generator.device)
-    noised = add_noise(segments, scored, int(rows.segments.max()) + 1, recipe, generator)
+    noised = add_noise(segments, scored, int(rows.segments.max()) + 1, recipe, generator, absolute=absolute)
     shown = torch.where(noised.hidden, mask_id, tokens)
     return Batch(shown, positions_in(segments), segments, tokens, noised.weights, noised.total)
 

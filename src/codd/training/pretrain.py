@@ -264,7 +264,9 @@ def batch_maker(recipe: Recipe, tokenizer: Tokenizer, *, blocks: bool = True) ->
     noise = recipe.noise if blocks else dataclasses.replace(recipe.noise, block_share=0.0)
     if tokenizer.mask_id is None:
         raise FormatError("the tokenizer has no mask token, which the diffusion objective needs.")
-    return partial(diffusion_batch, recipe=noise, mask_id=tokenizer.mask_id)
+    return partial(
+        diffusion_batch, recipe=noise, mask_id=tokenizer.mask_id, absolute=recipe.model.block_size is not None
+    )
 
 
 def precision_of(recipe: Recipe, device: torch.device) -> bool:

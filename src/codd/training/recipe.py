@@ -30,6 +30,8 @@ class ModelRecipe:
     mlp_width: int = 1408
     rope_theta: float = 10_000.0
     max_length: int = 1024
+    block_size: int | None = None
+    """Positions of a block of block-causal attention; null: every position sees all."""
 
 
 @dataclass(frozen=True)
@@ -226,7 +228,7 @@ def source_problems(sets: Sequence[Sequence[Source]]) -> Iterator[str]:
 def _number_problems(recipe: Recipe) -> Iterator[str]:
     for section, where, names in (
         (recipe, "", ("steps", "batch_rows", "micro_rows", "log_every", "validate_every", "checkpoint_every", "keep")),
-        (recipe.model, "model.", ("width", "layers", "heads", "mlp_width", "rope_theta", "max_length")),
+        (recipe.model, "model.", ("width", "layers", "heads", "mlp_width", "rope_theta", "max_length", "block_size")),
         (recipe.noise, "noise.", ("block_length", "block_weight")),
         (recipe.optimizer, "optimizer.", ("lr", "clip")),
     ):

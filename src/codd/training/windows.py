@@ -99,7 +99,8 @@ def draw_windows(
         tokens, segments, scored = (
             x.pin_memory().to(generator.device, non_blocking=True) for x in (tokens, segments, scored)
         )
-    found = mask_rows(segments, scored, int(rows.segments.max()) + 1, recipe, generator)
+    absolute = backbone.block_size is not None
+    found = mask_rows(segments, scored, int(rows.segments.max()) + 1, recipe, generator, absolute=absolute)
     places = pick(found.may_begin, recipe.per_row, generator)
     windows = look(backbone, mask_id, Shown(tokens, segments, found.hidden), places, recipe.length)
     return windows._replace(level=cut(found.level, places, recipe.length).amax(-1))
@@ -111,8 +112,13 @@ def mask_rows(
     texts: int,
     recipe: WindowRecipe,
     generator: torch.Generator,
+    *,
+    absolute: bool = False,
 ) -> Masked:
-    """What is hidden, and where windows may begin: in some rows on a grid, in others at the noised block of a text."""
+    """What is hidden, and where windows may begin: in some rows on a grid, in others at the noised block of a text.
+
+    ``absolute``: where those of a block-causal network begin, counted from a text's first token.
+    """
     size = recipe.length
     _check_length(segments.shape[1], size)
     anywhere, in_block = (
@@ -122,6 +128,7 @@ def mask_rows(
             texts,
             NoiseRecipe(minimum=recipe.minimum, block_share=share, block_length=size, block_weight=1.0),
             generator,
+            absolute=absolute,
         )
         for share in (0.0, 1.0)
     )
@@ -129,7 +136,10 @@ def mask_rows(
     hidden = torch.where(blockwise, in_block.hidden, anywhere.hidden)
     weights = torch.where(blockwise, in_block.weights, anywhere.weights)
     asked = weights > 0
-    blocks, grid = _block_ends(segments, hidden & ~asked)[:, size - 1 :], _grid(segments, scored, size, generator)
+    blocks = _block_ends(segments, hidden & ~asked)[:, size - 1 :]
+    grid = _grid(segments, scored, size, generator, absolute)
+    if absolute:  # the last block of a text may be cut, and its window begin left of it
+        blocks = blocks & grid
     may_begin = torch.where(blockwise, blocks, grid) & _inside(segments, scored, asked, size)
     return Masked(hidden, may_begin, torch.where(asked, 1 / weights, 0))
 
@@ -151,13 +161,14 @@ def _inside(
 
 
 def _grid(
-    segments: Int[Tensor, "B L"], scored: Bool[Tensor, "B L"], size: int, generator: torch.Generator
+    segments: Int[Tensor, "B L"], scored: Bool[Tensor, "B L"], size: int, generator: torch.Generator, absolute: bool
 ) -> Bool[Tensor, "B n"]:
-    """Beginnings side by side: an answer's from where it begins, those of a prose from anywhere."""
+    """Beginnings side by side: an answer's from where it begins, those of a prose from anywhere; or all absolute."""
     rank = positions_in(2 * segments + scored)  # of a scored token among those of its text
     prose = rank == positions_in(segments)
     phase = torch.randint(size, (len(segments), 1), generator=generator, device=segments.device)
-    return ((rank + phase * prose) % size == 0)[:, : segments.shape[1] - size + 1]
+    at = positions_in(segments) if absolute else rank + phase * prose
+    return (at % size == 0)[:, : segments.shape[1] - size + 1]
 
 
 def _block_ends(segments: Int[Tensor, "B L"], beyond: Bool[Tensor, "B L"]) -> Bool[Tensor, "B L"]:
@@ -224,11 +235,14 @@ def look(backbone: Backbone, mask_id: int, rows: Shown, places: Places, size: in
 
 
 def held_out_blocks(
-    rows: Rows, size: int, generator: torch.Generator
+    rows: Rows, size: int, generator: torch.Generator, *, absolute: bool = False
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Places, Int[Tensor, "B S"]]:
-    """Tokens, segments and scored of some rows, one block of each, and the order in which its tokens are masked."""
+    """Tokens, segments and scored of some rows, one block of each, and the order in which its tokens are masked.
+
+    ``absolute`` as for `mask_rows`.
+    """
     tokens, segments, scored = to_tensors(rows, CPU)
-    blocks = _grid(segments, scored, size, generator) & _inside(segments, scored, scored, size)
+    blocks = _grid(segments, scored, size, generator, absolute) & _inside(segments, scored, scored, size)
     places = pick(blocks, 1, generator)
     return (tokens, segments, scored), places, torch.rand(len(tokens), size, generator=generator).argsort(dim=1)
 
