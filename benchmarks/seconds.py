@@ -85,6 +85,9 @@ Answers = dict[str, dict[int, Answer]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ways", nargs="+", default=WAYS, metavar="CIRCUIT:OPTION,..")
+    parser.add_argument(
+        "--model", metavar="FOLDER", help="a checkpoint's folder or hub id (default: the bundled model)"
+    )
     parser.add_argument("--problems", type=int, default=100)
     parser.add_argument("--seed", type=int, default=500, help="of the problems, and of what is drawn")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
@@ -124,13 +127,14 @@ def ways_from(text: str, args: argparse.Namespace) -> Iterator[tuple[str, Cell]]
     for chosen in itertools.product(*choices):
         options = {name: parse_option(name, value) for name, value in chosen}
         words = [value if name == "sampler" else f"{name}={value}" for name, value in chosen]
-        cell = Cell("word_problems", circuit, options, seed=args.seed, device=args.device, dtype=args.dtype)
+        said = {name: getattr(args, name) for name in ("seed", "model", "device", "dtype")}
+        cell = Cell("word_problems", circuit, options, **said)
         yield f"{circuit}:{','.join(words)}", cell
 
 
 def told(args: argparse.Namespace, cells: Mapping[str, Cell]) -> dict[str, Any]:
     """What must be the same for answers to be added to a file."""
-    names = ("seed", "device", "dtype", "batch", "threads", "workers", "busy")
+    names = ("seed", "model", "device", "dtype", "batch", "threads", "workers", "busy")
     return {"ways": list(cells), **{name: getattr(args, name) for name in names}}
 
 
@@ -194,11 +198,11 @@ def answered(
 
 
 @cache
-def model(circuit: str, device: str, dtype: str) -> codd.Model:
+def model(source: str | None, circuit: str, device: str, dtype: str) -> codd.Model:
     """The network is loaded once, and shared by all circuits."""
     if circuit == NONE:
-        return codd.load(circuit=None, device=device, dtype=getattr(torch, dtype))
-    return model(NONE, device, dtype).with_circuit(circuit)
+        return codd.load(source, circuit=None, device=device, dtype=getattr(torch, dtype))
+    return model(source, NONE, device, dtype).with_circuit(circuit)
 
 
 def answer(task: Task, deadline: float) -> dict[int, Answer]:
@@ -208,7 +212,8 @@ def answer(task: Task, deadline: float) -> dict[int, Answer]:
     cell, numbers = task.cell, task.numbers
     asked = [generate(number, split="test", seed=cell.seed) for number in numbers]
     seeds = [problem_seed(cell.seed, number, 0) for number in numbers]
-    chosen, questions = model(cell.circuit, cell.device, cell.dtype), [problem.question for problem in asked]
+    chosen = model(cell.model, cell.circuit, cell.device, cell.dtype)
+    questions = [problem.question for problem in asked]
     cpu, wall = time.process_time(), time.perf_counter()
     made = chosen.generate(questions, **{**cell.options, "seed": seeds})
     if cell.device == "cuda":

@@ -11,7 +11,7 @@ import seconds
 from codd.errors import InvalidInput
 
 ARGS = argparse.Namespace(
-    seed=5, device="cpu", dtype="float32", batch=2, threads=1, workers=1, busy=0, problems=5, out=None
+    seed=5, model=None, device="cpu", dtype="float32", batch=2, threads=1, workers=1, busy=0, problems=5, out=None
 )
 
 
