@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -12,6 +12,9 @@ from codd.backbones.config import Config
 from codd.backbones.transformer import Transformer, TransformerConfig
 from codd.backbones.weights import Key
 from codd.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from codd.backbones.adapters import LowRank
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,25 @@ class Backbone(nn.Module):
         self.batch_invariant = True
         """Whether a CPU evaluates the sequences of a batch one after the other: a sequence's result is then the same
         to the bit in any batch, but many short ones take longer."""
+        self.adapters: dict[str, dict[str, LowRank]] = {}
+        """Those that were loaded with ``merge=False``: the layers that each puts in the place of the network's."""
+        self.adapter: str | None = None
+        """The one that is switched on."""
+
+    def set_adapter(self, name: str | None) -> None:
+        """Switch to an adapter that was loaded with ``merge=False``; None: to the network without any.
+
+        Raises InvalidInput for a name that no adapter has.
+        """
+        if name is not None and name not in self.adapters:
+            known = ", ".join(map(repr, self.adapters)) or "none: give adapter= and merge=False to codd.load"
+            raise InvalidInput(f"there is no adapter {name!r:.100} to switch to; there are {known}.")
+        # Modules are exchanged, which those who keep captured graphs of the network notice.
+        for place, layer in self.adapters[self.adapter].items() if self.adapter is not None else ():
+            self.network.set_submodule(place, layer.base)
+        for place, layer in self.adapters[name].items() if name is not None else ():
+            self.network.set_submodule(place, layer.to(layer.base.weight.device, layer.base.weight.dtype))
+        self.adapter = name
 
     @property
     def family(self) -> str:

@@ -13,6 +13,7 @@ import torch
 
 from codd import files
 from codd.backbones import (
+    adapters,
     bert,
     dream,
     fast_dllm,
@@ -95,18 +96,23 @@ def load_checkpoint(
     revision: str | None = None,
     block_size: int | None = None,
     check: bool = True,
+    adapter: adapters.AdapterSource | None = None,
+    merge: bool = True,
 ) -> Checkpoint:
     """Read a checkpoint of any known family from a folder or the hub; None is the bundled model.
 
     ``device``: by default a CUDA device if there is one, else the CPU. ``dtype``: by default float32 on the CPU and the
     checkpoint's own elsewhere. ``block_size``: of a block-causal network, where its files do not say the right one.
-    ``check`` refuses weights that are NaN or infinite, and a file whose sha256 is not the
-    one that config.json states. Raises FormatError for files that are damaged or of an unknown family, InvalidInput
-    for a device or dtype that this machine cannot use.
+    ``check`` refuses weights that are NaN or infinite, and a file whose sha256 is not the one that config.json states.
+    ``adapter``: a PEFT LoRA checkpoint (a folder or a hub id) to add to the weights; without ``merge`` it is kept apart
+    to be switched (`Backbone.set_adapter`), and there may be several, by name. Raises FormatError for files that are
+    damaged or of an unknown family, InvalidInput for a device or dtype that this machine cannot use.
     """
     folder = BUNDLED if source is None else files.local_folder(source, CHECKPOINT_FILES, revision)
     spec = read_spec(folder, block_size)
     backbone = _read(folder, spec, choose_device(device), dtype, check)
+    if adapter is not None:
+        adapters.attach(backbone, adapter, merge=merge, check=check)
     vocab_size = spec.transformer.vocab_size
     tokenizer = Tokenizer.from_folder(folder, chat_template=spec.chat_template, vocab_size=vocab_size)
     return Checkpoint(backbone, tokenizer, folder)

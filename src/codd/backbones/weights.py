@@ -94,7 +94,7 @@ def tensor_files(folder: Path) -> dict[str, Path]:
         return _indexed(folder, index)
     single = folder / SINGLE
     if single.is_file():
-        with _open_safetensors(single) as file:
+        with open_safetensors(single) as file:
             return dict.fromkeys(file.keys(), single)
     fix = "Download the checkpoint again, or give the folder that holds them."
     if pickled := sorted(path.name for ending in ("bin", "pt", "pth") for path in folder.glob(f"*.{ending}")):
@@ -116,7 +116,7 @@ def _indexed(folder: Path, index: Path) -> dict[str, Path]:
         if not os.path.isfile(shard):  # which takes any name
             raise FormatError(f"{index}: lists {shard.name!r:.200}, which is missing. Download the checkpoint again.")
     for shard, listed in _by_shard(files, files):
-        with _open_safetensors(shard) as file:
+        with open_safetensors(shard) as file:
             if absent := sorted(set(listed) - set(file.keys())):
                 raise FormatError(f"{shard}: lacks {_quoted(absent)}, which {INDEX} says it holds. Download it again.")
     return files
@@ -167,7 +167,7 @@ def read_headers(files: Mapping[str, Path]) -> dict[str, TensorHeader]:
     """The header of every tensor of a checkpoint."""
     headers = {}
     for shard, names in _by_shard(files, files):
-        with _open_safetensors(shard) as file:
+        with open_safetensors(shard) as file:
             for name in names:
                 part = file.get_slice(name)
                 headers[name] = TensorHeader(shard, tuple(part.get_shape()), str(part.get_dtype()))
@@ -214,7 +214,7 @@ def load(network: nn.Module, files: Mapping[str, Path], slots: Mapping[str, Slot
     filled = sum(target.numel() for target in targets.values())
     assert filled == sum(p.numel() for p in network.parameters()), "the key table leaves parameters empty"
     for shard, names in _by_shard(files, slots):
-        with _open_safetensors(shard) as file:
+        with open_safetensors(shard) as file:
             for name in names:
                 _copy(shard, name, file, targets[name], check)
 
@@ -260,7 +260,8 @@ def _by_shard(files: Mapping[str, Path], slots: Mapping[str, object]) -> Iterato
 
 
 @contextmanager
-def _open_safetensors(path: Path) -> Iterator[Any]:
+def open_safetensors(path: Path) -> Iterator[Any]:
+    """The handle of a safetensors file; what is wrong with the file is a FormatError."""
     try:
         with safe_open(os.fspath(path), framework="pt", device="cpu") as file:
             yield file

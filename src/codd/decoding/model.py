@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from codd.backbones import Backbone, Tokenizer, load_checkpoint
+from codd.backbones.adapters import AdapterSource
 from codd.circuits import HMM, load_circuit
 from codd.circuits.protocol import ProbabilisticCircuit
 from codd.decoding.loop import denoise
@@ -180,6 +181,8 @@ def load(
     block_size: int | None = None,
     mask_id: int | None = None,
     check: bool = True,
+    adapter: AdapterSource | None = None,
+    merge: bool = True,
 ) -> Model:
     """Load a checkpoint of any known family with its circuit; without ``source``, the bundled model.
 
@@ -188,10 +191,19 @@ def load(
     one beside it that is not modulated by the network (circuit-static/). ``device`` and ``dtype``: by default a GPU if
     there is one, and float32 on the CPU. ``block_size`` (of block-causal networks) and ``mask_id``: for checkpoints
     whose files do not say them, or not the ones to use. ``check`` refuses weights with NaN, and files that are not what
-    the sha256 beside them says; false spares the time for it.
+    the sha256 beside them says; false spares the time for it. ``adapter``: a PEFT LoRA checkpoint for the network, a
+    folder or a hub id, merged into its weights; ``merge=False`` keeps it apart, or several given as {name: folder}, to
+    switch with ``model.backbone.set_adapter(name)``.
     """
     backbone, tokenizer, folder = load_checkpoint(
-        source, device=device, dtype=dtype, revision=revision, block_size=block_size, check=check
+        source,
+        device=device,
+        dtype=dtype,
+        revision=revision,
+        block_size=block_size,
+        check=check,
+        adapter=adapter,
+        merge=merge,
     )
     if mask_id is None:
         mask_id = backbone.special.mask

@@ -1,0 +1,340 @@
+"""PEFT's LoRA checkpoints for every family: merged into the weights, or kept apart and switched by name.
+
+The tensor ``base_model.model.M.lora_A.weight`` of an adapter changes the tensor ``M.weight`` of its base, so that the
+family's key table says which rows of which parameter it changes. The rules are PEFT's: W + s B A with s = alpha / r,
+or alpha / sqrt(r) if rank-stabilised; DoRA's magnitudes; whole tensors that were trained along (``modules_to_save``).
+"""
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from codd import files
+from codd.backbones import weights
+from codd.backbones.backbone import Backbone
+from codd.backbones.config import Config
+from codd.errors import FormatError, InvalidInput
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""What PEFT puts before the name of a module."""
+DEFAULT = "default"
+"""The name of an adapter that was given none."""
+
+AdapterSource = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
+"""A folder or a hub id; or several of them, by name."""
+
+A, B, MAGNITUDE, COPY = "lora_A", "lora_B", "lora_magnitude_vector", "copy"
+EMBEDDING_A, EMBEDDING_B = "lora_embedding_A", "lora_embedding_B"
+_PART = re.compile(r"(.+)\.(lora_(?:embedding_)?[AB]|lora_magnitude_vector)(?:\.default)?(?:\.weight)?")
+_WRAPPER = re.compile(r"\.(?:base_layer|modules_to_save(?:\.default)?)(?=\.)")
+_UNREAD = (
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "layer_replication",
+    "lora_bias",
+    "megatron_config",
+    "monteclora_config",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_bdlora",
+    "use_qalora",
+    "velora_config",
+)
+"""Settings that make another network of an adapter than A and B do."""
+_SHIFTED = ("pissa", "olora", "corda", "loftq")
+"""Initialisations that change the base's weights, which PEFT does again when it loads such an adapter."""
+
+
+class LowRank(nn.Module):
+    """A linear layer with an addition of low rank."""
+
+    def __init__(self, base: nn.Linear, down: Float[Tensor, "r i"], up: Float[Tensor, "o r"]):
+        """The layer itself stays as it is; the addition goes to its device and dtype."""
+        super().__init__()
+        self.base = base
+        self.down = nn.Parameter(down.to(base.weight), requires_grad=False)
+        self.up = nn.Parameter(up.to(base.weight), requires_grad=False)
+
+    def forward(self, x: Float[Tensor, "*b i"]) -> Float[Tensor, "*b o"]:
+        """Both."""
+        out: Tensor = self.base(x) + linear(linear(x, self.down), self.up)
+        return out
+
+    @torch.no_grad()
+    def merged(self) -> nn.Linear:
+        """One layer that does the same."""
+        self.base.weight += self.up @ self.down
+        return self.base
+
+
+def attach(backbone: Backbone, source: AdapterSource, *, merge: bool, check: bool = True) -> None:
+    """Merge an adapter into the weights of a backbone; or keep one or several beside them, the first switched on.
+
+    ``check`` refuses NaN and infinite values. Raises FormatError for files that are damaged, of another base or of a
+    kind that codd does not read, InvalidInput for what cannot be merged or cannot be kept apart.
+    """
+    named = source if isinstance(source, Mapping) else {DEFAULT: source}
+    if not named or (merge and len(named) > 1):
+        raise InvalidInput(f"one adapter can be merged, found {len(named)}; merge=False keeps several to switch.")
+    for name, where in named.items():
+        folder = files.local_folder(where, (CONFIG, WEIGHTS))
+        adapter = _Adapter(folder, read_config(folder), backbone, check)
+        with weights.open_safetensors(folder / WEIGHTS) as file:
+            if merge:
+                adapter.merge(file)
+            else:
+                backbone.adapters[name] = adapter.keep_apart(file)
+    backbone.set_adapter(next(iter(backbone.adapters), None))
+
+
+def read_config(folder: Path) -> Config:
+    """The adapter_config.json of a folder; FormatError if it is damaged or of a kind that codd does not read."""
+    path = folder / CONFIG
+    if not path.exists():
+        raise FormatError(f"{path}: is missing, so that this is no adapter of PEFT. Give the folder that holds it.")
+    if not (folder / WEIGHTS).is_file():
+        pickled = (folder / "adapter_model.bin").exists()
+        fix = "adapter_model.bin is a pickle, which codd does not load because it may run code: convert it"
+        raise FormatError(f"{folder}: has no {WEIGHTS}. {fix if pickled else 'Download the adapter again'}.")
+    config = Config(files.read_json_object(path), str(path))
+    kind, start = config.get("peft_type"), config.get("init_lora_weights")
+    unread = [name for name in _UNREAD if config.get(name)]
+    if isinstance(start, str) and start.lower().startswith(_SHIFTED):
+        unread.append(f"init_lora_weights {start!r:.100}")
+    if kind != "LORA":
+        unread = [f"peft_type {kind!r:.100}"]
+    if unread:
+        raise FormatError(
+            f"{path}: codd reads PEFT's LoRA and DoRA, but not {', '.join(unread)}. Merge the adapter into its base "
+            "with peft (merge_and_unload) and load the result."
+        )
+    return config
+
+
+class _Update(NamedTuple):
+    """What an adapter's file holds for one tensor of its base."""
+
+    module: str
+    """PEFT's name of the module that has the tensor."""
+    slot: weights.Slot
+    parts: dict[str, str]
+    """Kind (lora_A, ..., copy) -> name in the file."""
+
+
+@dataclass(frozen=True)
+class _Adapter:
+    """The files of one adapter, for one backbone."""
+
+    folder: Path
+    config: Config
+    backbone: Backbone
+    check: bool
+
+    @torch.no_grad()
+    def merge(self, file: Any) -> None:
+        """Change the weights of the base, each in float32."""
+        for update, target in self._updates(file):
+            parts = update.parts
+            if COPY in parts:
+                target.copy_(self._read(file, parts[COPY], tuple(target.shape)))
+            if parts.keys() == {COPY}:
+                continue
+            down, up = self._factors(file, update, target)
+            weight = torch.addmm(target.to(up.dtype), up, down)
+            if MAGNITUDE in parts:
+                magnitude = self._read(file, parts[MAGNITUDE], (len(target),)).to(weight)
+                weight *= (magnitude / weight.norm(dim=1))[:, None]
+            target.copy_(weight)
+
+    def keep_apart(self, file: Any) -> dict[str, LowRank]:
+        """The linear layers of the base with their additions: name of the module -> what takes its place."""
+        layers = dict(self.backbone.network.blocks.named_modules(prefix="blocks"))
+        additions: dict[str, list[tuple[weights.Slot, Tensor, Tensor]]] = {}
+        for update, target in self._updates(file):
+            place = update.slot.target.removesuffix(".weight")
+            if update.parts.keys() != {A, B} or not isinstance(layers.get(place), nn.Linear):
+                raise InvalidInput(
+                    f"{self.folder}: has {_listed(update.parts)} for {update.module!r:.200}; merge=False keeps apart "
+                    "what LoRA adds to linear layers, and nothing else: load this adapter with merge=True."
+                )
+            additions.setdefault(place, []).append((update.slot, *self._factors(file, update, target)))
+        return {place: _joined(layers[place], parts) for place, parts in additions.items()}
+
+    def _updates(self, file: Any) -> list[tuple[_Update, Tensor]]:
+        """What the file holds for each tensor of the base, and that tensor.
+
+        FormatError unless all of it has its place there, and every low-rank part is whole.
+        """
+        table, rename = key_table(self.backbone), self.backbone.spec.rename
+        found: dict[str, _Update] = {}
+        for name in sorted(file.keys()):
+            inner = name.removeprefix(PREFIX)
+            part = _PART.fullmatch(inner)
+            tensor = rename(f"{part[1]}.weight" if part else _WRAPPER.sub("", inner))
+            if inner == name or tensor not in table:
+                raise self._foreign(f"{name!r:.200} is of a tensor that this base has not (or has tied to another)")
+            if part and not is_target(self.config, part[1]):
+                raise self._foreign(f"{name!r:.200} is of a module that {CONFIG} does not name")
+            if self.backbone.config.tied and table[tensor].target == "embedding.tokens.weight":
+                raise self._foreign(f"{name!r:.200} changes an embedding that is tied to the head, but not the head")
+            module = part[1] if part else tensor.rpartition(".")[0]
+            parts = found.setdefault(tensor, _Update(module, table[tensor], {})).parts
+            if (other := parts.setdefault(part[2] if part else COPY, name)) != name:
+                raise self._foreign(f"{other!r:.200} and {name!r:.200} are the same tensor")
+        self._check_whole(found.values())
+        parameters = dict(self.backbone.network.named_parameters())
+        return [(update, update.slot.part(parameters[update.slot.target].detach())) for update in found.values()]
+
+    def _check_whole(self, updates: Iterable[_Update]) -> None:
+        magnitude = {MAGNITUDE} if self.config.flag("use_dora", False) else set()
+        for module, _, parts in updates:
+            kinds = parts.keys() - {COPY}
+            wanted = {EMBEDDING_A, EMBEDDING_B} if kinds & {EMBEDDING_A, EMBEDDING_B} else {A, B} | magnitude
+            if kinds and kinds != wanted:
+                raise self._foreign(f"{module!r:.200} has {_listed(kinds)}, but {CONFIG} asks for {_listed(wanted)}")
+
+    def _factors(self, file: Any, update: _Update, target: Tensor) -> tuple[Tensor, Tensor]:
+        """What is added to a tensor as two matrices (r, in) and (out, r), the second with the scaling in it."""
+        rank, scaling = rank_and_scaling(self.config, update.module)
+        if target.ndim != 2:
+            raise self._foreign(f"{update.module!r:.200} has a weight of shape {tuple(target.shape)}, no matrix")
+        rows, columns = target.shape
+        if EMBEDDING_A in update.parts:  # of the transpose
+            up = self._read(file, update.parts[EMBEDDING_A], (rank, rows)).T
+            down = self._read(file, update.parts[EMBEDDING_B], (columns, rank)).T
+        else:
+            down = self._read(file, update.parts[A], (rank, columns))
+            up = self._read(file, update.parts[B], (rows, rank))
+        dtype = torch.promote_types(target.dtype, torch.float32)
+        return down.to(target.device, dtype), up.to(target.device, dtype) * scaling
+
+    def _read(self, file: Any, name: str, shape: tuple[int, ...]) -> Tensor:
+        part = file.get_slice(name)
+        if (found := tuple(part.get_shape())) != shape:
+            raise self._foreign(f"{name} has shape {found}, but this base and {CONFIG} ask for {shape}")
+        if part.get_dtype() not in ("F64", "F32", "F16", "BF16"):
+            raise self._foreign(f"{name} is of type {part.get_dtype()}; expected floating-point weights")
+        tensor: Tensor = file.get_tensor(name)
+        if self.check:
+            weights.check_finite(f"{self.folder / WEIGHTS}: {name}", tensor)
+        return tensor
+
+    def _foreign(self, why: str) -> FormatError:
+        base = self.config.get("base_model_name_or_path")
+        return FormatError(
+            f"{self.folder / WEIGHTS}: {why}. The adapter says that it was made for {base!r:.200}: load it on that "
+            "base, or save or download it again."
+        )
+
+
+def _joined(layer: nn.Module, additions: list[tuple[weights.Slot, Tensor, Tensor]]) -> LowRank:
+    """A layer with the additions to its rows as one of all their ranks."""
+    assert isinstance(layer, nn.Linear)
+    down = torch.cat([down for _, down, _ in additions])
+    up, at = down.new_zeros(layer.out_features, len(down)), 0
+    for slot, _, part in additions:
+        slot.part(up)[:, at : at + part.shape[1]] = part
+        at += part.shape[1]
+    return LowRank(layer, down, up)
+
+
+def _listed(kinds: Iterable[str]) -> str:
+    return " and ".join(sorted(kinds))
+
+
+def key_table(backbone: Backbone) -> dict[str, weights.Slot]:
+    """Where the tensors of a checkpoint of a backbone's family go."""
+    return weights.expand_keys(backbone.spec.keys, backbone.spec.transformer)
+
+
+def is_target(config: Config, module: str) -> bool:
+    """Whether an adapter has a low-rank part for a module of its base, by PEFT's rules."""
+    saved = (rf"(^|.*\.){name}($|\..*)" for name in _strings(config, "modules_to_save"))
+    if _named(config, "exclude_modules", module) or any(_match(config, "modules_to_save", x, module) for x in saved):
+        return False
+    wanted, layers = config.get("target_modules"), config.get("layers_to_transform")
+    if wanted is None or str(wanted).lower() == "all-linear":  # the file says which these are
+        return True
+    if not _named(config, "target_modules", module):
+        return False
+    if isinstance(wanted, str) or module in wanted or layers in (None, []):
+        return True
+    patterns = [rf"(?:^|.*?\.){name}" for name in _strings(config, "layers_pattern")] or [r".*?\.[^.]*"]
+    numbers = (_match(config, "layers_pattern", rf"{pattern}\.(?P<layer>\d+)\.", module) for pattern in patterns)
+    found = next((int(number["layer"]) for number in numbers if number), None)
+    return found in (layers if isinstance(layers, list) else [layers])
+
+
+def _named(config: Config, field: str, module: str) -> bool:
+    """Whether a field holds a module's name or the end of it; or is a regular expression for it."""
+    if isinstance(pattern := config.get(field), str):
+        return _match(config, field, rf"(?:{pattern})\Z", module) is not None
+    names = _strings(config, field)
+    return module in names or module.endswith(tuple(f".{name}" for name in names))
+
+
+def rank_and_scaling(config: Config, module: str) -> tuple[int, float]:
+    """Of a module's low-rank part."""
+    rank = _by_pattern(config, "rank_pattern", "r", module).count("r", 8)
+    alpha = _by_pattern(config, "alpha_pattern", "lora_alpha", module).number("lora_alpha", 8.0)
+    return rank, alpha / (math.sqrt(rank) if config.flag("use_rslora", False) else rank)
+
+
+def _by_pattern(config: Config, patterns: str, name: str, module: str) -> Config:
+    """Where a setting of a module stands: in the first pattern that matches its name or the end of it, or outside."""
+    for pattern, value in (config.section(patterns).fields if config.get(patterns) else {}).items():
+        if _match(config, patterns, rf"(.*\.)?({pattern})$", module):
+            return Config({name: value}, f"{config.where} ({patterns})")
+    return config
+
+
+def _match(config: Config, field: str, pattern: str, module: str) -> re.Match[str] | None:
+    try:
+        return re.match(pattern, module)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise FormatError(f"{config.where}: {field} has no regular expression ({files.brief(error)}).") from error
+
+
+def _strings(config: Config, field: str) -> list[str]:
+    value = config.get(field) or []
+    found = [value] if isinstance(value, str) else value
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        raise FormatError(f"{config.where}: {field} must be a list of names, found {value!r:.200}.")
+    return found
+
+
+def save(backbone: Backbone, folder: str | os.PathLike[str], base: str) -> Path:
+    """Write the low-rank layers of a backbone as an adapter that `attach` and PEFT read; ``base``: what they are for.
+
+    A joined projection is written as the ones that it is made of: they share A, and each has its rows of B.
+    """
+    layers = {name: x for name, x in backbone.network.named_modules() if isinstance(x, LowRank)}
+    tensors: dict[str, Tensor] = {}
+    modules: list[str] = []
+    for name, slot in key_table(backbone).items():
+        layer = layers.get(slot.target.removesuffix(".weight"))
+        if layer is not None:
+            modules.append(name.removesuffix(".weight"))
+            tensors[f"{PREFIX}{modules[-1]}.{A}.weight"] = layer.down
+            tensors[f"{PREFIX}{modules[-1]}.{B}.weight"] = slot.part(layer.up)
+    ranks = {len(layer.down) for layer in layers.values()}
+    assert len(ranks) == 1, "one rank for all layers"
+    rank = ranks.pop()
+    fields = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules, "bias": "none"}
+    with files.replacing(Path(folder), WEIGHTS, CONFIG) as (weights_file, config):
+        files.write_weights(weights_file, files.standalone(tensors), {"format": "pt"})
+        stated = {"base_model_name_or_path": base, "task_type": None, "inference_mode": True, **fields}
+        files.write_text(config, json.dumps(stated, indent=2) + "\n")
+    return Path(folder)
