@@ -151,8 +151,8 @@ class _Adapter:
                 target.copy_(self._read(file, parts[COPY], tuple(target.shape)))
             if parts.keys() == {COPY}:
                 continue
-            down, up = self._factors(file, update, target)
-            weight = torch.addmm(target.to(up.dtype), up, down)
+            down, up, scaling = self._factors(file, update, target)
+            weight = target.to(up.dtype) + (up @ down) * scaling
             if MAGNITUDE in parts:
                 magnitude = self._read(file, parts[MAGNITUDE], (len(target),)).to(weight)
                 weight *= (magnitude / weight.norm(dim=1))[:, None]
@@ -160,16 +160,18 @@ class _Adapter:
 
     def keep_apart(self, file: Any) -> dict[str, LowRank]:
         """The linear layers of the base with their additions: name of the module -> what takes its place."""
-        layers = dict(self.backbone.network.blocks.named_modules(prefix="blocks"))
+        layers = dict(self.backbone.network.named_modules())
         additions: dict[str, list[tuple[weights.Slot, Tensor, Tensor]]] = {}
         for update, target in self._updates(file):
             place = update.slot.target.removesuffix(".weight")
             if update.parts.keys() != {A, B} or not isinstance(layers.get(place), nn.Linear):
                 raise InvalidInput(
                     f"{self.folder}: has {_listed(update.parts)} for {update.module!r:.200}; merge=False keeps apart "
-                    "what LoRA adds to linear layers, and nothing else: load this adapter with merge=True."
+                    "what plain LoRA adds to linear layers, not to experts, embedding or head, and nothing else: load "
+                    "this adapter with merge=True."
                 )
-            additions.setdefault(place, []).append((update.slot, *self._factors(file, update, target)))
+            down, up, scaling = self._factors(file, update, target)
+            additions.setdefault(place, []).append((update.slot, down, up * scaling))
         return {place: _joined(layers[place], parts) for place, parts in additions.items()}
 
     def _updates(self, file: Any) -> list[tuple[_Update, Tensor]]:
@@ -205,8 +207,8 @@ class _Adapter:
             if kinds and kinds != wanted:
                 raise self._foreign(f"{module!r:.200} has {_listed(kinds)}, but {CONFIG} asks for {_listed(wanted)}")
 
-    def _factors(self, file: Any, update: _Update, target: Tensor) -> tuple[Tensor, Tensor]:
-        """What is added to a tensor as two matrices (r, in) and (out, r), the second with the scaling in it."""
+    def _factors(self, file: Any, update: _Update, target: Tensor) -> tuple[Tensor, Tensor, float]:
+        """What is added to a tensor, as two matrices (r, in) and (out, r), and the scaling of their product."""
         rank, scaling = rank_and_scaling(self.config, update.module)
         if target.ndim != 2:
             raise self._foreign(f"{update.module!r:.200} has a weight of shape {tuple(target.shape)}, no matrix")
@@ -218,7 +220,7 @@ class _Adapter:
             down = self._read(file, update.parts[A], (rank, columns))
             up = self._read(file, update.parts[B], (rows, rank))
         dtype = torch.promote_types(target.dtype, torch.float32)
-        return down.to(target.device, dtype), up.to(target.device, dtype) * scaling
+        return down.to(target.device, dtype), up.to(target.device, dtype), scaling
 
     def _read(self, file: Any, name: str, shape: tuple[int, ...]) -> Tensor:
         part = file.get_slice(name)

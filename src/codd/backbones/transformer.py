@@ -353,7 +353,7 @@ class NoiseLevel(nn.Module):
         half = self.FEATURES // 2
         rates = torch.exp(-math.log(self.PERIOD) / half * torch.arange(half, device=sigma.device, dtype=torch.float32))
         angles = sigma.float()[:, None] * rates
-        features = torch.cat((angles.cos(), angles.sin()), dim=-1).to(self.up.weight.dtype)
+        features = torch.cat((angles.cos(), angles.sin()), dim=-1).to(next(self.parameters()).dtype)
         return F.silu(self.down(F.silu(self.up(features))))
 
 
