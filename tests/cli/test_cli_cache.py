@@ -129,6 +129,22 @@ def test_features_are_kept_only_if_asked_for(tmp_path):
     assert Cache.open(tmp_path / "without").windows([0]).features is None
 
 
+def test_a_backbone_with_an_adapter(tmp_path, capsys):
+    from codd.backbones import adapters, load_checkpoint
+    from codd.training.joint import trainable
+
+    network = load_checkpoint("mini", device="cpu").backbone
+    for parameter in trainable(network, "lora", 2, 0).values():
+        parameter.data.normal_(0, 0.3, generator=torch.Generator().manual_seed(1))
+    adapter = ["--adapter", str(adapters.save(network, tmp_path / "adapter", "mini"))]
+    more = ["--data", "train.jsonl", "--windows", "40", "--top-k", "4"]
+    assert cache(tmp_path / "plain", *more) == 0
+    assert cache(tmp_path / "adapted", *more, *adapter) == 0
+    assert shards(tmp_path / "plain") != shards(tmp_path / "adapted")
+    capsys.readouterr()
+    assert "--fresh" in refused(capsys, tmp_path / "plain", *more, *adapter)
+
+
 def test_every_kind_of_data(tmp_path):
     more = ["--data", "train.jsonl", "prose.txt", "--problems", "30", "--samples-from", "causal", "--count", "6"]
     assert cache(tmp_path, *more, "--top-k", "4", "--weights", "1", "1", "1", "1") == 0

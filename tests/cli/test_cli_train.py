@@ -165,7 +165,17 @@ def test_joint_training_writes_a_model_with_its_circuit(tmp_path, capsys):
     assert capsys.readouterr().out.startswith(f"trained: {tmp_path / 'model'}\n")
     model = codd.load(tmp_path / "model", device="cpu")
     assert isinstance(model.circuit, HMM)
-    assert model.generate("How many?", gen_length=8, steps=2).texts
+    asked = {"gen_length": 8, "steps": 2}
+    expected = model.generate("How many?", **asked)
+    assert main(["info", str(tmp_path / "adapter"), "--json", "--check"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert (said["kind"], said["base"], said["rank"], said["checked"]) == ("adapter", "mini", 8, True)
+    adapter = ["--adapter", str(tmp_path / "adapter"), "--circuit", str(tmp_path / "adapter" / "circuit")]
+    few = ["--gen-length", "8", "--steps", "2", "--device", "cpu", "--json"]
+    assert main(["generate", "How many?", "--model", "mini", *adapter, *few]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["text"] == expected.texts[0]
+    assert found["settings"]["adapter"] == str(tmp_path / "adapter")
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,7 @@ def test_a_hub_id_is_asked_for_its_configuration_first(tmp_path, capsys, monkeyp
     asked = []
     monkeypatch.setattr(files, "_download", lambda repo_id, wanted, revision: asked.append(wanted) or tmp_path)
     described(capsys, "someone/circuit")
-    assert asked == [("config.json",), ("config.json", "circuit.safetensors")]
+    assert asked == [("config.json", "adapter_config.json"), ("config.json", "circuit.safetensors")]
 
 
 def test_a_hub_repository_of_something_else(tmp_path, capsys, monkeypatch):
@@ -253,6 +253,31 @@ def test_damaged_circuits(damage, content, tmp_path, capsys):
 def test_an_hmm_without_its_tables(tmp_path, capsys):
     storage.write_folder(tmp_path, {"circuit": "hmm"}, {"log_initial": torch.zeros(1)})
     assert f"{tmp_path / 'circuit.safetensors'}: lacks the transition or emission" in refused(capsys, tmp_path)
+
+
+def test_an_adapter(tmp_path, capsys):
+    from safetensors.torch import save_file
+
+    module = "base_model.model.model.layers.0.self_attn.q_proj."
+    tensors = {module + "lora_A.weight": torch.ones(4, 6), module + "lora_B.weight": torch.ones(5, 4)}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    stated = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["v_proj", "q_proj"], "use_rslora": True}
+    config = tmp_path / "adapter_config.json"
+    config.write_text(json.dumps({**stated, "base_model_name_or_path": "GSAI-ML/LLaDA-8B-Instruct"}))
+    found = described(capsys, tmp_path, "--check")
+    assert (found["kind"], found["base"]) == ("adapter", "GSAI-ML/LLaDA-8B-Instruct")
+    assert (found["rank"], found["alpha"], found["rank_stabilised"], found["dora"]) == (4, 8.0, True, False)
+    assert (found["tensors"], found["parameters"], found["checked"]) == (2, 44, True)
+    assert main(["info", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert "rank        4, alpha 8, rank-stabilised\n" in printed
+    assert "modules     q_proj, v_proj\n" in printed
+    save_file(
+        {**tensors, module + "lora_A.weight": torch.full((4, 6), torch.nan)}, tmp_path / "adapter_model.safetensors"
+    )
+    assert "q_proj.lora_A.weight has NaN" in refused(capsys, tmp_path, "--check")
+    config.write_text(json.dumps({**stated, "peft_type": "LOHA"}))
+    assert "not peft_type 'LOHA'" in refused(capsys, tmp_path)
 
 
 def test_another_kind_can_be_added(capsys, monkeypatch):

@@ -382,7 +382,7 @@ def test_a_hub_id(sharded, capsys, monkeypatch):
     asked = []
     monkeypatch.setattr(files, "_download", lambda repo_id, wanted, revision: asked.append(wanted) or sharded)
     found = described(capsys, "someone/model")
-    assert asked == [("config.json",), loading.CHECKPOINT_FILES]
+    assert asked == [("config.json", "adapter_config.json"), loading.CHECKPOINT_FILES]
     assert (found["path"], found["folder"], found["family"]) == ("someone/model", str(sharded), "llada")
     assert shown(capsys, "someone/model")["folder"] == str(sharded)
 
@@ -392,7 +392,7 @@ def test_weights_of_an_unknown_family_are_not_downloaded(tmp_path, capsys, monke
     asked = []
     monkeypatch.setattr(files, "_download", lambda repo_id, wanted, revision: asked.append(wanted) or tmp_path)
     assert "model_type 'gpt2' is of no family that codd knows; use one of llada" in refused(capsys, "openai/gpt2")
-    assert asked == [("config.json",)]
+    assert asked == [("config.json", "adapter_config.json")]
 
 
 # What is wrong with a checkpoint: one line that names the file and says what to do.

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from small_runs import CPU, small_tokenizer
 
 from codd.backbones import mini
 from codd.backbones.config import Config
-from codd.backbones.transformer import initialise
+from codd.backbones.loading import read_spec
+from codd.backbones.transformer import Transformer, initialise
+from codd.backbones.weights import SINGLE, expand_keys
 from codd.training.circuit_recipe import CircuitRecipe, read_circuit_recipe
 from codd.training.fit import train
 from codd.training.metrics import Progress
@@ -49,6 +52,23 @@ def save_network(folder: Path, vocab_size: int = 400, **changes: Any) -> Path:
     built = mini.build(Config({**sizes, **special, **changes}, "a test"))
     initialise(built.network, generator=torch.Generator().manual_seed(3), std=0.3)
     mini.save(built, folder)
+    tokenizer.save(folder)
+    return folder
+
+
+def save_llada(folder: Path) -> Path:
+    """A network of another family, with random weights."""
+    tokenizer = small_tokenizer(400)
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_id") for name in ("mask", "eos", "pad")}
+    sizes = {"vocab_size": tokenizer.vocab_size, "d_model": WIDTH, "n_layers": 1, "n_heads": 2, "mlp_hidden_size": 16}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "llada", **sizes, **special}))
+    spec = read_spec(folder)
+    network = Transformer(spec.transformer)
+    initialise(network, generator=torch.Generator().manual_seed(3), std=0.3)
+    parameters = {name: parameter.detach() for name, parameter in network.named_parameters()}
+    slots = expand_keys(spec.keys, spec.transformer)
+    save_file({name: slot.part(parameters[slot.target]).clone() for name, slot in slots.items()}, folder / SINGLE)
     tokenizer.save(folder)
     return folder
 

@@ -10,7 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_circuits import ALONE, CPU, EM, HEAD, STEPS, circuit_of, make_root, metrics_of, run, save_network, small
+from small_circuits import (
+    ALONE,
+    CPU,
+    EM,
+    HEAD,
+    STEPS,
+    circuit_of,
+    make_root,
+    metrics_of,
+    run,
+    save_llada,
+    save_network,
+    small,
+)
 
 import codd
 from codd import files
@@ -201,6 +214,28 @@ def test_a_joint_run_is_scored_as_what_it_writes(root, tmp_path, weights):
         assert last[f"held_out/held@{ratio:g}/log_likelihood"] == pytest.approx(score.coupled, abs=1e-5)
         assert last[f"held_out/held@{ratio:g}/gap_closed"] == pytest.approx(score.gap_closed, rel=1e-3)
     assert not (tmp_path / "circuit").exists()  # it would be of no network on the disk
+
+
+@pytest.mark.parametrize("family", ["mini", "llada"])
+def test_a_run_with_low_rank_additions_writes_an_adapter(root, tmp_path, family):
+    base = root / "mini" if family == "mini" else save_llada(tmp_path / "llada")
+    recipe = small(root, f"backbone={base}", "joint.weights=lora", "joint.rank=2", "joint.lr=0.03")
+    setup = prepare(recipe, Path(), tmp_path, ALONE)
+    run(recipe, tmp_path, setup=setup)
+    assert (tmp_path / "model").exists() == (family == "mini")
+    written = {"adapter": tmp_path / "adapter", "circuit": tmp_path / "adapter" / "circuit", "device": "cpu"}
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    plain = codd.load(base, device="cpu").backbone(ids)
+    assert setup.ground.backbone is not None
+    trained = setup.ground.backbone(ids).detach()
+    assert (trained - plain).abs().max() > 0.01
+    for merge in (True, False):
+        model = codd.load(base, merge=merge, **written)
+        torch.testing.assert_close(model.backbone(ids), trained, atol=1e-4, rtol=1e-4)
+        assert model.circuit is not None
+    if family == "llada":
+        with pytest.raises(InvalidInput, match=r"with joint\.weights lora, which writes an adapter"):
+            prepare(small(root, f"backbone={base}", "joint.weights=all"), Path(), tmp_path, ALONE)
 
 
 def _validation_rows(recipe, out: Path) -> Rows:

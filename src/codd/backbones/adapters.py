@@ -6,11 +6,11 @@ or alpha / sqrt(r) if rank-stabilised; DoRA's magnitudes; whole tensors that wer
 """
 
 import json
-import math
 import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,9 +23,10 @@ from codd import files
 from codd.backbones import weights
 from codd.backbones.backbone import Backbone
 from codd.backbones.config import Config
+from codd.backbones.peft_rules import Rules
 from codd.errors import FormatError, InvalidInput
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG, WEIGHTS = FILES = ("adapter_config.json", "adapter_model.safetensors")
 PREFIX = "base_model.model."
 """What PEFT puts before the name of a module."""
 DEFAULT = "default"
@@ -89,13 +90,14 @@ def attach(backbone: Backbone, source: AdapterSource, *, merge: bool, check: boo
     if not named or (merge and len(named) > 1):
         raise InvalidInput(f"one adapter can be merged, found {len(named)}; merge=False keeps several to switch.")
     for name, where in named.items():
-        folder = files.local_folder(where, (CONFIG, WEIGHTS))
-        adapter = _Adapter(folder, read_config(folder), backbone, check)
-        with weights.open_safetensors(folder / WEIGHTS) as file:
+        folder = files.local_folder(where, FILES)
+        config, path = read_config(folder), folder / WEIGHTS
+        with weights.open_safetensors(path) as handle:
+            adapter = _Adapter(path, handle, config, backbone, check)
             if merge:
-                adapter.merge(file)
+                adapter.merge()
             else:
-                backbone.adapters[name] = adapter.keep_apart(file)
+                backbone.adapters[name] = adapter.keep_apart()
     backbone.set_adapter(next(iter(backbone.adapters), None))
 
 
@@ -135,108 +137,115 @@ class _Update(NamedTuple):
 
 @dataclass(frozen=True)
 class _Adapter:
-    """The files of one adapter, for one backbone."""
+    """An open adapter, for one backbone."""
 
-    folder: Path
+    path: Path
+    handle: Any
     config: Config
     backbone: Backbone
     check: bool
 
     @torch.no_grad()
-    def merge(self, file: Any) -> None:
+    def merge(self) -> None:
         """Change the weights of the base, each in float32."""
-        for update, target in self._updates(file):
-            parts = update.parts
+        for update in self.updates:
+            target, parts = self._target(update), update.parts
             if COPY in parts:
-                target.copy_(self._read(file, parts[COPY], tuple(target.shape)))
+                target.copy_(self._read(parts[COPY], tuple(target.shape)))
             if parts.keys() == {COPY}:
                 continue
-            down, up, scaling = self._factors(file, update, target)
+            down, up, scaling = self._factors(update)
             weight = target.to(up.dtype) + (up @ down) * scaling
             if MAGNITUDE in parts:
-                magnitude = self._read(file, parts[MAGNITUDE], (len(target),)).to(weight)
+                magnitude = self._read(parts[MAGNITUDE], (len(target),)).to(weight)
                 weight *= (magnitude / weight.norm(dim=1))[:, None]
             target.copy_(weight)
 
-    def keep_apart(self, file: Any) -> dict[str, LowRank]:
+    def keep_apart(self) -> dict[str, LowRank]:
         """The linear layers of the base with their additions: name of the module -> what takes its place."""
         layers = dict(self.backbone.network.named_modules())
         additions: dict[str, list[tuple[weights.Slot, Tensor, Tensor]]] = {}
-        for update, target in self._updates(file):
+        for update in self.updates:
             place = update.slot.target.removesuffix(".weight")
             if update.parts.keys() != {A, B} or not isinstance(layers.get(place), nn.Linear):
                 raise InvalidInput(
-                    f"{self.folder}: has {_listed(update.parts)} for {update.module!r:.200}; merge=False keeps apart "
-                    "what plain LoRA adds to linear layers, not to experts, embedding or head, and nothing else: load "
-                    "this adapter with merge=True."
+                    f"{self.path}: has {_listed(update.parts)} for {update.module!r:.200}; merge=False keeps apart what LoRA "
+                    "adds to linear layers, not to experts, embedding or head, and nothing else: load this adapter "
+                    "with merge=True."
                 )
-            down, up, scaling = self._factors(file, update, target)
+            down, up, scaling = self._factors(update)
             additions.setdefault(place, []).append((update.slot, down, up * scaling))
         return {place: _joined(layers[place], parts) for place, parts in additions.items()}
 
-    def _updates(self, file: Any) -> list[tuple[_Update, Tensor]]:
-        """What the file holds for each tensor of the base, and that tensor.
+    @cached_property
+    def updates(self) -> list[_Update]:
+        """What the file holds for each tensor of the base.
 
         FormatError unless all of it has its place there, and every low-rank part is whole.
         """
-        table, rename = key_table(self.backbone), self.backbone.spec.rename
+        table, tied = key_table(self.backbone), self.backbone.config.tied
         found: dict[str, _Update] = {}
-        for name in sorted(file.keys()):
+        for name in sorted(self.handle.keys()):
             inner = name.removeprefix(PREFIX)
             part = _PART.fullmatch(inner)
-            tensor = rename(f"{part[1]}.weight" if part else _WRAPPER.sub("", inner))
+            own = f"{part[1]}.weight" if part else _WRAPPER.sub("", inner)
+            tensor = self.backbone.spec.rename(own)
             if inner == name or tensor not in table:
-                raise self._foreign(f"{name!r:.200} is of a tensor that this base has not (or has tied to another)")
-            if part and not is_target(self.config, part[1]):
-                raise self._foreign(f"{name!r:.200} is of a module that {CONFIG} does not name")
-            if self.backbone.config.tied and table[tensor].target == "embedding.tokens.weight":
-                raise self._foreign(f"{name!r:.200} changes an embedding that is tied to the head, but not the head")
-            module = part[1] if part else tensor.rpartition(".")[0]
-            parts = found.setdefault(tensor, _Update(module, table[tensor], {})).parts
+                raise self._wrong(f"{name!r:.200} is of a tensor that this base has not (or has tied to another)")
+            if tied and table[tensor].target == "embedding.tokens.weight":
+                raise self._wrong(f"{name!r:.200} changes an embedding that is tied to the head, but not the head")
+            parts = found.setdefault(tensor, _Update(own.rpartition(".")[0], table[tensor], {})).parts
             if (other := parts.setdefault(part[2] if part else COPY, name)) != name:
-                raise self._foreign(f"{other!r:.200} and {name!r:.200} are the same tensor")
-        self._check_whole(found.values())
-        parameters = dict(self.backbone.network.named_parameters())
-        return [(update, update.slot.part(parameters[update.slot.target].detach())) for update in found.values()]
-
-    def _check_whole(self, updates: Iterable[_Update]) -> None:
+                raise self._wrong(f"{other!r:.200} and {name!r:.200} are the same tensor")
         magnitude = {MAGNITUDE} if self.config.flag("use_dora", False) else set()
-        for module, _, parts in updates:
+        for module, _, parts in found.values():
             kinds = parts.keys() - {COPY}
             wanted = {EMBEDDING_A, EMBEDDING_B} if kinds & {EMBEDDING_A, EMBEDDING_B} else {A, B} | magnitude
             if kinds and kinds != wanted:
-                raise self._foreign(f"{module!r:.200} has {_listed(kinds)}, but {CONFIG} asks for {_listed(wanted)}")
+                raise self._wrong(f"{module!r:.200} has {_listed(kinds)}, but {CONFIG} asks for {_listed(wanted)}")
+        return list(found.values())
 
-    def _factors(self, file: Any, update: _Update, target: Tensor) -> tuple[Tensor, Tensor, float]:
+    @cached_property
+    def _rules(self) -> Rules:
+        return Rules(self.config, [update.module for update in self.updates])
+
+    @cached_property
+    def _parameters(self) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in self.backbone.network.named_parameters()}
+
+    def _target(self, update: _Update) -> Tensor:
+        return update.slot.part(self._parameters[update.slot.target])
+
+    def _factors(self, update: _Update) -> tuple[Tensor, Tensor, float]:
         """What is added to a tensor, as two matrices (r, in) and (out, r), and the scaling of their product."""
-        rank, scaling = rank_and_scaling(self.config, update.module)
+        target, parts = self._target(update), update.parts
         if target.ndim != 2:
-            raise self._foreign(f"{update.module!r:.200} has a weight of shape {tuple(target.shape)}, no matrix")
-        rows, columns = target.shape
-        if EMBEDDING_A in update.parts:  # of the transpose
-            up = self._read(file, update.parts[EMBEDDING_A], (rank, rows)).T
-            down = self._read(file, update.parts[EMBEDDING_B], (columns, rank)).T
+            raise self._wrong(f"{update.module!r:.200} has a weight of shape {tuple(target.shape)}, no matrix")
+        if not self._rules.targets(update.module):
+            raise self._wrong(f"{update.module!r:.200} has {_listed(parts)}, but {CONFIG} does not name this module")
+        (rows, columns), (rank, scaling) = target.shape, self._rules.rank_and_scaling(update.module)
+        if EMBEDDING_A in parts:  # of the transpose
+            up, down = self._read(parts[EMBEDDING_A], (rank, rows)).T, self._read(parts[EMBEDDING_B], (columns, rank)).T
         else:
-            down = self._read(file, update.parts[A], (rank, columns))
-            up = self._read(file, update.parts[B], (rows, rank))
+            up, down = self._read(parts[B], (rows, rank)), self._read(parts[A], (rank, columns))
         dtype = torch.promote_types(target.dtype, torch.float32)
         return down.to(target.device, dtype), up.to(target.device, dtype), scaling
 
-    def _read(self, file: Any, name: str, shape: tuple[int, ...]) -> Tensor:
-        part = file.get_slice(name)
+    def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        part = self.handle.get_slice(name)
         if (found := tuple(part.get_shape())) != shape:
-            raise self._foreign(f"{name} has shape {found}, but this base and {CONFIG} ask for {shape}")
+            raise self._wrong(f"{name} has shape {found}, but this base and {CONFIG} ask for {shape}")
         if part.get_dtype() not in ("F64", "F32", "F16", "BF16"):
-            raise self._foreign(f"{name} is of type {part.get_dtype()}; expected floating-point weights")
-        tensor: Tensor = file.get_tensor(name)
+            raise self._wrong(f"{name} is of type {part.get_dtype()}; expected floating-point weights")
+        tensor: Tensor = self.handle.get_tensor(name)
         if self.check:
-            weights.check_finite(f"{self.folder / WEIGHTS}: {name}", tensor)
+            weights.check_finite(f"{self.path}: {name}", tensor)
         return tensor
 
-    def _foreign(self, why: str) -> FormatError:
+    def _wrong(self, why: str) -> FormatError:
         base = self.config.get("base_model_name_or_path")
         return FormatError(
-            f"{self.folder / WEIGHTS}: {why}. The adapter says that it was made for {base!r:.200}: load it on that "
+            f"{self.path}: {why}. The adapter says that it was made for {base!r:.200}: load it on that "
             "base, or save or download it again."
         )
 
@@ -259,62 +268,6 @@ def _listed(kinds: Iterable[str]) -> str:
 def key_table(backbone: Backbone) -> dict[str, weights.Slot]:
     """Where the tensors of a checkpoint of a backbone's family go."""
     return weights.expand_keys(backbone.spec.keys, backbone.spec.transformer)
-
-
-def is_target(config: Config, module: str) -> bool:
-    """Whether an adapter has a low-rank part for a module of its base, by PEFT's rules."""
-    saved = (rf"(^|.*\.){name}($|\..*)" for name in _strings(config, "modules_to_save"))
-    if _named(config, "exclude_modules", module) or any(_match(config, "modules_to_save", x, module) for x in saved):
-        return False
-    wanted, layers = config.get("target_modules"), config.get("layers_to_transform")
-    if wanted is None or str(wanted).lower() == "all-linear":  # the file says which these are
-        return True
-    if not _named(config, "target_modules", module):
-        return False
-    if isinstance(wanted, str) or module in wanted or layers in (None, []):
-        return True
-    patterns = [rf"(?:^|.*?\.){name}" for name in _strings(config, "layers_pattern")] or [r".*?\.[^.]*"]
-    numbers = (_match(config, "layers_pattern", rf"{pattern}\.(?P<layer>\d+)\.", module) for pattern in patterns)
-    found = next((int(number["layer"]) for number in numbers if number), None)
-    return found in (layers if isinstance(layers, list) else [layers])
-
-
-def _named(config: Config, field: str, module: str) -> bool:
-    """Whether a field holds a module's name or the end of it; or is a regular expression for it."""
-    if isinstance(pattern := config.get(field), str):
-        return _match(config, field, rf"(?:{pattern})\Z", module) is not None
-    names = _strings(config, field)
-    return module in names or module.endswith(tuple(f".{name}" for name in names))
-
-
-def rank_and_scaling(config: Config, module: str) -> tuple[int, float]:
-    """Of a module's low-rank part."""
-    rank = _by_pattern(config, "rank_pattern", "r", module).count("r", 8)
-    alpha = _by_pattern(config, "alpha_pattern", "lora_alpha", module).number("lora_alpha", 8.0)
-    return rank, alpha / (math.sqrt(rank) if config.flag("use_rslora", False) else rank)
-
-
-def _by_pattern(config: Config, patterns: str, name: str, module: str) -> Config:
-    """Where a setting of a module stands: in the first pattern that matches its name or the end of it, or outside."""
-    for pattern, value in (config.section(patterns).fields if config.get(patterns) else {}).items():
-        if _match(config, patterns, rf"(.*\.)?({pattern})$", module):
-            return Config({name: value}, f"{config.where} ({patterns})")
-    return config
-
-
-def _match(config: Config, field: str, pattern: str, module: str) -> re.Match[str] | None:
-    try:
-        return re.match(pattern, module)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise FormatError(f"{config.where}: {field} has no regular expression ({files.brief(error)}).") from error
-
-
-def _strings(config: Config, field: str) -> list[str]:
-    value = config.get(field) or []
-    found = [value] if isinstance(value, str) else value
-    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
-        raise FormatError(f"{config.where}: {field} must be a list of names, found {value!r:.200}.")
-    return found
 
 
 def save(backbone: Backbone, folder: str | os.PathLike[str], base: str) -> Path:

@@ -9,6 +9,8 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from codd import files
+from codd.backbones import adapters
 from codd.backbones.loading import Checkpoint, load_checkpoint
 from codd.backbones.tokenizer import Tokenizer
 from codd.circuits import HMM
@@ -50,6 +52,7 @@ examples:
   codd cache --samples-from models/causal --count 20000 --features --out caches/samples
   torchrun --nproc-per-node 8 -m codd cache --data books.txt --out caches/books"""
     parser.add_argument("--backbone", default="bundled", help="a folder, a hub id, or bundled (the default)")
+    parser.add_argument("--adapter", metavar="PATH", help="a LoRA adapter of PEFT for it: a folder or hub id")
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="the folder of the cache")
     _configure_data(parser)
     _configure_windows(parser)
@@ -100,7 +103,8 @@ def run(args: argparse.Namespace) -> int:
         cache_files.claimed(args.out, fresh=args.fresh) if group.leads else nullcontext(),
     ):
         with console.working("reading the backbone and the data") if group.leads else nullcontext():
-            checkpoint = load_checkpoint(None if args.backbone == "bundled" else args.backbone, device=group.device)
+            source = None if args.backbone == "bundled" else args.backbone
+            checkpoint = load_checkpoint(source, device=group.device, adapter=args.adapter)
             circuit = _circuit(args.circuit, checkpoint)
             settings, rows_at = _prepare(args, checkpoint, group)
             check(checkpoint.backbone, circuit, settings)
@@ -148,7 +152,7 @@ def _prepare(args: argparse.Namespace, checkpoint: Checkpoint, group: Workers) -
         tolerance=args.tolerance,
         features=args.features,
         seed=args.seed,
-        backbone=f"{backbone.family} {digest_of(checkpoint.folder)}",
+        backbone=f"{backbone.family} {digest_of(checkpoint.folder)}{_adapter(args.adapter)}",
         data=tuple(f"{name} x {share:g}" for name, share in _shares(supplies, args.weights)),
     )
     settings = _divide(first, args, supplies)
@@ -180,6 +184,13 @@ def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
             "together."
         )
     return found
+
+
+def _adapter(given: str | None) -> str:
+    """Names the adapter."""
+    if given is None:
+        return ""
+    return f" + {digest_of(files.local_folder(given, adapters.FILES), adapters.CONFIG)}"
 
 
 def _mask_id(given: int | None, checkpoint: Checkpoint) -> int:

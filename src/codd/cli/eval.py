@@ -77,6 +77,7 @@ examples:
     parser.add_argument("--json", action="store_true", help="print the comparisons as one JSON object")
     group = parser.add_argument_group("model")
     group.add_argument("--model", metavar="PATH", help="a folder or hub id (default: the bundled model)")
+    sampling.add_adapter_argument(group)
     group.add_argument("--circuit", type=_words, default=["trained"], metavar="NAME,..", help=_CIRCUIT)
     group.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
     group.add_argument("--dtype", metavar="TYPE", help=f"{', '.join(sampling.DTYPES)} (default: float32 on a CPU)")
@@ -146,7 +147,12 @@ def _model(args: argparse.Namespace, group: Workers) -> "Model":
 
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     with runs.spinner(group, f"loading {args.model or 'the bundled model'}"):
-        return load(args.model, None, device=str(group.device), dtype=dtype)
+        return load(args.model, None, device=str(group.device), dtype=dtype, adapter=args.adapter)
+
+
+def _name(args: argparse.Namespace) -> str | None:
+    """What a cell says of the model."""
+    return args.model if args.adapter is None else f"{args.model or 'bundled'} + {args.adapter}"
 
 
 def _tasks(args: argparse.Namespace, found: "Run", model: "Model", group: Workers) -> None:
@@ -156,7 +162,7 @@ def _tasks(args: argparse.Namespace, found: "Run", model: "Model", group: Worker
     limits = Limits(confined=not args.run_unconfined_code)
     setting = Setting(found, model, group, args.data, args.batch, limits)
     if args.stage in ("answer", "score"):
-        asked = [cell for cell in found.cells() if cell.model == args.model]
+        asked = [cell for cell in found.cells() if cell.model == _name(args)]
         return _each(asked, setting, args.stage, answer_cell if args.stage == "answer" else run_cell)
     wanted = _grid(args, model)
     if group.leads and "latent" in (args.sampler or ()) and (args.threshold or args.entropy_budget):
@@ -206,7 +212,7 @@ def _grid(args: argparse.Namespace, model: "Model") -> list[Cell]:
         problems=args.problems if args.tune is None else args.tune,
         split=args.split if args.tune is None else "validation",
         seed=args.seed,
-        model=args.model,
+        model=_name(args),
         dtype=dtype,
         device=args.device.split(":")[0] if args.device else model.backbone.device.type,
     )

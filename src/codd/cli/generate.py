@@ -158,5 +158,5 @@ def _print(prompt: Prompt, answer: Answer, options: Options, args: argparse.Name
 
 
 def _record(prompt: Prompt, answer: Answer, options: Options, args: argparse.Namespace) -> dict[str, Any]:
-    chosen = {"model": args.model, "circuit": args.circuit, "chat": args.chat}
+    chosen = {"model": args.model, "adapter": args.adapter, "circuit": args.circuit, "chat": args.chat}
     return {"prompt": prompt, **vars(answer), "settings": chosen | options.as_json()}

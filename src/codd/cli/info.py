@@ -5,9 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from codd import files
-from codd.backbones import loading
+from codd.backbones import adapters, loading
 from codd.circuits import storage
 from codd.cli import console
+from codd.cli.info_adapter import adapter
 from codd.cli.info_circuit import Report, circuit, is_circuit, is_jpc, jpc
 from codd.cli.info_model import model
 from codd.errors import FormatError
@@ -15,16 +16,16 @@ from codd.errors import FormatError
 NAME = "info"
 HELP = """\
 Describes what is at PATH: a model folder (config.json and safetensors) of any family that codd knows, a
-circuit folder, the hub id of either (its files are downloaded first), or a .jpc file of PyJuice. Without
-PATH, the model that comes with codd.
+circuit folder, a LoRA adapter of PEFT, the hub id of any of them (its files are downloaded first), or a .jpc
+file of PyJuice. Without PATH, the model that comes with codd.
 
 Prints of a model its family, parameters, layers, vocabulary, mask, eos and pad ids, tokenizer and chat
 template, stored types, bytes, the circuits that belong to it (subfolders circuit/ and circuit-static/), and,
 where config.json states a sha256, whether the weights have it. The headers of the files tell the rest, so
 that a model of any size is described at once; a missing shard, a missing or unknown tensor and a wrong shape
 are errors. Prints of a circuit its states, tokens, layout, parameters, bytes, types, format and sha256, and
-of one that the network modulates also what is modulated and the sizes of the head. No code of a checkpoint
-is run, not even of a .jpc.
+of one that the network modulates also what is modulated and the sizes of the head; of an adapter its base,
+rank, modules and bytes. No code of a checkpoint is run, not even of a .jpc.
 
 With --check every value is read as well: NaN and infinite weights are refused, and rows of a circuit that
 are no distributions.
@@ -84,9 +85,11 @@ def _may_be_folder(source: str) -> bool:
 
 def _folder(source: str) -> Report:
     # Of a hub repository the configuration comes first: it says what the rest is, and whether gigabytes are worth it.
-    folder = files.local_folder(source, (storage.CONFIG_FILE,))
+    folder = files.local_folder(source, (storage.CONFIG_FILE, adapters.CONFIG))
     if is_circuit(folder):
         return circuit(source)
+    if (folder / adapters.CONFIG).exists() and not (folder / storage.CONFIG_FILE).exists():
+        return adapter(source)
     if not (folder / storage.CONFIG_FILE).exists():
         raise FormatError(_other_folder(source, folder))
     loading.read_spec(folder)

@@ -67,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, chat: bool = True) -> None
     """Which model, whether it converses (if that is for the verb to say), and all options of the loop."""
     group = parser.add_argument_group("model")
     group.add_argument("--model", metavar="PATH", help="a folder or hub id (default: the bundled model)")
+    add_adapter_argument(group)
     add_circuit_argument(group)
     group.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
     group.add_argument("--dtype", metavar="TYPE", help=f"{', '.join(DTYPES)} (default: float32 on a CPU)")
@@ -89,6 +90,11 @@ def add_arguments(parser: argparse.ArgumentParser, *, chat: bool = True) -> None
         else:
             described = text if name == "tokens_per_step" else f"{text} (default: {default_in_words(name)})"
             where.add_argument(f"--{name.replace('_', '-')}", type=parse, metavar=metavar, help=described)
+
+
+def add_adapter_argument(parser: argparse._ActionsContainer) -> None:
+    """Which adapter of the model."""
+    parser.add_argument("--adapter", metavar="PATH", help="a LoRA adapter of PEFT for the model: a folder or hub id")
 
 
 def add_circuit_argument(parser: argparse._ActionsContainer) -> None:
@@ -144,12 +150,12 @@ def model_from(args: argparse.Namespace) -> Model:
         raise InvalidInput(f"--dtype must be one of {', '.join(DTYPES)}, found {args.dtype!r}.")
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     with console.working(f"loading {args.model or 'the bundled model'}"):
-        return load(args.model, circuit_from(args), device=args.device, dtype=dtype)
+        return load(args.model, circuit_from(args), device=args.device, dtype=dtype, adapter=args.adapter)
 
 
 def about(args: argparse.Namespace) -> str | None:
     """What to expect of the model that was asked for, if that is known."""
-    return ABOUT if args.model is None else None
+    return ABOUT if args.model is None and args.adapter is None else None
 
 
 def circuit_from(args: argparse.Namespace) -> str | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from codd.cli import console, runs
 from codd.training.circuit_recipe import CircuitRecipe, as_dict, read_circuit_recipe
-from codd.training.fit import CHECKPOINTS, CIRCUIT, CURVE, MODEL, check_recipe, train
+from codd.training.fit import ADAPTER, CHECKPOINTS, CIRCUIT, CURVE, MODEL, check_recipe, train
 from codd.training.metrics import METRICS, Progress
 from codd.training.supplies import prepare
 from codd.training.workers import workers
@@ -78,14 +78,14 @@ def _line(progress: Progress) -> str | None:
 
 
 def _clear(out: Path) -> None:
-    for name in (CHECKPOINTS, runs.DATA, CIRCUIT, MODEL):
+    for name in (CHECKPOINTS, runs.DATA, CIRCUIT, MODEL, ADAPTER):
         shutil.rmtree(out / name, ignore_errors=True)
     for name in (METRICS, CURVE):
         (out / name).unlink(missing_ok=True)
 
 
 def _report(recipe: CircuitRecipe, out: Path, metrics: dict[str, float | int], *, as_json: bool) -> None:
-    place = out / (MODEL if recipe.joint.weights != "none" else CIRCUIT)
+    place = next(out / name for name in (MODEL, ADAPTER, CIRCUIT) if (out / name).is_dir())
     found = {"recipe": recipe.name, "digest": recipe.digest(), "out": str(out), **metrics}
     if as_json:
         console.as_json({**found, "settings": as_dict(recipe)})

@@ -113,11 +113,10 @@ def _sampled(samples: Samples, tokenizer: Tokenizer, layout: corpus.Layout, devi
     return Supply(f"samples of {samples.folder.name} {digest}", rows)
 
 
-def digest_of(checkpoint: Path) -> str:
-    """Names the weights of a checkpoint: of every file that a network is read from."""
+def digest_of(checkpoint: Path, config_name: str = "config.json") -> str:
+    """Names the weights of a checkpoint: of every file that a network (or an adapter) is read from."""
     parts = [f"{path.name} {files.sha256(path)}" for path in sorted(checkpoint.glob("*.safetensors"))]
-    config = checkpoint / "config.json"
-    return hashlib.sha256("\n".join([*parts, files.sha256(config)]).encode()).hexdigest()[:16]
+    return hashlib.sha256("\n".join([*parts, files.sha256(checkpoint / config_name)]).encode()).hexdigest()[:16]
 
 
 def mixture(supplies: Sequence[Supply], weights: Sequence[float] | None, rows: int) -> Mixture:

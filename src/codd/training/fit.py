@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from codd.backbones import mini
+from codd.backbones import adapters, mini
 from codd.circuits import HMM, Modulated
 from codd.errors import CoddError, Diverged, FormatError, InvalidCircuit, InvalidEvidence, InvalidInput
 from codd.files import brief
@@ -31,7 +31,7 @@ from codd.training.supplies import Setup, index_of, strata_of
 from codd.training.usage import usage
 from codd.training.workers import Workers
 
-CURVE, CIRCUIT, MODEL, CHECKPOINTS = "curve.png", "circuit", "model", "checkpoints"
+CURVE, CIRCUIT, MODEL, ADAPTER, CHECKPOINTS = "curve.png", "circuit", "model", "adapter", "checkpoints"
 SUMS = "run.sums"
 WORST = 100.0
 """Nats per token beyond which a loss is a sign of divergence: to know nothing of a token costs about ten."""
@@ -169,9 +169,12 @@ def _keep(recipe: CircuitRecipe, learner: Learner, run: Run, out: Path, workers:
 
 
 def _finish(recipe: CircuitRecipe, setup: Setup, learner: Learner, out: Path) -> None:
-    """The picture; and the network, if it was trained along."""
+    """The picture; and what was trained along: low-rank additions as an adapter, a network of ours as a whole."""
     backbone = setup.ground.backbone
-    if backbone is not None:
+    if backbone is not None and recipe.joint.weights == "lora":
+        adapters.save(backbone, out / ADAPTER, recipe.backbone)
+        save(learner.circuit(), out / ADAPTER / CIRCUIT, recipe)
+    if backbone is not None and backbone.family == mini.NAME:
         joint.merge(backbone)
         mini.save(backbone, out / MODEL, notes={"recipe": recipe.name, "recipe_digest": recipe.digest()})
         if setup.tokenizer is not None:

@@ -78,10 +78,10 @@ def _open(recipe: CircuitRecipe, root: Path, out: Path, workers: Workers) -> "_O
     mask_id = backbone.special.mask if backbone.special.mask is not None else getattr(tokenizer, "mask_id", None)
     if tokenizer is None or mask_id is None:
         raise InvalidInput(f"{recipe.backbone}: training needs a checkpoint with a tokenizer and a mask token.")
-    if recipe.joint.weights != "none" and backbone.family != mini.NAME:
+    if recipe.joint.weights == "all" and backbone.family != mini.NAME:
         raise InvalidInput(
             f"{recipe.backbone}: joint training writes checkpoints of the family {mini.NAME} alone, this one is of "
-            f"{backbone.family}: train its circuit with joint.weights none."
+            f"{backbone.family}: train it with joint.weights lora, which writes an adapter, or its circuit with none."
         )
     return _Opened(recipe, root, out, tokenizer, backbone, mask_id, workers)
 
