@@ -3,8 +3,10 @@ import os
 
 import pytest
 
+from codd.backbones import adapters, load_checkpoint
 from codd.cli import main
 from codd.evaluation.runs import Run
+from codd.training.joint import trainable
 from codd.training.outputs import alone_in
 
 pytest.importorskip("lm_eval")
@@ -34,14 +36,17 @@ def test_tuning_chooses_on_validation_and_reports_on_test(tmp_path):
     assert sorted(splits) == [("test", 3), ("validation", 2), ("validation", 2)]
 
 
-def test_stages(tmp_path, capsys):
-    out = ["--out", str(tmp_path / "run")]
+def test_stages_of_a_model_with_an_adapter(tmp_path, capsys):
+    network = load_checkpoint(device="cpu").backbone
+    trainable(network, "lora", 2, 0)
+    folder = str(adapters.save(network, tmp_path / "adapter", "bundled"))
+    out = ["--adapter", folder, "--out", str(tmp_path / "run")]
     assert main(["eval", *QUICK, "--circuit", "none", "--stage", "prepare", "--device", "cpu", *out]) == 0
     assert Run(tmp_path / "run").results() == []
     assert main(["eval", "--stage", "answer", "--device", "cpu", *out]) == 0
     assert main(["eval", "--stage", "score", *out]) == 0
     [result] = Run(tmp_path / "run").results()
-    assert result.problems == 3
+    assert (result.problems, result.cell.model) == (3, f"bundled + {folder}")
     assert "network alone" in capsys.readouterr().out
 
 

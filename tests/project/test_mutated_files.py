@@ -3,6 +3,7 @@
 CODD_FUZZ=2000 damages about as many files, rather than 150; -s shows what became of them.
 """
 
+import json
 import os
 import resource
 import shutil
@@ -19,13 +20,14 @@ import tokenizers
 import torch
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, processors
 
-from codd.backbones import Tokenizer, load_checkpoint, mini
+from codd.backbones import Tokenizer, adapters, load_checkpoint, mini
 from codd.backbones.config import Config
 from codd.backbones.transformer import initialise
 from codd.circuits import HMM, Factors, Head, HeadConfig, Modulated, load_circuit
 from codd.circuits.pyjuice import read_jpc
 from codd.errors import CoddError
 from codd.training.bpe import train_bpe
+from codd.training.joint import trainable
 from mutations import mutated
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -87,6 +89,26 @@ def use_model(folder: Path, check: bool) -> Any:
     backbone, tokenizer, _ = load_checkpoint(folder, device="cpu", check=check)
     backbone(torch.zeros(1, 3, dtype=torch.long))
     return {**backbone.network.state_dict(), **use_tokens(tokenizer)}
+
+
+def save_adapter(folder: Path) -> None:
+    """Additions to one of our networks, with every kind of rule."""
+    built = mini.build(Config({**SIZES, **IDS}))
+    trainable(built, "lora", 2, 0)
+    adapters.save(built, folder, "somewhere")
+    path = folder / adapters.CONFIG
+    rules = {"rank_pattern": {"qkv": 2, r"mlp\.[a-z]+": 2}, "alpha_pattern": {"up": 3}, "exclude_modules": ["head"]}
+    layers = {"target_modules": ["qkv", "out", "up", "down"], "layers_to_transform": [0, 1], "layers_pattern": "blocks"}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **rules, **layers}))
+
+
+def use_adapter(folder: Path, check: bool) -> Any:
+    """What it makes of a network."""
+    built = mini.build(Config({**SIZES, **IDS}))
+    initialise(built.network, generator=torch.Generator().manual_seed(0), std=0.3)
+    adapters.attach(built, folder, merge=False, check=check)
+    adapters.attach(built, folder, merge=True, check=check)
+    return built.network.state_dict()
 
 
 def use_tokens(tokenizer: Tokenizer | None) -> dict[str, torch.Tensor]:
@@ -155,6 +177,7 @@ FORMATS = {
     "modernbert": Format(copies("modernbert"), use_model),
     "mdlm": Format(copies("mdlm_timecond"), use_model),
     "sedd": Format(copies("sedd"), use_model),
+    "adapter": Format(save_adapter, use_adapter),
     "byte-level": Format(save_byte_level, use_tokenizer),
     "word pieces": Format(save_words, use_tokenizer),
     "unigram": Format(save_unigram, use_tokenizer),

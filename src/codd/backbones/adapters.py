@@ -89,6 +89,7 @@ def attach(backbone: Backbone, source: AdapterSource, *, merge: bool, check: boo
     named = source if isinstance(source, Mapping) else {DEFAULT: source}
     if not named or (merge and len(named) > 1):
         raise InvalidInput(f"one adapter can be merged, found {len(named)}; merge=False keeps several to switch.")
+    backbone.set_adapter(None)
     for name, where in named.items():
         folder = files.local_folder(where, FILES)
         config, path = read_config(folder), folder / WEIGHTS
@@ -169,9 +170,9 @@ class _Adapter:
             place = update.slot.target.removesuffix(".weight")
             if update.parts.keys() != {A, B} or not isinstance(layers.get(place), nn.Linear):
                 raise InvalidInput(
-                    f"{self.path}: has {_listed(update.parts)} for {update.module!r:.200}; merge=False keeps apart what LoRA "
-                    "adds to linear layers, not to experts, embedding or head, and nothing else: load this adapter "
-                    "with merge=True."
+                    f"{self.path}: has {_listed(update.parts)} for {update.module!r:.200}; merge=False keeps apart "
+                    "what LoRA adds to linear layers, not to experts, embedding or head, and nothing else: load this "
+                    "adapter with merge=True."
                 )
             down, up, scaling = self._factors(update)
             additions.setdefault(place, []).append((update.slot, down, up * scaling))
