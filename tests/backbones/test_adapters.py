@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import codd
+from codd import files
 from codd.backbones import adapters, peft_rules
 from codd.backbones.adapters import LowRank
 from codd.backbones.backbone import Backbone
@@ -331,13 +332,15 @@ def test_a_file_that_does_not_fit_is_refused_by_name(lora, changes, message):
         ({"alpha_pattern": {"q_proj": -1}}, r"\(alpha_pattern\): lora_alpha must be a number above zero"),
         ({"rank_pattern": {"(": 4}}, r"rank_pattern has '\(', which is no regular expression"),
         ({"target_modules": "(q_proj"}, r"target_modules has '\(q_proj', which is no regular"),
-        ({"rank_pattern": {"(.*)*(.*)*(.*)*(.*)*x": 4}}, r"takes more than 0\.2 s"),
+        ({"rank_pattern": {"(.+)+!": 4}}, r"takes more than 0\.2 s"),
+        ({"rank_pattern": {f"({i})": 4 for i in range(1000)}}, r"more than 0\.2 s"),
+        ({"target_modules": "q" * 10_001}, "more than 10000 characters"),
         ({"target_modules": [3]}, "target_modules must be a list of names"),
         ({"target_modules": ["v_proj"]}, "adapter_config.json does not name this module"),
     ],
 )
 def test_a_configuration_that_codd_does_not_read_is_refused_by_name(lora, changes, message, monkeypatch):
-    if "takes more" in message:
+    if "0\\.2 s" in message:
         monkeypatch.setattr(peft_rules, "PATIENCE", 0.2)
     settings_of(lora, **changes)
     with pytest.raises(FormatError, match=message):
@@ -371,6 +374,14 @@ def test_files_that_are_not_there(lora, tmp_path):
         load("sdar", adapter=FIXTURES / "sdar")
     with pytest.raises(FormatError, match="there is no such folder"):
         load("sdar", adapter=tmp_path / "nowhere")
+
+
+def test_a_hub_id_is_asked_for_two_files(lora, monkeypatch):
+    asked = []
+    monkeypatch.setattr(files, "_download", lambda *given: asked.append(given) or lora)
+    found = load("sdar", adapter="someone/lora")
+    assert asked == [("someone/lora", ("adapter_config.json", "adapter_model.safetensors"), None)]
+    assert torch.equal(logits_of(found, "sdar"), logits_of(load("sdar", adapter=lora), "sdar"))
 
 
 def test_an_adapter_of_another_base(lora):

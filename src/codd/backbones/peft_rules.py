@@ -1,11 +1,13 @@
 """What an adapter_config.json says of a module, by PEFT's rules."""
 
+import itertools
 import json
 import math
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 
 from codd import files
 from codd.backbones.config import Config
@@ -17,10 +19,12 @@ pattern, names = json.load(sys.stdin)
 found = {name: re.match(pattern, name) for name in names}
 json.dump({name: x.groupdict().get("layer", "") for name, x in found.items() if x}, sys.stdout)
 """
-_SIMPLE = re.compile(r"(?:\w|-|\\?\.|\[[^]\\[]*\])*")
-"""Patterns that repeat nothing."""
+_SIMPLE = re.compile(r"(?:[\w^$-]|\\?\.|\[[^]\\[]*\])*")
+"""Patterns in which nothing is repeated and nothing branches."""
+LONGEST = 10_000
+"""Characters of a regular expression."""
 PATIENCE = 10
-"""Seconds for a regular expression of an adapter."""
+"""Seconds for all regular expressions of an adapter."""
 
 
 class Rules:
@@ -29,7 +33,9 @@ class Rules:
     def __init__(self, config: Config, modules: Iterable[str]):
         """Of an adapter_config.json, for modules of the base."""
         self.config, self.modules = config, sorted(modules)
-        self._found: dict[str, dict[str, str]] = {}
+        self._lists: dict[str, frozenset[str]] = {}
+        self._found: dict[str, Callable[[str], str | None]] = {}
+        self._spent = 0.0
 
     def targets(self, module: str) -> bool:
         """Whether there is a part for a module."""
@@ -38,11 +44,11 @@ class Rules:
         if whole or self._named("exclude_modules", module):
             return False
         wanted, layers = self.config.get("target_modules"), self.config.get("layers_to_transform")
-        if wanted is None or str(wanted).lower() == "all-linear":  # the file says which these are
+        if wanted is None or (isinstance(wanted, str) and wanted.lower() == "all-linear"):  # the file says which
             return True
         if not self._named("target_modules", module):
             return False
-        if isinstance(wanted, str) or module in wanted or layers in (None, []):
+        if isinstance(wanted, str) or layers in (None, []) or module in self._lists["target_modules"]:
             return True
         start, patterns = r"(?:^|.*?\.)", self._strings("layers_pattern")
         if not patterns:
@@ -68,8 +74,10 @@ class Rules:
         """Whether a field lists a module's name or its end; or is a regular expression for all of it."""
         if isinstance(pattern := self.config.get(field), str):
             return self._match(field, r"(?:@)\Z", pattern, module) is not None
-        names = self._strings(field)
-        return module in names or module.endswith(tuple(f".{name}" for name in names))
+        if field not in self._lists:
+            self._lists[field] = frozenset(self._strings(field))
+        ends = itertools.accumulate(reversed(module.split(".")), lambda end, name: f"{name}.{end}")
+        return not self._lists[field].isdisjoint(ends)
 
     def _strings(self, field: str) -> list[str]:
         value = self.config.get(field) or []
@@ -83,30 +91,37 @@ class Rules:
 
         ``own`` is the adapter's part of it, which stands for the @ in ``around``.
         """
-        pattern = around.replace("@", own)
-        if pattern not in self._found:
-            try:
-                self._found[pattern] = self._match_all(pattern, simple=_SIMPLE.fullmatch(own) is not None)
-            except (re.error, OverflowError, RecursionError, subprocess.SubprocessError) as error:
-                raise FormatError(
-                    f"{self.config.where}: {field} has {own!r:.100}, which is no regular expression, or takes more "
-                    f"than {PATIENCE} s ({files.brief(error)}). Correct it or use another adapter."
-                ) from error
-        return self._found[pattern].get(module)
+        pattern, begun = around.replace("@", own), time.monotonic()
+        try:
+            if pattern not in self._found:
+                self._found[pattern] = self._matcher(pattern, own)
+            found = self._found[pattern](module)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise self._wrong(field, own, f"which is no regular expression ({files.brief(error)})") from error
+        except subprocess.SubprocessError as error:
+            raise self._wrong(field, own, f"which takes more than {PATIENCE} s") from error
+        self._spent += time.monotonic() - begun
+        if self._spent > PATIENCE:
+            raise self._wrong(field, own, f"and more, which together take more than {PATIENCE} s")
+        return found
 
-    def _match_all(self, pattern: str, simple: bool) -> dict[str, str]:
-        """All modules that match. A stranger's pattern can take for ever: another process tries it, and is ended."""
-        found = re.compile(pattern)
-        if simple:
-            matched = {name: found.match(name) for name in self.modules}
-            return {name: match.groupdict().get("layer", "") for name, match in matched.items() if match}
+    def _matcher(self, pattern: str, own: str) -> Callable[[str], str | None]:
+        """What finds a pattern in a name. A stranger's can take for ever: another process tries it, and is ended."""
+        if len(own) > LONGEST:
+            raise re.error(f"more than {LONGEST} characters")
+        compiled = re.compile(pattern)
+        if _SIMPLE.fullmatch(own):
+            return lambda name: match.groupdict().get("layer", "") if (match := compiled.match(name)) else None
         done = subprocess.run(
             [sys.executable, "-I", "-S", "-c", _MATCH],
             input=json.dumps([pattern, self.modules]),
             capture_output=True,
-            timeout=PATIENCE,
+            timeout=max(PATIENCE - self._spent, 0),
             check=True,
             encoding="utf-8",
         )
-        said: dict[str, str] = json.loads(done.stdout)
-        return said
+        found: dict[str, str] = json.loads(done.stdout)
+        return found.get
+
+    def _wrong(self, field: str, own: str, why: str) -> FormatError:
+        return FormatError(f"{self.config.where}: {field} has {own!r:.100}, {why}. Correct it or use another adapter.")
