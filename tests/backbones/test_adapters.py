@@ -376,6 +376,12 @@ def test_files_that_are_not_there(lora, tmp_path):
         load("sdar", adapter=tmp_path / "nowhere")
 
 
+def test_an_adapter_that_is_empty(lora):
+    save_file({}, lora / "adapter_model.safetensors")
+    with pytest.raises(FormatError, match=r"adapter_model.safetensors: holds no tensors"):
+        load("sdar", adapter=lora)
+
+
 def test_a_hub_id_is_asked_for_two_files(lora, monkeypatch):
     asked = []
     monkeypatch.setattr(files, "_download", lambda *given: asked.append(given) or lora)

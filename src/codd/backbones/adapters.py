@@ -198,6 +198,8 @@ class _Adapter:
             parts = found.setdefault(tensor, _Update(own.rpartition(".")[0], table[tensor], {})).parts
             if (other := parts.setdefault(part[2] if part else COPY, name)) != name:
                 raise self._wrong(f"{other!r:.200} and {name!r:.200} are the same tensor")
+        if not found:
+            raise self._wrong("holds no tensors")
         magnitude = {MAGNITUDE} if self.config.flag("use_dora", False) else set()
         for module, _, parts in found.values():
             kinds = parts.keys() - {COPY}
