@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from codd.backbones.kernels import kernels_for
+
 
 @dataclass(frozen=True)
 class ExpertsConfig:
@@ -56,12 +58,17 @@ class Router(nn.Module):
 
     def forward(self, x: Float[Tensor, "n d"]) -> tuple[Float[Tensor, "n k"], Int[Tensor, "n k"]]:
         """The weights and numbers of the experts that each row goes to."""
-        config, bias = self.config, 0.0 if self.bias is None else self.bias.float()
+        config, wide = self.config, torch.promote_types(x.dtype, torch.float32)
+        dtype = x.dtype if config.score == "softmax" else wide
+        logits = F.linear(x.to(dtype), self.weight.to(dtype))
+        if wide == torch.float32 and (kernels := kernels_for(logits)) is not None:
+            routed: tuple[Tensor, Tensor] = kernels.route(logits, self.bias, config, dtype)
+            return routed
+        bias = 0.0 if self.bias is None else self.bias.to(wide)
         if config.score == "softmax":
-            scores = F.linear(x, self.weight).softmax(-1, dtype=torch.float32) + bias
-            weights, chosen = scores.topk(config.chosen, dim=-1)
-            return weights.to(x.dtype), chosen
-        scores = F.linear(x.float(), self.weight.float()).sigmoid()
+            weights, chosen = (logits.softmax(-1, dtype=wide) + bias).topk(config.chosen, dim=-1)
+            return weights.to(dtype), chosen
+        scores = logits.sigmoid()
         chosen = self._of_best_groups(scores + bias).topk(config.chosen, dim=-1).indices
         weights = scores.gather(-1, chosen)
         if config.chosen > 1:
@@ -72,7 +79,7 @@ class Router(nn.Module):
         config = self.config
         if config.groups == config.kept_groups:
             return ranks
-        grouped = ranks.view(len(ranks), config.groups, -1)
+        grouped = ranks.view(len(ranks), config.groups, config.count // config.groups)
         best = grouped.topk(2, dim=-1).values.sum(-1).topk(config.kept_groups, dim=-1).indices
         kept = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter(-1, best, True)
         return grouped.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
@@ -93,11 +100,14 @@ class Experts(nn.Module):
         """The sum over each position's experts, in the precision of the router's weights; in the dtype of x."""
         rows = x.flatten(0, -2)
         weights, chosen = self.router(rows)
+        if rows.dtype != torch.float64 and (kernels := kernels_for(rows, self.up)) is not None:
+            mixed: Tensor = kernels.mix(rows, weights, chosen, self.up, self.down)
+            return mixed.view(x.shape)
         order = chosen.flatten().argsort(stable=True)
         ends = torch.searchsorted(chosen.flatten()[order], torch.arange(len(self.up), device=x.device), right=True)
         gate, inner = grouped_linear(rows[order // self.config.chosen], self.up, ends).chunk(2, dim=-1)
         outputs = grouped_linear(F.silu(gate) * inner, self.down, ends)
-        by_choice = torch.empty_like(outputs).index_copy(0, order, outputs).view(*chosen.shape, -1)
+        by_choice = torch.empty_like(outputs).index_copy(0, order, outputs).view(*chosen.shape, x.shape[-1])
         summed: Tensor = (by_choice * weights[..., None]).sum(-2)
         return summed.to(x.dtype).view(x.shape)
 
@@ -105,8 +115,10 @@ class Experts(nn.Module):
 def grouped_linear(
     x: Float[Tensor, "n i"], weights: Float[Tensor, "E o i"], ends: Int[Tensor, " E"]
 ) -> Float[Tensor, "n o"]:
-    """Rows of x times the matrix of their expert: those of expert e end before ``ends[e]``. Experts without rows cost
-    nothing."""
+    """Rows of x times the matrix of their expert: those of expert e end before ``ends[e]``.
+
+    Experts without rows cost nothing; which they are the host must know, so that this waits for a device.
+    """
     bounds = [0, *ends.tolist()]
     parts = [
         F.linear(x[bounds[e] : bounds[e + 1]], weights[e]) for e in range(len(weights)) if bounds[e] < bounds[e + 1]

@@ -4,12 +4,8 @@ Projections that read the same input are one matrix: ``qkv`` (queries, then keys
 ``up`` (gate, then multiplier). `TransformerConfig.row_ranges` says which rows belong to which.
 """
 
-import importlib
-import importlib.util
 import math
 from dataclasses import dataclass
-from functools import cache
-from types import ModuleType
 from typing import Literal, NamedTuple, cast
 
 import torch
@@ -18,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from codd.backbones.experts import Experts, ExpertsConfig
+from codd.backbones.kernels import kernels_for
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 RESIDUAL = ("attention.out.weight", "mlp.down.weight", "mlp.shared.down.weight", "mlp.experts.down")
@@ -113,18 +110,6 @@ class AttentionContext(NamedTuple):
     """Cosines and sines; None: no rotary positions."""
     mask: Bool[Tensor, "*b q k"] | None
     """True where a query attends to a key; None: everywhere (or causally, as the configuration says)."""
-
-
-@cache
-def _triton() -> ModuleType | None:
-    found = importlib.util.find_spec("triton") is not None
-    return importlib.import_module("codd.backbones.triton") if found else None
-
-
-def kernels_for(x: Tensor, weight: Tensor | None = None) -> ModuleType | None:
-    """`codd.backbones.triton` where its kernels serve: on a GPU, without gradients, in one precision."""
-    served = x.device.type == "cuda" and not torch.is_grad_enabled() and (weight is None or weight.dtype == x.dtype)
-    return _triton() if served and not torch.compiler.is_compiling() else None
 
 
 class RMSNorm(nn.Module):
