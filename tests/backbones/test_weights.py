@@ -1,6 +1,7 @@
 """Reading checkpoints: whole, one tensor at a time, or not at all, with an error that says what to do."""
 
 import functools
+import io
 import json
 import os
 import shutil
@@ -19,10 +20,12 @@ from checkpoints import (
 )
 from safetensors.torch import save_file
 
-from codd.backbones import loading, mini, weights
+from codd.backbones import loading, mini, progress, weights
 from codd.backbones.loading import load_checkpoint, read_spec
 from codd.backbones.transformer import Transformer
+from codd.cli import info_model
 from codd.errors import FormatError, InvalidInput
+from families import SMALL, write_checkpoint
 
 
 def refused(folder, **options) -> str:
@@ -335,6 +338,54 @@ def test_tensors_are_read_one_at_a_time(sharded, monkeypatch):
     assert kept.family == "llada"
     assert most[0] == 1
     assert alive[0] == 0
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("patience", "stream", "seen"), [(0, Terminal, True), (60, Terminal, False), (0, io.StringIO, False)]
+)
+def test_a_progress_bar_on_a_terminal_if_it_takes_long(patience, stream, seen, llada, monkeypatch):
+    written = stream()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", written)
+    monkeypatch.setattr(progress, "PATIENCE", patience)
+    load_checkpoint(llada, device="cpu")
+    assert ("loading the weights" in written.getvalue()) is seen
+    written.truncate(0)
+    assert info_model.check_values(loading.match(llada, read_spec(llada)).headers)
+    assert ("reading the weights" in written.getvalue()) is seen
+
+
+PEAK = """
+import re, sys
+import torch
+from codd.backbones import load_checkpoint
+
+def load(folder):
+    load_checkpoint(folder, device="cpu", dtype=torch.float16)
+    with open("/proc/self/status") as file:
+        sizes = dict(re.findall(r"(\\w+):\\s+(\\d+) kB", file.read()))
+    return int(sizes["VmRSS"]) * 1024, int(sizes["VmHWM"]) * 1024
+
+before, _ = load(sys.argv[1])  # what is imported with the first one is no part of it
+print(load(sys.argv[2])[1] - before)
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads /proc")
+def test_the_memory_that_loading_takes(tmp_path):
+    """The network, a file, and little else: pages of files that were read before are given back."""
+    fields = {**SMALL["llada2"], "hidden_size": 256, "num_hidden_layers": 7, "num_experts": 24}
+    size = write_checkpoint(tmp_path, {**fields, "moe_intermediate_size": 256}, shards=6, dtype=torch.float16)
+    command = [sys.executable, "-c", PEAK, FIXTURES / "llada2_moe", tmp_path]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert found.returncode == 0, found.stderr
+    assert size > 50e6
+    assert size * 0.9 < int(found.stdout) < size * (1 + 1 / 6) + 16e6
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])

@@ -1,6 +1,5 @@
 """What ``codd info`` says of backbones, and that nothing but their headers is read for it."""
 
-import io
 import json
 import math
 import shutil
@@ -9,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
@@ -19,7 +17,7 @@ from codd.backbones import loading, mini, weights
 from codd.backbones.config import Config
 from codd.backbones.transformer import initialise
 from codd.circuits import HMM, Head, HeadConfig, Modulated
-from codd.cli import console, info_model, main
+from codd.cli import info_model, main
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 ROTARY = "rotary_emb.inv_freq"
@@ -536,12 +534,3 @@ def test_floats_of_eight_bits_can_be_checked(tmp_path, capsys):
     found = described(capsys, folder, "--check", code=1)  # another sha256 than the stated one
     assert found["checked"] is True
     assert found["dtypes"]["float8_e4m3fn"] == 32
-
-
-@pytest.mark.parametrize(("patience", "terminal", "seen"), [(0, True, True), (60, True, False), (0, False, False)])
-def test_a_progress_bar_on_a_terminal_if_it_takes_long(patience, terminal, seen, llada, capsys, monkeypatch):
-    written = io.StringIO()
-    monkeypatch.setattr(console, "err", lambda: Console(file=written, force_terminal=terminal))
-    monkeypatch.setattr(info_model, "PATIENCE", patience)
-    assert info_model.check_values(loading.match(llada, loading.read_spec(llada)).headers)
-    assert ("reading the weights" in written.getvalue()) is seen

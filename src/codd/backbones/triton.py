@@ -394,7 +394,6 @@ def mix(
     chosen: Int[Tensor, "n k"],
     up: Float[Tensor, "E two d"],
     down: Float[Tensor, "E d w"],
-    tiles: tuple[Tile, Tile] | None = None,
 ) -> Float[Tensor, "n d"]:
     """The chosen experts of every row, weighted and summed; an expert that no row chose is not read.
 
@@ -407,8 +406,8 @@ def mix(
     block = 16 if _INTERPRETED else min(4096, max(128, triton.next_power_of_2(choices)))
     _sort_choices[(experts,)](chosen, ends, order, choices, BLOCK=block, num_warps=8 if block > 1024 else 4)
     hidden, outputs, out = x.new_empty(choices, inner), x.new_empty(choices, width), torch.empty_like(x)
-    first, second = tiles or (tile_for(choices, experts, x.dtype, gated=gated) for gated in (True, False))
-    for gated, tile, given, matrices, made in ((True, first, x, up, hidden), (False, second, hidden, down, outputs)):
+    for gated, given, matrices, made in ((True, x, up, hidden), (False, hidden, down, outputs)):
+        tile = tile_for(choices, experts, x.dtype, gated=gated)
         tallest = choices // tile.rows + min(experts, choices)
         _grouped[(tallest * triton.cdiv(made.shape[1], tile.columns),)](
             given,

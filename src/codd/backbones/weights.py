@@ -13,6 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from codd.backbones.progress import lasting_bar
 from codd.backbones.transformer import TransformerConfig
 from codd.errors import FormatError
 from codd.files import brief, read_json_object
@@ -208,15 +209,18 @@ def stored_dtype(headers: Mapping[str, TensorHeader], slots: Mapping[str, Slot])
 def load(network: nn.Module, files: Mapping[str, Path], slots: Mapping[str, Slot], *, check: bool = True) -> None:
     """Copy every tensor into its parameter, one at a time: each goes straight to its device and dtype.
 
-    ``check``: also raise a FormatError for NaN or infinite values.
+    One file is mapped at a time, so that its pages are all that stays in the host's memory beside the network itself.
+    On a terminal, a progress bar if it takes long. ``check``: also raise a FormatError for NaN or infinite values.
     """
     targets = _targets(network, slots)
     filled = sum(target.numel() for target in targets.values())
     assert filled == sum(p.numel() for p in network.parameters()), "the key table leaves parameters empty"
-    for shard, names in _by_shard(files, slots):
-        with open_safetensors(shard) as file:
-            for name in names:
-                _copy(shard, name, file, targets[name], check)
+    with lasting_bar("loading the weights", filled) as advance:
+        for shard, names in _by_shard(files, slots):
+            with open_safetensors(shard) as file:
+                for name in names:
+                    _copy(shard, name, file, targets[name], check)
+                    advance(targets[name].numel())
 
 
 def _copy(shard: Path, name: str, file: Any, target: Tensor, check: bool) -> None:

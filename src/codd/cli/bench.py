@@ -63,8 +63,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    with console.working(f"loading {args.model or 'the bundled model'}"):
-        model = codd.load(args.model, args.circuit, device=args.device)
+    model = codd.load(args.model, args.circuit, device=args.device)
     if model.circuit is None:
         raise InvalidInput(f"{args.model or 'the bundled model'} has no circuit of its own: name one with --circuit.")
     with sampling.bar("rounds", args.rounds) as advance:

@@ -102,9 +102,9 @@ def run(args: argparse.Namespace) -> int:
         workers(args.device) as group,
         cache_files.claimed(args.out, fresh=args.fresh) if group.leads else nullcontext(),
     ):
-        with console.working("reading the backbone and the data") if group.leads else nullcontext():
-            source = None if args.backbone == "bundled" else args.backbone
-            checkpoint = load_checkpoint(source, device=group.device, adapter=args.adapter)
+        source = None if args.backbone == "bundled" else args.backbone
+        checkpoint = load_checkpoint(source, device=group.device, adapter=args.adapter)
+        with console.working("reading the data") if group.leads else nullcontext():
             circuit = _circuit(args.circuit, checkpoint)
             settings, rows_at = _prepare(args, checkpoint, group)
             check(checkpoint.backbone, circuit, settings)

@@ -1,10 +1,8 @@
 """What ``codd info`` says of a backbone: from config.json and the headers of its files, without loading the weights."""
 
 import math
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from codd.backbones import loading, weights
 from codd.backbones.backbone import ModelSpec
 from codd.backbones.config import Config
 from codd.backbones.experts import ExpertsConfig
+from codd.backbones.progress import lasting_bar
 from codd.backbones.tokenizer import Tokenizer
 from codd.backbones.transformer import TransformerConfig
 from codd.cli import console
@@ -28,8 +27,6 @@ PUBLISHED = "not stated; the published one"
 """What is said of a number that the files are silent about."""
 ASSUMED = ("llada", "llada_moe", "llada2", "illada", "sdar", "fast_dllm")
 """Families whose mask is known where config.json does not state it."""
-PATIENCE = 2.0
-"""Seconds before a progress bar is worth looking at."""
 
 
 @dataclass(frozen=True)
@@ -239,31 +236,9 @@ def _brief(attached: Report) -> str:
 def check_values(headers: Mapping[str, weights.TensorHeader]) -> str:
     """Read every tensor, one at a time, and refuse those with NaN or infinite values."""
     total = sum(math.prod(header.shape) for header in headers.values())
-    with _bar("reading the weights", total) as advance:
+    with lasting_bar("reading the weights", total) as advance:
         for shard in sorted({header.file for header in headers.values()}):
             with safe_open(shard, framework="pt") as file:
                 for name in sorted(name for name, header in headers.items() if header.file == shard):
                     weights.check_finite(f"{shard}: {name}", file.get_tensor(name), advance)
     return f"{len(headers):,} tensors read, every value is finite"
-
-
-@contextmanager
-def _bar(message: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on a terminal, once it has lasted; nothing elsewhere."""
-    from rich.progress import Progress
-
-    terminal = console.err()
-    begun = time.monotonic()
-    bar = Progress(console=terminal, transient=True)
-    task = bar.add_task(message, total=total)
-
-    def advance(count: int) -> None:
-        bar.update(task, advance=count)
-        if terminal.is_terminal and not bar.live.is_started and time.monotonic() - begun >= PATIENCE:
-            bar.start()
-
-    try:
-        yield advance
-    finally:
-        if bar.live.is_started:
-            bar.stop()

@@ -149,8 +149,7 @@ def model_from(args: argparse.Namespace) -> Model:
     if args.dtype is not None and args.dtype not in DTYPES:
         raise InvalidInput(f"--dtype must be one of {', '.join(DTYPES)}, found {args.dtype!r}.")
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
-    with console.working(f"loading {args.model or 'the bundled model'}"):
-        return load(args.model, circuit_from(args), device=args.device, dtype=dtype, adapter=args.adapter)
+    return load(args.model, circuit_from(args), device=args.device, dtype=dtype, adapter=args.adapter)
 
 
 def about(args: argparse.Namespace) -> str | None:
