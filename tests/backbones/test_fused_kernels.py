@@ -33,6 +33,20 @@ def test_rotary_positions(batch, length, heads, half):
     torch.testing.assert_close(joined, wanted)
 
 
+@pytest.mark.parametrize(("width", "turned"), [(8, 8), (12, 6), (10, 2)])
+def test_norms_and_rotary_positions_of_heads(width, turned):
+    joined = drawn(2, 3, 5 * width)
+    q_norm, k_norm = (RMSNorm(width, 1e-5).to(DEVICE) for _ in range(2))
+    for norm in (q_norm, k_norm):
+        torch.nn.init.normal_(norm.weight)
+    angles = rotary_angles(torch.arange(3, device=DEVICE)[None], turned, 10.0)
+    q, k, v = joined.unflatten(-1, (5, width)).transpose(1, 2).split((3, 1, 1), 1)
+    parts = (apply_rotary(q_norm(q), *angles), apply_rotary(k_norm(k), *angles), v)
+    wanted = torch.cat(parts, 1).transpose(1, 2).flatten(2).detach()
+    kernels.norm_rotate_(joined, (q_norm.weight, k_norm.weight), 1e-5, 3, 1, *angles)
+    torch.testing.assert_close(joined, wanted)
+
+
 @pytest.mark.parametrize(("batch", "length", "heads", "kv_heads"), [(1, 5, 2, 2), (2, 19, 4, 2)])
 def test_attention(batch, length, heads, kv_heads):
     joined = drawn(batch, length, (heads + 2 * kv_heads) * 32)
@@ -51,12 +65,15 @@ def test_the_gate(shape):
 
 @pytest.mark.skipif(not CUDA, reason="a CPU takes PyTorch's own functions")
 @pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(
+    "parts", [{}, {"qk_norm": True, "head_width": 64, "rotary_width": 32, "block_size": 4}], ids=str
+)
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
-def test_a_network_is_what_it_is_with_gradients(dtype, bound, biased):
+def test_a_network_is_what_it_is_with_gradients(dtype, bound, biased, parts):
     """With gradients no kernel of ours takes part."""
     biases = {"qkv_bias": biased, "out_bias": biased, "mlp_bias": biased}
     shape = {"vocab_size": 50, "width": 128, "layers": 2, "heads": 4, "kv_heads": 2, "mlp_width": 96}
-    network = Transformer(TransformerConfig(**shape, **biases))
+    network = Transformer(TransformerConfig(**shape, **biases, **parts))
     initialise(network, generator=torch.Generator().manual_seed(0))
     for parameter in network.parameters():
         torch.nn.init.normal_(parameter, std=0.1) if parameter.ndim == 1 else None

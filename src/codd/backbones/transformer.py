@@ -182,30 +182,47 @@ class Attention(nn.Module):
         """The values that every position attends to, from the joined projections."""
         config, rotary = self.config, context.rotary
         plain = not config.qk_norm and config.clip_qkv is None and config.rotary_width is None
-        if rotary is not None and plain and (kernels := kernels_for(joined)) is not None:
-            if context.mask is None and not config.causal and kernels.attends(joined, config.head_dim):
-                mixed: Tensor = kernels.attend(joined, config.heads, config.kv_heads, *rotary)
-                return mixed
-            kernels.rotate_(joined, config.heads + config.kv_heads, *rotary)
-            rotary = None
+        if rotary is not None and plain and context.mask is None and not config.causal:
+            kernels = kernels_for(joined)
+            if kernels is not None and kernels.attends(joined, config.head_dim):
+                whole: Tensor = kernels.attend(joined, config.heads, config.kv_heads, *rotary)
+                return whole
+        turned = rotary is not None and self._turn(joined, *rotary)
         by_head = joined.view(*joined.shape[:2], -1, config.head_dim)
         parts = torch.split(by_head, [config.heads, config.kv_heads, config.kv_heads], dim=-2)
         q, k, v = (part.transpose(1, 2) for part in parts)
-        if self.q_norm is not None and self.k_norm is not None:
+        if self.q_norm is not None and self.k_norm is not None and not turned:
             q, k = self.q_norm(q), self.k_norm(k)
         if config.clip_qkv is not None:
             q, k, v = (part.clamp(-config.clip_qkv, config.clip_qkv) for part in (q, k, v))
-        if rotary is not None:
+        if rotary is not None and not turned:
             q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
+        if context.mask is not None and config.kv_heads < config.heads and q.device.type == "cuda":
+            # Of PyTorch's kernels for a GPU, those that take a mask know no groups: all scores would go through memory.
+            k, v = (part.repeat_interleave(config.heads // config.kv_heads, dim=1) for part in (k, v))
         mixed = F.scaled_dot_product_attention(
             q,
             k,
             v,
             attn_mask=context.mask,
             is_causal=config.causal and context.mask is None,
-            enable_gqa=config.kv_heads < config.heads,
+            enable_gqa=k.shape[1] < q.shape[1],
         )
         return mixed.transpose(1, 2).flatten(2)
+
+    def _turn(self, joined: Float[Tensor, "B L qkv"], cos: Tensor, sin: Tensor) -> bool:
+        """Norms and rotary positions of queries and keys, in place, if a kernel of ours serves; whether it did."""
+        config, heads = self.config, self.config.heads
+        weight = None if self.q_norm is None else self.q_norm.weight
+        kernels = None if config.clip_qkv is not None else kernels_for(joined, weight)
+        if kernels is not None and self.q_norm is not None and self.k_norm is not None:
+            norms = self.q_norm.weight, self.k_norm.weight
+            kernels.norm_rotate_(joined, norms, config.norm_eps, heads, config.kv_heads, cos, sin)
+        elif kernels is not None and config.rotary_width is None:
+            kernels.rotate_(joined, heads + config.kv_heads, cos, sin)
+        else:
+            return False
+        return True
 
 
 def project(x: Float[Tensor, "B L h"], layer: nn.Module, onto: Float[Tensor, "B L d"] | None) -> Float[Tensor, "B L d"]:

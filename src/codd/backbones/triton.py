@@ -50,6 +50,61 @@ def _rotate(x, cos, sin, stride, half, heads, H: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
+def _norm_rotate(
+    x,
+    q_weight,
+    k_weight,
+    cos,
+    sin,
+    stride,
+    heads,
+    kv_heads,
+    half,
+    rest,
+    eps,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    R: tl.constexpr,
+):
+    """One program a position and some heads: each is normalised, and its first columns are turned in pairs."""
+    row = tl.program_id(0).to(tl.int64)
+    h = (tl.program_id(1) * H + tl.arange(0, H))[:, None]
+    i = tl.arange(0, D)[None, :]
+    used, query = h < heads + kv_heads, h < heads
+    width = 2 * half + rest
+    inside = used & (i < half)
+    at = x + row * stride + h * width + i
+    first = tl.load(at, mask=inside, other=0.0)
+    second = tl.load(at + half, mask=inside, other=0.0)
+    kind = first.dtype
+    first, second = first.to(tl.float32), second.to(tl.float32)
+    squares = tl.sum(first * first + second * second, 1)
+    if R > 0:
+        j = 2 * half + tl.arange(0, R)[None, :]
+        at_rest = x + row * stride + h * width + j
+        others = tl.load(at_rest, mask=used & (j < width), other=0.0).to(tl.float32)
+        squares += tl.sum(others * others, 1)
+    scale = tl.rsqrt(squares / width + eps)[:, None]
+    if R > 0:
+        others = (others * scale).to(kind).to(tl.float32)
+        tl.store(at_rest, others * _either(q_weight, k_weight, j, query, j < width), mask=used & (j < width))
+    first = ((first * scale).to(kind).to(tl.float32) * _either(q_weight, k_weight, i, query, i < half)).to(kind)
+    second = (second * scale).to(kind).to(tl.float32) * _either(q_weight, k_weight, half + i, query, i < half)
+    first, second = first.to(tl.float32), second.to(kind).to(tl.float32)
+    c = tl.load(cos + row * half + i, mask=i < half, other=0.0)
+    s = tl.load(sin + row * half + i, mask=i < half, other=0.0)
+    tl.store(at, first * c - second * s, mask=inside)
+    tl.store(at + half, second * c + first * s, mask=inside)
+
+
+@triton.jit
+def _either(one, other, at, first, mask):
+    """The weights of queries or of keys."""
+    here = tl.load(one + at, mask=mask, other=0.0).to(tl.float32)
+    return tl.where(first, here, tl.load(other + at, mask=mask, other=0.0).to(tl.float32))
+
+
+@triton.jit
 def _turned(x, first, second, c, s, mask):
     """Two halves of heads, turned by their angles."""
     a = tl.load(x + first, mask=mask, other=0.0)
@@ -290,6 +345,37 @@ def rotate_(
     angles = (part.expand(shape[0], -1, -1, -1).contiguous() for part in (cos, sin))
     _rotate[(shape[0] * shape[1], triton.cdiv(heads, some))](
         joined, *angles, shape[2], half, heads, H=some, D=triton.next_power_of_2(half), num_warps=4
+    )
+
+
+def norm_rotate_(
+    joined: Float[Tensor, "B L d"],
+    norms: tuple[Float[Tensor, " D"], Float[Tensor, " D"]],
+    eps: float,
+    heads: int,
+    kv_heads: int,
+    cos: Float[Tensor, "b 1 L half"],
+    sin: Float[Tensor, "b 1 L half"],
+) -> None:
+    """Normalise each head of queries and of keys by its root mean square, then turn its first columns, in place."""
+    half, shape = cos.shape[-1], joined.shape
+    rest = len(norms[0]) - 2 * half
+    some = 2 if _INTERPRETED else 4
+    angles = (part.expand(shape[0], -1, -1, -1).contiguous() for part in (cos, sin))
+    _norm_rotate[(shape[0] * shape[1], triton.cdiv(heads + kv_heads, some))](
+        joined,
+        *norms,
+        *angles,
+        shape[2],
+        heads,
+        kv_heads,
+        half,
+        rest,
+        eps,
+        H=some,
+        D=triton.next_power_of_2(half),
+        R=triton.next_power_of_2(rest) if rest else 0,
+        num_warps=4,
     )
 
 
