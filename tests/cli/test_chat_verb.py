@@ -44,7 +44,8 @@ def ask(bundled, monkeypatch, capsys):
 
 
 def step_of(ids: list[int], positions: list[int], scores: list[float], **changes) -> Step:
-    given = {"sequence": 0, "number": 1, "mask_ratio": 0.5, "circuit": True, "window": (2, 8), "finished": False}
+    given = {"sequence": 0, "number": 1, "mask_ratio": 0.5, "circuit": True, "window": (2, 8)}
+    given |= {"finished": False, "settled": 2}
     whole = torch.tensor(ids)
     places = torch.tensor(positions, dtype=torch.long)
     values = torch.tensor(scores, dtype=torch.float32)

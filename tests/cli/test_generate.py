@@ -79,6 +79,8 @@ TYPED = {
     "threshold": ("0.95", 0.95),
     "entropy_budget": ("0.2", 0.2),
     "sharpening": ("0.4", 0.4),
+    "editing_threshold": ("0.9", 0.9),
+    "max_post_steps": ("4", 4),
     "ban": ("3,5", (3, 5)),
     "preset": ("reference", "reference"),
     "eps": ("0.01", 0.01),

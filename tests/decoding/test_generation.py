@@ -100,8 +100,6 @@ class TestOptionsObject:
         assert hash(said) == hash(Options())
         assert said.changed(temperature=0.7).pace == DEFAULT_GREEDY
         assert said.changed(temperature=0.7) != Options().changed(temperature=0.7)
-        with pytest.raises(InvalidInput, match="knows no threshold"):
-            said.changed(preset="reference")
         with pytest.raises(InvalidInput, match="knows no sampler"):
             said.changed(preset="reference", steps=4)
 

@@ -22,13 +22,26 @@ MASKS = {
     "dream_tied": 118,
     "dream_untied_sharded": 131,
     "decode_dream": 95,
+    "sdar": 109,
+    "sdar_sharded": None,
+    "decode_sdar": 95,
+    "fastdllm_v2": 113,
+    "fastdllm_v2_tied_sharded": None,
+    "decode_fastdllm_v2": 95,
+    "llada_moe": 107,
+    "llada_moe_sharded": None,
+    "llada2_moe": 115,
+    "llada2_moe_sharded": None,
+    "decode_llada2": 95,
+    "illada": 5,
+    "illada_sharded": 5,
     "mdlm": 101,
     "mdlm_timecond": 63,
     "sedd": 101,
     "bert": None,
     "modernbert": None,
 }
-"""The mask of every fixture; a masked language model's config does not say."""
+"""The mask of every fixture; the config of some does not say, and the published one is none of their tokens."""
 BERT, BERT_VOCAB = FIXTURES / "bert", 120
 
 

@@ -51,8 +51,8 @@ def narrow(vocab: int) -> HMM:
 
 
 @functools.cache
-def network(vocab: int) -> Backbone:
-    return tiny(vocab=vocab, max_length=64)
+def network(vocab: int, block_size: int | None = None) -> Backbone:
+    return tiny(vocab=vocab, max_length=64, block_size=block_size)
 
 
 EXTREMES = (3e-39, 1e-30, 1e-6, 2.5, 999)
@@ -92,6 +92,8 @@ def settings(rng: random.Random) -> dict[str, Any]:
         "activation": lambda: rng.choice((None, 0.0, 0.5, 1e300)),
         "outside": lambda: rng.choice(("factorized", "defer")),
         "sharpening": lambda: extreme(rng, 0.2),
+        "editing_threshold": lambda: rng.choice((None, 0.0, 0.2, 0.5, 1.0)),
+        "max_post_steps": lambda: rng.choice((0, 1, 16)),
         "ban": lambda: rng.choice(((), (3,), (3, 5, 7), tuple(range(19)), (10**30,))),
         "stop": lambda: rng.choice((True, False)),
         "eps": lambda: rng.choice((1e-3, 1e-300, 0.999)),
@@ -105,7 +107,7 @@ def settings(rng: random.Random) -> dict[str, Any]:
         made["gen_length"] = rng.choice((4, 8))
         made["remasking"] = rng.choice(("low_confidence", "random", "entropy", "margin", "origin", "topprob"))
         made["sampler"] = rng.choice(("latent", "factorized"))
-        for foreign in ("threshold", "entropy_budget", "tempering", "outside"):
+        for foreign in ("threshold", "entropy_budget", "tempering", "outside", "editing_threshold"):
             made.pop(foreign, None)
         made["steps"] = rng.choice((4, 8, 16))
     return made
@@ -120,9 +122,11 @@ def prompts_for(rng: random.Random, vocab: int) -> list[list[int]]:
     ]
 
 
-def run(prompts: list[list[int]], options: Options, name: str, vocab: int) -> list[SequenceState]:
+def run(
+    prompts: list[list[int]], options: Options, name: str, vocab: int, size: int | None = None
+) -> list[SequenceState]:
     sequences = start_sequences(
-        network(vocab),
+        network(vocab, size),
         prompts,
         options,
         mask_id=MASK,
@@ -131,7 +135,7 @@ def run(prompts: list[list[int]], options: Options, name: str, vocab: int) -> li
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CircuitSteppedAside)
-        for _ in denoise(FullRecompute(network(vocab)), sequences):
+        for _ in denoise(FullRecompute(network(vocab, size)), sequences):
             pass
     return sequences
 
@@ -171,11 +175,14 @@ def test_a_run_ends_as_it_should_or_an_error_names_the_option(batch):
         rng = random.Random(number)
         vocab = rng.choice((23, 23, LARGE_VOCAB))
         given, prompts = settings(rng), prompts_for(rng, vocab)
+        size = rng.choice((None, None, None, 4))
+        if size is not None:
+            given |= {"mode": "block", "block_length": rng.choice((1, 2, 4))}
         name = rng.choice(("none", "null", "random", "window", "fixed", "narrow", "modulated"))
         try:
             try:
                 options = Options.of(**given)
-                sequences = run(prompts, options, name, vocab)
+                sequences = run(prompts, options, name, vocab, size)
             except CoddError as error:
                 if any(option in str(error) for option in (*OPTIONS, "prompt")):
                     continue
@@ -183,12 +190,14 @@ def test_a_run_ends_as_it_should_or_an_error_names_the_option(batch):
             finished += 1
             for state, prompt in zip(sequences, prompts, strict=True):
                 check_finished(state, prompt, options, vocab)
-            assert ids_of(run(prompts, options, name, vocab)) == ids_of(sequences), "the same again"
-            alone = [ids_of(run([prompt], options, name, vocab))[0] for prompt in prompts]
+            assert ids_of(run(prompts, options, name, vocab, size)) == ids_of(sequences), "the same again"
+            alone = [ids_of(run([prompt], options, name, vocab, size))[0] for prompt in prompts]
             assert alone == ids_of(sequences), "batch and alone"
             if all(any(token != MASK for token in prompt) for prompt in prompts) and null_is_the_network(options):
-                both = [ids_of(run(prompts, options, each, vocab)) for each in ("null", "none")]
+                both = [ids_of(run(prompts, options, each, vocab, size)) for each in ("null", "none")]
                 assert both[0] == both[1], "the null circuit and none"
         except Exception as error:
-            raise AssertionError(f"settings {number}: {given}, {name}, vocabulary {vocab}, {prompts}") from error
+            raise AssertionError(
+                f"settings {number}: {given}, {name}, vocabulary {vocab}, blocks {size}, {prompts}"
+            ) from error
     assert finished * 3 >= len(range(batch, COUNT, BATCHES)), "most settings are to be run, not refused"

@@ -27,10 +27,17 @@ def fixture(name: str) -> Backbone:
 
 
 @functools.cache
-def tiny(pad: int | None = PAD, vocab: int = VOCAB, mask: int = MASK, max_length: int = 64) -> Backbone:
+def tiny(
+    pad: int | None = PAD,
+    vocab: int = VOCAB,
+    mask: int = MASK,
+    max_length: int = 64,
+    block_size: int | None = None,
+) -> Backbone:
     """Random weights, large enough that tokens and confidences vary."""
     sizes = {"vocab_size": vocab, "width": 16, "layers": 1, "heads": 2, "mlp_width": 16, "max_length": max_length}
-    built = mini.build(Config({**sizes, "mask_token_id": mask, "pad_token_id": pad}, "a test"))
+    ids = {"mask_token_id": mask, "pad_token_id": pad}
+    built = mini.build(Config({**sizes, **ids, "block_size": block_size}, "a test"))
     initialise(built.network, generator=torch.Generator().manual_seed(3), std=0.5)
     return built.eval().requires_grad_(False)
 

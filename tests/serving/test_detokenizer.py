@@ -238,6 +238,21 @@ def test_a_real_run():
     assert detokenizer.reason == ("stop" if last[-1] == EOS else "length")
 
 
+def test_what_may_still_be_edited_is_not_sent():
+    [ids] = MODEL.encode("What is 7 + 8?")
+    options = Options(gen_length=32, block_length=8, editing_threshold=0.05, threshold=0.05, stop=False)
+    detokenizer = Detokenizer(planned(ids, 32, options=options), MODEL)
+    steps = list(MODEL.denoise([ids], options))
+    assert sum(len(step.edits.positions) for step in steps)
+    whole = MODEL.text(steps[-1].ids, ids)
+    for step in steps:
+        detokenizer.add(step.ids, step.finished, step.settled)
+        assert whole.startswith(detokenizer.text)
+    assert detokenizer.text == whole
+    early = Detokenizer(planned(ids, 32, options=options), MODEL)
+    assert "".join(early.add(step.ids, step.finished) for step in steps) != whole  # what it is for
+
+
 def test_a_decoder_that_takes_back_what_it_said_is_waited_for():
     backend = tokenizers.Tokenizer(models.WordLevel({"[M]": 0, "a": 1, "'": 2, "s": 3, "b": 4}, unk_token="a"))
     backend.decoder = decoders.Sequence([decoders.Fuse(), decoders.Replace("'s", "S")])

@@ -1,6 +1,7 @@
 """Requests as sequences for the loop, compared with `codd.Model.generate` on the bundled model."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from codd.serving.prompts import (
 )
 from codd.serving.schemas import ChatRequest, CompletionRequest, DenoiseRequest, InspectRequest
 
+FIXTURES = Path(__file__).parents[1] / "fixtures"
 MODEL = codd.load(device="cpu")
 assert MODEL.tokenizer is not None
 MASK = MODEL.mask_id
@@ -189,6 +191,33 @@ def test_the_state_is_the_sequence_before_its_first_step():
     assert state.ids.tolist() == [*generation.ids, *[MASK] * 4]
     assert state.stop.token_ids == MODEL.stop_ids
     assert not state.finished
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, {"block_length": 4, "threshold": 0.97}),
+        ({"block_length": 2}, {"block_length": 2}),
+        ({"sampler": "latent"}, {"steps": 32}),
+        ({"sampler": "latent", "gen_length": 129}, {"steps": 33}),  # a block for every four of 131 tokens
+        ({"preset": "reference"}, {"steps": 4, "threshold": None}),
+        ({"preset": "reference", "threshold": 0.9}, {"steps": 4, "threshold": 0.9}),
+        ({"block_length": 3}, "block_length"),
+        ({"mode": "full"}, "mode"),
+        ({"preset": "reference", "temperature": 1.0}, "temperature"),
+    ],
+)
+def test_a_block_causal_network_has_blocks_of_its_own(fields, expected):
+    model = codd.load(FIXTURES / "decode_sdar", device="cpu")
+    asked = DenoiseRequest.model_validate({"prompt": [5, 6], "gen_length": 16, **fields})
+    if isinstance(expected, str):
+        with pytest.raises(APIError) as found:
+            denoise_generation(asked, model, LIMITS)
+        assert (found.value.status, found.value.param) == (400, expected)
+        return
+    options = denoise_generation(asked, model, LIMITS).options
+    assert {name: getattr(options, name) for name in expected} == expected
+    assert not model.start([[5, 6]], options)[0].finished
 
 
 def test_without_a_tokenizer_only_ids_can_be_denoised():

@@ -144,6 +144,22 @@ def test_states_of_a_run(evaluate: Evaluate) -> None:
     assert [cell["score"] for cell in cells[2:4]] == [0.5, 0.9]
 
 
+def test_an_edited_token_is_shown_as_it_was_in_each_state(evaluate: Evaluate) -> None:
+    edit = {**STEPS[0], "positions": [2], "tokens": [4], "pieces": ["f"], "scores": [0.7], "edited": 1}
+    given = {"start": START, "steps": [STEPS[0], edit]}
+    shown = evaluate("run.js", RUN + "return [0, 1, 2].map((k) => run.cellsAt(k)[2])", given)
+    assert [(cell["piece"], cell["score"], cell["step"]) for cell in shown] == [
+        (None, None, None),
+        ("d", 0.5, 0),
+        ("f", 0.7, 1),
+    ]
+    assert evaluate("run.js", RUN + "return [run.pieceAt(2), run.idsAt(2)[2], run.question(2, 2).state]", given) == [
+        "f",
+        4,
+        0,
+    ]
+
+
 def test_a_token_is_asked_about_as_it_was_before_it_was_written(evaluate: Evaluate) -> None:
     given = {"start": START, "steps": STEPS}
     ask = RUN + "return [[2, 0], [2, 2], [2, 4], [1, 4], [0, 4]].map(([k, position]) => run.question(k, position))"

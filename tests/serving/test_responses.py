@@ -133,5 +133,5 @@ def test_the_events_of_a_run():
 
 def test_a_score_that_is_none_is_null():
     at = torch.tensor([1])
-    step = Step(0, 0, at, at, torch.tensor([math.nan]), 0.5, False, (0, 2), torch.tensor([5, 1]), True)
+    step = Step(0, 0, at, at, torch.tensor([math.nan]), 0.5, False, (0, 2), torch.tensor([5, 1]), True, 2)
     assert json.loads(sse_event(step_event(step, PIECES), "step").split(b"data: ")[1])["scores"] == [None]

@@ -152,7 +152,7 @@ def test_the_client_comes_before_the_server():
     [
         ({"circuit_temperature": 0}, "circuit_temperature"),
         ({"threshold": 0.5, "entropy_budget": 1}, "threshold"),
-        ({"preset": "reference", "threshold": 0.5}, "threshold"),
+        ({"preset": "reference", "entropy_budget": 0.5}, "entropy_budget"),
         ({"sampler": "latent"}, "threshold"),
         ({"sampler": "latent", "entropy_budget": 0.5}, "entropy_budget"),
         ({"preset": "reference", "threshold": None, "sampler": "any_order"}, "sampler"),

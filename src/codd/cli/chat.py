@@ -19,6 +19,7 @@ from codd.cli.sampling import Answer
 from codd.decoding import Model, Options, Step
 from codd.decoding.options import PACES
 from codd.decoding.prompts import Prompt, can_chat
+from codd.decoding.start import options_for
 from codd.errors import CoddError, InvalidInput
 
 NAME = "chat"
@@ -130,7 +131,11 @@ def frame(screen: Screen, step: Step) -> Text:
     """The answer as it stands after a step, and a line about it."""
     ids = step.ids[screen.prompt_length :].tolist()
     end = next((place for place, token in enumerate(ids) if token in screen.stop_ids), len(ids))
-    fresh = dict(zip((step.positions - screen.prompt_length).tolist(), step.scores.tolist(), strict=True))
+    fresh = {
+        place - screen.prompt_length: score
+        for places, scores in ((step.positions, step.scores), (step.edits.positions, step.edits.scores))
+        for place, score in zip(places.tolist(), scores.tolist(), strict=True)
+    }
     shown = Text()
     for begin, run in _runs(ids[:end], screen.mask_id):
         if run[0] == screen.mask_id:
@@ -226,7 +231,7 @@ def _piped(conversation: Conversation, chosen: dict[str, Any], lines: Iterable[s
                 continue
         except _Quit:
             return
-        options = sampling.options_of(chosen)
+        options = options_for(conversation.model.backbone, sampling.options_of(chosen))
         found, dropped = conversation.ask(question, options, lambda step, prompt_length: None)
         if as_json:
             record = {"question": question, **vars(found), "dropped": dropped}

@@ -11,6 +11,7 @@ from codd.cli import console, sampling
 from codd.cli.sampling import Answer
 from codd.decoding import Model, Options, Step
 from codd.decoding.prompts import Prompt
+from codd.decoding.start import options_for
 from codd.errors import InvalidInput
 
 NAME = "generate"
@@ -49,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidInput(f"--batch must be at least 1, found {args.batch}.")
     prompts = read_prompts(args)
     model = sampling.model_from(args)
+    options = options_for(model.backbone, options)
     ids = model.encode(prompts, gen_length=options.gen_length, chat=args.chat)
     model.start(ids, options)  # an error in the last prompt comes first
     found: list[Answer] = []

@@ -90,6 +90,7 @@ def _sequence(model: Model, ids: Sequence[int], written: Sequence[int], options:
     state = new_sequence(ids, options.changed(gen_length=0), mask_id=model.mask_id)
     state.given[list(written)] = False
     state.circuit, state.banned = model.circuit, banned_ids(model.backbone, options, model.mask_id)
+    state.block_size = model.backbone.block_size
     return state
 
 

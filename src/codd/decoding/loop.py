@@ -4,6 +4,7 @@ The network evaluates all unfinished sequences at once; all else is done for eac
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -12,8 +13,8 @@ from torch import Tensor
 
 from codd.decoding.accelerate.cpu_batching import map_sequences
 from codd.decoding.network import NetworkRunner
-from codd.decoding.state import SequenceState, Step, StepInputs, StepResult
-from codd.decoding.step import check_scores, state_requests, step_inputs, without_circuit
+from codd.decoding.state import SequenceState, Step, StepInputs, StepResult, Writes
+from codd.decoding.step import check_scores, find_edits, state_requests, step_inputs, without_circuit
 from codd.errors import CoddError
 
 Result = TypeVar("Result")
@@ -75,7 +76,7 @@ def _positions(state: SequenceState) -> Int[Tensor, " R"]:
 
 
 def _run(inputs: StepInputs) -> StepResult:
-    return inputs.state.algorithm.step(inputs)
+    return replace(inputs.state.algorithm.step(inputs), edits=find_edits(inputs))
 
 
 def _commit(inputs: StepInputs, result: StepResult) -> Step:
@@ -85,18 +86,21 @@ def _commit(inputs: StepInputs, result: StepResult) -> Step:
     if result.circuit and not bool(ranking.valid):
         result = _run(without_circuit(inputs))
         ranking = result.ranking()
-    chosen = ranking.chosen()
-    check_scores(state, chosen)
-    state.commit(chosen.rows, chosen.tokens)
+    written, edited = Writes.of(ranking), result.edited()
+    check_scores(state, written)
+    positions, tokens = torch.cat((written.positions, edited.positions)), torch.cat((written.tokens, edited.tokens))
+    state.commit(positions, tokens, edits=len(edited.positions))
     return Step(
         sequence=state.number,
         number=state.evaluations - 1,
-        positions=chosen.rows,
-        tokens=chosen.tokens,
-        scores=chosen.scores.clamp(max=1),  # probabilities, up to rounding
+        positions=written.positions,
+        tokens=written.tokens,
+        scores=written.scores,
         mask_ratio=result.mask_ratio,
         circuit=result.circuit,
         window=result.window,
         ids=state.ids,
         finished=state.finished,
+        settled=state.settled,
+        edits=edited,
     )

@@ -107,6 +107,7 @@ class Model:
         circuit_steps = [0] * len(sequences)
         for step in denoise(FullRecompute(self.backbone), sequences):
             scores[step.sequence][step.positions] = step.scores
+            scores[step.sequence][step.edits.positions] = step.edits.scores
             circuit_steps[step.sequence] += step.circuit
         written = [(~state.given[: len(state.ids)] & ~state.masked).nonzero()[:, 0] for state in sequences]
         texts = None

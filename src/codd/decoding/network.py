@@ -21,9 +21,11 @@ class StateRequest(NamedTuple):
     state: SequenceState
     """Whose they are: what a cache would be keyed by."""
     ids: Int[Tensor, " L"]
-    """All that the network is to see."""
+    """All that the network is to see: of a block-causal one nothing beyond the blocks of the span."""
     span: Window
     """The positions whose states are needed."""
+    begin: int = 0
+    """The position of the first of ``ids``."""
 
 
 @runtime_checkable
@@ -51,16 +53,18 @@ class FullRecompute:
         """All states of each sequence."""
         sequences = [request.ids for request in requests]
         if not self.one_by_one:
-            return [HiddenStates(0, states) for states in self._batch(sequences)]
-        # Cloned: the next call overwrites what a graph gave.
-        single = [self._states(ids[None], None)[0].clone() for ids in sequences]
-        return [HiddenStates(0, states) for states in single]
+            found = self._batch(sequences)
+        else:  # cloned: the next call overwrites what a graph gave
+            found = [self._states(ids[None], None)[0].clone() for ids in sequences]
+        return [HiddenStates(request.begin, states) for request, states in zip(requests, found, strict=True)]
 
     def _batch(self, sequences: Sequence[Int[Tensor, " _"]]) -> list[Float[Tensor, "_ d"]]:
         pad = self.backbone.special.pad if self.backbone.special.pad is not None else 0
-        if len({len(ids) for ids in sequences}) == 1:
+        lengths = {len(ids) for ids in sequences}
+        length = self._padded_length(max(lengths))
+        # A block-causal network is shown more with every block: unpadded, each length would be captured anew.
+        if len(lengths) == 1 and (self.backbone.block_size is None or length in lengths):
             return list(self._states(torch.stack(list(sequences)), None))
-        length = self._padded_length(max(map(len, sequences)))
         ids, valid = pad_left(sequences, pad, torch.device("cpu"), length)
         states = self._states(ids, valid)
         return [row[ids.shape[1] - len(own) :] for row, own in zip(states, sequences, strict=True)]

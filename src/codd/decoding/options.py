@@ -33,6 +33,8 @@ COLDEST = 0.001
 """The lowest temperature of the circuit and of the order sharpened."""
 PACES = ("steps", "threshold", "entropy_budget")
 """The options that say how many tokens a step commits: a run has one of them."""
+DEFAULT_BLOCK = 32
+"""Tokens of a block where neither options nor network say."""
 DEFAULT_THRESHOLD = 0.97
 DEFAULT_GREEDY: Mapping[str, float] = {"threshold": DEFAULT_THRESHOLD}
 """The pace of a run that is told none, at temperature 0; chosen by measurement (docs/results.md)."""
@@ -117,6 +119,8 @@ class Keywords(TypedDict, total=False):
     threshold: float | None
     entropy_budget: float | None
     sharpening: float
+    editing_threshold: float | None
+    max_post_steps: int
     ban: Collection[int]
     hooks: Sequence[Hook]
     stop: bool | str | Sequence[str]
@@ -130,7 +134,9 @@ class Options:
     """How masks become text. `codd.Model.generate` takes an object of these, or all of them by name.
 
     Length: ``gen_length`` masks are put after every prompt (0: fill only the masks in the prompt itself), in blocks of
-    ``block_length`` (``mode="block"``) or all at once, the circuit on a window that moves (``mode="full"``).
+    ``block_length`` (``mode="block"``) or all at once, the circuit on a window that moves (``mode="full"``). A network
+    with block-causal attention brings its own blocks, counted from the text's first token: ``block_length`` is then
+    theirs by default, or divides them into sub-blocks.
 
     Speed, one of: ``steps``, network evaluations for each sequence (None: one a token), among which tokens are divided
     evenly, the early ones taking what is left over; ``threshold``, commit every token at least so probable, and at
@@ -143,6 +149,10 @@ class Options:
     Order: ``remasking`` says which tokens come first; ties go to the leftmost. ``sharpened`` is low_confidence with
     logits divided by ``sharpening``. Under a threshold all that reach it are committed whatever the order, which then
     only says which one is committed where none does.
+
+    Editing: with ``editing_threshold`` a step also replaces tokens that it wrote before in the same block, where the
+    network prefers another with a probability above it; a block without masks is gone over again until nothing changes,
+    at most ``max_post_steps`` times.
 
     Tokens: ``temperature`` 0 takes the most probable one, else tokens are drawn, from the ``top_k`` most probable and
     from the smallest set whose probability exceeds ``top_p``. ``ban``: ids that are never written (the mask never is).
@@ -157,7 +167,7 @@ class Options:
     ``stop`` ends a sequence at its end-of-text token (True), or also before any of the given texts. ``seed`` fixes
     everything: one number for all sequences, or one for each; two equal prompts with equal seeds get equal answers,
     whatever else is in the batch. ``preset="reference"`` is the published implementation step by step; ``eps`` is its
-    last time in full mode.
+    last time in full mode. Those of block-causal networks may have ``steps`` (in a block) and ``threshold`` at once.
 
     Raises InvalidInput for a value out of its range, and for options that contradict each other.
     """
@@ -165,7 +175,9 @@ class Options:
     gen_length: int = field(
         default=128, metadata=_count("masks put after each prompt; 0: only the masks in the prompt are filled", low=0)
     )
-    block_length: int = field(default=32, metadata=_count("tokens of a block"))
+    block_length: int = field(
+        default=_UNSET, metadata=_count("tokens of a block; by default a block-causal network's own")
+    )
     steps: int | None = field(
         default=_UNSET,
         metadata=_count("network evaluations for each prompt; null: one for each token", optional=True),
@@ -238,6 +250,15 @@ class Options:
     sharpening: float = field(
         default=0.2, metadata=_number("divides the logits for the order sharpened", "X", low=COLDEST, high=HOTTEST)
     )
+    editing_threshold: float | None = field(
+        default=None,
+        metadata=_number(
+            "replace written tokens of the block where another is more probable than this", "P", high=1.0, optional=True
+        ),
+    )
+    max_post_steps: int = field(
+        default=16, metadata=_count("evaluations at most that only edit, for each block without masks", low=0)
+    )
     ban: Collection[int] = field(
         default=(), metadata={"info": OptionInfo("ids", "token ids that are never written", metavar="ID,ID")}
     )
@@ -260,8 +281,8 @@ class Options:
         default=0, metadata={"info": OptionInfo("seed", "fixes everything that is drawn", metavar="N")}
     )
 
-    _defaulted: ClassVar[frozenset[str]] = frozenset()
-    """Of the sampler and the pace what nobody gave: no part of an object's value, but `changed` chooses it anew."""
+    defaulted: ClassVar[frozenset[str]] = frozenset()
+    """Of sampler, pace and block length what nobody gave: no part of an object's value; `changed` chooses it anew."""
 
     @classmethod
     def of(cls, **given: Any) -> "Options":
@@ -272,11 +293,11 @@ class Options:
     def changed(self, **changes: Any) -> "Options":
         """A copy with some options replaced; a new pace takes the place of the old one.
 
-        ``steps=None`` is a pace, one token a step; None for the others withdraws them. A pace and a sampler that nobody
-        gave are chosen anew, by the other options.
+        ``steps=None`` is a pace, one token a step; None for the others withdraws them. What nobody gave of sampler,
+        pace and block length is chosen anew, by the other options.
         """
         _check_names(changes)
-        dropped = set(self._defaulted)
+        dropped = set(self.defaulted)
         if {"steps", *self.pace} & changes.keys() or any(changes.get(name) is not None for name in PACES):
             dropped.update(PACES)
         kept = {name: getattr(self, name) for name in OPTIONS if name not in dropped}
@@ -318,17 +339,20 @@ class Options:
             )
 
     def _choose_defaults(self) -> None:
-        """Exactly one of steps, threshold and entropy_budget, and a sampler, by what was given."""
+        """Exactly one of steps, threshold and entropy_budget, a sampler and a block length, by what was given."""
         paces: Mapping[str, Any] = {
             name: value for name in PACES if (value := getattr(self, name)) is not None and value is not _UNSET
         }
-        if len(paces) > 1:
+        if len(paces) > 1 and not (self.published and paces.keys() == {"steps", "threshold"}):
             one, other = list(paces.items())[:2]
             raise InvalidInput(
                 f"{one[0]}={shown(one[1])} and {other[0]}={shown(other[1])} both say how many tokens a step commits: "
                 f"drop {one[0]} to commit by {other[0]}, or drop {other[0]}."
             )
         defaulted = set()
+        if self.block_length is _UNSET:
+            defaulted.add("block_length")
+            object.__setattr__(self, "block_length", DEFAULT_BLOCK)
         if self.sampler is _UNSET:
             defaulted.add("sampler")
             object.__setattr__(self, "sampler", "latent" if self.published else "any_order")
@@ -340,7 +364,7 @@ class Options:
                 object.__setattr__(self, name, paces.get(name))
         elif self.steps is _UNSET:
             object.__setattr__(self, "steps", None)
-        object.__setattr__(self, "_defaulted", frozenset(defaulted))
+        object.__setattr__(self, "defaulted", frozenset(defaulted))
 
     @property
     def published(self) -> bool:

@@ -17,21 +17,37 @@ def plan_steps(state: SequenceState) -> Iterator[StepPlan]:
 
 
 def _block_schedule(state: SequenceState) -> Iterator[StepPlan]:
-    """Block after block, counted from the end of the prompt, backwards too: masks in the prompt come first."""
+    """Block after block, counted from the end of the prompt, backwards too: masks in the prompt come first.
+
+    Those of a block-causal network, or parts of them, are counted from the beginning.
+    """
     options, masked, size = state.options, state.masked, state.options.block_length
-    blocks = sorted({(position - state.prompt_length) // size for position in masked.nonzero()[:, 0].tolist()})
-    starts = [state.prompt_length + block * size for block in blocks]
+    origin = state.prompt_length if state.block_size is None else 0
+    blocks = sorted({(position - origin) // size for position in masked.nonzero()[:, 0].tolist()})
+    starts = [origin + block * size for block in blocks]
     spans = [(max(0, start), min(len(masked), start + size)) for start in starts]
     if not options.counted:
         for begin, end in spans:
             while bool(state.masked[begin:end].any()):
                 yield StepPlan(begin, end, None, last=False)
+            yield from edit_steps(state, begin, end)
         return
     sizes = [int(masked[begin:end].sum()) for begin, end in spans]
     steps = sum(sizes) if options.steps is None else options.steps
+    if "steps" in options.defaulted:
+        steps = max(steps, len(sizes))
     for (begin, end), masks, share in zip(spans, sizes, divide_steps(steps, sizes), strict=True):
         for i, count in enumerate(spread(masks, share)):
             yield StepPlan(begin, end, count, last=i == share - 1)
+        yield from edit_steps(state, begin, end)
+
+
+def edit_steps(state: SequenceState, begin: int, end: int) -> Iterator[StepPlan]:
+    """The steps that only edit a block without masks, until one of them changes nothing."""
+    for _ in range(state.options.max_post_steps if state.options.editing_threshold is not None else 0):
+        yield StepPlan(begin, end, 0, last=True)
+        if not state.edits:
+            return
 
 
 def _full_schedule(state: SequenceState) -> Iterator[StepPlan]:
@@ -40,11 +56,12 @@ def _full_schedule(state: SequenceState) -> Iterator[StepPlan]:
     if not options.counted:
         while bool(state.masked.any()):
             yield StepPlan(0, length, None, last=False)
-        return
-    steps = masks if options.steps is None else min(options.steps, masks)
-    for i in range(steps):
-        left = int(state.masked.sum())
-        yield StepPlan(0, length, -(-left // (steps - i)), last=i == steps - 1)
+    else:
+        steps = masks if options.steps is None else min(options.steps, masks)
+        for i in range(steps):
+            left = int(state.masked.sum())
+            yield StepPlan(0, length, -(-left // (steps - i)), last=i == steps - 1)
+    yield from edit_steps(state, 0, length)
 
 
 def spread(total: int, parts: int) -> list[int]:

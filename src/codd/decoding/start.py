@@ -34,10 +34,14 @@ def start_sequences(
     seeds = list(options.seed) if isinstance(options.seed, Sequence) else [options.seed] * len(prompts)
     if len(seeds) != len(prompts):
         raise InvalidInput(f"{len(seeds)} seeds for {len(prompts)} prompts: give one, or one for each.")
+    options = options_for(backbone, options)
     fixed = None if circuit is None else circuit.length
     if fixed is not None and options.mode == "block" and options.block_length > fixed:
-        raise InvalidInput(f"block_length is {options.block_length}, but the circuit has only {fixed} positions.")
-    algorithm = published.algorithm_for(options, backbone.family, circuit) if options.published else STANDARD
+        raise InvalidInput(
+            f"block_length is {options.block_length}, but the circuit has only {fixed} positions: give that, or a part."
+        )
+    stop = StopCondition() if stop is None else stop
+    algorithm = published.algorithm_for(options, backbone, circuit, stop) if options.published else STANDARD
     for number, prompt in enumerate(prompts):
         _check_prompt(backbone, options, number, prompt)
     banned = banned_ids(backbone, options, mask_id)
@@ -46,11 +50,36 @@ def start_sequences(
         for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
     ]
     for state in sequences:
-        state.circuit, state.banned = circuit, banned
-        state.stop = stop if stop is not None and options.stops else StopCondition()
+        state.circuit, state.banned, state.block_size = circuit, banned, backbone.block_size
+        state.stop = stop if options.stops else StopCondition()
         state.schedule = algorithm.schedule(state)
         state.plan = next(state.schedule, None)
     return sequences
+
+
+def options_for(backbone: Backbone, options: Options) -> Options:
+    """The options with what the network says where nobody else did: blocks, and the pace of its published loop.
+
+    Raises InvalidInput for blocks that a block-causal network cannot have.
+    """
+    if options.published:
+        options = published.options_for(backbone, options)
+    size = backbone.block_size
+    if size is None:
+        return options
+    if options.mode == "full":
+        raise InvalidInput(
+            f'mode="full" writes anywhere at once, but this network reads block after block of {size} tokens, and no '
+            'block sees a later one: mode="block" is for it.'
+        )
+    if "block_length" in options.defaulted:
+        options = options.changed(block_length=size)
+    if size % options.block_length:
+        raise InvalidInput(
+            f"block_length is {options.block_length}, but this network's blocks have {size} tokens: give {size}, a "
+            "divisor for sub-blocks, or load a checkpoint that was made for others with codd.load(block_size=...)."
+        )
+    return options
 
 
 def new_sequence(

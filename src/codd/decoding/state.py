@@ -25,7 +25,7 @@ class StepPlan:
     end: int
     """Tokens may be committed at positions begin..end-1: a block, or everything."""
     count: int | None
-    """How many to commit; None: as many as the threshold or the entropy budget lets pass."""
+    """How many to commit; None: as many as the threshold or the entropy budget lets pass; 0: only edit."""
     last: bool
     """Whether this is the schedule's last step here, so that no token may be deferred."""
     time: tuple[float, float] = (1.0, 0.0)
@@ -101,12 +101,18 @@ class SequenceState:
     circuit: ProbabilisticCircuit | None = None
     banned: Int[Tensor, " n"] | None = None
     """Tokens that are never written: on the host at first, so that a sequence can be made while a device captures."""
+    block_size: int | None = None
+    """Of a network with block-causal attention: no position sees beyond the end of its block, counted from 0."""
+    unseen: int = 0
+    """Leading positions that the network is not shown."""
     stop: StopCondition = StopCondition()
     schedule: Iterator[StepPlan] = field(default_factory=lambda: iter(()))
     plan: StepPlan | None = None
     """What the next evaluation is for; None: the sequence is finished."""
     evaluations: int = 0
     """Network evaluations so far."""
+    edits: int = 0
+    """Tokens that the latest of them replaced."""
     circuit_warned: bool = False
 
     @property
@@ -119,19 +125,33 @@ class SequenceState:
         """Whether it takes no further steps."""
         return self.plan is None
 
+    @property
+    def settled(self) -> int:
+        """How many positions from the first one on will not change any more."""
+        masks = self.masked.nonzero()
+        first = int(masks[0]) if len(masks) else len(self.ids)
+        if self.plan is None or self.options.editing_threshold is None:
+            return first
+        return min(first, self.plan.begin)
+
     def mask_ratio(self, window: Window) -> float:
         """The share of a window's positions that are masked."""
         begin, end = window
         return int(self.masked[begin:end].sum()) / (end - begin)
 
-    def commit(self, positions: Int[Tensor, " k"], tokens: Int[Tensor, " k"]) -> None:
-        """Write tokens, count the evaluation, and plan the next step; a sequence that has ended is cut and finished."""
-        ids = self.ids.clone()
-        ids[positions] = tokens
-        end = self.stop.end_of(ids.tolist(), self.prompt_length, self.mask_id)
-        self.ids = ids[:end]
+    def commit(self, positions: Int[Tensor, " k"], tokens: Int[Tensor, " k"], edits: int = 0) -> None:
+        """Write tokens, count the evaluation, and plan the next step; a sequence that has ended is cut and finished.
+
+        ``edits``: how many of the tokens replace others.
+        """
+        self.ids = self.ids.clone()
+        self.ids[positions] = tokens
+        self.edits = edits
         self.evaluations += 1
-        self.plan = next(self.schedule, None) if end is None else None
+        self.plan = next(self.schedule, None)
+        end = self.stop.end_of(self.ids[: self.settled].tolist(), self.prompt_length, self.mask_id)
+        if end is not None:
+            self.ids, self.plan = self.ids[:end], None
 
     def draw(self, size: int, device: torch.device) -> Float[Tensor, " n"]:
         """Uniform numbers in [0, 1) from the sequence's own generator."""
@@ -142,6 +162,25 @@ def generator_for(seed: int, prompt: Sequence[int]) -> torch.Generator:
     """A CPU generator (Mersenne twister) fixed by seed and prompt, so that different prompts have different noise."""
     digest = hashlib.sha256(repr((seed, [int(token) for token in prompt])).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+class Writes(NamedTuple):
+    """Tokens that a step wrote: where, which, and the probability of each under what it was taken from; on the host."""
+
+    positions: Int[Tensor, " k"]
+    tokens: Int[Tensor, " k"]
+    scores: Float[Tensor, " k"]
+
+    @classmethod
+    def of(cls, ranking: Ranking) -> "Writes":
+        """Those that a ranking keeps; its scores are probabilities up to rounding."""
+        chosen = ranking.chosen()
+        return cls(chosen.rows, chosen.tokens, chosen.scores.clamp(max=1))
+
+    @classmethod
+    def none(cls) -> "Writes":
+        """Nothing."""
+        return cls(torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.long), torch.zeros(0))
 
 
 class HiddenStates(NamedTuple):
@@ -168,11 +207,20 @@ class StepInputs:
     features: HiddenStates | None = None
     """The network's hidden states, for a circuit that is conditioned on them."""
     circuit: ProbabilisticCircuit | None = None
+    revision: "Revision | None" = None
+    """What the network says of the block's tokens that may be edited; None: nothing may."""
 
     @property
     def options(self) -> Options:
         """The options of the sequence."""
         return self.state.options
+
+
+class Revision(NamedTuple):
+    """Positions that the loop has written, on the host, and the network's logits there, on its device."""
+
+    positions: Int[Tensor, " E"]
+    logits: Float[Tensor, "E V"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,6 +237,8 @@ class StepResult:
     """Whether the circuit acted."""
     again: Callable[[], Float[Tensor, "4 more"]] | None = None
     """The same from all tokens, for a ranking that is void because candidates did not suffice."""
+    edits: Float[Tensor, "4 others"] | None = None
+    """A packed `Ranking` of positions of the sequence whose tokens are replaced."""
 
     def ranking(self) -> Ranking:
         """On the host, with positions of the sequence as rows; waits for the device once."""
@@ -196,6 +246,10 @@ class StepResult:
         if self.again is not None and not bool(ranking.valid):
             ranking = Ranking.unpacked(self.again().cpu())
         return ranking._replace(rows=ranking.rows + self.origin)
+
+    def edited(self) -> Writes:
+        """The tokens that are replaced."""
+        return Writes.none() if self.edits is None else Writes.of(Ranking.unpacked(self.edits.cpu()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,3 +275,7 @@ class Step:
     """The sequence after the step, prompt included."""
     finished: bool
     """Whether this was the sequence's last step."""
+    settled: int
+    """How many positions from the first one on will not change any more."""
+    edits: Writes = field(default_factory=Writes.none)
+    """Tokens written by earlier steps that this one replaced."""

@@ -18,17 +18,28 @@ from codd.decoding.samplers.factorized import sample_factorized
 from codd.decoding.samplers.ranking import Noise, Ranking
 from codd.decoding.samplers.window import WindowInputs, sample_window
 from codd.decoding.schedule import best_window
-from codd.decoding.state import HiddenStates, SequenceState, StepInputs, StepPlan, StepResult, Window
+from codd.decoding.state import (
+    HiddenStates,
+    Revision,
+    SequenceState,
+    StepInputs,
+    StepPlan,
+    StepResult,
+    Window,
+    Writes,
+)
 from codd.errors import CircuitSteppedAside, InvalidInput
 
 
 def state_requests(state: SequenceState, positions: Int[Tensor, " R"]) -> list[StateRequest]:
     """What a step at these positions needs of the network; with guidance also with all that was given hidden."""
     span = _needed_span(state, positions)
-    requests = [StateRequest(state, state.ids, span)]
+    size = state.block_size
+    seen = slice(state.unseen, None if size is None else -(-span[1] // size) * size)
+    views = [state.ids]
     if state.options.cfg_scale > 0:
-        requests.append(StateRequest(state, torch.where(state.given, state.mask_id, state.ids), span))
-    return requests
+        views.append(torch.where(state.given, state.mask_id, state.ids))
+    return [StateRequest(state, ids[seen], span, state.unseen) for ids in views]
 
 
 def _needed_span(state: SequenceState, positions: Int[Tensor, " R"]) -> Window:
@@ -52,13 +63,40 @@ def step_inputs(
     assert state.plan is not None
     logits = masked_logits(backbone, state, positions, states)
     conditioned = state.circuit is not None and state.circuit.feature_width is not None
-    return StepInputs(state, state.plan, positions, logits, states[0] if conditioned else None, state.circuit)
+    features = states[0] if conditioned else None
+    written = _editable(state, state.plan)
+    revision = Revision(written, masked_logits(backbone, state, written, states)) if len(written) else None
+    return StepInputs(state, state.plan, positions, logits, features, state.circuit, revision)
+
+
+def _editable(state: SequenceState, plan: StepPlan) -> Int[Tensor, " E"]:
+    """The positions of a plan's block that the loop has written, ascending; none where nothing is to be edited."""
+    if state.options.editing_threshold is None:
+        return torch.zeros(0, dtype=torch.long)
+    written = ~state.given & ~state.masked
+    return written[plan.begin : plan.end].nonzero()[:, 0] + plan.begin
+
+
+def find_edits(inputs: StepInputs) -> Float[Tensor, "4 more"] | None:
+    """A packed `Ranking` of the written tokens that the network, having seen them, would replace with enough certainty.
+
+    It is asked about each by itself and without the circuit, whose tokens they may be.
+    """
+    threshold = inputs.options.editing_threshold
+    if inputs.revision is None or threshold is None:
+        return None
+    positions, logits = inputs.revision
+    best = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)).max(-1)
+    present = inputs.state.ids[positions].to(logits.device, non_blocking=True)
+    keep = (best.indices != present) & (best.values > threshold)
+    rows, valid = positions.to(logits.device, non_blocking=True), torch.ones((), dtype=torch.bool, device=keep.device)
+    return Ranking(rows, best.indices, best.values, keep, valid).packed()
 
 
 def masked_logits(
     backbone: Backbone, state: SequenceState, positions: Int[Tensor, " R"], states: Sequence[HiddenStates]
 ) -> Float[Tensor, "R V"]:
-    """The logits at some masked positions, after guidance, hooks and bans."""
+    """The logits at some positions as if they were masked, after guidance, hooks and bans."""
     options = state.options
     given = [
         backbone.masked_logits_from_states(
@@ -136,6 +174,9 @@ def masked_positions(state: SequenceState, plan: StepPlan) -> Int[Tensor, " R"]:
 
 def run_step(inputs: StepInputs) -> StepResult:
     """Which tokens to commit, by our own algorithm."""
+    if inputs.plan.count == 0:  # only edits: the ranking is empty
+        nothing = torch.ones(4, 1, dtype=torch.float64)
+        return StepResult(nothing, 0, (inputs.plan.begin, inputs.plan.end), 0.0, False)
     return _block_step(inputs) if inputs.options.mode == "block" else _full_step(inputs)
 
 
@@ -216,9 +257,9 @@ def without_circuit(inputs: StepInputs) -> StepInputs:
     return replace(inputs, circuit=None)
 
 
-def check_scores(state: SequenceState, ranking: Ranking) -> None:
+def check_scores(state: SequenceState, written: Writes) -> None:
     """Raise InvalidInput where the logits were NaN, or nothing but -inf: they have no probabilities."""
-    wrong = ranking.rows[ranking.scores.isnan()].tolist()
+    wrong = written.positions[written.scores.isnan()].tolist()
     if wrong:
         raise InvalidInput(
             f"sequence {state.number}, position {wrong[0]}: the logits are NaN, or every token is excluded by bans and "

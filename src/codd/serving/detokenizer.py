@@ -1,6 +1,7 @@
 """Incremental detokenization: masks are filled in any order, but clients read from left to right.
 
-What is written from the beginning without a gap, the settled prefix, does not change any more, so it can be sent. A
+What is written from the beginning without a gap, the settled prefix, does not change any more, so it can be sent (with
+editing, that is what stands before the block in progress). A
 `Detokenizer` follows the steps of one sequence and returns the text that each of them settles; all of it together is
 what `codd.Model.text` gives of the whole sequence, or less if a stop string comes first.
 """
@@ -41,15 +42,16 @@ class Detokenizer:
         self._given = len(self._decode(ids[begin:first_mask]).rstrip(INCOMPLETE))
         """Characters at the beginning that the client gave: stop strings in them do not count."""
 
-    def add(self, ids: Int[Tensor, " L"], finished: bool) -> str:
+    def add(self, ids: Int[Tensor, " L"], finished: bool, settled: int | None = None) -> str:
         """The text that a step adds, which may be empty.
 
-        ``ids``: the sequence after the step; ``finished``: whether this was its last.
+        ``ids``: the sequence after the step; ``finished``: whether this was its last; ``settled``: how many of the ids
+        cannot change any more (None: those before the first mask).
         """
         if self.finished:
             return ""
         own = ids[: self._generation.end_text].tolist()
-        end = len(own) if finished else self._first_mask(own)
+        end = len(own) if finished else self._first_mask(own[:settled])
         if end == self._settled and not finished:
             return ""
         self._settled = end

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from codd.decoding import Model, Options
 from codd.decoding.prompts import Prompt
+from codd.decoding.start import options_for
 from codd.decoding.state import SequenceState
 from codd.errors import CoddError, InvalidInput
 from codd.serving.errors import APIError, bad_request
@@ -250,12 +251,17 @@ def _length(given: int, masks: int, fields: _Fields, limits: Limits, model: Mode
 def _options(model: Model, ids: list[int], length: int, fields: _Fields, limits: Limits) -> Options:
     """The options of a sequence, checked against the model as the loop itself would."""
     _check_ids(ids, fields.prompt, model)
-    options = fields.body.options(limits.defaults, gen_length=length)
-    mask = _mask(model)
-    masks = [place - len(ids) for place, token in enumerate([*ids, *[mask] * length]) if token == mask]
-    if options.steps is not None and "steps" not in fields.body.given():
+    try:
+        options = options_for(model.backbone, fields.body.options(limits.defaults, gen_length=length))
+    except InvalidInput as error:
+        raise bad_request(error) from None
+    mask, block_causal = _mask(model), model.backbone.block_size is not None
+    begin = 0 if block_causal else len(ids)
+    masks = [place - begin for place, token in enumerate([*ids, *[mask] * length]) if token == mask]
+    by_block = options.published and block_causal  # its steps are those of a block, and end with the block's masks
+    if options.steps is not None and "steps" not in fields.body.given() and not by_block:
         options = options.changed(steps=_default_steps(options, options.steps, limits.defaults.gen_length, masks))
-    if options.published and (options.steps or 0) > len(masks):
+    if options.published and not by_block and (options.steps or 0) > len(masks):
         # The published loops evaluate the network even if nothing is left to do: nobody should be able to ask for that.
         raise APIError(400, f"steps is {options.steps}, but there are only {len(masks)} masks to fill.", "steps")
     _check_bans(options, model)
@@ -272,7 +278,7 @@ def _options(model: Model, ids: list[int], length: int, fields: _Fields, limits:
 def _default_steps(options: Options, steps: int, length: int, masks: Sequence[int]) -> int:
     """The default number of steps; where a long text has more blocks than that, the default number of tokens a step.
 
-    ``steps`` and ``length`` are the server's; ``masks``: positions of the masks, counted from the end of the prompt.
+    ``steps`` and ``length`` are the server's; ``masks``: positions of the masks, counted as blocks are.
     """
     blocks = 1 if options.mode == "full" else len({place // options.block_length for place in masks})
     return steps if steps >= blocks else max(blocks, math.ceil(len(masks) * steps / max(1, length)))

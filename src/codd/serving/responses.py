@@ -188,14 +188,15 @@ def start_event(
 
 
 def step_event(step: Step, pieces: Callable[[Sequence[int]], list[str | None]]) -> Json:
-    """The event of one denoising step."""
-    tokens = step.tokens.tolist()
+    """The event of one denoising step; the last ``edited`` of its tokens replace others."""
+    tokens = [*step.tokens.tolist(), *step.edits.tokens.tolist()]
     return {
         "number": step.number,
-        "positions": step.positions.tolist(),
+        "positions": [*step.positions.tolist(), *step.edits.positions.tolist()],
         "tokens": tokens,
         "pieces": pieces(tokens),
-        "scores": step.scores.tolist(),
+        "scores": [*step.scores.tolist(), *step.edits.scores.tolist()],
+        "edited": len(step.edits.tokens),
         "circuit": step.circuit,
         "window": list(step.window),
         "mask_ratio": step.mask_ratio,

@@ -43,7 +43,7 @@ class GeneratedSequence:
         """Count a step; returns the text that it adds."""
         self.steps += 1
         self.circuit_steps += step.circuit
-        return self.detokenizer.add(step.ids, step.finished)
+        return self.detokenizer.add(step.ids, step.finished, step.settled)
 
     @property
     def usage(self) -> Usage:

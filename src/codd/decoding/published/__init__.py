@@ -4,24 +4,48 @@ What differs from our own steps, all of it on purpose: confidences in the networ
 top-p, top-k and the temperature inside the confidences (Dream); scores of the circuit rounded to the network's type
 and tempered a second time; windows centred on a target; targets outside the window forced; the mask may be written;
 no end at the end-of-text. The one thing that it leaves open, which of equal confidences comes first, is settled as
-everywhere: the leftmost. Its random numbers are not reproduced.
+everywhere: the leftmost. Its random numbers are not reproduced. Block-causal families have loops of their own
+(`codd.decoding.published.block_causal`).
 """
 
 from functools import partial
 
+from codd.backbones.backbone import Backbone
 from codd.circuits.protocol import ProbabilisticCircuit
 from codd.decoding.options import Options
-from codd.decoding.published.check import check_options
+from codd.decoding.published import block_causal
+from codd.decoding.published.check import check_block_causal, check_options
 from codd.decoding.published.schedule import masked_positions, plan_steps
 from codd.decoding.published.steps import block_step, full_step
-from codd.decoding.state import Algorithm
+from codd.decoding.state import Algorithm, StopCondition
+from codd.errors import InvalidInput
+
+BLOCK_CAUSAL = ("sdar", "fast_dllm", "llada2")
 
 
-def algorithm_for(options: Options, family: str, circuit: ProbabilisticCircuit | None) -> Algorithm:
-    """The published loop for a family: Dream has its own sampling, all others follow LLaDA's.
+def options_for(backbone: Backbone, options: Options) -> Options:
+    """With the defaults of a block-causal family's own loop. Raises InvalidInput for one that has none."""
+    family, size = backbone.family, backbone.block_size
+    if size is None:
+        return options
+    if family not in BLOCK_CAUSAL:
+        raise InvalidInput(f"{family} has no published loop with block-causal attention: leave the preset out.")
+    return block_causal.with_defaults(options, family, size)
 
-    Raises InvalidInput for options that it does not know.
+
+def algorithm_for(
+    options: Options, backbone: Backbone, circuit: ProbabilisticCircuit | None, stop: StopCondition
+) -> Algorithm:
+    """The published loop for a family: Dream and block-causal ones have their own, all others follow LLaDA's.
+
+    Only block-causal ones heed ``stop``, unless the options say no. Raises InvalidInput for options that the loop does
+    not know.
     """
+    family = backbone.family
+    if backbone.block_size is not None:
+        check_block_causal(options, family, backbone.block_size, circuit)
+        heeded = StopCondition() if options.stop is False else stop
+        return block_causal.algorithm(family, backbone.block_size, heeded)
     check_options(options, family, circuit)
     step = full_step if options.mode == "full" else partial(block_step, dream=family == "dream")
     return Algorithm(plan_steps, masked_positions, step)

@@ -1,4 +1,6 @@
-"""What the published implementation cannot be told."""
+"""What the published implementations cannot be told."""
+
+from collections.abc import Mapping
 
 from codd.circuits.protocol import ProbabilisticCircuit
 from codd.decoding.options import PUBLISHED_ORDERS, Options
@@ -10,10 +12,15 @@ COLDEST = 1e-3
 
 
 def check_options(options: Options, family: str, circuit: ProbabilisticCircuit | None) -> None:
-    """Raise InvalidInput for what the published loop of a family cannot do.
+    """Raise InvalidInput for what the published loop of a bidirectional family cannot do.
 
     LLaDA's loop divides gen_length and steps into blocks without remainder, and knows fewer orders than Dream's.
     """
+    _refuse(
+        threshold=options.threshold,
+        editing_threshold=options.editing_threshold,
+        remasking=options.remasking if options.remasking == "left_to_right" else None,
+    )
     if options.mode == "full":
         return
     dream = family == "dream"
@@ -33,16 +40,34 @@ def check_options(options: Options, family: str, circuit: ProbabilisticCircuit |
         )
 
 
+def check_block_causal(options: Options, family: str, size: int, circuit: ProbabilisticCircuit | None) -> None:
+    """Raise InvalidInput for what the published loop of a block-causal family cannot do, or is not known to do here."""
+    orders: Mapping[str, tuple[str, ...]] = {"sdar": ("low_confidence", "left_to_right")}
+    by_threshold = family == "fast_dllm" or options.editing_threshold is not None
+    _refuse(
+        temperature=options.temperature or None,
+        cfg_scale=options.cfg_scale or None,
+        remasking=None if options.remasking in orders.get(family, ("low_confidence",)) else options.remasking,
+        editing_threshold=options.editing_threshold if family != "llada2" else None,
+        steps=options.steps if by_threshold else None,
+        threshold=options.threshold if options.remasking == "left_to_right" else None,
+    )
+    if circuit is not None and options.sampler != "factorized":
+        raise InvalidInput(
+            f'the published loop of {family} knows no circuit: give sampler="factorized", or leave the preset out.'
+        )
+    if family == "fast_dllm" and options.gen_length < size:
+        raise InvalidInput(
+            f"the published loop of fast_dllm writes whole blocks of {size}, found gen_length {options.gen_length}."
+        )
+    if family != "fast_dllm" and options.block_length != size:
+        raise InvalidInput(
+            f"the published loop of {family} has no sub-blocks: give block_length {size}, not {options.block_length}."
+        )
+
+
 def check_known(options: Options) -> None:
     """Raise InvalidInput for options that no published loop has."""
-    foreign = {
-        "threshold": options.threshold,
-        "entropy_budget": options.entropy_budget,
-        "sampler": options.sampler if options.sampler == "any_order" else None,
-        "tempering": options.tempering if options.tempering == "paper" else None,
-        "outside": options.outside if options.outside == "defer" else None,
-        "remasking": options.remasking if options.remasking in ("left_to_right", "sharpened") else None,
-    }
     if 0 < options.temperature < COLDEST:
         raise InvalidInput(
             "the published implementation divides by the temperature in the network's own precision, found "
@@ -50,8 +75,19 @@ def check_known(options: Options) -> None:
         )
     if options.steps is not None and options.steps > MOST_STEPS:
         raise InvalidInput(f"steps must be at most {MOST_STEPS} for the published implementation, which takes all.")
+    _refuse(
+        entropy_budget=options.entropy_budget,
+        sampler=options.sampler if options.sampler == "any_order" else None,
+        tempering=options.tempering if options.tempering == "paper" else None,
+        outside=options.outside if options.outside == "defer" else None,
+        remasking=options.remasking if options.remasking == "sharpened" else None,
+    )
+
+
+def _refuse(**foreign: object) -> None:
+    """Raise InvalidInput for the first option that has a value."""
     for name, value in foreign.items():
         if value is not None:
             raise InvalidInput(
-                f"the published implementation knows no {name}={value!r}: leave it out, or leave the preset out."
+                f"the published implementation knows no {name}={value!r} here: leave it out, or leave the preset out."
             )

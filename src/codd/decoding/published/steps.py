@@ -29,7 +29,7 @@ def block_step(inputs: StepInputs, *, dream: bool) -> StepResult:
         assert circuit is not None
         logits, possible = coupled_logits(circuit, inputs, window)
     proposals = (_propose_dream if dream else _propose_llada)(logits, options, state)
-    return _result(inputs, proposals, inputs.plan.count, window, mask_ratio, acts, possible)
+    return step_result(inputs, proposals, inputs.plan.count, window, mask_ratio, acts, possible)
 
 
 def full_step(inputs: StepInputs) -> StepResult:
@@ -43,7 +43,7 @@ def full_step(inputs: StepInputs) -> StepResult:
         now, then = plan.time
         count = len(inputs.positions) if plan.last else int((proposals.confidence > then / now).sum())
     whole = (0, len(state.ids))
-    return _result(inputs, proposals, count, whole, state.mask_ratio(whole), False, _true(inputs.logits))
+    return step_result(inputs, proposals, count, whole, state.mask_ratio(whole), False)
 
 
 def _windowed_step(inputs: StepInputs, circuit: ProbabilisticCircuit) -> StepResult:
@@ -69,7 +69,7 @@ def _windowed_step(inputs: StepInputs, circuit: ProbabilisticCircuit) -> StepRes
         confidence = confidence.masked_fill(outside.to(confidence.device), _NEVER)
     confidence = confidence.masked_fill((outside & due[positions]).to(confidence.device), _ALWAYS)
     proposals = proposals._replace(confidence=confidence)
-    return _result(inputs, proposals, inputs.plan.count, window, mask_ratio, acts, possible)
+    return step_result(inputs, proposals, inputs.plan.count, window, mask_ratio, acts, possible)
 
 
 def coupled_logits(
@@ -87,7 +87,7 @@ def coupled_logits(
     return logits.index_copy(0, inside, scores.to(logits.dtype)), step.log_partition[0] > -torch.inf
 
 
-class _Proposals(NamedTuple):
+class Proposals(NamedTuple):
     """A token for each position (R,), how early it may be committed, and its probability."""
 
     tokens: Int[Tensor, " R"]
@@ -95,7 +95,7 @@ class _Proposals(NamedTuple):
     probability: Float[Tensor, " R"]
 
 
-def _propose_llada(logits: Float[Tensor, "R V"], options: Options, state: SequenceState) -> _Proposals:
+def _propose_llada(logits: Float[Tensor, "R V"], options: Options, state: SequenceState) -> Proposals:
     """Tokens from noisy scores; confidences by the remasking rule."""
     scores = logits
     if options.temperature > 0:
@@ -110,15 +110,15 @@ def _propose_llada(logits: Float[Tensor, "R V"], options: Options, state: Sequen
     tokens = scores.argmax(-1)
     probability = logits.double().softmax(-1).gather(-1, tokens[:, None])[:, 0]
     if options.remasking == "low_confidence":
-        return _Proposals(tokens, probability, probability)
+        return Proposals(tokens, probability, probability)
     if options.remasking == "random":
-        return _Proposals(tokens, state.draw(len(logits), logits.device), probability)
+        return Proposals(tokens, state.draw(len(logits), logits.device), probability)
     if options.temperature > 0:
         scores = scores.exp().clamp_max(torch.finfo(scores.dtype).max)
-    return _Proposals(tokens, _spread(scores.softmax(-1), options.remasking), probability)
+    return Proposals(tokens, _spread(scores.softmax(-1), options.remasking), probability)
 
 
-def _propose_dream(logits: Float[Tensor, "R V"], options: Options, state: SequenceState) -> _Proposals:
+def _propose_dream(logits: Float[Tensor, "R V"], options: Options, state: SequenceState) -> Proposals:
     """Tokens and confidences from tempered and filtered logits."""
     scores = logits / options.temperature if options.temperature > 0 else logits
     p = keep_top_k(keep_top_p(scores, options.top_p), options.top_k).softmax(-1)
@@ -126,12 +126,12 @@ def _propose_dream(logits: Float[Tensor, "R V"], options: Options, state: Sequen
     tokens = choose_tokens(p.float().log(), uniforms, 1.0 if options.temperature > 0 else 0.0, None, None)
     probability = p.gather(-1, tokens[:, None])[:, 0]
     if options.remasking in ("random", "origin"):
-        return _Proposals(tokens, state.draw(len(logits), logits.device), probability)
+        return Proposals(tokens, state.draw(len(logits), logits.device), probability)
     if options.remasking == "topprob":
-        return _Proposals(tokens, logits.softmax(-1).amax(-1), probability)
+        return Proposals(tokens, logits.softmax(-1).amax(-1), probability)
     if options.remasking == "low_confidence":
-        return _Proposals(tokens, probability, probability)
-    return _Proposals(tokens, _spread(p, options.remasking), probability)
+        return Proposals(tokens, probability, probability)
+    return Proposals(tokens, _spread(p, options.remasking), probability)
 
 
 def _spread(p: Float[Tensor, "R V"], rule: str) -> Float[Tensor, " R"]:
@@ -155,17 +155,19 @@ def _true(logits: Float[Tensor, "R V"]) -> Bool[Tensor, ""]:
     return torch.ones((), dtype=torch.bool, device=logits.device)
 
 
-def _result(
+def step_result(
     inputs: StepInputs,
-    proposals: _Proposals,
+    proposals: Proposals,
     count: int | None,
     window: Window,
     mask_ratio: float,
     circuit: bool,
-    possible: Bool[Tensor, ""],
+    possible: Bool[Tensor, ""] | None = None,
 ) -> StepResult:
+    """The first ``count`` proposals by their confidence; ``possible``: whether the circuit allows what is written."""
     first = by_priority(proposals.confidence)
     keep = torch.arange(len(first), device=first.device) < (count or 0)
     positions, scores = inputs.positions.to(first.device)[first], proposals.probability[first].float()
-    ranking = Ranking(positions, proposals.tokens[first], scores, keep, possible)
+    valid = _true(inputs.logits) if possible is None else possible
+    ranking = Ranking(positions, proposals.tokens[first], scores, keep, valid)
     return StepResult(ranking.packed(), 0, window, mask_ratio, circuit)

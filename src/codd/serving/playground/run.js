@@ -20,14 +20,25 @@ export class Run {
     this.steps = [];
     /** @type {Done|null} */
     this.done = null;
-    /** Which step wrote a position; those that are not in it were given, or are still masked. */
+    /** Which steps wrote a position, the later ones by editing it; those that are not in it were given, or are still masked. */
     this.writers = new Map();
   }
 
   /** @param {Step} step */
   add(step) {
-    step.positions.forEach((position, i) => this.writers.set(position, { step: this.steps.length, i }));
+    step.positions.forEach((position, i) => {
+      this.writers.set(position, [...(this.writers.get(position) ?? []), { step: this.steps.length, i }]);
+    });
     this.steps.push(step);
+  }
+
+  /**
+   * What wrote the token that state k shows at a position; undefined where nothing has.
+   * @param {number} k
+   * @param {number} position
+   */
+  writerAt(k, position) {
+    return this.writers.get(position)?.findLast((/** @type {{step: number}} */ writer) => writer.step < k);
   }
 
   /** How many states there are to see beyond the first. */
@@ -69,8 +80,8 @@ export class Run {
     return Array.from({ length: this.lengthAt(k) }, (_, position) => {
       const given = this.start.pieces[position];
       if (given !== null) return cell("given", given);
-      const writer = this.writers.get(position);
-      if (writer === undefined || writer.step >= k) {
+      const writer = this.writerAt(k, position);
+      if (writer === undefined) {
         const active = window !== null && window[0] <= position && position < window[1];
         return { ...cell("masked", null), active };
       }
@@ -84,21 +95,20 @@ export class Run {
    * @param {number} position
    */
   pieceAt(position) {
-    const writer = this.writers.get(position);
+    const writer = this.writerAt(this.last, position);
     return writer ? this.steps[writer.step].pieces[writer.i] : this.start.pieces[position];
   }
 
   /**
-   * What to ask the server about a position that state k shows: the sequence just before it was written, or as it is
-   * now if it still is masked. Null where there is nothing to ask.
+   * What to ask the server about a position that state k shows: the sequence just before it was first written, or as it
+   * is now if it still is masked. Null where there is nothing to ask.
    * @param {number} k
    * @param {number} position
    */
   question(k, position) {
     if (this.start.pieces[position] !== null) return null;
-    const writer = this.writers.get(position);
-    const written = writer !== undefined && writer.step < k;
-    const at = written ? writer.step : this.clamp(k);
+    const written = this.writerAt(k, position) !== undefined;
+    const at = written ? this.writers.get(position)[0].step : this.clamp(k);
     const window = this.windowOf(at, position);
     return window && { state: at, written, window, ids: this.idsAt(at) };
   }

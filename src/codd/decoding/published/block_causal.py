@@ -1,0 +1,139 @@
+"""The published loops of block-causal families: SDAR, Fast-dLLM v2, LLaDA2.0 and 2.1, at temperature 0.
+
+They differ in where they end and how far they reach; within a block all commit by one rule. Passes that only store a
+finished block's keys and values commit nothing, and are no steps here. Kept on purpose: all write whole blocks, so that
+SDAR's and Fast-dLLM's answers are longer than asked; SDAR returns what it has not reached as masks; Fast-dLLM v2
+forgets a prompt of exactly one block, and leaves the next block's first token after the last one.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch.nn.functional import pad
+
+from codd.decoding.options import Options
+from codd.decoding.published.steps import Proposals, step_result
+from codd.decoding.schedule import edit_steps, spread
+from codd.decoding.state import Algorithm, SequenceState, StepInputs, StepPlan, StepResult, StopCondition
+from codd.decoding.step import masked_positions
+
+LLADA2_STEPS, LLADA2_THRESHOLD = 32, 0.95
+FAST_DLLM_THRESHOLD, FAST_DLLM_BLOCK = 0.9, 8
+"""Those of its scripts; `generate` itself has 1, which is one token a pass."""
+
+
+def with_defaults(options: Options, family: str, size: int) -> Options:
+    """What a family's own loop does where nobody says; ``size`` is that of its blocks."""
+    steps = None if "steps" in options.defaulted else options.steps
+    threshold = options.threshold
+    if "block_length" in options.defaulted:
+        whole = family != "fast_dllm" or size % FAST_DLLM_BLOCK != 0
+        options = options.changed(block_length=size if whole else FAST_DLLM_BLOCK)
+    if family == "sdar":
+        steps = size if steps is None else steps
+    elif threshold is None:
+        threshold = FAST_DLLM_THRESHOLD if family == "fast_dllm" else LLADA2_THRESHOLD
+    if family == "llada2" and steps is None and options.editing_threshold is None:
+        steps = LLADA2_STEPS
+    return options.changed(steps=steps, threshold=threshold)
+
+
+def algorithm(family: str, size: int, stop: StopCondition) -> Algorithm:
+    """The loop of a family with blocks of ``size``; ``stop`` is for the loop to heed, each does so in its own way."""
+    schedule = {"sdar": _sdar, "fast_dllm": _fast_dllm, "llada2": _llada2}[family]
+    return Algorithm(partial(schedule, size=size, stop=stop), masked_positions, _step)
+
+
+def _step(inputs: StepInputs) -> StepResult:
+    """All that are surer than the threshold, but at least ``plan.count``: then the surest, or the leftmost."""
+    options, window = inputs.options, (inputs.plan.begin, inputs.plan.end)
+    best = inputs.logits.softmax(-1).max(-1)
+    first = -torch.arange(len(best.values), device=best.values.device).float()
+    order = first if options.remasking == "left_to_right" else best.values
+    proposals = Proposals(best.indices, order, best.values)
+    sure = 0 if options.threshold is None else int((best.values > options.threshold).sum())
+    count = max(sure, inputs.plan.count or 0)
+    return step_result(inputs, proposals, count, window, inputs.state.mask_ratio(window), False)
+
+
+def _sdar(state: SequenceState, size: int, stop: StopCondition) -> Iterator[StepPlan]:
+    """Looks for the end after whole blocks only, and then returns all that there is."""
+    for begin, end in _whole_blocks(state, size):
+        yield from _counted(state, begin, end)
+        if _end(state, stop) is not None:
+            return
+
+
+def _llada2(state: SequenceState, size: int, stop: StopCondition) -> Iterator[StepPlan]:
+    """Ends as soon as it can (its ``eos_early_stop``, which spares evaluations and changes no text), and is cut there.
+
+    With an editing threshold it is 2.1: one token at least in each step, edits, and the end after whole blocks only.
+    """
+    asked = state.prompt_length + state.options.gen_length
+    editing = state.options.editing_threshold is not None
+    for begin, end in _whole_blocks(state, size):
+        for plan in _one_at_least(state, begin, end) if editing else _counted(state, begin, end):
+            yield plan
+            if not editing and _end(state, stop) is not None:
+                break
+        yield from edit_steps(state, begin, end)
+        if _end(state, stop) is not None:
+            break
+    state.ids = state.ids[: min(asked, _end(state, stop) or asked)]
+
+
+def _fast_dllm(state: SequenceState, size: int, stop: StopCondition) -> Iterator[StepPlan]:
+    """The token after a finished block comes with the pass that stores the block; ends as soon as it can."""
+    first, blocks = state.prompt_length // size * size, state.options.gen_length // size
+    _resize(state, first + blocks * size + 1)
+    if state.prompt_length == size:  # nothing stores the prompt: its blocks begin anew
+        state.unseen = size
+    for plan in _fast_dllm_plans(state, range(first, first + blocks * size, size)):
+        yield plan
+        if (end := _end(state, stop)) is not None:
+            state.ids = state.ids[:end]
+            return
+
+
+def _fast_dllm_plans(state: SequenceState, starts: range) -> Iterator[StepPlan]:
+    size, part = starts.step, state.options.block_length
+    if state.prompt_length > size and state.prompt_length == starts.start:
+        yield StepPlan(starts.start, starts.start + 1, 1, last=False)
+    for start in starts:
+        for begin in range(start, start + size, part):
+            yield from _one_at_least(state, begin, begin + part)
+        yield StepPlan(start + size, start + size + 1, 1, last=False)
+
+
+def _counted(state: SequenceState, begin: int, end: int) -> Iterator[StepPlan]:
+    """A block's size divided by its steps, however many masks it has, until none is left."""
+    assert state.options.steps is not None
+    for count in spread(end - begin, state.options.steps):
+        if not bool(state.masked[begin:end].any()):
+            return
+        yield StepPlan(begin, end, count, last=False)
+
+
+def _one_at_least(state: SequenceState, begin: int, end: int) -> Iterator[StepPlan]:
+    """Until no mask is left. Each step writes one at least, if it is not the mask itself: there the originals hang."""
+    for _ in range(int(state.masked[begin:end].sum())):
+        if bool(state.masked[begin:end].any()):
+            yield StepPlan(begin, end, 1, last=False)
+
+
+def _whole_blocks(state: SequenceState, size: int) -> list[tuple[int, int]]:
+    """Fill up the last block with masks; the blocks from the one that has the prompt's end."""
+    total = -(-len(state.ids) // size) * size
+    _resize(state, total)
+    return [(begin, begin + size) for begin in range(state.prompt_length // size * size, total, size)]
+
+
+def _resize(state: SequenceState, length: int) -> None:
+    more = length - len(state.ids)
+    state.ids = pad(state.ids, (0, more), value=state.mask_id)
+    state.given = pad(state.given, (0, more), value=False)
+
+
+def _end(state: SequenceState, stop: StopCondition) -> int | None:
+    return stop.end_of(state.ids.tolist(), state.prompt_length, state.mask_id)
