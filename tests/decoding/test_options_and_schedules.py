@@ -498,6 +498,7 @@ class TestOptions:
             {"editing_threshold": -0.1},
             {"editing_threshold": 1.1},
             {"max_post_steps": -1},
+            {"max_post_steps": 10**4},
             {"max_post_steps": None},
             {"threshold": 0.5, "entropy_budget": 0.5, **REFERENCE},
             {"entropy_budget": 0.5, **REFERENCE},

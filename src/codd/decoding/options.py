@@ -25,6 +25,8 @@ PUBLISHED_ORDERS = ("topprob", "origin")
 """Orders that only the published implementation has."""
 LARGEST = 2**31 - 1
 """No count of tokens or steps is larger: beyond it kernels would overflow instead of complaining."""
+MOST_EDIT_STEPS = 1000
+"""Edits may go round in circles: nobody should be able to ask a server for that without end."""
 MOST_BITS = 1024
 """Of a seed or an id: Python refuses to write very long numbers."""
 HOTTEST = 1000.0
@@ -87,8 +89,10 @@ class OptionInfo:
         return bool(low and high and number != math.inf)
 
 
-def _count(help: str, *, low: int = 1, metavar: str = "N", optional: bool = False) -> dict[str, OptionInfo]:
-    return {"info": OptionInfo("count", help, low, LARGEST, metavar=metavar, optional=optional)}
+def _count(
+    help: str, *, low: int = 1, high: int = LARGEST, metavar: str = "N", optional: bool = False
+) -> dict[str, OptionInfo]:
+    return {"info": OptionInfo("count", help, low, high, metavar=metavar, optional=optional)}
 
 
 def _number(help: str, metavar: str, **limits: Any) -> dict[str, OptionInfo]:
@@ -257,7 +261,10 @@ class Options:
         ),
     )
     max_post_steps: int = field(
-        default=16, metadata=_count("evaluations at most that only edit, for each block without masks", low=0)
+        default=16,
+        metadata=_count(
+            "evaluations at most that only edit, for each block without masks", low=0, high=MOST_EDIT_STEPS
+        ),
     )
     ban: Collection[int] = field(
         default=(), metadata={"info": OptionInfo("ids", "token ids that are never written", metavar="ID,ID")}
