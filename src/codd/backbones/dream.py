@@ -5,7 +5,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from codd.backbones import chat, layouts
-from codd.backbones.backbone import Backbone, ModelSpec, SpecialTokenIds, leading_padding
+from codd.backbones.backbone import Backbone, ModelSpec, leading_padding
 from codd.backbones.config import Config
 
 NAME = "dream"
@@ -13,6 +13,8 @@ NAME = "dream"
 
 class Dream(Backbone):
     """The logits of a position are read one position before it."""
+
+    shift = 1
 
     def align(self, states: Float[Tensor, "B L d"], valid: Bool[Tensor, "B L"] | None) -> Float[Tensor, "B L d"]:
         """Move every state one position on. A sequence's first token has none before it and keeps its own."""
@@ -33,13 +35,6 @@ def read_spec(config: Config) -> ModelSpec:
     config.only("use_mrope", [False])
     transformer = layouts.read_transformer(config, head_width=None, qkv_bias=True)
     config.only("head_dim", [transformer.head_dim])
-    return ModelSpec(
-        family=NAME,
-        transformer=transformer,
-        keys=layouts.keys(transformer),
-        special=SpecialTokenIds.from_config(config),
-        chat_template=chat.CHATML,
-        max_length=config.count("max_position_embeddings", 2048),
-        ignored=layouts.unused(transformer),
-        backbone=Dream,
+    return layouts.model_spec(
+        config, NAME, transformer, mask=None, length=2048, chat_template=chat.CHATML, backbone=Dream
     )

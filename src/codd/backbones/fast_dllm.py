@@ -5,7 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from codd.backbones import chat, layouts
-from codd.backbones.backbone import ModelSpec, NetworkInputs, SpecialTokenIds
+from codd.backbones.backbone import ModelSpec, NetworkInputs
 from codd.backbones.config import Config
 from codd.backbones.dream import Dream
 
@@ -42,13 +42,6 @@ def read_spec(config: Config) -> ModelSpec:
     config.only("layer_types", [["full_attention"] * len(kinds)])
     block_size = config.count("bd_size", BLOCK_SIZE)
     transformer = layouts.read_transformer(config, qkv_bias=True, block_size=block_size)
-    return ModelSpec(
-        family=NAME,
-        transformer=transformer,
-        keys=layouts.keys(transformer),
-        special=SpecialTokenIds.from_config(config, mask=MASK_ID),
-        chat_template=chat.CHATML,
-        max_length=config.count("max_position_embeddings", 32768),
-        ignored=layouts.unused(transformer),
-        backbone=FastDLLM,
+    return layouts.model_spec(
+        config, NAME, transformer, mask=MASK_ID, length=32768, chat_template=chat.CHATML, backbone=FastDLLM
     )

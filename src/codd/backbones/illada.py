@@ -1,7 +1,7 @@
 """iLLaDA: a bidirectional Llama network with its head tied to the embedding."""
 
 from codd.backbones import layouts
-from codd.backbones.backbone import ModelSpec, SpecialTokenIds
+from codd.backbones.backbone import ModelSpec
 from codd.backbones.config import Config
 
 NAME = "illada"
@@ -21,11 +21,4 @@ def read_spec(config: Config) -> ModelSpec:
     config.absent("layer_norm_eps")  # it would mean LayerNorm with biases
     tied = config.flag("tie_word_embeddings", True)
     transformer = layouts.read_transformer(config, norm_eps=config.number("rms_norm_eps", 1e-5), tied=tied)
-    return ModelSpec(
-        family=NAME,
-        transformer=transformer,
-        keys=layouts.keys(transformer),
-        special=SpecialTokenIds.from_config(config, mask=MASK_ID),
-        max_length=config.count("max_position_embeddings", 8192),
-        ignored=layouts.unused(transformer),
-    )
+    return layouts.model_spec(config, NAME, transformer, mask=MASK_ID, length=8192)

@@ -1,8 +1,8 @@
 """The names and fields of checkpoints in the layout that Llama and Qwen have on the hub, which many families share."""
 
-from collections.abc import Callable
 from typing import Any
 
+from codd.backbones.backbone import ModelSpec, SpecialTokenIds
 from codd.backbones.config import Config
 from codd.backbones.transformer import TransformerConfig
 from codd.backbones.weights import Key
@@ -79,12 +79,17 @@ def read_transformer(config: Config, **own: Any) -> TransformerConfig:
     )
 
 
-def keys(transformer: TransformerConfig, *more: Key) -> tuple[Key, ...]:
-    """The key table of a network in this layout; ``more``: keys of a family's own."""
+def model_spec(
+    config: Config, family: str, transformer: TransformerConfig, *more: Key, mask: int | None, length: int, **own: Any
+) -> ModelSpec:
+    """A model in this layout; ``more``: keys of its own; ``mask`` and ``length``: the published ones of its family."""
     biases, norms = QKV_BIASES if transformer.qkv_bias else (), QK_NORMS if transformer.qk_norm else ()
-    return (*LAYERS, *MLPS, *biases, *norms, *more, *(() if transformer.tied else (HEAD,)))
-
-
-def unused(transformer: TransformerConfig) -> Callable[[str], bool]:
-    """Whether a tensor of the file carries nothing: the head of a network that is tied to its embedding."""
-    return lambda name: transformer.tied and name == HEAD.source
+    head = () if transformer.tied else (HEAD,)
+    return ModelSpec(
+        family=family,
+        transformer=transformer,
+        special=SpecialTokenIds.from_config(config, mask=mask),
+        max_length=config.count("max_position_embeddings", length),
+        ignored=lambda name: transformer.tied and name == HEAD.source,
+        **{"keys": (*LAYERS, *MLPS, *biases, *norms, *more, *head), **own},
+    )

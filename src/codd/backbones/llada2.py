@@ -3,14 +3,14 @@
 from dataclasses import replace
 
 from codd.backbones import layouts
-from codd.backbones.backbone import ModelSpec, SpecialTokenIds
+from codd.backbones.backbone import ModelSpec
 from codd.backbones.config import Config
 from codd.backbones.experts import ExpertsConfig
 from codd.backbones.weights import Key
 
 NAME = "llada2"
-MASK_ID, EOS_ID = 156895, 156892
-"""Of the published checkpoints: their config.json does not state the mask."""
+MASK_ID = 156895
+"""Of the published checkpoints: their config.json does not state it."""
 BLOCK_SIZE = 32
 
 _ATTENTION, _OURS = "model.layers.{i}.attention.", "blocks.{i}.attention."
@@ -64,14 +64,8 @@ def read_spec(config: Config) -> ModelSpec:
     more = layouts.expert_keys(
         shared="mlp.shared_experts" if shared else None, bias="mlp.gate.expert_bias" if biased else None
     )
-    special = SpecialTokenIds.from_config(config, mask=MASK_ID)
-    if special.eos is None:  # the files have it as the padding
-        special = replace(special, eos=special.pad)
-    return ModelSpec(
-        family=NAME,
-        transformer=transformer,
-        keys=(*KEYS, *more, *(() if transformer.tied else (layouts.HEAD,))),
-        special=special,
-        max_length=config.count("max_position_embeddings", 16384),
-        ignored=layouts.unused(transformer),
-    )
+    head = () if transformer.tied else (layouts.HEAD,)
+    spec = layouts.model_spec(config, NAME, transformer, mask=MASK_ID, length=16384, keys=(*KEYS, *more, *head))
+    if spec.special.eos is None:  # the files have it as the padding
+        spec = replace(spec, special=replace(spec.special, eos=spec.special.pad))
+    return spec

@@ -1,7 +1,7 @@
 """LLaDA-MoE: a bidirectional network of experts whose router weighs them by biased probabilities."""
 
 from codd.backbones import layouts
-from codd.backbones.backbone import ModelSpec, SpecialTokenIds
+from codd.backbones.backbone import ModelSpec
 from codd.backbones.config import Config
 from codd.backbones.experts import ExpertsConfig
 
@@ -41,11 +41,4 @@ def read_spec(config: Config) -> ModelSpec:
         experts=experts,
     )
     more = layouts.expert_keys(shared="shared_expert" if shared else None, bias="mlp.expert_bias" if biased else None)
-    return ModelSpec(
-        family=NAME,
-        transformer=transformer,
-        keys=layouts.keys(transformer, *more),
-        special=SpecialTokenIds.from_config(config, mask=MASK_ID),
-        max_length=config.count("max_position_embeddings", 8192),
-        ignored=layouts.unused(transformer),
-    )
+    return layouts.model_spec(config, NAME, transformer, *more, mask=MASK_ID, length=8192)

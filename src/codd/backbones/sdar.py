@@ -1,7 +1,7 @@
 """SDAR and TraDo: a block-causal Qwen3 network, whose output at a position predicts that position."""
 
 from codd.backbones import chat, layouts
-from codd.backbones.backbone import ModelSpec, SpecialTokenIds
+from codd.backbones.backbone import ModelSpec
 from codd.backbones.config import Config
 
 NAME = "sdar"
@@ -23,12 +23,4 @@ def read_spec(config: Config) -> ModelSpec:
     # Where a file is silent, a head has 128 columns, however wide the network is.
     head_width = config.count("head_dim", 128)
     transformer = layouts.read_transformer(config, head_width=head_width, qk_norm=True, block_size=block_size)
-    return ModelSpec(
-        family=NAME,
-        transformer=transformer,
-        keys=layouts.keys(transformer),
-        special=SpecialTokenIds.from_config(config, mask=MASK_ID),
-        chat_template=chat.CHATML,
-        max_length=config.count("max_position_embeddings", 32768),
-        ignored=layouts.unused(transformer),
-    )
+    return layouts.model_spec(config, NAME, transformer, mask=MASK_ID, length=32768, chat_template=chat.CHATML)
