@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from checkpoints import FIXTURES, PUBLISHED, backbone, cases, tensors_of
+from checkpoints import FIXTURES, PUBLISHED, backbone, cases, stated, tensors_of
 from torch import Tensor
 
 from codd.backbones import loading
 from codd.backbones.backbone import default_positions
+from codd.backbones.kv_cache import CachedPass, KVCache
 from codd.backbones.loading import load_checkpoint
 
 TOLERANCE = 2e-4
@@ -93,6 +94,21 @@ def test_fast_dllm_predicts_the_first_of_a_block_by_the_last_of_the_one_before(n
     found = net.masked_logits(ids, positions, mask_id=net.special.mask or 0).logits
     others = torch.arange(net.vocab_size) != (net.special.mask or 0)
     assert_close(found[..., others], fields["logits"][:, :-1, others])
+
+
+@pytest.mark.parametrize(("name", "case"), every_case("sdar", "fastdllm", "llada2", needs="cached_logits"))
+def test_a_prefix_from_the_cache(name, case):
+    fields, network = cases(name)[case], backbone(name).network
+    ids, begin = fields["input_ids"], stated(name)[f"{case}_cached_from"]
+    positions = torch.arange(ids.shape[1]).expand(ids.shape)
+    slots, shape = torch.arange(len(ids)), network.config.kv_shape
+    cache = KVCache(shape, len(ids), ids.shape[1] + 3, device=torch.device("cpu"), dtype=torch.float32)
+    cache.memory.fill_(7.0)
+    for part in (slice(0, begin), slice(begin, None)):
+        end = begin if part.start == 0 else ids.shape[1]
+        past = CachedPass(cache, slots, positions[:, part], end)
+        found = network.logits(network.states(ids[:, part], positions[:, part], past=past))
+    assert_close(found, fields["cached_logits"])
 
 
 @pytest.mark.parametrize("name", ["sdar", "llada2_moe", "fastdllm_v2"])

@@ -11,8 +11,8 @@ from codd.backbones.config import Config
 from codd.backbones.transformer import initialise
 from codd.circuits import HMM, Factors, Head, HeadConfig, Modulated
 from codd.decoding import Step
+from codd.decoding.cached import runner_for
 from codd.decoding.loop import denoise
-from codd.decoding.network import FullRecompute
 from codd.decoding.options import Options
 from codd.decoding.start import start_sequences
 from codd.decoding.state import StopCondition
@@ -87,7 +87,7 @@ def run(
     stop = StopCondition(stop_ids)
     chosen = Options.of(**options)
     sequences = start_sequences(backbone, prompts, chosen, mask_id=mask, circuit=circuit, stop=stop)
-    return list(denoise(FullRecompute(backbone), sequences))
+    return list(denoise(runner_for(backbone, sequences), sequences))
 
 
 def of(steps: list[Step], sequence: int = 0) -> list[Step]:

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from codd.backbones.config import Config
+from codd.backbones.kv_cache import CachedPass
 from codd.backbones.transformer import Transformer, TransformerConfig
 from codd.backbones.weights import Key
 from codd.errors import InvalidInput
@@ -110,6 +111,9 @@ class Backbone(nn.Module):
     ``backbone(ids)`` is position-aligned whatever the family's quirks. A batch of unequal lengths is padded on the left
     (or on the right) and comes with its ``attention_mask``; the logits of a sequence do not depend on its neighbours.
     """
+
+    shift = 0
+    """How many positions before a token the state that predicts it stands."""
 
     def __init__(self, spec: ModelSpec, network: Transformer):
         """Use `codd.backbones.load_checkpoint`."""
@@ -229,7 +233,7 @@ class Backbone(nn.Module):
         return self.align(self._unaligned_states(inputs), inputs.valid)
 
     def _unaligned_states(self, inputs: NetworkInputs) -> Float[Tensor, "B L d"]:
-        extra = self.extra_inputs(inputs.ids, inputs.valid, inputs.extra)
+        extra: dict[str, Any] = dict(self.extra_inputs(inputs.ids, inputs.valid, inputs.extra))
         return self.network.states(inputs.ids, inputs.positions, valid=inputs.valid, **extra)
 
     def _per_sequence(
@@ -254,6 +258,14 @@ class Backbone(nn.Module):
         for i, (sequence, output) in enumerate(zip(sequences, outputs, strict=True)):
             out[i, sequence.begin : sequence.end] = output[0]
         return out
+
+    def cached_states(self, ids: Int[Tensor, "B R"], past: CachedPass) -> Float[Tensor, "B R d"]:
+        """The last hidden states of some positions of longer sequences, whose keys and values go into a cache.
+
+        Aligned like the logits, but for the first row of a family that is shifted, whose state is of the position
+        before: ask for one row more.
+        """
+        return self.align(self.network.states(ids, past.positions, past=past), None)
 
     def logits(self, states: Float[Tensor, "B L d"], ids: Int[Tensor, "B L"]) -> Float[Tensor, "B L V"]:
         """From hidden states to logits; ``ids`` are those that the states were computed from."""

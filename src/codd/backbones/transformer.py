@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from codd.backbones.experts import Experts, ExpertsConfig
 from codd.backbones.kernels import kernels_for
+from codd.backbones.kv_cache import CachedPass, KVShape
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 RESIDUAL = ("attention.out.weight", "mlp.down.weight", "mlp.shared.down.weight", "mlp.experts.down")
@@ -87,6 +88,11 @@ class TransformerConfig:
         """Width of one attention head."""
         return self.head_width or self.width // self.heads
 
+    @property
+    def kv_shape(self) -> KVShape:
+        """What a KV cache keeps of one position."""
+        return KVShape(self.layers, self.kv_heads, self.head_dim)
+
     def has_experts(self, layer: int) -> bool:
         """Whether a layer has experts in place of an MLP."""
         return self.experts is not None and self.experts.layers[layer]
@@ -110,6 +116,8 @@ class AttentionContext(NamedTuple):
     """Cosines and sines; None: no rotary positions."""
     mask: Bool[Tensor, "*b q k"] | None
     """True where a query attends to a key; None: everywhere (or causally, as the configuration says)."""
+    past: CachedPass | None = None
+    """Where keys and values of positions that are not computed are found, and those of others stored."""
 
 
 class RMSNorm(nn.Module):
@@ -162,10 +170,10 @@ def activate(x: Float[Tensor, "*b d"], kind: Activation) -> Float[Tensor, "*b d"
 class Attention(nn.Module):
     """Grouped-query attention by torch's fused kernel."""
 
-    def __init__(self, config: TransformerConfig):
-        """Each key head serves ``heads / kv_heads`` consecutive query heads."""
+    def __init__(self, config: TransformerConfig, layer: int = 0):
+        """Each key head serves ``heads / kv_heads`` consecutive query heads; ``layer``: its place in a cache."""
         super().__init__()
-        self.config = config
+        self.config, self.layer = config, layer
         joined = (config.heads + 2 * config.kv_heads) * config.head_dim
         self.qkv = nn.Linear(config.width, joined, bias=config.qkv_bias)
         self.out = nn.Linear(config.heads * config.head_dim, config.width, bias=config.out_bias)
@@ -182,7 +190,7 @@ class Attention(nn.Module):
         """The values that every position attends to, from the joined projections."""
         config, rotary = self.config, context.rotary
         plain = not config.qk_norm and config.clip_qkv is None and config.rotary_width is None
-        if rotary is not None and plain and context.mask is None and not config.causal:
+        if rotary is not None and plain and context.mask is None and context.past is None and not config.causal:
             kernels = kernels_for(joined)
             if kernels is not None and kernels.attends(joined, config.head_dim):
                 whole: Tensor = kernels.attend(joined, config.heads, config.kv_heads, *rotary)
@@ -197,6 +205,8 @@ class Attention(nn.Module):
             q, k, v = (part.clamp(-config.clip_qkv, config.clip_qkv) for part in (q, k, v))
         if rotary is not None and not turned:
             q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
+        if context.past is not None:
+            k, v = context.past.update(self.layer, k, v)
         if context.mask is not None and config.kv_heads < config.heads and q.device.type == "cuda":
             # Of PyTorch's kernels for a GPU, those that take a mask know no groups: all scores would go through memory.
             k, v = (part.repeat_interleave(config.heads // config.kv_heads, dim=1) for part in (k, v))
@@ -306,7 +316,7 @@ class Block(nn.Module):
         super().__init__()
         self.norm_after = config.norm_after
         self.attention_norm = None if layer == 0 and not config.first_norm else make_norm(config)
-        self.attention = Attention(config)
+        self.attention = Attention(config, layer)
         self.mlp_norm = make_norm(config)
         mixed = config.experts if config.has_experts(layer) else None
         self.mlp = MLP(config) if mixed is None else Mixture(config, mixed)
@@ -427,13 +437,17 @@ class Transformer(nn.Module):
         segments: Int[Tensor, "B L"] | None = None,
         types: Int[Tensor, "B L"] | None = None,
         sigma: Float[Tensor, " B"] | None = None,
+        past: CachedPass | None = None,
     ) -> Float[Tensor, "B L d"]:
         """The last hidden states, after the final norm: the head's input.
 
         ``valid`` is False at padding, to which nothing attends; ``segments`` number the texts that are packed into one
-        row and do not attend to each other; ``sigma`` is the noise level of a network that is conditioned on one.
+        row and do not attend to each other; ``sigma`` is the noise level of a network that is conditioned on one. With
+        ``past`` the ids are a part of longer sequences, at its positions.
         """
-        full, local = self._attention_contexts(positions, valid, segments)
+        full, local = (
+            self._attention_contexts(positions, valid, segments) if past is None else self._cached_contexts(past)
+        )
         condition = None if self.noise_level is None or sigma is None else self.noise_level(sigma)
         x: Tensor = self.embedding(ids, positions, types)
         for i, block in enumerate(self.blocks):
@@ -476,6 +490,24 @@ class Transformer(nn.Module):
         near = (positions[:, :, None] - positions[:, None, :]).abs() <= config.local.reach
         rotary = rotary_angles(positions, config.head_dim, config.local.rope_theta)
         return full, AttentionContext(rotary, _and(mask, near[:, None]) | _diagonal(positions))
+
+    def _cached_contexts(self, past: CachedPass) -> tuple[AttentionContext, AttentionContext]:
+        """The contexts of a pass over some positions, which attend to all that the cache has."""
+        config, positions = self.config, past.positions
+        keys = torch.arange(past.seen, device=positions.device)
+        mask = None if past.ends is None else (keys < past.ends[:, None])[:, None, None, :]
+        if config.causal:
+            mask = _and(mask, (keys <= positions[..., None])[:, None])
+        if config.block_size is not None:
+            mask = _and(mask, (keys // config.block_size <= positions[..., None] // config.block_size)[:, None])
+        turned = config.rotary_width or config.head_dim
+        rotary = None if config.rope_theta is None else rotary_angles(positions, turned, config.rope_theta)
+        full = AttentionContext(rotary, mask, past)
+        if config.local is None:
+            return full, full
+        near = (positions[..., None] - keys).abs() <= config.local.reach
+        rotary = rotary_angles(positions, config.head_dim, config.local.rope_theta)
+        return full, AttentionContext(rotary, _and(mask, near[:, None]), past)
 
 
 def _diagonal(positions: Int[Tensor, "B L"]) -> Bool[Tensor, "L L"]:

@@ -22,11 +22,17 @@ Result = TypeVar("Result")
 
 @torch.no_grad()
 def denoise(runner: NetworkRunner, sequences: Sequence[SequenceState]) -> Iterator[Step]:
-    """Step all unfinished sequences in turn until none is left; an error of any of them is raised."""
+    """Step all unfinished sequences in turn until none is left; an error of any of them is raised.
+
+    Where the runner's cache does not hold them all, some wait until others have finished.
+    """
     while unfinished := [state for state in sequences if not state.finished]:
-        for outcome in _step_batch(runner, unfinished):
+        admitted = [state for state in unfinished if runner.admit(state)]
+        for state, outcome in zip(admitted, _step_batch(runner, admitted), strict=True):
             if isinstance(outcome, Exception):
                 raise outcome
+            if state.finished:
+                runner.release(state)
             yield outcome
 
 
@@ -103,4 +109,6 @@ def _commit(inputs: StepInputs, result: StepResult) -> Step:
         finished=state.finished,
         settled=state.settled,
         edits=edited,
+        computed=state.computed,
+        cached=state.cached,
     )

@@ -15,8 +15,8 @@ from codd.backbones import Backbone, Tokenizer, load_checkpoint
 from codd.backbones.adapters import AdapterSource
 from codd.circuits import HMM, load_circuit
 from codd.circuits.protocol import ProbabilisticCircuit
+from codd.decoding.cached import runner_for
 from codd.decoding.loop import denoise
-from codd.decoding.network import FullRecompute
 from codd.decoding.options import Keywords, Options
 from codd.decoding.prompts import Prompts, encode_prompts
 from codd.decoding.start import start_sequences
@@ -105,7 +105,7 @@ class Model:
         prompt_ids = [state.ids[: state.prompt_length].tolist() for state in sequences]
         scores = [torch.zeros(len(state.ids)) for state in sequences]
         circuit_steps = [0] * len(sequences)
-        for step in denoise(FullRecompute(self.backbone), sequences):
+        for step in denoise(runner_for(self.backbone, sequences), sequences):
             scores[step.sequence][step.positions] = step.scores
             scores[step.sequence][step.edits.positions] = step.edits.scores
             circuit_steps[step.sequence] += step.circuit
@@ -137,7 +137,8 @@ class Model:
         """The run of `generate` as a stream of steps: each is one network evaluation for one prompt."""
         chosen = _options(options, overrides)
         ids = self.encode(prompts, gen_length=chosen.gen_length, chat=chat)
-        return denoise(FullRecompute(self.backbone), self.start(ids, chosen))
+        sequences = self.start(ids, chosen)
+        return denoise(runner_for(self.backbone, sequences), sequences)
 
     def start(self, ids: Sequence[Sequence[int]], options: Options) -> list[SequenceState]:
         """The sequences of a run before their first step, checked: for those who take the steps themselves."""

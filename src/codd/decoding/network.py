@@ -37,6 +37,12 @@ class NetworkRunner(Protocol):
     def __call__(self, requests: Sequence[StateRequest]) -> list[HiddenStates]:
         """The states of each request, covering at least its span."""
 
+    def admit(self, state: SequenceState) -> bool:
+        """Take what memory a sequence needs before its first request; False while there is none."""
+
+    def release(self, state: SequenceState) -> None:
+        """Give back what a sequence holds; nothing if it holds nothing."""
+
 
 class FullRecompute:
     """The exact runner: every position of every sequence in every step, no cache.
@@ -56,7 +62,18 @@ class FullRecompute:
             found = self._batch(sequences)
         else:  # cloned: the next call overwrites what a graph gave
             found = [self._states(ids[None], None)[0].clone() for ids in sequences]
+        for request in requests:
+            request.state.computed = request.state.cached = 0
+        for request in requests:  # with guidance there are two of a sequence
+            request.state.computed += len(request.ids)
         return [HiddenStates(request.begin, states) for request, states in zip(requests, found, strict=True)]
+
+    def admit(self, state: SequenceState) -> bool:
+        """Always: it keeps nothing."""
+        return True
+
+    def release(self, state: SequenceState) -> None:
+        """Nothing to give back."""
 
     def _batch(self, sequences: Sequence[Int[Tensor, " _"]]) -> list[Float[Tensor, "_ d"]]:
         pad = self.backbone.special.pad if self.backbone.special.pad is not None else 0

@@ -16,6 +16,7 @@ Order = Literal["low_confidence", "margin", "entropy", "random", "left_to_right"
 Sampler = Literal["latent", "any_order", "factorized"]
 Tempering = Literal["published", "paper"]
 Outside = Literal["factorized", "defer"]
+CacheKind = Literal["prefix", "dual"]
 Hook = Callable[[Any, Any, Any], Any]
 """A function of logits (R, V), the masked positions (R,) that they are of, and the ids (L,); returns logits (R, V)."""
 
@@ -130,6 +131,8 @@ class Keywords(TypedDict, total=False):
     stop: bool | str | Sequence[str]
     preset: Literal["reference"] | None
     eps: float
+    cache: CacheKind | None
+    refresh: int | None
     seed: int | Sequence[int]
 
 
@@ -167,6 +170,10 @@ class Options:
     logits before the product, and the latents are drawn from that ("published" in ``tempering``); "paper" draws the
     latents untempered and tempers the tokens given them. The circuit acts while the share of masks in its window is
     below ``activation``. ``outside``: what becomes of tokens that are due but not in the window, in full mode.
+
+    KV cache: None computes every position in every step, exactly. With "prefix" a step computes its block and what
+    follows, with "dual" its block alone; all else is seen as it was in the full pass that began the block, or in the
+    latest one, if there is another after every ``refresh`` others. Block-causal networks always have their exact cache.
 
     ``stop`` ends a sequence at its end-of-text token (True), or also before any of the given texts. ``seed`` fixes
     everything: one number for all sequences, or one for each; two equal prompts with equal seeds get equal answers,
@@ -283,6 +290,18 @@ class Options:
     eps: float = field(
         default=1e-3,
         metadata=_number("the preset's last time in full mode", "X", above=True, high=1.0, below=True),
+    )
+    cache: CacheKind | None = field(
+        default=None,
+        metadata=_choice(
+            "a KV cache where attention is to all positions: of all before the block, or of all outside of it",
+            get_args(CacheKind),
+            optional=True,
+        ),
+    )
+    refresh: int | None = field(
+        default=None,
+        metadata=_count("a full pass after so many with the cache, beside those that begin a block", optional=True),
     )
     seed: int | Sequence[int] = field(
         default=0, metadata={"info": OptionInfo("seed", "fixes everything that is drawn", metavar="N")}

@@ -64,6 +64,11 @@ def options_for(backbone: Backbone, options: Options) -> Options:
     """
     if options.published:
         options = published.options_for(backbone, options)
+    if options.cache is not None and backbone.config.conditioning:
+        raise InvalidInput(
+            f"cache={options.cache!r}: {backbone.family} is told the share of masks, so that nothing it computes stays "
+            "as it was: leave the cache out."
+        )
     size = backbone.block_size
     if size is None:
         return options

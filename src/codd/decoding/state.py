@@ -113,6 +113,10 @@ class SequenceState:
     """Network evaluations so far."""
     edits: int = 0
     """Tokens that the latest of them replaced."""
+    computed: int = 0
+    """Positions that the latest of them computed."""
+    cached: int = 0
+    """Positions whose keys and values it found in a cache."""
     circuit_warned: bool = False
 
     @property
@@ -279,3 +283,7 @@ class Step:
     """How many positions from the first one on will not change any more."""
     edits: Writes = field(default_factory=Writes.none)
     """Tokens written by earlier steps that this one replaced."""
+    computed: int = 0
+    """Positions that the network computed for it."""
+    cached: int = 0
+    """Positions whose keys and values were found in a cache."""

@@ -46,7 +46,8 @@ def _needed_span(state: SequenceState, positions: Int[Tensor, " R"]) -> Window:
     """The positions of a step and of the window that its circuit covers; in full mode the window is not known yet."""
     assert state.plan is not None
     if state.options.mode == "full":
-        return 0, len(state.ids)
+        reach = 0 if state.circuit is None else window_length(state.circuit, state.options, len(state.ids))
+        return max(0, min(positions.tolist(), default=0) - reach), len(state.ids)
     block = (state.plan.begin, state.plan.end)
     begin, end = fit_window(block, state.circuit, len(state.ids)) or block
     return min([begin, *positions[:1].tolist()]), end

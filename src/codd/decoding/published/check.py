@@ -20,6 +20,7 @@ def check_options(options: Options, family: str, circuit: ProbabilisticCircuit |
         threshold=options.threshold,
         editing_threshold=options.editing_threshold,
         remasking=options.remasking if options.remasking == "left_to_right" else None,
+        cache=options.cache,
     )
     if options.mode == "full":
         return
@@ -51,6 +52,7 @@ def check_block_causal(options: Options, family: str, size: int, circuit: Probab
         editing_threshold=options.editing_threshold if family != "llada2" else None,
         steps=options.steps if by_threshold else None,
         threshold=options.threshold if options.remasking == "left_to_right" else None,
+        cache=options.cache if family != "fast_dllm" or options.cache != "dual" else None,
     )
     if circuit is not None and options.sampler != "factorized":
         raise InvalidInput(

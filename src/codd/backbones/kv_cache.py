@@ -1,0 +1,72 @@
+"""Memory for keys and values: what attention needs of positions that a pass does not compute again.
+
+Memory is taken once, for a number of sequences (slots) of bounded length. A pass computes some consecutive positions of
+each sequence, writes their keys and values over what stood there, and attends to all positions up to the last one that
+it is told to see. What is stale and what is exact is for the caller to know (`codd.decoding.network`).
+"""
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+class KVShape(NamedTuple):
+    """What a network keeps of one position."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+    def bytes_of(self, length: int, dtype: torch.dtype) -> int:
+        """What a sequence of ``length`` positions takes."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * length * dtype.itemsize
+
+
+class KVCache:
+    """Keys and values of every layer for ``slots`` sequences of at most ``length`` positions."""
+
+    def __init__(self, shape: KVShape, slots: int, length: int, *, device: torch.device, dtype: torch.dtype):
+        """Take the memory, all zeros: what is masked has weight 0, but 0 times the NaN of old memory would be NaN."""
+        size = (shape.layers, 2, slots, shape.kv_heads, length, shape.head_dim)
+        self.memory = torch.zeros(size, device=device, dtype=dtype)
+
+    @property
+    def slots(self) -> int:
+        """Sequences that it holds."""
+        return self.memory.shape[2]
+
+    @property
+    def length(self) -> int:
+        """Positions of a sequence that it holds."""
+        return self.memory.shape[4]
+
+
+class CachedPass(NamedTuple):
+    """Where a pass over some positions of some sequences finds what it does not compute."""
+
+    cache: KVCache
+    slots: Int[Tensor, " B"]
+    positions: Int[Tensor, "B R"]
+    """Of the rows that are computed: consecutive ones."""
+    seen: int
+    """Positions from 0 on that are attended to; those of each sequence end at ``ends``, if they differ."""
+    ends: Int[Tensor, " B"] | None = None
+
+    def update(
+        self, layer: int, k: Float[Tensor, "B h R d"], v: Float[Tensor, "B h R d"]
+    ) -> tuple[Float[Tensor, "B h S d"], Float[Tensor, "B h S d"]]:
+        """Store the keys and values of a layer, and give those of all positions that are seen."""
+        memory = self.cache.memory[layer]
+        if len(self.slots) == 1 and memory.device.type == "cpu":  # as views, nothing is copied
+            slot, begin = int(self.slots[0]), int(self.positions[0, 0])
+            for own, new in zip(memory, (k, v), strict=True):
+                own[slot, :, begin : begin + k.shape[2]] = new[0]
+            keys, values = memory[:, slot : slot + 1, :, : self.seen]
+            return keys, values
+        where = (self.slots[:, None], slice(None), self.positions)
+        for own, new in zip(memory, (k, v), strict=True):
+            own[where] = new.transpose(1, 2)
+        keys, values = (own[self.slots, :, : self.seen] for own in memory)
+        return keys, values

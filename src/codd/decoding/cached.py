@@ -1,0 +1,168 @@
+"""Runners with a KV cache: a step computes the positions that it is about, and attends to the others as they were.
+
+Block-causal networks: keys and values of a finished block depend on nothing that comes later, so that the cache is
+exact. The pass that begins a block also computes the one before it once more, now that its tokens are final, and what
+it stores then stays. With sub-blocks ``cache="dual"`` computes the sub-block alone, once its first token is known:
+Fast-dLLM v2's block cache, an approximation. Bidirectional networks: a full pass at the beginning of each block, whose
+states count; until the next one all before the block ("prefix") or outside of it ("dual") is seen as it was then.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from codd.backbones.backbone import Backbone
+from codd.backbones.kv_cache import CachedPass, KVCache
+from codd.decoding.network import FullRecompute, NetworkRunner, StateRequest
+from codd.decoding.state import HiddenStates, SequenceState, Window
+from codd.errors import InvalidInput
+
+MEMORY = 4 << 30
+"""Bytes that the cache of a run may take."""
+
+
+@dataclass
+class Slot:
+    """One sequence in the cache, or what guidance makes of one."""
+
+    number: int
+    stored: int = 0
+    """Of a block-causal network: positions from 0 on whose keys and values are final."""
+    block: Window | None = None
+    """Whose beginning was the latest full pass, or that of its whole block."""
+    age: int = 0
+    """Passes since then."""
+
+
+class Rows(NamedTuple):
+    """What a pass computes of a sequence, counted from the first position that the network sees."""
+
+    begin: int
+    end: int
+
+
+def cached(backbone: Backbone, state: SequenceState) -> bool:
+    """Whether a sequence is decoded with a cache."""
+    exact = backbone.block_size is not None and backbone.device.type == "cpu"
+    return state.options.cache is not None or exact
+
+
+def runner_for(backbone: Backbone, sequences: Sequence[SequenceState], memory: int = MEMORY) -> NetworkRunner:
+    """The runner of a run: with a cache of at most ``memory`` bytes if any of its sequences wants one.
+
+    Raises InvalidInput if not even one of them fits.
+    """
+    wanted = [state for state in sequences if cached(backbone, state)]
+    if not wanted:
+        return FullRecompute(backbone)
+    length = max(len(state.ids) for state in wanted)
+    each = backbone.config.kv_shape.bytes_of(length, backbone.dtype)
+    return CachedRunner(backbone, slots=min(memory // each, sum(map(_slots, wanted))), length=length)
+
+
+def _slots(state: SequenceState) -> int:
+    return 2 if state.options.cfg_scale > 0 else 1
+
+
+class CachedRunner:
+    """Evaluates the network on the positions that steps need, with a cache for the others; see the module.
+
+    Sequences that want none are computed whole.
+    """
+
+    def __init__(self, backbone: Backbone, *, slots: int, length: int):
+        """Take memory for ``slots`` sequences of at most ``length`` positions; guidance takes two for each."""
+        if slots < 1:
+            each = backbone.config.kv_shape.bytes_of(length, backbone.dtype)
+            raise InvalidInput(
+                f"the KV cache of one sequence of {length} positions takes {each / 1e9:.2f} GB, more than it may: "
+                "shorten the sequence, or do without a cache."
+            )
+        self.backbone, self.whole = backbone, FullRecompute(backbone)
+        self.memory = KVCache(backbone.config.kv_shape, slots, length, device=backbone.device, dtype=backbone.dtype)
+        self._free = list(range(slots))[::-1]
+        self._held: dict[SequenceState, list[Slot]] = {}
+
+    @property
+    def free(self) -> int:
+        """Slots that nobody holds."""
+        return len(self._free)
+
+    def admit(self, state: SequenceState) -> bool:
+        """Take the slots of a sequence; False while there are not so many.
+
+        Raises InvalidInput for a sequence that will never fit.
+        """
+        count = _slots(state)
+        if state in self._held or not cached(self.backbone, state):
+            return True
+        if count > self.memory.slots or len(state.ids) > self.memory.length:
+            raise InvalidInput(
+                f"a sequence of {len(state.ids)} positions that takes {count} slots does not fit into a KV cache of "
+                f"{self.memory.slots} slots of {self.memory.length}."
+            )
+        if count > len(self._free):
+            return False
+        self._held[state] = [Slot(self._free.pop()) for _ in range(count)]
+        return True
+
+    def release(self, state: SequenceState) -> None:
+        """Give back what a sequence holds; nothing if it holds nothing."""
+        self._free += [slot.number for slot in self._held.pop(state, [])]
+
+    def __call__(self, requests: Sequence[StateRequest]) -> list[HiddenStates]:
+        """The states of each request, covering at least its span."""
+        plain = [each for each in requests if each.state not in self._held]
+        whole = iter(self.whole(plain) if plain else [])
+        turns: dict[SequenceState, int] = {}
+        found = []
+        for request in requests:
+            if request.state not in self._held:
+                found.append(next(whole))
+                continue
+            turn = turns[request.state] = turns.get(request.state, -1) + 1
+            found.append(self._run(request, self._held[request.state][turn], first=turn == 0))
+        return found
+
+    def _run(self, request: StateRequest, slot: Slot, *, first: bool) -> HiddenStates:
+        begin, end = self._rows(request, slot)
+        device, state = self.backbone.device, request.state
+        past = CachedPass(
+            self.memory,
+            torch.tensor([slot.number], device=device),
+            torch.arange(begin, end, device=device)[None],
+            seen=len(request.ids),
+        )
+        states = self.backbone.cached_states(request.ids[None, begin:end].to(device), past)[0]
+        before = (0, 0) if first else (state.computed, state.cached)
+        state.computed, state.cached = before[0] + end - begin, before[1] + len(request.ids) - (end - begin)
+        unaligned = self.backbone.shift if begin else 0
+        return HiddenStates(request.begin + begin + unaligned, states[unaligned:])
+
+    def _rows(self, request: StateRequest, slot: Slot) -> Rows:
+        plan, options, length = request.state.plan, request.state.options, len(request.ids)
+        assert plan is not None
+        begin, end = (place - request.begin for place in request.span)
+        begin, size = max(0, begin - self.backbone.shift), self.backbone.block_size
+        if size is not None:
+            return self._rows_of_blocks(request, slot, begin, size)
+        block = (plan.begin, plan.end)
+        if slot.block != block or (options.refresh is not None and slot.age >= options.refresh):
+            slot.block, slot.age = block, 0
+            return Rows(0, length)
+        slot.age += 1
+        return Rows(begin, end if options.cache == "dual" else length)
+
+    def _rows_of_blocks(self, request: StateRequest, slot: Slot, begin: int, size: int) -> Rows:
+        state, plan, length = request.state, request.state.plan, len(request.ids)
+        assert plan is not None
+        start = (plan.begin - request.begin) // size * size
+        if state.options.cache == "dual" and plan.end - plan.begin < size:
+            known = int(state.ids[plan.begin]) != state.mask_id
+            if known and slot.block == (start, start + size):
+                return Rows(plan.begin - request.begin, plan.end - request.begin)
+            slot.block = (start, start + size)
+        stored, slot.stored = slot.stored, start
+        return Rows(min(begin, stored), length)

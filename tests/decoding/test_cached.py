@@ -1,0 +1,243 @@
+"""KV caches: exact on block-causal networks, and on others what they say they are."""
+
+import functools
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import MASK, modulated, random_hmm, tiny
+from torch import Tensor
+
+import codd
+from codd.backbones.kv_cache import CachedPass, KVCache
+from codd.circuits.protocol import ProbabilisticCircuit
+from codd.decoding import Options
+from codd.decoding.cached import CachedRunner, runner_for
+from codd.decoding.loop import denoise
+from codd.decoding.network import FullRecompute, NetworkRunner
+from codd.decoding.start import start_sequences
+from codd.decoding.state import Step, StopCondition
+from codd.errors import InvalidInput
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+BLOCK_CAUSAL = ("sdar", "fastdllm_v2", "llada2")
+BIDIRECTIONAL = ("llada_mha", "llada_gqa_sharded", "dream_tied", "illada", "llada_moe", "bert", "modernbert")
+PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5], [35, 8, 9, 7, 9, 3, 2, 3, 8, 4]]
+
+
+@functools.cache
+def backbone(name: str, size: int | None = None) -> codd.backbones.Backbone:
+    return codd.load(FIXTURES / name, None, device="cpu", block_size=size).backbone
+
+
+def mask_of(net: codd.backbones.Backbone) -> int:
+    return net.vocab_size - 1 if net.special.mask is None else net.special.mask
+
+
+def steps_of(
+    net: codd.backbones.Backbone,
+    prompts: list[list[int]],
+    *,
+    runner: NetworkRunner | None = None,
+    circuit: ProbabilisticCircuit | None = None,
+    stop: StopCondition | None = None,
+    **told: Any,
+) -> list[Step]:
+    sequences = start_sequences(net, prompts, Options(**told), mask_id=mask_of(net), circuit=circuit, stop=stop)
+    return list(denoise(runner or runner_for(net, sequences), sequences))
+
+
+def written(steps: list[Step]) -> list[tuple[int, list[int], list[int]]]:
+    return [(step.sequence, step.ids.tolist(), step.edits.positions.tolist()) for step in steps]
+
+
+def random_ids(net: codd.backbones.Backbone, length: int, masked: slice) -> Tensor:
+    ids = torch.randint(0, net.vocab_size - 10, (length,), generator=torch.Generator().manual_seed(length))
+    ids[masked] = mask_of(net)
+    return ids
+
+
+class TestBlockCausal:
+    """The cache is exact: the same ids as without one."""
+
+    @pytest.mark.parametrize("family", BLOCK_CAUSAL)
+    @pytest.mark.parametrize(
+        "told",
+        [
+            {"threshold": 0.3},
+            {"steps": 7, "temperature": 0.8, "seed": 5},
+            {"entropy_budget": 3.0, "block_length": 4},
+            {"threshold": 0.4, "editing_threshold": 0.3, "max_post_steps": 3},
+            {"steps": 6, "cfg_scale": 0.7},
+        ],
+        ids=str,
+    )
+    def test_the_same_as_without(self, family, told):
+        net = backbone(f"decode_{family}", 8)
+        circuit = codd.HMM.random(4, net.vocab_size, 0, scale=2.0)
+        for length, own in itertools.product(range(1, 10) if "threshold" in told else (1, 8, 9), (None, circuit)):
+            if own is not None and length != 8:
+                continue
+            prompts = [list(range(2, 2 + length)), *PROMPTS[:1]]
+            stop = StopCondition(frozenset({17, 40}))
+            told = {"gen_length": 15, **told}
+            with_cache, without = (
+                steps_of(net, prompts, runner=runner, circuit=own, stop=stop, **told)
+                for runner in (None, FullRecompute(net))
+            )
+            assert written(with_cache) == written(without)
+            computed = sum(step.computed for step in with_cache)
+            assert computed + sum(step.cached for step in with_cache) >= sum(step.computed for step in without)
+            assert computed < 0.9 * sum(step.computed for step in without) or length == 1
+
+    def test_masks_in_the_prompt(self):
+        net = backbone("decode_sdar", 4)
+        prompt = random_ids(net, 23, slice(5, 7)).tolist()
+        prompt[14] = mask_of(net)
+        told = {"gen_length": 9, "threshold": 0.3}
+        assert written(steps_of(net, [prompt], **told)) == written(
+            steps_of(net, [prompt], runner=FullRecompute(net), **told)
+        )
+
+    def test_a_conditioned_circuit_sees_the_states_that_the_network_gave(self):
+        net = tiny(block_size=4)
+        circuit = modulated(random_hmm(length=6), scale=0.5)  # reaches back into the block before
+        told = {"gen_length": 11, "steps": 6, "circuit": circuit, "block_length": 4}
+        assert written(steps_of(net, [[1, 2, 3], [4]], **told)) == written(
+            steps_of(net, [[1, 2, 3], [4]], runner=FullRecompute(net), **told)
+        )
+
+    def test_a_finished_block_is_computed_once_more_and_then_no_more(self):
+        net = backbone("decode_sdar", 4)
+        steps = steps_of(net, [[1, 2, 3, 4, 5, 6, 7, 8, 9]], gen_length=11, steps=None)
+        assert [(step.computed, step.cached) for step in steps[:3]] == [(12, 0), (4, 8), (4, 8)]
+        assert [(step.computed, step.cached) for step in steps[3:7]] == [(8, 8), (4, 12), (4, 12), (4, 12)]
+        assert [(step.computed, step.cached) for step in steps[7:]] == [(8, 12), (4, 16), (4, 16), (4, 16)]
+
+
+class TestBidirectional:
+    @pytest.mark.parametrize("name", BIDIRECTIONAL)
+    @pytest.mark.parametrize("kind", ["prefix", "dual"])
+    def test_a_pass_over_what_has_not_changed_gives_the_same_states(self, name, kind):
+        """And so it would not if positions, masks or alignment were wrong."""
+        net = backbone(name)
+        ids = random_ids(net, 21, slice(8, 16))
+        memory = KVCache(net.config.kv_shape, 3, 30, device=torch.device("cpu"), dtype=torch.float32)
+        memory.memory.fill_(9.0)  # what was there before must not matter
+        slot = torch.tensor([1])
+        net.cached_states(ids[None], CachedPass(memory, slot, torch.arange(21)[None], 21))
+        whole = net.states(ids[None])[0]
+        begin, end = 8 - net.shift, 16 if kind == "dual" else 21
+        part = CachedPass(memory, slot, torch.arange(begin, end)[None], 21)
+        found = net.cached_states(ids[None, begin:end], part)[0]
+        torch.testing.assert_close(found[net.shift :], whole[8:end], rtol=1e-4, atol=1e-4)
+        assert bool((memory.memory[:, :, 1, :, 21:] == 9).all())
+        assert bool((memory.memory[:, :, [0, 2]] == 9).all())
+
+    @pytest.mark.parametrize("name", ["llada_mha", "dream_tied", "modernbert"])
+    @pytest.mark.parametrize("kind", ["prefix", "dual"])
+    def test_one_step_a_block_is_exact(self, name, kind):
+        """The full pass that begins a block is the only one."""
+        net = backbone(name)
+        told = {"gen_length": 12, "block_length": 4, "steps": 3}
+        assert written(steps_of(net, PROMPTS[:2], cache=kind, **told)) == written(steps_of(net, PROMPTS[:2], **told))
+
+    def test_what_is_computed(self):
+        net = backbone("llada_mha")
+        told = {"gen_length": 8, "block_length": 4, "steps": None}
+        length = len(PROMPTS[0]) + 8
+        for kind, first, second in (("prefix", 8, 4), ("dual", 4, 4)):
+            steps = steps_of(net, PROMPTS[:1], cache=kind, **told)
+            assert [step.computed for step in steps] == [length, *[first] * 3, length, *[second] * 3]
+            assert [step.computed + step.cached for step in steps] == [length] * 8
+        steps = steps_of(net, PROMPTS[:1], cache="dual", refresh=2, **told)
+        assert [step.computed for step in steps] == [length, 4, 4, length] * 2
+
+    @pytest.mark.parametrize("kind", ["prefix", "dual"])
+    def test_staleness_is_what_was_asked_for(self, kind):
+        """The states of a step, worked out with the keys and values of the full pass put into an ordinary one."""
+        net = backbone("llada_mha")
+        told = {"gen_length": 8, "block_length": 8, "steps": None, "cache": kind}
+        sequences = start_sequences(net, PROMPTS[:1], Options(**told), mask_id=mask_of(net))
+        runner, ids = runner_for(net, sequences), [sequences[0].ids]
+        for step in denoise(runner, sequences):
+            ids.append(step.ids)
+            if len(ids) == 4:
+                break
+        begin = len(PROMPTS[0])
+        memory = KVCache(net.config.kv_shape, 1, len(ids[0]), device=torch.device("cpu"), dtype=torch.float32)
+        everything = torch.arange(len(ids[0]))[None]
+        net.cached_states(ids[0][None], CachedPass(memory, torch.tensor([0]), everything, len(ids[0])))
+        stale = memory.memory[:, :, 0, :, :begin].clone()
+        assert torch.equal(runner.memory.memory[:, :, 0, :, :begin], stale)
+        net.cached_states(ids[2][None], CachedPass(memory, torch.tensor([0]), everything, len(ids[0])))
+        assert not torch.allclose(memory.memory[1:, :, 0, :, :begin], stale[1:], atol=1e-3), "it should matter"
+
+    @pytest.mark.parametrize("told", [{"steps": 4}, {"threshold": 0.2}], ids=str)
+    @pytest.mark.parametrize("kind", ["prefix", "dual"])
+    def test_full_mode_keeps_the_prompt(self, told, kind):
+        net = tiny()
+        circuit = random_hmm(length=6)
+        steps = steps_of(net, [list(range(20))], mode="full", gen_length=8, cache=kind, circuit=circuit, **told)
+        assert MASK not in steps[-1].ids.tolist()
+        assert steps[0].computed == 28
+        assert all(step.cached >= 14 and step.computed + step.cached == 28 for step in steps[1:])
+
+    def test_a_network_that_is_told_the_noise_level_has_none(self):
+        with pytest.raises(InvalidInput, match="cache='dual': mdlm is told the share of masks"):
+            steps_of(backbone("mdlm"), [[1, 2]], gen_length=4, cache="dual")
+
+
+class TestMemory:
+    def test_is_taken_once_and_sequences_wait_for_it(self):
+        net = backbone("llada_mha")
+        told: dict[str, Any] = {"gen_length": 8, "block_length": 4, "steps": 4, "cache": "dual"}
+        wanted = {step.sequence: step.ids.tolist() for step in steps_of(net, PROMPTS, **told)}
+        sequences = start_sequences(net, PROMPTS, Options(**told), mask_id=mask_of(net))
+        each = net.config.kv_shape.bytes_of(18, torch.float32)
+        runner = runner_for(net, sequences, memory=2 * each)
+        assert isinstance(runner, CachedRunner)
+        assert (runner.memory.slots, runner.memory.length) == (2, 18)
+        place = runner.memory.memory.data_ptr()
+        steps = list(denoise(runner, sequences))
+        assert {step.sequence: step.ids.tolist() for step in steps} == wanted
+        assert [step.sequence for step in steps[:4]] == [0, 1, 0, 1]
+        assert runner.free == 2
+        assert runner.memory.memory.data_ptr() == place
+
+    def test_guidance_takes_two_slots(self):
+        net = backbone("llada_mha")
+        told: dict[str, Any] = {"gen_length": 4, "steps": 2, "cache": "prefix", "cfg_scale": 0.5}
+        sequences = start_sequences(net, PROMPTS[:2], Options(**told), mask_id=mask_of(net))
+        runner = CachedRunner(net, slots=3, length=30)
+        assert runner.admit(sequences[0])
+        assert runner.admit(sequences[0]), "what it has is its own"
+        assert runner.free == 1
+        assert not runner.admit(sequences[1])
+        runner.release(sequences[0])
+        assert runner.free == 3
+        assert runner.admit(sequences[1])
+
+    def test_what_never_fits(self):
+        net = backbone("llada_mha")
+        sequences = start_sequences(net, PROMPTS, Options(gen_length=8, cache="dual"), mask_id=mask_of(net))
+        with pytest.raises(InvalidInput, match="one sequence of 18 positions takes"):
+            runner_for(net, sequences, memory=1000)
+        with pytest.raises(InvalidInput, match="a sequence of 15 positions that takes 1 slots does not fit"):
+            CachedRunner(net, slots=1, length=12).admit(sequences[0])
+
+    def test_with_and_without_in_one_step(self):
+        net = backbone("llada_mha")
+        kinds: list[Any] = [None, "dual", None]
+        sequences = [
+            start_sequences(net, [prompt], Options(gen_length=8, steps=4, cache=kind), mask_id=mask_of(net))[0]
+            for prompt, kind in zip(PROMPTS, kinds, strict=True)
+        ]
+        for number, state in enumerate(sequences):
+            state.number = number
+        steps = list(denoise(CachedRunner(net, slots=1, length=40), sequences))
+        for number, (prompt, kind) in enumerate(zip(PROMPTS, kinds, strict=True)):
+            alone = steps_of(net, [prompt], gen_length=8, steps=4, cache=kind)
+            assert [s.ids.tolist() for s in steps if s.sequence == number] == [s.ids.tolist() for s in alone]
