@@ -5,11 +5,16 @@ each sequence, writes their keys and values over what stood there, and attends t
 it is told to see. What is stale and what is exact is for the caller to know (`codd.decoding.network`).
 """
 
+import math
 from typing import NamedTuple
 
+import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt8
 from torch import Tensor
+
+ALIGNMENT = 64
+"""Bytes: how a product rounds may depend on where its factors lie."""
 
 
 class KVShape(NamedTuple):
@@ -28,9 +33,15 @@ class KVCache:
     """Keys and values of every layer for ``slots`` sequences of at most ``length`` positions."""
 
     def __init__(self, shape: KVShape, slots: int, length: int, *, device: torch.device, dtype: torch.dtype):
-        """Take the memory, all zeros: what is masked has weight 0, but 0 times the NaN of old memory would be NaN."""
+        """Take the memory, all zeros: what is masked has weight 0, but 0 times the NaN of old memory would be NaN.
+
+        On a CPU the system gives it when something is stored there.
+        """
         size = (shape.layers, 2, slots, shape.kv_heads, length, shape.head_dim)
-        self.memory = torch.zeros(size, device=device, dtype=dtype)
+        if device.type == "cpu":
+            self.memory = _lazy_zeros(math.prod(size) * dtype.itemsize).view(dtype).view(size)
+        else:
+            self.memory = torch.zeros(size, device=device, dtype=dtype)
 
     @property
     def slots(self) -> int:
@@ -41,6 +52,13 @@ class KVCache:
     def length(self) -> int:
         """Positions of a sequence that it holds."""
         return self.memory.shape[4]
+
+
+def _lazy_zeros(count: int) -> UInt8[Tensor, " n"]:
+    """Bytes, aligned as PyTorch's; PyTorch would write every one of them at once, though few may ever be used."""
+    memory = np.zeros(count + ALIGNMENT, dtype=np.uint8)
+    begin = -memory.ctypes.data % ALIGNMENT
+    return torch.from_numpy(memory)[begin : begin + count]
 
 
 class CachedPass(NamedTuple):

@@ -23,6 +23,13 @@ MEMORY = 4 << 30
 """Bytes that the cache of a run may take."""
 
 
+class Rows(NamedTuple):
+    """What a pass computes of a sequence, counted from the first position that the network sees."""
+
+    begin: int
+    end: int
+
+
 @dataclass
 class Slot:
     """One sequence in the cache, or what guidance makes of one."""
@@ -34,13 +41,10 @@ class Slot:
     """Whose beginning was the latest full pass, or that of its whole block."""
     age: int = 0
     """Passes since then."""
-
-
-class Rows(NamedTuple):
-    """What a pass computes of a sequence, counted from the first position that the network sees."""
-
-    begin: int
-    end: int
+    step: int = -1
+    """The number of the latest step, which after an error of a neighbour is made once more, alike."""
+    rows: tuple[int, int] = (0, 0)
+    """What it computed."""
 
 
 def cached(backbone: Backbone, state: SequenceState) -> bool:
@@ -59,6 +63,11 @@ def runner_for(backbone: Backbone, sequences: Sequence[SequenceState], memory: i
         return FullRecompute(backbone)
     length = max(len(state.ids) for state in wanted)
     each = backbone.config.kv_shape.bytes_of(length, backbone.dtype)
+    if each > memory:
+        raise InvalidInput(
+            f"the KV cache of one sequence of {length} positions takes {each / 1e9:.2f} GB, more than it may: "
+            "shorten the sequence, or do without a cache."
+        )
     return CachedRunner(backbone, slots=min(memory // each, sum(map(_slots, wanted))), length=length)
 
 
@@ -72,15 +81,12 @@ class CachedRunner:
     Sequences that want none are computed whole.
     """
 
-    def __init__(self, backbone: Backbone, *, slots: int, length: int):
-        """Take memory for ``slots`` sequences of at most ``length`` positions; guidance takes two for each."""
-        if slots < 1:
-            each = backbone.config.kv_shape.bytes_of(length, backbone.dtype)
-            raise InvalidInput(
-                f"the KV cache of one sequence of {length} positions takes {each / 1e9:.2f} GB, more than it may: "
-                "shorten the sequence, or do without a cache."
-            )
-        self.backbone, self.whole = backbone, FullRecompute(backbone)
+    def __init__(self, backbone: Backbone, *, slots: int, length: int, one_by_one: bool = False):
+        """Take memory for ``slots`` sequences of at most ``length`` positions; guidance takes two for each.
+
+        ``one_by_one``: as `FullRecompute` has it.
+        """
+        self.backbone, self.whole = backbone, FullRecompute(backbone, one_by_one=one_by_one)
         self.memory = KVCache(backbone.config.kv_shape, slots, length, device=backbone.device, dtype=backbone.dtype)
         self._free = list(range(slots))[::-1]
         self._held: dict[SequenceState, list[Slot]] = {}
@@ -90,22 +96,30 @@ class CachedRunner:
         """Slots that nobody holds."""
         return len(self._free)
 
-    def admit(self, state: SequenceState) -> bool:
-        """Take the slots of a sequence; False while there are not so many.
+    def lacking(self, state: SequenceState) -> int:
+        """How many slots a sequence has yet to take: none if it holds them, or is computed whole.
 
-        Raises InvalidInput for a sequence that will never fit.
+        Raises InvalidInput for one that asks for a cache and will never fit; an exact one is no loss but of time.
         """
         count = _slots(state)
         if state in self._held or not cached(self.backbone, state):
-            return True
-        if count > self.memory.slots or len(state.ids) > self.memory.length:
-            raise InvalidInput(
-                f"a sequence of {len(state.ids)} positions that takes {count} slots does not fit into a KV cache of "
-                f"{self.memory.slots} slots of {self.memory.length}."
-            )
+            return 0
+        if count <= self.memory.slots and len(state.ids) <= self.memory.length:
+            return count
+        if state.options.cache is None:
+            return 0
+        raise InvalidInput(
+            f"cache={state.options.cache!r}: a sequence of {len(state.ids)} positions that takes {count} slots does "
+            f"not fit into a KV cache of {self.memory.slots} slots of {self.memory.length}."
+        )
+
+    def admit(self, state: SequenceState) -> bool:
+        """Take the slots that a sequence lacks; False while there are not so many."""
+        count = self.lacking(state)
         if count > len(self._free):
             return False
-        self._held[state] = [Slot(self._free.pop()) for _ in range(count)]
+        if count:
+            self._held[state] = [Slot(self._free.pop()) for _ in range(count)]
         return True
 
     def release(self, state: SequenceState) -> None:
@@ -127,8 +141,10 @@ class CachedRunner:
         return found
 
     def _run(self, request: StateRequest, slot: Slot, *, first: bool) -> HiddenStates:
-        begin, end = self._rows(request, slot)
         device, state = self.backbone.device, request.state
+        if slot.step != state.evaluations:
+            slot.step, slot.rows = state.evaluations, self._rows(request, slot)
+        begin, end = slot.rows
         past = CachedPass(
             self.memory,
             torch.tensor([slot.number], device=device),
