@@ -144,6 +144,13 @@ def test_states_of_a_run(evaluate: Evaluate) -> None:
     assert [cell["score"] for cell in cells[2:4]] == [0.5, 0.9]
 
 
+def test_the_share_of_positions_that_came_from_the_cache(evaluate: Evaluate) -> None:
+    code = RUN + "return run.figures.cached"
+    steps = [{**STEPS[0], "computed": 6, "cached": 0}, {**STEPS[1], "computed": 2, "cached": 4}]
+    assert evaluate("run.js", code, {"start": START, "steps": steps[:1]}) is None
+    assert evaluate("run.js", code, {"start": START, "steps": steps}) == 4 / 12
+
+
 def test_an_edited_token_is_shown_as_it_was_in_each_state(evaluate: Evaluate) -> None:
     edit = {**STEPS[0], "positions": [2], "tokens": [4], "pieces": ["f"], "scores": [0.7], "edited": 1}
     given = {"start": START, "steps": [STEPS[0], edit]}
@@ -182,11 +189,14 @@ def test_a_link_holds_every_setting(evaluate: Evaluate) -> None:
 
 def test_a_request_leaves_out_what_is_empty(evaluate: Evaluate) -> None:
     code = "return it.toRequest({...it.FIRST, ...given}, 'latent')"
-    body = evaluate("settings.js", code, {"threshold": "0.9", "steps": "", "seed": "x", "chat": "off"})
+    body = evaluate("settings.js", code, {"threshold": "0.9", "steps": "", "seed": "x", "chat": "off", "cache": "none"})
     assert body["threshold"] == 0.9
     assert "steps" not in body
     assert body["seed"] == "x"
     assert body["chat"] is False
+    assert body["cache"] is None
+    assert evaluate("settings.js", code, {"cache": "dual"})["cache"] == "dual"
+    assert "cache" not in evaluate("settings.js", code, {})
     assert body["sampler"] == "latent"
 
 

@@ -40,6 +40,26 @@ def test_what_is_ahead_is_what_goes_before_if_nobody_else_comes(clients):
         assert drained(queue).index(last) == ahead
 
 
+@given(st.lists(st.sampled_from("abcd"), max_size=20))
+def test_iterating_is_in_the_order_of_going(clients):
+    queue: FairQueue[One] = FairQueue(100)
+    for client in clients:
+        queue.push(One(client))
+    assert list(queue) == drained(queue)
+
+
+def test_who_is_overtaken_keeps_its_place():
+    queue: FairQueue[One] = FairQueue(10)
+    waits, passes, other = One("a", 0), One("a", 1), One("b", 0)
+    for one in (waits, passes, other):
+        queue.push(one)
+    queue.take(passes)
+    assert list(queue) == [waits, other]
+    queue.push(One("a", 2))
+    queue.take(waits)
+    assert [one.client for one in queue] == ["b", "a"]
+
+
 def test_those_who_leave_are_gone_and_make_room():
     queue: FairQueue[One] = FairQueue(2)
     first, second = One("a"), One("a")

@@ -20,7 +20,8 @@ from codd.serving.responses import (
     to_json,
 )
 
-USAGE = Usage(prompt_tokens=3, completion_tokens=4, steps=2, circuit_steps=1, seconds=0.5, queued_seconds=0.25)
+TIMES = {"seconds": 0.5, "queued_seconds": 0.25}
+USAGE = Usage(prompt_tokens=3, completion_tokens=4, steps=2, circuit_steps=1, computed=5, cached=3, **TIMES)
 MODEL = codd.load(device="cpu")
 assert MODEL.tokenizer is not None
 PIECES = TokenPieces(MODEL)
@@ -50,7 +51,7 @@ def test_a_completion_is_what_openai_reads():
     assert [(c.index, c.text, c.finish_reason) for c in found.choices] == [(0, "one", "stop"), (1, "two", "length")]
     assert found.usage is not None
     assert (found.usage.prompt_tokens, found.usage.completion_tokens, found.usage.total_tokens) == (3, 4, 7)
-    assert body["usage"]["codd"] == {"steps": 2, "circuit_steps": 1, "seconds": 0.5, "queued_seconds": 0.25}
+    assert body["usage"]["codd"] == {"steps": 2, "circuit_steps": 1, "computed": 5, "cached": 3, **TIMES}
     assert found.object == "text_completion"
 
 
@@ -127,7 +128,7 @@ def test_the_events_of_a_run():
         assert (found["length"], found["window"], found["finished"]) == (len(step.ids), list(step.window), True)
     assert done_event("one", "stop", USAGE) == {
         **{"text": "one", "finish_reason": "stop", "steps": 2, "circuit_steps": 1, "tokens": 4},
-        **{"seconds": 0.5, "queued_seconds": 0.25},
+        **{"computed": 5, "cached": 3, **TIMES},
     }
 
 

@@ -3,6 +3,7 @@
 import argparse
 import json
 import logging
+import math
 import os
 import sys
 from pathlib import Path
@@ -51,6 +52,13 @@ examples:
     )
     group.add_argument(
         "--drain", type=int, metavar="S", default=30, help="seconds to finish when stopped (default: 30)"
+    )
+    group.add_argument(
+        "--cache-memory",
+        type=float,
+        metavar="GIB",
+        default=1.0,
+        help="for the KV caches of requests that ask for one, taken at the start; 0: none (default: 1)",
     )
     group.add_argument("--max-length", type=int, metavar="N", default=4096, help="tokens of a sequence (default: 4096)")
     group.add_argument(
@@ -107,7 +115,20 @@ def run(args: argparse.Namespace) -> int:
         if model.mask_id is None:
             raise InvalidInput("this checkpoint does not say which token is the mask, so that nothing can be filled.")
         _log(quiet=args.quiet)
-        engine = Engine(model, slots=args.slots, queue=args.queue, exact=args.exact)
+        engine = Engine(
+            model,
+            slots=args.slots,
+            queue=args.queue,
+            exact=args.exact,
+            cache_memory=int(args.cache_memory * 2**30),
+            cache_length=args.max_length,
+        )
+        default = settings.limits.defaults.cache
+        if default is not None and not engine.load.cache_slots:
+            raise InvalidInput(
+                f"--cache {default}: no KV cache of {args.max_length} positions fits into --cache-memory "
+                f"{args.cache_memory:g}: give more, a lower --max-length, or no --cache."
+            )
         found = server.create_server(
             engine, settings, drain=args.drain, on_ready=lambda url: _tell(url, settings.name, args.json)
         )
@@ -145,6 +166,8 @@ def _check(args: argparse.Namespace) -> None:
         if not getattr(args, name) > 0:
             option = name.replace("_", "-")
             raise InvalidInput(f"--{option} must be more than 0 seconds, found {getattr(args, name)}.")
+    if not 0 <= args.cache_memory < math.inf:
+        raise InvalidInput(f"--cache-memory must be a number of GiB, 0 or more, found {args.cache_memory}.")
 
 
 def _settings(args: argparse.Namespace) -> "Settings":

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from codd.decoding import Model
+from codd.decoding.cached import CachedRunner
 from codd.decoding.loop import advance
-from codd.decoding.network import FullRecompute
-from codd.decoding.state import Step
-from codd.errors import CoddError
+from codd.decoding.state import SequenceState, Step
+from codd.errors import CoddError, InvalidInput
 from codd.serving.metrics import Metrics
 from codd.serving.queue import FairQueue
 from codd.serving.requests import (
@@ -39,6 +39,8 @@ MAX_RETRY_AFTER = 60
 """The longest time, in seconds, after which a refused client is told to try again."""
 TURN = 2.0
 """Seconds after which a sequence leaves its slot to one that waits, if that is fair, and waits itself."""
+CACHE_MEMORY = 1 << 30
+"""Bytes for the KV caches of all sequences."""
 _SMOOTHING = 0.1
 """The weight of the latest sequence in the moving average of seconds per sequence."""
 
@@ -55,6 +57,10 @@ class Load:
     """Sequences and model calls in the queues."""
     queue: int
     """How many may wait."""
+    cache_slots: int
+    """Sequences that have room in the KV cache."""
+    cache_held: int
+    """How many of these are taken, by sequences in the batch and such that have left it for a while."""
 
 
 class Engine:
@@ -64,12 +70,23 @@ class Engine:
     """
 
     def __init__(
-        self, model: Model, *, slots: int = 8, queue: int = 64, exact: bool = False, metrics: Metrics | None = None
+        self,
+        model: Model,
+        *,
+        slots: int = 8,
+        queue: int = 64,
+        exact: bool = False,
+        cache_memory: int = CACHE_MEMORY,
+        cache_length: int = 4096,
+        metrics: Metrics | None = None,
     ):
         """``slots``: maximum batch size; ``queue``: how many more sequences may wait; ``exact``: on a GPU, too,
         evaluate the network for one sequence at a time, so that each is what it is alone, to the bit.
+
+        Of ``cache_memory`` bytes are made KV caches for sequences of the model's length, at most ``cache_length``: two
+        for each slot if there are so many, as who leaves the batch for a while keeps its own; none if none fits.
         """
-        self.runner = FullRecompute(model.backbone, one_by_one=exact)
+        self.runner = _runner(model, 2 * slots, cache_memory, cache_length, exact)
         self.model = model
         self.slots = slots
         self.metrics = metrics or Metrics()
@@ -90,7 +107,8 @@ class Engine:
     @property
     def load(self) -> Load:
         """The current load."""
-        return Load(len(self._running), self.slots, len(self._waiting) + len(self._calls), self._waiting.capacity)
+        waiting, cache = len(self._waiting) + len(self._calls), self.runner.memory.slots
+        return Load(len(self._running), self.slots, waiting, self._waiting.capacity, cache, cache - self.runner.free)
 
     @property
     def draining(self) -> bool:
@@ -120,7 +138,8 @@ class Engine:
     def submit(self, requests: Sequence[QueuedRequest]) -> Iterator[None]:
         """Queue all of the requests or none; leaving the block cancels those that are not finished.
 
-        Raises `QueueFull` if they do not all fit, and `ShuttingDown` if the engine is draining.
+        Raises `QueueFull` if they do not all fit, `ShuttingDown` if the engine is draining, and InvalidInput for a
+        sequence that asks for a KV cache and is too long for any that there is.
         """
         self._enqueue(requests)
         try:
@@ -138,6 +157,8 @@ class Engine:
     def _enqueue(self, requests: Sequence[QueuedRequest]) -> None:
         sequences = [r for r in requests if isinstance(r, SequenceRequest) and not r.state.finished]
         calls = [r for r in requests if isinstance(r, ModelCall)]
+        for sequence in sequences:
+            self._check_cache(sequence.state)
         with self._condition:
             if self._draining:
                 raise ShuttingDown
@@ -149,6 +170,12 @@ class Engine:
             for call in calls:
                 call.ahead = self._calls.push(call)
             self._condition.notify()
+
+    def _check_cache(self, state: SequenceState) -> None:
+        try:
+            self.runner.lacking(state)
+        except InvalidInput as error:
+            raise InvalidInput(f"{error} Leave it out, or give the server more (codd serve --cache-memory).") from None
 
     def _free_places(self) -> int:
         """How many sequences fit. Free slots count: they are filled at once, so that an idle engine never refuses."""
@@ -203,6 +230,8 @@ class Engine:
                 self._running.remove(request)
             else:
                 (self._waiting if isinstance(request, SequenceRequest) else self._calls).remove(request)
+            if isinstance(request, SequenceRequest):
+                self.runner.release(request.state)
             reason = "cancelled" if request.cancelled else "closing" if self._stopped else "late"
             self.metrics.evicted.labels(reason).inc()
             request.finished_at = now
@@ -213,13 +242,14 @@ class Engine:
     def _admit(self) -> None:
         """Move waiting sequences into slots that are free, or whose turn is over; call with the lock held."""
         now = time.monotonic()
-        while (sequence := self._waiting.peek()) is not None:
+        while (sequence := self._next()) is not None:
             preempted = self._turn_over(sequence.client, now) if len(self._running) >= self.slots else None
             if preempted is not None:
                 self._running.remove(preempted)
             elif len(self._running) >= self.slots:
                 return
-            self._waiting.pop()
+            self._waiting.take(sequence)
+            self.runner.admit(sequence.state)
             if preempted is not None:  # behind the one that takes its slot, even if that is of the same client
                 self._waiting.push(preempted)
             if sequence.started_at is None:
@@ -227,6 +257,20 @@ class Engine:
                 self.metrics.queue_seconds.observe(sequence.queued_seconds)
             sequence.turn_began = now
             self._running.append(sequence)
+
+    def _next(self) -> SequenceRequest | None:
+        """The first waiting sequence that has its KV cache, needs none, or finds room for one.
+
+        Nobody overtakes another to take room that it waits for, so that what comes free adds up until it suffices. Who
+        has a cache can always go on, so that some does come free.
+        """
+        room = self.runner.free
+        for sequence in self._waiting:
+            lacking = self.runner.lacking(sequence.state)
+            if lacking <= room:
+                return sequence
+            room = 0
+        return None
 
     def _turn_over(self, client: Hashable, now: float) -> SequenceRequest | None:
         """A sequence whose turn is over and that can make room for one of ``client``: its own, or of who has more."""
@@ -257,6 +301,7 @@ class Engine:
             if not isinstance(result, Step) or result.finished
         ]
         for sequence in done:
+            self.runner.release(sequence.state)
             sequence.finished_at = now
             self._mean_seconds += _SMOOTHING * (sequence.seconds - self._mean_seconds)
         with self._condition:
@@ -279,3 +324,14 @@ class Engine:
 def _deliver_all(results: Sequence[tuple[QueuedRequest, Any]]) -> None:
     for request, result in results:
         request.deliver(result)
+
+
+def _runner(model: Model, slots: int, memory: int, length: int, exact: bool) -> CachedRunner:
+    """With as many as fit of ``slots`` caches; a network that is told the share of masks can use none."""
+    backbone = model.backbone
+    length = min(length, backbone.max_length or length)
+    fit = 0 if backbone.config.conditioning else memory // backbone.config.kv_shape.bytes_of(length, backbone.dtype)
+    try:
+        return CachedRunner(backbone, slots=min(slots, fit), length=length, one_by_one=exact)
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise InvalidInput(f"there is no memory for KV caches of {memory / 2**30:g} GiB: {error}") from None

@@ -41,6 +41,12 @@ class Metrics:
         self.steps = Counter("codd_steps", "Denoising steps, counted for each sequence.", registry=registry)
         self.circuit_steps = Counter("codd_circuit_steps", "Steps in which the circuit acted.", registry=registry)
         self.tokens = Counter("codd_tokens", "Tokens committed.", registry=registry)
+        self.positions = Counter(
+            "codd_positions",
+            "Positions that the network saw in these steps: computed, or found in the KV cache.",
+            ("source",),
+            registry=registry,
+        )
         self.finished = Counter("codd_sequences", "Sequences finished.", registry=registry)
         self.step_seconds = Histogram(
             "codd_step_seconds", "One step of all sequences in the slots.", buckets=_SECONDS, registry=registry
@@ -51,7 +57,7 @@ class Metrics:
 
     def track_load(self, load: Callable[[], "Load"]) -> None:
         """Export the engine's load as gauges, read at every scrape."""
-        for name in ("running", "slots", "waiting", "queue"):
+        for name in ("running", "slots", "waiting", "queue", "cache_slots", "cache_held"):
             gauge = Gauge(f"codd_{name}", f"The engine's load: {name}.", registry=self.registry)
             gauge.set_function(lambda name=name: getattr(load(), name))  # type: ignore[misc]
 
@@ -62,6 +68,8 @@ class Metrics:
         self.steps.inc(len(steps))
         self.circuit_steps.inc(sum(step.circuit for step in steps))
         self.tokens.inc(sum(len(step.positions) for step in steps))
+        self.positions.labels("computed").inc(sum(step.computed for step in steps))
+        self.positions.labels("cached").inc(sum(step.cached for step in steps))
         self.finished.inc(sum(step.finished for step in steps))
 
     def text(self) -> bytes:

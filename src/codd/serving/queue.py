@@ -2,6 +2,7 @@
 
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterator
+from itertools import zip_longest
 from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 
@@ -33,9 +34,9 @@ class FairQueue(Generic[Item]):
         return self._size
 
     def __iter__(self) -> Iterator[Item]:
-        """All items, client by client."""
-        for items in self._by_client.values():
-            yield from items
+        """All items, in the order in which they go if no more are pushed."""
+        for turns in zip_longest(*self._by_client.values()):
+            yield from (item for item in turns if item is not None)
 
     @property
     def free(self) -> int:
@@ -54,22 +55,22 @@ class FairQueue(Generic[Item]):
         self._size += 1
         return ahead
 
-    def peek(self) -> Item | None:
-        """The next item; None if the queue is empty."""
-        return next(iter(self), None)
-
     def pop(self) -> Item | None:
-        """Remove and return the next item, and move its client to the end of the round; None if the queue is empty."""
-        if not self._size:
-            return None
-        client, items = next(iter(self._by_client.items()))
-        item = items.popleft()
-        self._size -= 1
-        if items:
-            self._by_client.move_to_end(client)
-        else:
-            del self._by_client[client]
+        """Remove and return the next item; None if the queue is empty."""
+        item = next(iter(self), None)
+        if item is not None:
+            self.take(item)
         return item
+
+    def take(self, item: Item) -> None:
+        """Remove an item whose turn it is, and move its client to the end of the round.
+
+        Unless it overtakes others of its client, which do not lose their place to it.
+        """
+        first = self._by_client[item.client][0] is item
+        self.remove(item)
+        if first and item.client in self._by_client:
+            self._by_client.move_to_end(item.client)
 
     def remove(self, item: Item) -> None:
         """Take an item out of the queue, wherever it is; KeyError or ValueError if it is not in it."""

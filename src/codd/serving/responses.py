@@ -63,6 +63,10 @@ class Usage:
     """Network evaluations."""
     circuit_steps: int
     """Network evaluations in which the circuit acted."""
+    computed: int
+    """Positions that the network computed in them."""
+    cached: int
+    """Positions that it found in a KV cache instead."""
     seconds: float
     """From the first step on."""
     queued_seconds: float
@@ -76,6 +80,8 @@ class Usage:
             "codd": {
                 "steps": self.steps,
                 "circuit_steps": self.circuit_steps,
+                "computed": self.computed,
+                "cached": self.cached,
                 "seconds": self.seconds,
                 "queued_seconds": self.queued_seconds,
             },
@@ -201,6 +207,8 @@ def step_event(step: Step, pieces: Callable[[Sequence[int]], list[str | None]]) 
         "window": list(step.window),
         "mask_ratio": step.mask_ratio,
         "length": len(step.ids),
+        "computed": step.computed,
+        "cached": step.cached,
         "finished": step.finished,
     }
 
@@ -212,6 +220,8 @@ def done_event(text: str | None, reason: FinishReason, usage: Usage) -> Json:
         "finish_reason": reason,
         "steps": usage.steps,
         "circuit_steps": usage.circuit_steps,
+        "computed": usage.computed,
+        "cached": usage.cached,
         "tokens": usage.completion_tokens,
         "seconds": usage.seconds,
         "queued_seconds": usage.queued_seconds,

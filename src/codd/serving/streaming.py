@@ -36,20 +36,30 @@ class GeneratedSequence:
         self.generation = generation
         self.request = SequenceRequest(generation.start(model), client, deadline, results)
         self.detokenizer = Detokenizer(generation, model)
-        self.steps = self.circuit_steps = 0
+        self.steps = self.circuit_steps = self.computed = self.cached = 0
         self._prompt_tokens = generation.prompt_tokens(model.mask_id)
 
     def add(self, step: Step) -> str:
         """Count a step; returns the text that it adds."""
         self.steps += 1
         self.circuit_steps += step.circuit
+        self.computed += step.computed
+        self.cached += step.cached
         return self.detokenizer.add(step.ids, step.finished, step.settled)
 
     @property
     def usage(self) -> Usage:
         """The usage so far."""
-        times = (self.request.seconds, self.request.queued_seconds)
-        return Usage(self._prompt_tokens, self.detokenizer.tokens, self.steps, self.circuit_steps, *times)
+        return Usage(
+            self._prompt_tokens,
+            self.detokenizer.tokens,
+            self.steps,
+            self.circuit_steps,
+            self.computed,
+            self.cached,
+            self.request.seconds,
+            self.request.queued_seconds,
+        )
 
 
 def generated_sequences(
@@ -68,6 +78,8 @@ def total_usage(sequences: Sequence[GeneratedSequence]) -> Usage:
         sum(u.completion_tokens for u in usages),
         sum(u.steps for u in usages),
         sum(u.circuit_steps for u in usages),
+        sum(u.computed for u in usages),
+        sum(u.cached for u in usages),
         max(u.seconds for u in usages),
         max(u.queued_seconds for u in usages),
     )

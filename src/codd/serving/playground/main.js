@@ -248,7 +248,7 @@ function toggleTheme() {
 function openLink() {
   const linked = fromHash(location.hash);
   writeForm(form, linked ?? FIRST, model?.defaults ?? {});
-  byId("more").open = linked !== null && ["remasking", "block_length", "temperature", "seed", "chat"].some((name) => linked[name] !== "");
+  byId("more").open = linked !== null && ["remasking", "block_length", "temperature", "seed", "cache", "chat"].some((name) => linked[name] !== "");
   showPace();
   return linked !== null;
 }

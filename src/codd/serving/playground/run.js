@@ -5,7 +5,8 @@
  *
  * @typedef {{prompt_length: number, ids: number[], pieces: (string|null)[], options: any, ahead?: number}} Start
  * @typedef {{number: number, positions: number[], tokens: number[], pieces: string[], scores: number[],
- *            circuit: boolean, window: [number, number], length: number, finished: boolean}} Step
+ *            circuit: boolean, window: [number, number], length: number, computed: number, cached: number,
+ *            finished: boolean}} Step
  * @typedef {{text: string, steps: number, circuit_steps: number, tokens: number, seconds: number}} Done
  * @typedef {{kind: "given"|"masked"|"written", piece: string|null, score: number|null, step: number|null,
  *            fresh: boolean, active: boolean}} Cell
@@ -130,6 +131,12 @@ export class Run {
     return begin >= 0 && position < end ? [begin, end] : null;
   }
 
+  /** The share of the positions in all calls that the network did not compute; null where that is none. */
+  get cachedShare() {
+    const [computed, cached] = this.steps.reduce(([a, b], step) => [a + step.computed, b + step.cached], [0, 0]);
+    return cached ? cached / (computed + cached) : null;
+  }
+
   /** The numbers below a column. */
   get figures() {
     const calls = this.done?.steps ?? this.last;
@@ -138,6 +145,7 @@ export class Run {
       calls,
       seconds: this.done?.seconds ?? null,
       perCall: calls ? written / calls : null,
+      cached: this.cachedShare,
       circuit: this.done?.circuit_steps ?? this.steps.filter((step) => step.circuit).length,
     };
   }

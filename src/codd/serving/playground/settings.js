@@ -13,6 +13,7 @@ export const FIRST = Object.freeze({
   block_length: "",
   temperature: "",
   seed: "",
+  cache: "",
   chat: "",
 });
 
@@ -104,6 +105,7 @@ export function toRequest(settings, sampler) {
     // What is no number goes as it is: the server says what is wrong with it, and in which field.
     if (text !== "") body[name] = Number.isFinite(Number(text)) ? Number(text) : text;
   }
+  if (settings.cache) body.cache = settings.cache === "none" ? null : settings.cache;
   if (settings.chat) body.chat = settings.chat === "on";
   return body;
 }

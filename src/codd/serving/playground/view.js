@@ -114,12 +114,13 @@ export class Column {
   }
 
   #figures() {
-    const { calls, seconds, perCall, circuit } = this.run?.figures ?? {};
+    const { calls, seconds, perCall, circuit, cached } = this.run?.figures ?? {};
     const rows = [
       ["network calls", calls?.toString()],
       ["seconds", seconds?.toFixed(2)],
       ["tokens a call", perCall?.toFixed(1)],
       ["circuit steps", circuit?.toString()],
+      ...(cached ? [["from the cache", `${Math.round(100 * cached)}%`]] : []),
     ];
     this.figures.replaceChildren(...rows.map(([name, value]) => el("div", "", el("dt", "", name), el("dd", "", value ?? "–"))));
   }
