@@ -1,6 +1,7 @@
 """The server under load: is any answer lost or mixed up, does every slot come back, what does sharing steps gain?
 
     python benchmarks/serving.py load                       # 64 clients for 60 s; every answer is checked
+    python benchmarks/serving.py load --caches              # with KV caches: none, prefix and dual in turn
     python benchmarks/serving.py load --leave 0.5           # half of them hang up at random
     python benchmarks/serving.py load --clients 16 --mixed 0.5 --leave 0.1 --seconds 600 --plot memory.png
                                                             # half of them ask for everything, and for what is wrong
@@ -78,6 +79,7 @@ def main() -> None:
     parser.add_argument(
         "--mixed", type=float, default=0.0, help="the share of clients that send requests of all routes, and wrong ones"
     )
+    parser.add_argument("--caches", action="store_true", help="of load: every third asks for each kind of KV cache")
     parser.add_argument("--requests", type=int, default=30, help="different ones (default: 30)")
     parser.add_argument("--rounds", type=int, default=3, help="of throughput, on each server (default: 3)")
     parser.add_argument("--shorter", type=int, default=1, help="divides the lengths and steps of all requests")
@@ -139,7 +141,8 @@ def serving(slots: int, queue: int, device: str) -> Iterator[str]:
 
 
 def load(args: argparse.Namespace) -> dict[str, Any]:
-    ways = [shortened(way, args.shorter) for way in WAYS]
+    kinds = (None, "prefix", "dual") if args.caches else (None,)
+    ways = [{**shortened(way, args.shorter), "cache": kind} for way in WAYS for kind in kinds]
     requests = made(codd.load(device=args.device), args.requests, args.seed, ways)
     with serving(args.slots, args.queue, args.device) as url:
         seen, health = asyncio.run(_loaded(args, url, requests))
@@ -169,7 +172,10 @@ def load(args: argparse.Namespace) -> dict[str, Any]:
 async def _loaded(args: argparse.Namespace, url: str, requests: list[Request]) -> tuple[Seen, dict[str, Any]]:
     seen, end = Seen(), time.monotonic() + args.seconds
     count = args.clients or 64
-    async with httpx.AsyncClient(base_url=url, timeout=120, limits=httpx.Limits(max_connections=None)) as http:
+    # No connection is kept: the server closes idle ones after 5 s, at the very moment at which one who was told to come
+    # again in 5 s may send its request.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as http:
         leaving, mixed = round(count * args.leave), round(count * args.mixed)
         kinds = ["leaves"] * leaving + ["mixed"] * mixed + ["asks"] * (count - leaving - mixed)
         clients = [

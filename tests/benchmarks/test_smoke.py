@@ -41,7 +41,7 @@ COMMANDS = {
         "--windows 16 --epochs 1 --window 4 --vocab 50 --states 2 --top-k 4 --batch 4 --steps 1 --device cpu --out OUT"
     ],
     "serving": [
-        "load --clients 4 --seconds 0.5 --leave 0.25 --mixed 0.5 --requests 2 --shorter 16 --slots 2 "
+        "load --caches --clients 4 --seconds 0.5 --leave 0.25 --mixed 0.5 --requests 2 --shorter 16 --slots 2 "
         "--plot OUT.png --json OUT",
         "throughput --clients 1 --rounds 1 --shorter 16 --slots 2 --json OUT",
     ],
