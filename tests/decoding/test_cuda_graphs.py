@@ -1,5 +1,6 @@
 """What is captured, what is kept, and steps on a device against steps on the host."""
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from tiny_models import MASK, VOCAB, detouring, modulated, random_hmm
 
 import codd
+from codd.backbones.kv_cache import CachedPass, KVCache
 from codd.circuits import HMM, Modulated
 from codd.decoding.accelerate import cuda_graphs
 from codd.decoding.accelerate.cuda_graphs import WARMUP, GraphCache
@@ -192,6 +194,40 @@ def test_a_device_conditions_on_what_the_host_does(options, inner_states):
     for _ in range(2):  # without graphs, then with them
         found = [model.generate(prompts, **{"gen_length": 32, "steps": 8, "seed": 2, **options}) for model in heard]
         assert [ids.tolist() for ids in found[0].sequences] == [ids.tolist() for ids in found[1].sequences]
+
+
+@CUDA
+@pytest.mark.parametrize("kind", ["prefix", "dual"])
+@pytest.mark.parametrize("told", [{"threshold": 0.9}, {"sampler": "latent", "steps": 16}, {"cfg_scale": 0.5}], ids=str)
+def test_a_device_writes_what_the_host_writes_with_a_cache(told, kind):
+    host, device = codd.load(device="cpu"), codd.load(device="cuda", dtype=torch.float32)
+    prompts = ["What is 7 + 8?", "Mia has 84 stamps and gives away half of them. How many are left?"]
+    for _ in range(2):  # without graphs, then with them
+        found = [model.generate(prompts, gen_length=64, cache=kind, **told) for model in (host, device)]
+        assert [ids.tolist() for ids in found[0].sequences] == [ids.tolist() for ids in found[1].sequences]
+
+
+@CUDA
+@torch.no_grad()
+def test_a_captured_pass_is_what_it_is_without():
+    """Whatever it is given: other slots, positions and ends; and the memory of its cache can be given back."""
+    backbone, draw = codd.load(circuit=None, device="cuda", dtype=torch.float32).backbone, torch.Generator()
+    cache, other = (
+        KVCache(backbone.config.kv_shape, 5, 40, device=backbone.device, dtype=torch.float32) for _ in range(2)
+    )
+    for turn in range(WARMUP + 4):
+        ids = torch.randint(backbone.vocab_size, (2, 8), generator=draw.manual_seed(turn))
+        positions = torch.stack((torch.arange(8) + 3 * turn, torch.arange(8) + turn))
+        positions[1, 6:] = -1
+        past = CachedPass(cache, torch.tensor([turn % 5, (turn + 1) % 5]), positions, 40, torch.tensor([33, 20]))
+        found = cuda_graphs.cached_states(backbone, ids, past)
+        wanted = backbone.cached_states(ids.cuda(), past._replace(cache=other).to(backbone.device))
+        torch.testing.assert_close(found[positions >= 0], wanted[positions >= 0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(cache.memory, other.memory, rtol=1e-4, atol=1e-4)
+    assert len(cuda_graphs._PASSES[backbone].graphs) == 1
+    alive = weakref.ref(cache.memory)
+    del cache, past
+    assert alive() is None
 
 
 def test_it_is_noticed_when_weights_move_or_layers_are_replaced():

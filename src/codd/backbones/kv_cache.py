@@ -67,24 +67,36 @@ class CachedPass(NamedTuple):
     cache: KVCache
     slots: Int[Tensor, " B"]
     positions: Int[Tensor, "B R"]
-    """Of the rows that are computed: consecutive ones."""
+    """Of the rows that are computed: consecutive ones, and where ``ends`` are given -1 at padding that follows them."""
     seen: int
     """Positions from 0 on that are attended to; those of each sequence end at ``ends``, if they differ."""
     ends: Int[Tensor, " B"] | None = None
+
+    @property
+    def places(self) -> tuple[Tensor, ...]:
+        """Its tensors but the cache: slots, positions, and ends where they are given."""
+        return tuple(each for each in (self.slots, self.positions, self.ends) if each is not None)
+
+    def to(self, device: torch.device) -> "CachedPass":
+        """The same with copies of its places on a device."""
+        slots, positions, *ends = (each.to(device, non_blocking=True, copy=True) for each in self.places)
+        return CachedPass(self.cache, slots, positions, self.seen, *ends)
 
     def update(
         self, layer: int, k: Float[Tensor, "B h R d"], v: Float[Tensor, "B h R d"]
     ) -> tuple[Float[Tensor, "B h S d"], Float[Tensor, "B h S d"]]:
         """Store the keys and values of a layer, and give those of all positions that are seen."""
         memory = self.cache.memory[layer]
-        if len(self.slots) == 1 and memory.device.type == "cpu":  # as views, nothing is copied
+        if len(self.slots) == 1 and self.ends is None and memory.device.type == "cpu":  # as views, nothing is copied
             slot, begin = int(self.slots[0]), int(self.positions[0, 0])
             for own, new in zip(memory, (k, v), strict=True):
                 own[slot, :, begin : begin + k.shape[2]] = new[0]
             keys, values = memory[:, slot : slot + 1, :, : self.seen]
             return keys, values
-        where = (self.slots[:, None], slice(None), self.positions)
+        last = (self.positions >= 0).sum(1, keepdim=True) - 1
+        rows = torch.arange(k.shape[2], device=k.device).minimum(last)  # padding writes its sequence's last row again
+        where = (self.slots[:, None], slice(None), self.positions.gather(1, rows))
         for own, new in zip(memory, (k, v), strict=True):
-            own[where] = new.transpose(1, 2)
+            own[where] = new.transpose(1, 2).take_along_dim(rows[..., None, None], dim=1)
         keys, values = (own[self.slots, :, : self.seen] for own in memory)
         return keys, values

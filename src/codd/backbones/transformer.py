@@ -196,6 +196,8 @@ class Attention(nn.Module):
                 whole: Tensor = kernels.attend(joined, config.heads, config.kv_heads, *rotary)
                 return whole
         turned = rotary is not None and self._turn(joined, *rotary)
+        if turned and context.past is not None and (seen := self._attend_cached(joined, context.past)) is not None:
+            return seen
         by_head = joined.view(*joined.shape[:2], -1, config.head_dim)
         parts = torch.split(by_head, [config.heads, config.kv_heads, config.kv_heads], dim=-2)
         q, k, v = (part.transpose(1, 2) for part in parts)
@@ -233,6 +235,17 @@ class Attention(nn.Module):
         else:
             return False
         return True
+
+    def _attend_cached(self, joined: Float[Tensor, "B R qkv"], past: CachedPass) -> Float[Tensor, "B R h"] | None:
+        """Store keys and values, and attend to all that are seen, if kernels of ours serve; None: they do not."""
+        config, memory, kernels = self.config, past.cache.memory[self.layer], kernels_for(joined)
+        special = config.causal or config.local is not None or past.ends is None
+        if kernels is None or special or not kernels.attends_cached(joined, memory):
+            return None
+        kernels.store_kv(joined, memory, past.slots, past.positions, config.heads)
+        where = past.slots, past.positions, past.ends
+        mixed: Tensor = kernels.attend_cached(joined, memory, *where, config.heads, config.block_size)
+        return mixed
 
 
 def project(x: Float[Tensor, "B L h"], layer: nn.Module, onto: Float[Tensor, "B L d"] | None) -> Float[Tensor, "B L d"]:

@@ -1,11 +1,13 @@
 """CUDA graphs: hundreds of kernels are launched one by one the first times, and by one call from then on.
 
-The network is captured for a batch of one shape, the coupled part of a step (`codd.decoding.samplers.window`) for one
-window length, number of tokens and set of options. Graphs are kept with the backbone or circuit that they belong to.
+The network is captured for a batch of one shape and the memory of a KV cache, if it has one; the coupled part of a step
+(`codd.decoding.samplers.window`) for one window length, number of tokens and set of options. Graphs are kept with the
+backbone or circuit that they belong to.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from functools import cached_property
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -14,6 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from codd.backbones.backbone import Backbone
+from codd.backbones.kv_cache import CachedPass
 
 NETWORK_GRAPHS, STEP_GRAPHS = 32, 16
 """Graphs kept for one network (they share their memory) and for one circuit; the least recently used one goes."""
@@ -32,7 +35,11 @@ class GraphCache(Generic[Arguments, Result]):
         self.capacity = capacity
         self.calls: dict[Hashable, int] = {}
         self.graphs: OrderedDict[Hashable, Callable[Arguments, Result]] = OrderedDict()
-        self.pool: Any = None  # memory that the graphs share; PyTorch has no public name for its type
+
+    @cached_property
+    def pool(self) -> Any:  # PyTorch has no public name for its type
+        """Memory that the graphs share."""
+        return torch.cuda.graph_pool_handle()
 
     def find(
         self, key: Hashable, capture: Callable[[], Callable[Arguments, Result]]
@@ -54,6 +61,7 @@ class GraphCache(Generic[Arguments, Result]):
 
 
 _NETWORKS: WeakKeyDictionary[Backbone, GraphCache[[Tensor, Tensor | None], Tensor]] = WeakKeyDictionary()
+_PASSES: WeakKeyDictionary[Backbone, GraphCache[[Tensor, CachedPass], Tensor]] = WeakKeyDictionary()
 _WEIGHTS: "WeakKeyDictionary[Backbone, _Weights]" = WeakKeyDictionary()
 _STEPS: WeakKeyDictionary[Any, GraphCache[..., Tensor]] = WeakKeyDictionary()
 
@@ -82,14 +90,28 @@ def network_states(
 ) -> Float[Tensor, "B L d"]:
     """The network's last hidden states on a GPU, from ids anywhere; the next call overwrites them."""
     cache = _NETWORKS.setdefault(backbone, GraphCache(NETWORK_GRAPHS))
-    if cache.pool is None:
-        cache.pool = torch.cuda.graph_pool_handle()
+    key = (_addresses(backbone), ids.shape, valid is None)
+    graph = cache.find(key, lambda: _CapturedNetwork(backbone, ids, valid, cache.pool))
+    return backbone.states(ids, valid, fill_padding=False) if graph is None else graph(ids, valid)
+
+
+def cached_states(backbone: Backbone, ids: Int[Tensor, "B R"], past: CachedPass) -> Float[Tensor, "B R d"]:
+    """`Backbone.cached_states` on a GPU, ids and places being anywhere; the next call overwrites the states."""
+    cache = _PASSES.setdefault(backbone, GraphCache(NETWORK_GRAPHS))
+    memory = past.cache.memory
+    key = (_addresses(backbone), memory.data_ptr(), memory.shape, ids.shape, past.seen, past.ends is None)
+    graph = cache.find(key, lambda: _CapturedPass(backbone, ids, past, cache.pool))
+    if graph is not None:
+        return graph(ids, past)
+    return backbone.cached_states(ids.to(backbone.device, non_blocking=True), past.to(backbone.device))
+
+
+def _addresses(backbone: Backbone) -> tuple[int, ...]:
+    """Where the weights of a network are."""
     weights = _WEIGHTS.get(backbone)
     if weights is None or weights.replaced():
         weights = _WEIGHTS[backbone] = _Weights(backbone)
-    key = (weights.addresses(), ids.shape, valid is None)
-    graph = cache.find(key, lambda: _CapturedNetwork(backbone, ids, valid, cache.pool))
-    return backbone.states(ids, valid, fill_padding=False) if graph is None else graph(ids, valid)
+    return weights.addresses()
 
 
 class _Weights:
@@ -123,5 +145,21 @@ class _CapturedNetwork:
         self.ids.copy_(ids, non_blocking=True)
         if self.valid is not None and valid is not None:
             self.valid.copy_(valid, non_blocking=True)
+        self.graph.replay()
+        return self.states
+
+
+class _CapturedPass:
+    """A pass with a KV cache, captured for one shape and one memory, which it does not keep from being given back."""
+
+    def __init__(self, backbone: Backbone, ids: Int[Tensor, "B R"], past: CachedPass, pool: Any):
+        self.ids, own = ids.to(backbone.device, copy=True), past.to(backbone.device)
+        self.places = own.places
+        self.graph, self.states = capture(lambda: backbone.cached_states(self.ids, own), pool)
+
+    def __call__(self, ids: Int[Tensor, "B R"], past: CachedPass) -> Float[Tensor, "B R d"]:
+        self.ids.copy_(ids, non_blocking=True)
+        for own, new in zip(self.places, past.places, strict=True):
+            own.copy_(new, non_blocking=True)
         self.graph.replay()
         return self.states
