@@ -47,6 +47,7 @@ COMMANDS = {
     ],
     "serving_gpu": ["mini --device cpu --slots 1 2 --requests 2 --rounds 1 --gen-length 2 --steps 1 --json OUT"],
     "families": ["--tiny --rounds 1 --shards 3 --out OUT"],
+    "kv_cache": ["--tiny --samplers any_order --out OUT"],
     "curves": ["docs/runs/mini.jsonl docs/runs/causal.jsonl"],
 }
 """The arguments of each script; DATA and OUT stand for paths."""

@@ -241,3 +241,41 @@ class TestMemory:
         for number, (prompt, kind) in enumerate(zip(PROMPTS, kinds, strict=True)):
             alone = steps_of(net, [prompt], gen_length=8, steps=4, cache=kind)
             assert [s.ids.tolist() for s in steps if s.sequence == number] == [s.ids.tolist() for s in alone]
+
+
+class TestBatches:
+    """As a GPU evaluates them: sequences of unequal lengths and numbers of rows in few passes."""
+
+    @pytest.mark.parametrize(
+        ("name", "told"),
+        [
+            ("decode_sdar", {"threshold": 0.3}),
+            ("decode_llada2", {"steps": 6, "cfg_scale": 0.7}),
+            ("llada_gqa_sharded", {"cache": "prefix", "steps": 8}),
+            ("llada_mha", {"cache": "dual", "steps": 8, "cfg_scale": 0.5, "refresh": 3}),
+            ("dream_tied", {"cache": "dual", "steps": 8}),
+            ("modernbert", {"cache": "prefix", "steps": 8}),
+        ],
+        ids=str,
+    )
+    def test_the_same_as_one_by_one(self, name, told):
+        net = backbone(name, 8 if name.startswith("decode") else None)
+        told = {"gen_length": 16, "block_length": 8, **told}
+        runner = CachedRunner(net, slots=6, length=40)
+        runner.batched = True
+        alone, together = (steps_of(net, PROMPTS, runner=each, **told) for each in (None, runner))
+        assert written(together) == written(alone)
+        assert [(step.computed, step.cached) for step in together] == [(step.computed, step.cached) for step in alone]
+
+    @pytest.mark.parametrize("one_by_one", [False, True])
+    def test_few_passes(self, one_by_one, monkeypatch):
+        net, shapes = backbone("llada_mha"), list[tuple[int, ...]]()
+        whole = net.cached_states
+        monkeypatch.setattr(net, "cached_states", lambda ids, past: shapes.append(tuple(ids.shape)) or whole(ids, past))
+        runner = CachedRunner(net, slots=3, length=40, one_by_one=one_by_one)
+        runner.batched = True
+        steps_of(net, PROMPTS, runner=runner, gen_length=8, block_length=5, steps=4, cache="dual")
+        sizes = [((2, 16), (1, 32)), ((3, 8),), ((3, 8),), ((2, 16), (1, 32))]  # of 15, 10 and 18 positions, and of 5
+        if one_by_one:
+            sizes = [[(1, rows) for count, rows in each for _ in range(count)] for each in sizes]
+        assert shapes == [size for each in sizes for size in each]

@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from jaxtyping import Float, Int
+from torch import Tensor
 
 from codd.backbones.backbone import Backbone
 from codd.backbones.kv_cache import CachedPass, KVCache
-from codd.decoding.network import FullRecompute, NetworkRunner, StateRequest
+from codd.decoding.accelerate import cuda_graphs
+from codd.decoding.network import LENGTH_MULTIPLE, FullRecompute, NetworkRunner, StateRequest
 from codd.decoding.state import HiddenStates, SequenceState, Window
 from codd.errors import InvalidInput
 
@@ -47,6 +50,20 @@ class Slot:
     """What it computed."""
 
 
+class Pass(NamedTuple):
+    """What is computed for one request, at positions counted as in `Rows`."""
+
+    request: StateRequest
+    slot: int
+    begin: int
+    end: int
+
+    @property
+    def ids(self) -> Int[Tensor, " R"]:
+        """The tokens there."""
+        return self.request.ids[self.begin : self.end]
+
+
 def cached(backbone: Backbone, state: SequenceState) -> bool:
     """Whether a sequence is decoded with a cache."""
     exact = backbone.block_size is not None and backbone.device.type == "cpu"
@@ -71,6 +88,11 @@ def runner_for(backbone: Backbone, sequences: Sequence[SequenceState], memory: i
     return CachedRunner(backbone, slots=min(memory // each, sum(map(_slots, wanted))), length=length)
 
 
+def _rounded(rows: int) -> int:
+    """To a power of two, and beyond a block's usual length to its multiples."""
+    return 1 << (rows - 1).bit_length() if rows <= LENGTH_MULTIPLE else -(-rows // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+
+
 def _slots(state: SequenceState) -> int:
     return 2 if state.options.cfg_scale > 0 else 1
 
@@ -88,6 +110,8 @@ class CachedRunner:
         """
         self.backbone, self.whole = backbone, FullRecompute(backbone, one_by_one=one_by_one)
         self.memory = KVCache(backbone.config.kv_shape, slots, length, device=backbone.device, dtype=backbone.dtype)
+        self.batched = backbone.device.type != "cpu"
+        """Whether sequences are evaluated together: on a CPU each by itself, as `FullRecompute` does."""
         self._free = list(range(slots))[::-1]
         self._held: dict[SequenceState, list[Slot]] = {}
 
@@ -128,34 +152,60 @@ class CachedRunner:
 
     def __call__(self, requests: Sequence[StateRequest]) -> list[HiddenStates]:
         """The states of each request, covering at least its span."""
+        turns: dict[SequenceState, int] = {}
+        passes = []
+        for request in requests:
+            if request.state in self._held:
+                turn = turns[request.state] = turns.get(request.state, -1) + 1
+                passes.append(self._plan(request, self._held[request.state][turn], first=turn == 0))
         plain = [each for each in requests if each.state not in self._held]
         whole = iter(self.whole(plain) if plain else [])
-        turns: dict[SequenceState, int] = {}
-        found = []
-        for request in requests:
-            if request.state not in self._held:
-                found.append(next(whole))
-                continue
-            turn = turns[request.state] = turns.get(request.state, -1) + 1
-            found.append(self._run(request, self._held[request.state][turn], first=turn == 0))
-        return found
+        cached = iter(self._together(passes) if self.batched else map(self._alone, passes))
+        return [next(cached if request.state in self._held else whole) for request in requests]
 
-    def _run(self, request: StateRequest, slot: Slot, *, first: bool) -> HiddenStates:
-        device, state = self.backbone.device, request.state
+    def _plan(self, request: StateRequest, slot: Slot, *, first: bool) -> Pass:
+        state = request.state
         if slot.step != state.evaluations:
             slot.step, slot.rows = state.evaluations, self._rows(request, slot)
         begin, end = slot.rows
-        past = CachedPass(
-            self.memory,
-            torch.tensor([slot.number], device=device),
-            torch.arange(begin, end, device=device)[None],
-            seen=len(request.ids),
-        )
-        states = self.backbone.cached_states(request.ids[None, begin:end].to(device), past)[0]
         before = (0, 0) if first else (state.computed, state.cached)
         state.computed, state.cached = before[0] + end - begin, before[1] + len(request.ids) - (end - begin)
-        unaligned = self.backbone.shift if begin else 0
-        return HiddenStates(request.begin + begin + unaligned, states[unaligned:])
+        return Pass(request, slot.number, begin, end)
+
+    def _alone(self, each: Pass) -> HiddenStates:
+        """One sequence, without padding: to the bit what it is in any company."""
+        slots, positions = torch.tensor([each.slot]), torch.arange(each.begin, each.end)[None]
+        past = CachedPass(self.memory, slots, positions, seen=len(each.request.ids))
+        return self._aligned(each, self.backbone.cached_states(each.ids[None], past)[0])
+
+    def _together(self, passes: Sequence[Pass]) -> list[HiddenStates]:
+        """All sequences, in a batch for each number of rows, which is rounded up so that there are few."""
+        batches: dict[tuple[int, int], list[int]] = {}
+        for number, each in enumerate(passes):
+            own = number if self.whole.one_by_one else 0
+            batches.setdefault((_rounded(each.end - each.begin), own), []).append(number)
+        found: dict[int, HiddenStates] = {}
+        for (rows, _), numbers in batches.items():
+            states = self._batch([passes[number] for number in numbers], rows)
+            found |= {n: self._aligned(passes[n], own) for n, own in zip(numbers, states, strict=True)}
+        return [found[number] for number in range(len(passes))]
+
+    def _batch(self, passes: Sequence[Pass], rows: int) -> Float[Tensor, "B R d"]:
+        ids = torch.zeros(len(passes), rows, dtype=torch.long)
+        positions = torch.full_like(ids, -1)
+        for row, each in enumerate(passes):
+            ids[row, : each.end - each.begin] = each.ids
+            positions[row, : each.end - each.begin] = torch.arange(each.begin, each.end)
+        slots, ends = torch.tensor([[each.slot, len(each.request.ids)] for each in passes]).T.contiguous()
+        past = CachedPass(self.memory, slots, positions, self.memory.length, ends)
+        if self.backbone.device.type != "cuda":
+            return self.backbone.cached_states(ids, past)
+        return cuda_graphs.cached_states(self.backbone, ids, past).clone()  # the next batch overwrites them
+
+    def _aligned(self, each: Pass, states: Float[Tensor, "R d"]) -> HiddenStates:
+        """What was computed without padding, nor the first row of a shifted family: see `Backbone.cached_states`."""
+        unaligned = self.backbone.shift if each.begin else 0
+        return HiddenStates(each.request.begin + each.begin + unaligned, states[unaligned : each.end - each.begin])
 
     def _rows(self, request: StateRequest, slot: Slot) -> Rows:
         plan, options, length = request.state.plan, request.state.options, len(request.ids)
