@@ -40,22 +40,24 @@ def a_pass(cache: KVCache, parts: list[tuple[int, int, int, int]], rows: int) ->
 
 
 def attended(joined: Tensor, past: CachedPass, heads: int, kv_heads: int, block_size: int | None) -> Tensor:
-    """By the general branch of the cache and PyTorch's attention."""
+    """By the general branch of the cache and PyTorch's attention, in float64 on the host."""
     parts = joined.unflatten(-1, (heads + 2 * kv_heads, -1)).transpose(1, 2).split((heads, kv_heads, kv_heads), 1)
     keys, values = past.update(0, *parts[1:])
     assert past.ends is not None
-    n = torch.arange(past.seen, device=DEVICE)
-    mask = (n < past.ends[:, None])[:, None, None]
+    n = torch.arange(past.seen)
+    mask = (n < past.ends.cpu()[:, None])[:, None, None]
     if block_size is not None:
-        mask = mask & (n // block_size <= past.positions[:, None, :, None] // block_size)
-    mixed = F.scaled_dot_product_attention(parts[0], keys, values, attn_mask=mask, enable_gqa=True)
-    return mixed.transpose(1, 2).flatten(2)
+        mask = mask & (n // block_size <= past.positions.cpu()[:, None, :, None] // block_size)
+    q, k, v = (part.cpu().double() for part in (parts[0], keys, values))
+    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    return mixed.transpose(1, 2).flatten(2).to(DEVICE, joined.dtype)
 
 
 SEQUENCES = {
-    "one": ([(1, 8, 16, 29)], 8),
-    "padded": ([(2, 33, 40, 40)], 12),
-    "ragged": ([(3, 0, 17, 17), (0, 5, 9, 33), (4, 38, 40, 40), (1, 3, 21, 21)], 19),
+    "one": ([(1, 8, 16, 29)], 8, 1),
+    "large scores": ([(1, 8, 16, 29)], 8, 100),
+    "padded": ([(2, 33, 40, 40)], 12, 1),
+    "ragged": ([(3, 0, 17, 17), (0, 5, 9, 33), (4, 38, 40, 40), (1, 3, 21, 21)], 19, 1),
 }
 
 
@@ -63,13 +65,14 @@ SEQUENCES = {
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(2, 2, 16), (6, 2, 32)])
 @pytest.mark.parametrize("block_size", [None, 4])
 def test_against_pytorch(kernels, sequences, heads, kv_heads, width, block_size):
-    parts, rows = sequences
+    parts, rows, scale = sequences
     cache, other = (
         KVCache(KVShape(1, kv_heads, width), 5, LENGTH, device=DEVICE, dtype=torch.float32) for _ in range(2)
     )
     cache.memory.copy_(drawn(*cache.memory.shape, seed=1))
     other.memory.copy_(cache.memory)
     joined, past = drawn(len(parts), rows, (heads + 2 * kv_heads) * width), a_pass(cache, parts, rows)
+    joined[..., : heads * width] *= scale
     wanted = attended(joined, past._replace(cache=other), heads, kv_heads, block_size)
     assert kernels.attends_cached(joined, cache.memory[0])
     kernels.store_kv(joined, cache.memory[0], past.slots, past.positions, heads)
@@ -78,7 +81,7 @@ def test_against_pytorch(kernels, sequences, heads, kv_heads, width, block_size)
     found = kernels.attend_cached(joined, cache.memory[0], past.slots, past.positions, past.ends, heads, block_size)
     assert bool(found.isfinite().all())
     real = past.positions >= 0
-    torch.testing.assert_close(found[real], wanted[real], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found[real], wanted[real], rtol=1e-4 * scale, atol=1e-5 * scale)
 
 
 def test_what_they_do_not_serve(kernels):
@@ -106,8 +109,9 @@ def test_what_they_do_not_serve(kernels):
     ids=str,
 )
 @torch.no_grad()
-def test_a_batch_is_what_its_sequences_are_alone(kernels, parts, monkeypatch):
+def test_a_batch_is_what_its_sequences_are_alone(parts, monkeypatch):
     """Of unequal lengths and rows, with kernels where they serve, against each without any of them."""
+    kernels = pytest.importorskip("codd.backbones.triton")
     shape = {"vocab_size": 50, "width": 32, "layers": 2, "heads": 2, "kv_heads": 2, "mlp_width": 16}
     network = Transformer(TransformerConfig(**{**shape, **parts}))
     initialise(network, generator=torch.Generator().manual_seed(0), std=0.2)
@@ -131,7 +135,7 @@ def test_a_batch_is_what_its_sequences_are_alone(kernels, parts, monkeypatch):
 
 
 @pytest.mark.skipif(not CUDA, reason="the interpreter has no half precision")
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 2e-3), (torch.bfloat16, 2e-2), (torch.float32, 1e-5)])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 2e-3), (torch.bfloat16, 1e-2), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("width", [16, 64, 128, 256])
 @pytest.mark.parametrize(("rows", "heads", "block_size"), [(1, 8, None), (32, 4, None), (32, 8, 32), (300, 4, 4)])
 def test_precisions_and_sizes(kernels, dtype, bound, width, rows, heads, block_size):

@@ -279,3 +279,13 @@ class TestBatches:
         if one_by_one:
             sizes = [[(1, rows) for count, rows in each for _ in range(count)] for each in sizes]
         assert shapes == [size for each in sizes for size in each]
+
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="on a CPU each sequence is evaluated by itself")
+    @pytest.mark.parametrize("name", [*(f"decode_{family}" for family in BLOCK_CAUSAL), *BIDIRECTIONAL])
+    def test_a_device_writes_what_the_host_writes(self, name):
+        size = 8 if name.startswith("decode") else None
+        told = {"gen_length": 16, "block_length": 8, "steps": 8, "cache": "prefix"}
+        device = codd.load(FIXTURES / name, None, device="cuda", dtype=torch.float32, block_size=size).backbone
+        wanted = written(steps_of(backbone(name, size), PROMPTS, **told))
+        for _ in range(2):  # without graphs, then with them
+            assert written(steps_of(device, PROMPTS, **told)) == wanted

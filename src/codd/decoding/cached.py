@@ -192,12 +192,12 @@ class CachedRunner:
 
     def _batch(self, passes: Sequence[Pass], rows: int) -> Float[Tensor, "B R d"]:
         ids = torch.zeros(len(passes), rows, dtype=torch.long)
-        positions = torch.full_like(ids, -1)
         for row, each in enumerate(passes):
             ids[row, : each.end - each.begin] = each.ids
-            positions[row, : each.end - each.begin] = torch.arange(each.begin, each.end)
-        slots, ends = torch.tensor([[each.slot, len(each.request.ids)] for each in passes]).T.contiguous()
-        past = CachedPass(self.memory, slots, positions, self.memory.length, ends)
+        slots, begins, ends, lengths = torch.tensor([(p.slot, p.begin, p.end, len(p.request.ids)) for p in passes]).T
+        positions = begins[:, None] + torch.arange(rows)
+        positions[positions >= ends[:, None]] = -1
+        past = CachedPass(self.memory, slots.contiguous(), positions, self.memory.length, lengths.contiguous())
         if self.backbone.device.type != "cuda":
             return self.backbone.cached_states(ids, past)
         return cuda_graphs.cached_states(self.backbone, ids, past).clone()  # the next batch overwrites them
