@@ -84,6 +84,8 @@ TYPED = {
     "ban": ("3,5", (3, 5)),
     "preset": ("reference", "reference"),
     "eps": ("0.01", 0.01),
+    "cache": ("dual", "dual"),
+    "refresh": ("3", 3),
     "seed": ("12", 12),
 }
 

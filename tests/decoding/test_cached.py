@@ -228,6 +228,17 @@ class TestMemory:
         with pytest.raises(InvalidInput, match="a sequence of 15 positions that takes 1 slots does not fit"):
             CachedRunner(net, slots=1, length=12).admit(sequences[0])
 
+    def test_what_another_run_holds_is_not_waited_for(self):
+        net = backbone("llada_mha")
+        options = Options(gen_length=8, steps=4, cache="dual")
+        first, second = (start_sequences(net, PROMPTS[:1], options, mask_id=mask_of(net)) for _ in range(2))
+        runner = CachedRunner(net, slots=1, length=30)
+        next(iter(denoise(runner, first)))
+        with pytest.raises(InvalidInput, match="held by sequences of another run"):
+            next(iter(denoise(runner, second)))
+        runner.release(first[0])
+        assert len(list(denoise(runner, second))) == 4
+
     def test_with_and_without_in_one_step(self):
         net = backbone("llada_mha")
         kinds: list[Any] = [None, "dual", None]

@@ -15,7 +15,7 @@ from codd.decoding.accelerate.cpu_batching import map_sequences
 from codd.decoding.network import NetworkRunner
 from codd.decoding.state import SequenceState, Step, StepInputs, StepResult, Writes
 from codd.decoding.step import check_scores, find_edits, state_requests, step_inputs, without_circuit
-from codd.errors import CoddError
+from codd.errors import CoddError, InvalidInput
 
 Result = TypeVar("Result")
 
@@ -24,10 +24,13 @@ Result = TypeVar("Result")
 def denoise(runner: NetworkRunner, sequences: Sequence[SequenceState]) -> Iterator[Step]:
     """Step all unfinished sequences in turn until none is left; an error of any of them is raised.
 
-    Where the runner's cache does not hold them all, some wait until others have finished.
+    Where the runner's cache does not hold them all, some wait until others have finished. Raises InvalidInput where
+    all of it is held by sequences of another run.
     """
     while unfinished := [state for state in sequences if not state.finished]:
         admitted = [state for state in unfinished if runner.admit(state)]
+        if not admitted:
+            raise InvalidInput("all of the KV cache is held by sequences of another run: release them first.")
         for state, outcome in zip(admitted, _step_batch(runner, admitted), strict=True):
             if isinstance(outcome, Exception):
                 raise outcome
