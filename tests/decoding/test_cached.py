@@ -225,6 +225,8 @@ class TestMemory:
         sequences = start_sequences(net, PROMPTS, Options(gen_length=8, cache="dual"), mask_id=mask_of(net))
         with pytest.raises(InvalidInput, match="one sequence of 18 positions takes"):
             runner_for(net, sequences, memory=1000)
+        exact = start_sequences(tiny(block_size=4), [[1, 2, 3]], Options(gen_length=8), mask_id=MASK)
+        assert isinstance(runner_for(tiny(block_size=4), exact, memory=1000), FullRecompute)
         with pytest.raises(InvalidInput, match="a sequence of 15 positions that takes 1 slots does not fit"):
             CachedRunner(net, slots=1, length=12).admit(sequences[0])
 

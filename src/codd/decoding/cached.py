@@ -73,13 +73,15 @@ def cached(backbone: Backbone, state: SequenceState) -> bool:
 def runner_for(backbone: Backbone, sequences: Sequence[SequenceState], memory: int = MEMORY) -> NetworkRunner:
     """The runner of a run: with a cache of at most ``memory`` bytes if any of its sequences wants one.
 
-    Raises InvalidInput if not even one of them fits.
+    Raises InvalidInput if not even one of them fits, unless nobody asked for a cache and it would be exact anyway.
     """
     wanted = [state for state in sequences if cached(backbone, state)]
     if not wanted:
         return FullRecompute(backbone)
     length = max(len(state.ids) for state in wanted)
     each = backbone.config.kv_shape.bytes_of(length, backbone.dtype)
+    if each > memory and not any(state.options.cache for state in wanted):
+        return FullRecompute(backbone)
     if each > memory:
         raise InvalidInput(
             f"the KV cache of one sequence of {length} positions takes {each / 1e9:.2f} GB, more than it may: "
