@@ -23,7 +23,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -144,18 +144,25 @@ def main() -> None:
     args.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     args.dtype = torch.bfloat16 if args.device.type == "cuda" else torch.float32
     args.lengths = args.lengths or ((4, 40) if args.tiny else LENGTHS)
+    parser.exit(0 if run_parts(args, ["dense"] if args.dense_only else args.parts, PARTS) else 1)
+
+
+def run_parts(
+    args: argparse.Namespace, parts: Sequence[str], functions: Mapping[str, Callable[[argparse.Namespace], Any]]
+) -> bool:
+    """Run, print and keep each part; whether all came to their end: one that fails does not lose the others."""
     report: dict[str, Any] = {
         "machine": torch.cuda.get_device_name() if args.device.type == "cuda" else platform.processor(),
         "torch": torch.__version__,
         "settings": {key: str(value) for key, value in vars(args).items()},
     }
     failed = False
-    for part in ["dense"] if args.dense_only else args.parts:
+    for part in parts:
         torch.manual_seed(args.seed)
         begun = time.perf_counter()
         try:
             with torch.no_grad():
-                report[part] = PARTS[part](args)
+                report[part] = functions[part](args)
         except Exception as error:  # the other parts are worth their while
             report[part] = {"failed": f"{type(error).__name__}: {error}"}
             failed = True
@@ -164,7 +171,7 @@ def main() -> None:
         print(f"{part}, {time.perf_counter() - begun:.0f} s: {json.dumps(report[part], indent=1)}", flush=True)
         if args.out:
             args.out.write_text(json.dumps(report, indent=1) + "\n")
-    parser.exit(1 if failed else 0)
+    return not failed
 
 
 def spec_of(family: str, fields: Mapping[str, Any]) -> ModelSpec:

@@ -16,7 +16,6 @@ network, head, sampler, commit. ``ms_full`` are the calls that compute every pos
 import argparse
 import gc
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -36,7 +35,7 @@ from codd.decoding import Options
 from codd.decoding.cached import runner_for
 from codd.decoding.loop import denoise
 from decoding import SAMPLERS, llada_8b
-from families import BANDWIDTH, SHAPES, SMALL, milliseconds, random_backbone, spec_of
+from families import BANDWIDTH, SHAPES, SMALL, milliseconds, random_backbone, run_parts, spec_of
 
 MEMORY = 40 << 30
 """Bytes that a cache may take: enough for all sequences at once."""
@@ -64,27 +63,7 @@ def main() -> None:
     args.layers, args.width, args.spread = (1, 128, 8.0) if args.tiny else (32, 4096, 8.0)
     if args.tiny:
         args.prompt, args.written, args.tokens, args.batches, args.states = 6, 64, 16, [1], 4
-    report: dict[str, Any] = {
-        "machine": torch.cuda.get_device_name() if args.device.type == "cuda" else platform.processor(),
-        "torch": torch.__version__,
-        "settings": {key: str(value) for key, value in vars(args).items()},
-    }
-    failed = False
-    for part in args.parts:
-        torch.manual_seed(args.seed)
-        begun = time.perf_counter()
-        try:
-            with torch.no_grad():
-                report[part] = PARTS[part](args)
-        except Exception as error:  # the other parts are worth their while
-            report[part] = {"failed": f"{type(error).__name__}: {error}"}
-            failed = True
-        gc.collect()
-        torch.cuda.empty_cache()
-        print(f"{part}, {time.perf_counter() - begun:.0f} s: {json.dumps(report[part], indent=1)}", flush=True)
-        if args.out:
-            args.out.write_text(json.dumps(report, indent=1) + "\n")
-    parser.exit(1 if failed else 0)
+    parser.exit(0 if run_parts(args, args.parts, PARTS) else 1)
 
 
 def check(args: argparse.Namespace) -> dict[str, float]:
