@@ -77,10 +77,13 @@ class CachedPass(NamedTuple):
         """Its tensors but the cache: slots, positions, and ends where they are given."""
         return tuple(each for each in (self.slots, self.positions, self.ends) if each is not None)
 
+    def at(self, slots: Int[Tensor, " B"], positions: Int[Tensor, "B R"], *ends: Int[Tensor, " B"]) -> "CachedPass":
+        """The same with other places."""
+        return CachedPass(self.cache, slots, positions, self.seen, *ends)
+
     def to(self, device: torch.device) -> "CachedPass":
         """The same with copies of its places on a device."""
-        slots, positions, *ends = (each.to(device, non_blocking=True, copy=True) for each in self.places)
-        return CachedPass(self.cache, slots, positions, self.seen, *ends)
+        return self.at(*(each.to(device, non_blocking=True, copy=True) for each in self.places))
 
     def update(
         self, layer: int, k: Float[Tensor, "B h R d"], v: Float[Tensor, "B h R d"]

@@ -19,8 +19,8 @@ from codd.backbones.experts import ExpertsConfig
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 LONGEST = 128
 """Positions to which one program attends at once."""
-PROGRAMS = 256
-"""About two for each of a large GPU's processors: with fewer, the keys of a cache are shared out."""
+PROGRAMS = 128
+"""About one for each of a large GPU's processors: with fewer, the keys of a cache are shared out."""
 
 
 class Tile(NamedTuple):
@@ -617,8 +617,8 @@ def cached_tile(rows: int, width: int, dtype: torch.dtype) -> Tile:
     if _INTERPRETED:
         return Tile(16, 16, width)
     tallest = max(16, 32768 // (width * dtype.itemsize))
-    height = min(tallest, 128, max(16, triton.next_power_of_2(rows)))
-    return Tile(height, 64 if width * dtype.itemsize <= 256 else 32, width, 8 if height == 128 else 4, 2)
+    height = min(tallest, 64, max(16, triton.next_power_of_2(rows)))
+    return Tile(height, 64 if width * dtype.itemsize <= 256 else 32, width, 4, 3)
 
 
 def gated_silu(x: Float[Tensor, "*b both"]) -> Float[Tensor, "*b d"]:

@@ -6,7 +6,7 @@ backbone or circuit that they belong to.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 from weakref import WeakKeyDictionary
@@ -153,13 +153,19 @@ class _CapturedPass:
     """A pass with a KV cache, captured for one shape and one memory, which it does not keep from being given back."""
 
     def __init__(self, backbone: Backbone, ids: Int[Tensor, "B R"], past: CachedPass, pool: Any):
-        self.ids, own = ids.to(backbone.device, copy=True), past.to(backbone.device)
-        self.places = own.places
-        self.graph, self.states = capture(lambda: backbone.cached_states(self.ids, own), pool)
+        given = (ids, *past.places)
+        self.inputs = _flat(given).to(backbone.device, copy=True)
+        parts = self.inputs.split([each.numel() for each in given])
+        ids, *places = (part.view(each.shape) for part, each in zip(parts, given, strict=True))
+        own = past.at(*places)
+        self.graph, self.states = capture(lambda: backbone.cached_states(ids, own), pool)
 
     def __call__(self, ids: Int[Tensor, "B R"], past: CachedPass) -> Float[Tensor, "B R d"]:
-        self.ids.copy_(ids, non_blocking=True)
-        for own, new in zip(self.places, past.places, strict=True):
-            own.copy_(new, non_blocking=True)
+        self.inputs.copy_(_flat((ids, *past.places)), non_blocking=True)
         self.graph.replay()
         return self.states
+
+
+def _flat(tensors: Sequence[Int[Tensor, "*n"]]) -> Int[Tensor, " m"]:
+    """One after the other, so that they cross to a device in one transfer."""
+    return torch.cat([each.flatten() for each in tensors])
