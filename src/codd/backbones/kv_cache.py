@@ -17,6 +17,15 @@ ALIGNMENT = 64
 """Bytes: how a product rounds may depend on where its factors lie."""
 
 
+CPU_MEMORY = 4 << 30
+"""Bytes that the KV caches of a run may take on a CPU, which gives them when something is stored there."""
+
+
+def default_memory(device: torch.device) -> int:
+    """Bytes that KV caches may take where nobody says: on a GPU half of what is free."""
+    return torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else CPU_MEMORY
+
+
 class KVShape(NamedTuple):
     """What a network keeps of one position."""
 
@@ -52,6 +61,10 @@ class KVCache:
     def length(self) -> int:
         """Positions of a sequence that it holds."""
         return self.memory.shape[4]
+
+    def clear(self, slot: int) -> None:
+        """Forget a sequence: a NaN that it left would reach those that are padded beside the next one there."""
+        self.memory[:, :, slot] = 0
 
 
 def _lazy_zeros(count: int) -> UInt8[Tensor, " n"]:

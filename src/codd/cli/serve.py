@@ -57,8 +57,7 @@ examples:
         "--cache-memory",
         type=float,
         metavar="GIB",
-        default=1.0,
-        help="for the KV caches of requests that ask for one, taken at the start; 0: none (default: 1)",
+        help="for KV caches, taken at the start; 0: none (default: 1, on a GPU half of what is free)",
     )
     group.add_argument("--max-length", type=int, metavar="N", default=4096, help="tokens of a sequence (default: 4096)")
     group.add_argument(
@@ -120,14 +119,14 @@ def run(args: argparse.Namespace) -> int:
             slots=args.slots,
             queue=args.queue,
             exact=args.exact,
-            cache_memory=int(args.cache_memory * 2**30),
+            cache_memory=None if args.cache_memory is None else int(args.cache_memory * 2**30),
             cache_length=args.max_length,
         )
         default = settings.limits.defaults.cache
         if default is not None and not engine.load.cache_slots:
             raise InvalidInput(
-                f"--cache {default}: no KV cache of {args.max_length} positions fits into --cache-memory "
-                f"{args.cache_memory:g}: give more, a lower --max-length, or no --cache."
+                f"--cache {default}: no KV cache of {args.max_length} positions fits into --cache-memory: "
+                "give more, a lower --max-length, or no --cache."
             )
         found = server.create_server(
             engine, settings, drain=args.drain, on_ready=lambda url: _tell(url, settings.name, args.json)
@@ -166,7 +165,7 @@ def _check(args: argparse.Namespace) -> None:
         if not getattr(args, name) > 0:
             option = name.replace("_", "-")
             raise InvalidInput(f"--{option} must be more than 0 seconds, found {getattr(args, name)}.")
-    if not 0 <= args.cache_memory < math.inf:
+    if args.cache_memory is not None and not 0 <= args.cache_memory < math.inf:
         raise InvalidInput(f"--cache-memory must be a number of GiB, 0 or more, found {args.cache_memory}.")
 
 

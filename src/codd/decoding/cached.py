@@ -16,14 +16,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from codd.backbones.backbone import Backbone
-from codd.backbones.kv_cache import CachedPass, KVCache
+from codd.backbones.kv_cache import CachedPass, KVCache, default_memory
 from codd.decoding.accelerate import cuda_graphs
 from codd.decoding.network import LENGTH_MULTIPLE, FullRecompute, NetworkRunner, StateRequest
 from codd.decoding.state import HiddenStates, SequenceState, Window
 from codd.errors import InvalidInput
 
-MEMORY = 4 << 30
-"""Bytes that the cache of a run may take."""
+GRANULARITY = 128
+"""Positions in which the length of a cache is counted on a GPU."""
 
 
 class Rows(NamedTuple):
@@ -65,13 +65,12 @@ class Pass(NamedTuple):
 
 
 def cached(backbone: Backbone, state: SequenceState) -> bool:
-    """Whether a sequence is decoded with a cache."""
-    exact = backbone.block_size is not None and backbone.device.type == "cpu"
-    return state.options.cache is not None or exact
+    """Whether a sequence is decoded with a cache: if it asks for one, or if that is exact."""
+    return state.options.cache is not None or backbone.block_size is not None
 
 
-def runner_for(backbone: Backbone, sequences: Sequence[SequenceState], memory: int = MEMORY) -> NetworkRunner:
-    """The runner of a run: with a cache of at most ``memory`` bytes if any of its sequences wants one.
+def runner_for(backbone: Backbone, sequences: Sequence[SequenceState], memory: int | None = None) -> NetworkRunner:
+    """The runner of a run: with a cache of at most ``memory`` bytes (by default `default_memory`) if one is wanted.
 
     Raises InvalidInput if not even one of them fits, unless nobody asked for a cache and it would be exact anyway.
     """
@@ -79,6 +78,9 @@ def runner_for(backbone: Backbone, sequences: Sequence[SequenceState], memory: i
     if not wanted:
         return FullRecompute(backbone)
     length = max(len(state.ids) for state in wanted)
+    if backbone.device.type == "cuda":  # runs of about this length have caches, and graphs, of the same shape
+        length = -(-length // GRANULARITY) * GRANULARITY
+    memory = default_memory(backbone.device) if memory is None else memory
     each = backbone.config.kv_shape.bytes_of(length, backbone.dtype)
     if each > memory and not any(state.options.cache for state in wanted):
         return FullRecompute(backbone)
@@ -146,6 +148,8 @@ class CachedRunner:
             return False
         if count:
             self._held[state] = [Slot(self._free.pop()) for _ in range(count)]
+            for slot in self._held[state] if self.batched else ():
+                self.memory.clear(slot.number)
         return True
 
     def release(self, state: SequenceState) -> None:
@@ -198,7 +202,8 @@ class CachedRunner:
             ids[row, : each.end - each.begin] = each.ids
         slots, begins, ends, lengths = torch.tensor([(p.slot, p.begin, p.end, len(p.request.ids)) for p in passes]).T
         positions = begins[:, None] + torch.arange(rows)
-        positions[positions >= ends[:, None]] = -1
+        if any(each.end - each.begin < rows for each in passes):
+            positions[positions >= ends[:, None]] = -1
         past = CachedPass(self.memory, slots.contiguous(), positions, self.memory.length, lengths.contiguous())
         if self.backbone.device.type != "cuda":
             return self.backbone.cached_states(ids, past)

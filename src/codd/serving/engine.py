@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from codd.backbones.kv_cache import default_memory
 from codd.decoding import Model
 from codd.decoding.cached import CachedRunner
 from codd.decoding.loop import advance
@@ -40,7 +41,7 @@ MAX_RETRY_AFTER = 60
 TURN = 2.0
 """Seconds after which a sequence leaves its slot to one that waits, if that is fair, and waits itself."""
 CACHE_MEMORY = 1 << 30
-"""Bytes for the KV caches of all sequences."""
+"""Bytes for the KV caches of all sequences on a CPU."""
 _SMOOTHING = 0.1
 """The weight of the latest sequence in the moving average of seconds per sequence."""
 
@@ -76,15 +77,16 @@ class Engine:
         slots: int = 8,
         queue: int = 64,
         exact: bool = False,
-        cache_memory: int = CACHE_MEMORY,
+        cache_memory: int | None = None,
         cache_length: int = 4096,
         metrics: Metrics | None = None,
     ):
         """``slots``: maximum batch size; ``queue``: how many more sequences may wait; ``exact``: on a GPU, too,
         evaluate the network for one sequence at a time, so that each is what it is alone, to the bit.
 
-        Of ``cache_memory`` bytes are made KV caches for sequences of the model's length, at most ``cache_length``: two
-        for each slot if there are so many, as who leaves the batch for a while keeps its own; none if none fits.
+        Of ``cache_memory`` bytes (None: 1 GiB, on a GPU half of what is free) are made KV caches for sequences of the
+        model's length, at most ``cache_length``: two for each slot if there are so many, as who leaves the batch for a
+        while keeps its own; none if none fits.
         """
         self.runner = _runner(model, 2 * slots, cache_memory, cache_length, exact)
         self.model = model
@@ -326,9 +328,11 @@ def _deliver_all(results: Sequence[tuple[QueuedRequest, Any]]) -> None:
         request.deliver(result)
 
 
-def _runner(model: Model, slots: int, memory: int, length: int, exact: bool) -> CachedRunner:
+def _runner(model: Model, slots: int, memory: int | None, length: int, exact: bool) -> CachedRunner:
     """With as many as fit of ``slots`` caches; a network that is told the share of masks can use none."""
     backbone = model.backbone
+    if memory is None:
+        memory = CACHE_MEMORY if backbone.device.type == "cpu" else default_memory(backbone.device)
     length = min(length, backbone.max_length or length)
     fit = 0 if backbone.config.conditioning else memory // backbone.config.kv_shape.bytes_of(length, backbone.dtype)
     try:

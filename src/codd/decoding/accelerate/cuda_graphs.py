@@ -5,10 +5,11 @@ The network is captured for a batch of one shape and the memory of a KV cache, i
 backbone or circuit that they belong to.
 """
 
+import operator
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
-from typing import Any, Generic, ParamSpec, TypeVar, cast
+from typing import Any, Generic, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -115,22 +116,22 @@ def _addresses(backbone: Backbone) -> tuple[int, ...]:
 
 
 class _Weights:
-    """Where a network's modules keep its weights, which may be moved: a walk over all would take ten times longer."""
+    """Where a network's modules keep its weights, which may be moved: looked at before every pass, by loops in C."""
 
     def __init__(self, backbone: Backbone):
-        modules = list(backbone.modules())
-        self.places = [(module._modules, name) for module in modules for name in module._modules]
-        self.children = [table[name] for table, name in self.places]
-        named = [(module._parameters, name) for module in modules for name in module._parameters]
-        self.parameters = [(table, name) for table, name in named if table[name] is not None]
+        tables = [table for module in backbone.modules() for table in (module._modules, module._parameters)]
+        places = [(table, name) for table in tables for name, held in table.items() if held is not None]
+        self.tables, self.names = zip(*places, strict=True)
+        self.held = [table[name] for table, name in places]
+        self.weights = [held for held in self.held if isinstance(held, Tensor)]
 
     def replaced(self) -> bool:
-        """Whether there are other modules now."""
-        return [table.get(name) for table, name in self.places] != self.children
+        """Whether there are other modules or parameters now."""
+        return not all(map(operator.is_, map(dict.get, self.tables, self.names), self.held))
 
     def addresses(self) -> tuple[int, ...]:
         """Where the weights are now."""
-        return tuple([cast(Tensor, table[name]).data_ptr() for table, name in self.parameters])
+        return tuple(map(Tensor.data_ptr, self.weights))
 
 
 class _CapturedNetwork:
@@ -155,7 +156,7 @@ class _CapturedPass:
     def __init__(self, backbone: Backbone, ids: Int[Tensor, "B R"], past: CachedPass, pool: Any):
         given = (ids, *past.places)
         self.inputs = _flat(given).to(backbone.device, copy=True)
-        parts = self.inputs.split([each.numel() for each in given])
+        parts = torch.split(self.inputs, [each.numel() for each in given])
         ids, *places = (part.view(each.shape) for part, each in zip(parts, given, strict=True))
         own = past.at(*places)
         self.graph, self.states = capture(lambda: backbone.cached_states(ids, own), pool)
