@@ -236,8 +236,12 @@ def test_it_is_noticed_when_weights_move_or_layers_are_replaced():
     assert not weights.replaced()
     assert weights.addresses() == tuple(parameter.data_ptr() for parameter in backbone.parameters())
     before, block = weights.addresses(), backbone.network.blocks[1]
-    block.mlp_norm.weight = torch.nn.Parameter(block.mlp_norm.weight.clone())
+    block.mlp_norm.weight.data = block.mlp_norm.weight.data.clone()
     assert sum(a != b for a, b in zip(before, weights.addresses(), strict=True)) == 1
+    assert not weights.replaced()
+    block.mlp_norm.weight = torch.nn.Parameter(block.mlp_norm.weight.clone())
+    assert weights.replaced()
+    weights = cuda_graphs._Weights(backbone)
     assert not weights.replaced()
     block.mlp.down = torch.nn.Linear(block.mlp.down.in_features, block.mlp.down.out_features, bias=False)
     assert weights.replaced()

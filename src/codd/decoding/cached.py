@@ -169,6 +169,10 @@ class CachedRunner:
         cached = iter(self._together(passes) if self.batched else map(self._alone, passes))
         return [next(cached if request.state in self._held else whole) for request in requests]
 
+    def logits(self, rows: Sequence[Float[Tensor, "_ d"]], mask_id: int) -> list[Float[Tensor, "_ V"]]:
+        """What the head makes of hidden states."""
+        return self.whole.logits(rows, mask_id)
+
     def _plan(self, request: StateRequest, slot: Slot, *, first: bool) -> Pass:
         state = request.state
         if slot.step != state.evaluations:

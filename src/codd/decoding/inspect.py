@@ -18,7 +18,15 @@ from codd.decoding.samplers.ranking import Noise, entropy
 from codd.decoding.samplers.window import logits_temperature
 from codd.decoding.start import banned_ids, new_sequence
 from codd.decoding.state import SequenceState, StepInputs, StepPlan, Window
-from codd.decoding.step import circuit_acts, fit_window, masked_positions, state_requests, step_inputs, window_inputs
+from codd.decoding.step import (
+    circuit_acts,
+    fit_window,
+    head_rows,
+    masked_positions,
+    state_requests,
+    step_inputs,
+    window_inputs,
+)
 from codd.errors import InvalidInput
 
 LONGEST, MOST = 128, 32
@@ -98,8 +106,9 @@ def _inputs(model: Model, state: SequenceState, window: Window) -> StepInputs:
     """The network's logits at all masks of the window, as a step of the loop has them."""
     state.plan = StepPlan(*window, None, last=False)
     positions = masked_positions(state, state.plan)
-    states = FullRecompute(model.backbone)(state_requests(state, positions))
-    return step_inputs(model.backbone, state, positions, states)
+    runner = FullRecompute(model.backbone)
+    states = runner(state_requests(state, positions))
+    return step_inputs(state, positions, states, runner.logits(head_rows(state, positions, states), state.mask_id))
 
 
 def _under_joint(

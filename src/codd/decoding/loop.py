@@ -14,7 +14,7 @@ from torch import Tensor
 from codd.decoding.accelerate.cpu_batching import map_sequences
 from codd.decoding.network import NetworkRunner
 from codd.decoding.state import SequenceState, Step, StepInputs, StepResult, Writes
-from codd.decoding.step import check_scores, find_edits, state_requests, step_inputs, without_circuit
+from codd.decoding.step import check_scores, find_edits, head_rows, state_requests, step_inputs, without_circuit
 from codd.errors import CoddError, InvalidInput
 
 Result = TypeVar("Result")
@@ -64,10 +64,25 @@ def _step_batch(runner: NetworkRunner, sequences: Sequence[SequenceState]) -> li
         return [outputs] * len(sequences)
     states = iter(outputs)
     hidden = [each if isinstance(each, Exception) else [next(states) for _ in each] for each in requests]
-    inputs = [_caught(step_inputs, runner.backbone, *each) for each in zip(sequences, positions, hidden, strict=True)]
+    logits = _head(
+        runner, sequences, [_caught(head_rows, *each) for each in zip(sequences, positions, hidden, strict=True)]
+    )
+    inputs = [_caught(step_inputs, *each) for each in zip(sequences, positions, hidden, logits, strict=True)]
     results = map_sequences(lambda each: _caught(_run, each), inputs)
     # The host waits for the device from here on, when the work of all sequences is on its way.
     return [_caught(_commit, *each) for each in zip(inputs, results, strict=True)]
+
+
+def _head(
+    runner: NetworkRunner, sequences: Sequence[SequenceState], rows: Sequence[list[Tensor] | Exception]
+) -> list[list[Tensor] | Exception]:
+    """The logits of all sequences' rows, or the error that one of them has, or all."""
+    wanted = [row for each in rows if not isinstance(each, Exception) for row in each]
+    found = _caught(runner.logits, wanted, sequences[0].mask_id)
+    if isinstance(found, Exception):
+        return [each if isinstance(each, Exception) else found for each in rows]
+    logits = iter(found)
+    return [each if isinstance(each, Exception) else [next(logits) for _ in each] for each in rows]
 
 
 def _caught(function: Callable[..., Result], *arguments: Any) -> Result | Exception:

@@ -37,6 +37,9 @@ class NetworkRunner(Protocol):
     def __call__(self, requests: Sequence[StateRequest]) -> list[HiddenStates]:
         """The states of each request, covering at least its span."""
 
+    def logits(self, rows: Sequence[Float[Tensor, "_ d"]], mask_id: int) -> list[Float[Tensor, "_ V"]]:
+        """What the head makes of hidden states, as those of masked positions."""
+
     def admit(self, state: SequenceState) -> bool:
         """Take what memory a sequence needs before its first request; False while there is none."""
 
@@ -67,6 +70,15 @@ class FullRecompute:
         for request in requests:  # with guidance there are two of a sequence
             request.state.computed += len(request.ids)
         return [HiddenStates(request.begin, states) for request, states in zip(requests, found, strict=True)]
+
+    def logits(self, rows: Sequence[Float[Tensor, "_ d"]], mask_id: int) -> list[Float[Tensor, "_ V"]]:
+        """What the head makes of hidden states: of all sequences together where the network is evaluated so."""
+        if self.one_by_one or self.backbone.device.type == "cpu":
+            return [self._logits(each, mask_id) for each in rows]
+        return list(torch.split(self._logits(torch.cat(list(rows)), mask_id), [len(each) for each in rows]))
+
+    def _logits(self, rows: Float[Tensor, "n d"], mask_id: int) -> Float[Tensor, "n V"]:
+        return self.backbone.masked_logits_from_states(rows[None], mask_id=mask_id, exclude_mask=False)[0]
 
     def admit(self, state: SequenceState) -> bool:
         """Always: it keeps nothing."""

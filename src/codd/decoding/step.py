@@ -9,7 +9,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from codd.backbones.backbone import Backbone
 from codd.circuits.protocol import ProbabilisticCircuit
 from codd.decoding.accelerate.gpu_sampling import sample_captured, sample_eagerly
 from codd.decoding.network import StateRequest
@@ -53,21 +52,38 @@ def _needed_span(state: SequenceState, positions: Int[Tensor, " R"]) -> Window:
     return min([begin, *positions[:1].tolist()]), end
 
 
-def step_inputs(
-    backbone: Backbone, state: SequenceState, positions: Int[Tensor, " R"], states: Sequence[HiddenStates]
-) -> StepInputs:
-    """Logits at some masked positions, and the hidden states if the circuit is conditioned on them.
+def head_rows(
+    state: SequenceState, positions: Int[Tensor, " R"], states: Sequence[HiddenStates]
+) -> list[Float[Tensor, "n d"]]:
+    """What the head is to read: the hidden states at the step's positions, then at those that may be edited.
 
-    ``states`` answer `state_requests`; with guidance the circuit gets those that saw the prompt. Raises InvalidInput if
-    a hook returns anything but logits.
+    ``states`` answer `state_requests`.
     """
     assert state.plan is not None
-    logits = masked_logits(backbone, state, positions, states)
+    wanted = torch.cat((positions, _editable(state, state.plan)))
+    return [each.values[(wanted - each.begin).to(each.values.device, non_blocking=True)] for each in states]
+
+
+def step_inputs(
+    state: SequenceState,
+    positions: Int[Tensor, " R"],
+    states: Sequence[HiddenStates],
+    logits: Sequence[Float[Tensor, "n V"]],
+) -> StepInputs:
+    """The logits of a step after guidance, hooks and bans, and hidden states if the circuit is conditioned on them.
+
+    ``logits`` are what the head makes of `head_rows`; with guidance the circuit gets the states that saw the prompt.
+    Raises InvalidInput if a hook returns anything but logits.
+    """
+    assert state.plan is not None
+    count, written = len(positions), _editable(state, state.plan)
     conditioned = state.circuit is not None and state.circuit.feature_width is not None
     features = states[0] if conditioned else None
-    written = _editable(state, state.plan)
-    revision = Revision(written, masked_logits(backbone, state, written, states)) if len(written) else None
-    return StepInputs(state, state.plan, positions, logits, features, state.circuit, revision)
+    revision = None
+    if len(written):
+        revision = Revision(written, _changed(state, written, [each[count:] for each in logits]))
+    changed = _changed(state, positions, [each[:count] for each in logits])
+    return StepInputs(state, state.plan, positions, changed, features, state.circuit, revision)
 
 
 def _editable(state: SequenceState, plan: StepPlan) -> Int[Tensor, " E"]:
@@ -94,25 +110,17 @@ def find_edits(inputs: StepInputs) -> Float[Tensor, "4 more"] | None:
     return Ranking(rows, best.indices, best.values, keep, valid).packed()
 
 
-def masked_logits(
-    backbone: Backbone, state: SequenceState, positions: Int[Tensor, " R"], states: Sequence[HiddenStates]
+def _changed(
+    state: SequenceState, positions: Int[Tensor, " R"], given: Sequence[Float[Tensor, "R V"]]
 ) -> Float[Tensor, "R V"]:
-    """The logits at some positions as if they were masked, after guidance, hooks and bans."""
+    """The logits at some positions after guidance, hooks and bans."""
     options = state.options
-    given = [
-        backbone.masked_logits_from_states(
-            each.values[None, (positions - each.begin).to(backbone.device, non_blocking=True)],
-            mask_id=state.mask_id,
-            exclude_mask=False,
-        )[0]
-        for each in states
-    ]
     logits = given[0] if len(given) == 1 else given[1] + (options.cfg_scale + 1) * (given[0] - given[1])
     for hook in options.hooks:
         logits = _hooked(hook(logits, positions, state.ids.clone()), logits)
     if state.banned is None or not len(state.banned):
         return logits
-    state.banned = state.banned.to(backbone.device, non_blocking=True)
+    state.banned = state.banned.to(logits.device, non_blocking=True)
     fill = logits.index_fill if options.hooks else logits.index_fill_  # a hook may have kept its logits
     return fill(1, state.banned, -torch.inf)
 

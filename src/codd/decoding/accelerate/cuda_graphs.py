@@ -167,6 +167,6 @@ class _CapturedPass:
         return self.states
 
 
-def _flat(tensors: Sequence[Int[Tensor, "*n"]]) -> Int[Tensor, " m"]:
+def _flat(tensors: Sequence[Tensor]) -> Int[Tensor, " n"]:
     """One after the other, so that they cross to a device in one transfer."""
     return torch.cat([each.flatten() for each in tensors])
