@@ -198,7 +198,7 @@ def test_a_device_conditions_on_what_the_host_does(options, inner_states):
 
 @CUDA
 @pytest.mark.parametrize("kind", ["prefix", "dual"])
-@pytest.mark.parametrize("told", [{"threshold": 0.9}, {"steps": 16}, {"sampler": "latent", "steps": 16}], ids=str)
+@pytest.mark.parametrize("told", [{"threshold": 0.9}, {"steps": 16}, {"sampler": "factorized", "steps": 16}], ids=str)
 def test_a_device_writes_what_the_host_writes_with_a_cache(told, kind):
     host, device = codd.load(device="cpu"), codd.load(device="cuda", dtype=torch.float32)
     prompts = ["What is 7 + 8?", "Mia has 84 stamps and gives away half of them. How many are left?"]
