@@ -48,6 +48,18 @@ def as_users_run_it() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", before)
 
 
+@pytest.fixture
+def int8_cpu() -> None:
+    """Skip where the CPU has no int8 products."""
+    from codd.backbones.quantized import check_cpu
+    from codd.errors import InvalidInput
+
+    try:
+        check_cpu()
+    except InvalidInput as error:
+        pytest.skip(str(error))
+
+
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """PyTorch in one thread, for tests that compare bytes with those of another process."""

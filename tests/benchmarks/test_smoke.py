@@ -48,6 +48,7 @@ COMMANDS = {
     "serving_gpu": ["mini --device cpu --slots 1 2 --requests 2 --rounds 1 --gen-length 2 --steps 1 --json OUT"],
     "families": ["--tiny --rounds 1 --shards 3 --out OUT"],
     "kv_cache": ["--tiny --samplers any_order --out OUT"],
+    "int8": ["--tiny --device cpu --out OUT"],
     "curves": ["docs/runs/mini.jsonl docs/runs/causal.jsonl"],
 }
 """The arguments of each script; DATA and OUT stand for paths."""
@@ -97,10 +98,12 @@ def test_every_script_is_run_here_and_named_in_the_readme():
 
 
 @pytest.mark.parametrize("script", COMMANDS)
-def test_it_runs(script, data, tmp_path, monkeypatch, capsys):
+def test_it_runs(script, data, tmp_path, monkeypatch, capsys, request):
     if script.startswith("serving"):
         pytest.importorskip("fastapi", reason="the extra serve is not installed")
         pytest.importorskip("httpx")
+    if script == "int8":
+        request.getfixturevalue("int8_cpu")
     for number, command in enumerate(COMMANDS[script]):
         out = tmp_path / f"{number}.json"
         code = run(script, command.replace("DATA", str(data)).replace("OUT", str(out)), monkeypatch)

@@ -31,6 +31,11 @@ def test_json(capsys):
     assert (report["provenance"]["device"], report["provenance"]["threads"]) == ("cpu", 1)
 
 
+def test_int8_weights(int8_cpu, capsys):
+    assert main(["bench", "--json", "--quantize", "int8", *SMALL, "--rounds", "1"]) == 0
+    assert json.loads(capsys.readouterr().out)["provenance"]["dtype"] == "float32 and int8"
+
+
 def test_table(capsys):
     assert main(["bench", *SMALL, "--rounds", "1"]) == 0
     printed = capsys.readouterr().out

@@ -50,6 +50,13 @@ def test_stages_of_a_model_with_an_adapter(tmp_path, capsys):
     assert "network alone" in capsys.readouterr().out
 
 
+def test_a_model_with_int8_weights(int8_cpu, tmp_path):
+    out = ["--quantize", "int8", "--device", "cpu", "--out", str(tmp_path / "run")]
+    assert main(["eval", *QUICK, "--circuit", "none", "--stage", "prepare", *out]) == 0
+    [cell] = Run(tmp_path / "run").cells()
+    assert (cell.model, cell.dtype) == ("bundled + int8", "float32 and int8")
+
+
 def test_one_latent_path_is_run_by_steps_only(tmp_path, capsys):
     ways = ["--circuit", "null", "--sampler", "latent,any_order", "--threshold", "0.9", "--stage", "prepare"]
     assert main(["eval", *QUICK, *ways, "--out", str(tmp_path / "run")]) == 0

@@ -114,12 +114,12 @@ def test_the_model_that_was_asked_for(loaded):
     import torch
 
     sampling.model_from(parsed("--model", "m", "--circuit", "c", "--device", "cpu", "--dtype", "bfloat16"))
-    sampling.model_from(parsed("--circuit", "none", "--adapter", "a"))
+    sampling.model_from(parsed("--circuit", "none", "--adapter", "a", "--quantize", "int8"))
     sampling.model_from(parsed())
     assert loaded == [
-        (("m", "c"), {"device": "cpu", "dtype": torch.bfloat16, "adapter": None}),
-        ((None, None), {"device": None, "dtype": None, "adapter": "a"}),
-        ((None, "trained"), {"device": None, "dtype": None, "adapter": None}),
+        (("m", "c"), {"device": "cpu", "dtype": torch.bfloat16, "adapter": None, "quantize": None}),
+        ((None, None), {"device": None, "dtype": None, "adapter": "a", "quantize": "int8"}),
+        ((None, "trained"), {"device": None, "dtype": None, "adapter": None, "quantize": None}),
     ]
 
 

@@ -140,6 +140,7 @@ def test_every_family(name, capsys):
     pad = config.get("pad_token_id")
     found = described(capsys, folder)
     mlp_width = found.pop("mlp_width")
+    assert (found.pop("int8_parameters") == 0) == (config.get("num_experts") is not None)
     if family != "llada_moe":  # its layers all have experts
         assert any(mlp_width in header["shape"] or 2 * mlp_width in header["shape"] for header in used.values())
     assert found == {
@@ -185,6 +186,7 @@ def test_what_files_are_silent_about(capsys, tmp_path):
     assert shown(capsys, FIXTURES / "illada")["mask id"] == "5 (not stated; the published one of illada)"
     lines = shown(capsys, FIXTURES / "llada2_moe")
     assert lines["experts"] == "16, 8 wide, 4 for each token, and one of 8 that all share; in 2 layers"
+    assert lines["quantize"] == "none: a mixture of experts"
 
 
 def test_the_bundled_model(capsys):
@@ -198,6 +200,7 @@ def test_the_bundled_model(capsys):
     assert (found["family"], found["bundled"]) == ("mini", True)
     assert found["parameters"] == count(matrices) + count(others)
     assert found["dtypes"] == {"int8": count(matrices), "float32": count(others)}
+    assert found["int8_parameters"] == count(matrices)  # the embedding is also the head
     assert (found["tensors"], found["unused_tensors"]) == (len(matrices) + len(others), 0)
     for ours, stated in (("mask_id", "mask_token_id"), ("eos_id", "eos_token_id"), ("pad_id", "pad_token_id")):
         assert found[ours] == config[stated]
@@ -229,6 +232,7 @@ def test_text(capsys):
     assert (lines["mask id"], lines["eos id"], lines["bos id"]) == ("110", "108", "not stated")
     assert lines["tokenizer"] == "none: give ids"
     assert lines["dtype"] == f"bfloat16 ({count(headers(folder)):,})"
+    assert lines["quantize"] == f"int8, {described(capsys, folder)['int8_parameters']:,} parameters"
     assert lines["size"].endswith("in 2 files")
     assert lines["circuit"] == "none"
     assert "sha256" not in lines

@@ -180,8 +180,14 @@ class Backbone(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The precision of the weights."""
+        """The precision of the weights that are not rounded to int8, and of what is computed with any."""
         return self.network.embedding.tokens.weight.dtype
+
+    @property
+    def precision(self) -> str:
+        """Its name, and "int8" where layers and head have such weights."""
+        name = str(self.dtype).removeprefix("torch.")
+        return name if self.network.head.int8 is None else f"{name} and int8"
 
     def forward(
         self,

@@ -24,6 +24,7 @@ from codd.backbones import (
     mdlm,
     mini,
     modernbert,
+    quantized,
     sdar,
     sedd,
     weights,
@@ -98,6 +99,7 @@ def load_checkpoint(
     check: bool = True,
     adapter: adapters.AdapterSource | None = None,
     merge: bool = True,
+    quantize: quantized.Quantization | None = None,
 ) -> Checkpoint:
     """Read a checkpoint of any known family from a folder or the hub; None is the bundled model.
 
@@ -105,14 +107,18 @@ def load_checkpoint(
     checkpoint's own elsewhere. ``block_size``: of a block-causal network, where its files do not say the right one.
     ``check`` refuses weights that are NaN or infinite, and a file whose sha256 is not the one that config.json states.
     ``adapter``: a PEFT LoRA checkpoint (a folder or a hub id) to add to the weights; without ``merge`` it is kept apart
-    to be switched (`Backbone.set_adapter`), and there may be several, by name. Raises FormatError for files that are
-    damaged or of an unknown family, InvalidInput for a device or dtype that this machine cannot use.
+    to be switched (`Backbone.set_adapter`), and there may be several, by name. ``quantize="int8"`` rounds the weights
+    of the layers and of the head (`codd.backbones.quantized`). Raises FormatError for files that are damaged or of an
+    unknown family, InvalidInput for a device or dtype that this machine cannot use, and for what cannot be quantized.
     """
+    quantized.check(quantize, merge=merge)
     folder = BUNDLED if source is None else files.local_folder(source, CHECKPOINT_FILES, revision)
     spec = read_spec(folder, block_size)
     backbone = _read(folder, spec, choose_device(device), dtype, check)
     if adapter is not None:
         adapters.attach(backbone, adapter, merge=merge, check=check)
+    if quantize is not None:
+        quantized.quantize(backbone.network)
     vocab_size = spec.transformer.vocab_size
     tokenizer = Tokenizer.from_folder(folder, chat_template=spec.chat_template, vocab_size=vocab_size)
     return Checkpoint(backbone, tokenizer, folder)

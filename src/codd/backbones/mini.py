@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from codd import files
 from codd.backbones import chat
 from codd.backbones.backbone import Backbone, ModelSpec, SpecialTokenIds
 from codd.backbones.config import CONFIG, Config
+from codd.backbones.quantized import round_rows
 from codd.backbones.transformer import Transformer, TransformerConfig
 from codd.backbones.weights import SCALE, SINGLE, Key
 
@@ -121,7 +121,5 @@ def quantise(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if tensor.ndim != 2:
             out[name] = tensor.float()
             continue
-        scale = (tensor.float().abs().amax(dim=1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
-        out[name] = (tensor.float() / scale[:, None]).round().to(torch.int8)
-        out[name + SCALE] = scale
+        out[name], out[name + SCALE] = round_rows(tensor)
     return out

@@ -5,6 +5,7 @@ Projections that read the same input are one matrix: ``qkv`` (queries, then keys
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, cast
 
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from codd.backbones.experts import Experts, ExpertsConfig
 from codd.backbones.kernels import kernels_for
 from codd.backbones.kv_cache import CachedPass, KVShape
+from codd.backbones.quantized import Int8Linear
+from codd.errors import InvalidInput
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 RESIDUAL = ("attention.out.weight", "mlp.down.weight", "mlp.shared.down.weight", "mlp.experts.down")
@@ -250,6 +253,8 @@ class Attention(nn.Module):
 
 def project(x: Float[Tensor, "B L h"], layer: nn.Module, onto: Float[Tensor, "B L d"] | None) -> Float[Tensor, "B L d"]:
     """A linear layer, added to something: where our kernels serve, in place, by the product itself."""
+    if isinstance(layer, Int8Linear):
+        return cast(Tensor, layer(x, onto))
     if onto is None:
         return cast(Tensor, layer(x))
     weight = layer.weight if isinstance(layer, nn.Linear) else None
@@ -419,11 +424,15 @@ class Head(nn.Module):
             self.norm = make_norm(config)
         self.weight = None if config.tied else nn.Parameter(torch.empty(config.vocab_size, config.width))
         self.bias = nn.Parameter(torch.zeros(config.vocab_size)) if config.head_bias else None
+        self.int8: Int8Linear | None = None
+        """Takes the place of weight and bias where they are rounded (`codd.backbones.quantized`)."""
 
     def forward(self, x: Float[Tensor, "*b d"], embedding: Float[Tensor, "V d"]) -> Float[Tensor, "*b V"]:
         """Logits; ``embedding`` is the token embedding, used if the head is tied to it."""
         if self.dense is not None and self.norm is not None and self.activation is not None:
             x = self.norm(activate(self.dense(x), self.activation))
+        if self.int8 is not None:
+            return cast(Tensor, self.int8(x))
         return F.linear(x, embedding if self.weight is None else self.weight, self.bias)
 
 
@@ -476,6 +485,13 @@ class Transformer(nn.Module):
         """Logits of some hidden states."""
         out: Tensor = self.head(states, self.embedding.tokens.weight)
         return out
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Transformer":
+        """Move or convert; InvalidInput for int8 weights, which are laid out for their device."""
+        if self.head.int8 is not None:
+            raise InvalidInput("int8 weights stay as they were made: load the model with another device or dtype.")
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     def _attention_contexts(
         self, positions: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"] | None, segments: Int[Tensor, "B L"] | None

@@ -34,6 +34,7 @@ examples:
         help="a folder, hub id, static or null",
     )
     parser.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
+    parser.add_argument("--quantize", choices=("int8",), help="8-bit weights in the network")
     parser.add_argument("--threads", type=_positive, help="of PyTorch on a CPU (default: all cores)")
     parser.add_argument("--gen-length", type=_positive, default=64, help="tokens that are written (default: 64)")
     parser.add_argument("--steps", type=_positive, default=8, help="network calls of a run (default: 8)")
@@ -63,7 +64,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    model = codd.load(args.model, args.circuit, device=args.device)
+    model = codd.load(args.model, args.circuit, device=args.device, quantize=args.quantize)
     if model.circuit is None:
         raise InvalidInput(f"{args.model or 'the bundled model'} has no circuit of its own: name one with --circuit.")
     with sampling.bar("rounds", args.rounds) as advance:

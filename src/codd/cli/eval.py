@@ -81,6 +81,7 @@ examples:
     group.add_argument("--circuit", type=_words, default=["trained"], metavar="NAME,..", help=_CIRCUIT)
     group.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
     group.add_argument("--dtype", metavar="TYPE", help=f"{', '.join(sampling.DTYPES)} (default: float32 on a CPU)")
+    sampling.add_quantize_argument(group)
     group = parser.add_argument_group("sampling, several values with commas between them")
     for name in (*PACES, *AXES):
         _, metavar, text = sampling.SAMPLING[name]
@@ -147,12 +148,14 @@ def _model(args: argparse.Namespace, group: Workers) -> "Model":
 
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     with runs.spinner(group, f"loading {args.model or 'the bundled model'}"):
-        return load(args.model, None, device=str(group.device), dtype=dtype, adapter=args.adapter)
+        where = str(group.device)
+        return load(args.model, None, device=where, dtype=dtype, adapter=args.adapter, quantize=args.quantize)
 
 
 def _name(args: argparse.Namespace) -> str | None:
     """What a cell says of the model."""
-    return args.model if args.adapter is None else f"{args.model or 'bundled'} + {args.adapter}"
+    more = [each for each in (args.adapter, args.quantize) if each is not None]
+    return " + ".join([args.model or "bundled", *more]) if more else args.model
 
 
 def _tasks(args: argparse.Namespace, found: "Run", model: "Model", group: Workers) -> None:
@@ -202,7 +205,6 @@ def _grid(args: argparse.Namespace, model: "Model") -> list[Cell]:
 
     axes = {name: getattr(args, name) for name in AXES if getattr(args, name) is not None}
     paces = {name: getattr(args, name) for name in PACES if getattr(args, name) is not None}
-    dtype = str(next(model.backbone.network.parameters()).dtype).removeprefix("torch.")
     found = cells.grid(
         args.tasks,
         args.circuit,
@@ -213,7 +215,7 @@ def _grid(args: argparse.Namespace, model: "Model") -> list[Cell]:
         split=args.split if args.tune is None else "validation",
         seed=args.seed,
         model=_name(args),
-        dtype=dtype,
+        dtype=model.backbone.precision,
         device=args.device.split(":")[0] if args.device else model.backbone.device.type,
     )
     return [

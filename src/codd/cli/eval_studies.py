@@ -98,4 +98,4 @@ def _causal(args: argparse.Namespace) -> Any:
 def _provenance(model: "Model") -> dict[str, Any]:
     from codd.evaluation.provenance import provenance
 
-    return provenance(model.backbone.device, next(model.backbone.network.parameters()).dtype)
+    return provenance(model.backbone.device, model.backbone.precision)

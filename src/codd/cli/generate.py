@@ -160,5 +160,5 @@ def _print(prompt: Prompt, answer: Answer, options: Options, args: argparse.Name
 
 
 def _record(prompt: Prompt, answer: Answer, options: Options, args: argparse.Namespace) -> dict[str, Any]:
-    chosen = {"model": args.model, "adapter": args.adapter, "circuit": args.circuit, "chat": args.chat}
+    chosen = {name: getattr(args, name) for name in ("model", "adapter", "quantize", "circuit", "chat")}
     return {"prompt": prompt, **vars(answer), "settings": chosen | options.as_json()}

@@ -15,6 +15,7 @@ from codd.backbones.backbone import ModelSpec
 from codd.backbones.config import Config
 from codd.backbones.experts import ExpertsConfig
 from codd.backbones.progress import lasting_bar
+from codd.backbones.quantized import int8_parameters
 from codd.backbones.tokenizer import Tokenizer
 from codd.backbones.transformer import TransformerConfig
 from codd.cli import console
@@ -36,6 +37,8 @@ class Stored:
     headers: dict[str, weights.TensorHeader]
     used: frozenset[str]
     parameters: int
+    int8: int
+    """Parameters that ``quantize="int8"`` would round."""
 
     @property
     def shards(self) -> list[Path]:
@@ -68,7 +71,8 @@ def model(source: str | None) -> Report:
     folder = loading.BUNDLED if source is None else files.local_folder(source, loading.CHECKPOINT_FILES)
     spec = loading.read_spec(folder)
     found = loading.match(folder, spec)
-    stored = Stored(found.headers, frozenset(found.slots), sum(p.numel() for p in found.network.parameters()))
+    parameters = sum(p.numel() for p in found.network.parameters())
+    stored = Stored(found.headers, frozenset(found.slots), parameters, int8_parameters(found.network))
     numbers, lines, bad = _network(folder, spec, stored)
     if source is not None and str(folder) != str(Path(source)):
         lines["folder"] = folder
@@ -120,6 +124,7 @@ def _network(
         **ids,
         "tokenizer": None if tokenizer is None else _tokenizer(spec, tokenizer),
         "dtypes": stored.dtypes,
+        "int8_parameters": stored.int8,
         "shards": len(stored.shards),
         "tensors": len(stored.used),
         "unused_tensors": len(stored.unused),
@@ -140,6 +145,7 @@ def _network(
         **id_lines,
         "tokenizer": "none: give ids" if tokenizer is None else _tokenizer_line(spec, tokenizer),
         "dtype": ", ".join(f"{dtype} ({count:,})" for dtype, count in stored.dtypes.items()),
+        "quantize": f"int8, {stored.int8:,} parameters" if stored.int8 else "none: a mixture of experts",
         "size": f"{console.size(stored.bytes)} in {_several(len(stored.shards), 'file')}",
     }
     if network.experts is None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from codd.backbones import Backbone, Tokenizer, load_checkpoint
 from codd.backbones.adapters import AdapterSource
+from codd.backbones.quantized import Quantization
 from codd.circuits import HMM, load_circuit
 from codd.circuits.protocol import ProbabilisticCircuit
 from codd.decoding.cached import runner_for
@@ -185,6 +186,7 @@ def load(
     check: bool = True,
     adapter: AdapterSource | None = None,
     merge: bool = True,
+    quantize: Quantization | None = None,
 ) -> Model:
     """Load a checkpoint of any known family with its circuit; without ``source``, the bundled model.
 
@@ -195,7 +197,8 @@ def load(
     whose files do not say them, or not the ones to use. ``check`` refuses weights with NaN, and files that are not what
     the sha256 beside them says; false spares the time for it. ``adapter``: a PEFT LoRA checkpoint for the network, a
     folder or a hub id, merged into its weights; ``merge=False`` keeps it apart, or several given as {name: folder}, to
-    switch with ``model.backbone.set_adapter(name)``.
+    switch with ``model.backbone.set_adapter(name)``. ``quantize="int8"``: 8-bit weights in the network's layers and
+    its head, which take less time and memory and cost a little precision.
     """
     backbone, tokenizer, folder = load_checkpoint(
         source,
@@ -206,6 +209,7 @@ def load(
         check=check,
         adapter=adapter,
         merge=merge,
+        quantize=quantize,
     )
     if mask_id is None:
         mask_id = backbone.special.mask

@@ -69,8 +69,8 @@ def cost_study(
         "stop": False,
         "seed": seed,
     }
-    dtype = next(model.backbone.network.parameters()).dtype
-    return {"settings": settings, "provenance": provenance(model.backbone.device, dtype), "data": {"rows": rows}}
+    where = provenance(model.backbone.device, model.backbone.precision)
+    return {"settings": settings, "provenance": where, "data": {"rows": rows}}
 
 
 def _run(model: Model, prompt: str, options: dict[str, Any]) -> Callable[[], object]:

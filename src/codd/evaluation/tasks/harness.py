@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from codd.backbones.quantized import Quantization
 from codd.decoding import Model, Options, load
 from codd.decoding.prompts import can_chat
 from codd.errors import MissingDependency
@@ -39,6 +40,7 @@ class CoddLM(LM):  # type: ignore[misc] # lm-eval has no types
         device: str | None = None,
         dtype: str | None = None,
         seed: int = 0,
+        quantize: Quantization | None = None,
         *,
         log: Log | None = None,
         group: Workers | None = None,
@@ -50,7 +52,8 @@ class CoddLM(LM):  # type: ignore[misc] # lm-eval has no types
         super().__init__()
         if not isinstance(pretrained, Model):
             kind = None if dtype is None else getattr(torch, dtype)
-            pretrained = load(pretrained, None if circuit == "none" else circuit, device=device, dtype=kind)
+            own = None if circuit == "none" else circuit
+            pretrained = load(pretrained, own, device=device, dtype=kind, quantize=quantize)
         self.model, self.options = pretrained, Options.of(**options)
         self._answerer = Answerer(
             pretrained,
