@@ -46,7 +46,7 @@ def test_a_layer(shape, added, biased):
     onto = drawn(*shape, 40, seed=3) if added else torch.zeros(*shape, 40, device=DEVICE)
     wanted = F.linear(x, weight, bias) + onto
     with torch.no_grad():
-        found = Int8Linear(weight, bias)(x, onto.clone() if added else None)
+        found = Int8Linear(weight, bias, digits=2 if added else 1)(x, onto.clone() if added else None)
     assert found.shape == wanted.shape
     torch.testing.assert_close(found, wanted, rtol=0, atol=0.8)  # sums of 96 products, each of the size of 1
     assert not wanted.numel() or relative(found, wanted) < 0.04
@@ -61,6 +61,17 @@ def test_a_row_depends_on_no_other_row():
     assert torch.equal(found[1], torch.zeros(40))
     assert all(torch.equal(layer(x[i : i + 1])[0], found[i]) for i in range(6))
     torch.testing.assert_close(found[2], 1000 * found[0], rtol=1e-2, atol=30)
+
+
+@pytest.mark.skipif(CUDA, reason="a GPU does not round the input")
+def test_a_second_byte_of_the_input():
+    """Large values then leave the others as they are."""
+    x, weight = drawn(6, 96), drawn(40, 96, seed=1)
+    x[:, 7], x[1] = 100, 0
+    whole, scale = round_rows(weight)
+    wanted = F.linear(x, whole * scale[:, None])
+    one, two = (relative(Int8Linear(weight, digits=digits)(x), wanted) for digits in (1, 2))
+    assert two < 1e-4 < 1e-3 < one
 
 
 @pytest.mark.skipif(CUDA, reason="a GPU does not round the input")
