@@ -44,6 +44,14 @@ class InvalidInput(CoddError, ValueError):
     """Something given to a model or a recipe that it cannot use."""
 
 
+class InvalidConstraint(CoddError, ValueError):
+    """A pattern, schema or automaton that is wrong, not supported, or too large."""
+
+
+class EmptyLanguage(InvalidConstraint):
+    """A constraint that no sequence of tokens fulfils."""
+
+
 class FormatError(CoddError, ValueError):
     """A file or folder that is truncated, foreign, or not what its name says."""
 

@@ -143,6 +143,11 @@ def read_json_object(path: Path, most: int = MAX_BYTES) -> dict[str, Any]:
     return parse_json_object(path, read_text(path, most))
 
 
+def cache_folder() -> Path:
+    """Where codd keeps what it can make again; RuntimeError if the user has no home folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "codd"
+
+
 def sha256(path: Path) -> str:
     """The digest of a file."""
     with path.open("rb") as file:

@@ -1,4 +1,7 @@
-"""Imports: errors -> files -> {circuits, backbones} -> coupling -> {decoding, training} -> evaluation -> the faces."""
+"""Imports: errors -> files -> constraints -> {circuits, backbones} -> coupling -> {decoding, training} -> evaluation.
+
+Then the faces.
+"""
 
 import ast
 from pathlib import Path
@@ -9,6 +12,7 @@ ROOT = Path(codd.__file__).parent
 LEVELS = [
     {"_threads", "errors"},
     {"files"},
+    {"constraints"},
     {"circuits", "backbones"},
     {"coupling"},
     {"decoding", "training"},

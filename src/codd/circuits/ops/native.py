@@ -24,6 +24,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from codd.files import cache_folder
+
 _log = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_name("native.c")
 _FLAGS = (("-march=native", "-mprefer-vector-width=512"), ("-march=native",), ())
@@ -73,7 +75,7 @@ def _compiler() -> list[str]:
 def _loaded(compiler: list[str]) -> ctypes.CDLL:
     """The library from the user's cache, compiled if it is not there or cannot be loaded."""
     name = f"native-{_key(compiler)}.so"
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "codd"
+    folder = cache_folder()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         owned = folder.stat().st_uid == os.getuid() and os.access(folder, os.W_OK)

@@ -1,0 +1,211 @@
+"""From a regular expression to its smallest deterministic automaton over the bytes of UTF-8, within limits.
+
+Characters first: those that no set of the expression tells apart are one symbol, so that the subset construction sees a
+handful of them. Then each symbol is spelt in bytes.
+"""
+
+from collections import deque
+
+import numpy as np
+from numpy.typing import NDArray
+
+from codd.constraints.expressions import LAST, Chars, Expression, Ranges, Repeat, Then
+from codd.constraints.tables import DFA, Table, minimal, trimmed, unique_rows
+from codd.errors import EmptyLanguage, InvalidConstraint
+
+MAX_STATES = 4096
+"""Of a compiled automaton, unless the caller says otherwise."""
+_MAX_COPIES = 100_000  # states of the nondeterministic automaton
+_MAX_WORK = 10_000_000  # moves looked at while subsets are built: some seconds
+_SLACK = 4  # how many times the states of the result a stage before it may have
+
+
+def byte_dfa(expression: Expression, max_states: int = MAX_STATES) -> DFA:
+    """The smallest automaton over bytes (256 columns) of the texts that an expression matches, encoded as UTF-8.
+
+    EmptyLanguage if it matches none; InvalidConstraint if the automaton would be too large.
+    """
+    by_character, symbols = _character_dfa(expression, _SLACK * max_states)
+    kept = trimmed(by_character)
+    if kept is None:
+        raise EmptyLanguage("the language is empty: the expression matches no text at all.")
+    return _spelt(minimal(kept), symbols, _SLACK * max_states)
+
+
+def too_large(what: str, most: int) -> InvalidConstraint:
+    """The error for a language whose automaton explodes."""
+    return InvalidConstraint(
+        f"the constraint is too large: it needs more than {most:,} {what}. Shorten its counted repetitions ({{m,n}}, "
+        "minLength, maxItems and the like), replace them by * or +, or allow more with max_states."
+    )
+
+
+class _NFA:
+    """Thompson's automaton: ``moves[s]`` are (set of characters, next state), ``free[s]`` states reached by nothing."""
+
+    def __init__(self, expression: Expression):
+        self.sets: dict[Ranges, int] = {}
+        self.moves: list[list[tuple[int, int]]] = []
+        self.free: list[list[int]] = []
+        self._closures: dict[int, tuple[int, ...]] = {}
+        self._work = 0
+        self.end = self._add(expression, self._state())
+
+    def _state(self) -> int:
+        if len(self.moves) > _MAX_COPIES:
+            raise too_large("positions", _MAX_COPIES)
+        self.moves.append([])
+        self.free.append([])
+        return len(self.moves) - 1
+
+    def _add(self, expression: Expression, start: int) -> int:
+        """Add what leads from ``start`` through the expression; nothing leads back to ``start``. The end."""
+        if isinstance(expression, Then):
+            for part in expression.parts:
+                start = self._add(part, start)
+            return start
+        if isinstance(expression, Repeat):
+            return self._add_repeat(expression, start)
+        end = self._state()
+        if isinstance(expression, Chars):
+            if expression.ranges:
+                self.moves[start].append((self.sets.setdefault(expression.ranges, len(self.sets)), end))
+        else:
+            for part in expression.parts:
+                self.free[self._add(part, start)].append(end)
+        return end
+
+    def _add_repeat(self, repeat: Repeat, start: int) -> int:
+        for _ in range(repeat.least):
+            start = self._add(repeat.part, self._joined(start))
+        end = self._joined(start)
+        if repeat.most is None:
+            self.free[self._add(repeat.part, end)].append(end)
+            return end
+        for _ in range(repeat.most - repeat.least):
+            start = self._add(repeat.part, self._joined(start))
+            self.free[start].append(end)
+        return end
+
+    def _joined(self, state: int) -> int:
+        """A new state that ``state`` leads to."""
+        new = self._state()
+        self.free[state].append(new)
+        return new
+
+    def worked(self, steps: int) -> None:
+        """Count what the construction has done; InvalidConstraint when it is too much."""
+        self._work += steps
+        if self._work > _MAX_WORK:
+            raise too_large("steps to compile", _MAX_WORK)
+
+    def closure(self, state: int) -> tuple[int, ...]:
+        """The states with moves, and the end, that are reached from a state for nothing."""
+        if state not in self._closures:
+            seen, todo = {state}, [state]
+            while todo:
+                for following in self.free[todo.pop()]:
+                    if following not in seen:
+                        seen.add(following)
+                        todo.append(following)
+            self.worked(len(seen))
+            self._closures[state] = tuple(s for s in seen if self.moves[s] or s == self.end)
+        return self._closures[state]
+
+
+def _symbols(sets: list[Ranges]) -> tuple[list[tuple[int, int]], list[list[int]]]:
+    """Characters grouped by the sets that hold them.
+
+    As steps (first code point, symbol; -1: in no set), in order, and the symbols of each set.
+    """
+    bounds = np.unique([0, LAST + 1, *(p for ranges in sets for a, b in ranges for p in (a, b + 1))])
+    inside = np.zeros((len(bounds) - 1, len(sets)), dtype=np.int32)
+    for column, ranges in enumerate(sets):
+        for first, last in np.searchsorted(bounds, np.add(ranges, [0, 1])):
+            inside[first:last, column] = 1
+    used = np.logical_or.reduce(inside, axis=1)
+    members, _, which = unique_rows(inside[used])
+    symbol = np.full(len(used), -1)
+    symbol[used] = which
+    changes = np.flatnonzero(np.diff(symbol, prepend=-2))
+    steps = list(zip(bounds[:-1][changes].tolist(), symbol[changes].tolist(), strict=True))
+    return [*steps, (LAST + 1, -1)], [np.flatnonzero(members[:, column]).tolist() for column in range(len(sets))]
+
+
+def _character_dfa(expression: Expression, most: int) -> tuple[DFA, list[tuple[int, int]]]:
+    """The subset construction, and the steps of `_symbols`."""
+    nfa = _NFA(expression)
+    steps, symbols_of = _symbols(list(nfa.sets))
+    columns = max(symbol for _, symbol in steps) + 1
+    first = frozenset(nfa.closure(0))
+    number, queue, rows, accepting = {first: 0}, deque([first]), [], []
+    while queue:
+        subset = queue.popleft()
+        reached: dict[int, set[int]] = {}
+        for set_of, target in {move for state in subset for move in nfa.moves[state]}:
+            closed = nfa.closure(target)
+            nfa.worked(len(symbols_of[set_of]) * (1 + len(closed)))
+            for symbol in symbols_of[set_of]:
+                reached.setdefault(symbol, set()).update(closed)
+        row = np.full(columns, -1, dtype=np.int32)
+        for symbol in sorted(reached):
+            following = frozenset(reached[symbol])
+            if following not in number:
+                number[following] = len(number)
+                queue.append(following)
+            row[symbol] = number[following]
+        if len(number) > most:
+            raise too_large("states over characters", most)
+        rows.append(row)
+        accepting.append(nfa.end in subset)
+    return DFA(np.array(rows, dtype=np.int32).reshape(len(rows), columns), 0, np.array(accepting)), steps
+
+
+def _spelt(dfa: DFA, steps: list[tuple[int, int]], most: int) -> DFA:
+    """A minimal automaton over symbols, over bytes; minimal as well.
+
+    A state within a character is known by what the bytes that are left of it lead to. Its row begins with a
+    continuation byte and so it never equals a state between characters, nor one with another number of bytes left.
+    """
+    states = len(dfa.table)
+    ending = np.column_stack([dfa.table, np.full(states, -1, dtype=np.int32)])  # symbol -1: no way on
+    nowhere = ending[:, -1]
+    inner: dict[bytes, int] = {}
+    known: dict[tuple[int, ...], NDArray[np.int32]] = {}
+    starts = np.array([first for first, _ in steps])
+    values = np.array([symbol for _, symbol in steps])
+
+    def numbered(rows: Table) -> NDArray[np.int32]:
+        """The number of the state within a character with each of these rows of 64 continuations."""
+        distinct, _, which = unique_rows(rows)
+        numbers = [inner.setdefault(row.tobytes(), states + len(inner)) if (row >= 0).any() else -1 for row in distinct]
+        if states + len(inner) > most:
+            raise too_large("states over bytes", most)
+        return np.array(numbers, dtype=np.int32)[which]
+
+    def block(first: int, count: int, least: int) -> NDArray[np.int32]:
+        """Where each state is after bytes that leave ``count`` code points from ``first``, those below least aside."""
+        if first + count <= least:
+            return nowhere
+        low, high = np.searchsorted(starts, [first, first + count - 1], side="right") - 1
+        offsets = np.maximum(starts[low : high + 1] - first, 0)
+        key = (count, max(least - first, 0), *offsets.tolist(), *values[low : high + 1].tolist())
+        if key not in known:
+            if count == 1:
+                known[key] = ending[:, values[low]]
+            else:
+                size = count // 64
+                parts = [block(first + i * size, size, least) for i in range(64)]
+                known[key] = numbered(np.column_stack(parts).astype(np.int32))
+        return known[key]
+
+    columns = [block(byte, 1, 0) for byte in range(0x80)]
+    columns += [nowhere] * 0x42  # continuation bytes, and C0 and C1, which begin nothing
+    columns += [block((byte & 0x1F) << 6, 1 << 6, 0x80) for byte in range(0xC2, 0xE0)]
+    columns += [block((byte & 0x0F) << 12, 1 << 12, 0x800) for byte in range(0xE0, 0xF0)]
+    columns += [block((byte & 0x07) << 18, 1 << 18, 0x10000) for byte in range(0xF0, 0xF5)]
+    table = np.full((states + len(inner), 256), -1, dtype=np.int32)
+    table[:states, : len(columns)] = np.column_stack(columns)
+    for row, number in inner.items():
+        table[number, 0x80:0xC0] = np.frombuffer(row, dtype=np.int32)
+    return DFA(table, dfa.start, np.append(dfa.accepting, np.zeros(len(inner), dtype=bool)))

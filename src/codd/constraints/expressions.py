@@ -1,0 +1,103 @@
+"""Regular expressions as trees, over Unicode characters; and sets of characters as sorted ranges."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+Ranges = tuple[tuple[int, int], ...]
+"""Code points, first and last of each range: sorted, and with gaps between them."""
+LAST = 0x10FFFF
+_SURROGATES = (0xD800, 0xDFFF)  # no characters, and UTF-8 has no bytes for them
+
+
+@dataclass(frozen=True)
+class Chars:
+    """One character of a set."""
+
+    ranges: Ranges
+
+
+@dataclass(frozen=True)
+class Then:
+    """One part after the other; none: the empty text."""
+
+    parts: tuple["Expression", ...]
+
+
+@dataclass(frozen=True)
+class Either:
+    """One of the parts; none: nothing matches."""
+
+    parts: tuple["Expression", ...]
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """A part from ``least`` to ``most`` times (None: without end)."""
+
+    part: "Expression"
+    least: int
+    most: int | None
+
+
+Expression = Chars | Then | Either | Repeat
+
+
+def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """The characters of any ranges, surrogates left out."""
+    merged: list[tuple[int, int]] = []
+    for first, last in sorted(_without_surrogates(ranges)):
+        if merged and first <= merged[-1][1] + 1:
+            merged[-1] = (merged[-1][0], max(last, merged[-1][1]))
+        else:
+            merged.append((first, last))
+    return tuple(merged)
+
+
+def _without_surrogates(ranges: Iterable[tuple[int, int]]) -> Iterable[tuple[int, int]]:
+    low, high = _SURROGATES
+    for first, last in ranges:
+        if first < low:
+            yield first, min(last, low - 1)
+        if last > high:
+            yield max(first, high + 1), last
+
+
+def complement(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """All other characters."""
+    gaps, after = [], 0
+    for first, last in sorted(ranges):
+        if first > after:
+            gaps.append((after, first - 1))
+        after = max(after, last + 1)
+    return union([*gaps, (after, LAST)] if after <= LAST else gaps)
+
+
+def intersection(one: Ranges, other: Ranges) -> Ranges:
+    """The characters in both."""
+    return complement((*complement(one), *complement(other)))
+
+
+def text(string: str) -> Then:
+    """Exactly this text."""
+    return Then(tuple(Chars(((ord(c), ord(c)),)) for c in string))
+
+
+def chars(characters: str) -> Chars:
+    """One of these characters."""
+    return Chars(union((ord(c), ord(c)) for c in characters))
+
+
+def then(*parts: Expression | str) -> Then:
+    """One after the other; strings stand for themselves."""
+    return Then(tuple(text(part) if isinstance(part, str) else part for part in parts))
+
+
+def optional(part: Expression) -> Repeat:
+    """The part, or nothing."""
+    return Repeat(part, 0, 1)
+
+
+ANY = Chars(complement(()))
+"""One character, whichever."""
+EMPTY = Then(())
+NOTHING = Either(())

@@ -1,0 +1,131 @@
+"""Languages that a text can be asked to be in: regular expressions, JSON schemas, choices."""
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from codd.constraints import cache, json_schema, syntax
+from codd.constraints.automaton import Automaton
+from codd.constraints.compilation import over_tokens
+from codd.constraints.determinism import MAX_STATES, byte_dfa
+from codd.constraints.expressions import Either, Expression, text
+from codd.constraints.vocabulary import Vocabulary
+from codd.errors import EmptyLanguage, InvalidConstraint, shown
+
+_VERSION = 1  # of what compiling gives: another one finds nothing in the caches
+
+
+class Language(ABC):
+    """A set of texts. Equal ones are equal, and can be keys."""
+
+    @abstractmethod
+    def expression(self) -> Expression:
+        """The texts as a regular expression."""
+
+    def compile(self, vocabulary: Vocabulary, *, max_states: int = MAX_STATES) -> Automaton:
+        """The smallest automaton over a vocabulary's tokens: it accepts every way to write every text of the language.
+
+        Kept in memory and in the user's cache folder. Time and memory are bounded: a language that needs more than
+        ``max_states`` states, or too much work to find that out, is an InvalidConstraint; one without texts, or none
+        that these tokens can write, an EmptyLanguage.
+        """
+        content = json.dumps([_VERSION, repr(self), vocabulary.digest])
+        key = hashlib.sha256(content.encode(errors="surrogatepass")).hexdigest()
+        automaton = cache.kept(key)
+        if automaton is None:
+            try:
+                automaton = over_tokens(byte_dfa(self.expression(), max_states), vocabulary, max_states)
+            except EmptyLanguage as error:
+                raise EmptyLanguage(f"{shown(self)}: no sequence of these tokens writes a text of it.") from error
+            except RecursionError as error:
+                raise InvalidConstraint(f"{shown(self)}: is nested too deep.") from error
+            cache.keep(key, automaton)
+        if automaton.num_states > max_states:
+            raise InvalidConstraint(f"{shown(self)}: needs {automaton.num_states} states, more than {max_states}.")
+        return automaton
+
+
+@dataclass(frozen=True)
+class Regex(Language):
+    r"""The texts that ``re.fullmatch(pattern, text)`` matches.
+
+    \d, \w and \s are ASCII here, which takes far fewer states, and \D, \W and \S leave out what Unicode counts to the
+    former: all texts match with ``re.ASCII`` and without. With ``unicode`` they are as ``re`` has them. Lookaround,
+    backreferences, word boundaries, atomic groups and possessive repetitions are errors.
+
+    >>> Regex(r"\d{4}-\d{2}-\d{2}")
+    Regex(pattern='\\d{4}-\\d{2}-\\d{2}', unicode=False)
+    """
+
+    pattern: str
+    unicode: bool = False
+
+    def __post_init__(self) -> None:
+        """InvalidConstraint for a pattern that is wrong or not supported."""
+        self.expression()
+
+    def expression(self) -> Expression:
+        """The pattern as a tree."""
+        return syntax.parse(self.pattern, self.unicode)
+
+
+@dataclass(frozen=True, init=False)
+class Choice(Language):
+    """One of some texts, exactly.
+
+    >>> Choice(["yes", "no"])
+    Choice(texts=('yes', 'no'))
+    """
+
+    texts: tuple[str, ...]
+
+    def __init__(self, texts: Iterable[str]):
+        """At least one text."""
+        listed = [] if isinstance(texts, str) else list(texts)
+        if not listed or not all(isinstance(option, str) for option in listed):
+            raise InvalidConstraint(f"a choice is a list of texts, at least one of them, found {shown(texts)}.")
+        object.__setattr__(self, "texts", tuple(listed))
+
+    def expression(self) -> Expression:
+        """One of the texts."""
+        return Either(tuple(text(option) for option in self.texts))
+
+
+@dataclass(frozen=True, init=False)
+class JsonSchema(Language):
+    """JSON texts that are valid under a schema, compact, with at most one space after each comma and colon.
+
+    Objects have the properties that the schema names, in its order, and no others; what the schema leaves open nests
+    three deep, and a definition contains itself at most three times. Keywords that are not supported are errors.
+
+    >>> JsonSchema({"properties": {"age": {"type": "integer", "minimum": 0}}, "required": ["age"]}).schema["required"]
+    ['age']
+    """
+
+    source: str
+    """The schema as JSON."""
+
+    def __init__(self, schema: dict[str, Any] | bool | str):
+        """A schema, or its JSON text."""
+        try:
+            parsed = json.loads(schema) if isinstance(schema, str) else schema
+            source = json.dumps(parsed, ensure_ascii=False, allow_nan=False)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise InvalidConstraint(f"the schema is no JSON: {error}.") from error
+        object.__setattr__(self, "source", source)
+        try:
+            self.expression()
+        except RecursionError as error:
+            raise InvalidConstraint("the JSON schema is nested too deep.") from error
+
+    @property
+    def schema(self) -> Any:
+        """The schema: a dict or bool."""
+        return json.loads(self.source)
+
+    def expression(self) -> Expression:
+        """The valid texts."""
+        return json_schema.expression(self.schema)

@@ -1,0 +1,155 @@
+"""What each token writes, in bytes: the bridge between automata over text and automata over tokens."""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+from tokenizers import pre_tokenizers
+
+from codd.errors import InvalidConstraint
+
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+@runtime_checkable
+class HasBackend(Protocol):
+    """codd's tokenizer, which holds one of the library ``tokenizers``."""
+
+    @property
+    def backend(self) -> tokenizers.Tokenizer: ...  # noqa: D102 - said above
+
+
+@dataclass(frozen=True, eq=False)
+class Vocabulary:
+    """The bytes that each id writes; none for those that write no text, which a constraint never allows."""
+
+    tokens: tuple[bytes, ...]
+    strips_space: bool = False
+    """Whether decoding leaves out a space that a text begins with, as with SentencePiece."""
+    encode: Callable[[str], Sequence[int]] | None = field(default=None, repr=False)
+    """The ids of a text, for templates."""
+
+    @classmethod
+    def of(cls, tokenizer: "tokenizers.Tokenizer | HasBackend", size: int | None = None) -> "Vocabulary":
+        """The vocabulary of a tokenizer: byte-level BPE, or SentencePiece (BPE or unigram, with or without bytes).
+
+        Special and other added tokens write nothing, nor do ids up to ``size`` (the network's outputs) that the
+        tokenizer lacks. Texts are what its ``decode`` gives. InvalidConstraint for tokenizers of other kinds, whose
+        decoding is not a text for each token, one after the other (WordPiece).
+        """
+        backend = tokenizer if isinstance(tokenizer, tokenizers.Tokenizer) else tokenizer.backend
+        spelling = _Spelling(json.loads(backend.to_str())["decoder"])
+        written = {id: spelling.bytes_of(token) for token, id in backend.get_vocab(with_added_tokens=False).items()}
+        written |= dict.fromkeys(backend.get_added_tokens_decoder(), b"")
+        count = max(written, default=-1) + 1
+        if size is not None and size < count and any(written.get(id) for id in range(size, count)):
+            raise InvalidConstraint(f"the tokenizer has ids up to {count - 1}, but the network only {size} outputs.")
+        tokens = tuple(written.get(id, b"") for id in range(count if size is None else size))
+        return cls(tokens, spelling.strips_space, lambda text: backend.encode(text, add_special_tokens=False).ids)
+
+    def __len__(self) -> int:
+        """The number of ids."""
+        return len(self.tokens)
+
+    @cached_property
+    def digest(self) -> str:
+        """A name for the content."""
+        digest = hashlib.sha256(b"space" if self.strips_space else b"")
+        for token in self.tokens:
+            digest.update(len(token).to_bytes(4, "little") + token)
+        return digest.hexdigest()
+
+    @cached_property
+    def characters(self) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.int64]]:
+        """The bytes of all tokens in a row, where each token begins, and its length."""
+        lengths = np.array([len(token) for token in self.tokens], dtype=np.int64)
+        return np.frombuffer(b"".join(self.tokens), np.uint8), np.cumsum(lengths) - lengths, lengths
+
+    def text_of(self, ids: Sequence[int]) -> bytes:
+        """What ids write, as the tokenizer decodes them."""
+        written = b"".join(self.tokens[id] for id in ids)
+        return written[1:] if self.strips_space and written.startswith(b" ") else written
+
+    def spell(self, text: str, first: bool) -> list[int]:
+        """The tokenizer's ids for a part of a text, or as few tokens as write it if its own do not fit.
+
+        ``first``: whether the whole text begins here.
+        """
+        wanted = text.encode()
+        ids = list(self.encode(text)) if self.encode is not None else []
+        if (self.text_of(ids) if first else b"".join(self.tokens[id] for id in ids)) == wanted:
+            return ids
+        found: list[list[int] | None] = [[]]
+        for end in range(1, len(wanted) + 1):
+            ways = [[*before, id] for id, before in self._ending(wanted[:end], found)]
+            found.append(min(ways, key=len, default=None))
+        if (best := found[-1]) is None:
+            raise InvalidConstraint(f"no tokens of this vocabulary write {text!r:.80}.")
+        return best
+
+    def _ending(self, text: bytes, found: list[list[int] | None]) -> Iterator[tuple[int, list[int]]]:
+        for begin, before in enumerate(found):
+            if before is not None and (id := self._ids.get(text[begin:])) is not None:
+                yield id, before
+
+    @cached_property
+    def _ids(self) -> dict[bytes, int]:
+        return {token: id for id, token in reversed(list(enumerate(self.tokens))) if token}
+
+
+class _Spelling:
+    """How a decoder turns tokens into bytes."""
+
+    def __init__(self, decoder: Any):
+        steps = decoder["decoders"] if decoder and decoder["type"] == "Sequence" else [decoder] if decoder else []
+        kinds = [step["type"] for step in steps]
+        self._byte_level = kinds == ["ByteLevel"]
+        self._fallback = "ByteFallback" in kinds
+        self._drops_all = False
+        self.strips_space = False
+        if self._byte_level:
+            return
+        spaces = False
+        for step in steps:
+            if step["type"] == "Metaspace" and step["replacement"] == "▁":
+                spaces, self._drops_all = True, step["prepend_scheme"] != "never"
+                self.strips_space = self._drops_all
+            elif step["type"] == "Replace" and (step["pattern"], step["content"]) == ({"String": "▁"}, " "):
+                spaces = True
+            elif step["type"] == "Strip" and (step["content"], step["start"], step["stop"]) == (" ", 1, 0):
+                self.strips_space = True
+            elif step["type"] not in ("ByteFallback", "Fuse"):
+                spaces = False
+                break
+        if not spaces:
+            raise InvalidConstraint(
+                "constraints need a byte-level or SentencePiece tokenizer; this one decodes by "
+                f"{' + '.join(kinds) or None}, where the text of a token depends on its neighbours."
+            )
+
+    def bytes_of(self, token: str) -> bytes:
+        if self._byte_level:
+            return bytes(_BYTES[c] for c in token) if all(c in _BYTES for c in token) else b""
+        if self._fallback and (byte := _BYTE.fullmatch(token)):
+            return bytes([int(byte[1], 16)])
+        if self._drops_all and token.count("▁") > 1:
+            return b""  # at the beginning of a text, and only there, decoding leaves out all of its spaces
+        return token.replace("▁", " ").encode(errors="ignore")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The character of each byte in the byte-level alphabet."""
+    alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+    plain = {c: ord(c) for c in alphabet if ord(c) < 256}  # printable ones stand for themselves
+    others = sorted(alphabet - set(plain))  # the rest follow in order from 256 on
+    return plain | dict(zip(others, sorted(set(range(256)) - set(plain.values())), strict=True))
+
+
+_BYTES = _byte_alphabet()
