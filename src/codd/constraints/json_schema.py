@@ -63,14 +63,13 @@ _DATE = (
 )
 _TIME = r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{1,6})?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)"
 _BYTE = r"(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
-_NAME = "[A-Za-z0-9]+(-[A-Za-z0-9]+)*"
 _FORMATS = {
     "date": _DATE,
     "time": _TIME,
     "date-time": f"({_DATE})T{_TIME}",
     "uuid": "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}",
     "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
-    "email": rf"[A-Za-z0-9]+([._+-][A-Za-z0-9]+)*@{_NAME}(\.{_NAME})+",
+    "email": r"([A-Za-z0-9][._+-]?){0,15}[A-Za-z0-9]@([A-Za-z0-9]-?){0,15}[A-Za-z0-9](\.[A-Za-z]{2,6}){1,2}",
 }
 _ESCAPES = {c: json.dumps(c)[1:-1] for c in '"\\\b\f\n\r\t'}
 _PLAIN = complement([(0, 0x1F), *((ord(c), ord(c)) for c in _ESCAPES)])

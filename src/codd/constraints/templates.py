@@ -44,7 +44,7 @@ class Template:
         slots = tuple(int(count) for count in pieces[1::2])
         given = dict(patterns) if isinstance(patterns, Mapping) else dict(enumerate(patterns))
         if unknown := [slot for slot in given if slot not in range(len(slots))]:
-            raise InvalidConstraint(f"there is a pattern for slot {unknown[0]}, but the template has {len(slots)}.")
+            raise InvalidConstraint(f"there is a pattern for slot {unknown[0]!r}, but the template has {len(slots)}.")
         if not slots or not all(slots):
             raise InvalidConstraint(f"a template has slots, [MASK:n] of n tokens, at least 1; found {shown(template)}.")
         object.__setattr__(self, "texts", tuple(pieces[::2]))

@@ -101,7 +101,7 @@ class Vocabulary:
 
     @cached_property
     def _ids(self) -> dict[bytes, int]:
-        return {token: id for id, token in reversed(list(enumerate(self.tokens))) if token}
+        return {token: id for id, token in enumerate(self.tokens) if token}  # SentencePiece has its bytes first
 
 
 class _Spelling:

@@ -1,0 +1,208 @@
+import itertools
+import json
+import os
+import random
+
+import jsonschema_rs
+import pytest
+from generators import random_schema, walk
+
+from codd.constraints import JsonSchema
+from codd.errors import EmptyLanguage, InvalidConstraint
+
+COUNT = int(os.environ.get("CODD_FUZZ", "30"))
+TREE = {
+    "$defs": {"tree": {"properties": {"of": {"type": "array", "items": {"$ref": "#/$defs/tree"}}}, "required": ["of"]}},
+    "$ref": "#/$defs/tree",
+}
+
+
+def accepted(schema, vocabulary, *texts):
+    automaton = JsonSchema(schema).compile(vocabulary)
+    return [automaton.accepts(list(text.encode())) for text in texts]
+
+
+@pytest.mark.parametrize("seed", range(COUNT))
+def test_random_schemas(seed, bundled, mini):
+    rng = random.Random(seed)
+    schema = random_schema(rng)
+    automaton = JsonSchema(schema).compile(mini)
+    valid = jsonschema_rs.validator_for(schema, validate_formats=True)
+    for _ in range(3):
+        text = bundled.decode(walk(automaton, rng, 60))
+        valid.validate(json.loads(text))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        *(True, {}, {"type": "object"}, {"type": "array"}, {"type": ["string", "null"]}, TREE),
+        {"type": "object", "additionalProperties": {"type": "integer"}},
+        {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "null"}], "items": {"type": "string"}},
+        {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "null"}], "items": False, "minItems": 1},
+        {"type": "string", "pattern": r"[\"\\]\S"},
+        {"allOf": [{"const": {"a": [1, {"b": None}]}}]},
+        {"type": "number", "minimum": -3, "maximum": 2},
+    ],
+    ids=json.dumps,
+)
+def test_walks_are_valid(schema, bundled, mini):
+    rng = random.Random(0)
+    automaton = JsonSchema(schema).compile(mini)
+    valid = jsonschema_rs.validator_for(schema)
+    for _ in range(10):
+        valid.validate(json.loads(bundled.decode(walk(automaton, rng, 40))))
+
+
+def test_optional_properties_come_in_order_with_their_commas(single_bytes):
+    for required in ([], ["b"], ["c"], ["a", "c"]):
+        schema = {"properties": {name: {"const": 1} for name in "abc"}, "required": required}
+        automaton = JsonSchema(schema).compile(single_bytes)
+        for length in range(4):
+            for names in itertools.permutations("abc", length):
+                text = json.dumps(dict.fromkeys(names, 1), separators=(",", ":"))
+                right = list(names) == sorted(names) and set(required) <= set(names)
+                assert automaton.accepts(list(text.encode())) == right, (required, text)
+                assert automaton.accepts(list(json.dumps(dict.fromkeys(names, 1)).encode())) == right
+        assert not automaton.accepts(list(b'{"a":1,}'))
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 0), (-7, 7), (3, 1204), (-350, -9), (99, 101), (-1, 1000), (10, None)])
+@pytest.mark.parametrize("kind", ["integer", "number"])
+def test_bounds_of_numbers(low, high, kind, single_bytes):
+    schema = {"type": kind, "minimum": low, **({} if high is None else {"maximum": high})}
+    automaton = JsonSchema(schema).compile(single_bytes)
+    for number in range(low - 30, (1200 if high is None else high) + 30, 1):
+        for text in (f"{number}", f"{number}.5", f"{number}.0"):
+            right = low <= float(text) and (high is None or float(text) <= high)
+            took = automaton.accepts(list(text.encode()))
+            if text.endswith(".0"):  # a bound itself is written without a fraction
+                assert right or not took
+            else:
+                assert took == (right and (kind == "number" or "." not in text)), text
+
+
+def test_exclusive_bounds_of_integers(single_bytes):
+    schema = {"type": "integer", "exclusiveMinimum": 2, "exclusiveMaximum": 5}
+    assert accepted(schema, single_bytes, "2", "3", "4", "5") == [False, True, True, False]
+
+
+def test_what_is_no_json_is_refused(single_bytes):
+    wrong = [
+        "01",
+        "+1",
+        "1.",
+        ".5",
+        "1e999",
+        "NaN",
+        "True",
+        '"\n"',
+        '"\\x"',
+        '"',
+        "[1,]",
+        '{"a" :1}',
+        "[1,  2]",
+        " 1",
+        "",
+    ]
+    assert not any(accepted(True, single_bytes, *wrong))
+    right = ['"a\\n\\"\\\\é🙂"', "-0.5e+10", '[1, {"a":[]}]', "null", '{"a":1, "a":2}']
+    assert all(accepted(True, single_bytes, *right))
+
+
+def test_lengths_count_characters_not_bytes(single_bytes):
+    schema = {"type": "string", "minLength": 2, "maxLength": 3}
+    assert accepted(schema, single_bytes, '"é"', '"é日"', '"🙂\\n\\""', '"abcd"') == [False, True, True, False]
+
+
+def test_patterns_are_looked_for_within_the_string(single_bytes):
+    assert accepted({"pattern": "b"}, single_bytes, '"abc"', '"ac"') == [True, False]
+    assert accepted({"pattern": "^b|c$"}, single_bytes, '"bx"', '"xc"', '"xbx"') == [True, True, False]
+    assert accepted({"pattern": r"^\d$"}, single_bytes, '"1"', '"٣"', '"1\\n"') == [True, False, False]
+
+
+@pytest.mark.parametrize("form", ["date", "time", "date-time", "uuid", "ipv4", "email"])
+def test_formats_are_valid(form, bundled, mini):
+    schema = {"type": "string", "format": form}
+    automaton, rng = JsonSchema(schema).compile(mini), random.Random(0)
+    valid = jsonschema_rs.validator_for(schema, validate_formats=True)
+    for _ in range(20):
+        valid.validate(json.loads(bundled.decode(walk(automaton, rng))))
+
+
+def test_leap_days(single_bytes):
+    dates = ["2024-02-29", "2023-02-29", "2000-02-29", "1900-02-29", "2023-04-31", "2023-12-31"]
+    right = [True, False, True, False, False, True]
+    assert accepted({"format": "date"}, single_bytes, *(f'"{date}"' for date in dates)) == right
+
+
+def test_definitions_that_contain_themselves_end(single_bytes):
+    deep = ['{"of":[]}', '{"of":[{"of":[]}]}', '{"of":[{"of":[{"of":[]}]}]}', '{"of":[{"of":[{"of":[{"of":[]}]}]}]}']
+    assert accepted(TREE, single_bytes, *deep) == [True, True, True, False]
+    with pytest.raises(EmptyLanguage, match="no sequence"):
+        JsonSchema({"$ref": "#"}).compile(single_bytes)
+
+
+def test_one_of_takes_what_is_plainly_apart(single_bytes):
+    kinds = [{"properties": {"kind": {"const": kind}}, "required": ["kind"], "type": "object"} for kind in "ab"]
+    assert accepted({"oneOf": kinds}, single_bytes, '{"kind":"a"}', '{"kind":"b"}', "{}") == [True, True, False]
+    schema = {"$defs": {"n": {"type": "number"}}, "oneOf": [{"enum": ["x", None]}, {"$ref": "#/$defs/n"}]}
+    assert accepted(schema, single_bytes, '"x"', "1.5", "null", "true") == [True, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("schema", "part"),
+    [
+        ({"properties": {"a": {"type": "integer", "multipleOf": 2}}}, "#/properties/a/multipleOf: this keyword"),
+        ({"not": {}}, "#/not: this keyword"),
+        ({"properties": {"a/b": {"if": {}}}}, "#/properties/a~1b/if"),
+        ({"patternProperties": {}}, "#/patternProperties"),
+        ({"items": {"uniqueItems": True}}, "#/items/uniqueItems: not supported"),
+        ({"type": "strnig"}, "#/type: known are"),
+        ({"type": []}, "#/type: expected a list that is not empty"),
+        ({"enum": []}, "#/enum: expected a list"),
+        ({"properties": []}, "#/properties: expected an object"),
+        ({"properties": {"a": 3}}, "#/properties/a: expected a schema"),
+        ({"required": ["a"]}, "#/required: properties says nothing of 'a'"),
+        ({"properties": {"a": {}}, "required": [{}]}, "#/required: properties says nothing"),
+        ({"minLength": -1}, "#/minLength: expected a whole number"),
+        ({"minItems": 3, "maxItems": 2}, "#/minItems: 3 is more than maxItems"),
+        ({"type": "integer", "minimum": 3, "maximum": 2}, "no number is from 3 to 2"),
+        ({"type": "number", "minimum": 0.5}, "#/minimum: whole numbers"),
+        ({"type": "number", "exclusiveMinimum": 0}, "#/exclusiveMinimum: supported for integers only"),
+        ({"type": "string", "format": "hostname"}, "#/format: known are"),
+        ({"pattern": "(?=a)"}, "#/pattern: .*lookahead"),
+        ({"pattern": "(?i)a"}, "#/pattern: .*flags"),
+        ({"pattern": "a", "maxLength": 3}, "#/pattern: not supported beside maxLength"),
+        ({"anyOf": [{}], "type": "string"}, "#/anyOf: not supported beside type"),
+        ({"allOf": [{}, {}]}, "#/allOf: allOf is supported with one"),
+        ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "#/oneOf: a value might be valid for both 0 and 1"),
+        ({"$ref": "https://example.com/a.json"}, r"#/\$ref: only references within"),
+        ({"$ref": "#/$defs/a"}, r"#/\$ref: .* is not in the schema"),
+        ("{", "no JSON"),
+        ({"const": float("nan")}, "no JSON"),
+    ],
+    ids=str,
+)
+def test_what_is_not_supported_is_named(schema, part):
+    with pytest.raises(InvalidConstraint, match=part):
+        JsonSchema(schema)
+
+
+def test_deep_and_wide_schemas_end_in_an_error(mini):
+    nested: dict = {"type": "integer"}
+    for _ in range(300):
+        nested = {"type": "array", "items": nested}
+    chain = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(500)} | {"d500": True}
+    many = {f"p{i}": {"$ref": "#"} for i in range(30)}
+    for schema in (nested, {"$defs": chain, "$ref": "#/$defs/d0"}):
+        with pytest.raises(InvalidConstraint, match=r"nested|references within each other"):
+            JsonSchema(schema)
+    with pytest.raises(InvalidConstraint, match="too large"):
+        JsonSchema({"properties": many}).compile(mini)
+
+
+def test_a_schema_can_be_text_and_a_key():
+    assert JsonSchema('{"type": "null"}') == JsonSchema({"type": "null"})
+    assert len({JsonSchema(True), JsonSchema(True), JsonSchema(False)}) == 2
+    assert JsonSchema(True).schema is True
