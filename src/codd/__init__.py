@@ -11,6 +11,7 @@ from codd import _threads as _threads  # now: what it sets must be set before Py
 if TYPE_CHECKING:
     from codd import backbones as backbones
     from codd import circuits as circuits
+    from codd import constraints as constraints
     from codd import coupling as coupling
     from codd import decoding as decoding
     from codd import errors as errors
@@ -48,7 +49,7 @@ _MODULES = {
     "load_circuit": "codd.circuits",
 }
 """Each public class and function, and the module that it comes from."""
-_SUBMODULES = ("backbones", "circuits", "coupling", "decoding", "errors", "evaluation", "training")
+_SUBMODULES = ("backbones", "circuits", "constraints", "coupling", "decoding", "errors", "evaluation", "training")
 
 __all__ = [*_MODULES, *_SUBMODULES]
 

@@ -15,7 +15,7 @@ NAMES = {
     *("HMM", "Circuit", "Evidence", "Modulated", "SparsePotentials", "load_circuit", "Coupled", "Tokenizer"),
     *("Model", "Options", "Generation", "Step", "load"),
 }
-SUBMODULES = {"backbones", "circuits", "coupling", "decoding", "errors", "evaluation", "training"}
+SUBMODULES = {"backbones", "circuits", "constraints", "coupling", "decoding", "errors", "evaluation", "training"}
 
 
 def fresh(program: str) -> str:

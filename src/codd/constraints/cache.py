@@ -1,18 +1,23 @@
 """Compiled automata, kept by content: in this process, and in the user's cache folder."""
 
 import contextlib
+import hashlib
+import json
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from codd.constraints.automaton import Automaton
+from codd.constraints.vocabulary import Vocabulary
 from codd.errors import FormatError, InvalidConstraint
 from codd.files import cache_folder, replacing, sha256_of, write_weights
 
+_VERSION = 1  # of what compiling gives: another one finds nothing of this one
 _IN_MEMORY = 64
 _ON_DISK = 512
 
@@ -20,49 +25,49 @@ _memory: "OrderedDict[str, Automaton]" = OrderedDict()
 _lock = threading.Lock()
 
 
-def kept(key: str) -> Automaton | None:
-    """The automaton that was stored under a digest; None if there is none, or its file is damaged."""
+def compiled(constraint: object, vocabulary: Vocabulary, build: Callable[[], Automaton]) -> Automaton:
+    """What ``build`` gives for a constraint, which its ``repr`` describes in full, and a vocabulary; built once.
+
+    A file that is damaged is built again; on a disk that takes no files, memory has to do.
+    """
+    content = json.dumps([_VERSION, repr(constraint), vocabulary.digest])
+    key = hashlib.sha256(content.encode(errors="surrogatepass")).hexdigest()
     with _lock:
         if key in _memory:
             _memory.move_to_end(key)
             return _memory[key]
     try:
-        found = _read(_folder() / f"{key}.safetensors")
-    except (OSError, RuntimeError, SafetensorError, FormatError, InvalidConstraint, KeyError):  # RuntimeError: no home
-        return None
-    _remember(key, found)
-    return found
+        automaton = _read(_folder() / f"{key}.safetensors")
+    except (OSError, RuntimeError, SafetensorError, FormatError, InvalidConstraint):  # RuntimeError: no home folder
+        automaton = build()
+        with contextlib.suppress(OSError, RuntimeError):
+            _write(_folder(), f"{key}.safetensors", automaton)
+    with _lock:
+        _memory[key] = automaton
+        while len(_memory) > _IN_MEMORY:
+            _memory.popitem(last=False)
+    return automaton
 
 
-def keep(key: str, automaton: Automaton) -> None:
-    """Store an automaton; on a disk that takes no files, in memory only. The oldest files make room."""
-    _remember(key, automaton)
-    with contextlib.suppress(OSError, RuntimeError):
-        folder = _folder()
-        with replacing(folder, f"{key}.safetensors") as (path,):
-            tensors = {
-                "table": automaton.table.int(),
-                "classes": automaton.classes.int(),
-                "accepting": automaton.accepting,
-                "start": torch.tensor([automaton.start]),
-            }
-            write_weights(path, tensors, {"sha256": sha256_of("", tensors)})
-        files = sorted(folder.glob("*.safetensors"), key=lambda file: file.stat().st_mtime)
-        for stale in files[:-_ON_DISK]:
-            stale.unlink(missing_ok=True)
+def _write(folder: Path, name: str, automaton: Automaton) -> None:
+    """A file; the oldest ones make room for it."""
+    tensors = {
+        "table": automaton.table.int(),
+        "classes": automaton.classes.int(),
+        "accepting": automaton.accepting,
+        "start": torch.tensor([automaton.start]),
+    }
+    with replacing(folder, name) as (path,):
+        write_weights(path, tensors, {"sha256": sha256_of("", tensors)})
+    files = sorted(folder.glob("*.safetensors"), key=lambda file: file.stat().st_mtime)
+    for stale in files[:-_ON_DISK]:
+        stale.unlink(missing_ok=True)
 
 
 def forget() -> None:
     """Empty the memory of this process; files stay."""
     with _lock:
         _memory.clear()
-
-
-def _remember(key: str, automaton: Automaton) -> None:
-    with _lock:
-        _memory[key] = automaton
-        while len(_memory) > _IN_MEMORY:
-            _memory.popitem(last=False)
 
 
 def _folder() -> Path:

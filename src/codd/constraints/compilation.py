@@ -7,7 +7,7 @@ from codd.constraints.determinism import too_large
 from codd.constraints.tables import DFA, Table, unique_rows
 from codd.constraints.vocabulary import Vocabulary
 
-_MAX_ENTRIES = 32_000_000  # of the functions below: 128 MB
+_MAX_ENTRIES = 16_000_000  # of the functions below: 64 MB, and as much for their names
 
 
 def over_tokens(dfa: DFA, vocabulary: Vocabulary, max_states: int) -> Automaton:

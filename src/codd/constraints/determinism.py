@@ -17,6 +17,7 @@ MAX_STATES = 4096
 """Of a compiled automaton, unless the caller says otherwise."""
 _MAX_COPIES = 100_000  # states of the nondeterministic automaton
 _MAX_WORK = 10_000_000  # moves looked at while subsets are built: some seconds
+_MAX_ENTRIES = 8_000_000  # of a table over characters: 32 MB
 _SLACK = 4  # how many times the states of the result a stage before it may have
 
 
@@ -113,29 +114,34 @@ class _NFA:
         return self._closures[state]
 
 
-def _symbols(sets: list[Ranges]) -> tuple[list[tuple[int, int]], list[list[int]]]:
+def _symbols(nfa: _NFA) -> tuple[list[tuple[int, int]], list[list[int]]]:
     """Characters grouped by the sets that hold them.
 
     As steps (first code point, symbol; -1: in no set), in order, and the symbols of each set.
     """
-    bounds = np.unique([0, LAST + 1, *(p for ranges in sets for a, b in ranges for p in (a, b + 1))])
-    inside = np.zeros((len(bounds) - 1, len(sets)), dtype=np.int32)
-    for column, ranges in enumerate(sets):
-        for first, last in np.searchsorted(bounds, np.add(ranges, [0, 1])):
-            inside[first:last, column] = 1
-    used = np.logical_or.reduce(inside, axis=1)
-    members, _, which = unique_rows(inside[used])
-    symbol = np.full(len(used), -1)
-    symbol[used] = which
-    changes = np.flatnonzero(np.diff(symbol, prepend=-2))
-    steps = list(zip(bounds[:-1][changes].tolist(), symbol[changes].tolist(), strict=True))
-    return [*steps, (LAST + 1, -1)], [np.flatnonzero(members[:, column]).tolist() for column in range(len(sets))]
+    bounds = np.unique([0, LAST + 1, *(p for ranges in nfa.sets for a, b in ranges for p in (a, b + 1))])
+    holders: list[list[int]] = [[] for _ in bounds]
+    for number, ranges in enumerate(nfa.sets):
+        for first, last in np.searchsorted(bounds, np.add(ranges, [0, 1])).tolist():
+            nfa.worked(last - first)
+            for place in range(first, last):
+                holders[place].append(number)
+    symbols: dict[tuple[int, ...], int] = {(): -1}
+    steps = [
+        (first, symbols.setdefault(tuple(sets), len(symbols) - 1))
+        for first, sets in zip(bounds.tolist(), holders, strict=True)
+    ]
+    members: list[list[int]] = [[] for _ in nfa.sets]
+    for sets, symbol in symbols.items():
+        for number in sets:
+            members[number].append(symbol)
+    return steps, members
 
 
 def _character_dfa(expression: Expression, most: int) -> tuple[DFA, list[tuple[int, int]]]:
     """The subset construction, and the steps of `_symbols`."""
     nfa = _NFA(expression)
-    steps, symbols_of = _symbols(list(nfa.sets))
+    steps, symbols_of = _symbols(nfa)
     columns = max(symbol for _, symbol in steps) + 1
     first = frozenset(nfa.closure(0))
     number, queue, rows, accepting = {first: 0}, deque([first]), [], []
@@ -156,6 +162,8 @@ def _character_dfa(expression: Expression, most: int) -> tuple[DFA, list[tuple[i
             row[symbol] = number[following]
         if len(number) > most:
             raise too_large("states over characters", most)
+        if len(number) * columns > _MAX_ENTRIES:
+            raise too_large("entries in its table", _MAX_ENTRIES)
         rows.append(row)
         accepting.append(nfa.end in subset)
     return DFA(np.array(rows, dtype=np.int32).reshape(len(rows), columns), 0, np.array(accepting)), steps

@@ -79,7 +79,7 @@ def intersection(one: Ranges, other: Ranges) -> Ranges:
 
 def text(string: str) -> Then:
     """Exactly this text."""
-    return Then(tuple(Chars(((ord(c), ord(c)),)) for c in string))
+    return Then(tuple(chars(c) for c in string))
 
 
 def chars(characters: str) -> Chars:

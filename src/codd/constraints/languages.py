@@ -1,6 +1,5 @@
 """Languages that a text can be asked to be in: regular expressions, JSON schemas, choices."""
 
-import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -10,12 +9,10 @@ from typing import Any
 from codd.constraints import cache, json_schema, syntax
 from codd.constraints.automaton import Automaton
 from codd.constraints.compilation import over_tokens
-from codd.constraints.determinism import MAX_STATES, byte_dfa
+from codd.constraints.determinism import MAX_STATES, byte_dfa, too_large
 from codd.constraints.expressions import Either, Expression, text
 from codd.constraints.vocabulary import Vocabulary
 from codd.errors import EmptyLanguage, InvalidConstraint, shown
-
-_VERSION = 1  # of what compiling gives: another one finds nothing in the caches
 
 
 class Language(ABC):
@@ -32,20 +29,18 @@ class Language(ABC):
         ``max_states`` states, or too much work to find that out, is an InvalidConstraint; one without texts, or none
         that these tokens can write, an EmptyLanguage.
         """
-        content = json.dumps([_VERSION, repr(self), vocabulary.digest])
-        key = hashlib.sha256(content.encode(errors="surrogatepass")).hexdigest()
-        automaton = cache.kept(key)
-        if automaton is None:
-            try:
-                automaton = over_tokens(byte_dfa(self.expression(), max_states), vocabulary, max_states)
-            except EmptyLanguage as error:
-                raise EmptyLanguage(f"{shown(self)}: no sequence of these tokens writes a text of it.") from error
-            except RecursionError as error:
-                raise InvalidConstraint(f"{shown(self)}: is nested too deep.") from error
-            cache.keep(key, automaton)
+        automaton = cache.compiled(self, vocabulary, lambda: self._compile(vocabulary, max_states))
         if automaton.num_states > max_states:
-            raise InvalidConstraint(f"{shown(self)}: needs {automaton.num_states} states, more than {max_states}.")
+            raise too_large("states", max_states)
         return automaton
+
+    def _compile(self, vocabulary: Vocabulary, max_states: int) -> Automaton:
+        try:
+            return over_tokens(byte_dfa(self.expression(), max_states), vocabulary, max_states)
+        except EmptyLanguage as error:
+            raise EmptyLanguage(f"{shown(self)}: no sequence of these tokens writes a text of it.") from error
+        except RecursionError as error:
+            raise InvalidConstraint(f"{shown(self)}: is nested too deep.") from error
 
 
 @dataclass(frozen=True)
@@ -87,6 +82,9 @@ class Choice(Language):
         listed = [] if isinstance(texts, str) else list(texts)
         if not listed or not all(isinstance(option, str) for option in listed):
             raise InvalidConstraint(f"a choice is a list of texts, at least one of them, found {shown(texts)}.")
+        for option in listed:
+            if any("\ud800" <= c <= "\udfff" for c in option):
+                raise InvalidConstraint(f"{shown(option)} has half a surrogate pair, which is no text.")
         object.__setattr__(self, "texts", tuple(listed))
 
     def expression(self) -> Expression:

@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Table = NDArray[np.int32]
+_MAX_WORK = 200_000_000  # entries looked at: some seconds
 FAR = np.iinfo(np.int32).max
 """The distance of a state that cannot be reached."""
 
@@ -56,12 +57,16 @@ def trimmed(dfa: DFA) -> DFA | None:
 def minimal(dfa: DFA) -> DFA:
     """The smallest automaton of the same language, of a trimmed one.
 
-    Moore's refinement, begun from the distance to acceptance, which separates the steps of a counter at once.
+    Moore's refinement, begun from the distance to acceptance, which separates the steps of a counter at once. A large
+    automaton that still needs many rounds, as no usual one does, stays as it is.
     """
     source, target = edges(dfa.table)
     block = distances(target, source, dfa.accepting).astype(np.int64)
-    count = 0
+    count = work = 0
     while True:
+        work += dfa.table.size
+        if work > _MAX_WORK:
+            return dfa
         seen = np.append(block, -1)[dfa.table]
         _, representative, block = unique_rows(np.column_stack([block, seen]).astype(np.int32))
         if len(representative) == count:

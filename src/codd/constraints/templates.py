@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from codd.constraints import cache
 from codd.constraints.automaton import Automaton, from_dfa
 from codd.constraints.determinism import MAX_STATES, too_large
 from codd.constraints.languages import Language, Regex
@@ -53,7 +54,15 @@ class Template:
 
     def compile(self, vocabulary: Vocabulary, *, max_states: int = MAX_STATES) -> Automaton:
         """The smallest automaton of the template's texts; InvalidConstraint if it needs more than ``max_states``."""
-        parts = _Parts(self, vocabulary, max_states)
+        fixed = [vocabulary.spell(text, first=not i) if text else [] for i, text in enumerate(self.texts)]
+        automaton = cache.compiled((self, fixed), vocabulary, lambda: self._compile(fixed, vocabulary, max_states))
+        if automaton.num_states > max_states:
+            raise too_large("states", max_states)
+        return automaton
+
+    def _compile(self, fixed: list[list[int]], vocabulary: Vocabulary, max_states: int) -> Automaton:
+        """The subset construction over classes of tokens: where a slot ends is seen only later."""
+        parts = _Parts(self, fixed, vocabulary, max_states)
         first = frozenset(parts.entered(0))
         number, queue, rows, accepting = {first: 0}, deque([first]), [], []
         while queue:
@@ -77,23 +86,22 @@ class Template:
 class _Parts:
     """A template's parts, fixed texts and slots by turns, as one nondeterministic automaton over classes of tokens."""
 
-    def __init__(self, template: Template, vocabulary: Vocabulary, max_states: int):
-        self._fixed = [vocabulary.spell(text, first=not i) if text else [] for i, text in enumerate(template.texts)]
+    def __init__(self, template: Template, fixed: list[list[int]], vocabulary: Vocabulary, max_states: int):
         inside = replace(vocabulary, strips_space=False)  # only where a text begins can a space be lost
         self._slots = [
-            language.compile(inside if i or self._fixed[0] else vocabulary, max_states=max_states)
+            language.compile(inside if i or fixed[0] else vocabulary, max_states=max_states)
             for i, language in enumerate(template.languages)
         ]
         self._most = template.slots
-        self.count = len(self._fixed) + len(self._slots)
+        self.count = len(fixed) + len(self._slots)
         alone = np.zeros(len(vocabulary), dtype=np.int32)
-        spelt = sorted({id for ids in self._fixed for id in ids})
+        spelt = sorted({id for ids in fixed for id in ids})
         alone[spelt] = np.arange(1, len(spelt) + 1)
         columns = [alone, *(slot.classes.numpy().astype(np.int32) for slot in self._slots)]
         _, self.tokens, self.classes = unique_rows(np.column_stack(columns))
         self._tables = [slot.table[:, slot.classes[self.tokens]].tolist() for slot in self._slots]
         self._ends = [slot.accepting.tolist() for slot in self._slots]
-        self._spelt = [[int(self.classes[id]) for id in ids] for ids in self._fixed]
+        self._spelt = [[int(self.classes[id]) for id in ids] for ids in fixed]
 
     def entered(self, part: int) -> list[_Place]:
         """Where one is at the beginning of a part; past the last one, at the end."""

@@ -45,7 +45,7 @@ class Vocabulary:
         decoding is not a text for each token, one after the other (WordPiece).
         """
         backend = tokenizer if isinstance(tokenizer, tokenizers.Tokenizer) else tokenizer.backend
-        spelling = _Spelling(json.loads(backend.to_str())["decoder"])
+        spelling = _Spelling(json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else None)
         written = {id: spelling.bytes_of(token) for token, id in backend.get_vocab(with_added_tokens=False).items()}
         written |= dict.fromkeys(backend.get_added_tokens_decoder(), b"")
         count = max(written, default=-1) + 1
