@@ -12,8 +12,8 @@ from codd.errors import EmptyLanguage, InvalidConstraint
 COUNT = int(os.environ.get("CODD_FUZZ", "30"))
 POINTS = sorted(
     {0, 0x1C, 0x7F, 0x80, 0x7FF, 0x800, 0xD7FF, 0xE000, 0xFFFF, 0x10000, 0x10FFFF, 0x212A, 0x2028, 0xFEFF}
-    | set(range(0x250))
-    | set(random.Random(0).sample(range(0x250, 0x30000), 400)) - set(range(0xD800, 0xE000))
+    | set(range(0x100))
+    | set(random.Random(0).sample(range(0x100, 0x30000), 120)) - set(range(0xD800, 0xE000))
 )
 
 
@@ -25,10 +25,9 @@ POINTS = sorted(
         *("(?P<n>a)+", "[ab-]{2}", r"[^\W]", "(a*)*", "(a*b*)*c", "(?:a|b|ab)+", "a{2,}", "(?i)[^A]", "$", "^^a"),
     ],
 )
-@pytest.mark.parametrize("unicode", [False, True])
-def test_the_language_is_that_of_fullmatch(pattern, unicode, single_bytes):
-    automaton = Regex(pattern, unicode=unicode).compile(single_bytes)
-    for length in range(6):
+def test_the_language_is_that_of_fullmatch(pattern, single_bytes):
+    automaton = Regex(pattern).compile(single_bytes)
+    for length in range(5):
         for letters in itertools.product("abcB\n" if length < 4 else "ab", repeat=length):
             text = "".join(letters)
             assert automaton.accepts(list(text.encode())) == bool(re.fullmatch(pattern, text)), text
@@ -100,9 +99,7 @@ def test_other_things_are_no_patterns():
         Regex(b"a")
 
 
-@pytest.mark.parametrize(
-    "pattern", ["(a|b)*a(a|b){25}", ".{5000}", "((){99999}){99999}", r"(\w?){1000}", r"\w{5000}", "(.{99}){99}"]
-)
+@pytest.mark.parametrize("pattern", ["(a|b)*a(a|b){25}", ".{5000}", "((){99999}){99999}", r"(\w?){1000}"])
 def test_expressions_that_explode_are_errors(pattern, mini):
     with pytest.raises(InvalidConstraint, match="too large: it needs more than"):
         Regex(pattern).compile(mini)

@@ -1,7 +1,4 @@
-"""Imports: errors -> files -> constraints -> {circuits, backbones} -> coupling -> {decoding, training} -> evaluation.
-
-Then the faces.
-"""
+"""Imports: errors -> files -> constraints -> {circuits, backbones} -> coupling -> {decoding, training} -> the faces."""
 
 import ast
 from pathlib import Path
