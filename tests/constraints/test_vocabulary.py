@@ -136,6 +136,17 @@ def test_tokens_may_be_parts_of_characters():
     assert automaton.after([1]) == -1
 
 
+def test_whole_characters_need_fewer_states():
+    whole = BUNDLED_VOCABULARY.whole_characters()
+    text = Regex(".{1,20}")
+    assert text.compile(whole).num_states == 21
+    assert text.compile(BUNDLED_VOCABULARY).num_states == 8 * 20 + 1
+    ids = BUNDLED_TOKENIZER.encode("plain text")
+    assert text.compile(whole).accepts(ids)
+    partial = next(id for id, token in enumerate(BUNDLED_VOCABULARY.tokens) if token == b"\xf0")
+    assert whole.tokens[partial] == b""
+
+
 @pytest.mark.parametrize("decoder", [decoders.WordPiece(), decoders.BPEDecoder(), decoders.CTC(), None])
 def test_other_tokenizers_are_refused(decoder):
     backend = tokenizers.Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
