@@ -50,6 +50,8 @@ def test_characters_are_those_of_re(pattern, single_bytes):
 def test_ascii_is_asked_for_by_its_flag(single_bytes):
     assert Regex(r"(?a)\W").compile(single_bytes).accepts(list("é".encode()))
     assert not Regex(r"\W").compile(single_bytes).accepts(list("é".encode()))
+    assert Regex(r"(?a)(?u:\w)", unicode=True).compile(single_bytes).accepts(list("é".encode()))
+    assert not Regex(r"(?a:\w)", unicode=True).compile(single_bytes).accepts(list("é".encode()))
 
 
 @pytest.mark.parametrize("text", [b"\xc0\x80", b"\xe0\x80\x80", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\x80", b"\xff"])

@@ -147,7 +147,10 @@ def test_whole_characters_need_fewer_states():
     assert whole.tokens[partial] == b""
 
 
-@pytest.mark.parametrize("decoder", [decoders.WordPiece(), decoders.BPEDecoder(), decoders.CTC(), None])
+STRIPS_EACH = decoders.Sequence([decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0)])
+
+
+@pytest.mark.parametrize("decoder", [decoders.WordPiece(), decoders.BPEDecoder(), decoders.CTC(), STRIPS_EACH, None])
 def test_other_tokenizers_are_refused(decoder):
     backend = tokenizers.Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2}, unk_token="[UNK]"))
     if decoder is not None:

@@ -46,6 +46,7 @@ _CATEGORIES = {
     op.CATEGORY_WORD: r"\w",
     op.CATEGORY_NOT_WORD: r"\W",
 }
+_TYPES = re.ASCII | re.UNICODE  # of which one holds at a time
 _SURROGATE_COUNT, _SURROGATE_FIRST = 0x800, 0xD800
 _ECMA_NEWLINES = "\n\r\u2028\u2029"
 _ECMA_SPACES = "\ufeff"  # a space to ECMAScript, not to Python
@@ -127,7 +128,8 @@ class _Reader:
             _, added, removed, inner = value
             if self.ecma and (added or removed):
                 raise self.refuse("flags inside")
-            return self.sequence(inner, (flags | added) & ~removed, at_start, at_end)
+            kept = flags & ~(_TYPES if added & _TYPES else 0)
+            return self.sequence(inner, (kept | added) & ~removed, at_start, at_end)
         if kind in (op.MAX_REPEAT, op.MIN_REPEAT):
             least, most, inner = value
             part = self.sequence(inner, flags, False, False)

@@ -125,14 +125,14 @@ class _Spelling:
         if self._byte_level:
             return
         spaces = False
-        for step in steps:
+        for i, step in enumerate(steps):
             if step["type"] == "Metaspace" and step["replacement"] == "▁":
                 spaces, self._drops_all = True, step["prepend_scheme"] != "never"
                 self.strips_space = self._drops_all
             elif step["type"] == "Replace" and (step["pattern"], step["content"]) == ({"String": "▁"}, " "):
                 spaces = True
-            elif step["type"] == "Strip" and (step["content"], step["start"], step["stop"]) == (" ", 1, 0):
-                self.strips_space = True
+            elif (step["type"], step.get("content"), step.get("start"), step.get("stop")) == ("Strip", " ", 1, 0):
+                self.strips_space = spaces = spaces and "Fuse" in kinds[:i]  # of the text, not of each token
             elif step["type"] not in ("ByteFallback", "Fuse"):
                 spaces = False
                 break
