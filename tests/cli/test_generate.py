@@ -92,7 +92,7 @@ TYPED = {
 
 def test_every_option_of_the_loop_can_be_typed():
     typed = set(sampling.SAMPLING) - {"tokens_per_step"}
-    assert typed == {field.name for field in fields(Options)} - {"hooks"}
+    assert typed == {field.name for field in fields(Options)} - {"hooks", "constraint"}
     assert set(TYPED) | {"stop"} == typed
 
 

@@ -71,15 +71,25 @@ def test_the_end_of_text_is_an_edge():
     word = Automaton([[1, -1, 0, 0, 0], [-1, 1, -1, -1, -1]], accepting=[1])  # 0 then any number of 1
     ended = word.with_end([3], [4])
     assert ended.num_states == 3
-    assert _ends(ended) == [2]
+    assert _ends(ended) == [1, 2]
     assert ended.accepts([0, 1, 1, 3])
     assert ended.accepts([0, 3, 4, 3, 4])
-    assert not ended.accepts([0, 1]), "it has not ended"
+    assert ended.accepts([0, 1]), "a text may fill all the room there is"
     assert ended.after([3]) == ended.after([4]) == -1, "an end within the text, which the table had as a token"
     assert ended.after([0, 4]) == -1, "padding before the end"
     assert ended.after([0, 3, 1]) == -1, "text after the end"
     both = word.with_end([3, 4], [4])
     assert both.accepts([0, 4, 3])
+
+
+def test_tokens_can_be_left_out():
+    word = Automaton([[1, 1, -1], [-1, 1, 2], [-1, -1, -1]], accepting=[1, 2])
+    fewer = word.without([2])
+    assert fewer.accepts([0, 1])
+    assert not fewer.accepts([0, 2])
+    assert word.without([]) is word
+    with pytest.raises(EmptyLanguage):
+        word.without([0, 1])
 
 
 def test_classes_that_no_state_takes_are_allowed():

@@ -3,6 +3,7 @@
 from codd.circuits.builders import balanced_tree as balanced_tree
 from codd.circuits.builders import chain as chain
 from codd.circuits.builders import independent_mixture as independent_mixture
+from codd.circuits.constrained import ConstrainedHMM as ConstrainedHMM
 from codd.circuits.evidence import Evidence as Evidence
 from codd.circuits.evidence import Kind as Kind
 from codd.circuits.evidence import Modulation as Modulation

@@ -239,7 +239,7 @@ class HMM(storage.HubMixin):
         A constant in a row of log-weights is part of it (in a row of logits it is not: those are normalised), to the
         digits of the circuit's type: near 1e8 float32 has multiples of 8. Probabilities are not computed from it.
         """
-        ev, offset = self._centred(ev)
+        ev, offset = self.centred(ev)
         return (self._log_partition(ev) + offset).to(self.dtype)
 
     def _log_partition(self, ev: Evidence) -> Float[Tensor, " B"]:
@@ -247,7 +247,7 @@ class HMM(storage.HubMixin):
 
     def log_partition_bounds(self, ev: Evidence) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"]]:
         """An interval that holds log Z of the dense evidence from which exact top-k potentials were taken."""
-        ev, offset = self._centred(ev)
+        ev, offset = self.centred(ev)
         low, high = inference.partition_bounds(self, ev)
         return (low + offset).to(self.dtype), (high + offset).to(self.dtype)
 
@@ -260,7 +260,7 @@ class HMM(storage.HubMixin):
 
         Normalised: summed over all completions it is one. What ids says at observed positions is ignored.
         """
-        ev, _ = self._centred(ev)
+        ev, _ = self.centred(ev)
         if ids.shape != ev.shape:
             raise InvalidEvidence(f"ids must have the evidence's shape {ev.shape}, found {tuple(ids.shape)}")
         hidden = ~ev.rows(Kind.OBSERVED)
@@ -274,15 +274,15 @@ class HMM(storage.HubMixin):
 
     def posterior(self, ev: Evidence) -> Float[Tensor, "B L N"]:
         """log p(z_t | evidence) of every state; -inf throughout for impossible evidence."""
-        return inference.posterior(self, self._centred(ev)[0])
+        return inference.posterior(self, self.centred(ev)[0])
 
     def filter(self, ev: Evidence) -> Float[Tensor, "B L N"]:
         """log p(z_t | evidence at positions up to t)."""
-        return inference.filtered(self, self._centred(ev)[0])
+        return inference.filtered(self, self.centred(ev)[0])
 
     def marginals(self, ev: Evidence, candidates: Int[Tensor, "B L K"] | None = None) -> Float[Tensor, "B L V"]:
         """log p(x_t | evidence) of every token, or only of the candidates: then (B, L, K)."""
-        ev, _ = self._centred(ev)
+        ev, _ = self.centred(ev)
         if candidates is not None:
             _check_ids("candidates", candidates, self.vocab_size)
             candidates = candidates.long()
@@ -293,7 +293,7 @@ class HMM(storage.HubMixin):
 
         C = K + 1, the others last. `codd.circuits.pairwise.mutual_information` says how much the two are coupled.
         """
-        return pairwise.tables(self, self._centred(ev)[0], candidates.long())
+        return pairwise.tables(self, self.centred(ev)[0], candidates.long())
 
     def incremental(self, ev: Evidence, candidates: int | None = None) -> IncrementalConditioner:
         """Marginals while tokens become known one by one, with what does not change computed once.
@@ -305,7 +305,7 @@ class HMM(storage.HubMixin):
 
     def max_product(self, ev: Evidence) -> BestPath:
         """Tokens and latents that are most probable together, and the logarithm of their weight."""
-        ev, offset = self._centred(ev)
+        ev, offset = self.centred(ev)
         tokens, latents, value = inference.best_path(self, ev)
         return BestPath(tokens, latents, (value + offset).to(self.dtype))
 
@@ -322,13 +322,13 @@ class HMM(storage.HubMixin):
         Evidence of probability zero raises ImpossibleEvidence. On a GPU that check waits for the device: pass
         ``check=False`` to skip it (it is skipped by itself inside a CUDA graph) and look at ``log_partition`` later.
         """
-        ev, offset = self._centred(ev)
+        ev, offset = self.centred(ev)
         count = 1 if num_samples is None else num_samples
         if count < 1:
             raise InvalidEvidence(f"num_samples must be at least 1, found {num_samples}")
         uniforms = torch.rand(*ev.shape[:1], count, ev.shape[1], 2, generator=generator, device=ev.device)
         latents, log_z = inference.sample_latents(self, ev, uniforms[..., 0])
-        _check_possible(log_z, check)
+        check_possible(log_z, check)
         tokens = torch.stack(
             [sampling.tokens_given(self, ev, latents[:, s], uniforms[:, s, :, 1]) for s in range(count)]
         )
@@ -339,10 +339,10 @@ class HMM(storage.HubMixin):
         self, ev: Evidence, *, generator: torch.Generator | None = None, check: bool | None = None
     ) -> Int[Tensor, "B L"]:
         """Exact samples of the latent path alone."""
-        ev, _ = self._centred(ev)
+        ev, _ = self.centred(ev)
         uniforms = torch.rand(*ev.shape[:1], 1, ev.shape[1], generator=generator, device=ev.device)
         latents, log_z = inference.sample_latents(self, ev, uniforms)
-        _check_possible(log_z, check)
+        check_possible(log_z, check)
         return latents[:, 0]
 
     def sample_unconditional(
@@ -383,7 +383,7 @@ class HMM(storage.HubMixin):
         backend = backend_for(ev.device, self.dtype)
         if backend.joint_step is not None and self._plain and ev.sparse is None:
             return JointStep(*backend.joint_step(self.emission, self.transition, self.log_initial, ev, uniforms))
-        centred, offset = self._centred(ev)
+        centred, offset = self.centred(ev)
         latents, log_z = inference.sample_latents(self, centred, uniforms[:, None])
         return JointStep(latents[:, 0], self.conditional_scores(ev, latents[:, 0]), (log_z + offset).to(self.dtype))
 
@@ -394,7 +394,7 @@ class HMM(storage.HubMixin):
 
     def flows(self, ev: Evidence, weights: Float[Tensor, " B"] | None = None) -> Flows:
         """Expected counts summed over the batch, each sequence with its weight: d sum(w log Z) / d log-parameters."""
-        ev, offset = self._centred(ev)
+        ev, offset = self.centred(ev)
         if weights is not None and weights.shape != ev.shape[:1]:
             raise InvalidEvidence(f"weights must be (B,) = ({ev.shape[0]},), found {tuple(weights.shape)}")
         (initial, steps, emission), log_z = inference.expected_counts(self, ev, weights)
@@ -518,7 +518,7 @@ class HMM(storage.HubMixin):
                 + ", ".join(sorted({str(x.device) for x in (*tables, emission)}))
             )
 
-    def _centred(self, ev: Evidence) -> tuple[Evidence, Float[Tensor, " B"]]:
+    def centred(self, ev: Evidence) -> tuple[Evidence, Float[Tensor, " B"]]:
         """Evidence that fits, without the constants of its rows, and what log Z gets back for them."""
         self._check(ev)
         centred = ev.centred()
@@ -566,7 +566,8 @@ def _check_ids(name: str, ids: Int[Tensor, "..."], vocab_size: int) -> None:
         raise InvalidEvidence(f"{name} must be in 0..{vocab_size - 1}, found {wrong}")
 
 
-def _check_possible(log_z: Float[Tensor, " B"], check: bool | None) -> None:
+def check_possible(log_z: Float[Tensor, " B"], check: bool | None) -> None:
+    """Raise `ImpossibleEvidence` if there is some; None: unless a CUDA graph is being captured."""
     capturing = log_z.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     if check is False or (check is None and capturing):
         return

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from codd.cli import console, sampling
+from codd.cli import console, constraint, sampling
 from codd.cli.sampling import Answer
 from codd.decoding import Model, Options, Step
 from codd.decoding.prompts import Prompt
@@ -35,17 +35,20 @@ examples:
   codd generate "Mia has 84 stamps and gives away half of them. How many are left?"
   codd generate --no-chat --temperature 0.8 --seed 3 "It was a dark night, and"
   codd generate --file prompts.jsonl --tokens-per-step 4 --json > answers.jsonl
-  echo "What is 7 + 8?" | codd generate --circuit null"""
+  echo "What is 7 + 8?" | codd generate --circuit null
+  codd generate --json-schema answer.json "Mia has 84 stamps and gives away half of them. How many are left?"
+  codd generate "Mia has 84 stamps and gives away half of them. How many are left?" --regex "[0-9]+ stamps" --seed 3"""
     parser.add_argument("prompt", metavar="PROMPT", nargs="*", help="what to answer; default: what is piped in")
     parser.add_argument("--file", metavar="PATH", help="prompts, one a line, as text or JSON; - for stdin")
     parser.add_argument("--batch", type=int, metavar="N", default=8, help="prompts at a time (default: 8)")
     parser.add_argument("--json", action="store_true", help="print one JSON object a prompt, one a line")
     sampling.add_arguments(parser)
+    constraint.add_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Answer them, some at a time."""
-    options = sampling.options_from(args)
+    options = sampling.options_from(args).changed(constraint=constraint.from_arguments(args))
     if args.batch < 1:
         raise InvalidInput(f"--batch must be at least 1, found {args.batch}.")
     prompts = read_prompts(args)

@@ -58,7 +58,7 @@ SAMPLING = {
     for name, info in OPTIONS.items()
     if info.kind in _PARSERS
 }
-"""Every option of `Options` that can be typed (hooks cannot), and one that stands for ``steps``."""
+"""Every option of `Options` that can be typed as it is (hooks and constraints cannot), and one that means ``steps``."""
 SAMPLING["tokens_per_step"] = Argument(int, "N", "instead of --steps: this many tokens in each")
 SAMPLING["stop"] = SAMPLING["stop"]._replace(metavar="on|off", help="end at the end-of-text token")
 

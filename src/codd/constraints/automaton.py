@@ -116,10 +116,23 @@ class Automaton:
         dfa = DFA(self.table.numpy().astype(np.int32), self.start, self.accepting.numpy())
         return from_dfa(dfa, self.classes.numpy())
 
-    def with_end(self, end_ids: Iterable[int], pad_ids: Iterable[int] = ()) -> "Automaton":
-        """The language's texts followed by an end token, and after it by any end and padding tokens.
+    def without(self, ids: Iterable[int]) -> "Automaton":
+        """The texts in which none of some tokens stands; EmptyLanguage if there are none."""
+        dropped = _whole(sorted(set(ids)), "ids", 1)
+        _check_range(dropped, "ids", 0, self.vocab_size)
+        if not bool((self.table[:, self.classes[dropped]] >= 0).any()):
+            return self
+        table = np.full((self.num_states, self.num_classes + 1), -1, dtype=np.int32)
+        table[:, :-1] = self.table.numpy()
+        classes = self.classes.numpy().copy()
+        classes[dropped] = self.num_classes
+        table[:, np.setdiff1d(np.arange(self.num_classes), classes)] = -1  # classes without tokens lead nowhere
+        return from_dfa(DFA(table, self.start, self.accepting.numpy()), classes)
 
-        One state is added, the last one: ``done``, which alone accepts. End and padding tokens lead to it from the
+    def with_end(self, end_ids: Iterable[int], pad_ids: Iterable[int] = ()) -> "Automaton":
+        """The language's texts, also with an end token after them, and after it any end and padding tokens.
+
+        One state is added, the last one: ``done``, which accepts, too. End and padding tokens lead to it from the
         accepting states (padding: from itself only) and are possible nowhere else.
         """
         ends, pads = (_whole(sorted(set(ids)), name, 1) for ids, name in ((end_ids, "end_ids"), (pad_ids, "pad_ids")))
@@ -130,12 +143,13 @@ class Automaton:
         done = self.num_states
         table = np.full((done + 1, self.num_classes + 2), -1, dtype=np.int64)
         table[:done, :-2] = self.table.numpy()
-        table[:-1, -2][self.accepting.numpy()] = done
+        accepting = np.flatnonzero(self.accepting.numpy()).tolist()
+        table[accepting, -2] = done
         table[done, -2:] = done
         classes = self.classes.numpy().copy()
         classes[pads] = self.num_classes + 1
         classes[ends] = self.num_classes
-        return Automaton.from_classes(table, classes, start=self.start, accepting=[done])
+        return Automaton.from_classes(table, classes, start=self.start, accepting=[*accepting, done])
 
 
 def from_dfa(dfa: DFA, classes: Any) -> Automaton:

@@ -10,9 +10,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from codd.circuits import Evidence, pairwise
+from codd.circuits.constrained import ConstrainedHMM, WindowConstraint
 from codd.circuits.protocol import Conditioner as Conditioner
 from codd.circuits.protocol import ProbabilisticCircuit
 from codd.circuits.results import JointStep, Samples
+from codd.constraints import Automaton
 from codd.errors import InvalidEvidence
 
 
@@ -31,16 +33,21 @@ class Coupled:
         step_log_gates: Float[Tensor, "B T R"] | None = None,
         features: Float[Tensor, "B L d"] | None = None,
         hidden: Bool[Tensor, "B L"] | None = None,
+        constraint: Automaton | WindowConstraint | None = None,
     ):
         """``tokens`` count where ``masked`` is false; ``temperature`` divides the logits before the product.
 
         ``latent_log_potentials`` and ``step_log_gates`` are weights on the circuit's latents and on the inner states
         of its steps, from whatever else knows about the window. A circuit with a ``feature_width`` adds its own, from
         ``features``, the network's last hidden states in the window, and ``hidden``, what was masked when they were
-        computed: by default what is masked now. Other circuits ignore the two.
+        computed: by default what is masked now. Other circuits ignore the two. With a ``constraint``, everything is
+        given that an automaton accepts the window, read from its first position, or as a `WindowConstraint` says.
         """
         _check(circuit, logits, tokens, masked)
         self.circuit, modulation = circuit.condition_on(features, masked if hidden is None else hidden)
+        if constraint is not None:
+            given = constraint if isinstance(constraint, WindowConstraint) else WindowConstraint(constraint)
+            self.circuit = ConstrainedHMM(self.circuit, *given)
         self.evidence = Evidence(
             tokens=torch.where(masked, 0, tokens),  # a mask's id need not be in the circuit's vocabulary
             observed=~masked,

@@ -110,6 +110,11 @@ def _commit(inputs: StepInputs, result: StepResult) -> Step:
     if result.circuit and not bool(ranking.valid):
         result = _run(without_circuit(inputs))
         ranking = result.ranking()
+    if state.constraint is not None and not bool(ranking.valid):
+        raise InvalidInput(
+            f"sequence {state.number}: no text that the constraint allows is possible any more: the network gives them "
+            "probability zero. Check the hooks."
+        )
     written, edited = Writes.of(ranking), result.edited()
     check_scores(state, written)
     positions, tokens = torch.cat((written.positions, edited.positions)), torch.cat((written.tokens, edited.tokens))

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal, Unpack
 
@@ -16,9 +16,10 @@ from codd.backbones.adapters import AdapterSource
 from codd.backbones.quantized import Quantization
 from codd.circuits import HMM, load_circuit
 from codd.circuits.protocol import ProbabilisticCircuit
+from codd.constraints import Automaton, Vocabulary
 from codd.decoding.cached import runner_for
 from codd.decoding.loop import denoise
-from codd.decoding.options import Keywords, Options
+from codd.decoding.options import Constraint, Keywords, Options
 from codd.decoding.prompts import Prompts, encode_prompts
 from codd.decoding.start import start_sequences
 from codd.decoding.state import SequenceState, Step, StopCondition, first_stop
@@ -146,7 +147,35 @@ class Model:
         if self.mask_id is None:
             raise InvalidInput("this checkpoint does not say which token is the mask: codd.load(..., mask_id=...).")
         stop = self._stop_condition(options)
-        return start_sequences(self.backbone, ids, options, mask_id=self.mask_id, circuit=self.circuit, stop=stop)
+        return start_sequences(
+            self.backbone,
+            ids,
+            options,
+            mask_id=self.mask_id,
+            circuit=self.circuit,
+            stop=stop,
+            automaton=None if options.constraint is None else self.automaton(options.constraint),
+        )
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """What each token writes."""
+        if self.tokenizer is None:
+            raise InvalidInput("this checkpoint has no tokenizer: of constraints it knows Automaton alone.")
+        return Vocabulary.of(self.tokenizer, self.backbone.vocab_size)
+
+    def automaton(self, constraint: Constraint) -> Automaton:
+        """A constraint over the model's tokens; its texts may end with any of `stop_ids`, and padding after them.
+
+        An `Automaton` is taken as it is, but for that. Raises InvalidConstraint where it is too large, or has no texts.
+        """
+        if isinstance(constraint, Automaton) and constraint.vocab_size != self.backbone.vocab_size:
+            raise InvalidInput(
+                f"the automaton is over {constraint.vocab_size} tokens, the model over {self.backbone.vocab_size}."
+            )
+        found = constraint if isinstance(constraint, Automaton) else constraint.compile(self.vocabulary)
+        pad = self.backbone.special.pad
+        return found.with_end(self.stop_ids, () if pad is None else (pad,)) if self.stop_ids else found
 
     def _stop_condition(self, options: Options) -> StopCondition:
         if not options.stop_strings:

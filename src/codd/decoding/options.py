@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any, ClassVar, Literal, TypedDict, get_args
 
+from codd.constraints import Automaton, Language, Template
 from codd.errors import InvalidInput, shown
 
 Mode = Literal["block", "full"]
@@ -19,6 +20,10 @@ Outside = Literal["factorized", "defer"]
 CacheKind = Literal["prefix", "dual"]
 Hook = Callable[[Any, Any, Any], Any]
 """A function of logits (R, V), the masked positions (R,) that they are of, and the ids (L,); returns logits (R, V)."""
+Constraint = Language | Template | Automaton
+"""What a text can be asked to be: see `codd.constraints`."""
+UNTYPED = ("hooks", "constraint")
+"""The options that neither JSON nor a command line can hold as they are."""
 
 ALIASES = {"maskgit_plus": "low_confidence", "topk_margin": "margin"}
 """Other people's names for the same orders."""
@@ -52,7 +57,7 @@ _UNSET: Any = type("Unset", (), {"__repr__": lambda self: "unset"})()
 class OptionInfo:
     """What an option takes and does, for whatever reads options from text or JSON."""
 
-    kind: Literal["count", "number", "choice", "ids", "stop", "seed", "hooks"]
+    kind: Literal["count", "number", "choice", "ids", "stop", "seed", "hooks", "constraint"]
     help: str
     low: int | float = 0.0
     high: int | float = math.inf
@@ -128,6 +133,7 @@ class Keywords(TypedDict, total=False):
     max_post_steps: int
     ban: Collection[int]
     hooks: Sequence[Hook]
+    constraint: Constraint | None
     stop: bool | str | Sequence[str]
     preset: Literal["reference"] | None
     eps: float
@@ -163,7 +169,9 @@ class Options:
 
     Tokens: ``temperature`` 0 takes the most probable one, else tokens are drawn, from the ``top_k`` most probable and
     from the smallest set whose probability exceeds ``top_p``. ``ban``: ids that are never written (the mask never is).
-    ``hooks`` may change the logits. ``cfg_scale``: guidance, u + (cfg_scale + 1)(c - u), with u seeing no prompt.
+    ``hooks`` may change the logits. ``constraint``: a language of `codd.constraints` that the text, up to its end, is
+    in: network and circuit given that, exactly. With ``gen_length=0`` it is about the prompt's masks, with what stands
+    between the first and the last. ``cfg_scale``: guidance, u + (cfg_scale + 1)(c - u), with u seeing no prompt.
 
     Circuit: ``sampler`` picks tokens one by one, each given the others (any_order, the default), draws one latent path
     and then tokens (latent, the default of the preset), or leaves the circuit out. ``circuit_temperature`` divides the
@@ -279,6 +287,10 @@ class Options:
     hooks: Sequence[Hook] = field(
         default=(), metadata={"info": OptionInfo("hooks", "functions that change the logits")}
     )
+    constraint: Constraint | None = field(
+        default=None,
+        metadata={"info": OptionInfo("constraint", "a language that the text must be in", optional=True)},
+    )
     stop: bool | str | Sequence[str] = field(
         default=True,
         metadata={"info": OptionInfo("stop", "end at the end-of-text token, or also before a text")},
@@ -348,6 +360,7 @@ class Options:
         _check_whole("ban", self.ban, "a list of ids")
         _check_hooks(self.hooks)
         _check_stop(self.stop)
+        self._check_constraint()
         if self.published:
             from codd.decoding.published.check import check_known
 
@@ -363,6 +376,22 @@ class Options:
                 f"circuit_temperature must be at least {COLDEST:g}, found {self.circuit_temperature!r}; 0 is known to "
                 'preset="reference" alone, for which it means 1.'
             )
+
+    def _check_constraint(self) -> None:
+        if self.constraint is None:
+            return
+        if not isinstance(self.constraint, Constraint):
+            raise InvalidInput(
+                "constraint must be a Regex, JsonSchema, Choice, Template or Automaton of codd.constraints, found "
+                f"{shown(self.constraint)}."
+            )
+        others = {
+            "preset": self.published,
+            "editing_threshold": self.editing_threshold is not None,
+            "stop": bool(self.stop_strings),
+        }
+        for name in (name for name, given in others.items() if given):
+            raise InvalidInput(f"a constraint does not go with {name}, which could leave the language: drop one.")
 
     def _choose_defaults(self) -> None:
         """Exactly one of steps, threshold and entropy_budget, a sampler and a block length, by what was given."""
@@ -422,8 +451,8 @@ class Options:
         return self.stop is not False and not self.published
 
     def as_json(self) -> dict[str, Any]:
-        """All options but the hooks, which JSON cannot hold."""
-        values = {name: getattr(self, name) for name in OPTIONS if name != "hooks"}
+        """All options but hooks and constraint, which JSON cannot hold."""
+        values = {name: getattr(self, name) for name in OPTIONS if name not in UNTYPED}
         return {**values, "ban": list(self.ban)}
 
 

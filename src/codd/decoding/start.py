@@ -7,8 +7,11 @@ from jaxtyping import Int
 from torch import Tensor
 
 from codd.backbones.backbone import Backbone
+from codd.circuits import HMM
 from codd.circuits.protocol import ProbabilisticCircuit
+from codd.constraints import Automaton
 from codd.decoding import published, step
+from codd.decoding.constraint import constrain
 from codd.decoding.options import Options
 from codd.decoding.schedule import plan_steps
 from codd.decoding.state import Algorithm, SequenceState, StopCondition, generator_for
@@ -25,8 +28,9 @@ def start_sequences(
     mask_id: int,
     circuit: ProbabilisticCircuit | None = None,
     stop: StopCondition | None = None,
+    automaton: Automaton | None = None,
 ) -> list[SequenceState]:
-    """A sequence for each prompt of ids, with its first step planned.
+    """A sequence for each prompt of ids, with its first step planned; ``automaton``: what must accept its text.
 
     Raises InvalidInput for what cannot be decoded: prompts that are too long or hold unknown ids, a block longer than
     the circuit, seeds that do not match the prompts, every token banned.
@@ -49,6 +53,11 @@ def start_sequences(
         new_sequence(prompt, options, algorithm, mask_id=mask_id, seed=seed, number=number)
         for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
     ]
+    if automaton is not None:
+        automaton = automaton.without(banned.tolist())
+        alone = HMM.neutral(1, backbone.vocab_size).to(backbone.device)
+        for state in sequences:
+            state.constraint = constrain(automaton, state.ids, state.prompt_length, state.number, mask_id, alone)
     for state in sequences:
         state.circuit, state.banned, state.block_size = circuit, banned, backbone.block_size
         state.stop = stop if options.stops else StopCondition()

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -12,6 +12,9 @@ from torch import Tensor
 from codd.circuits.protocol import ProbabilisticCircuit
 from codd.decoding.options import Options
 from codd.decoding.samplers.ranking import Ranking
+
+if TYPE_CHECKING:
+    from codd.decoding.constraint import SequenceConstraint
 
 Window = tuple[int, int]
 """First position, and one beyond the last."""
@@ -99,6 +102,8 @@ class SequenceState:
     number: int = 0
     """Its index among the prompts."""
     circuit: ProbabilisticCircuit | None = None
+    constraint: "SequenceConstraint | None" = None
+    """The language that it is to be in."""
     banned: Int[Tensor, " n"] | None = None
     """Tokens that are never written: on the host at first, so that a sequence can be made while a device captures."""
     block_size: int | None = None

@@ -9,13 +9,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from codd.circuits.constrained import WindowConstraint
 from codd.circuits.protocol import ProbabilisticCircuit
 from codd.decoding.accelerate.gpu_sampling import sample_captured, sample_eagerly
 from codd.decoding.network import StateRequest
 from codd.decoding.options import Options
 from codd.decoding.samplers.factorized import sample_factorized
 from codd.decoding.samplers.ranking import Noise, Ranking
-from codd.decoding.samplers.window import WindowInputs, sample_window
+from codd.decoding.samplers.window import WindowInputs, logits_temperature, sample_window
 from codd.decoding.schedule import best_window
 from codd.decoding.state import (
     HiddenStates,
@@ -162,7 +163,9 @@ def circuit_acts(circuit: ProbabilisticCircuit | None, mask_ratio: float, option
     return wanted and (options.activation is None or mask_ratio < options.activation)
 
 
-def window_inputs(inputs: StepInputs, window: Window, noise: Noise) -> WindowInputs:
+def window_inputs(
+    inputs: StepInputs, window: Window, noise: Noise, constraint: WindowConstraint | None = None
+) -> WindowInputs:
     """A window, whose masked positions are among those of the step, as the circuit is given it."""
     state, positions, logits = inputs.state, inputs.positions, inputs.logits
     begin, end = window
@@ -170,7 +173,9 @@ def window_inputs(inputs: StepInputs, window: Window, noise: Noise) -> WindowInp
     masked = tokens == state.mask_id
     inside = (positions >= begin) & (positions < end)
     part = logits if bool(inside.all()) else logits[inside.nonzero()[:, 0].to(logits.device, non_blocking=True)]
-    made = WindowInputs(tokens, masked, positions[inside] - begin, part, noise.at(slice(begin, end)))
+    made = WindowInputs(
+        tokens, masked, positions[inside] - begin, part, noise.at(slice(begin, end)), constraint=constraint
+    )
     if inputs.features is None:
         return made
     return made._replace(features=inputs.features.at(window), masked_for_network=masked)
@@ -196,6 +201,9 @@ def _block_step(inputs: StepInputs) -> StepResult:
     mask_ratio = state.mask_ratio(block)
     window = fit_window(block, circuit, len(state.ids))
     noise = Noise.drawn(len(state.ids), state.generator)
+    if state.constraint is not None:
+        acts = window is not None and circuit_acts(circuit, mask_ratio, inputs.options)
+        return _constrained(inputs, block, circuit if acts else None, plan.count, noise)
     if circuit is not None and window is not None and circuit_acts(circuit, mask_ratio, inputs.options):
         given = window_inputs(inputs, window, noise)
         return _coupled(circuit, given, plan.count, inputs.options, window, mask_ratio)
@@ -207,6 +215,9 @@ def _full_step(inputs: StepInputs) -> StepResult:
     state, plan, circuit, options = inputs.state, inputs.plan, inputs.circuit, inputs.options
     length = len(state.ids)
     noise = Noise.drawn(length, state.generator)
+    constrained = None if state.constraint is None else partial(_constrained, inputs, noise=noise)
+    if constrained is not None and (circuit is None or options.sampler == "factorized" or plan.last):
+        return constrained((0, length), None, plan.count)
     packed = _network_alone(inputs, noise).packed()
     if circuit is None or options.sampler == "factorized":
         return StepResult(packed, 0, (0, length), state.mask_ratio((0, length)), False)
@@ -219,13 +230,34 @@ def _full_step(inputs: StepInputs) -> StepResult:
     window = (begin, begin + size)
     mask_ratio = state.mask_ratio(window)
     if not circuit_acts(circuit, mask_ratio, options) or (circuit.length is not None and circuit.length != size):
-        return StepResult(packed, 0, window, mask_ratio, False)
+        return (
+            constrained((0, length), None, plan.count)
+            if constrained
+            else StepResult(packed, 0, window, mask_ratio, False)
+        )
     count = None if plan.count is None else int(due[begin : begin + size].sum())
+    if constrained is not None:  # tokens outside of the window are not independent of it: they wait
+        return constrained(window, circuit, count)
     inside = _coupled(circuit, window_inputs(inputs, window, noise), count, options, window, mask_ratio).ranking()
     deferred = options.outside == "defer" and not plan.last
     away = (alone.rows < begin) | (alone.rows >= begin + size)
     outside = alone._replace(keep=alone.keep & away & (not deferred))
     return StepResult(Ranking.joined([inside, outside]).packed(), 0, window, mask_ratio, True)
+
+
+def _constrained(
+    inputs: StepInputs, window: Window, circuit: ProbabilisticCircuit | None, count: int | None, noise: Noise
+) -> StepResult:
+    """What network and circuit (None: the network alone) decide in the part of a window that the constraint reads."""
+    state, options = inputs.state, inputs.options
+    assert state.constraint is not None
+    begin, end = part = state.constraint.clipped(window)
+    if circuit is not None and circuit.length not in (None, end - begin):
+        circuit = None
+    weights = state.constraint.weights(inputs.positions, inputs.logits, part, logits_temperature(options))
+    given = window_inputs(inputs, part, noise, state.constraint.at(state.ids, part, weights))
+    packed = sample_window(circuit or state.constraint.alone, given, count, options)
+    return StepResult(packed, begin, part, state.mask_ratio(part), circuit is not None)
 
 
 def _coupled(

@@ -29,13 +29,20 @@ CANDIDATES = 64
 """How many tokens of a position are looked at before all of them are."""
 
 
-class _Pick(NamedTuple):
-    """One position, its token and that token's probability, in tensors: plain numbers would wait for the device."""
+CERTAIN = 1 - 1e-6
+"""Tokens at least so probable are picked together: what is certain stays so, whatever else is picked."""
 
-    row: Int[Tensor, " 1"]
-    token: Int[Tensor, " 1"]
-    score: Float[Tensor, " 1"]
-    entropy: Float[Tensor, " 1"] | None
+
+class _Pick(NamedTuple):
+    """One position, its token and that token's probability, in tensors: plain numbers would wait for the device.
+
+    Or several that are certain.
+    """
+
+    row: Int[Tensor, " k"]
+    token: Int[Tensor, " k"]
+    score: Float[Tensor, " k"]
+    entropy: Float[Tensor, " k"] | None
     valid: Bool[Tensor, ""]
     """False if the candidates could not settle it."""
 
@@ -76,18 +83,24 @@ def sample_any_order(
     for pick in picks:
         conditioner.commit(rows.index_select(0, pick.row), pick.token)
         open_rows[pick.row] = False
-    spent = 0.0
-    for i in range(len(picks), int(open_rows.sum()) + len(picks) if count is None else min(count, len(rows))):
-        pick = _pick(conditioner, rows, open_rows, noise, options, dense=dense)
-        if count is None and i > 0 and options.threshold is not None and float(pick.score) < options.threshold:
+    spent, done = 0.0, len(picks)
+    most = int(open_rows.sum()) + done if count is None else min(count, len(rows))
+    while done < most:
+        found = conditioner.dense_log_marginals() if dense else conditioner.log_marginals()
+        log_p, candidates = found[0].index_select(0, rows), None if dense else conditioner.candidates
+        sure = _certain(log_p, candidates, rows, open_rows, most - done, options) if on_host else None
+        pick = _pick(conditioner, log_p, candidates, rows, open_rows, noise, options) if sure is None else sure
+        if count is None and done and options.threshold is not None and float(pick.score[0]) < options.threshold:
             break
         if count is None and pick.entropy is not None and options.entropy_budget is not None:
             spent += float(pick.entropy)
-            if i > 0 and spent >= options.entropy_budget:
+            if done and spent >= options.entropy_budget:
                 break
         picks.append(pick)
-        conditioner.commit(rows.index_select(0, pick.row), pick.token)
+        for row, token in zip(pick.row[:, None], pick.token[:, None], strict=True):
+            conditioner.commit(rows.index_select(0, row), token)
         open_rows = open_rows.scatter(0, pick.row, False)
+        done += len(pick.row)
     return _ranking(rows, picks, conditioner.log_partition[0] > -torch.inf)
 
 
@@ -225,19 +238,38 @@ def _nothing(rows: Int[Tensor, " R"]) -> Ranking:
     return Ranking(none, none, none.float(), none.bool(), torch.zeros((), dtype=torch.bool, device=rows.device))
 
 
+def _certain(
+    log_p: Float[Tensor, "R K"],
+    candidates: Int[Tensor, "1 L K"] | None,
+    rows: Int[Tensor, " R"],
+    open_rows: Bool[Tensor, " R"],
+    most: int,
+    options: Options,
+) -> _Pick | None:
+    """All tokens that are certain, if the surest come first; None if there are none. A constraint leaves many."""
+    if options.remasking != "low_confidence" or options.entropy_budget is not None:
+        return None
+    best = log_p.max(-1)
+    sure = (open_rows & (best.values.exp() >= CERTAIN)).nonzero()[:most, 0]
+    if not len(sure):
+        return None
+    tokens, scores = best.indices.index_select(0, sure), best.values.index_select(0, sure).exp()
+    if candidates is not None:
+        listed = candidates[0].index_select(0, rows.index_select(0, sure))
+        tokens = listed.gather(-1, tokens[:, None])[:, 0]
+    return _Pick(sure, tokens, scores, None, torch.ones((), dtype=torch.bool))
+
+
 def _pick(
     conditioner: Conditioner,
+    log_p: Float[Tensor, "R K"],
+    candidates: Int[Tensor, "1 L K"] | None,
     rows: Int[Tensor, " R"],
     open_rows: Bool[Tensor, " R"],
     noise: Noise,
     options: Options,
-    *,
-    dense: bool,
 ) -> _Pick:
     """The next position and its token; where candidates cannot settle it, the host looks at all tokens at once."""
-    candidates = None if dense else conditioner.candidates
-    found = conditioner.dense_log_marginals() if dense else conditioner.log_marginals()
-    log_p = found[0].index_select(0, rows)
     if candidates is not None:
         rule, order = _pick_rule(options, noise)
         row, number, score, settled, _ = pick_surest(log_p[None], open_rows[None], rule, order)

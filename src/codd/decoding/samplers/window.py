@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from codd.circuits.constrained import WindowConstraint
 from codd.circuits.protocol import ProbabilisticCircuit
 from codd.coupling import Coupled
 from codd.decoding.options import Options
@@ -27,6 +28,8 @@ class WindowInputs(NamedTuple):
     """The network's last hidden states in the window, on the device, for a circuit that is conditioned on them."""
     masked_for_network: Bool[Tensor, " L"] | None = None
     """What was masked when the network computed ``features``: more than ``masked``, once tokens are committed."""
+    constraint: WindowConstraint | None = None
+    """The language that the window is part of."""
 
     def packed(self) -> Float[Tensor, "rows L"]:
         """All host tensors in one, so that they cross to the device in one transfer."""
@@ -58,6 +61,7 @@ class WindowInputs(NamedTuple):
             temperature=temperature,
             features=None if self.features is None else self.features[None],
             hidden=None if seen is None else seen[None].to(device),
+            constraint=self.constraint,
         )
 
 

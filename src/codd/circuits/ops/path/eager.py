@@ -41,11 +41,11 @@ def sample_path(
         passed = cumulative <= thresholds[t][..., None] * cumulative[..., -1:]
         path[t] = passed.sum(-1).clamp_max_(weights.shape[-1] - 1)
         if t + 1 < length:
-            row = _leaving(transition, t, path[t]) * weights[t + 1]
+            row = leaving(transition, t, path[t]) * weights[t + 1]
     return path.permute(1, 2, 0)
 
 
-def _leaving(transition: Transition, t: int, states: Int[Tensor, "S B"]) -> Float[Tensor, "S B N"]:
+def leaving(transition: Transition, t: int, states: Int[Tensor, "S B"]) -> Float[Tensor, "S B N"]:
     """The weights of the next states; through the gates if there are some."""
     if transition.gates is None:
         return (transition.dense[t] if transition.per_position else transition.dense)[states]

@@ -1,0 +1,367 @@
+"""An HMM times a regular language: exact queries given that the text is one that an automaton accepts.
+
+The automaton is deterministic, so the pair (z_t, s_t) of the latent and of the state before token t is again a chain.
+With the null circuit of one state it is the network alone, given the language.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from codd.circuits import pairwise
+from codd.circuits.evidence import Evidence, Kind, Modulation
+from codd.circuits.hmm import HMM, check_possible
+from codd.circuits.ops.backend import backend_for
+from codd.circuits.ops.constrained.eager import Linear
+from codd.circuits.ops.constrained.layout import Structure
+from codd.circuits.ops.constrained.passes import Algebra, Chain, Passes, Paths
+from codd.circuits.ops.constrained.reference import LogSpace
+from codd.circuits.protocol import ProbabilisticCircuit
+from codd.circuits.results import BestPath, JointStep, Samples
+from codd.circuits.sampling import draw_token
+from codd.constraints import Automaton
+from codd.errors import InvalidCircuit, InvalidEvidence
+
+Query = Callable[[Passes, Callable[[Tensor], Tensor]], tuple[tuple[Tensor, ...], Tensor | None]]
+"""Gets the messages and what selects the same sequences from any other tensor; gives results and who is in doubt."""
+
+_BLOCK = 2**22
+"""Scores of samples that are held at a time."""
+
+
+class WindowConstraint(NamedTuple):
+    """An automaton, and log-weights (S,) of its state before a window's first position and after its last.
+
+    By default it starts in its start state and ends in any accepting one.
+    """
+
+    automaton: Automaton
+    log_start: Float[Tensor, " S"] | None = None
+    log_end: Float[Tensor, " S"] | None = None
+
+
+class ConstrainedHMM:
+    """An HMM whose strings are read by an automaton, all windows of a batch by the same one.
+
+    ``log_start`` and ``log_end``, (S,), are log-weights of the automaton's state before the first position and after
+    the last; by default it starts in its start state and ends in any accepting one. A latent is a pair: number
+    ``s * N + z`` for the automaton's state s before the position and the HMM's state z; `posterior` is about z alone.
+
+    Which states can occur is worked out on the host from the observed tokens, so that on a GPU a query waits for these,
+    and nothing is differentiable.
+    """
+
+    length: int | None
+    feature_width = None
+    supports_cuda_graphs = False
+    memory_bound = False
+
+    def __init__(
+        self,
+        hmm: ProbabilisticCircuit,
+        automaton: Automaton,
+        log_start: Float[Tensor, " S"] | None = None,
+        log_end: Float[Tensor, " S"] | None = None,
+    ) -> None:
+        """Check that the automaton reads the circuit's tokens; `InvalidCircuit` if not, or if it is no HMM."""
+        if not isinstance(hmm, HMM):
+            raise InvalidCircuit(
+                f"a constraint needs an HMM, or a Modulated circuit through Coupled; found a {type(hmm).__name__}"
+            )
+        if automaton.vocab_size != hmm.vocab_size:
+            raise InvalidCircuit(
+                f"the automaton is over {automaton.vocab_size} tokens, the circuit over {hmm.vocab_size}: compile the "
+                "constraint for the vocabulary of the circuit"
+            )
+        self.hmm, self.automaton = hmm, automaton
+        start = np.where(np.arange(automaton.num_states) == automaton.start, 0.0, -np.inf)
+        end = np.where(np.asarray(automaton.accepting), 0.0, -np.inf)
+        self._chain = Chain(
+            hmm.log_initial,
+            hmm.transition,
+            hmm.emission,
+            Structure.of(automaton),
+            self._ends("log_start", log_start, start),
+            self._ends("log_end", log_end, end),
+        )
+        self.length, self.window = hmm.length, hmm.window
+
+    def _ends(self, name: str, given: Tensor | None, otherwise: np.ndarray) -> Float[Tensor, " S"]:
+        if given is None:
+            return torch.from_numpy(otherwise).to(self.hmm.device)
+        if given.shape != otherwise.shape or not given.dtype.is_floating_point or bool((~(given < torch.inf)).any()):
+            raise InvalidEvidence(
+                f"{name} must be ({len(otherwise)},) log-weights, finite or -inf, one for each state of the automaton; "
+                f"found {given.dtype} of shape {tuple(given.shape)}"
+            )
+        return given.to(self.hmm.device, torch.float64)
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the number of tokens."""
+        return self.hmm.vocab_size
+
+    @property
+    def num_latents(self) -> int:
+        """S N: pairs of an automaton's state and a state of the HMM."""
+        return self.automaton.num_states * self.hmm.num_states
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the parameters."""
+        return self.hmm.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the results: float32 or float64."""
+        return self.hmm.dtype
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "ConstrainedHMM":
+        """The same elsewhere, or in another type."""
+        return ConstrainedHMM(self.hmm.to(device, dtype), self.automaton, self._chain.log_start, self._chain.log_end)
+
+    def save(self, folder: str | PathLike[str]) -> Path:
+        """`InvalidCircuit`: a circuit is saved without the constraint of a run."""
+        raise InvalidCircuit("a constrained circuit is not saved: save its .hmm, and the constraint where it came from")
+
+    def condition_on(
+        self, features: Float[Tensor, "B L d"] | None, masked: Bool[Tensor, "B L"]
+    ) -> tuple["ConstrainedHMM", Modulation]:
+        """The circuit itself and no modulation."""
+        return self, Modulation()
+
+    # Queries.
+
+    def log_partition(self, ev: Evidence) -> Float[Tensor, " B"]:
+        """log Z: of all strings of the language that the evidence allows; -inf if there are none."""
+        ev, offset = self.hmm.centred(ev)
+        (value,) = self._exactly(ev, lambda passes, _: ((passes.log_partition(),), passes.faint))
+        return (value + offset).to(self.dtype)
+
+    def conditional_log_prob(self, ids: Int[Tensor, "B L"], ev: Evidence) -> Float[Tensor, " B"]:
+        """log p(ids at the positions that are not observed | evidence, language); -inf for strings outside of it."""
+        ev, _ = self.hmm.centred(ev)
+        if ids.shape != ev.shape:
+            raise InvalidEvidence(f"ids must have the evidence's shape {ev.shape}, found {tuple(ids.shape)}")
+        hidden = ~ev.rows(Kind.OBSERVED)
+        full = ids if ev.tokens is None else torch.where(hidden, ids, ev.tokens)
+        hard = Evidence(tokens=full, latent_log_potentials=ev.latent_log_potentials, step_log_gates=ev.step_log_gates)
+        given = torch.where(hidden, ev.log_weights_of(full, self.vocab_size), 0).sum(-1)
+        joint = self.hmm.log_partition(hard).double() + given + self._log_reading(full)
+        (total,) = self._exactly(ev, lambda passes, _: ((passes.log_partition(),), passes.faint))
+        return torch.where(total > -torch.inf, joint - total, -torch.inf).to(self.dtype)
+
+    def _log_reading(self, ids: Int[Tensor, "B L"]) -> Float[Tensor, " B"]:
+        """The log-weight of reading whole strings: over the states to begin with, that and the one of where it ends."""
+        table, classes = self._chain.structure.tables(ids.device)
+        state = torch.arange(len(table), device=ids.device).expand(len(ids), -1)
+        for one in classes[ids].T:
+            state = torch.where(state >= 0, table[state, one[:, None]], -1)
+        end = torch.where(state >= 0, self._chain.log_end[state], -torch.inf)
+        return (self._chain.log_start + end).logsumexp(-1)
+
+    def marginals(self, ev: Evidence) -> Float[Tensor, "B L V"]:
+        """log p(x_t | evidence, language) of every token."""
+        (out,) = self._exactly(self.hmm.centred(ev)[0], _marginals)
+        return out.to(self.dtype)
+
+    def posterior(self, ev: Evidence) -> Float[Tensor, "B L N"]:
+        """log p(z_t | evidence, language) of every state of the HMM; -inf throughout for impossible evidence."""
+
+        def query(passes: Passes, pick: Callable[[Tensor], Tensor]) -> tuple[tuple[Tensor, ...], Tensor | None]:
+            rows = [passes.posterior(t) for t in range(passes.length)]
+            log = torch.stack([row.logs().logsumexp(0) for row in rows], 1)
+            total = log.logsumexp(-1, keepdim=True)
+            return (log - torch.where(total > -torch.inf, total, 0),), _any([row.faint for row in rows])
+
+        (out,) = self._exactly(self.hmm.centred(ev)[0], query)
+        return out.to(self.dtype)
+
+    def pairwise(self, ev: Evidence, candidates: Int[Tensor, "B L K"]) -> Float[Tensor, "B L L C C"]:
+        """As `HMM.pairwise`, by asking for the marginals given each class of each position."""
+        self.hmm.centred(ev)
+        return pairwise.by_conditioning(self, ev, candidates.long()).to(self.dtype)
+
+    def sample(
+        self, ev: Evidence, *, generator: torch.Generator | None = None, num_samples: int | None = None
+    ) -> Samples:
+        """Exact joint samples; with ``num_samples`` they get a leading axis. `ImpossibleEvidence` if there are none."""
+        ev, offset = self.hmm.centred(ev)
+        count = 1 if num_samples is None else num_samples
+        if count < 1:
+            raise InvalidEvidence(f"num_samples must be at least 1, found {num_samples}")
+        uniforms = torch.rand(*ev.shape[:1], count, ev.shape[1], 2, generator=generator, device=ev.device)
+
+        def query(passes: Passes, pick: Callable[[Tensor], Tensor]) -> tuple[tuple[Tensor, ...], Tensor | None]:
+            paths = passes.paths(pick(uniforms)[..., 0].transpose(0, 1))
+            draws = pick(uniforms)[..., 1].transpose(0, 1)
+            size = max(1, _BLOCK // (draws[0].numel() * self.vocab_size))
+            parts = [slice(m, m + size) for m in range(0, count, size)]
+            tokens = torch.cat([_tokens(passes, Paths(*(x[m] for x in paths)), draws[m]) for m in parts])
+            return (self._numbers(paths).transpose(0, 1), tokens.transpose(0, 1), passes.log_partition()), passes.faint
+
+        latents, tokens, log_z = self._exactly(ev, query)
+        check_possible(log_z, None)
+        latents, tokens, log_z = latents.transpose(0, 1), tokens.transpose(0, 1), (log_z + offset).to(self.dtype)
+        return Samples(tokens, latents, log_z) if num_samples is not None else Samples(tokens[0], latents[0], log_z)
+
+    @torch.no_grad()
+    def conditional_scores(self, ev: Evidence, latents: Int[Tensor, "B L"]) -> Float[Tensor, "B L V"]:
+        """log w_t(v) + log E[z_t, v] of the tokens v that lead to the next latent's state; -inf for all others.
+
+        At the last position each token counts with the log-weight of the state that it leads to.
+        """
+        self.hmm.centred(ev)
+        if latents.shape != ev.shape:
+            raise InvalidEvidence(f"latents must have the evidence's shape {ev.shape}, found {tuple(latents.shape)}")
+        states, width = latents // self.hmm.num_states, self.hmm.num_states
+        passes = Passes(self._chain, ev, self._algebra(ev))
+        return passes.scores(Paths((latents % width)[None], states[None]))[0].to(self.dtype)
+
+    def joint_step(
+        self, ev: Evidence, *, generator: torch.Generator | None = None, uniforms: Float[Tensor, "B L"] | None = None
+    ) -> JointStep:
+        """A path of latents and automaton states, and the scores given it; impossible evidence does not raise here."""
+        centred, offset = self.hmm.centred(ev)
+        if uniforms is None:
+            uniforms = torch.rand(ev.shape, generator=generator, device=ev.device)
+
+        def query(passes: Passes, pick: Callable[[Tensor], Tensor]) -> tuple[tuple[Tensor, ...], Tensor | None]:
+            paths = passes.paths(pick(uniforms)[None])
+            return (self._numbers(paths)[0], passes.scores(paths)[0], passes.log_partition()), passes.faint
+
+        latents, scores, log_z = self._exactly(centred, query)
+        scores = scores + ev.centred().tokens[..., None]
+        return JointStep(latents, scores.to(self.dtype), (log_z + offset).to(self.dtype))
+
+    @torch.no_grad()
+    def max_product(self, ev: Evidence) -> BestPath:
+        """Tokens and latents that are most probable together, and the logarithm of their weight."""
+        if ev.device.type != "cpu":  # it goes back step by step, on the host
+            return BestPath(*(x.to(ev.device) for x in self.to("cpu").max_product(ev.to("cpu"))))
+        ev, offset = self.hmm.centred(ev)
+        passes = Passes(self._chain, ev, LogSpace(best=True))
+        paths, value = passes.best()
+        tokens = passes.scores(paths)[0].argmax(-1)
+        return BestPath(tokens, self._numbers(paths)[0], (value + offset).to(self.dtype))
+
+    def incremental(self, ev: Evidence, candidates: int | None = None) -> "ConstrainedConditioner":
+        """Marginals of all tokens while tokens are committed one by one; ``candidates`` save nothing here."""
+        return ConstrainedConditioner(self, ev)
+
+    def _numbers(self, paths: Paths) -> Int[Tensor, "M B L"]:
+        return paths.states * self.hmm.num_states + paths.latents
+
+    def _algebra(self, ev: Evidence) -> Algebra:
+        return LogSpace() if backend_for(ev.device, self.dtype).name == "reference" else Linear(self.dtype)
+
+    @torch.no_grad()
+    def _exactly(self, ev: Evidence, query: Query) -> tuple[Tensor, ...]:
+        """Answer a query whose results have the batch first: what float32 may have lost in float64, then in logarithms.
+
+        On a GPU nobody looks for that.
+        """
+        out, doubt = query(Passes(self._chain, ev, self._algebra(ev)), lambda x: x)
+        index, wide = torch.arange(ev.shape[0], device=ev.device), None
+        slower: tuple[Algebra, ...] = (Linear(torch.float64), LogSpace())
+        for algebra in slower if self.dtype == torch.float32 else slower[1:]:
+            if doubt is None or not bool(doubt.any()):
+                break
+            wide, index = wide or self.to(dtype=torch.float64), index[doubt]
+            pick = partial(torch.index_select, dim=0, index=index)
+            exact, doubt = query(Passes(wide._chain, ev.select(index), algebra), pick)
+            for fast, slow in zip(out, exact, strict=True):
+                fast[index] = slow.to(fast.dtype)
+        return out
+
+
+class ConstrainedConditioner:
+    """Token marginals given the language while tokens are committed. Made by ``ConstrainedHMM.incremental``.
+
+    After a token at t the forward messages after t and the backward ones before t are made again, for the states of the
+    automaton that are left.
+    """
+
+    candidates: Int[Tensor, "B L K"] | None = None
+
+    @torch.no_grad()
+    def __init__(self, circuit: ConstrainedHMM, ev: Evidence) -> None:
+        """Compute what no later token changes: the leaf values."""
+        self._circuit, self._offered = circuit, ev
+        centred = circuit.hmm.centred(ev)[0]
+        self._taken = ev.centred()
+        self._passes = Passes(circuit._chain, centred, circuit._algebra(ev))
+
+    @property
+    def evidence(self) -> Evidence:
+        """The evidence with all tokens that were committed."""
+        device = self._offered.device
+        return replace(
+            self._offered, tokens=self._passes.tokens.to(device), observed=self._passes.observed.clone().to(device)
+        )
+
+    @property
+    @torch.no_grad()
+    def log_partition(self) -> Float[Tensor, " B"]:
+        """log Z of the evidence, the language and all committed tokens; -inf where they are impossible together."""
+        if _some(self._passes.faint):
+            return self._circuit.log_partition(self.evidence)
+        observed = self._passes.observed.to(self._taken.tokens.device)
+        taken = torch.where(observed, 0, self._taken.tokens).sum(-1) + self._taken.latents
+        return (self._passes.log_partition() + taken).to(self._circuit.dtype)
+
+    @torch.no_grad()
+    def commit(self, positions: Int[Tensor, " B"], tokens: Int[Tensor, " B"]) -> None:
+        """Observe one more token in each sequence; a position that is known already stays as it is."""
+        batch, length = self._offered.shape
+        for name, given, limit in (("positions", positions, length), ("tokens", tokens, self._circuit.vocab_size)):
+            if given.shape != (batch,) or not bool(((given >= 0) & (given < limit)).all()):
+                raise InvalidEvidence(f"{name} must be ({batch},) numbers in 0..{limit - 1}, found {given.tolist()}")
+        for b, (t, token) in enumerate(zip(positions.tolist(), tokens.tolist(), strict=True)):
+            if not self._passes.observed[b, t]:
+                self._passes.commit(b, t, token)
+
+    def log_marginals(self) -> Float[Tensor, "B L V"]:
+        """log p(x_t | evidence, language, committed tokens) of all tokens."""
+        return self.dense_log_marginals()
+
+    @torch.no_grad()
+    def dense_log_marginals(self, positions: Int[Tensor, " B"] | None = None) -> Float[Tensor, "B *L V"]:
+        """The same: (B, L, V), or (B, V) at one position of each sequence."""
+        wanted = None if positions is None else torch.tensor(sorted(set(positions.tolist())), device=positions.device)
+        out, faint = self._passes.marginals(wanted)
+        if _some(faint):
+            out = self._circuit.marginals(self.evidence)
+            out = out if wanted is None else out[:, wanted]
+        out = out.to(self._circuit.dtype)
+        if positions is None or wanted is None:
+            return out
+        return out[torch.arange(len(out), device=out.device), torch.searchsorted(wanted, positions)]
+
+
+def _marginals(passes: Passes, pick: Callable[[Tensor], Tensor]) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    out, faint = passes.marginals()
+    return (out,), _any([faint, passes.faint])
+
+
+def _tokens(passes: Passes, paths: Paths, uniforms: Float[Tensor, "M B L"]) -> Int[Tensor, "M B L"]:
+    """One token a position, given the paths."""
+    weights = passes.scores(paths).softmax(-1).nan_to_num_(0.0)
+    return draw_token(weights.flatten(0, 2), uniforms.flatten()).view(uniforms.shape)
+
+
+def _any(doubts: list[Tensor | None]) -> Tensor | None:
+    some = [doubt for doubt in doubts if doubt is not None]
+    return torch.stack(some).any(0) if some else None
+
+
+def _some(doubt: Tensor | None) -> bool:
+    return doubt is not None and bool(doubt.any())

@@ -1,0 +1,244 @@
+"""What of an automaton a window needs, on the host: the states that can occur, and which tokens lead where.
+
+Tokens of one class are treated alike by every state. All classes that lead from one state to another are a *group*;
+the chain moves along pairs of states, each with its group, and many pairs share one. Classes that no live group tells
+apart are one *atom*: the leaf values are computed by atom, those of a group are sums of them.
+"""
+
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from numpy.typing import NDArray
+from torch import Tensor
+
+from codd.circuits.parameters import Emission
+from codd.constraints import Automaton
+
+Ids = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+
+
+class Pairs(NamedTuple):
+    """Ways from a state to the next, and the group of classes that leads it."""
+
+    source: Ids
+    target: Ids
+    group: Ids
+
+    def select(self, which: Mask) -> "Pairs":
+        """Some of them."""
+        return Pairs(*(part[which] for part in self))
+
+
+class SortedColumns(NamedTuple):
+    """An emission table with its tokens sorted by class."""
+
+    order: Int[Tensor, " V"]
+    columns: Float[Tensor, "V N"]
+    silent: Bool[Tensor, " V"] | None
+    """The tokens that no latent emits; None: there are none."""
+
+
+class Structure:
+    """An automaton by pairs of states, and its tokens sorted by class. Made once for each automaton."""
+
+    def __init__(self, automaton: Automaton) -> None:
+        """Group the edges of the automaton."""
+        table, classes = np.asarray(automaton.table), np.asarray(automaton.classes)
+        self.pairs, members = _grouped(table)
+        self.num_states, self.num_groups, self.num_classes = len(table), len(members), table.shape[1]
+        sizes = [len(one) for one in members]
+        # Which classes are in which group, sorted by class.
+        inside = np.concatenate([*members, np.zeros(0, dtype=np.int64)])
+        order = np.argsort(inside, kind="stable")
+        self.entry_class = inside[order]
+        self.entry_group = np.repeat(np.arange(len(sizes)), sizes)[order]
+        self.entry_start = np.searchsorted(self.entry_class, np.arange(self.num_classes + 1))
+        self.classes = classes
+        self._next = torch.from_numpy(table)
+        self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._columns: WeakKeyDictionary[Emission, SortedColumns] = WeakKeyDictionary()
+        self.order = np.argsort(classes, kind="stable")
+        """Tokens sorted by class."""
+        self.offsets = np.searchsorted(classes[self.order], np.arange(self.num_classes + 1))
+        # Sums of these tell sets of groups apart.
+        self._marks = np.random.default_rng(0).integers(1, 2**63, self.num_groups, dtype=np.uint64)
+
+    @classmethod
+    def of(cls, automaton: Automaton) -> "Structure":
+        """The structure of an automaton, made at most once."""
+        if automaton not in _made:
+            _made[automaton] = cls(automaton)
+        return _made[automaton]
+
+    def tables(self, device: torch.device) -> tuple[Int[Tensor, "S C"], Int[Tensor, " V"]]:
+        """The next state by class, and the class of each token."""
+        if device not in self._tables:
+            self._tables[device] = (self._next.to(device), torch.from_numpy(self.classes).to(device))
+        return self._tables[device]
+
+    def sorted_columns(self, table: Emission) -> "SortedColumns":
+        """The emission in the order of classes: a copy that is made once."""
+        if table not in self._columns:
+            order = torch.from_numpy(self.order).to(table.stored.device)
+            silent = ~table.support.any(-2)[order]
+            self._columns[table] = SortedColumns(order, table.columns[order], silent if bool(silent.any()) else None)
+        return self._columns[table]
+
+    def groups_of(self, one: int) -> Ids:
+        """The groups that a class is in."""
+        return self.entry_group[self.entry_start[one] : self.entry_start[one + 1]]
+
+    def atoms(self, groups: Ids) -> "Atoms":
+        """The atoms of some groups."""
+        live = np.zeros(self.num_groups, dtype=bool)
+        live[groups] = True
+        marks = np.where(live, self._marks, np.uint64(0))[self.entry_group]
+        sums = np.append(np.uint64(0), np.cumsum(marks, dtype=np.uint64))
+        mark = sums[self.entry_start[1:]] - sums[self.entry_start[:-1]]
+        _, representative, number = np.unique(mark, return_index=True, return_inverse=True)
+        number = number.reshape(-1)
+        if len(representative) and mark[representative[0]] == 0:  # classes in no live group
+            representative, number = representative[1:], number - 1
+        is_one = np.zeros(self.num_classes, dtype=bool)
+        is_one[representative] = True
+        chosen = is_one[self.entry_class] & live[self.entry_group]
+        return Atoms(self, number, len(representative), self.entry_group[chosen], number[self.entry_class[chosen]])
+
+
+def _grouped(table: NDArray[np.int64]) -> tuple[Pairs, list[Ids]]:
+    """The pairs of states, and the classes of each group."""
+    source, by = np.nonzero(table >= 0)
+    target = table[source, by]
+    order = np.lexsort((by, target, source))
+    source, target, by = source[order], target[order], by[order]
+    first = np.flatnonzero(np.diff(source * len(table) + target, prepend=-1))
+    numbers: dict[bytes, int] = {}
+    sets = [by[begin:end].tobytes() for begin, end in pairwise([*first.tolist(), len(by)])]
+    group = np.array([numbers.setdefault(one, len(numbers)) for one in sets], dtype=np.int64)
+    if len(numbers) > 4 * table.shape[1] and len(by) < 4 * len(first):  # many, and little is gained: take the classes
+        return Pairs(source, target, by), [np.array([one]) for one in range(table.shape[1])]
+    return Pairs(source[first], target[first], group), [np.frombuffer(one, dtype=by.dtype) for one in numbers]
+
+
+_made: WeakKeyDictionary[Automaton, Structure] = WeakKeyDictionary()
+
+
+class Run(NamedTuple):
+    """Tokens of one atom that lie beside each other when sorted by class."""
+
+    atom: int
+    begin: int
+    end: int
+
+
+class Atoms:
+    """Classes of tokens that the live groups do not tell apart, and which group holds which of them."""
+
+    def __init__(self, structure: Structure, of_class: Ids, count: int, group: Ids, atom: Ids) -> None:
+        """``of_class``: the atom of each class, or -1; ``group``, ``atom``: which group holds which atom."""
+        order = np.argsort(group, kind="stable")
+        self.count, self.group, self.atom = count, group[order], atom[order]
+        starts = np.flatnonzero(np.diff(of_class, prepend=-2))
+        ends = np.append(starts[1:], len(of_class))
+        self.runs = [
+            Run(int(of_class[a]), int(structure.offsets[a]), int(structure.offsets[b]))
+            for a, b in zip(starts, ends, strict=True)
+            if of_class[a] >= 0 and structure.offsets[b] > structure.offsets[a]
+        ]
+        sizes = np.diff(structure.offsets)
+        # Of each token in sorted order; those of no atom have the number after the last.
+        self._sorted = torch.from_numpy(np.repeat(np.where(of_class < 0, count, of_class), sizes))
+
+    def inside(self, groups: Ids) -> tuple[Ids, Ids]:
+        """The atoms of some groups one after the other: the numbers of the group in the list, and of the atom."""
+        first, last = np.searchsorted(self.group, groups), np.searchsorted(self.group, groups, side="right")
+        row = np.repeat(np.arange(len(groups)), last - first)
+        return row, self.atom[np.arange(len(row)) - (np.cumsum(last - first) - last)[row]]
+
+    @cached_property
+    def single(self) -> tuple[Ids, Ids]:
+        """Atoms of just one token, and where that one is in the sorted order."""
+        return self._split[0]
+
+    @cached_property
+    def longer(self) -> list[Run]:
+        """The runs of all other atoms."""
+        return self._split[1]
+
+    @cached_property
+    def _split(self) -> tuple[tuple[Ids, Ids], list[Run]]:
+        uses = np.bincount([run.atom for run in self.runs], minlength=self.count)
+        alone = [run.end - run.begin == 1 and uses[run.atom] == 1 for run in self.runs]
+        ones = [run for run, one in zip(self.runs, alone, strict=True) if one]
+        parts = np.array([[run.atom, run.begin] for run in ones], dtype=np.int64).reshape(-1, 2).T
+        return (parts[0], parts[1]), [run for run, one in zip(self.runs, alone, strict=True) if not one]
+
+    def sorted_atoms(self, device: torch.device) -> Int[Tensor, " V"]:
+        """The atom of each token in the order sorted by class; the number after the last for those of none."""
+        return self._sorted.to(device)
+
+
+class Layout:
+    """The live pairs of states at each position of B windows: reachable from the start, and the end from them.
+
+    Windows of a batch share it: a state that is live in one of them is kept for all.
+    """
+
+    def __init__(
+        self, structure: Structure, start: Mask, end: Mask, tokens: Int[Tensor, "B L"], observed: Bool[Tensor, "B L"]
+    ) -> None:
+        """``start`` and ``end``: the states that are possible before the first position and after the last."""
+        self.structure = structure
+        self.observed = observed.cpu().numpy()
+        classes = structure.classes[np.where(self.observed, tokens.cpu().numpy(), 0)]
+        self.classes = np.where(self.observed, classes, -1)
+        """The class of each observed token; -1 elsewhere."""
+        pairs, length = structure.pairs, self.observed.shape[1]
+        reach = np.zeros((length + 1, structure.num_states), dtype=bool)
+        reach[0] = start
+        steps = []
+        for t in range(length):
+            open_ = reach[t][pairs.source] & self._allowed(t)
+            reach[t + 1][pairs.target[open_]] = True
+            steps.append(open_)
+        reach[length] &= end
+        for t in reversed(range(length)):
+            steps[t] &= reach[t + 1][pairs.target]
+            reach[t] = False
+            reach[t][pairs.source[steps[t]]] = True
+        self.pairs = [pairs.select(open_) for open_ in steps]
+        """The live pairs of each position."""
+        self.first, self.last = np.flatnonzero(reach[0]), np.flatnonzero(reach[length])
+        """The live states before the first position and after the last."""
+
+    def _allowed(self, t: int) -> Mask:
+        """The pairs that the observed tokens of a position leave open."""
+        groups = np.ones(self.structure.num_groups, dtype=bool)
+        if self.observed[:, t].all():
+            groups[:] = False
+            for one in np.unique(self.classes[:, t]).tolist():
+                groups[self.structure.groups_of(one)] = True
+        return groups[self.structure.pairs.group]
+
+    def groups(self, t: int) -> Ids:
+        """The live groups of a position."""
+        return np.unique(self.pairs[t].group)
+
+    @cached_property
+    def hidden(self) -> tuple[Ids, Ids]:
+        """Positions that are not observed, in the order of positions, and their sequences."""
+        positions, sequences = np.nonzero(~self.observed.T)
+        return positions, sequences
+
+    @cached_property
+    def atoms(self) -> Atoms:
+        """The atoms of all positions that some sequence does not observe."""
+        positions = np.unique(self.hidden[0]).tolist()
+        groups = [self.groups(t) for t in positions]
+        return self.structure.atoms(np.unique(np.concatenate([*groups, np.zeros(0, dtype=np.int64)])))

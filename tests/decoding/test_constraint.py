@@ -1,0 +1,162 @@
+"""What is written under a constraint is in the language, whatever the mode, sampler, order and pace."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import EOS, MASK, PAD, VOCAB, modulated, tiny
+
+import codd
+from codd.circuits import HMM
+from codd.constraints import Automaton
+from codd.errors import InvalidInput
+
+WORDS = [token for token in range(VOCAB) if token not in (EOS, MASK, PAD)]
+
+
+def random_automaton(seed: int, states: int = 5, ways: float = 0.4) -> Automaton:
+    """Some tokens lead on from every state; texts of any length from 2 on are accepted."""
+    draw = np.random.default_rng(seed)
+    table = np.where(draw.random((states, VOCAB)) < ways, draw.integers(0, states, (states, VOCAB)), -1)
+    table[:, [EOS, MASK, PAD]] = -1
+    table[:, seed % len(WORDS)] = (np.arange(states) + 1) % states  # so that no state is a dead end
+    return Automaton(table, start=0, accepting=[1, states - 1])
+
+
+def model(circuit: object = None, **sizes) -> codd.Model:
+    return codd.Model(tiny(**sizes), circuit, None, MASK)  # type: ignore[arg-type]
+
+
+def read(written: codd.Generation, automaton: Automaton) -> list[bool]:
+    return [automaton.accepts(ids) for ids in written.completions]
+
+
+CIRCUITS = {
+    "none": None,
+    "null": HMM.neutral(1, VOCAB),
+    "hmm": HMM.random(4, VOCAB, seed=1),
+    "modulated": modulated(HMM.random(4, VOCAB, seed=1), scale=0.5, features=16),
+}
+WAYS = [
+    {},
+    {"steps": 4},
+    {"sampler": "latent", "steps": 3},
+    {"sampler": "factorized"},
+    {"sampler": "factorized", "steps": 5, "remasking": "random"},
+    {"entropy_budget": 1.0, "remasking": "entropy"},
+    {"remasking": "left_to_right", "steps": 6},
+    {"mode": "full", "steps": 5},
+    {"mode": "full", "sampler": "latent", "steps": 4, "block_length": 6},
+    {"mode": "full", "block_length": 6},
+    {"mode": "full", "sampler": "factorized", "remasking": "margin"},
+    {"cfg_scale": 1.0, "steps": 6},
+    {"activation": 0.5},
+    {"top_k": 2},
+]
+
+
+@pytest.mark.parametrize("circuit", CIRCUITS)
+@pytest.mark.parametrize(("way", "temperature"), list(product(WAYS, (0.0, 1.0))), ids=str)
+def test_every_way_of_decoding_writes_texts_of_the_language(way, temperature, circuit):
+    for seed in range(2):
+        automaton = random_automaton(seed)
+        told = {"gen_length": 14, "block_length": 8, "temperature": temperature, "seed": seed, **way}
+        written = model(CIRCUITS[circuit]).generate([[1, 2, 3], [4]], constraint=automaton, **told)
+        assert read(written, automaton) == [True, True]
+        assert all(len(ids) == 14 for ids in written.completions)
+
+
+@pytest.mark.parametrize("length", range(1, 9))
+def test_blocks_of_a_block_causal_network_that_begin_in_the_prompt(length):
+    automaton = random_automaton(3)
+    written = model(CIRCUITS["hmm"], block_size=8).generate(
+        [list(range(1, 1 + length))], constraint=automaton, gen_length=12
+    )
+    assert read(written, automaton) == [True]
+
+
+@pytest.mark.parametrize("told", [{"cache": "prefix"}, {"cache": "dual", "refresh": 2}], ids=str)
+def test_with_a_cache(told):
+    automaton = random_automaton(1)
+    written = model(CIRCUITS["modulated"]).generate([[1, 2], [3]], constraint=automaton, gen_length=16, **told)
+    assert read(written, automaton) == [True, True]
+
+
+def test_a_language_of_everything_changes_nothing():
+    table = np.zeros((1, VOCAB), int)
+    table[0, MASK] = -1
+    everything = Automaton(table, accepting=[0])
+    for circuit, way in product(("hmm", "modulated"), ({}, {"steps": 6}, {"sampler": "latent", "steps": 6})):
+        run = model(CIRCUITS[circuit])
+        told = {"gen_length": 24, "block_length": 8, **way}
+        free, bound = run.generate([[5, 6]], **told), run.generate([[5, 6]], constraint=everything, **told)
+        if way.get("sampler") != "latent":  # whose path is drawn together with the automaton's: by other numbers
+            assert torch.equal(free.sequences[0], bound.sequences[0])
+
+
+def test_the_null_circuit_writes_what_the_network_alone_does():
+    automaton = random_automaton(2)
+    for way in ({}, {"steps": 5}, {"temperature": 1.0}):
+        runs = [
+            model(CIRCUITS[name]).generate([[1]], constraint=automaton, gen_length=12, **way)
+            for name in ("none", "null")
+        ]
+        assert torch.equal(runs[0].sequences[0], runs[1].sequences[0])
+        assert runs[0].circuit_steps == [0]
+
+
+def test_masks_in_the_middle_of_a_text():
+    """The automaton reads from the first mask to the last, given tokens between them included."""
+    automaton = random_automaton(4)
+    for middle in ([], [WORDS[4]], [WORDS[7], WORDS[4]]):
+        prompt = [1, 2, MASK, MASK, MASK, *middle, MASK, MASK, 3, 4, 5]
+        written = model(CIRCUITS["hmm"]).generate([prompt], constraint=automaton, gen_length=0, block_length=4)
+        ids = written.sequences[0].tolist()
+        assert ids[:2] + ids[-3:] == [1, 2, 3, 4, 5]
+        assert ids[5 : 5 + len(middle)] == middle
+        assert automaton.accepts(ids[2:-3])
+
+
+def test_texts_may_end_early_and_padding_follows_the_end():
+    backbone = tiny()
+    three = Automaton([[1 if token in WORDS else -1 for token in range(VOCAB)], [-1] * VOCAB], accepting=[1])
+    ended = three.with_end([EOS], [PAD])
+    written = codd.Model(backbone, CIRCUITS["hmm"], None, MASK).generate([[1]], constraint=ended, gen_length=6)
+    [ids] = written.completions
+    assert int(ids[0]) in WORDS
+    assert int(ids[1]) == EOS
+    assert set(ids[2:].tolist()) <= {EOS, PAD}
+
+
+def test_banned_tokens_are_not_in_the_language_either():
+    automaton, banned = random_automaton(0), WORDS[1::2]
+    written = model().generate([[1, 2]], constraint=automaton, ban=banned, gen_length=10)
+    assert read(written, automaton) == [True]
+    assert not set(banned) & set(written.completions[0].tolist())
+
+
+@pytest.mark.parametrize(
+    ("told", "prompt", "message"),
+    [
+        ({"gen_length": 1}, [1], "fits into 1 tokens: raise gen_length"),
+        ({"gen_length": 4}, [1, MASK], "a constraint is about one or the other"),
+        ({"gen_length": 0}, [MASK, EOS, MASK], "fits the given tokens and the masks"),
+        ({"preset": "reference"}, [1], "does not go with preset"),
+        ({"editing_threshold": 0.9}, [1], "does not go with editing_threshold"),
+        ({"hooks": [lambda logits, positions, ids: torch.full_like(logits, -torch.inf)]}, [1], "Check the hooks"),
+    ],
+)
+def test_what_cannot_be_is_an_error(told, prompt, message):
+    pairs = Automaton([[1] * 20 + [-1] * 3, [2] * 20 + [-1] * 3, [-1] * VOCAB], accepting=[2])
+    with pytest.raises(InvalidInput, match=message):
+        model().generate([prompt], constraint=pairs, **{"gen_length": 2, **told})
+
+
+def test_errors_of_type_and_size():
+    with pytest.raises(InvalidInput, match="does not go with stop"):
+        codd.Options(constraint=random_automaton(0), stop="x")
+    with pytest.raises(InvalidInput, match="over 2 tokens, the model over 23"):
+        model().generate([[1]], constraint=Automaton([[0, 0]], accepting=[0]))
+    with pytest.raises(InvalidInput, match="no tokenizer"):
+        model().generate([[1]], constraint=codd.constraints.Regex("a+"))
