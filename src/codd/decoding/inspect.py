@@ -5,12 +5,17 @@ The same evaluation that a step of the loop would make, but nothing is committed
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from codd.circuits import HMM
 from codd.circuits.pairwise import mutual_information
+from codd.circuits.protocol import ProbabilisticCircuit
+from codd.decoding.constraint import SequenceConstraint
 from codd.decoding.model import Model
 from codd.decoding.network import FullRecompute
 from codd.decoding.options import Options
@@ -42,6 +47,9 @@ class Beliefs:
     """Descending, among all tokens: they sum to less than one."""
     entropies: Float[Tensor, " M"]
     """Of all tokens, in nats."""
+    allowed: Bool[Tensor, "M K"]
+    """Whether the constraint, if there is one, allows each there: some text of the language has it, and what is
+    written."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,8 +62,10 @@ class Inspection:
     network: Beliefs
     joint: Beliefs
     """With no circuit at work these are the network's."""
-    mutual_information: Float[Tensor, "M M"]
-    """Of every two of the positions under the joint, in nats: a lower bound, from the joint's top candidates."""
+    mutual_information: Float[Tensor, "M M"] | None
+    """Of every two of the positions under the joint, in nats: a lower bound, from the joint's top candidates.
+
+    None under a constraint, where it would take a pass for every class of tokens at every position."""
     circuit: bool
     """Whether a circuit had a say."""
     aside: bool
@@ -76,20 +86,25 @@ def inspect(
 
     Guidance, bans, hooks and the circuit's temperature are those of the loop; with ``tempering="paper"`` the joint is
     the one that latents are drawn from. ``written``: the positions that a run has filled, which guidance does not
-    hide; all else that is not masked counts as given.
+    hide; all else that is not masked counts as given. A constraint is about the masks and what is written, with all
+    that stands between them; the joint is then the one given that the text is in the language.
     """
     span = _check(model, ids, window, candidates, written)
     reach = fit_window(span, model.circuit, len(ids))
-    inputs = _inputs(model, _sequence(model, ids, written, options), reach or span)
+    state = _sequence(model, ids, written, options)
+    inputs = _inputs(model, state, reach or span)
     inside = (inputs.positions >= span[0]) & (inputs.positions < span[1])
     positions, count = inputs.positions[inside], min(candidates, model.backbone.vocab_size)
-    network = _beliefs(_log_probabilities(inputs)[inside.to(inputs.logits.device)], count)
-    acts = reach is not None and circuit_acts(model.circuit, inputs.state.mask_ratio(span), options)
-    joint = _under_joint(inputs, reach, positions, count) if acts and reach is not None else None
-    if joint is None:
-        nothing = torch.zeros(len(positions), len(positions))
-        return Inspection(span, positions, network, network, nothing, circuit=False, aside=acts)
-    return Inspection(span, positions, network, *joint, circuit=True, aside=False)
+    allowed = None if state.constraint is None else _allowed(state.constraint, state.ids.tolist(), positions.tolist())
+    network = _beliefs(_log_probabilities(inputs)[inside.to(inputs.logits.device)], count, allowed)
+    acts = reach is not None and circuit_acts(model.circuit, state.mask_ratio(span), options)
+    for circuit in (model.circuit if acts else None, None if state.constraint is None else state.constraint.alone):
+        joint = None if circuit is None else _under_joint(inputs, circuit, reach or span, positions, count, allowed)
+        if joint is not None:
+            by_circuit = circuit is model.circuit
+            return Inspection(span, positions, network, *joint, circuit=by_circuit, aside=acts and not by_circuit)
+    nothing = None if state.constraint is not None else torch.zeros(len(positions), len(positions))
+    return Inspection(span, positions, network, network, nothing, circuit=False, aside=acts)
 
 
 def _sequence(model: Model, ids: Sequence[int], written: Sequence[int], options: Options) -> SequenceState:
@@ -99,7 +114,34 @@ def _sequence(model: Model, ids: Sequence[int], written: Sequence[int], options:
     state.given[list(written)] = False
     state.circuit, state.banned = model.circuit, banned_ids(model.backbone, options, model.mask_id)
     state.block_size = model.backbone.block_size
+    if options.constraint is not None:
+        automaton = model.automaton(options.constraint).without(state.banned.tolist())
+        read = [*written, *state.masked.nonzero()[:, 0].tolist()]
+        alone = HMM.neutral(1, model.backbone.vocab_size).to(model.backbone.device)
+        state.constraint = SequenceConstraint(automaton, (min(read), max(read) + 1), model.mask_id, alone)
+        state.constraint.check(state.ids, 0)
     return state
+
+
+def _allowed(constraint: SequenceConstraint, ids: Sequence[int], positions: Sequence[int]) -> Bool[Tensor, "M V"]:
+    """Which tokens can stand at some positions of a text in the language that has all that is written."""
+    table, classes = constraint.automaton.table.numpy(), constraint.automaton.classes
+    begin, end = constraint.span
+
+    def columns(place: int) -> Any:
+        return slice(None) if ids[place] == constraint.mask_id else [int(classes[ids[place]])]
+
+    after = {end: np.append(constraint.automaton.accepting.numpy(), False)}  # the last one stands for -1: no way on
+    for place in range(end - 1, begin, -1):
+        after[place] = np.append(after[place + 1][table[:, columns(place)]].any(1), False)
+    before = np.arange(len(table)) == constraint.automaton.start
+    found = {}
+    for place in range(begin, end):
+        found[place] = after[place + 1][table[before]].any(0)
+        reached = np.zeros(len(table) + 1, dtype=bool)
+        reached[table[before][:, columns(place)]] = True
+        before = reached[:-1]
+    return torch.from_numpy(np.stack([found[place] for place in positions]))[:, classes]
 
 
 def _inputs(model: Model, state: SequenceState, window: Window) -> StepInputs:
@@ -112,19 +154,32 @@ def _inputs(model: Model, state: SequenceState, window: Window) -> StepInputs:
 
 
 def _under_joint(
-    inputs: StepInputs, window: Window, positions: Int[Tensor, " M"], count: int
-) -> tuple[Beliefs, Float[Tensor, "M M"]] | None:
+    inputs: StepInputs,
+    circuit: ProbabilisticCircuit,
+    window: Window,
+    positions: Int[Tensor, " M"],
+    count: int,
+    allowed: Bool[Tensor, "M V"] | None,
+) -> tuple[Beliefs, Float[Tensor, "M M"] | None] | None:
     """Top candidates and mutual information of some positions; None if network and circuit exclude each other."""
-    assert inputs.circuit is not None
-    given = window_inputs(inputs, window, Noise.none(len(inputs.state.ids)))
-    joint = given.joint(inputs.circuit, logits_temperature(inputs.options))
+    state, constraint = inputs.state, None
+    if state.constraint is not None:
+        window = state.constraint.clipped(window)
+        constraint = state.constraint.at(state.ids, window, {})
+        if circuit.length not in (None, window[1] - window[0]):
+            return None
+    given = window_inputs(inputs, window, Noise.none(len(state.ids)), constraint)
+    joint = given.joint(circuit, logits_temperature(inputs.options))
     conditionals = joint.conditionals()
     if float(conditionals.log_partition[0]) == -torch.inf:
         return None
     log_p = conditionals.dense_log_marginals()
-    information = mutual_information(joint.pairwise(log_p.topk(count, dim=-1).indices))[0]
     at = (positions - window[0]).to(log_p.device)
-    return _beliefs(log_p[0, at], count), information[at][:, at].float().cpu()
+    beliefs = _beliefs(log_p[0, at], count, allowed)
+    if constraint is not None:
+        return beliefs, None
+    information = mutual_information(joint.pairwise(log_p.topk(count, dim=-1).indices))[0]
+    return beliefs, information[at][:, at].float().cpu()
 
 
 def _log_probabilities(inputs: StepInputs) -> Float[Tensor, "R V"]:
@@ -139,9 +194,11 @@ def _log_probabilities(inputs: StepInputs) -> Float[Tensor, "R V"]:
     return log_p
 
 
-def _beliefs(log_p: Float[Tensor, "M V"], count: int) -> Beliefs:
+def _beliefs(log_p: Float[Tensor, "M V"], count: int, allowed: Bool[Tensor, "M V"] | None) -> Beliefs:
     top = log_p.topk(count, dim=-1)
-    return Beliefs(top.indices.cpu(), top.values.exp().float().cpu(), entropy(log_p).clamp_min(0).float().cpu())
+    tokens, entropies = top.indices.cpu(), entropy(log_p).clamp_min(0).float().cpu()
+    fine = torch.ones_like(tokens, dtype=torch.bool) if allowed is None else allowed.gather(1, tokens)
+    return Beliefs(tokens, top.values.exp().float().cpu(), entropies, fine)
 
 
 def _check(model: Model, ids: Sequence[int], window: Sequence[int], candidates: int, written: Sequence[int]) -> Window:

@@ -12,6 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from codd.decoding.accelerate.cpu_batching import map_sequences
+from codd.decoding.alternatives import find_alternatives
 from codd.decoding.network import NetworkRunner
 from codd.decoding.state import SequenceState, Step, StepInputs, StepResult, Writes
 from codd.decoding.step import check_scores, find_edits, head_rows, state_requests, step_inputs, without_circuit
@@ -108,7 +109,8 @@ def _commit(inputs: StepInputs, result: StepResult) -> Step:
     state = inputs.state
     ranking = result.ranking()
     if result.circuit and not bool(ranking.valid):
-        result = _run(without_circuit(inputs))
+        inputs = without_circuit(inputs)
+        result = _run(inputs)
         ranking = result.ranking()
     if state.constraint is not None and not bool(ranking.valid):
         raise InvalidInput(
@@ -117,6 +119,7 @@ def _commit(inputs: StepInputs, result: StepResult) -> Step:
         )
     written, edited = Writes.of(ranking), result.edited()
     check_scores(state, written)
+    alternatives = find_alternatives(inputs, result, written) if state.alternatives else None
     positions, tokens = torch.cat((written.positions, edited.positions)), torch.cat((written.tokens, edited.tokens))
     state.commit(positions, tokens, edits=len(edited.positions))
     return Step(
@@ -134,4 +137,5 @@ def _commit(inputs: StepInputs, result: StepResult) -> Step:
         edits=edited,
         computed=state.computed,
         cached=state.cached,
+        alternatives=alternatives,
     )

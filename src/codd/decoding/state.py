@@ -14,6 +14,7 @@ from codd.decoding.options import Options
 from codd.decoding.samplers.ranking import Ranking
 
 if TYPE_CHECKING:
+    from codd.coupling import Coupled
     from codd.decoding.constraint import SequenceConstraint
 
 Window = tuple[int, int]
@@ -123,6 +124,8 @@ class SequenceState:
     cached: int = 0
     """Positions whose keys and values it found in a cache."""
     circuit_warned: bool = False
+    alternatives: int = 0
+    """How many of the most probable tokens a step is to report for each position that it writes."""
 
     @property
     def masked(self) -> Bool[Tensor, " L"]:
@@ -192,6 +195,13 @@ class Writes(NamedTuple):
         return cls(torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.long), torch.zeros(0))
 
 
+class Alternatives(NamedTuple):
+    """The most probable tokens of the positions that a step wrote, descending; on the host."""
+
+    tokens: Int[Tensor, "k K"]
+    log_probabilities: Float[Tensor, "k K"]
+
+
 class HiddenStates(NamedTuple):
     """The network's last hidden states at positions begin, begin + 1, ... of a sequence, on the network's device."""
 
@@ -248,6 +258,8 @@ class StepResult:
     """The same from all tokens, for a ranking that is void because candidates did not suffice."""
     edits: Float[Tensor, "4 others"] | None = None
     """A packed `Ranking` of positions of the sequence whose tokens are replaced."""
+    joint: "Callable[[], Coupled] | None" = None
+    """What tokens of the window were taken from; None: the network alone."""
 
     def ranking(self) -> Ranking:
         """On the host, with positions of the sequence as rows; waits for the device once."""
@@ -288,6 +300,8 @@ class Step:
     """How many positions from the first one on will not change any more."""
     edits: Writes = field(default_factory=Writes.none)
     """Tokens written by earlier steps that this one replaced."""
+    alternatives: Alternatives | None = None
+    """The most probable tokens of the committed positions, if the sequence asks for them."""
     computed: int = 0
     """Positions that the network computed for it."""
     cached: int = 0

@@ -238,11 +238,12 @@ def _full_step(inputs: StepInputs) -> StepResult:
     count = None if plan.count is None else int(due[begin : begin + size].sum())
     if constrained is not None:  # tokens outside of the window are not independent of it: they wait
         return constrained(window, circuit, count)
-    inside = _coupled(circuit, window_inputs(inputs, window, noise), count, options, window, mask_ratio).ranking()
+    coupled = _coupled(circuit, window_inputs(inputs, window, noise), count, options, window, mask_ratio)
     deferred = options.outside == "defer" and not plan.last
     away = (alone.rows < begin) | (alone.rows >= begin + size)
     outside = alone._replace(keep=alone.keep & away & (not deferred))
-    return StepResult(Ranking.joined([inside, outside]).packed(), 0, window, mask_ratio, True)
+    joined = Ranking.joined([coupled.ranking(), outside]).packed()
+    return StepResult(joined, 0, window, mask_ratio, True, joint=coupled.joint)
 
 
 def _constrained(
@@ -257,7 +258,8 @@ def _constrained(
     weights = state.constraint.weights(inputs.positions, inputs.logits, part, logits_temperature(options))
     given = window_inputs(inputs, part, noise, state.constraint.at(state.ids, part, weights))
     packed = sample_window(circuit or state.constraint.alone, given, count, options)
-    return StepResult(packed, begin, part, state.mask_ratio(part), circuit is not None)
+    joint = partial(given.joint, circuit or state.constraint.alone, logits_temperature(options))
+    return StepResult(packed, begin, part, state.mask_ratio(part), circuit is not None, joint=joint)
 
 
 def _coupled(
@@ -269,12 +271,14 @@ def _coupled(
     mask_ratio: float,
 ) -> StepResult:
     """What network and circuit decide together in a window."""
+    joint = partial(given.joint, circuit, logits_temperature(options))
     if given.logits.device.type != "cuda" or not circuit.supports_cuda_graphs:
-        return StepResult(sample_window(circuit, given, count, options), window[0], window, mask_ratio, True)
+        packed = sample_window(circuit, given, count, options)
+        return StepResult(packed, window[0], window, mask_ratio, True, joint=joint)
     packed, again = sample_captured(circuit, given, count, options), None
     if options.sampler == "any_order":
         again = partial(sample_eagerly, circuit, given, count, options, dense=True)
-    return StepResult(packed, window[0], window, mask_ratio, True, again)
+    return StepResult(packed, window[0], window, mask_ratio, True, again, joint=joint)
 
 
 def _network_alone(inputs: StepInputs, noise: Noise) -> Ranking:
