@@ -33,7 +33,9 @@ def document(server: Live) -> schemathesis.BaseSchema:
 
 
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["right", "wrong"])
-@pytest.mark.parametrize("path", ["/v1/denoise", "/v1/inspect", "/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    "path", ["/v1/denoise", "/v1/inspect", "/v1/constraint", "/v1/completions", "/v1/chat/completions"]
+)
 def test_no_request_makes_the_server_fail(server, document, path, mode):
     seen: Counter[int] = Counter()
 
@@ -57,5 +59,6 @@ def test_no_request_makes_the_server_fail(server, document, path, mode):
 def test_the_document_names_every_option(server):
     document = server.http.get("/openapi.json").json()
     fields = document["components"]["schemas"]["DenoiseRequest"]["properties"]
-    assert set(OPTIONS) - {"hooks"} <= set(fields)
+    assert (set(OPTIONS) - {"hooks", "constraint"}) | {"guided_regex", "guided_json", "guided_choice"} <= set(fields)
+    assert "response_format" in document["components"]["schemas"]["ChatRequest"]["properties"]
     assert {"/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics"} <= set(document["paths"])

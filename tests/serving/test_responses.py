@@ -46,7 +46,7 @@ def test_events_are_one_line_each():
 
 
 def test_a_completion_is_what_openai_reads():
-    body = json.loads(to_json(formatted(chat=False).full([("one", "stop"), ("two", "length")], USAGE)))
+    body = json.loads(to_json(formatted(chat=False).full([("one", "stop", None), ("two", "length", None)], USAGE)))
     found = Completion.model_validate(body)
     assert [(c.index, c.text, c.finish_reason) for c in found.choices] == [(0, "one", "stop"), (1, "two", "length")]
     assert found.usage is not None
@@ -56,7 +56,7 @@ def test_a_completion_is_what_openai_reads():
 
 
 def test_a_chat_completion_is_what_openai_reads():
-    found = ChatCompletion.model_validate(formatted(chat=True).full([("one", "stop")], USAGE), strict=True)
+    found = ChatCompletion.model_validate(formatted(chat=True).full([("one", "stop", None)], USAGE), strict=True)
     assert found.choices[0].message.content == "one"
     assert found.choices[0].message.role == "assistant"
     assert (found.object, found.model, found.created) == ("chat.completion", "mini", 1_700_000_000)

@@ -15,7 +15,8 @@ from codd.serving.errors import APIError
 from codd.serving.options import NULLABLE, option_field
 from codd.serving.schemas import NO_OP_VALUES, ChatRequest, CompletionRequest, DenoiseRequest, InspectRequest
 
-OPTIONS = {field.name for field in fields(Options)} - {"hooks"}
+OPTIONS = {field.name for field in fields(Options)} - {"hooks", "constraint"}
+GUIDED = {"guided_regex", "guided_json", "guided_choice"}
 SAID = [{"role": "user", "content": "one"}]
 DEFAULTS = Options(gen_length=64, threshold=0.9, temperature=0.5)
 OPENAI_COMPLETION = {
@@ -46,7 +47,7 @@ def accepted(make: Callable[..., Any], **fields: Any) -> bool:
 
 def test_the_fields_are_the_options():
     own = {"prompt", "messages", "chat", "timeout", "stream"}
-    assert set(DenoiseRequest.model_fields) - own == OPTIONS
+    assert set(DenoiseRequest.model_fields) - own - GUIDED == OPTIONS
     assert set(CompletionRequest.model_fields) > OPTIONS
     assert set(ChatRequest.model_fields) > OPTIONS
     assert set(InspectRequest.model_fields) & OPTIONS == {"circuit_temperature", "tempering", "cfg_scale", "ban"}
@@ -138,7 +139,7 @@ def test_null_is_the_default_unless_it_means_something():
     assert denoise(**nothing).given() == dict.fromkeys(NULLABLE)
     found = denoise(threshold=None, temperature=None, steps=None).options(DEFAULTS)
     assert (found.threshold, found.temperature, found.steps) == (None, 0.5, None)
-    assert {field.name for field in fields(Options) if type(None) in get_args(field.type)} == NULLABLE
+    assert {field.name for field in fields(Options) if type(None) in get_args(field.type)} - {"constraint"} == NULLABLE
 
 
 def test_the_client_comes_before_the_server():
@@ -190,13 +191,10 @@ OTHERS = {
     "frequency_penalty": 0.5,
     "presence_penalty": -1,
     "logit_bias": {"5": 100},
-    "logprobs": True,
-    "top_logprobs": 2,
     "tools": [{"type": "function"}],
     "tool_choice": "required",
     "functions": [{}],
     "function_call": {"name": "f"},
-    "response_format": {"type": "json_object"},
     "modalities": ["text", "audio"],
     "audio": {},
     "prediction": {},
@@ -216,12 +214,66 @@ def test_what_is_not_supported_is_named(name):
     assert (found.value.status, found.value.param) == (400, name)
 
 
-@pytest.mark.parametrize("fields", [{"logprobs": 0}, {"logprobs": 3}, {"best_of": 2}, {"best_of": 1, "n": 2}])
+@pytest.mark.parametrize("fields", [{"best_of": 2}, {"best_of": 1, "n": 2}])
 def test_what_completions_do_not_support(fields):
     completion(best_of=2, n=2, frequency_penalty=0, logit_bias={}).check_supported()
     with pytest.raises(APIError) as found:
         completion(**fields).check_supported()
     assert found.value.param == next(iter(fields))
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("make", "given_fields", "wanted"),
+    [
+        (denoise, {}, None),
+        (denoise, {"guided_regex": ""}, ("guided_regex", "regex", "")),
+        (denoise, {"guided_json": SCHEMA}, ("guided_json", "json", SCHEMA)),
+        (denoise, {"guided_json": "{}"}, ("guided_json", "json", "{}")),
+        (denoise, {"guided_choice": ["a", ""]}, ("guided_choice", "choice", ["a", ""])),
+        (chat, {"response_format": {"type": "text"}}, None),
+        (chat, {"response_format": {"type": "json_object"}}, ("response_format", "json", {"type": "object"})),
+        (
+            completion,
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "a", "strict": True, "schema": SCHEMA},
+                }
+            },
+            ("response_format", "json", SCHEMA),
+        ),
+    ],
+)
+def test_what_a_text_must_be(make, given_fields, wanted):
+    assert make(**given_fields).constraint() == wanted
+
+
+def test_a_text_must_be_one_thing():
+    both = chat(response_format={"type": "json_object"}, guided_choice=["a"])
+    with pytest.raises(APIError, match="response_format and guided_choice") as found:
+        both.constraint()
+    assert (found.value.status, found.value.param) == (400, "guided_choice")
+    for wrong in ({"type": "grammar"}, {"type": "json_schema"}, {"type": "json_object", "schema": {}}, "json", {}):
+        with pytest.raises(ValidationError):
+            chat(response_format=wrong)
+    for name, value in {"guided_regex": 3, "guided_json": 3, "guided_choice": [], "response_format": None}.items():
+        with pytest.raises(ValidationError):
+            denoise(**{name: value})
+
+
+def test_what_is_told_of_probabilities():
+    assert (chat().reported()[1], completion().reported()[1]) == (None, None)
+    assert (chat(logprobs=False, top_logprobs=0).reported()[1], chat(logprobs=True).reported()[1]) == (None, 0)
+    assert (chat(logprobs=True, top_logprobs=5).reported()[1], completion(logprobs=0).reported()[1]) == (5, 0)
+    with pytest.raises(APIError) as found:
+        chat(top_logprobs=2).reported()
+    assert (found.value.status, found.value.param) == (400, "top_logprobs")
+    for make, wrong in ((chat, {"top_logprobs": 21}), (completion, {"logprobs": -1}), (completion, {"logprobs": True})):
+        with pytest.raises(ValidationError):
+            make(**wrong)
 
 
 def test_what_is_ignored():

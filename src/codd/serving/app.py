@@ -17,22 +17,39 @@ from starlette.types import ASGIApp
 from codd.decoding import Model
 from codd.decoding.inspect import inspect
 from codd.decoding.prompts import can_chat
+from codd.decoding.state import SequenceState
 from codd.serving import connection, prompts, streaming
+from codd.serving.compiler import Compiler
 from codd.serving.connection import ClientDisconnected, EventStream
 from codd.serving.engine import Engine
 from codd.serving.errors import RESPONSES, APIError, install_handlers
 from codd.serving.metrics import CONTENT_TYPE
 from codd.serving.middleware import RequestMetrics, Security, with_middleware
-from codd.serving.prompts import GenerationRequest, Limits
+from codd.serving.prompts import Compiled, GenerationRequest, Limits
 from codd.serving.requests import ModelCall, QueuedRequest, before
-from codd.serving.responses import Json, OpenAIFormat, TokenPieces, inspect_body, json_response, sse_event
-from codd.serving.schemas import ChatRequest, CompletionRequest, DenoiseRequest, InspectRequest
+from codd.serving.responses import (
+    Json,
+    OpenAIFormat,
+    TokenPieces,
+    constraint_body,
+    inspect_body,
+    json_response,
+    sse_event,
+)
+from codd.serving.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    ConstraintRequest,
+    DenoiseRequest,
+    Guided,
+    InspectRequest,
+)
 from codd.serving.static import static_files
 from codd.serving.streaming import GeneratedSequence
 
 _log = logging.getLogger("codd.serving")
-Body = TypeVar("Body")
-Encoded = TypeVar("Encoded")
+Body = TypeVar("Body", bound=Guided)
+Started = tuple[GenerationRequest, SequenceState]
 ENCODERS = 2
 """How many prompts are encoded at once."""
 STREAMED: dict[int | str, dict[str, Any]] = {
@@ -96,10 +113,12 @@ class Routes:
         self.pieces = TokenPieces(engine.model)
         self.created = int(time.time())
         self._encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="codd-text")
+        self._compile = Compiler(engine.model, settings.limits)
 
     def close(self) -> None:
         """End the threads."""
         self._encoders.shutdown(wait=False, cancel_futures=True)
+        self._compile.close()
 
     def register(self, app: FastAPI) -> None:
         """Add the routes to an application."""
@@ -113,6 +132,7 @@ class Routes:
         app.post("/v1/chat/completions", responses=STREAMED)(self.chat)
         app.post("/v1/denoise", responses=STREAMED)(self.denoise)
         app.post("/v1/inspect", responses=RESPONSES)(self.inspect)
+        app.post("/v1/constraint", responses=RESPONSES)(self.constraint)
 
     async def playground(self) -> Response:
         """The playground page."""
@@ -148,22 +168,22 @@ class Routes:
         """Continue texts, or fill in what is between a prompt and a suffix."""
         self._check_name(body.model)
         deadline = self._deadline(body.timeout)
-        generations = await self._encode(prompts.completion_generations, body, deadline)
-        return await self._openai(body, generations, request, deadline, chat=False)
+        started = await self._start(prompts.completion_generations, body, request, deadline)
+        return await self._openai(body, started, request, deadline, chat=False)
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Reply to a conversation."""
         self._check_name(body.model)
         deadline = self._deadline(body.timeout)
-        generations = await self._encode(prompts.chat_generations, body, deadline)
-        return await self._openai(body, generations, request, deadline, chat=True)
+        started = await self._start(prompts.chat_generations, body, request, deadline)
+        return await self._openai(body, started, request, deadline, chat=True)
 
     async def denoise(self, body: DenoiseRequest, request: Request) -> Response:
         """Every step of a run, as it is taken."""
         deadline = self._deadline(body.timeout)
-        generation = await self._encode(prompts.denoise_generation, body, deadline)
-        sequence = GeneratedSequence(generation, self.model, _client(request), deadline)
-        self._log_prompts([generation])
+        [started] = await self._start(_one_generation, body, request, deadline)
+        sequence = GeneratedSequence(*started, self.model, _client(request), deadline)
+        self._log_prompts([started])
         events = streaming.denoise_events(sequence, self.model, _new_id("denoise"), self.settings.name, self.pieces)
         if body.stream is not False:
             return EventStream(self.engine, [sequence.request], _encoded(events), named=True)
@@ -172,36 +192,59 @@ class Routes:
 
     async def inspect(self, body: InspectRequest, request: Request) -> Response:
         """What the network and the joint say of the masks in a window."""
-        arguments = prompts.inspect_arguments(body, self.model, self.settings.limits)
-        call = ModelCall(
-            lambda: inspect(self.model, **arguments._asdict()), _client(request), self._deadline(body.timeout)
-        )
+        deadline = self._deadline(body.timeout)
+        constraint = await self._compile(body.constraint(), _client(request), deadline)
+        arguments = prompts.inspect_arguments(body, self.model, self.settings.limits, constraint)
+        call = ModelCall(lambda: inspect(self.model, **arguments._asdict()), _client(request), deadline)
         return json_response(inspect_body(await self._run([call], call.result(), request), self.pieces))
 
-    async def _encode(self, function: Callable[[Body, Model, Limits], Encoded], body: Body, deadline: float) -> Encoded:
-        """Encode the prompts of a request in one of a few threads, so that long ones do not keep the event loop."""
-        loop = asyncio.get_running_loop()
-        work = loop.run_in_executor(self._encoders, function, body, self.model, self.settings.limits)
-        return await before(deadline, work)
+    async def constraint(self, body: ConstraintRequest, request: Request) -> Response:
+        """Whether a constraint can be compiled, and how large it is."""
+        found = await self._compile(body.constraint(), _client(request), self._deadline(body.timeout))
+        if found is None:
+            raise APIError(400, "guided_regex, guided_json or guided_choice: give one of them.", "guided_regex")
+        return json_response(constraint_body(found.automaton))
+
+    async def _start(
+        self,
+        function: Callable[[Body, Model, Limits, Compiled | None], list[GenerationRequest]],
+        body: Body,
+        request: Request,
+        deadline: float,
+    ) -> list[Started]:
+        """The sequences of a request before their first step.
+
+        Its constraint is compiled by another process, its prompts are encoded in one of a few threads: neither keeps
+        the event loop.
+        """
+        constraint = await self._compile(body.constraint(), _client(request), deadline)
+
+        def start() -> list[Started]:
+            generations = function(body, self.model, self.settings.limits, constraint)
+            if any(generation.logprobs is not None for generation in generations):
+                self.pieces.bytes_of(0)  # here: the first time it takes a while
+            return [(generation, generation.start(self.model)) for generation in generations]
+
+        return await before(deadline, asyncio.get_running_loop().run_in_executor(self._encoders, start))
 
     async def _openai(
         self,
         body: CompletionRequest | ChatRequest,
-        generations: list[GenerationRequest],
+        started: list[Started],
         request: Request,
         deadline: float,
         chat: bool,
     ) -> Response:
-        sequences = streaming.generated_sequences(generations, self.model, _client(request), deadline)
+        sequences = streaming.generated_sequences(started, self.model, _client(request), deadline, self.pieces)
         id = _new_id("chatcmpl" if chat else "cmpl")
         form = OpenAIFormat(id, int(time.time()), self.settings.name, chat, body.include_usage)
-        self._log_prompts(generations)
+        self._log_prompts(started)
         requests: list[QueuedRequest] = [sequence.request for sequence in sequences]
         if body.stream:
-            return EventStream(
-                self.engine, requests, streaming.stream_chunks(self.engine, sequences, form), named=False
-            )
-        return json_response(await self._run(requests, streaming.full_response(self.engine, sequences, form), request))
+            chunks = streaming.stream_chunks(self.engine, sequences, form, self.pieces)
+            return EventStream(self.engine, requests, chunks, named=False)
+        whole = streaming.full_response(self.engine, sequences, form, self.pieces)
+        return json_response(await self._run(requests, whole, request))
 
     async def _run(self, requests: list[QueuedRequest], work: Coroutine[Any, Any, Any], request: Request) -> Any:
         """Submit requests and await the work that reads their results; 499 if the client disconnects first."""
@@ -220,9 +263,9 @@ class Routes:
         """When a request expires, in seconds of `time.monotonic`; ``requested``: the client's timeout in seconds."""
         return time.monotonic() + min(self.settings.timeout, requested or self.settings.timeout)
 
-    def _log_prompts(self, generations: list[GenerationRequest]) -> None:
+    def _log_prompts(self, started: list[Started]) -> None:
         if self.settings.log_text:
-            for generation in generations:
+            for generation, _ in started:
                 ids, tokenizer = list(generation.ids), self.model.tokenizer
                 _log.info("prompt: %r", ids if tokenizer is None else tokenizer.decode(ids))
 
@@ -249,6 +292,12 @@ def _circuit_card(model: Model) -> Json | None:
         return None
     modulated = circuit.feature_width is not None
     return {"states": circuit.num_latents, "window": circuit.window, "modulated": modulated}
+
+
+def _one_generation(
+    body: DenoiseRequest, model: Model, limits: Limits, constraint: Compiled | None
+) -> list[GenerationRequest]:
+    return [prompts.denoise_generation(body, model, limits, constraint)]
 
 
 async def _encoded(events: AsyncIterator[tuple[str, Json]]) -> AsyncIterator[bytes]:

@@ -36,7 +36,8 @@ class Detokenizer:
         self._generation, self._model = generation, model
         self._echo = generation.echo
         self._sent = ""
-        self._settled = -1
+        self.settled = -1
+        """One beyond the last position that does not change any more; of the text's own, if a suffix follows."""
         ids, begin = generation.ids, generation.begin_text
         first_mask = next((p for p, token in enumerate(ids) if p >= begin and token == model.mask_id), begin)
         self._given = len(self._decode(ids[begin:first_mask]).rstrip(INCOMPLETE))
@@ -52,9 +53,9 @@ class Detokenizer:
             return ""
         own = ids[: self._generation.end_text].tolist()
         end = len(own) if finished else self._first_mask(own[:settled])
-        if end == self._settled and not finished:
+        if end == self.settled and not finished:
             return ""
-        self._settled = end
+        self.settled = end
         self._count(own[:end])
         ready = self._ready(self._decode(own[self._generation.begin_text : end]), finished)
         if finished and not self.finished:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
 
-from codd.decoding.options import LARGEST, OPTIONS, PACES, OptionInfo, Options, default_in_words
+from codd.decoding.options import LARGEST, OPTIONS, PACES, UNTYPED, OptionInfo, Options, default_in_words
 from codd.errors import InvalidInput
 from codd.serving.errors import bad_request
 
@@ -17,10 +17,11 @@ TokenId = Annotated[int, Field(ge=0, le=LARGEST)]
 Ids = Annotated[list[TokenId], Field(fail_fast=True)]
 """One wrong id is reported, not a hundred thousand."""
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
-NULLABLE = frozenset(name for name, info in OPTIONS.items() if info.optional)
+NULLABLE = frozenset(name for name, info in OPTIONS.items() if info.optional and name not in UNTYPED)
 """Options for which null means something."""
-NOT_GENERATED = ("hooks", "stop")
-"""Hooks are code; OpenAI's requests use stop for texts as well, so that each kind of request declares its own."""
+NOT_GENERATED = (*UNTYPED, "stop")
+"""Hooks are code, and constraints have fields of their own (`codd.serving.schemas`); OpenAI's requests use stop for
+texts as well, so that each kind of request declares its own."""
 
 
 class Strict(BaseModel):

@@ -9,11 +9,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from codd.constraints import Automaton
 from codd.decoding import Model, Options
 from codd.decoding.prompts import Prompt
 from codd.decoding.start import options_for
 from codd.decoding.state import SequenceState
-from codd.errors import CoddError, InvalidInput
+from codd.errors import CoddError, InvalidConstraint, InvalidInput
 from codd.serving.errors import APIError, bad_request
 from codd.serving.options import SamplingOptions
 from codd.serving.schemas import ChatRequest, CompletionRequest, DenoiseRequest, InspectRequest, OpenAIRequest
@@ -34,6 +35,12 @@ class Limits:
     """The most sequences of one request: its prompts times n."""
     text: int | None = None
     """The most bytes of a text, or of all messages of a conversation; None: 16 for each token that may be."""
+    constraint: int = 1 << 15
+    """The most bytes of a pattern, a schema or a list of choices, as JSON."""
+    states: int = 512
+    """The most states of a compiled constraint: the work of a step grows with them."""
+    compile_seconds: float = 5.0
+    """The most seconds for compiling one."""
 
     def max_length(self, model: Model) -> int:
         """The most tokens of a sequence with this model."""
@@ -52,6 +59,13 @@ class Limits:
         if size > most:
             message = f"{name} has {size} bytes; with this model texts have at most {most}: shorten it."
             raise APIError(400, message, name, "context_length_exceeded")
+
+
+class Compiled(NamedTuple):
+    """A constraint over the model's tokens, and the field of the request that states it."""
+
+    field: str
+    automaton: Automaton
 
 
 @dataclass(frozen=True)
@@ -74,6 +88,8 @@ class GenerationRequest:
     """The number of the choice for this prompt."""
     echo: str = ""
     """Text that is put before the generated one."""
+    logprobs: int | None = None
+    """How many alternatives are reported with the log-probability of each token; None: not even that is."""
 
     def prompt_tokens(self, mask_id: int | None) -> int:
         """How many tokens the client gave, masks not counted."""
@@ -82,6 +98,7 @@ class GenerationRequest:
     def start(self, model: Model) -> SequenceState:
         """The state of the sequence before its first step."""
         [state] = model.start([self.ids], self.options)
+        state.alternatives = self.logprobs or 0
         return state
 
 
@@ -105,30 +122,46 @@ class _Fields(NamedTuple):
     """The name of the field with the length."""
     requested: int | None
     """The length that the client asked for, in tokens."""
+    constraint: Compiled | None = None
+
+    def refused(self, error: CoddError | APIError) -> APIError:
+        """The error response, with the field's name in this kind of request."""
+        found = error if isinstance(error, APIError) else bad_request(error)
+        names = {"gen_length": self.length, "prompt": self.prompt}
+        found.param = names.get(found.param or "", found.param)
+        if self.constraint is not None and (isinstance(error, InvalidConstraint) or "constraint" in found.message):
+            found.param = self.constraint.field
+        return found
 
 
-def denoise_generation(body: DenoiseRequest, model: Model, limits: Limits) -> GenerationRequest:
+def denoise_generation(
+    body: DenoiseRequest, model: Model, limits: Limits, constraint: Compiled | None = None
+) -> GenerationRequest:
     """The one sequence of /v1/denoise."""
     if (body.prompt is None) == (body.messages is None):
         raise APIError(400, "prompt or messages: give one of them.", "prompt")
     name = "prompt" if body.messages is None else "messages"
-    fields = _Fields(body, name, "gen_length", body.gen_length)
+    fields = _Fields(body, name, "gen_length", body.gen_length, constraint)
     prompt: Any = body.prompt if body.messages is None else [message.plain() for message in body.messages]
     ids = _encode(model, prompt, fields, limits, body.chat)
     return _continuation(model, ids, fields, limits)
 
 
-def chat_generations(body: ChatRequest, model: Model, limits: Limits) -> list[GenerationRequest]:
+def chat_generations(
+    body: ChatRequest, model: Model, limits: Limits, constraint: Compiled | None = None
+) -> list[GenerationRequest]:
     """The sequences of /v1/chat/completions, one for each choice."""
-    fields = _openai_fields(body, "messages", model, limits, 1)
+    fields = _openai_fields(body, "messages", model, limits, 1, constraint)
     ids = _encode(model, [message.plain() for message in body.messages], fields, limits, None)
     return list(_choices(_continuation(model, ids, fields, limits), body, 0, ""))
 
 
-def completion_generations(body: CompletionRequest, model: Model, limits: Limits) -> list[GenerationRequest]:
+def completion_generations(
+    body: CompletionRequest, model: Model, limits: Limits, constraint: Compiled | None = None
+) -> list[GenerationRequest]:
     """The sequences of /v1/completions, ordered by prompt and then by choice."""
     prompts = _prompts(body.prompt)
-    fields = _openai_fields(body, "prompt", model, limits, len(prompts))
+    fields = _openai_fields(body, "prompt", model, limits, len(prompts), constraint)
     if body.suffix and body.chat:
         raise APIError(400, "chat and suffix exclude each other: an answer has nothing behind it.", "chat")
     generations: list[GenerationRequest] = []
@@ -141,7 +174,9 @@ def completion_generations(body: CompletionRequest, model: Model, limits: Limits
     return generations
 
 
-def inspect_arguments(body: InspectRequest, model: Model, limits: Limits) -> InspectArguments:
+def inspect_arguments(
+    body: InspectRequest, model: Model, limits: Limits, constraint: Compiled | None = None
+) -> InspectArguments:
     """What /v1/inspect is to compute."""
     longest, (first, last) = limits.max_length(model), body.window
     if len(body.ids) > longest:
@@ -154,11 +189,14 @@ def inspect_arguments(body: InspectRequest, model: Model, limits: Limits) -> Ins
     options = body.options(limits.defaults)
     _check_bans(options, model)
     # The circuit acts whatever a run would do: the page asks what the joint says.
-    options = options.changed(sampler="any_order", activation=None, preset=None)
+    asked = None if constraint is None else constraint.automaton
+    options = options.changed(sampler="any_order", activation=None, preset=None, constraint=asked)
     return InspectArguments(body.ids, (first, last), options, body.candidates, body.written)
 
 
-def _openai_fields(body: OpenAIRequest, prompt: str, model: Model, limits: Limits, prompts: int) -> _Fields:
+def _openai_fields(
+    body: OpenAIRequest, prompt: str, model: Model, limits: Limits, prompts: int, constraint: Compiled | None
+) -> _Fields:
     """The fields of a request to one of OpenAI's routes; refuses what this server cannot do at all."""
     body.check_supported()
     if model.tokenizer is None:
@@ -166,7 +204,10 @@ def _openai_fields(body: OpenAIRequest, prompt: str, model: Model, limits: Limit
     if prompts * body.choices > limits.sequences:
         message = f"{prompts} prompts with {body.choices} choices each: at most {limits.sequences} in all."
         raise APIError(400, message, "n" if body.choices > 1 else prompt)
-    return _Fields(body, prompt, *body.length())
+    if constraint is not None and body.stops:
+        message = f"stop and {constraint.field} exclude each other: a text that is cut is not what was asked for."
+        raise APIError(400, message, "stop")
+    return _Fields(body, prompt, *body.length(), constraint)
 
 
 def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
@@ -251,10 +292,11 @@ def _length(given: int, masks: int, fields: _Fields, limits: Limits, model: Mode
 def _options(model: Model, ids: list[int], length: int, fields: _Fields, limits: Limits) -> Options:
     """The options of a sequence, checked against the model as the loop itself would."""
     _check_ids(ids, fields.prompt, model)
+    asked = None if fields.constraint is None else fields.constraint.automaton
     try:
-        options = options_for(model.backbone, fields.body.options(limits.defaults, gen_length=length))
-    except InvalidInput as error:
-        raise bad_request(error) from None
+        options = options_for(model.backbone, fields.body.options(limits.defaults, gen_length=length, constraint=asked))
+    except (InvalidInput, APIError) as error:
+        raise fields.refused(error) from None
     mask, block_causal = _mask(model), model.backbone.block_size is not None
     begin = 0 if block_causal else len(ids)
     masks = [place - begin for place, token in enumerate([*ids, *[mask] * length]) if token == mask]
@@ -267,11 +309,8 @@ def _options(model: Model, ids: list[int], length: int, fields: _Fields, limits:
     _check_bans(options, model)
     try:
         model.start([ids], options)
-    except InvalidInput as error:
-        refused = bad_request(error)
-        if refused.param in ("gen_length", "prompt"):
-            refused.param = fields.length if refused.param == "gen_length" else fields.prompt
-        raise refused from None
+    except CoddError as error:
+        raise fields.refused(error) from None
     return options
 
 
@@ -286,11 +325,15 @@ def _default_steps(options: Options, steps: int, length: int, masks: Sequence[in
 
 def _choices(generation: GenerationRequest, body: OpenAIRequest, prompt: int, echo: str) -> Iterator[GenerationRequest]:
     """One generation request for each choice, with consecutive seeds."""
-    seed = generation.options.seed
+    seed, field, logprobs = generation.options.seed, *body.reported()
     assert isinstance(seed, int)
+    if logprobs and (generation.options.sampler == "latent" or generation.options.published):
+        message = f"{field}: only the samplers any_order and factorized know what else a token could have been."
+        raise APIError(400, message, field)
     for choice in range(body.choices):
         options = generation.options.changed(seed=seed + choice)
-        yield replace(generation, options=options, stops=body.stops, prompt=prompt, choice=choice, echo=echo)
+        made = replace(generation, options=options, stops=body.stops, prompt=prompt, choice=choice, echo=echo)
+        yield replace(made, logprobs=logprobs)
 
 
 def _mask(model: Model) -> int:

@@ -4,13 +4,18 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
+import numpy as np
 from starlette.responses import Response
 
 from codd.backbones import Tokenizer
+from codd.constraints import Automaton
+from codd.constraints.tables import distances, edges
 from codd.decoding import Model, Step
 from codd.decoding.inspect import Beliefs, Inspection
+from codd.errors import CoddError
 
 Json = dict[str, Any]
 FinishReason = Literal["stop", "length"]
@@ -101,11 +106,11 @@ class OpenAIFormat:
     include_usage: bool = False
     """Whether a stream ends with a usage chunk."""
 
-    def full(self, texts: Sequence[tuple[str, FinishReason]], usage: Usage) -> Json:
-        """A response that is not streamed: one choice for each text."""
+    def full(self, texts: Sequence[tuple[str, FinishReason, Json | None]], usage: Usage) -> Json:
+        """A response that is not streamed: one choice for each text, with its log-probabilities if they are wanted."""
         choices = [
-            {"index": index, **self._content(text), "logprobs": None, "finish_reason": reason}
-            for index, (text, reason) in enumerate(texts)
+            {"index": index, **self._content(text), "logprobs": logprobs, "finish_reason": reason}
+            for index, (text, reason, logprobs) in enumerate(texts)
         ]
         return {**self._head("chat.completion"), "choices": choices, "usage": usage.as_json()}
 
@@ -113,9 +118,9 @@ class OpenAIFormat:
         """The first chunk of a choice: in a chat the role of the speaker, else there is none."""
         return self._chunk(index, {"delta": {"role": "assistant", "content": ""}}) if self.chat else None
 
-    def text_chunk(self, index: int, text: str) -> Json:
+    def text_chunk(self, index: int, text: str, logprobs: Json | None = None) -> Json:
         """A chunk with more text of a choice."""
-        return self._chunk(index, {"delta": {"content": text}} if self.chat else {"text": text})
+        return self._chunk(index, {"delta": {"content": text}} if self.chat else {"text": text}, logprobs=logprobs)
 
     def last_chunk(self, index: int, reason: FinishReason) -> Json:
         """The last chunk of a choice, which says why it ends."""
@@ -134,8 +139,10 @@ class OpenAIFormat:
     def _content(self, text: str) -> Json:
         return {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
 
-    def _chunk(self, index: int, content: Json, reason: FinishReason | None = None) -> Json:
-        choice = {"index": index, **content, "logprobs": None, "finish_reason": reason}
+    def _chunk(
+        self, index: int, content: Json, reason: FinishReason | None = None, logprobs: Json | None = None
+    ) -> Json:
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
         usage = {"usage": None} if self.include_usage else {}  # a null in every chunk but the last, as OpenAI does
         return {**self._head("chat.completion.chunk"), "choices": [choice], **usage}
 
@@ -145,7 +152,7 @@ class TokenPieces:
 
     def __init__(self, model: Model):
         """Without a tokenizer, tokens are shown as their ids."""
-        self._mask_id, self._tokenizer = model.mask_id, model.tokenizer
+        self._mask_id, self._tokenizer, self._model = model.mask_id, model.tokenizer, model
         self._known: dict[int, str] = {}
         self._context = None if self._tokenizer is None else _plain_token(self._tokenizer)
 
@@ -158,6 +165,19 @@ class TokenPieces:
         if token not in self._known:
             self._known[token] = self._decode(token)
         return self._known[token]
+
+    def bytes_of(self, token: int) -> bytes:
+        """What one id writes, in bytes: nothing if it is special, all of them where a character takes several ids."""
+        return self._vocabulary[token]
+
+    @cached_property
+    def _vocabulary(self) -> Sequence[bytes]:
+        try:
+            return self._model.vocabulary.tokens
+        except CoddError:  # the text of a token depends on its neighbours: as it looks in the middle of a text
+            special = set() if self._tokenizer is None else set(self._tokenizer.special_ids)
+            ids = range(self._model.backbone.vocab_size)
+            return [b"" if id in special else self.of(id).encode(errors="replace") for id in ids]
 
     def _decode(self, token: int) -> str:
         name = self._tokenizer.id_to_token(token) if self._tokenizer is not None else None
@@ -228,8 +248,17 @@ def done_event(text: str | None, reason: FinishReason, usage: Usage) -> Json:
     }
 
 
+def constraint_body(automaton: Automaton) -> Json:
+    """The response of /v1/constraint: its size, and the fewest tokens that a text of it has."""
+    source, target = edges(automaton.table.numpy())
+    found = distances(source, target, np.arange(automaton.num_states) == automaton.start)
+    shortest = int(found[automaton.accepting.numpy()].min())
+    return {"states": automaton.num_states, "classes": automaton.num_classes, "shortest": shortest}
+
+
 def inspect_body(inspection: Inspection, pieces: TokenPieces) -> Json:
     """The response of /v1/inspect."""
+    information = inspection.mutual_information
     return {
         "window": list(inspection.window),
         "positions": inspection.positions.tolist(),
@@ -237,7 +266,7 @@ def inspect_body(inspection: Inspection, pieces: TokenPieces) -> Json:
         "joint": _candidates(inspection.joint, pieces),
         "network_entropy": inspection.network.entropies.tolist(),
         "joint_entropy": inspection.joint.entropies.tolist(),
-        "mutual_information": inspection.mutual_information.tolist(),
+        "mutual_information": None if information is None else information.tolist(),
         "circuit": inspection.circuit,
         "aside": inspection.aside,
     }
@@ -247,8 +276,8 @@ def _candidates(beliefs: Beliefs, pieces: TokenPieces) -> list[list[Json]]:
     """For each position its most probable tokens."""
     return [
         [
-            {"token": token, "piece": pieces.of(token), "probability": probability}
-            for token, probability in zip(tokens, probabilities, strict=True)
+            {"token": token, "piece": pieces.of(token), "probability": probability, "allowed": fine}
+            for token, probability, fine in zip(*row, strict=True)
         ]
-        for tokens, probabilities in zip(beliefs.tokens.tolist(), beliefs.probabilities.tolist(), strict=True)
+        for row in zip(beliefs.tokens.tolist(), beliefs.probabilities.tolist(), beliefs.allowed.tolist(), strict=True)
     ]

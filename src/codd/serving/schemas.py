@@ -1,6 +1,6 @@
 """Schemas of request bodies: OpenAI's and our own. `codd.serving.prompts` checks their values against the model."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -8,6 +8,7 @@ from codd.serving.errors import APIError
 from codd.serving.options import Count, Ids, InspectOptions, SamplingOptions, Strict
 
 MAX_CHOICES = 16
+Alternatives = Annotated[int, Field(ge=0, le=20)]
 Stops = Annotated[list[Annotated[str, Field(min_length=1, max_length=1000)]], Field(max_length=4)]
 Timeout = Annotated[float, Field(gt=0, le=86_400)]
 Length = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -43,7 +44,87 @@ class Message(Strict):
 Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
 
 
-class DenoiseRequest(SamplingOptions):
+class Constraint(NamedTuple):
+    """What the text must be, as a request says it."""
+
+    field: str
+    """The field of the request."""
+    kind: Literal["regex", "json", "choice"]
+    value: Any
+
+
+class Guided(Strict):
+    """The fields by which vLLM's clients say what the text must be; a request has one of them at most."""
+
+    guided_regex: str | None = Field(None, description="A regular expression that the whole text matches.")
+    guided_json: dict[str, Any] | bool | str | None = Field(
+        None, description="A JSON schema, or its text: the answer is JSON that is valid under it."
+    )
+    guided_choice: Annotated[list[str], Field(min_length=1, fail_fast=True)] | None = Field(
+        None, description="Texts, of which the answer is one."
+    )
+
+    def constraint(self) -> Constraint | None:
+        """The constraint, if there is one; a 400 for two."""
+        found = self._constraints()
+        if len(found) > 1:
+            one, other = found[0].field, found[1].field
+            raise APIError(400, f"{one} and {other} both say what the text must be: give one of them.", other)
+        return found[0] if found else None
+
+    def _constraints(self) -> list[Constraint]:
+        given = (
+            Constraint("guided_regex", "regex", self.guided_regex),
+            Constraint("guided_json", "json", self.guided_json),
+            Constraint("guided_choice", "choice", self.guided_choice),
+        )
+        return [each for each in given if each.value is not None]
+
+
+class PlainFormat(Strict):
+    """A format that needs no schema: any text, or any JSON object."""
+
+    type: Literal["text", "json_object"]
+
+
+class NamedSchema(Strict):
+    """A JSON schema, as OpenAI's clients send it."""
+
+    name: str = Field(description="Ignored, as are description and strict: the schema is always followed.")
+    description: str | None = None
+    strict: bool | None = None
+    content: dict[str, Any] = Field(alias="schema")
+
+
+class SchemaFormat(Strict):
+    """JSON that is valid under a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+class Formatted(Guided):
+    """The same with OpenAI's field."""
+
+    response_format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = Field(
+        None, description="Text, a JSON object, or JSON under a schema."
+    )
+
+    def _constraints(self) -> list[Constraint]:
+        asked = self.response_format
+        if asked is None or asked.type == "text":
+            return super()._constraints()
+        schema = asked.json_schema.content if isinstance(asked, SchemaFormat) else {"type": "object"}
+        return [Constraint("response_format", "json", schema), *super()._constraints()]
+
+
+class ConstraintRequest(Guided):
+    """The body of /v1/constraint, which compiles one and says how large it is."""
+
+    timeout: Timeout | None = None
+
+
+class DenoiseRequest(SamplingOptions, Guided):
     """The body of /v1/denoise, which returns every step of a run."""
 
     prompt: str | NotEmptyIds | None = Field(None, description="A text, which may hold the mask token, or ids.")
@@ -54,7 +135,7 @@ class DenoiseRequest(SamplingOptions):
     stream: bool | None = Field(True, description="Events as they happen, or one object.")
 
 
-class InspectRequest(InspectOptions):
+class InspectRequest(InspectOptions, Guided):
     """The body of /v1/inspect: what network and joint say of the masks in a window."""
 
     ids: NotEmptyIds = Field(description="The sequence, masks included.")
@@ -81,7 +162,7 @@ def _ignored(why: str) -> Any:
     return Field(None, description=f"Ignored: {why}.")
 
 
-class OpenAIRequest(SamplingOptions):
+class OpenAIRequest(SamplingOptions, Formatted):
     """The fields that both of OpenAI's requests have, and the decoding options beside them."""
 
     model: str = Field(description="One of /v1/models.")
@@ -102,6 +183,10 @@ class OpenAIRequest(SamplingOptions):
     def choices(self) -> int:
         """How many choices each prompt has."""
         return 1 if self.n is None else self.n
+
+    def reported(self) -> tuple[str, int | None]:
+        """The field that asks for log-probabilities, and how many alternatives to each token; None: nothing is."""
+        return "logprobs", None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -160,7 +245,13 @@ class CompletionRequest(OpenAIRequest):
     suffix: str | None = Field(None, description="Text that follows: max_tokens masks are put before it.")
     echo: bool | None = Field(None, description="Put the prompt before the generated text.")
     best_of: Count | None = _unsupported("n or null")
-    logprobs: int | None = _unsupported("null")
+    logprobs: Alternatives | None = Field(
+        None, description="Log-probabilities of the tokens, and of so many others in the place of each."
+    )
+
+    def reported(self) -> tuple[str, int | None]:
+        """As the one field says."""
+        return "logprobs", self.logprobs
 
     def check_supported(self) -> None:
         """The same; ``best_of`` has an effect only if it is more than ``n``."""
@@ -174,13 +265,12 @@ class ChatRequest(OpenAIRequest):
 
     messages: Messages
     max_completion_tokens: Length | None = Field(None, description="The same as gen_length.")
-    logprobs: bool | None = _unsupported("false or null")
-    top_logprobs: int | None = _unsupported("0 or null")
+    logprobs: bool | None = Field(None, description="Log-probabilities of the tokens.")
+    top_logprobs: Alternatives | None = Field(None, description="Of so many others in the place of each, too.")
     tools: Any = _unsupported("[] or null")
     tool_choice: Any = _unsupported('"none", "auto" or null')
     functions: Any = _unsupported("[] or null")
     function_call: Any = _unsupported('"none", "auto" or null')
-    response_format: Any = _unsupported('{"type": "text"} or null')
     modalities: Any = _unsupported('["text"] or null')
     audio: Any = _unsupported("null")
     prediction: Any = _unsupported("null")
@@ -197,18 +287,21 @@ class ChatRequest(OpenAIRequest):
     prompt_cache_retention: str | None = _ignored("no prompt is cached")
     prompt_cache_options: dict[str, Any] | None = _ignored("no prompt is cached")
 
+    def reported(self) -> tuple[str, int | None]:
+        """As the two fields say together."""
+        if self.top_logprobs and not self.logprobs:
+            raise APIError(400, "top_logprobs is for those who ask for logprobs: give logprobs true.", "top_logprobs")
+        return "top_logprobs", (self.top_logprobs or 0) if self.logprobs else None
+
 
 NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0.0,),
     "presence_penalty": (0.0,),
     "logit_bias": ({},),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),

@@ -4,8 +4,10 @@ import asyncio
 from collections.abc import AsyncIterator, Hashable, Sequence
 
 from codd.decoding import Model, Step
+from codd.decoding.state import SequenceState
 from codd.serving.detokenizer import Detokenizer
 from codd.serving.engine import Engine
+from codd.serving.logprobs import TokenLogprob, TokenLogprobs, chat_logprobs, completion_logprobs
 from codd.serving.prompts import GenerationRequest
 from codd.serving.requests import ResultQueue, SequenceRequest, merged_steps
 from codd.serving.responses import (
@@ -27,17 +29,22 @@ class GeneratedSequence:
     def __init__(
         self,
         generation: GenerationRequest,
+        state: SequenceState,
         model: Model,
         client: Hashable,
         deadline: float | None,
         results: ResultQueue | None = None,
+        logprobs: TokenLogprobs | None = None,
     ):
-        """Nothing is submitted yet."""
+        """``state``: the sequence before its first step. Nothing is submitted yet."""
         self.generation = generation
-        self.request = SequenceRequest(generation.start(model), client, deadline, results)
+        self.request = SequenceRequest(state, client, deadline, results)
         self.detokenizer = Detokenizer(generation, model)
         self.steps = self.circuit_steps = self.computed = self.cached = 0
         self._prompt_tokens = generation.prompt_tokens(model.mask_id)
+        self._logprobs = logprobs
+        self.new_logprobs: list[TokenLogprob] = []
+        """Of the tokens whose text the latest step added."""
 
     def add(self, step: Step) -> str:
         """Count a step; returns the text that it adds."""
@@ -45,7 +52,13 @@ class GeneratedSequence:
         self.circuit_steps += step.circuit
         self.computed += step.computed
         self.cached += step.cached
-        return self.detokenizer.add(step.ids, step.finished, step.settled)
+        text = self.detokenizer.add(step.ids, step.finished, step.settled)
+        if self._logprobs is not None:
+            self._logprobs.add(step)
+            whole = self.detokenizer.finished and not self.generation.stops
+            length = None if whole else len(self.detokenizer.text)
+            self.new_logprobs = self._logprobs.take(step.ids.tolist(), self.detokenizer.settled, length)
+        return text
 
     @property
     def usage(self) -> Usage:
@@ -63,11 +76,26 @@ class GeneratedSequence:
 
 
 def generated_sequences(
-    generations: Sequence[GenerationRequest], model: Model, client: Hashable, deadline: float | None
+    started: Sequence[tuple[GenerationRequest, SequenceState]],
+    model: Model,
+    client: Hashable,
+    deadline: float | None,
+    pieces: TokenPieces,
 ) -> list[GeneratedSequence]:
     """The sequences of one response, which share a result queue."""
     results: ResultQueue = asyncio.Queue()
-    return [GeneratedSequence(generation, model, client, deadline, results) for generation in generations]
+    return [
+        GeneratedSequence(
+            generation,
+            state,
+            model,
+            client,
+            deadline,
+            results,
+            None if generation.logprobs is None else TokenLogprobs(generation, pieces),
+        )
+        for generation, state in started
+    ]
 
 
 def total_usage(sequences: Sequence[GeneratedSequence]) -> Usage:
@@ -96,16 +124,31 @@ async def deltas(engine: Engine, sequences: Sequence[GeneratedSequence]) -> Asyn
         yield number, text
 
 
-async def full_response(engine: Engine, sequences: Sequence[GeneratedSequence], form: OpenAIFormat) -> Json:
+async def full_response(
+    engine: Engine, sequences: Sequence[GeneratedSequence], form: OpenAIFormat, pieces: TokenPieces
+) -> Json:
     """OpenAI's response in one piece."""
-    async for _ in deltas(engine, sequences):
-        pass
-    texts = [(sequence.detokenizer.text, sequence.detokenizer.reason) for sequence in sequences]
+    found: list[list[TokenLogprob]] = [[] for _ in sequences]
+    async for number, _ in deltas(engine, sequences):
+        found[number] += sequences[number].new_logprobs
+    texts = [
+        (sequence.detokenizer.text, sequence.detokenizer.reason, _logprobs(sequence, each, form, pieces))
+        for sequence, each in zip(sequences, found, strict=True)
+    ]
     return form.full(texts, total_usage(sequences))
 
 
+def _logprobs(
+    sequence: GeneratedSequence, found: Sequence[TokenLogprob], form: OpenAIFormat, pieces: TokenPieces
+) -> Json | None:
+    """As the route has them; None if they were not asked for."""
+    if sequence.generation.logprobs is None:
+        return None
+    return (chat_logprobs if form.chat else completion_logprobs)(found, pieces)
+
+
 async def stream_chunks(
-    engine: Engine, sequences: Sequence[GeneratedSequence], form: OpenAIFormat
+    engine: Engine, sequences: Sequence[GeneratedSequence], form: OpenAIFormat, pieces: TokenPieces
 ) -> AsyncIterator[bytes]:
     """OpenAI's response as server-sent events: the settled prefix of each choice as it grows."""
     for number in range(len(sequences)):
@@ -113,7 +156,9 @@ async def stream_chunks(
             yield sse_event(first)
     async for number, text in deltas(engine, sequences):
         if text:
-            yield sse_event(form.text_chunk(number, text))
+            sequence = sequences[number]
+            logprobs = _logprobs(sequence, sequence.new_logprobs, form, pieces)
+            yield sse_event(form.text_chunk(number, text, logprobs))
         if sequences[number].detokenizer.finished:
             yield sse_event(form.last_chunk(number, sequences[number].detokenizer.reason))
     if (usage := form.usage_chunk(total_usage(sequences))) is not None:

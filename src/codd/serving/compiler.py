@@ -1,0 +1,162 @@
+"""From the constraint of a request to an automaton over the model's tokens; hostile ones keep nobody but their sender.
+
+Another process compiles, one constraint at a time, each client's in turn, within limits of size, time and memory.
+Nothing is kept on disk.
+"""
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+from safetensors.torch import load
+
+from codd.constraints import Automaton
+from codd.decoding import Model
+from codd.errors import CoddError, InvalidConstraint
+from codd.serving import compiler_process
+from codd.serving.errors import APIError, bad_request
+from codd.serving.prompts import Compiled, Limits
+from codd.serving.requests import before
+from codd.serving.schemas import Constraint
+
+KEPT = 1 << 26
+"""Bytes of compiled automata that are kept."""
+MOST_ENTRIES = 1 << 18
+"""States times kinds of tokens of an automaton: 2 MB, which each sequence holds once."""
+
+
+class Compiler:
+    """Compiles the constraints of requests for one model, and keeps the latest ones."""
+
+    def __init__(self, model: Model, limits: Limits):
+        """No process is started before the first constraint comes."""
+        self._model, self._limits = model, limits
+        self._process: _Process | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="codd-compiler")
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._kept: OrderedDict[str, Automaton] = OrderedDict()
+
+    def close(self) -> None:
+        """End the process."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        if self._process is not None:
+            self._process.stop()
+
+    async def __call__(self, constraint: Constraint | None, client: str, deadline: float) -> Compiled | None:
+        """The constraint of a request, compiled; an `APIError` that names its field if it cannot be.
+
+        A client has one constraint compiled at a time, so that others wait for one of its at most.
+        """
+        if constraint is None:
+            return None
+        try:
+            key = json.dumps([constraint.kind, constraint.value])
+        except RecursionError:
+            raise APIError(400, f"{constraint.field} is nested too deep.", constraint.field) from None
+        size = len(key)
+        if size > self._limits.constraint:
+            message = f"{constraint.field} has {size} bytes; a constraint has at most {self._limits.constraint}."
+            raise APIError(400, message, constraint.field)
+        turn = self._turns.setdefault(client, asyncio.Lock())
+        return Compiled(constraint.field, await before(deadline, self._in_turn(turn, key, constraint)))
+
+    async def _in_turn(self, turn: asyncio.Lock, key: str, constraint: Constraint) -> Automaton:
+        async with turn:
+            if key not in self._kept:
+                loop = asyncio.get_running_loop()
+                self._keep(key, await loop.run_in_executor(self._thread, self._compile, constraint))
+            self._kept.move_to_end(key)
+            return self._kept[key]
+
+    def _keep(self, key: str, automaton: Automaton) -> None:
+        self._kept[key] = automaton
+        while len(self._kept) > 1 and sum(map(_bytes, self._kept.values())) > KEPT:
+            self._kept.popitem(last=False)
+
+    def _compile(self, constraint: Constraint) -> Automaton:
+        """In the compiler's thread, which waits for the process."""
+        try:
+            if self._process is None or not self._process.alive:
+                self._process = _Process(self._model)
+            return self._process.compile(constraint, self._limits)
+        except CoddError as error:
+            raise bad_request(error, constraint.field) from None
+
+
+def _bytes(automaton: Automaton) -> int:
+    return automaton.table.nbytes + automaton.classes.nbytes
+
+
+class _Head(NamedTuple):
+    start: int = 0
+    bytes: int = 0
+    error: str | None = None
+
+
+class _Process:
+    """The process that compiles, for one vocabulary."""
+
+    def __init__(self, model: Model):
+        """Start it; CoddError if the model's tokens write no text, or there is no process to be had."""
+        vocabulary = model.vocabulary
+        path = os.pathsep.join(part for part in sys.path if part)
+        pipe = subprocess.PIPE
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", compiler_process.__name__],
+                stdin=pipe,
+                stdout=pipe,
+                stderr=subprocess.DEVNULL,
+                # A cache folder in which nothing can be written: clients must not fill the disk.
+                env={**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": os.devnull},
+            )
+        except OSError as error:
+            raise CoddError(f"the process that compiles constraints did not start: {error}.") from error
+        self._lock = threading.Lock()
+        self._send([[token.decode("latin-1") for token in vocabulary.tokens], vocabulary.strips_space])
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still runs."""
+        return self._process.poll() is None
+
+    def stop(self) -> None:
+        """End it."""
+        self._process.kill()
+        with self._lock:
+            self._process.communicate()  # reaps it and closes the pipes
+
+    def compile(self, constraint: Constraint, limits: Limits) -> Automaton:
+        """The automaton; InvalidConstraint where there is none, or a limit is passed, which ends the process."""
+        with self._lock:
+            self._send([limits.compile_seconds, limits.states, MOST_ENTRIES, constraint.kind, constraint.value])
+            assert self._process.stdout is not None
+            line = self._process.stdout.readline()
+            head = _Head(**json.loads(line)) if line.endswith(b"\n") else _Head()
+            body = self._process.stdout.read(head.bytes)
+        if head.error is not None:
+            raise InvalidConstraint(head.error)
+        if not body or len(body) < head.bytes:
+            self.stop()
+            raise InvalidConstraint(
+                f"the constraint is too large: it takes more than {limits.compile_seconds:g} seconds or "
+                f"{compiler_process.MEMORY >> 20} MiB of memory to compile. Make it smaller."
+            )
+        tensors = load(body)
+        accepting = tensors["accepting"].nonzero()[:, 0].tolist()
+        return Automaton.from_classes(tensors["table"], tensors["classes"], start=head.start, accepting=accepting)
+
+    def _send(self, value: Any) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(value).encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError:  # it has died, which reading its answer tells
+            pass

@@ -1,0 +1,78 @@
+"""Compiles constraints for a server: a program that the system stops where a limit of time or memory is passed.
+
+Python that computes for seconds in a thread would slow down every other thread by as much (each operation of PyTorch
+gives up the interpreter's lock, and waits to have it back), and nothing could end it.
+
+Its input: a line of JSON, the vocabulary [[token, ...], whether spaces are stripped], tokens as Latin-1; then lines
+[seconds, most states, most entries, kind, value]. For each it writes a line {"error": why} or {"start": s, "bytes": n},
+and after the latter n bytes: the tensors of the automaton as safetensors.
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+from safetensors.torch import save
+
+from codd.constraints import Automaton, Choice, JsonSchema, Language, Regex, Vocabulary
+from codd.errors import InvalidConstraint
+
+KINDS: dict[str, type[Language]] = {"regex": Regex, "json": JsonSchema, "choice": Choice}
+MEMORY = 1 << 30
+"""Bytes of address space that compiling may take; macOS does not enforce it."""
+
+
+def compiled(kind: str, value: Any, vocabulary: Vocabulary, states: int, entries: int) -> Automaton:
+    """The automaton; InvalidConstraint where it is too large, or there is none."""
+    language: Any = KINDS[kind]
+    automaton: Automaton = language(value).compile(vocabulary, max_states=states)
+    if automaton.table.numel() > entries:
+        raise InvalidConstraint(
+            f"the constraint is too large: its {automaton.num_states} states tell {automaton.num_classes} kinds of "
+            f"tokens apart, and the product is more than {entries:,}. Leave out some of its texts."
+        )
+    return automaton
+
+
+def _answer(request: bytes, vocabulary: Vocabulary) -> bytes:
+    seconds, states, entries, kind, value = json.loads(request)
+    faulthandler.dump_traceback_later(seconds, exit=True)  # a thread without Python: it ends one long operation, too
+    try:
+        automaton = compiled(kind, value, vocabulary, states, entries)
+    except InvalidConstraint as error:
+        return json.dumps({"error": str(error)}).encode() + b"\n"
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    body = save({name: getattr(automaton, name) for name in ("table", "classes", "accepting")})
+    return json.dumps({"start": automaton.start, "bytes": len(body)}).encode() + b"\n" + body
+
+
+def _serve() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server
+    # Windows has no such limits, and those of an administrator may be lower already.
+    with contextlib.suppress(ImportError, ValueError, OSError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.nice(10)  # the model comes first
+        most = _address_space() + MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    tokens, strips_space = json.loads(sys.stdin.buffer.readline())
+    vocabulary = Vocabulary(tuple(token.encode("latin-1") for token in tokens), strips_space)
+    for line in sys.stdin.buffer:
+        sys.stdout.buffer.write(_answer(line, vocabulary))
+        sys.stdout.buffer.flush()
+
+
+def _address_space() -> int:
+    """Bytes that this process has already; most of it is PyTorch's code."""
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * 4096
+
+
+if __name__ == "__main__":
+    _serve()
