@@ -60,6 +60,7 @@ def describe_values(info: OptionInfo) -> str:
         values = {
             "ids": "ids",
             "hooks": "functions",
+            "constraint": "a language",
             "stop": "`True`, `False`, a text, texts",
             "seed": "whole, or one a prompt",
         }[info.kind]
