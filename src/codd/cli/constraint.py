@@ -3,7 +3,8 @@
 import argparse
 from pathlib import Path
 
-from codd.constraints import Choice, JsonSchema, Regex, Template
+from codd.constraints import After, Choice, JsonSchema, Regex, Template
+from codd.constraints.languages import Expressed
 from codd.decoding.options import Constraint
 from codd.errors import InvalidInput
 
@@ -16,10 +17,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     one.add_argument("--json-schema", metavar="SCHEMA", help="JSON that is valid under a schema: a file, or its text")
     one.add_argument("--choice", action="append", metavar="TEXT", help="one of some texts: give it once for each")
     one.add_argument("--template", metavar="TEXT", help="fixed text with slots, as in 'Name: [MASK:8], age: [MASK:2]'")
+    group.add_argument("--after", metavar="TEXT", help="free text first, then this, then what the constraint says")
 
 
 def from_arguments(args: argparse.Namespace) -> Constraint | None:
     """The one that was given, if any."""
+    found = _language(args)
+    if args.after is None:
+        return found
+    if not isinstance(found, Expressed):
+        raise InvalidInput("--after goes with --regex, --json-schema or --choice, which says what follows it.")
+    return After(args.after, found)
+
+
+def _language(args: argparse.Namespace) -> Constraint | None:
     if args.regex is not None:
         return Regex(args.regex)
     if args.json_schema is not None:

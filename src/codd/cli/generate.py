@@ -37,7 +37,7 @@ examples:
   codd generate --file prompts.jsonl --tokens-per-step 4 --json > answers.jsonl
   echo "What is 7 + 8?" | codd generate --circuit null
   codd generate --json-schema answer.json "Mia has 84 stamps and gives away half of them. How many are left?"
-  codd generate "Mia has 84 stamps and gives away half of them. How many are left?" --regex "[0-9]+ stamps" --seed 3"""
+  codd generate "Mia has 84 stamps and gives away half of them. How many are left?" --after "#### " --regex "[0-9]+"""
     parser.add_argument("prompt", metavar="PROMPT", nargs="*", help="what to answer; default: what is piped in")
     parser.add_argument("--file", metavar="PATH", help="prompts, one a line, as text or JSON; - for stdin")
     parser.add_argument("--batch", type=int, metavar="N", default=8, help="prompts at a time (default: 8)")

@@ -8,6 +8,7 @@ r"""Languages that a text must be in, and the automata over tokens that know the
 """
 
 from codd.constraints.automaton import Automaton as Automaton
+from codd.constraints.languages import After as After
 from codd.constraints.languages import Choice as Choice
 from codd.constraints.languages import JsonSchema as JsonSchema
 from codd.constraints.languages import Language as Language

@@ -6,11 +6,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from codd.constraints import cache, json_schema, syntax
 from codd.constraints.automaton import Automaton
 from codd.constraints.compilation import over_tokens
 from codd.constraints.determinism import MAX_STATES, byte_dfa, too_large
-from codd.constraints.expressions import Either, Expression, text
+from codd.constraints.expressions import ANY, Either, Expression, Repeat, text, then
+from codd.constraints.tables import DFA
 from codd.constraints.vocabulary import Vocabulary
 from codd.errors import EmptyLanguage, InvalidConstraint, shown
 
@@ -19,8 +22,8 @@ class Language(ABC):
     """A set of texts. Equal ones are equal, and can be keys."""
 
     @abstractmethod
-    def expression(self) -> Expression:
-        """The texts as a regular expression."""
+    def dfa(self, max_states: int) -> DFA:
+        """The texts as an automaton over the bytes of UTF-8."""
 
     def compile(self, vocabulary: Vocabulary, *, max_states: int = MAX_STATES) -> Automaton:
         """The smallest automaton over a vocabulary's tokens: it accepts every way to write every text of the language.
@@ -36,15 +39,27 @@ class Language(ABC):
 
     def _compile(self, vocabulary: Vocabulary, max_states: int) -> Automaton:
         try:
-            return over_tokens(byte_dfa(self.expression(), max_states), vocabulary, max_states)
+            return over_tokens(self.dfa(max_states), vocabulary, max_states)
         except EmptyLanguage as error:
             raise EmptyLanguage(f"{shown(self)}: no sequence of these tokens writes a text of it.") from error
         except RecursionError as error:
             raise InvalidConstraint(f"{shown(self)}: is nested too deep.") from error
 
 
+class Expressed(Language):
+    """A language that is written as a regular expression."""
+
+    @abstractmethod
+    def expression(self) -> Expression:
+        """The texts as a tree."""
+
+    def dfa(self, max_states: int) -> DFA:
+        """The texts as an automaton over the bytes of UTF-8."""
+        return byte_dfa(self.expression(), max_states)
+
+
 @dataclass(frozen=True)
-class Regex(Language):
+class Regex(Expressed):
     r"""The texts that ``re.fullmatch(pattern, text)`` matches.
 
     \d, \w and \s are ASCII here, which takes far fewer states, and \D, \W and \S leave out what Unicode counts to the
@@ -68,7 +83,7 @@ class Regex(Language):
 
 
 @dataclass(frozen=True, init=False)
-class Choice(Language):
+class Choice(Expressed):
     """One of some texts, exactly.
 
     >>> Choice(["yes", "no"])
@@ -93,7 +108,7 @@ class Choice(Language):
 
 
 @dataclass(frozen=True, init=False)
-class JsonSchema(Language):
+class JsonSchema(Expressed):
     """JSON texts that are valid under a schema, compact, with at most one space after each comma and colon.
 
     Objects have the properties that the schema names, in its order, and no others; what the schema leaves open nests
@@ -127,3 +142,53 @@ class JsonSchema(Language):
     def expression(self) -> Expression:
         """The valid texts."""
         return json_schema.expression(self.schema)
+
+
+@dataclass(frozen=True)
+class After(Language):
+    """Free text, then a trigger, then a text of a language: thinking first, the answer after ``####``.
+
+    The language begins where the trigger first ends. With ``until`` that text follows it, and after it anything.
+
+    >>> After("#### ", Regex(r"-?[0-9]+")).trigger
+    '#### '
+    """
+
+    trigger: str
+    language: Expressed
+    until: str | None = None
+
+    def __post_init__(self) -> None:
+        """InvalidConstraint for a trigger that is no text, or empty."""
+        for name, given in (("trigger", self.trigger), ("until", self.until)):
+            if (given is None and name == "trigger") or (given is not None and not (isinstance(given, str) and given)):
+                raise InvalidConstraint(f"{name} is a text that is not empty, found {shown(given)}.")
+        if not isinstance(self.language, Expressed):
+            raise InvalidConstraint(f"after a trigger: a Regex, JsonSchema or Choice, found {shown(self.language)}.")
+
+    def dfa(self, max_states: int) -> DFA:
+        """The trigger is looked for in free text (Knuth, Morris, Pratt); where it is complete, the language begins."""
+        wanted, anything = self.trigger.encode(), Repeat(ANY, 0, None)
+        rest = self.language.expression()
+        inner = byte_dfa(rest if self.until is None else then(rest, self.until, anything), max_states)
+        free = byte_dfa(anything, max_states)
+        ways, offset = len(free.table), len(wanted) * len(free.table)
+        prefix = np.full((len(wanted), ways, 256), -1, dtype=np.int32)
+        for found, row in enumerate(_progress(wanted)):
+            on = np.where(row == len(wanted), offset + inner.start, row * ways + free.table)
+            prefix[found] = np.where(free.table < 0, -1, on)
+        later = np.where(inner.table < 0, -1, inner.table + offset)
+        accepting = np.append(np.zeros(offset, dtype=bool), inner.accepting)
+        return DFA(np.vstack([prefix.reshape(offset, 256), later]).astype(np.int32), free.start, accepting)
+
+
+def _progress(wanted: bytes) -> "np.ndarray[Any, np.dtype[np.int64]]":
+    """How many bytes of ``wanted`` have been seen, by how many had been before, and the next byte."""
+    table = np.zeros((len(wanted), 256), dtype=np.int64)
+    table[0, wanted[0]] = 1
+    fallback = 0
+    for found in range(1, len(wanted)):
+        table[found] = table[fallback]
+        table[found, wanted[found]] = found + 1
+        fallback = table[fallback, wanted[found]]
+    return table
