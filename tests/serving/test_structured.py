@@ -1,0 +1,224 @@
+"""Structured output and log-probabilities over HTTP, as OpenAI's and vLLM's clients ask for them."""
+
+import json
+import math
+import re
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema_rs
+import openai
+import pytest
+from live import Live, bundled, live
+from pydantic import BaseModel
+
+from codd.serving.app import Settings
+from codd.serving.prompts import Limits
+
+QUICK = {"sampler": "latent", "steps": 4}
+ASKED: dict[str, Any] = {"model": "mini", "messages": [{"role": "user", "content": "Is 3 more than 2?"}]}
+SCHEMAS: list[dict[str, Any]] = [
+    {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False},
+    {"enum": ["yes", "no", None]},
+    {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 2},
+]
+EXPENSIVE = "((a?){100}){100}"
+"""Ten thousand choices within each other: the subsets of their positions are as large as their number."""
+
+
+class Answer(BaseModel):
+    more: bool
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Live]:
+    with live(settings=Settings(name="mini", limits=Limits(compile_seconds=60.0)), slots=4) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(server: Live) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
+        yield found
+
+
+def refused(server: Live, path: str = "/v1/chat/completions", **fields: Any) -> tuple[str, str]:
+    """What is wrong, and with which field."""
+    body = {**(ASKED if "chat" in path else {}), **fields}
+    answer = server.http.post(path, json=body)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    return error["message"], error["param"]
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=["object", "enum", "array"])
+def test_a_schema_is_followed_streamed_or_not(client, schema):
+    asked = {
+        **ASKED,
+        "max_tokens": 12,
+        "temperature": 1.0,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}},
+        "extra_body": QUICK,
+    }
+    text = client.chat.completions.create(**asked).choices[0].message.content
+    assert jsonschema_rs.is_valid(schema, json.loads(text))
+    streamed = client.chat.completions.create(**asked, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == text
+
+
+def test_formats_of_openai(client):
+    some = client.chat.completions.create(
+        **ASKED, max_tokens=8, response_format={"type": "json_object"}, extra_body=QUICK
+    )
+    assert isinstance(json.loads(some.choices[0].message.content), dict)
+    parsed = client.chat.completions.parse(**ASKED, max_tokens=8, response_format=Answer, extra_body=QUICK)
+    assert isinstance(parsed.choices[0].message.parsed, Answer)
+    plain = [
+        client.chat.completions.create(**ASKED, max_tokens=8, extra_body={**QUICK, **more}).choices[0].message.content
+        for more in ({}, {"response_format": {"type": "text"}})
+    ]
+    assert plain[0] == plain[1]
+
+
+@pytest.mark.parametrize("sampler", ["latent", "factorized", "any_order"])
+def test_a_pattern_is_followed_in_both_routes_and_in_denoise(server, client, sampler):
+    how = {"sampler": sampler, "steps": 2, "temperature": 1.0, "guided_regex": r"\d\d:\d\d"}
+    texts = [
+        client.chat.completions.create(**ASKED, max_tokens=6, extra_body=how).choices[0].message.content,
+        client.completions.create(model="mini", prompt="At ", max_tokens=6, extra_body=how).choices[0].text,
+        client.completions.create(model="mini", prompt="At ", suffix=" sharp.", max_tokens=6, extra_body=how)
+        .choices[0]
+        .text,
+        server.http.post("/v1/denoise", json={"prompt": "At ", "gen_length": 6, "stream": False, **how}).json()["done"][
+            "text"
+        ],
+    ]
+    assert all(re.fullmatch(r"\d\d:\d\d", text) for text in texts), texts
+
+
+def test_choices_and_the_text_of_a_schema(client):
+    how = {"model": "mini", "prompt": "Yes or no?", "max_tokens": 4, "n": 2, "temperature": 1.0}
+    found = client.completions.create(**how, extra_body={**QUICK, "guided_choice": ["yes", "no"]})
+    assert {choice.text for choice in found.choices} <= {"yes", "no"}
+    found = client.completions.create(**how, extra_body={**QUICK, "guided_json": '{"type": "boolean"}'})
+    assert {choice.text for choice in found.choices} <= {"true", "false"}
+
+
+def test_what_cannot_be_is_refused_by_name(server):
+    assert refused(server, guided_regex="(a")[1] == "guided_regex"
+    message, param = refused(server, guided_json={"properties": {"a": {"multipleOf": 3}}})
+    assert (param, "#/properties/a/multipleOf" in message) == ("guided_json", True)
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}}
+    message, param = refused(server, response_format=schema)
+    assert (param, "#/not" in message) == ("response_format", True)
+    assert refused(server, guided_regex="[^\\x00-\\U0010ffff]")[1] == "guided_regex"
+    assert refused(server, guided_regex=r"\d{40}", max_tokens=8)[1] == "guided_regex"
+    message, param = refused(server, guided_regex="a", guided_choice=["a"])
+    assert (param, "guided_regex and guided_choice" in message) == ("guided_choice", True)
+    assert refused(server, guided_regex="a*", stop=["aa"])[1] == "stop"
+    assert refused(server, guided_regex="a*", preset="reference", steps=2, max_tokens=4)[1] == "guided_regex"
+
+
+def test_what_is_too_large_is_refused(server):
+    assert "bytes" in refused(server, guided_regex="a" * 40_000)[0]
+    assert "too large" in refused(server, guided_regex=".*a.{12}")[0]
+    assert "too large" in refused(server, guided_choice=[f"{i:x}" * 9 for i in range(1000, 2000)])[0]
+    assert refused(server, guided_regex="(" * 500 + ")" * 500)[1] == "guided_regex"
+
+
+def test_sizes_of_constraints_are_told(server):
+    found = server.http.post("/v1/constraint", json={"guided_regex": r"(ab\d)?"})
+    assert found.status_code == 200
+    assert found.json()["states"] >= 3
+    assert found.json()["shortest"] == 0
+    assert refused(server, "/v1/constraint")[1] == "guided_regex"
+    assert refused(server, "/v1/constraint", guided_regex="(")[1] == "guided_regex"
+
+
+def test_an_expensive_pattern_keeps_nobody_else(server):
+    """While it is compiled, streams and requests with patterns of other shapes that are known come and go."""
+    known = {"prompt": "a", "gen_length": 3, "guided_regex": "a+", "stream": False, **QUICK, "steps": 2}
+    assert server.http.post("/v1/denoise", json=known).status_code == 200
+    answered = threading.Event()
+
+    def ask() -> None:
+        server.http.post("/v1/constraint", json={"guided_regex": EXPENSIVE, "timeout": 60.0})
+        answered.set()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    steps = 0
+    with server.http.stream("POST", "/v1/denoise", json={"prompt": "a", "gen_length": 8, "steps": 8}) as stream:
+        for line in stream.iter_lines():
+            steps += line == "event: step"
+    assert steps == 8
+    thread.join()
+    assert answered.is_set()
+
+
+def test_time_is_limited_and_the_next_one_is_served():
+    settings = Settings(name="mini", limits=Limits(compile_seconds=0.2))
+    with live(settings=settings) as server:
+        message, param = refused(server, "/v1/constraint", guided_regex=EXPENSIVE)
+        assert (param, "0.2 seconds" in message) == ("guided_regex", True)
+        assert server.http.post("/v1/constraint", json={"guided_regex": "ab"}).status_code == 200
+
+
+def test_nothing_is_kept_on_disk(server, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert server.http.post("/v1/constraint", json={"guided_regex": "on disk"}).status_code == 200
+    assert not list(tmp_path.rglob("*"))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"sampler": "any_order", "threshold": 0.5},
+        {"sampler": "factorized", "steps": 3},
+        {"sampler": "any_order", "steps": 3, "mode": "full"},
+        {"sampler": "any_order", "steps": 2, "guided_regex": r"\d{2} = \d{2}"},
+    ],
+    ids=["joint", "network", "full", "constrained"],
+)
+def test_log_probabilities_of_a_chat(client, how):
+    asked: dict[str, Any] = {**ASKED, "max_tokens": 8, "logprobs": True, "top_logprobs": 3}
+    endless = {} if "guided_regex" in how else {"ban": list(bundled().stop_ids)}  # so that there are tokens to look at
+    asked |= {"temperature": 0.7, "extra_body": {**how, **endless}}
+    [choice] = client.chat.completions.create(**asked).choices
+    found = choice.logprobs.content
+    assert found
+    assert b"".join(bytes(each.bytes) for each in found).decode() == choice.message.content
+    for each in found:
+        top = {tuple(other.bytes): other.logprob for other in each.top_logprobs}
+        assert each.logprob <= 0
+        assert sum(map(math.exp, top.values())) <= 1 + 1e-5
+        assert list(top.values()) == sorted(top.values(), reverse=True)
+        if tuple(each.bytes) in top:
+            assert top[tuple(each.bytes)] == pytest.approx(each.logprob, abs=1e-4)
+        else:
+            assert each.logprob <= min(top.values()) + 1e-4
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
+    assert [each for chunk in chunks if chunk.logprobs for each in chunk.logprobs.content] == found
+
+
+def test_log_probabilities_of_a_completion(client):
+    asked: dict[str, Any] = {"model": "mini", "prompt": "Tom has", "max_tokens": 8, "echo": True, "stop": [" a"]}
+    asked["extra_body"] = {"chat": False, "steps": 8}
+    [plain] = client.completions.create(**asked).choices
+    assert plain.logprobs is None
+    for count in (0, 2):
+        [choice] = client.completions.create(**asked, logprobs=count).choices
+        found = choice.logprobs
+        assert choice.text == plain.text
+        assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == len(found.text_offset)
+        for token, offset in zip(found.tokens, found.text_offset, strict=True):
+            assert choice.text[offset:].startswith(token[: len(choice.text) - offset])
+        assert all(len(top) <= count for top in found.top_logprobs)
+
+
+def test_the_latent_sampler_knows_no_alternatives(server, client):
+    assert refused(server, logprobs=True, top_logprobs=2, **QUICK)[1] == "top_logprobs"
+    found = client.chat.completions.create(**ASKED, max_tokens=4, logprobs=True, extra_body={**QUICK, "stop": False})
+    assert all(each.top_logprobs == [] for each in found.choices[0].logprobs.content)
