@@ -15,7 +15,7 @@ from codd.training.problems import problems
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "benchmarks"
-PARTS = {"rivals"}
+PARTS = {"rivals", "structured_cases"}
 """Modules that scripts import; not run by themselves."""
 NO_GPU = "circuits_gpu.py: measures CUDA kernels, and PyTorch finds no CUDA device on this machine\n"
 COMMANDS = {
@@ -49,6 +49,7 @@ COMMANDS = {
     "families": ["--tiny --rounds 1 --shards 3 --out OUT"],
     "kv_cache": ["--tiny --samplers any_order --out OUT"],
     "int8": ["--tiny --device cpu --out OUT"],
+    "structured": ["--tiny --out OUT", "--tiny --parts cost --shape llada"],
     "curves": ["docs/runs/mini.jsonl docs/runs/causal.jsonl"],
 }
 """The arguments of each script; DATA and OUT stand for paths."""
