@@ -52,6 +52,8 @@ from families import run_parts, synchronize
 from structured_cases import made_vocabulary, random_regex, random_schema
 
 WINDOW = 32
+FLOORS = 20
+"""Sets of exact draws, of whose total variation to the truth the mean is the noise to expect."""
 
 
 def main() -> None:
@@ -216,6 +218,13 @@ LANGUAGES: dict[str, Setting] = {
         Regex(r" (\(\d\d\)|\[\d\d\]|\"\d\d\"|\*\d\d\*|\d\d\d\d|\$\d\d\.)"),
     ),
 }
+_OPEN = {
+    "sums": "Mia has some stamps. She buys some more. How many stamps does Mia have now?",
+    "products": "For a feast, Kate makes some bowls of rice. How many ounces is that in all?",
+    "facts": "Some children meet at the market. Who has the most?",
+}
+LANGUAGES |= {f"open {name}": LANGUAGES[name]._replace(prompt=prompt) for name, prompt in _OPEN.items()}
+"""The questions of the first four say the numbers, so that the network is sure of one string; the open ones do not."""
 
 
 def distortion(args: argparse.Namespace) -> dict[str, Any]:
@@ -249,7 +258,10 @@ def distorted(setting: Setting, args: argparse.Namespace) -> dict[str, Any]:
     def drawn(p: Tensor) -> dict[str, Any]:
         return measured(Counter(p.multinomial(args.draws, True, generator=draw).tolist()), args.draws, truths)
 
-    found: dict[str, Any] = {f"exact draws, {name}": drawn(truth) for name, truth in truths.items()}
+    found: dict[str, Any] = {}
+    for name, truth in truths.items():
+        floors = [drawn(truth)[f"tv_{name}"] for _ in range(FLOORS)]
+        found[f"exact draws, {name}"] = {f"tv_{name}": statistics.mean(floors), "highest": max(floors)}
     neutral = HMM.neutral(1, model.backbone.vocab_size)
     constrained = {"ours": given, "ours, null circuit": coupled(neutral, constraint=automaton)}
     samples = {
@@ -265,12 +277,14 @@ def distorted(setting: Setting, args: argparse.Namespace) -> dict[str, Any]:
         apart[:, place] = allowed[picked]
     found["position-wise, valid kept"] = score(apart)
     found["position-wise, repaired"] = score(repaired(apart, words, network))
-    found["left to right"] = drawn(left_to_right(log_p, words, states, ways, places))
+    found["left to right"] = drawn(q := left_to_right(log_p, words, states, ways, places))
+    found["left to right"] |= {f"exact_tv_{name}": variation(q, truth) for name, truth in truths.items()}
     free = joint.sample(generator=draw, num_samples=args.draws).tokens[:, 0]
     acceptance = float((given.log_partition() - joint.log_partition()).exp())
     found["rejection"] = score(free) | {"acceptance": acceptance, "draws_a_text": 1 / acceptance}
     size = {"strings": len(words), "masked": len(places), "states": automaton.num_states, "error_of_log_z": error}
-    between = float((truths["network"] - truths["joint"]).abs().sum() / 2)
+    size |= {f"entropy_{name}": float(torch.special.entr(truth).sum()) for name, truth in truths.items()}
+    between = variation(truths["network"], truths["joint"])
     for name, row in found.items():
         print(f"{setting.window!r}, {name}: {json.dumps(row)}", flush=True)
     return {"size": size, "network_to_joint": between} | found
@@ -382,8 +396,13 @@ def measured(hits: Counter[int], draws: int, truths: dict[str, Tensor]) -> dict[
         shares = torch.zeros_like(truth)
         for i, count in hits.items():
             shares[i] = count / valid
-        row[f"tv_{name}"] = float((shares - truth).abs().sum() / 2) if valid else None
+        row[f"tv_{name}"] = variation(shares, truth) if valid else None
     return row
+
+
+def variation(p: Tensor, q: Tensor) -> float:
+    """Total variation."""
+    return float((p - q).abs().sum() / 2)
 
 
 def cost(args: argparse.Namespace) -> dict[str, Any]:
