@@ -87,7 +87,7 @@ def main() -> None:
         parser.exit(2, f"{parser.prog}: needs a CUDA device, and PyTorch finds none; for a tiny run: --tiny\n")
     torch.set_num_threads(args.threads)
     if args.tiny:
-        args.regexes, args.schemas, args.samplers, args.temperatures = 1, 1, ["latent", "any_order"], [1.0]
+        args.regexes, args.schemas, args.samplers, args.temperatures = 1, 1, ["any_order"], [1.0]
         args.draws, args.languages, args.states, args.rounds = 200, ["brackets"], [8], 1
         args.vocab, args.circuit_states, args.problems, args.tokens = 2000, 4, 1, 1
     parser.exit(0 if run_parts(args, args.parts, PARTS) else 1)
