@@ -49,7 +49,7 @@ COMMANDS = {
     "families": ["--tiny --rounds 1 --shards 3 --out OUT"],
     "kv_cache": ["--tiny --samplers any_order --out OUT"],
     "int8": ["--tiny --device cpu --out OUT"],
-    "structured": ["--tiny --out OUT", "--tiny --parts cost --shape llada"],
+    "structured": ["--tiny --out OUT"],
     "curves": ["docs/runs/mini.jsonl docs/runs/causal.jsonl"],
 }
 """The arguments of each script; DATA and OUT stand for paths."""
