@@ -6,9 +6,9 @@ import tracemalloc
 import numpy as np
 import pytest
 import torch
-from generators import random_regex
 
 from codd.constraints import Automaton, JsonSchema, Regex, Vocabulary, cache, compilation, languages
+from structured_cases import random_regex
 
 
 @pytest.mark.parametrize("seed", range(20))

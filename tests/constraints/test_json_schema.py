@@ -5,10 +5,11 @@ import random
 
 import jsonschema_rs
 import pytest
-from generators import random_schema, walk
+from generators import walk
 
 from codd.constraints import JsonSchema
 from codd.errors import EmptyLanguage, InvalidConstraint
+from structured_cases import random_schema
 
 COUNT = int(os.environ.get("CODD_FUZZ", "30"))
 TREE = {
