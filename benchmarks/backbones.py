@@ -20,17 +20,18 @@ import numpy as np
 import torch
 
 from codd.backbones import Backbone, Tokenizer, load_checkpoint
+from codd.data.noise import NoiseRecipe
+from codd.data.packing import PackedSequences
+from codd.data.problems import Problem, extract_answer, problems
+from codd.data.sources import Source, read_pairs
+from codd.data.tokenization import PackingConfig, encode_pairs, load_source, token_stream
 from codd.decoding import Model
 from codd.errors import FormatError, InvalidInput
-from codd.training import corpus
-from codd.training.objective import Maker, causal_batch, diffusion_batch, mean_loss
-from codd.training.problems import Problem, extract_answer, problems
-from codd.training.recipe import NoiseRecipe, Source
-from codd.training.rows import Rows
+from codd.training.backbone.loss import Maker, causal_batch, diffusion_batch, mean_loss
 
 BOOKS = Source("text", "books", path="books/test.jsonl.xz", fields=("text",))
-GSM8K = Source("qa", "gsm8k", path="gsm8k/test.jsonl")
-PROBLEMS = Source("problems", "problems", split="test", seed=100)
+GSM8K = Source("qa", "gsm8k", path="gsm8k/test.jsonl", strip="gsm8k")
+PROBLEMS = Source("problems", "problems", split="test", seed=100, count=1)
 SEED = 777
 """Of the masks: the same for all models."""
 
@@ -115,12 +116,12 @@ def text_likelihood(
 
     The first token of a row, which a causal model is given, counts for it neither as a token nor in bytes.
     """
-    stream = corpus.token_stream(source, root, tokenizer)
+    stream = token_stream(source, root, tokenizer)
     whole = len(stream) // row_length * row_length
     if not whole:
         raise FormatError(f"source {source.name}: {len(stream)} tokens do not fill a row of {row_length}.")
     tokens = stream[:whole].reshape(-1, row_length)
-    rows = Rows(tokens, np.ones(tokens.shape, np.uint8), np.ones(tokens.shape, np.bool_))
+    rows = PackedSequences(tokens, np.ones(tokens.shape, np.uint8), np.ones(tokens.shape, np.bool_))
     predicted = [row[1:] for row in tokens.tolist()] if backbone.config.causal else [tokens.ravel().tolist()]
     size = sum(len(tokenizer.decode(ids).encode()) for ids in predicted)
     return _likelihood(backbone, tokenizer, rows, tokens=sum(map(len, predicted)), size=size, draws=draws)
@@ -134,9 +135,9 @@ def answer_likelihood(
     End marks that fill an answer's last block are predicted, and what they cost is counted; but they are not counted
     among the tokens, of which an answer has its own and one end mark.
     """
-    layout = corpus.Layout(row_length, block_length=32, seed=0)
-    found = corpus.encode_pairs(list(corpus.pairs(source, root)), tokenizer)
-    packed = corpus.open_source(source, root, tokenizer, layout, None)
+    packing = PackingConfig(row_length, block_length=32, seed=0)
+    found = encode_pairs(list(read_pairs(source, root)), tokenizer)
+    packed = load_source(source, root, tokenizer, packing, None)
     rows = packed.take(0, len(packed))
     kept = [answer for question, answer in found if len(question) + len(answer) < row_length]
     size = sum(len(tokenizer.decode(answer.tolist()).encode()) for answer in kept)
@@ -146,7 +147,7 @@ def answer_likelihood(
 
 
 def _likelihood(
-    backbone: Backbone, tokenizer: Tokenizer, rows: Rows, *, tokens: int, size: int, draws: int
+    backbone: Backbone, tokenizer: Tokenizer, rows: PackedSequences, *, tokens: int, size: int, draws: int
 ) -> Likelihood:
     draws = 1 if backbone.config.causal else draws
     mean = mean_loss(
@@ -162,7 +163,7 @@ def _likelihood(
     return Likelihood(total / tokens, total / size / math.log(2), tokens, len(rows.tokens), draws)
 
 
-def _at_stake(backbone: Backbone, rows: Rows) -> int:
+def _at_stake(backbone: Backbone, rows: PackedSequences) -> int:
     """What `mean_loss` is the mean over: a causal model does not predict the first token of a text."""
     if not backbone.config.causal:
         return int(rows.scored.sum())

@@ -17,9 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from codd.training.cache_entries import Entries, Shortlist, narrow
+from codd.data.packing import narrow
+from codd.training.circuit.initial import CircuitSpec
+from codd.training.circuit.updaters import CapturedUpdater, GradientUpdater, make_updater
 from codd.training.circuit_recipe import CircuitRecipe, RuleRecipe, TablesRecipe
-from codd.training.learners import Captured, GradientLearner, Ground, learner_for
+from codd.training.logit_cache.entries import CachedWindows, TopK
 
 WAYS: dict[str, dict[str, Any]] = {
     "adam, rank 128": {"circuit": {"emission_rank": 128, "transition_rank": 64}, "optimizer": {}},
@@ -70,7 +72,7 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def synthetic(windows: int, length: int, vocab: int, k: int, device: torch.device) -> Entries:
+def synthetic(windows: int, length: int, vocab: int, k: int, device: torch.device) -> CachedWindows:
     """A cache as it lies in memory: tokens of a long-tailed distribution, the truth among the first of each list."""
     generator = torch.Generator(device).manual_seed(0)
 
@@ -88,11 +90,13 @@ def synthetic(windows: int, length: int, vocab: int, k: int, device: torch.devic
     ids = torch.cat([narrow((part[:, None] + steps) % vocab, vocab) for part in parts])
     log_probs = (torch.randn(count, k, generator=generator, device=device) * 2 - 3).log_softmax(-1) - 0.1
     tail = torch.full((count,), -2.35, device=device)
-    lists = Shortlist(ids, log_probs.half(), log_probs[:, 0].clone(), tail)
-    return Entries.of(narrow(truth, vocab), masked, level, lists)
+    lists = TopK(ids, log_probs.half(), log_probs[:, 0].clone(), tail)
+    return CachedWindows.of(narrow(truth, vocab), masked, level, lists)
 
 
-def measure(name: str, entries: Entries, args: argparse.Namespace, device: torch.device, steps: int) -> dict[str, Any]:
+def measure(
+    name: str, entries: CachedWindows, args: argparse.Namespace, device: torch.device, steps: int
+) -> dict[str, Any]:
     """Milliseconds of a step and the most memory that was in use."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -105,14 +109,14 @@ def measure(name: str, entries: Entries, args: argparse.Namespace, device: torch
         circuit=TablesRecipe(num_states=args.states, **way["circuit"]),
         optimizer=RuleRecipe(**way["optimizer"]),
     )
-    learner = learner_for(recipe, Ground(args.vocab, 0, device))
+    updater = make_updater(recipe, CircuitSpec(args.vocab, 0, device))
     alone = lambda tensors: None  # noqa: E731  # one process: there is nothing to add
     step: Callable[[Tensor], Tensor]
-    if isinstance(learner, GradientLearner) and device.type == "cuda":
-        captured = Captured(learner, entries, args.batch)
-        step = lambda index: captured.learn(index, 0.5, alone)  # noqa: E731
+    if isinstance(updater, GradientUpdater) and device.type == "cuda":
+        captured = CapturedUpdater(updater, entries, args.batch)
+        step = lambda index: captured.update(index, 0.5, alone)  # noqa: E731
     else:
-        step = lambda index: learner.learn(entries.windows(index), 0.5, alone)  # noqa: E731
+        step = lambda index: updater.update(entries.windows(index), 0.5, alone)  # noqa: E731
     generator = torch.Generator(device).manual_seed(1)
     first = last = torch.zeros(3, device=device)
     for number in range(steps + 3):

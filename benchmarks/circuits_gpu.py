@@ -1,6 +1,6 @@
 """What the joint step costs on a GPU: every stage with the bytes that it must move, and the whole step.
 
-    python benchmarks/circuits_gpu.py                               # the cases of docs/results.md: LLaDA's vocabulary
+    python benchmarks/circuits_gpu.py                            # the cases of docs/results/kernels.md: LLaDA's
     python benchmarks/circuits_gpu.py --states 64 --tokens 500      # one case of these sizes
 
 Stages are timed inside a CUDA graph and set against the time in which this GPU reads as many bytes.
@@ -51,7 +51,7 @@ CASES = [
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for size in ("states", "tokens", "length", "batch"):
-        parser.add_argument(f"--{size}", type=int, help="of one case, instead of those of docs/results.md")
+        parser.add_argument(f"--{size}", type=int, help="of one case, instead of those of docs/results/kernels.md")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write all figures here")
     args = parser.parse_args()

@@ -30,8 +30,8 @@ from codd.backbones.backbone import Backbone
 from codd.backbones.config import Config
 from codd.backbones.transformer import Transformer
 from codd.circuits import HMM
-from codd.evaluation.timing import Timing, interleaved
-from codd.training.problems import problems
+from codd.data.problems import problems
+from timing import Timing, interleaved
 
 SAMPLERS = ("factorized", "latent", "any_order")
 LLADA_8B: dict[str, Any] = {

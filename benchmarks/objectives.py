@@ -20,13 +20,15 @@ from typing import Any, Literal
 import torch
 
 from codd.circuits import HMM, Modulated
-from codd.training.circuit_recipe import BankRecipe, CircuitRecipe, RuleRecipe, TablesRecipe, problems_of
-from codd.training.learners import learner_for, rate_at
-from codd.training.objectives import Objective
-from codd.training.recipe import Source
-from codd.training.supplies import Setup, prepare
-from codd.training.windows import WindowRecipe
-from codd.training.workers import Workers
+from codd.coupling.gap import gap_in_words
+from codd.data.sources import Source
+from codd.data.windows import WindowRecipe
+from codd.distributed import DistributedContext
+from codd.training.circuit.data import TrainingData, prepare
+from codd.training.circuit.objectives import Objective
+from codd.training.circuit.trainer import cosine_rate
+from codd.training.circuit.updaters import make_updater
+from codd.training.circuit_recipe import BankRecipe, CircuitRecipe, RuleRecipe, TablesRecipe
 
 Rule = Literal["adam", "em", "ratio", "baum-welch"]
 BOOKS = Source("text", "books", path="books/valid.jsonl.xz", fields=("text",))
@@ -36,26 +38,23 @@ BOOKS = Source("text", "books", path="books/valid.jsonl.xz", fields=("text",))
 def main() -> None:
     args = arguments()
     recipe = base(args)
-    workers = Workers(0, 1, torch.device("cpu"))
+    context = DistributedContext(0, 1, torch.device("cpu"))
     ways = {name: way for name, way in recipes(recipe, args).items() if not args.way or name in args.way}
-    for name, way in ways.items():
-        wrong = list(problems_of(way))
-        assert not wrong, (name, wrong)
     with tempfile.TemporaryDirectory() as folder:
-        setup = prepare(recipe, args.data, Path(folder), workers)
-        learners = {name: learner_for(way, setup.ground) for name, way in ways.items()}
-        seconds = dict.fromkeys(learners, 0.0)
+        data = prepare(recipe, args.data, Path(folder), context)
+        updaters = {name: make_updater(way, data.spec) for name, way in ways.items()}
+        seconds = dict.fromkeys(updaters, 0.0)
         report: dict[str, Any] = {"settings": {k: str(v) for k, v in vars(args).items()}, "torch": torch.__version__}
         for step in range(args.updates):
-            windows, rate = setup.draw(step), rate_at(step, step / args.updates, recipe.optimizer.warmup)
-            for name, learner in learners.items():
+            windows, rate = data.draw(step), cosine_rate(step, step / args.updates, recipe.optimizer.warmup)
+            for name, updater in updaters.items():
                 begun = time.perf_counter()
-                learner.learn(windows, rate, workers.add_up)
+                updater.update(windows, rate, context.all_reduce)
                 seconds[name] += time.perf_counter() - begun
             if (step + 1) % args.every == 0 or step + 1 == args.updates:
                 report |= {"updates": step + 1, "ways": {}}
-                for name, learner in learners.items():
-                    found = scores(setup, learner.circuit())
+                for name, updater in updaters.items():
+                    found = scores(data, updater.circuit())
                     report["ways"][name] = {"milliseconds": 1e3 * seconds[name] / (step + 1), **found}
                 args.out.parent.mkdir(parents=True, exist_ok=True)
                 args.out.write_text(json.dumps(report, indent=1) + "\n")
@@ -123,10 +122,10 @@ def recipes(recipe: CircuitRecipe, args: argparse.Namespace) -> dict[str, Circui
     return found
 
 
-def scores(setup: Setup, circuit: HMM | Modulated) -> dict[str, dict[str, float | None]]:
+def scores(data: TrainingData, circuit: HMM | Modulated) -> dict[str, dict[str, float | None]]:
     """Of each kind of held-out text at each ratio. JSON has no infinity."""
     found: dict[str, dict[str, float | None]] = {}
-    for name, held_out in setup.held_out.items():
+    for name, held_out in data.held_out.items():
         for ratio, score in held_out.scores(circuit).items():
             figures = {
                 "factorized": score.factorized,
@@ -149,9 +148,9 @@ def markdown(ways: dict[str, dict[str, Any]]) -> str:
 
 
 def cell(score: dict[str, float | None]) -> str:
-    if score["gap_closed"] is None or score["coupled"] is None or score["factorized"] is None:
+    if score["coupled"] is None or score["factorized"] is None:
         return "impossible"
-    return f"{score['gap_closed']:.1%} ({score['coupled'] - score['factorized']:+.3f})"
+    return f"{gap_in_words(score['gap_closed'])} ({score['coupled'] - score['factorized']:+.3f})"
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from codd.circuits.evidence import Evidence, SparsePotentials
 from codd.circuits.hmm import HMM
-from codd.evaluation.timing import Spread, Timing, interleaved
+from timing import Spread, Timing, interleaved
 
 TOLERANCE = 1e-3
 """How far an answer may be from ours, relative to the largest entry."""

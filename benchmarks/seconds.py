@@ -40,17 +40,17 @@ from numpy.typing import NDArray
 
 import codd
 from codd.cli.sampling import parse_option
+from codd.data.problems import extract_answer, generate
 from codd.decoding.options import CIRCUIT_OPTIONS
 from codd.evaluation.provenance import provenance
-from codd.evaluation.report.figures import Chart, Curve, Panel, write_png
+from codd.evaluation.report.figures import Chart, Curve, Panel, look, write_png
 from codd.evaluation.report.frontier import reached
-from codd.evaluation.report.parts import look
-from codd.evaluation.report.ways import ACCURACY, kind, named, option, rest, sampler, shared
+from codd.evaluation.report.labels import circuit_label, kind, option, rest, sampler, shared
+from codd.evaluation.report.quality import ACCURACY, Estimate
 from codd.evaluation.statistics import RESAMPLES, paired, share_interval
 from codd.evaluation.tasks.answering import problem_seed
-from codd.evaluation.tasks.cells import NONE, Cell
+from codd.evaluation.tasks.configs import NONE, EvalConfig
 from codd.files import replacing, write_text
-from codd.training.problems import extract_answer, generate
 
 WAYS = (
     "none:steps=8/16/32/64/128",
@@ -101,25 +101,25 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="right answers against each cost")
     args = parser.parse_args()
     begun = time.time()
-    cells = {name: cell for text in args.ways for name, cell in ways_from(text, args)}
-    found = read(args, cells)
+    configs = {name: config for text in args.ways for name, config in ways_from(text, args)}
+    found = read(args, configs)
     saved = time.monotonic()
     with kept_busy(args.busy):
-        for name, answers in answered(missing(args, cells, found), args, begun + args.seconds):
+        for name, answers in answered(missing(args, configs, found), args, begun + args.seconds):
             found[name] |= answers
             if args.out and time.monotonic() > saved + SAVED_EVERY:
-                write(args, cells, found)
+                write(args, configs, found)
                 saved = time.monotonic()
     if args.out:
-        write(args, cells, found)
+        write(args, configs, found)
     values = in_common(found)
     count, how = len(next(iter(values.values()))), f"{machine(args)}, {time.time() - begun:.0f} s"
-    print(report(cells, values, how) if count else "no problem was answered by all ways in this time.")
+    print(report(configs, values, how) if count else "no problem was answered by all ways in this time.")
     if args.plot and count:
-        write_png(chart(cells, values, f"{count} word problems, {machine(args)}"), args.plot)
+        write_png(chart(configs, values, f"{count} word problems, {machine(args)}"), args.plot)
 
 
-def ways_from(text: str, args: argparse.Namespace) -> Iterator[tuple[str, Cell]]:
+def ways_from(text: str, args: argparse.Namespace) -> Iterator[tuple[str, EvalConfig]]:
     """The ways that a word of the command line stands for, each with its name."""
     circuit, _, told = text.rpartition(":") if ":" in text else (text, "", "")
     items = [item if "=" in item else f"sampler={item}" for item in told.split(",") if item]
@@ -128,29 +128,29 @@ def ways_from(text: str, args: argparse.Namespace) -> Iterator[tuple[str, Cell]]
         options = {name: parse_option(name, value) for name, value in chosen}
         words = [value if name == "sampler" else f"{name}={value}" for name, value in chosen]
         said = {name: getattr(args, name) for name in ("seed", "model", "device", "dtype")}
-        cell = Cell("word_problems", circuit, options, **said)
-        yield f"{circuit}:{','.join(words)}", cell
+        config = EvalConfig("word_problems", circuit, options, **said)
+        yield f"{circuit}:{','.join(words)}", config
 
 
-def told(args: argparse.Namespace, cells: Mapping[str, Cell]) -> dict[str, Any]:
+def told(args: argparse.Namespace, configs: Mapping[str, EvalConfig]) -> dict[str, Any]:
     """What must be the same for answers to be added to a file."""
     names = ("seed", "model", "device", "dtype", "batch", "threads", "workers", "busy")
-    return {"ways": list(cells), **{name: getattr(args, name) for name in names}}
+    return {"ways": list(configs), **{name: getattr(args, name) for name in names}}
 
 
-def read(args: argparse.Namespace, cells: Mapping[str, Cell]) -> Answers:
+def read(args: argparse.Namespace, configs: Mapping[str, EvalConfig]) -> Answers:
     """What a file has already."""
     if args.out is None or not args.out.exists():
-        return {name: {} for name in cells}
+        return {name: {} for name in configs}
     file = json.loads(args.out.read_text())
-    if file["settings"] != told(args, cells):
+    if file["settings"] != told(args, configs):
         sys.exit(f"{args.out}: has answers to other settings; give another --out, or the same settings to go on.")
     return {name: {i: Answer(*each) for i, *each in rows} for name, rows in file["answers"].items()}
 
 
-def write(args: argparse.Namespace, cells: Mapping[str, Cell], found: Answers) -> None:
+def write(args: argparse.Namespace, configs: Mapping[str, EvalConfig], found: Answers) -> None:
     rows = {name: [[i, *answer] for i, answer in sorted(answers.items())] for name, answers in found.items()}
-    made = {"settings": told(args, cells), "provenance": provenance(args.device, args.dtype), "answers": rows}
+    made = {"settings": told(args, configs), "provenance": provenance(args.device, args.dtype), "answers": rows}
     with replacing(args.out.parent, args.out.name) as (temporary,):
         write_text(temporary, json.dumps(made) + "\n")
 
@@ -166,18 +166,18 @@ class Task(NamedTuple):
     """Some problems for one way."""
 
     name: str
-    cell: Cell
+    config: EvalConfig
     numbers: Sequence[int]
 
 
-def missing(args: argparse.Namespace, cells: Mapping[str, Cell], found: Answers) -> list[Task]:
+def missing(args: argparse.Namespace, configs: Mapping[str, EvalConfig], found: Answers) -> list[Task]:
     """What is to be answered: some problems by all ways, then the next; another way begins each time."""
-    tasks, names = [], list(cells)
+    tasks, names = [], list(configs)
     for turn, begin in enumerate(range(0, args.problems, args.batch)):
         first, numbers = turn % len(names), range(begin, min(args.problems, begin + args.batch))
         for name in names[first:] + names[:first]:
             if left := [number for number in numbers if number not in found[name]]:
-                tasks.append(Task(name, cells[name], left))
+                tasks.append(Task(name, configs[name], left))
     return tasks
 
 
@@ -209,14 +209,14 @@ def answer(task: Task, deadline: float) -> dict[int, Answer]:
     """By one run of `generate`."""
     if time.time() > deadline:
         return {}
-    cell, numbers = task.cell, task.numbers
-    asked = [generate(number, split="test", seed=cell.seed) for number in numbers]
-    seeds = [problem_seed(cell.seed, number, 0) for number in numbers]
-    chosen = model(cell.model, cell.circuit, cell.device, cell.dtype)
+    config, numbers = task.config, task.numbers
+    asked = [generate(number, split="test", seed=config.seed) for number in numbers]
+    seeds = [problem_seed(config.seed, number, 0) for number in numbers]
+    chosen = model(config.model, config.circuit, config.device, config.dtype)
     questions = [problem.question for problem in asked]
     cpu, wall = time.process_time(), time.perf_counter()
-    made = chosen.generate(questions, **{**cell.options, "seed": seeds})
-    if cell.device == "cuda":
+    made = chosen.generate(questions, **{**config.options, "seed": seeds})
+    if config.device == "cuda":
         torch.cuda.synchronize()
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     assert made.texts is not None
@@ -246,28 +246,30 @@ def in_common(found: Answers) -> dict[str, Floats]:
     return {name: np.array([answers[each] for each in numbers], np.float64) for name, answers in found.items()}
 
 
-def report(cells: Mapping[str, Cell], values: Mapping[str, Floats], how: str) -> str:
+def report(configs: Mapping[str, EvalConfig], values: Mapping[str, Floats], how: str) -> str:
     """Two tables in Markdown."""
     count = len(next(iter(values.values())))
-    return "\n".join([f"{count} problems; {how}.", "", *ways_table(cells, values), "", *equal_table(cells, values)])
+    return "\n".join([f"{count} problems; {how}.", "", *ways_table(configs, values), "", *equal_table(configs, values)])
 
 
-def ways_table(cells: Mapping[str, Cell], values: Mapping[str, Floats]) -> list[str]:
-    """Means over problems; the cost of a call is also given as a multiple of that of the network alone at one pace."""
+def ways_table(configs: Mapping[str, EvalConfig], values: Mapping[str, Floats]) -> list[str]:
+    """Means over problems; the cost of a call is also a multiple of that of the network alone at the same budget."""
     lines = [
         "| way | right, % (95%) | against the slowest alone, points | calls | CPU s | wall s | ms a call, CPU / wall |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name, cell in cells.items():
+    for name, config in configs.items():
         own = values[name]
         right, calls, cpu, wall = own.mean(0)
         low, high = share_interval(int(own[:, 0].sum()), len(own))
-        alone = [other for other in cells if cells[other].circuit == NONE and shared(cells[other]) == shared(cell)]
+        alone = [
+            other for other in configs if configs[other].circuit == NONE and shared(configs[other]) == shared(config)
+        ]
         slowest = max(alone, key=lambda other: values[other][:, 1].mean(), default=name)
         against = "" if slowest == name else paired(own[:, 0].tolist(), values[slowest][:, 0].tolist())
         each, over = 1e3 * np.array([cpu, wall]) / calls, ""
-        pace = {option: value for option, value in cell.options.items() if option not in CIRCUIT_OPTIONS}
-        for base in [values[other] for other in alone if cells[other].options == pace and other != name]:
+        budget = {option: value for option, value in config.options.items() if option not in CIRCUIT_OPTIONS}
+        for base in [values[other] for other in alone if configs[other].options == budget and other != name]:
             cpu_over, wall_over = each / (1e3 * base[:, 2:].mean(0) / base[:, 1].mean())
             over = f" (x{cpu_over:.2f} / x{wall_over:.2f})"
         lines.append(
@@ -277,7 +279,7 @@ def ways_table(cells: Mapping[str, Cell], values: Mapping[str, Floats]) -> list[
     return lines
 
 
-def equal_table(cells: Mapping[str, Cell], values: Mapping[str, Floats]) -> list[str]:
+def equal_table(configs: Mapping[str, EvalConfig], values: Mapping[str, Floats]) -> list[str]:
     """How many times less each way with a circuit needs than the best rule without one, at equal right answers."""
     lines = [
         "| way, against the best rule of the network alone at equal right answers | right, % | "
@@ -286,15 +288,15 @@ def equal_table(cells: Mapping[str, Cell], values: Mapping[str, Floats]) -> list
         "|---|---|" + "---|" * len(COSTS),
     ]
     means = resampled(values)
-    for name, cell in cells.items():
-        rules = rules_alone(cells, cell)
-        if cell.circuit == NONE or not rules:
+    for name, config in configs.items():
+        rules = rules_alone(configs, config)
+        if config.circuit == NONE or not rules:
             continue
         figures = [f"{100 * means[name][0, 0]:.1f}"]
         for cost in COSTS.values():
             least = [min(need(rule, means, cost, i, means[name][i, 0]) for rule in rules) for i in range(RESAMPLES + 1)]
             cheapest = [min(means[other][0, cost] for other in rule) for rule in rules]
-            bound = "at most " if least[0] in cheapest else ""  # a faster pace, not measured, might do
+            bound = "at most " if least[0] in cheapest else ""  # a faster budget, not measured, might do
             figures.append(bound + times(np.array(least) / means[name][:, cost]))
         lines.append(f"| {name} | {' | '.join(figures)} |")
     return lines
@@ -308,32 +310,33 @@ def resampled(values: Mapping[str, Floats]) -> dict[str, Floats]:
     return {name: weights @ own for name, own in values.items()}
 
 
-def rules_of(cells: Mapping[str, Cell]) -> list[list[str]]:
-    """The ways that differ in the value of their pace only."""
+def rules_of(configs: Mapping[str, EvalConfig]) -> list[list[str]]:
+    """The ways that differ in the value of their budget only."""
     rules: dict[tuple[str, ...], list[str]] = {}
-    for name, cell in cells.items():
-        key = (cell.circuit, sampler(cell), kind(cell), json.dumps(rest(cell), sort_keys=True))
+    for name, config in configs.items():
+        key = (config.circuit, sampler(config), kind(config), json.dumps(rest(config), sort_keys=True))
         rules.setdefault(key, []).append(name)
     return list(rules.values())
 
 
-def rules_alone(cells: Mapping[str, Cell], cell: Cell) -> list[list[str]]:
+def rules_alone(configs: Mapping[str, EvalConfig], config: EvalConfig) -> list[list[str]]:
     """Those of the network alone that may be compared with a way."""
-    return rules_of({n: each for n, each in cells.items() if each.circuit == NONE and shared(each) == shared(cell)})
+    return rules_of({n: each for n, each in configs.items() if each.circuit == NONE and shared(each) == shared(config)})
 
 
-def chart(cells: Mapping[str, Cell], values: Mapping[str, Floats], title: str) -> Chart:
+def chart(configs: Mapping[str, EvalConfig], values: Mapping[str, Floats], title: str) -> Chart:
     """A line for each rule, by each cost."""
     panels = []
     for cost, column in COSTS.items():
         curves = []
-        for number, rule in enumerate(rules_of(cells)):
-            cell = cells[rule[0]]
-            heat = option(cell, "temperature")
-            words = [named(cell.circuit), sampler(cell), f"by {kind(cell)}", f"temperature {heat:g}" if heat else ""]
+        for number, rule in enumerate(rules_of(configs)):
+            config = configs[rule[0]]
+            heat = option(config, "temperature")
+            words = [circuit_label(config.circuit), sampler(config), f"by {kind(config)}"]
+            words += [f"temperature {heat:g}"] if heat else []
             points = sorted((values[name][:, column].mean(), 100 * values[name][:, 0].mean()) for name in rule)
-            xs, ys = zip(*points, strict=True)
-            curves.append(Curve(", ".join(filter(None, words)), xs, ys, look=look(cell.circuit, number)))
+            line = [(x, Estimate(y)) for x, y in points]
+            curves.append(Curve(", ".join(filter(None, words)), line, look(config.circuit, number)))
         panels.append(Panel(f"{cost} a problem", ACCURACY.title, curves, ratio_axis=True))
     return Chart("seconds", title, panels)
 

@@ -33,7 +33,7 @@ import httpx
 import torch
 
 import codd
-from codd.training.problems import problems
+from codd.data.problems import problems
 
 NAME = "codd-mini"
 WAYS: tuple[dict[str, Any], ...] = (

@@ -11,7 +11,8 @@ checked with ``re`` or jsonschema_rs, and a step that commits nothing, or one mo
 distortion: total variation to the exact conditional, which enumeration gives, of samples made in several ways. cost:
 milliseconds (of the process on a CPU) of a step's sampler, given the logits, by the number of the automaton's states.
 compile: seconds to compile the cases, nothing cached, for the bundled vocabulary and a made one of LLaDA's size.
-quality: fields of a sentence filled into a JSON object by the bundled model. A part raises if its answers are wrong.
+quality: word problems of two steps (--seed, the test split) read into records of nine fields by the bundled model, with
+and without constraint and circuit, --calls a text. A part raises if its answers are wrong.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,13 +41,13 @@ from codd.circuits.constrained import WindowConstraint
 from codd.constraints import Automaton, Choice, JsonSchema, Language, Regex, Vocabulary
 from codd.constraints import cache as compiled
 from codd.coupling import Coupled
+from codd.data.problems import problems
 from codd.decoding import Options
 from codd.decoding.accelerate.gpu_sampling import sample_captured
 from codd.decoding.samplers.ranking import Noise
 from codd.decoding.samplers.window import WindowInputs, sample_window
 from codd.errors import InvalidConstraint
 from codd.evaluation.statistics import paired, share_interval
-from codd.training.problems import problems
 from decoding import SAMPLERS
 from families import run_parts, synchronize
 from structured_cases import made_vocabulary, random_regex, random_schema
@@ -76,7 +77,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10, help="of cost (default: 10)")
     parser.add_argument("--vocab", type=int, default=126464, help="made tokens (default: LLaDA's 126464)")
     parser.add_argument("--circuit-states", type=int, default=1024, help="of llada's shape (default: 1024)")
-    parser.add_argument("--problems", type=int, default=200, help="of quality")
+    parser.add_argument("--problems", type=int, default=160, help="of quality (default: 160)")
+    parser.add_argument("--calls", type=int, default=8, help="of quality, a text; 0: the default pace (default: 8)")
     parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="of cost (default: cpu)")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--tiny", action="store_true", help="toy sizes")
@@ -560,69 +562,55 @@ def nothing_kept() -> Iterator[None]:
             os.environ["XDG_CACHE_HOME"] = before
 
 
-NAMES = ("Mia", "Tom", "Luis", "Oscar", "Tara", "Adam", "Rosa", "Lucas", "Elena", "Owen", "Jane", "Kate", "Brian")
-ITEMS = ("stamps", "coins", "books", "apples", "crayons", "hats", "cards", "marbles", "oranges", "eggs")
-FIELDS = {"name": r'"[A-Z][a-z]+"', "count": r"[1-9]\d", "item": r'"[a-z]+"'}
+NUMBER = "(0|[1-9][0-9]{0,3})"
+RECORD = rf"([^0-9\n]+ {NUMBER} [-+*/] {NUMBER} = {NUMBER}[^0-9\n]+\n){{2}}#### {NUMBER}"
+"""Two steps and an answer, as the bundled model writes them; it has never seen JSON."""
 
 
 def quality(args: argparse.Namespace) -> dict[str, Any]:
-    """Right fields of a JSON object that is filled in after a text: masks stand for the values, all else is given."""
-    model, rng = bundled(), random.Random(args.seed)
-    pattern = ", ".join(f'"{name}": {value}' for name, value in FIELDS.items()).removeprefix('"name": ')
+    """Word problems of two steps read into records; problem by problem, of every way the fields that are right."""
+    model, language, pace = bundled(), Regex(RECORD), {"steps": args.calls} if args.calls else {}
+    null = model.with_circuit("null")
     ways = {
-        "constrained, circuit": (model, Regex(pattern)),
-        "constrained, null circuit": (model.with_circuit("null"), Regex(pattern)),
+        "constrained, circuit": (model, language),
+        "constrained, null circuit": (null, language),
         "unconstrained, circuit": (model, None),
-        "unconstrained, null circuit": (model.with_circuit("null"), None),
+        "unconstrained, null circuit": (null, None),
     }
-    right: dict[str, dict[str, list[bool]]] = {way: {name: [] for name in FIELDS} for way in ways}
-    valid: dict[str, list[bool]] = {way: [] for way in ways}
-    seconds = Counter[str]()
-    for number in range(args.problems):
-        (who, other), (what, else_) = rng.sample(NAMES, 2), rng.sample(ITEMS, 2)
-        count, more = rng.sample(range(10, 100), 2)
-        text = f"{who} has {count} {what}. {other} has {more} {else_}. How many {what} does {who} have?"
-        truth = {"name": f'"{who}"', "count": str(count), "item": f'"{what}"'}
-        ids, slots = skeleton(text, truth)
+    every = problems(100 * args.problems, split="test", seed=args.seed)
+    chosen = islice((each for each in every if re.fullmatch(RECORD, each.solution)), args.problems)
+    found: dict[str, list[Counter[str]]] = {way: [] for way in ways}
+    for number, problem in enumerate(chosen):
+        truth = fields(problem.solution)
         for way, (each, constraint) in ways.items():
             begun = time.process_time()
-            written = each.generate([ids], gen_length=0, constraint=constraint, seed=args.seed).sequences[0].tolist()
-            seconds[way] += time.process_time() - begun  # type: ignore[assignment]
-            found = {
-                name: model.vocabulary.text_of(written[slice(*slot)]).decode(errors="replace")
-                for name, slot in slots.items()
-            }
-            for name, value in truth.items():
-                right[way][name].append(found[name].strip() == value)
-            valid[way].append(all(re.fullmatch(FIELDS[name], found[name].strip()) for name in FIELDS))
-            if number < 3:
-                print(f"quality, {way}: {text!r} -> {found}", flush=True)
-        assert all(valid[way][-1] for way in ways if way.startswith("constrained")), f"problem {number}: {text}"
-    report: dict[str, Any] = {}
-    for way in ways:
-        row: dict[str, Any] = {"problems": args.problems, "valid": sum(valid[way]), "cpu_seconds": seconds[way]}
-        for name, hits in right[way].items():
-            row[name] = [sum(hits), *share_interval(sum(hits), len(hits))]
-        report[way] = row
-    means = {way: [sum(row) / len(FIELDS) for row in zip(*right[way].values(), strict=True)] for way in ways}
-    first = "constrained, circuit"
-    for way in list(ways)[1:]:
-        report[f"{first} - {way}, fields"] = str(paired(means[first], means[way], args.seed))
+            written = each.generate(problem.question, gen_length=64, constraint=constraint, seed=args.seed, **pace)
+            seconds = time.process_time() - begun
+            [text] = written.texts or [""]
+            hits = [value == true for value, true in zip(fields(text), truth, strict=True)]
+            row = Counter(fields=sum(hits), record=all(hits), answer=hits[-1], calls=written.steps[0])
+            row["valid"], row["cpu_seconds"] = re.fullmatch(RECORD, text) is not None, seconds  # type: ignore[assignment]
+            assert row["valid"] or constraint is None, f"{problem.question!r}: {text!r} is not in the language"
+            found[way].append(row)
+            print(f"quality {number}, {way}: {text!r}, right fields {row['fields']} of {len(truth)}", flush=True)
+    report: dict[str, Any] = {"problems": args.problems, "calls": args.calls or "default", "fields": len(truth)}
+    for way, rows in found.items():
+        sums = {name: sum(row[name] for row in rows) for name in ("fields", "record", "answer", "valid", "calls")}
+        intervals = {name: share_interval(sums[name], len(rows)) for name in ("record", "answer", "valid")}
+        report[way] = sums | {"intervals": intervals, "cpu_seconds": sum(row["cpu_seconds"] for row in rows)}
+    first, *others = found
+    for way in others:
+        for name, most in (("fields", len(truth)), ("record", 1), ("answer", 1)):
+            mine, theirs = ([row[name] / most for row in found[each]] for each in (first, way))
+            report[f"{name}: {first} less {way}"] = str(paired(mine, theirs, args.seed))
     return report
 
 
-def skeleton(text: str, truth: dict[str, str]) -> tuple[list[int], dict[str, tuple[int, int]]]:
-    """A text and an object after it, its values masks, as many as the true ones have tokens; and where these are."""
-    model = bundled()
-    spell = model.vocabulary.encode
-    assert spell is not None
-    assert model.mask_id is not None
-    ids, slots = [*model.encode(text)[0], *spell("{")], {}
-    for i, (name, value) in enumerate(truth.items()):
-        ids += spell(f'{", " if i else ""}"{name}": ')
-        slots[name] = (len(ids), len(ids) + len(spell(value)))
-        ids += [model.mask_id] * len(spell(value))
-    return [*ids, *spell("}")], slots
+def fields(text: str) -> list[str]:
+    """The numbers and signs of the first two equations and the answer, wherever they stand; "" for what is missing."""
+    equations = [*re.findall(r"(\d+) ([-+*/]) (\d+) = (\d+)", text), ("",) * 4, ("",) * 4][:2]
+    answer = re.search(r"#### (\d+)", text)
+    return [*equations[0], *equations[1], answer[1] if answer else ""]
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {

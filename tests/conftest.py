@@ -12,7 +12,9 @@ import checking
 if not torch.cuda.is_available():
     # The kernels then run in Triton's interpreter; it must be chosen before they are compiled.
     os.environ["TRITON_INTERPRET"] = "1"
-torch.set_num_threads(int(os.environ.get("CODD_TEST_THREADS", "1")))  # make test runs two processes on two cores
+THREADS = os.environ.get("CODD_TEST_THREADS", "1")  # make test runs two processes on two cores
+torch.set_num_threads(int(THREADS))
+os.environ.setdefault("OMP_NUM_THREADS", THREADS)  # of the processes that tests start
 
 # The same examples in every run, and no time limit for one: another process may keep the core busy.
 # New examples are looked for with --hypothesis-profile=explore.

@@ -4,11 +4,12 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 
-def run_in_two_processes(*arguments: str, threads: int = 1) -> tuple[str, str]:
-    """Run ``python -m codd`` with these arguments twice, as ranks 0 and 1; all that they wrote to stdout and stderr."""
+def run_in_two_processes(*arguments: str, threads: int = 1, program: Sequence[str] = ("-m", "codd")) -> tuple[str, str]:
+    """Run a Python program with these arguments twice, as ranks 0 and 1; all that they wrote to stdout and stderr."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
@@ -16,7 +17,7 @@ def run_in_two_processes(*arguments: str, threads: int = 1) -> tuple[str, str]:
 
     def start(rank: int) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        command = [sys.executable, "-m", "codd", *arguments]
+        command = [sys.executable, *program, *arguments]
         # Of two ranks the second waits for the first, and would wait half an hour for one that has failed.
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 

@@ -2,7 +2,7 @@
 
 Between two operations its threads spin, by default for long. If another process wants the same cores they spin in each
 other's way: two processes with a thread a core do one fortieth of the work that one does alone. With a short spin alone
-is as fast as before, and two share fairly (docs/results.md). What the user has set stays.
+is as fast as before, and two share fairly (docs/results/cost.md). What the user has set stays.
 """
 
 import os

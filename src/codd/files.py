@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import io
 import json
 import os
 import re
@@ -10,7 +11,7 @@ import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -79,7 +80,7 @@ def _short(path: Path) -> str:
     return text if len(text := str(path)) < 300 else f"{text[:300]}..."
 
 
-def open_regular(path: Path, most: int | None = None) -> BinaryIO:
+def open_regular(path: Path, most: int | None = None) -> io.BufferedReader:
     """Open a file that a stranger may have made; FormatError unless it is a regular one, of at most ``most`` bytes.
 
     Reading a pipe would wait for ever, and a device has no end.

@@ -18,8 +18,8 @@ from codd.backbones.adapters import LowRank
 from codd.backbones.backbone import Backbone
 from codd.backbones.loading import load_checkpoint
 from codd.errors import FormatError, InvalidInput
-from codd.training.joint import merge as merge_trained
-from codd.training.joint import trainable
+from codd.training.circuit.joint import merge as merge_trained
+from codd.training.circuit.joint import trainable
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:::peft\.")  # of its advice on base models that it does not know
 ATTENTION = ["q_proj", "k_proj", "v_proj"]
@@ -120,7 +120,8 @@ def compare(name: str, tmp_path: Path, *, apart: bool = True, **settings: Any) -
     if apart:
         kept = load(name, adapter=tmp_path / "adapter", merge=False)
         assert any(isinstance(module, LowRank) for module in kept.modules())
-        torch.testing.assert_close(logits_of(kept, name), expected, atol=3e-5, rtol=1e-5)
+        # x W + x A B against x (W + A B): the weights are random in every run, and what rounds differs with them.
+        torch.testing.assert_close(logits_of(kept, name), expected, atol=2e-4, rtol=1e-4)
         kept.set_adapter(None)
         assert torch.equal(logits_of(kept, name), plain)
     return expected

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 import codd
 from codd.backbones.loading import BUNDLED
-from codd.training.problems import extract_answer, generate
+from codd.data.problems import extract_answer, generate
 
 PROJECT = Path(__file__).parents[2]
 FILES = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}

@@ -24,7 +24,7 @@ def assert_close(found: Tensor, wanted: Tensor, where: Tensor | None = None) -> 
     error = (found - wanted).abs()
     error = error if where is None else error[where]
     assert error.numel()
-    print(f"largest difference {float(error.max()):.1e}")  # pytest -rP shows it; docs/results.md quotes it
+    print(f"largest difference {float(error.max()):.1e}")  # pytest -rP shows it; docs/results/checkpoints.md quotes it
     assert float(error.max()) <= TOLERANCE
 
 

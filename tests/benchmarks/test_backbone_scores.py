@@ -13,12 +13,12 @@ from backbones import Solved, answer_likelihood, batch_maker, solve_problems, te
 from codd.backbones import Backbone, Tokenizer, mini
 from codd.backbones.config import Config
 from codd.backbones.transformer import initialise
+from codd.data.bpe import train_bpe
+from codd.data.packing import PackedSequences
+from codd.data.problems import Problem, problems
+from codd.data.sources import Source
 from codd.decoding import Model
 from codd.errors import FormatError, InvalidInput
-from codd.training.bpe import train_bpe
-from codd.training.problems import Problem, problems
-from codd.training.recipe import Source
-from codd.training.rows import Rows
 
 DOCUMENTS = [
     "Ana has 12 apples and a café — she sells 7 of them. How many are left?",
@@ -210,7 +210,7 @@ def test_a_diffusion_model_needs_a_mask(data):
 
 
 def test_noise_is_uniform_and_every_token_at_stake():
-    rows = Rows(np.full((40, 96), 7, np.uint16), np.ones((40, 96), np.uint8), np.ones((40, 96), np.bool_))
+    rows = PackedSequences(np.full((40, 96), 7, np.uint16), np.ones((40, 96), np.uint8), np.ones((40, 96), np.bool_))
     batch = batch_maker(tiny(), tokenizer())(rows, torch.Generator().manual_seed(0))
     assert float(batch.total) == 40 * 96
     assert torch.equal(batch.weights > 0, batch.ids == tokenizer().mask_id)

@@ -15,12 +15,12 @@ ARGS = argparse.Namespace(
 )
 
 
-def cells(*texts):
-    return {name: cell for text in texts for name, cell in seconds.ways_from(text, ARGS)}
+def configs(*texts):
+    return {name: config for text in texts for name, config in seconds.ways_from(text, ARGS)}
 
 
 def test_a_slash_makes_ways_and_a_word_is_a_sampler():
-    found = cells("none:steps=8/none", "a/folder:any_order,threshold=0.9/1,temperature=0/0.7", "trained")
+    found = configs("none:steps=8/none", "a/folder:any_order,threshold=0.9/1,temperature=0/0.7", "trained")
     assert list(found)[:3] == ["none:steps=8", "none:steps=none", "a/folder:any_order,threshold=0.9,temperature=0"]
     assert [found[f"none:steps={steps}"].options["steps"] for steps in ("8", "none")] == [8, None]
     assert found["a/folder:any_order,threshold=1,temperature=0.7"].circuit == "a/folder"
@@ -30,11 +30,11 @@ def test_a_slash_makes_ways_and_a_word_is_a_sampler():
 
 def test_an_option_that_does_not_exist_is_refused():
     with pytest.raises(InvalidInput, match="there is no option 'pace'"):
-        cells("none:pace=3")
+        configs("none:pace=3")
 
 
 def test_ways_take_turns_and_what_is_answered_is_not_asked_again():
-    ways = cells("none:steps=8", "none:steps=16")
+    ways = configs("none:steps=8", "none:steps=16")
     found = {name: {} for name in ways}
     found["none:steps=8"] = {0: seconds.Answer(True, 1, 1.0, 1.0)}
     tasks = [(task.name, list(task.numbers)) for task in seconds.missing(ARGS, ways, found)]
@@ -48,7 +48,7 @@ def answers(right, calls, cpu, wall):
 
 def test_a_file_is_gone_on_with_under_the_same_settings_only(tmp_path):
     args = argparse.Namespace(**{**vars(ARGS), "out": tmp_path / "found.json"})
-    ways = cells("none:steps=8")
+    ways = configs("none:steps=8")
     found = {"none:steps=8": answers([True, False], 8, 0.5, 0.25)}
     seconds.write(args, ways, found)
     assert seconds.read(args, ways) == found
@@ -61,7 +61,7 @@ def test_a_file_is_gone_on_with_under_the_same_settings_only(tmp_path):
 @pytest.fixture
 def made():
     """Alone 40% for 10 calls and 80% for 20 by threshold, 80% for 40 by steps; with the circuit 60% for 10."""
-    ways = cells("none:threshold=0.5/0.9", "none:steps=40", "trained:any_order,threshold=0.9")
+    ways = configs("none:threshold=0.5/0.9", "none:steps=40", "trained:any_order,threshold=0.9")
     rights = [2, 4, 4, 3]
     costs = [(10, 1.0, 0.5), (20, 2.0, 1.0), (40, 3.0, 2.0), (10, 1.2, 0.3)]
     rows = zip(ways, rights, costs, strict=True)
@@ -109,7 +109,7 @@ def test_the_chart_has_a_line_for_each_rule(made):
     ways, found = made
     drawn = seconds.chart(ways, seconds.in_common(found), "title").panels
     assert [panel.x for panel in drawn] == ["calls a problem", "CPU s a problem", "wall s a problem"]
-    lines = {curve.label: (list(curve.xs), list(curve.ys)) for curve in drawn[0].curves}
+    lines = {curve.label: (curve.xs, [y.value for _, y in curve.points]) for curve in drawn[0].curves}
     assert lines == {
         "network alone, by threshold": ([10, 20], [40, 80]),
         "network alone, by steps": ([40], [80]),

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from codd.backbones.loading import BUNDLED
-from codd.training.problems import problems
+from codd.data.problems import problems
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "benchmarks"
-PARTS = {"rivals", "structured_cases"}
+PARTS = {"rivals", "structured_cases", "timing"}
 """Modules that scripts import; not run by themselves."""
 NO_GPU = "circuits_gpu.py: measures CUDA kernels, and PyTorch finds no CUDA device on this machine\n"
 COMMANDS = {
@@ -37,19 +37,24 @@ COMMANDS = {
         "--data DATA --updates 1 --batch 8 --windows 16 --states 2 --row-length 160 --rows-at-once 1 --problems 6 "
         "--held-out 1 --ratios 0.1 --out OUT"
     ],
+    "anemone": [
+        "--vocab 200 --states 2 --planted 4 --length 4 --candidates 8 --windows 8 --held-out 8 --batch 4 "
+        "--seconds 0.01 --readings 1 --out OUT"
+    ],
     "circuit_training": [
-        "--windows 16 --epochs 1 --window 4 --vocab 50 --states 2 --top-k 4 --batch 4 --steps 1 --device cpu --out OUT"
+        "--windows 16 --epochs 1 --window 4 --vocab 50 --states 2 --top-k 4 --batch 8 --steps 1 --device cpu --out OUT"
     ],
     "serving": [
         "load --caches --clients 4 --seconds 0.5 --leave 0.25 --mixed 0.5 --requests 2 --shorter 16 --slots 2 "
         "--plot OUT.png --json OUT",
         "throughput --clients 1 --rounds 1 --shorter 16 --slots 2 --json OUT",
     ],
+    "ray_replicas": ["load --clients 2 --seconds 0.5 --requests 2 --shorter 16 --slots 2 --json OUT"],
     "serving_gpu": ["mini --device cpu --slots 1 2 --requests 2 --rounds 1 --gen-length 2 --steps 1 --json OUT"],
     "families": ["--tiny --rounds 1 --shards 3 --out OUT"],
     "kv_cache": ["--tiny --samplers any_order --out OUT"],
     "int8": ["--tiny --device cpu --out OUT"],
-    "structured": ["--tiny --out OUT"],
+    "structured": ["--tiny --seed 2 --out OUT"],
     "curves": ["docs/runs/mini.jsonl docs/runs/causal.jsonl"],
 }
 """The arguments of each script; DATA and OUT stand for paths."""
@@ -100,6 +105,8 @@ def test_every_script_is_run_here_and_named_in_the_readme():
 
 @pytest.mark.parametrize("script", COMMANDS)
 def test_it_runs(script, data, tmp_path, monkeypatch, capsys, request):
+    if script == "ray_replicas":
+        pytest.importorskip("ray", reason="the extra ray is not installed")
     if script.startswith("serving"):
         pytest.importorskip("fastapi", reason="the extra serve is not installed")
         pytest.importorskip("httpx")

@@ -27,7 +27,7 @@ from codd.decoding.samplers.latent import sample_latent
 from codd.decoding.samplers.ranking import Noise
 from codd.errors import ImpossibleEvidence, InvalidCircuit, InvalidEvidence
 
-CASES = int(os.environ.get("CODD_FUZZ", "300"))
+CASES = int(os.environ.get("CODD_FUZZ", "120"))
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 SINGLE = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -257,7 +257,10 @@ def test_every_commitment_is_a_recomputation():
                 now = conditioner.evidence
                 assert_close(conditioner.log_partition, circuit.log_partition(now), **tolerance)
                 expected = circuit.marginals(now)
-                assert_close(conditioner.log_marginals().exp(), expected.exp(), **tolerance)
+                listed = conditioner.candidates
+                assert (listed is None) == (circuit.vocab_size <= 2)
+                some = expected if listed is None else expected.gather(-1, listed)
+                assert_close(conditioner.log_marginals().exp(), some.exp(), **tolerance)
                 positions = torch.randint(case.plain.length, ev.shape[:1], generator=g)
                 at = conditioner.dense_log_marginals(positions).exp()
                 assert_close(at, expected[torch.arange(len(at)), positions].exp(), **tolerance)

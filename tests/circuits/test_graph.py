@@ -652,10 +652,10 @@ class TestInvalidEvidence:
             (lambda: Evidence(missing=torch.ones(1, 2, dtype=torch.bool, device="meta")), "CPU.*meta"),
         ],
     )
-    @pytest.mark.parametrize("query", ["log_partition", "marginals", "posterior", "sample", "max_product", "flows"])
-    def test_every_query_refuses(self, query: str, make: Callable[[], Evidence], words: str) -> None:
-        with pytest.raises(InvalidEvidence, match=words):
-            getattr(cities(), query)(make())
+    def test_every_query_refuses(self, make: Callable[[], Evidence], words: str) -> None:
+        for query in ("log_partition", "marginals", "posterior", "sample", "max_product", "flows"):
+            with pytest.raises(InvalidEvidence, match=words):
+                getattr(cities(), query)(make())
 
     def test_ids(self) -> None:
         with pytest.raises(InvalidEvidence, match=r"tokens\[0, 1\] = 7"):

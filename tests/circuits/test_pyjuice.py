@@ -246,13 +246,13 @@ def test_the_canary_fires_for_plain_pickle(canary):
     canary.unlink()
 
 
-@pytest.mark.parametrize("protocol", range(6))
 @pytest.mark.parametrize("key", ["type", "chs", "params", "edge_ids", "scope", "dist", "num_node_blocks", "extra"])
-def test_a_harmful_call_anywhere_in_an_entry(read, key, protocol):
+def test_a_harmful_call_anywhere_in_an_entry(read, key):
     entries = chain()
     entries[-1][key] = Evil()
-    with pytest.raises(UnsafePickle, match=r"'(builtins|__builtin__)\.exec'"):
-        read(pickle.dumps(entries, protocol=protocol))
+    for protocol in range(6):
+        with pytest.raises(UnsafePickle, match=r"'(builtins|__builtin__)\.exec'"):
+            read(pickle.dumps(entries, protocol=protocol))
 
 
 @pytest.mark.parametrize("protocol", range(6))
@@ -350,17 +350,13 @@ UNSAFE = {
 
 
 @pytest.mark.parametrize("body", UNSAFE.values(), ids=UNSAFE.keys())
-@pytest.mark.parametrize("place", ["alone", "in the list", "in dist"])
-def test_unsafe_instructions_are_refused(read, body, place):
-    data = b"\x80\x04" + body + b"."
-    if place == "in the list":
-        data = b"\x80\x04]" + body + b"a."
-    if place == "in dist":
-        entries = chain()
-        entries[1]["dist"] = data
-        data = pickle.dumps(entries)
-    with pytest.raises(UnsafePickle):
-        read(data)
+def test_unsafe_instructions_are_refused(read, body):
+    alone = b"\x80\x04" + body + b"."
+    entries = chain()
+    entries[1]["dist"] = alone
+    for data in (alone, b"\x80\x04]" + body + b"a.", pickle.dumps(entries)):
+        with pytest.raises(UnsafePickle):
+            read(data)
 
 
 def test_leaves_and_arrays_are_only_allowed_in_their_places(read):

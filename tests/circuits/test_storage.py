@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from codd import files
-from codd.circuits.storage import CONFIG_FILE, WEIGHTS_FILE, push_folder, read_folder, write_folder
+from codd.circuits.storage import CONFIG_FILE, PYJUICE_FILES, WEIGHTS_FILE, push_folder, read_folder, write_folder
 from codd.errors import CoddError, FormatError, MissingDependency
 
 CONFIG = {"kind": "hmm", "states": 3, "note": "päper", "nested": {"a": [1, 2.5, None, True]}}
@@ -393,7 +393,8 @@ def test_a_hub_id_is_downloaded(monkeypatch, folder):
     config, found = read_folder("user/name", revision="v1")
     assert config == CONFIG
     assert_same(found, make_tensors())
-    assert asked == {"repo_id": "user/name", "revision": "v1", "allow_patterns": [CONFIG_FILE, WEIGHTS_FILE]}
+    names = [CONFIG_FILE, WEIGHTS_FILE, *PYJUICE_FILES]
+    assert asked == {"repo_id": "user/name", "revision": "v1", "allow_patterns": names}
 
 
 def test_a_local_folder_comes_before_the_hub(monkeypatch, tmp_path):

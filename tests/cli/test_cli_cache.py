@@ -10,16 +10,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_published_causal import WORDS, gpt2
 
+from codd import folders
 from codd.backbones import mini
 from codd.backbones.config import Config
 from codd.backbones.transformer import initialise
 from codd.circuits import HMM
 from codd.cli import main
-from codd.training import outputs
-from codd.training.bpe import train_bpe
-from codd.training.cache import Cache
-from codd.training.problems import problems
+from codd.data.bpe import train_bpe
+from codd.data.problems import problems
+from codd.training.logit_cache.reader import LogitCache
 from two_processes import run_in_two_processes
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -79,6 +80,12 @@ def shards(out: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(out.glob("shard-*"))}
 
 
+def windows(out: Path) -> list[list[int]]:
+    """The tokens of all windows, and what the network says of each."""
+    shown = LogitCache.open(out).load("cpu")
+    return [shown.tokens.tolist(), shown.windows(torch.arange(len(shown))).factorized_log_prob().tolist()]
+
+
 def test_help_teaches(capsys):
     assert main(["cache", "--help"]) == 0
     printed = capsys.readouterr().out
@@ -101,7 +108,7 @@ def test_text(tmp_path, capsys):
 def test_json(tmp_path, capsys):
     assert cache(tmp_path, "--data", "train.jsonl", "--tolerance", "0.01", "--windows", "150", "--json") == 0
     found = json.loads(capsys.readouterr().out)
-    opened = Cache.open(tmp_path)
+    opened = LogitCache.open(tmp_path)
     assert found["windows"] == len(opened) == pytest.approx(150, rel=0.2)
     assert found["top_k"] == opened.top_k == found["measured"][-1]["k"]
     assert found["change"] == found["measured"][-1]["change"] < 0.01
@@ -123,15 +130,15 @@ def test_features_are_kept_only_if_asked_for(tmp_path):
     more = ["--data", "train.jsonl", "--windows", "40", "--top-k", "4"]
     assert cache(tmp_path / "with", *more, "--features") == 0
     assert cache(tmp_path / "without", *more) == 0
-    found = Cache.open(tmp_path / "with").windows([0]).features
+    found = LogitCache.open(tmp_path / "with").windows([0]).features
     assert found is not None
     assert found.shape == (1, WINDOW, 16)
-    assert Cache.open(tmp_path / "without").windows([0]).features is None
+    assert LogitCache.open(tmp_path / "without").windows([0]).features is None
 
 
 def test_a_backbone_with_an_adapter(tmp_path, capsys):
     from codd.backbones import adapters, load_checkpoint
-    from codd.training.joint import trainable
+    from codd.training.circuit.joint import trainable
 
     network = load_checkpoint("mini", device="cpu").backbone
     for parameter in trainable(network, "lora", 2, 0).values():
@@ -146,9 +153,9 @@ def test_a_backbone_with_an_adapter(tmp_path, capsys):
 
 
 def test_every_kind_of_data(tmp_path):
-    more = ["--data", "train.jsonl", "prose.txt", "--problems", "30", "--samples-from", "causal", "--count", "6"]
-    assert cache(tmp_path, *more, "--top-k", "4", "--weights", "1", "1", "1", "1") == 0
-    found = Cache.open(tmp_path)
+    more = ["--data", "train.jsonl,prose.txt", "--problems", "30", "--samples-from", "causal", "--count", "6"]
+    assert cache(tmp_path, *more, "--top-k", "4", "--weights", "1,1", "--weights", "1,1") == 0
+    found = LogitCache.open(tmp_path)
     assert [name.split()[0] for name in found.settings.data] == [
         "0-train.jsonl",
         "1-prose.txt",
@@ -159,15 +166,41 @@ def test_every_kind_of_data(tmp_path):
     assert len(found) > 50
 
 
+def test_an_array_of_json_is_questions_and_answers(tmp_path, root, capsys):
+    lines = [json.loads(line) for line in (root / "train.jsonl").read_text().splitlines()]
+    (tmp_path / "train.json").write_text(json.dumps(lines, indent=2))
+    few = ["--windows", "40", "--top-k", "4"]
+    assert cache(tmp_path / "lines", *few, "--data", "train.jsonl") == 0
+    assert cache(tmp_path / "array", *few, "--data", str(tmp_path / "train.json")) == 0
+    assert windows(tmp_path / "array") == windows(tmp_path / "lines")
+    (tmp_path / "train.csv").write_text("question,answer\n1,2\n")
+    capsys.readouterr()
+    message = refused(capsys, tmp_path / "csv", *few, "--data", str(tmp_path / "train.csv"))
+    assert "train.csv: codd does not read .csv files. Give .jsonl" in message
+
+
+def test_calculator_marks_are_left_out_only_where_it_is_said(tmp_path, root):
+    lines = [json.loads(line) for line in (root / "train.jsonl").read_text().splitlines()]
+    marked = [{**line, "answer": line["answer"].replace("=", "= <<1+1=2>>")} for line in lines]
+    (tmp_path / "marked.jsonl").write_text("".join(json.dumps(line) + "\n" for line in marked))
+    plain = [{**line, "answer": line["answer"].replace("=", "= ")} for line in lines]
+    (tmp_path / "plain.jsonl").write_text("".join(json.dumps(line) + "\n" for line in plain))
+    few = ["--windows", "40", "--top-k", "4", "--data"]
+    assert cache(tmp_path / "plain", *few, str(tmp_path / "plain.jsonl")) == 0
+    assert cache(tmp_path / "marked", *few, str(tmp_path / "marked.jsonl")) == 0
+    assert cache(tmp_path / "stripped", *few, str(tmp_path / "marked.jsonl"), "--strip", "gsm8k") == 0
+    assert windows(tmp_path / "stripped") == windows(tmp_path / "plain") != windows(tmp_path / "marked")
+
+
 def test_a_folder_of_data_gives_its_training_files(tmp_path, root, capsys):
     (tmp_path / "data").mkdir()
     shutil.copy(root / "prose.txt", tmp_path / "data" / "test.txt")
     few = ["--top-k", "4", "--windows", "10", "--data", str(tmp_path / "data")]
     assert cache(tmp_path / "one", *few) == 0
-    assert Cache.open(tmp_path / "one").settings.data[0].startswith("0-test.txt")
+    assert LogitCache.open(tmp_path / "one").settings.data[0].startswith("0-test.txt")
     shutil.copy(root / "train.jsonl", tmp_path / "data")
     assert cache(tmp_path / "two", *few) == 0
-    assert [name.split()[0] for name in Cache.open(tmp_path / "two").settings.data] == ["0-train.jsonl"]
+    assert [name.split()[0] for name in LogitCache.open(tmp_path / "two").settings.data] == ["0-train.jsonl"]
 
 
 def test_the_backbones_own_circuit_measures(tmp_path, root, capsys):
@@ -209,7 +242,7 @@ def test_kill_9_and_restart_gives_the_same_bytes(whole, tmp_path):
     assert running.returncode == -signal.SIGKILL, printed
     finished = {path.with_suffix(".safetensors"): 0 for path in out.glob("shard-*.json")}
     finished = {path: path.stat().st_mtime_ns for path in finished}
-    assert 3 <= len(finished) < Cache.open(whole).settings.shards
+    assert 3 <= len(finished) < LogitCache.open(whole).settings.shards
     assert cache(out, *MANY) == 0
     assert shards(out) == shards(whole)
     assert {path: path.stat().st_mtime_ns for path in finished} == finished
@@ -246,7 +279,7 @@ def test_other_arguments_need_fresh(whole, tmp_path, capsys):
     assert "--fresh to begin again" in message
     assert shards(out) == before
     assert cache(out, *MANY, "--seed", "1", "--fresh") == 0
-    assert Cache.open(out).settings.seed == 1
+    assert LogitCache.open(out).settings.seed == 1
 
 
 def test_data_that_cannot_be_used(tmp_path, capsys):
@@ -259,11 +292,11 @@ def test_data_that_cannot_be_used(tmp_path, capsys):
     (tmp_path / "odd.jsonl").write_text('{"a": "x", "b": "y"}\n')
     odd = ["--data", str(tmp_path / "odd.jsonl")]
     assert "has the keys a, b; say with --fields" in refused(capsys, out, *odd)
-    assert "expected a text under 'c'" in refused(capsys, out, *odd, "--fields", "a", "c")
+    assert "expected a text under 'c'" in refused(capsys, out, *odd, "--fields", "a,c")
     (tmp_path / "folder").mkdir()
     assert "folder: holds no .jsonl" in refused(capsys, out, "--data", str(tmp_path / "folder"))
     assert "no.txt: there is no such file" in refused(capsys, out, "--data", "no.txt")
-    assert "weights must be 1 numbers" in refused(capsys, out, "--data", "prose.txt", "--weights", "1", "2")
+    assert "weights must be 1 numbers" in refused(capsys, out, "--data", "prose.txt", "--weights", "1,2")
     assert cache(out, "--data", "train.jsonl", "--windows", "20", "--top-k", "4") == 0  # what failed is no obstacle
 
 
@@ -288,12 +321,13 @@ def test_backbones_that_cannot_be_used(tmp_path, root, capsys):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--window=0"], "--window must be at least 1, found 0"),
+        (["--window=0"], "--window must be at least 1 and below 2^63, found 0"),
+        ([f"--problems={2**63}"], "--problems must be at least 1 and below 2^63"),
         (["--top-k=500"], "top_k must be from 1 to the 400 tokens, found 500"),
         (["--block-share=2"], "--block-share must be from 0 to 1"),
         (["--seed=-1"], "--seed must not be below 0"),
         (["--tolerance=0"], "--tolerance must be above"),
-        (["--window=340"], "hold no window of 340 tokens with a masked one"),
+        (["--window=340"], "rows has the 340 tokens of a window"),
         (["--window=500"], "rows of 384 tokens hold no window of 500"),
         (["--device=tpu9"], "there is no device 'tpu9'"),
         (["--samples-from=no"], "no: there is no such folder"),
@@ -314,7 +348,7 @@ def test_a_file_that_expands_without_end(tmp_path, capsys):
         assert "expand to more than 100 times as many, which text does not. If you trust the file," in message
         assert not out.exists()
     assert cache(out, "--data", str(tmp_path / "many.jsonl.xz"), "--windows", "20", "--top-k", "4") == 0
-    assert len(Cache.open(out)) == pytest.approx(20, abs=10)  # for so few, its beginning is enough
+    assert len(LogitCache.open(out)) == pytest.approx(20, abs=10)  # for so few, its beginning is enough
 
 
 def test_special_files_and_long_names(tmp_path, capsys):
@@ -331,7 +365,7 @@ def test_a_second_process_is_kept_out_of_the_folder(tmp_path, capsys):
     assert cache(tmp_path, "--data", "train.jsonl", "--windows", "20", "--top-k", "4") == 0
     capsys.readouterr()
     before = {path.name: path.read_bytes() for path in tmp_path.glob("*.*")}
-    with outputs.alone_in(tmp_path):
+    with folders.exclusive(tmp_path):
         for more in ([], ["--fresh"]):
             message = refused(capsys, tmp_path, "--data", "train.jsonl", "--windows", "20", "--top-k", "4", *more)
             assert f"{tmp_path}: the process {os.getpid()} is writing into this folder" in message
@@ -346,3 +380,24 @@ def test_out_that_holds_something_else_is_left_alone(tmp_path, capsys):
     for more in ([], ["--fresh"]):
         assert "holds something else than a cache" in refused(capsys, tmp_path, "--data", "train.jsonl", *more)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_a_backbone_without_a_tokenizer_reads_samples_of_its_own_tokens_only(tmp_path, capsys):
+    """SEDD and MDLM are published so: their tokens are GPT-2's, and the mask."""
+    given = [
+        "--backbone",
+        str(FIXTURES / "mdlm"),
+        "--count",
+        "4",
+        "--row-length",
+        "64",
+        "--top-k",
+        "8",
+        "--device",
+        "cpu",
+    ]
+    fitting, other = gpt2(tmp_path / "gpt2", WORDS), gpt2(tmp_path / "other", WORDS[:50])
+    assert main(["cache", *given, "--samples-from", str(fitting), "--out", str(tmp_path / "cache")]) == 0
+    capsys.readouterr()
+    assert main(["cache", *given, "--samples-from", str(other), "--out", str(tmp_path / "no")]) == 1
+    assert "102 tokens where" in " ".join(capsys.readouterr().err.split())

@@ -6,8 +6,8 @@ import pytest
 from codd.backbones import adapters, load_checkpoint
 from codd.cli import main
 from codd.evaluation.runs import Run
-from codd.training.joint import trainable
-from codd.training.outputs import alone_in
+from codd.folders import exclusive
+from codd.training.circuit.joint import trainable
 
 pytest.importorskip("lm_eval")
 QUICK = ["--tasks", "word_problems", "--problems", "3", "--gen-length", "16", "--block-length", "16", "--steps", "2"]
@@ -19,11 +19,15 @@ def test_a_grid_with_its_control(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "word_problems, 3 problems" in shown
     assert "null circuit" in shown
-    assert [result.cell.circuit for result in Run(out).results()] == ["null", "static"]
+    assert [result.config.circuit for result in Run(out).results()] == ["null", "static"]
     assert main(["eval", *QUICK, "--circuit", "static", "--json", "--out", str(out)]) == 0
     found = json.loads(capsys.readouterr().out)
     [pair] = found["comparisons"]
     assert (pair["circuit"], pair["problems"]) == ("static", 3)
+    assert {entry["circuit"] for entry in found["measures"]["aup"]} == {"null", "static"}
+    for entry, result in zip(found["measures"]["speed"], Run(out).results(), strict=True):
+        assert entry["tokens_per_forward"] == pytest.approx(result.tokens / result.calls)
+        assert entry["tokens_per_second"] > 0
     assert main(["report", str(out), "--no-png"]) == 0
     assert "word_problems" in (out / "report.html").read_text()
 
@@ -32,7 +36,7 @@ def test_tuning_chooses_on_validation_and_reports_on_test(tmp_path):
     out = tmp_path / "run"
     extra = ["--circuit", "null", "--circuit-temperature", "1,0.5", "--tune", "2"]
     assert main(["eval", *QUICK, *extra, "--out", str(out)]) == 0
-    splits = [(result.cell.split, result.problems) for result in Run(out).results()]
+    splits = [(result.config.split, result.problems) for result in Run(out).results()]
     assert sorted(splits) == [("test", 3), ("validation", 2), ("validation", 2)]
 
 
@@ -46,23 +50,23 @@ def test_stages_of_a_model_with_an_adapter(tmp_path, capsys):
     assert main(["eval", "--stage", "answer", "--device", "cpu", *out]) == 0
     assert main(["eval", "--stage", "score", *out]) == 0
     [result] = Run(tmp_path / "run").results()
-    assert (result.problems, result.cell.model) == (3, f"bundled + {folder}")
+    assert (result.problems, result.config.model) == (3, f"bundled + {folder}")
     assert "network alone" in capsys.readouterr().out
 
 
 def test_a_model_with_int8_weights(int8_cpu, tmp_path):
     out = ["--quantize", "int8", "--device", "cpu", "--out", str(tmp_path / "run")]
     assert main(["eval", *QUICK, "--circuit", "none", "--stage", "prepare", *out]) == 0
-    [cell] = Run(tmp_path / "run").cells()
-    assert (cell.model, cell.dtype) == ("bundled + int8", "float32 and int8")
+    [config] = Run(tmp_path / "run").configs()
+    assert (config.model, config.dtype) == ("bundled + int8", "float32 and int8")
 
 
 def test_one_latent_path_is_run_by_steps_only(tmp_path, capsys):
     ways = ["--circuit", "null", "--sampler", "latent,any_order", "--threshold", "0.9", "--stage", "prepare"]
     assert main(["eval", *QUICK, *ways, "--out", str(tmp_path / "run")]) == 0
     assert "sampler latent is left out but by steps" in " ".join(capsys.readouterr().err.split())
-    cells = [(cell.options["sampler"], cell.pace) for cell in Run(tmp_path / "run").cells()]
-    assert sorted(cells) == [("any_order", "2 steps"), ("any_order", "threshold 0.9"), ("latent", "2 steps")]
+    configs = [(config.options["sampler"], config.budget) for config in Run(tmp_path / "run").configs()]
+    assert sorted(configs) == [("any_order", "2 steps"), ("any_order", "threshold 0.9"), ("latent", "2 steps")]
 
 
 def test_cost(tmp_path):
@@ -75,15 +79,29 @@ def test_cost(tmp_path):
     assert all(row["seconds"]["median"] > 0 for row in rows)
 
 
+def test_cost_heeds_mode_and_activation(tmp_path):
+    """One step cannot fill two blocks, but everything at once."""
+    small = ["--steps", "1", "--circuit", "static", "--gen-length", "8", "--block-length", "4", "--studies", "cost"]
+    assert main(["eval", *small, "--out", str(tmp_path / "blocks")]) == 1
+    full = ["--mode", "full", "--activation", "0.5", "--sampler", "any_order"]
+    assert main(["eval", *small, *full, "--out", str(tmp_path / "full")]) == 0
+    found = Run(tmp_path / "full").studies()["cost"]
+    assert found["settings"]["options"] == {"mode": "full", "activation": 0.5, "block_length": 4}
+    assert [row["way"] for row in found["data"]["rows"]] == ["factorized", "any order"]
+
+
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
         ([], "there is nothing to do"),
+        (["--studies", "cost", "--threshold", "0.9"], "give --steps, not --threshold"),
+        (["--studies", "cost", "--mode", "full,block"], "one value of --mode, found 2"),
+        (["--studies", "gap", "--text", "no/such.txt"], "'no/such.txt' is not a corpus of this study"),
         (["--studies", "weather"], "there is no study 'weather'"),
         (["--studies", "gap"], "give their folder with --data"),
         (["--tasks", "gsm8k", "--data", "/no/such"], "there is no such folder"),
         (["--tasks", "no_such_task", "--circuit", "none", "--steps", "1"], "there is no task 'no_such_task'"),
-        (["--tasks", "books_text", "--circuit", "none", "--steps", "1"], "needs its texts"),
+        (["--tasks", "books_text", "--circuit", "none", "--steps", "1"], "need its texts"),
         (["--tasks", "word_problems", "--sampler", "latent", "--threshold", "0.9"], "or give steps."),
         (["--tasks", "word_problems", "--dtype", "int3"], "--dtype must be one of"),
         (["--stage", "answer"], "no folder of an evaluation"),
@@ -99,7 +117,7 @@ def test_errors_are_one_line(tmp_path, capsys, extra, message):
 
 def test_a_second_process_is_kept_out_of_the_folder(tmp_path, capsys):
     Run(tmp_path, create=True)
-    with alone_in(tmp_path):
+    with exclusive(tmp_path):
         assert main(["eval", "--tasks", "word_problems", "--out", str(tmp_path)]) == 1
     message = " ".join(capsys.readouterr().err.split())
     assert f"{tmp_path}: the process {os.getpid()} is writing into this folder" in message

@@ -75,6 +75,8 @@ TYPED = {
     "circuit_temperature": ("0.8", 0.8),
     "tempering": ("paper", "paper"),
     "activation": ("0.3", 0.3),
+    "activation_scope": ("sequence", "sequence"),
+    "activation_targets": ("2", 2),
     "outside": ("defer", "defer"),
     "threshold": ("0.95", 0.95),
     "entropy_budget": ("0.2", 0.2),
@@ -115,11 +117,12 @@ def test_the_model_that_was_asked_for(loaded):
 
     sampling.model_from(parsed("--model", "m", "--circuit", "c", "--device", "cpu", "--dtype", "bfloat16"))
     sampling.model_from(parsed("--circuit", "none", "--adapter", "a", "--quantize", "int8"))
-    sampling.model_from(parsed())
+    sampling.model_from(parsed("--tensor-parallel"))
+    silent = {"device": None, "dtype": None, "adapter": None, "quantize": None, "tensor_parallel": False}
     assert loaded == [
-        (("m", "c"), {"device": "cpu", "dtype": torch.bfloat16, "adapter": None, "quantize": None}),
-        ((None, None), {"device": None, "dtype": None, "adapter": "a", "quantize": "int8"}),
-        ((None, "trained"), {"device": None, "dtype": None, "adapter": None, "quantize": None}),
+        (("m", "c"), silent | {"device": "cpu", "dtype": torch.bfloat16}),
+        ((None, None), silent | {"adapter": "a", "quantize": "int8"}),
+        ((None, "trained"), silent | {"tensor_parallel": True}),
     ]
 
 

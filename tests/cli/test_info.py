@@ -6,7 +6,7 @@ import torch
 
 from codd import files
 from codd.circuits import HMM, Factors, Head, HeadConfig, Modulated, storage
-from codd.cli import info, main
+from codd.cli import main
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 
@@ -186,7 +186,10 @@ def test_a_hub_id_is_asked_for_its_configuration_first(tmp_path, capsys, monkeyp
     asked = []
     monkeypatch.setattr(files, "_download", lambda repo_id, wanted, revision: asked.append(wanted) or tmp_path)
     described(capsys, "someone/circuit")
-    assert asked == [("config.json", "adapter_config.json"), ("config.json", "circuit.safetensors")]
+    assert asked == [
+        ("config.json", "adapter_config.json"),
+        ("config.json", "circuit.safetensors", *storage.PYJUICE_FILES),
+    ]
 
 
 def test_a_hub_repository_of_something_else(tmp_path, capsys, monkeypatch):
@@ -278,9 +281,3 @@ def test_an_adapter(tmp_path, capsys):
     assert "q_proj.lora_A.weight has NaN" in refused(capsys, tmp_path, "--check")
     config.write_text(json.dumps({**stated, "peft_type": "LOHA"}))
     assert "not peft_type 'LOHA'" in refused(capsys, tmp_path)
-
-
-def test_another_kind_can_be_added(capsys, monkeypatch):
-    backbone = (lambda source: source == "x", lambda source: info.Report({"kind": "backbone"}, {"kind": "backbone"}))
-    monkeypatch.setattr(info, "KINDS", (backbone, *info.KINDS))
-    assert described(capsys, "x") == {"path": "x", "kind": "backbone"}

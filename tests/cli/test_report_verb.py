@@ -5,25 +5,27 @@ import pytest
 
 from codd.cli import main
 from codd.evaluation.runs import Result, Run, Sample
-from codd.evaluation.tasks.cells import Cell
+from codd.evaluation.tasks.configs import EvalConfig
 
 
-def cell(run: Run, circuit: str, right: int) -> None:
-    told = Cell("gsm8k", circuit, {"steps": 16}, problems=8)
+def add(run: Run, circuit: str, right: int) -> None:
+    config = EvalConfig("gsm8k", circuit, {"steps": 16}, problems=8)
     samples = [
         Sample(doc_id=i, prompt="?", target="1", text="\x1b[31mone", tokens=3, calls=16, seconds=0.5, seed=i,
                correct=float(i < right))
         for i in range(8)
     ]  # fmt: skip
-    found = Result(told, "exact_match", right / 8, {}, 8, 16.0, 3.0, 0.5, {}, {"machine": "m"}, run.cell_folder(told))
-    run.write_result(found, samples)
+    result = Result(
+        config, "exact_match", right / 8, {}, 8, 16.0, 3.0, 0.5, {}, {"machine": "m"}, run.config_folder(config)
+    )
+    run.write_result(result, samples)
 
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
     run = Run(tmp_path / "run", create=True)
-    cell(run, "trained", 6)
-    cell(run, "null", 5)
+    add(run, "trained", 6)
+    add(run, "null", 5)
     return run.folder
 
 

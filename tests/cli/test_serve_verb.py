@@ -1,12 +1,13 @@
 """``codd serve``: what is refused before anything listens. How it serves is in tests/serving."""
 
+import argparse
 import socket
 import subprocess
 import sys
 
 import pytest
 
-from codd.cli import FAILED, main
+from codd.cli import FAILED, main, serve
 
 
 @pytest.mark.parametrize(
@@ -18,6 +19,11 @@ from codd.cli import FAILED, main
         (["--io-timeout", "nan"], "--io-timeout must be more than 0"),
         (["--connections", "0"], "--connections must be at least 1"),
         (["--max-text", "0"], "--max-text must be at least 1"),
+        (["--max-pattern", "0"], "--max-pattern must be at least 1"),
+        (["--max-states", "0"], "--max-states must be at least 1"),
+        (["--compile-timeout", "0"], "--compile-timeout must be more than 0"),
+        (["--compile-timeout", "inf"], "--compile-timeout must be at most 3600"),
+        (["--compile-memory", "nan"], "--compile-memory must be more than 0 GiB"),
         (["--api-key-file", "/nowhere/key"], "/nowhere/key"),
         (["--threshold", "2"], "threshold must be"),
         (["--model", "/nowhere/model"], "/nowhere/model"),
@@ -28,6 +34,21 @@ def test_what_makes_no_sense_is_one_line(capsys, arguments, words):
     found = capsys.readouterr().err.strip()
     assert words in found
     assert "\n" not in found
+
+
+def test_limits_of_constraints_are_what_the_options_say():
+    pytest.importorskip("fastapi", reason="the extra serve is not installed")
+    from codd.serving.prompts import Limits
+
+    def limits(*arguments: str) -> Limits:
+        parser = argparse.ArgumentParser()
+        serve.configure(parser)
+        return serve._settings(parser.parse_args(arguments)).limits
+
+    assert limits() == Limits()
+    told = "--max-pattern 100 --max-states 64 --compile-timeout 2.5 --compile-memory 0.5"
+    wanted = Limits(constraint=100, states=64, compile_seconds=2.5, compile_memory=1 << 29)
+    assert limits(*told.split()) == wanted
 
 
 def test_an_empty_key_is_no_key(capsys, tmp_path):

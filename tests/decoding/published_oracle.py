@@ -10,6 +10,7 @@ Every decision that depends on rounding notes by how much it was taken: ``Turn.p
 and ``count_gap``.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -209,8 +210,10 @@ def largest(confidence: dict[int, float], count: int) -> tuple[list[int], float,
     """The positions with the largest confidences in their order, the gap after the last and the least one before."""
     order = sorted(confidence, key=lambda place: (-confidence[place], place))
     values = [confidence[place] for place in order]
-    after = values[count - 1] - values[count] if 0 < count < len(values) else math.inf
-    inner = min((values[i] - values[i + 1] for i in range(min(count, len(values)) - 1)), default=math.inf)
+    # What is equal in float64 are positions of which the filters left one token: the leftmost comes first, surely.
+    gaps = [(a - b) or math.inf for a, b in itertools.pairwise(values)]
+    after = gaps[count - 1] if 0 < count < len(values) else math.inf
+    inner = min(gaps[: max(min(count, len(values)) - 1, 0)], default=math.inf)
     return order[:count], after, inner
 
 

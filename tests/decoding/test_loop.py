@@ -514,8 +514,8 @@ class TestCircuit:
     @pytest.mark.parametrize("order", get_args(Order))
     def test_nor_does_it_when_tokens_are_drawn(self, order, pace):
         """The control of every comparison: the same random numbers for the same positions, so the same text."""
-        options = {"gen_length": 12, "block_length": 6, "top_p": 0.9, "remasking": order, **pace}
-        for seed, temperature in enumerate((0.0, 1.0, 1.0, 0.5)):
+        options = {"gen_length": 8, "block_length": 4, "top_p": 0.9, "remasking": order, **pace}
+        for seed, temperature in enumerate((1.0, 0.5)):
             options |= {"temperature": temperature, "seed": seed, "mode": "block"}
             if "entropy_budget" not in pace:  # which in full mode is the window's
                 options["mode"] = ("block", "full")[seed % 2]
@@ -642,6 +642,42 @@ class TestFull:
         assert any(len(step.positions) < 4 for step in steps)
         assert MASK not in last(steps)
 
+    def test_the_ratio_is_the_windows_or_that_of_all_that_is_to_be_written(self):
+        """The paper's full diffusion compares the whole sequence's share of masks; the prompt is not part of it."""
+        prompt, differ = [1, 2, 3, 4, 5, 6, 7], 0
+        for activation in (0.25, 0.5, 0.75):
+            chosen = {"circuit": random_hmm(window=6), "activation": activation, **self.OPTIONS}
+            for step in run(tiny(), [prompt], **chosen):
+                assert step.circuit == (step.mask_ratio < activation)
+            own = run(tiny(), [prompt], activation_scope="sequence", **chosen)
+            assert [step.circuit for step in own] == [24 - 4 * step.number < 24 * activation for step in own]
+            differ += sum(step.circuit != (step.mask_ratio < activation) for step in own)
+        assert differ > 0
+
+    def test_the_ratio_of_the_sequence_in_block_mode(self):
+        options = {"gen_length": 8, "block_length": 4, "steps": 4, "activation": 0.6, "activation_scope": "sequence"}
+        steps = run(tiny(), [[1, 2]], circuit=random_hmm(), **options)
+        assert [step.mask_ratio for step in steps] == [1.0, 0.5, 1.0, 0.5]
+        assert [step.circuit for step in steps] == [False, False, True, True]  # shares: 1, 0.75, 0.5, 0.25
+
+    def test_a_window_with_too_few_targets_leaves_the_circuit_out(self):
+        """The paper's condition: more than one of the tokens that are due stand in the window."""
+        seen = set()
+        for seed in range(4):
+            chosen = {"circuit": random_hmm(window=4, seed=seed), "gen_length": 24, "mode": "full", "steps": 8}
+            for targets in (1, 2, 3):
+                ids = torch.tensor([seed, *[MASK] * 24])
+                for step in run(tiny(), [[seed]], activation_targets=targets, **chosen):
+                    logits = tiny()(ids[None])[0].double()
+                    logits[:, MASK] = -torch.inf
+                    sure = logits.softmax(-1).amax(-1).masked_fill(ids != MASK, -1)
+                    due = sure.argsort(descending=True, stable=True)[:3]
+                    covered = int(((due >= step.window[0]) & (due < step.window[1])).sum())
+                    assert step.circuit == (covered >= targets)
+                    seen.add((targets, step.circuit))
+                    ids = step.ids
+        assert seen == {(1, True), (2, True), (2, False), (3, True), (3, False)}
+
     def test_a_window_as_long_as_the_text(self):
         steps = run(tiny(), [[1]], circuit=random_hmm(window=60), **self.OPTIONS)
         assert {step.window for step in steps} == {(0, 25)}
@@ -663,6 +699,11 @@ class TestInput:
     def test_a_prompt_that_the_model_cannot_read(self, wrong):
         with pytest.raises(InvalidInput, match=f"prompt 0 has the id {wrong}, but the model has {VOCAB} tokens"):
             run(tiny(), [[1, wrong]], gen_length=4)
+
+    @pytest.mark.parametrize("mode", ["block", "full"])
+    def test_nothing_written_means_nothing_to_edit(self, mode):
+        """A prompt without masks, an empty one above all, needs no evaluation."""
+        assert run(tiny(), [[], [5]], gen_length=0, mode=mode, editing_threshold=0.5) == []
 
     def test_pad_left(self):
         ids, valid = pad_left([[1, 2, 3], [], torch.tensor([4])], 9, torch.device("cpu"))

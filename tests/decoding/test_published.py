@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,9 @@ from tiny_models import tiny
 from torch import Tensor
 
 import codd
+from codd.coupling import Coupled
 from codd.decoding import Options, Step
-from codd.decoding.published.steps import coupled_logits
+from codd.decoding.published.steps import block_step, coupled_logits, full_step
 from codd.decoding.start import new_sequence
 from codd.decoding.state import StepInputs, StepPlan, generator_for
 from codd.errors import InvalidInput
@@ -396,9 +398,23 @@ BLOCKS = [
             "block_length": 8,
             "steps": 8,
             "remasking": "entropy",
-            "temperature": 1.2,
+            "temperature": 0.2,
             "top_p": 0.95,
             "activation": 0.8,
+        },
+    ),
+    Case(
+        "dream-drawn-confidence",
+        "block",
+        DREAM,
+        {
+            "gen_length": 16,
+            "block_length": 8,
+            "steps": 4,
+            "remasking": "maskgit_plus",
+            "temperature": 0.2,
+            "top_p": 0.95,
+            "circuit_temperature": 0.5,
         },
     ),
     Case(
@@ -468,7 +484,7 @@ class TestBlocks:
         state = new_sequence(ids, options, mask_id=MASK)
         state.generator = generator
         hmm, plan = hmm_of(chain, None), StepPlan(4, 10, 1, last=False)
-        found, possible = coupled_logits(hmm, StepInputs(state, plan, rows, logits, None, hmm), (4, 10))
+        found, possible, _ = coupled_logits(hmm, StepInputs(state, plan, rows, logits, None, hmm), (4, 10))
         assert found.dtype == torch.bfloat16
         assert bool(possible)
         dense = np.zeros((size, VOCAB))
@@ -492,6 +508,12 @@ class TestBlocks:
                     [[1]], preset="reference", gen_length=gen_length, block_length=block_length, steps=steps
                 )
             )
+
+    def test_a_block_must_hold_a_circuit_of_fixed_length(self):
+        model = loaded(LLADA)
+        fixed = replace(model, circuit=codd.HMM.random(3, model.backbone.vocab_size, length=8))
+        with pytest.raises(InvalidInput, match="block_length to be the circuit's 8, not 4"):
+            list(fixed.denoise([[1]], preset="reference", gen_length=8, block_length=4, steps=4))
 
     @pytest.mark.parametrize("rule", ["topprob", "origin"])
     def test_rules_that_only_dream_has(self, rule):
@@ -544,7 +566,21 @@ PLAIN = [
         "published-settings",
         "plain",
         DREAM,
-        FULL | {"gen_length": 16, "steps": 8, "remasking": "entropy", "temperature": 1.2, "top_p": 0.95},
+        FULL | {"gen_length": 16, "steps": 8, "remasking": "entropy", "temperature": 0.2, "top_p": 0.95},
+        chain=None,
+    ),
+    Case(
+        "published-margin",
+        "plain",
+        DREAM,
+        FULL | {"gen_length": 16, "steps": 5, "remasking": "margin", "temperature": 0.2, "top_p": 0.95},
+        chain=None,
+    ),
+    Case(
+        "published-low-confidence",
+        "plain",
+        DREAM,
+        FULL | {"gen_length": 24, "steps": 4, "remasking": "maskgit_plus", "temperature": 0.2, "top_p": 0.95},
         chain=None,
     ),
     Case(
@@ -697,12 +733,21 @@ WINDOWED = [
             "gen_length": 22,
             "steps": 6,
             "remasking": "entropy",
-            "temperature": 1.2,
+            "temperature": 0.2,
             "top_p": 0.95,
             "circuit_temperature": 0.9,
         },
         window=8,
         wanted=3,
+    ),
+    Case(
+        "hotter",
+        "windowed",
+        DREAM,
+        FULL | {"gen_length": 22, "steps": 11, "remasking": "entropy", "temperature": 1.2, "top_p": 0.95},
+        window=12,
+        prompt=1,
+        wanted=4,
     ),
     Case(
         "topprob-drawn",
@@ -820,6 +865,123 @@ class TestWindows:
         model = replace(loaded(DREAM), circuit=hmm_of(run.chain, None))
         options = run.case.options | {"block_length": run.how.window, "seed": run.seed}
         assert_same(list(model.denoise([run.prompt], preset="reference", **options)), run.turns)
+
+
+@functools.cache
+def in_bfloat16() -> codd.Model:
+    return codd.load(FIXTURES / DREAM, None, device="cpu", dtype=torch.bfloat16)
+
+
+def drawn_or_greedy(logits: Tensor, asked: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor, bool, float]:
+    """Spec 3.1 and 8.2 B3 at temperature 0.2 and top-p 0.95: tokens and what they are drawn from where ``asked``.
+
+    All rows are given to PyTorch's Categorical at once; if it refuses them, every token is the most probable one. Also
+    whether it did, and how near a number came to an edge.
+    """
+    scores = logits / 0.2
+    ordered, places = scores.sort(dim=-1, descending=True, stable=True)
+    total = ordered.softmax(-1).cumsum(-1)
+    for row in range(len(scores)):
+        kept = int((total[row] <= 0.95).sum()) + 1  # the token that crosses is kept
+        scores[row, places[row, kept:]] = torch.finfo(scores.dtype).min
+    p = scores.softmax(-1)
+    try:
+        shares = torch.distributions.Categorical(probs=p).probs[asked]
+    except ValueError:
+        return p[asked].argmax(-1), p[asked], True, math.inf
+    found = [oracle.inverse_cdf(row.double().numpy(), float(u)) for row, u in zip(shares, uniforms, strict=True)]
+    return torch.tensor([token for token, _ in found]), p[asked], False, min(near for _, near in found)
+
+
+class TestFallback:
+    """Half-precision probabilities that do not sum to 1 make every token of a step the most probable one."""
+
+    OPTIONS = MappingProxyType({"temperature": 0.2, "top_p": 0.95, "preset": "reference"})
+
+    def replay(self, seed: int, prompt: list[int], **options: Any) -> tuple[list[bool], float]:
+        """Compare a run without a circuit step by step, from the logits that it saw; which steps were greedy."""
+        seen: list[tuple[Tensor, Tensor, Tensor]] = []
+
+        def look(logits: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+            logits = logits / 2  # flatter ones are refused more often
+            seen.append((logits.clone(), positions, ids))
+            return logits
+
+        steps = list(in_bfloat16().denoise([prompt], **self.OPTIONS, **options, hooks=[look], seed=seed))
+        draw, greedy, nearest = uniforms_of(seed, prompt), [], math.inf
+        for step, (logits, positions, ids) in zip(steps, seen, strict=True):
+            assert logits.dtype == torch.bfloat16
+            asked = (ids == MASK)[positions] & (positions < step.window[1])
+            tokens, p, fell, near = drawn_or_greedy(logits, asked, torch.from_numpy(draw(int(asked.sum()))))
+            confidence = (p * (p + 1e-10).log()).sum(-1)
+            if options["remasking"] == "maskgit_plus":
+                confidence = p.gather(-1, tokens[:, None])[:, 0]
+            first = confidence.argsort(descending=True, stable=True)[: len(step.positions)]
+            greedy.append(fell)
+            nearest = min(nearest, near)
+            if nearest > SURE:
+                assert step.positions.tolist() == positions[asked][first].tolist()
+                assert step.tokens.tolist() == tokens[first].tolist()
+                if options.get("mode") != "full":
+                    assert len(positions) == len(ids)  # the draw is of all positions, prompt and later blocks included
+        return greedy, nearest
+
+    @pytest.mark.parametrize("rule", ["entropy", "maskgit_plus"])
+    @pytest.mark.parametrize(
+        "mode",
+        [{"gen_length": 24, "block_length": 12, "steps": 8}, {"gen_length": 24, "steps": 8, "mode": "full"}],
+        ids=str,
+    )
+    def test_every_step(self, mode, rule):
+        greedy, surely = [], 0
+        for seed in range(8):
+            prompt = np.random.default_rng(seed).integers(0, MASK, 8).tolist()
+            found, near = self.replay(seed, prompt, remasking=rule, **mode)
+            greedy += found
+            surely += near > SURE
+        assert surely >= 3
+        assert {True, False} == set(greedy)
+
+    def test_float32_hardly_ever_falls_back(self):
+        """At temperature 0.2 two seeds write different texts where nothing is rounded to half precision."""
+        options = {"gen_length": 24, "block_length": 8, "steps": 6, "remasking": "random", **self.OPTIONS}
+        texts = {
+            tuple(loaded(DREAM).generate([[1, 2, 3]], **options, seed=seed).sequences[0].tolist()) for seed in (1, 2)
+        }
+        assert len(texts) == 2
+
+    @pytest.mark.parametrize("windowed", [False, True])
+    def test_a_position_that_is_written_already_can_spoil_the_draw(self, windowed):
+        """Through the circuit, too, which the published loop applies to all positions of its window."""
+        rng = np.random.default_rng(0)
+        hmm, outcomes = hmm_of(chain_of("plain", rng), 6), set()
+        options = Options(**self.OPTIONS, gen_length=0, remasking="entropy", mode="full" if windowed else "block")
+        for trial in range(150):
+            ids = torch.tensor([*rng.integers(0, MASK, 4).tolist(), MASK, MASK])
+            logits = torch.from_numpy(rng.normal(size=(6, VOCAB))).bfloat16()
+            state = new_sequence(ids.tolist(), options, mask_id=MASK, seed=trial)
+            generator = state.generator.get_state()
+            plan = StepPlan(0, 6, 2, last=False)
+            inputs = StepInputs(state, plan, torch.arange(6), logits, circuit=hmm)
+            step = full_step(inputs) if windowed else block_step(inputs, dream=True)
+            assert step.circuit
+            state.generator.set_state(generator)
+            path = torch.rand(6, generator=state.generator)
+            free = Coupled(hmm, logits=logits[None], tokens=ids[None], masked=(ids == MASK)[None])
+            latents, scores, _ = free.joint_step(path[None])
+            everywhere = Coupled(hmm, logits=logits[None], tokens=ids[None], masked=torch.ones(1, 6, dtype=torch.bool))
+            scores = torch.where((ids == MASK)[:, None], scores[0], everywhere.scores(latents)[0])
+            torch.testing.assert_close(scores, logits.float().log_softmax(-1) + hmm.log_emission[latents[0]])
+            scores = scores.bfloat16()
+            uniforms = torch.rand(2, generator=state.generator)
+            tokens, _, fell, near = drawn_or_greedy(scores, ids == MASK, uniforms)
+            alone = drawn_or_greedy(scores[4:], torch.ones(2, dtype=torch.bool), uniforms)[2]
+            outcomes.add((fell, alone))
+            if near > SURE:
+                ranking = step.ranking()
+                found = dict(zip(ranking.rows.tolist(), ranking.tokens.tolist(), strict=True))
+                assert [found[4], found[5]] == tokens.tolist()
+        assert (True, False) in outcomes  # the two masked positions by themselves would have been drawn
 
 
 class TestDrawnTokens:

@@ -1,6 +1,6 @@
 """Random decoding settings, sensible and absurd: a run ends as it should, or an error names the option.
 
-300 of them in CI; ``CODD_FUZZ=5000 pytest tests/decoding/test_random_settings.py`` by hand.
+120 of them in CI; ``CODD_FUZZ=5000 pytest tests/decoding/test_random_settings.py`` by hand.
 """
 
 import functools
@@ -22,8 +22,8 @@ from codd.decoding.start import start_sequences
 from codd.decoding.state import SequenceState, StopCondition
 from codd.errors import CircuitSteppedAside, CoddError
 
-COUNT = int(os.environ.get("CODD_FUZZ", "300"))
-BATCHES = 20
+COUNT = int(os.environ.get("CODD_FUZZ", "120"))
+BATCHES = 6
 """Tests, so that two processes share the work."""
 LARGE_VOCAB = 301
 """Larger than one block of the sampler's two-level draw."""
@@ -90,6 +90,8 @@ def settings(rng: random.Random) -> dict[str, Any]:
         "circuit_temperature": lambda: extreme(rng, rng.choice((1.0, 0.2, 3.0))),
         "tempering": lambda: rng.choice(("published", "paper")),
         "activation": lambda: rng.choice((None, 0.0, 0.5, 1e300)),
+        "activation_scope": lambda: rng.choice(("window", "sequence")),
+        "activation_targets": lambda: rng.choice((1, 2, 5)),
         "outside": lambda: rng.choice(("factorized", "defer")),
         "sharpening": lambda: extreme(rng, 0.2),
         "editing_threshold": lambda: rng.choice((None, 0.0, 0.2, 0.5, 1.0)),
@@ -107,7 +109,8 @@ def settings(rng: random.Random) -> dict[str, Any]:
         made["gen_length"] = rng.choice((4, 8))
         made["remasking"] = rng.choice(("low_confidence", "random", "entropy", "margin", "origin", "topprob"))
         made["sampler"] = rng.choice(("latent", "factorized"))
-        for foreign in ("threshold", "entropy_budget", "tempering", "outside", "editing_threshold"):
+        of_activation = ("activation_scope", "activation_targets")
+        for foreign in ("threshold", "entropy_budget", "tempering", "outside", "editing_threshold", *of_activation):
             made.pop(foreign, None)
         made["steps"] = rng.choice((4, 8, 16))
     return made

@@ -148,6 +148,43 @@ class TestAnyOrder:
             joint = joint.condition(torch.full((1, L), int(token)), where)
             left.remove(place)
 
+    def test_the_papers_tempering_sharpens_every_conditional(self):
+        """Each token from its conditional given those before it, to the power of 1 / temperature."""
+        joint, heat = window(4), 0.5
+        options = Options.of(temperature=1.0, remasking="left_to_right", tempering="paper", circuit_temperature=heat)
+        found = frequencies(joint, sample_any_order, options)
+        pairs = exact(joint).view(V, V)
+        first = pairs.sum(1) ** (1 / heat)
+        given = (pairs / pairs.sum(1, keepdim=True)) ** (1 / heat)
+        wanted = (first / first.sum())[:, None] * given / given.sum(1, keepdim=True)
+        assert fits(found.numpy(), wanted.flatten().numpy())
+        assert not fits(found.numpy(), exact(joint).numpy())
+
+    def test_tempered_conditionals_are_what_thresholds_and_scores_are_about(self):
+        joint = window(2)
+        plain = sample_any_order(joint, ROWS, 2, Options.of(), noise())
+        cold = Options.of(tempering="paper", circuit_temperature=0.25)
+        sharpened = sample_any_order(joint, ROWS, 2, cold, noise())
+        place = int(ROWS[sharpened.rows[0]])
+        p = joint.marginals()[0, place].exp() ** 4
+        assert float(sharpened.scores[0]) == pytest.approx(float(p.max() / p.sum()), rel=1e-4)
+        second = float(sharpened.scores[1])
+        assert second > float(plain.scores[1])
+        for threshold, wanted in ((second - 1e-4, 2), (second + 1e-4, 1)):
+            options = cold.changed(threshold=threshold)
+            assert len(sample_any_order(joint, ROWS, None, options, noise()).rows) == wanted
+
+    def test_what_only_tempering_makes_certain_is_conditioned_on_what_was_picked(self):
+        """Pairs (0, 3), (1, 4), (2, 4): 0 and 4 are the likeliest, cold they look certain, and exclude each other."""
+        emission = torch.tensor([[0.5, 0, 0, 0.5, 0], [0, 0.5, 0, 0, 0.5], [0, 0, 0.5, 0, 0.5]]).log()
+        circuit = HMM(torch.tensor([0.4, 0.3, 0.3]).log(), torch.eye(3).log(), emission)
+        logits = torch.tensor([[[1.0, 1, 1, 0, 0], [0, 0, 0, 1, 1]]]).log()
+        joint = Coupled(circuit, logits=logits, tokens=torch.zeros(1, 2).long(), masked=torch.ones(1, 2).bool())
+        options = Options.of(tempering="paper", circuit_temperature=0.01)
+        found = sample_any_order(joint, torch.arange(2), 2, options, noise(size=2))
+        pair = dict(zip(found.rows.tolist(), found.tokens.tolist(), strict=True))
+        assert (pair[0], pair[1]) in ((0, 3), (1, 4), (2, 4))
+
     def test_the_joint_threshold_goes_on_while_the_conditional_is_sure(self):
         """Two words that are even chances, but certain given each other: both, or only the first."""
         emission = torch.tensor([[0.5, 0, 0.5, 0], [0, 0.5, 0, 0.5]]).log()

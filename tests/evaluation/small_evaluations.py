@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from codd.evaluation.runs import Result, Run, Sample, write_json
-from codd.evaluation.tasks.cells import Cell
+from codd.evaluation.tasks.configs import EvalConfig
 
 JUDGE = {"name": "smollm2", "description": "SmolLM2-135M-Instruct, Q4_1 (4-bit), instruction-tuned"}
 PROVENANCE = {"machine": "a chip, 2 cores", "dtype": "float32", "versions": {"torch": "2.9"}, "revision": "abc"}
@@ -29,9 +29,9 @@ def add(
     prompt: str = "How many?",
     seed: int = 0,
 ) -> Result:
-    """A finished cell; without ``correct`` it is continued text."""
+    """A finished config; without ``correct`` it is continued text."""
     size = len(correct if correct is not None else texts or [])
-    cell = Cell(task, circuit, options, problems=size, split=split, seed=seed)
+    config = EvalConfig(task, circuit, options, problems=size, split=split, seed=seed)
     samples = [
         Sample(
             doc_id=i,
@@ -48,7 +48,7 @@ def add(
         for i in range(size)
     ]
     result = Result(
-        cell=cell,
+        config=config,
         metric=None if correct is None else "exact_match,strict",
         accuracy=None if correct is None else sum(correct) / size,
         metrics={},
@@ -58,7 +58,7 @@ def add(
         seconds=seconds,
         settings={"batch": 8, "stop": ["</s>"]},
         provenance={**PROVENANCE, "time": f"2026-01-01 {circuit}", "command": "codd eval"},
-        folder=run.cell_folder(cell),
+        folder=run.config_folder(config),
     )
     run.write_result(result, samples)
     return result
@@ -117,7 +117,7 @@ def spread(median: float) -> dict[str, float]:
 
 
 def whole_run(folder: Path, problems: int = 60) -> Run:
-    """Everything that a report knows: two tasks, three circuits, paces, an ablation, studies."""
+    """Everything that a report knows: two tasks, three circuits, budgets, an ablation, studies."""
     run = Run(folder, create=True)
     n = problems
     shares = {
@@ -126,22 +126,24 @@ def whole_run(folder: Path, problems: int = 60) -> Run:
         "trained": {8: 0.6, 16: 0.7, 32: 0.7},
         "static": {8: 0.35, 16: 0.55, 32: 0.7},
     }
-    for circuit, paces in shares.items():
+    for circuit, budgets in shares.items():
         how = {} if circuit == "none" else {"sampler": "any_order"}
-        for steps, share in paces.items():
+        for steps, share in budgets.items():
             seconds = steps / 20 * (1.0 if circuit == "none" else 1.1)
             add(run, "word_problems", circuit, {**how, "steps": steps}, correct=pattern(round(share * n), n),
                 calls=float(steps), seconds=seconds)  # fmt: skip
         for threshold, calls in ((0.6, 12.0), (0.9, 24.0)):
-            share = paces[16] - 0.05 + 0.2 * (threshold > 0.8)
+            share = budgets[16] - 0.05 + 0.2 * (threshold > 0.8)
             add(run, "word_problems", circuit, {**how, "threshold": threshold}, correct=pattern(round(share * n), n),
                 calls=calls, seconds=calls / 20)  # fmt: skip
     for circuit, nll in {"none": 3.5, "null": 3.5, "trained": 3.0}.items():
         for steps in (16, 32):
             options = {"steps": steps} if circuit == "none" else {"steps": steps, "sampler": "latent"}
             texts = [f"Once upon a time, {circuit} wrote {i} & <i>more</i>." for i in range(20)]
-            cell = add(run, "books_text", circuit, options, texts=texts, calls=float(steps), seconds=steps / 10)
-            judge(cell, [10 * (nll - steps / 64) + i % 5 for i in range(20)], [10] * 20, mauve=0.2 + 0.2 * (nll == 3.0))
+            config = add(run, "books_text", circuit, options, texts=texts, calls=float(steps), seconds=steps / 10)
+            judge(
+                config, [10 * (nll - steps / 64) + i % 5 for i in range(20)], [10] * 20, mauve=0.2 + 0.2 * (nll == 3.0)
+            )
     for circuit in ("trained", "null"):
         for activation in (0.5, None):
             for temperature in (0.2, 1.0):

@@ -2,8 +2,10 @@
 
 import pytest
 
-from codd.evaluation.tasks.answers import cut, extract_code
+from codd.errors import InvalidInput
+from codd.evaluation.tasks.answers import MARKED_NUMBER, answer_rule, cut, default_rule, extract_code
 from codd.evaluation.tasks.catalogue import TASKS, harness_task
+from codd.evaluation.tasks.configs import EvalConfig
 from codd.evaluation.tasks.sandbox import Limits
 
 CODE = "def add(a, b):\n    return a + b"
@@ -52,7 +54,7 @@ def gsm8k(tmp_path_factory):
     (root / "gsm8k").mkdir()
     line = '{"question": "How many?", "answer": "They have 1,000 dollars.\\n#### 1,000"}\n'
     (root / "gsm8k" / "test.jsonl").write_text(line)
-    return harness_task("gsm8k", root, "test", None, Limits())
+    return harness_task(EvalConfig("gsm8k"), root, Limits())
 
 
 @pytest.mark.parametrize(
@@ -88,9 +90,7 @@ def test_gsm8k_numbers_are_extracted_as_the_protocol_says(gsm8k, text, strict, f
     ],
 )
 def test_our_own_problems_count_the_number_after_the_last_marks(text, right):
-    task = harness_task("word_problems", None, "test", 3, Limits())
-    task.config.doc_to_target = "42"
-    assert scores(task, text) == {"last-number": right}
+    assert (MARKED_NUMBER.read(text) == "42") == bool(right)
 
 
 def scores(task, text):
@@ -110,3 +110,43 @@ def scores(task, text):
 def test_every_task_has_a_metric_or_a_judge():
     judged = {name for name, task in TASKS.items() if task.metric is None}
     assert judged == {"books_text", "wikitext_text"}
+
+
+@pytest.mark.parametrize(
+    ("rule", "text", "answer"),
+    [
+        ("last-number", "3 and 4 make 7.", "7"),
+        ("last-number", "It costs $1,250.50, not less", "1250.5"),
+        ("last-number", "5 - 7 = -2", "-2"),
+        ("last-number", "between 3-4", "4"),
+        ("last-number", "-0.0", "0"),
+        ("last-number", "version v2 of x", None),
+        ("letter", "(A) is wrong, so (B). A look shows it.", "B"),
+        ("letter", "The answer is C", "C"),
+        ("letter", "C. I think A bird in the hand", "C"),
+        ("letter", "so A", "A"),
+        ("letter", "none of them", None),
+        ("exact", " Paris.\n", "paris"),
+        ("exact", "New York", "new york"),
+        ("regex:answer is (\\w+)", "The answer is yes. No, the answer is NO", "no"),
+        ("regex:\\d+ km", "12 km or 13 km", "13 km"),
+        ("regex:answer is (\\w+)", "who knows", None),
+    ],
+)
+def test_answers_are_read_by_rule(rule, text, answer):
+    assert answer_rule(rule).read(text) == answer
+
+
+def test_rules_that_cannot_be_used():
+    with pytest.raises(InvalidInput, match="there is no answer rule 'first'; give last-number, letter"):
+        answer_rule("first")
+    with pytest.raises(InvalidInput, match="has no regular expression"):
+        answer_rule("regex:(")
+
+
+@pytest.mark.parametrize(
+    ("answers", "rule"),
+    [(["7", "-1,000.5"], "last-number"), (["A", "(D)"], "letter"), (["7", "A"], "exact"), (["Paris"], "exact")],
+)
+def test_the_default_rule_fits_all_answers(answers, rule):
+    assert default_rule(answers) == rule

@@ -194,7 +194,7 @@ class Silent(Backbone):
     ("change", "message"),
     [
         ({"causal": network()}, "needs a causal model, found a denoiser"),
-        ({"causal": network(causal=True, vocab=9)}, "the causal model has 9 tokens, the network 7"),
+        ({"causal": network(causal=True, vocab=5, mask=4)}, "the causal model has 5 tokens, the network 7, 6 for one"),
         ({"causal": Silent(network(causal=True).spec, network(causal=True).network)}, "text 0: .* NaN"),
         ({"ratios": (0.0,)}, "ratios must be above 0"),
         ({"ids": torch.full((4, 14), MASK)}, r"the mask \(5\) stands in or before the block"),

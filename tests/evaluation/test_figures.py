@@ -5,13 +5,17 @@ from dataclasses import replace
 import pytest
 from matplotlib.image import imread
 
-from codd.evaluation.report.figures import COLOURS, INK, Chart, Curve, Look, Panel, inline, svg, write_png
+from codd.evaluation.report import figures
+from codd.evaluation.report.figures import COLOURS, INK, Chart, Curve, Look, Panel, inline, write_png
+from codd.evaluation.report.quality import Estimate
 
 CURVES = [
     Curve(
-        "alone", [8.0, 16.0, 64.0], [40.0, 50.0, 60.0], [35.0, 45.0, 55.0], [45.0, 55.0, 65.0], Look(6, 0, 0, wide=True)
+        "alone",
+        [(8.0, Estimate(40.0, 35.0, 45.0)), (16.0, Estimate(50.0, 45.0, 55.0)), (64.0, Estimate(60.0, 55.0, 65.0))],
+        Look(6, 0, 0, wide=True),
     ),
-    Curve("trained", [8.0, 16.0, 64.0], [50.0, 60.0, 61.0], look=Look(0, 1, 1)),
+    Curve("trained", [(8.0, Estimate(50.0)), (16.0, Estimate(60.0)), (64.0, Estimate(61.0))], Look(0, 1, 1)),
 ]
 CHART = Chart(
     "frontier-x",
@@ -20,8 +24,12 @@ CHART = Chart(
 )
 
 
+def svg(chart: Chart) -> str:
+    return "\n".join(figures.svg(chart))
+
+
 def parts(chart: Chart) -> list[ET.Element]:
-    return [ET.fromstring(each) for each in re.findall(r"<svg.*?</svg>", svg(chart), flags=re.DOTALL)]
+    return [ET.fromstring(each) for each in figures.svg(chart)]
 
 
 def test_each_panel_is_well_formed_and_named():
@@ -106,9 +114,9 @@ def test_pngs_are_pictures_on_white(tmp_path):
 
 def test_bands_need_both_ends_of_every_point():
     whole = CURVES[0]
-    assert whole.bounded
-    assert not replace(whole, lows=[1.0, None, 2.0]).bounded
-    assert not CURVES[1].bounded
+    assert whole.intervals == ([35.0, 45.0, 55.0], [45.0, 55.0, 65.0])
+    assert replace(whole, points=[*whole.points, (70.0, Estimate(60.0, 55.0))]).intervals is None
+    assert CURVES[1].intervals is None
     banded = Chart("b", "t", [Panel("x", "y", [whole], bands=True)])
     assert "fill-opacity: 0.18" in svg(banded)
     assert "fill-opacity: 0.18" not in svg(Chart("b", "t", [Panel("x", "y", [CURVES[1]], bands=True)]))

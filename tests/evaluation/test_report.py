@@ -6,11 +6,10 @@ from html.parser import HTMLParser
 import pytest
 from small_evaluations import add, pattern, whole_run
 
-from codd.evaluation.page import Cell, Section, page, visible
-from codd.evaluation.report.ablation import best, on_test
-from codd.evaluation.report.details import cut, differing
-from codd.evaluation.report.making import make_report, render, write_pictures
-from codd.evaluation.report.ways import ACCURACY
+from codd.evaluation.report.page import cut, visible
+from codd.evaluation.report.quality import ACCURACY
+from codd.evaluation.report.render import make_report, render, write_pictures
+from codd.evaluation.report.tables import best, differing, on_test
 from codd.evaluation.runs import Run
 
 EVIL = "</td></svg><script>alert('x')</script>\x1b[2J\x00\u202e & \"<b>\""
@@ -97,6 +96,8 @@ def test_the_page_is_whole_and_needs_nothing_else(text, reader):
 
 
 def test_it_can_be_printed_and_follows_light_and_dark(text):
+    assert '<table class="names2">' in text
+    assert ".names2 td:nth-child(2)" in text
     assert "@media print" in text
     assert "prefers-color-scheme: dark" in text
     assert "viewport" in text
@@ -186,16 +187,16 @@ def test_the_ablation_is_chosen_on_validation_and_measured_on_test(run, reader):
     assert found["test, against null"].startswith("+20.0|")
     assert not any("validation" in each for each in reader.tables["word_problems"][1])
     results = run.results()
-    tuned = [each for each in results if each.cell.split == "validation" and each.cell.circuit == "trained"]
+    tuned = [each for each in results if each.config.split == "validation" and each.config.circuit == "trained"]
     chosen = best(tuned, ACCURACY)
-    assert chosen.cell.options["circuit_temperature"] == 1.0
-    match = on_test(chosen, [each for each in results if each.cell.split == "test"])
+    assert chosen.config.options["circuit_temperature"] == 1.0
+    match = on_test(chosen, [each for each in results if each.config.split == "test"])
     assert match is not None
-    assert match.cell.options == {"sampler": "any_order", "steps": 16}
+    assert match.config.options == {"sampler": "any_order", "steps": 16}
 
 
 def test_samples_are_those_that_differ_first(report, reader):
-    pair = next(each for each in report.comparisons if each.result.cell.task == "word_problems")
+    pair = next(each for each in report.comparisons if each.result.config.task == "word_problems")
     # Null solves 0 to 17, the circuit 0 to 35.
     assert differing(pair, 4) == [18, 19, 20, 21]
     shown = reader.tables["word_problems, problem 18"]
@@ -232,9 +233,9 @@ def test_the_same_run_gives_the_same_bytes(run, text):
 
 
 def test_pictures_have_names_of_their_own(report, tmp_path):
-    few = replace(report, parts=[part for part in report.parts if part.charts][:2])
+    few = replace(report, charts=report.charts[:2])
     paths = write_pictures(few, tmp_path / "figures")
-    assert len(paths) == len(set(paths)) == len(few.charts) >= 2
+    assert len(paths) == len(set(paths)) == 2
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
     assert len({chart.name for chart in report.charts}) == len(report.charts) == 6
 
@@ -269,7 +270,7 @@ def test_parts_that_cannot_be_read_are_left_out(tmp_path):
     good = add(run, "gsm8k", "null", {}, correct=pattern(2, 4))
     torn = add(run, "gsm8k", "trained", {}, correct=pattern(2, 4))
     (torn.folder / "samples.jsonl").unlink()
-    begun = run.cell_folder(replace(good.cell, seed=5))
+    begun = run.config_folder(replace(good.config, seed=5))
     add(run, "mbpp_instruct", "null", {}, correct=[0.0]).folder.joinpath("samples.jsonl").write_text("")
     report = make_report(run)
     notes = " ".join(report.missing)
@@ -330,13 +331,6 @@ def test_visible_keeps_what_can_be_read():
     assert visible("a\n\tb ö 漢") == "a\n\tb ö 漢"
     assert visible("\x07\u200b\x7f\ud800") == "\\x07\\u200b\\x7f\\ud800"
     assert cut("x" * 12, 10) == "x" * 10 + " [... 2 more characters]"
-
-
-def test_a_page_can_have_names_in_two_columns():
-    rows = [[Cell("a"), Cell("b"), Cell("1")]]
-    text = page("t", [Section("s", [], ["x", "y", "z"], rows, names=2)])
-    assert '<table class="names2">' in text
-    assert ".names2 td:nth-child(2)" in text
 
 
 def test_notes_of_the_author_are_shown_as_text(tmp_path):

@@ -6,7 +6,7 @@ from small_evaluations import add, pattern
 from codd.errors import FormatError, InvalidInput
 from codd.evaluation.provenance import provenance
 from codd.evaluation.runs import Log, Run, compared, control_of
-from codd.evaluation.tasks.cells import Cell
+from codd.evaluation.tasks.configs import EvalConfig
 
 
 def test_a_folder_that_holds_something_else_is_refused(tmp_path):
@@ -25,12 +25,12 @@ def test_results_come_back(tmp_path):
     run = Run(tmp_path / "run", create=True)
     made = add(run, "gsm8k", "trained", {"steps": 8}, correct=pattern(3, 5))
     [found] = Run(tmp_path / "run").results()
-    assert found.cell == made.cell
+    assert found.config == made.config
     assert found.accuracy == pytest.approx(0.6)
     assert found.correct == [1, 1, 1, 0, 0]
     assert found.samples[1].prompt == "How many? 1"
-    assert run.result(made.cell.with_circuit("null")) is None
-    assert run.cells() == [made.cell]
+    assert run.result(made.config.with_circuit("null")) is None
+    assert run.configs() == [made.config]
 
 
 def test_the_control_is_the_null_circuit_under_identical_settings(tmp_path):
@@ -41,7 +41,7 @@ def test_the_control_is_the_null_circuit_under_identical_settings(tmp_path):
     everything = run.results()
     found = control_of(trained, everything)
     assert found is not None
-    assert found.cell == null.cell
+    assert found.config == null.config
     assert control_of(null, everything) is None
     assert control_of(other, everything) is None
     assert compared(trained, found).gained == 2
@@ -84,7 +84,7 @@ def test_without_a_folder_a_log_only_remembers():
 
 def test_a_foreign_result_is_named(tmp_path):
     run = Run(tmp_path / "run", create=True)
-    folder = run.cell_folder(Cell("gsm8k"))
+    folder = run.config_folder(EvalConfig("gsm8k"))
     (folder / "result.json").write_text(json.dumps({"cell": {"task": "gsm8k"}, "colour": "red"}))
     with pytest.raises(FormatError, match=r"result\.json: unknown field colour"):
         run.results()
@@ -97,3 +97,20 @@ def test_provenance_can_be_written_and_says_where():
     assert found["versions"]["torch"]
     assert found["machine"].endswith("cores")
     assert {"time", "command", "python", "revision", "threads", "processes"} <= set(found)
+
+
+def test_folders_of_earlier_versions_are_read(tmp_path):
+    """Their files call a configuration a cell, and so do ours."""
+    folder = tmp_path / "run" / "cells" / "gsm8k-null-8_steps-any_order-eb19b3d2"
+    folder.mkdir(parents=True)
+    (tmp_path / "run" / "codd-evaluation.json").write_text('{"format": 1}')
+    config = {"task": "gsm8k", "circuit": "null", "options": {"steps": 8}, "problems": 1, "split": "test", "seed": 0}
+    config |= {"model": None, "dtype": "float32", "device": "cpu"}
+    figures = {"metric": "exact_match,strict", "accuracy": 1.0, "metrics": {}, "problems": 1, "calls": 8.0}
+    figures |= {"tokens": 3.0, "seconds": 0.5, "settings": {}, "provenance": {}}
+    (folder / "cell.json").write_text(json.dumps(config))
+    (folder / "result.json").write_text(json.dumps({"cell": config, **figures}))
+    run = Run(tmp_path / "run")
+    assert run.configs() == [EvalConfig("gsm8k", "null", {"steps": 8}, problems=1)]
+    [result] = run.results()
+    assert (result.config, result.accuracy) == (run.configs()[0], 1.0)

@@ -6,25 +6,28 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small_tasks import ASKED, TINY, cell, data, setting
+from small_tasks import ASKED, TINY, config, data, session
 
 import codd
+from codd.backbones import chat
 from codd.cli import main
+from codd.data.text_files import json_lines
 from codd.decoding import Model
 from codd.errors import FormatError, InvalidInput
 from codd.evaluation.runs import Log, Run
 from codd.evaluation.tasks import passages, sandbox
 from codd.evaluation.tasks.answering import problem_seed
 from codd.evaluation.tasks.catalogue import TASKS
-from codd.evaluation.tasks.grid import answer_cell, default_length, prepare_cell, run_cell
 from codd.evaluation.tasks.harness import CoddLM, request_key
-from codd.evaluation.tasks.joint import Stretch, score_stretches
-from codd.training.text_files import json_lines
+from codd.evaluation.tasks.joint import ScoringRequest, score_continuations
+from codd.evaluation.tasks.runner import answer_config, default_length, prepare_config, run_config
 from two_processes import run_in_two_processes
 
 lm_eval = pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance  # noqa: E402 only where it is installed
 
+HEADER = "<|start_header_id|>%s<|end_header_id|>\n\n"
+BEGUN = "\n```python\n"
 CONFINED = pytest.mark.skipif(sandbox.unavailable() is not None, reason=str(sandbox.unavailable()))
 
 
@@ -35,27 +38,31 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def run(root, tmp_path_factory):
-    return setting(tmp_path_factory.mktemp("run") / "run", root)
+    return session(tmp_path_factory.mktemp("run") / "run", root)
 
 
 @pytest.mark.parametrize(
     "task", ["gsm8k", "minerva_math500", "gpqa_main_generative_n_shot", "word_problems", "books_text"]
 )
 def test_four_problems_of_each_task(run, task):
-    result = run_cell(cell(task), run)
+    result = run_config(config(task), run)
     assert result.problems == ASKED
     assert result.metric == TASKS[task].metric
     assert [sample.doc_id for sample in result.samples] == list(range(ASKED))
     assert all(sample.calls == 2 for sample in result.samples if sample.tokens == 16)
-    if result.metric is None:
-        assert result.accuracy is None
-    else:
-        assert result.accuracy == sum(result.correct) / ASKED
+    assert (result.accuracy is None) == (result.metric is None)  # test_oracles.py says what it is
     assert len({sample.seed for sample in result.samples}) == ASKED
     told = json.loads((result.folder / "result.json").read_text())
     assert told["provenance"]["versions"]["lm_eval"]
     assert told["settings"]["options"]["gen_length"] == 16
     assert told["settings"]["system"] == TASKS[task].system
+
+
+def test_nothing_is_said_of_git_outside_a_repository(root, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert run_config(config("word_problems"), session(tmp_path / "run", root)).problems == ASKED
+    assert "fatal" not in capfd.readouterr().err
 
 
 @CONFINED
@@ -69,21 +76,22 @@ def test_a_hostile_program_fails_its_problem_and_nothing_else(run, tmp_path):
         f"import os\nos.remove({str(marker)!r})\ndef add(x): return x + 2",
         "def add(x):\n    return x + 3\n```\nThat adds three.",
     ]
-    wanted = replace(cell("mbpp_instruct"), seed=1)
-    prepare_cell(wanted, run)
-    requests = [line for _, line in json_lines(run.run.folder / "requests" / "mbpp_instruct-test-4.jsonl")]
+    wanted = replace(config("mbpp_instruct"), seed=1)
+    prepare_config(wanted, run)
+    [path] = (run.run.folder / "requests").glob("mbpp_instruct-test-4-*.jsonl")
+    requests = [line for _, line in json_lines(path)]
     cost = {"tokens": 9, "calls": 2, "seconds": 0.1, "seed": 0}
     lines = [{"key": r["key"], "text": text, **cost} for r, text in zip(requests, answers, strict=True)]
-    Log(run.run.cell_folder(wanted)).add(lines)
-    limited = type(run)(run.run, run.model, run.group, run.data, 4, sandbox.Limits(seconds=3.0, cpu_seconds=2.0))
-    result = run_cell(wanted, limited)
+    Log(run.run.config_folder(wanted)).add(lines)
+    limited = type(run)(run.run, run.model, run.context, run.data, 4, sandbox.Limits(seconds=3.0, cpu_seconds=2.0))
+    result = run_config(wanted, limited)
     assert result.correct == [1, 0, 0, 1]
     assert marker.read_text() == "here"
-    assert requests[0]["prompt"].endswith("<|assistant|>\n```python\n")
+    assert requests[0]["prompt"].endswith("<|assistant|>```python")
 
 
 def test_what_was_answered_is_not_asked_again(run, monkeypatch):
-    wanted = cell("word_problems", remasking="random")
+    wanted = config("word_problems", remasking="random")
     asked = []
     plain = Model.generate
 
@@ -94,56 +102,56 @@ def test_what_was_answered_is_not_asked_again(run, monkeypatch):
         return plain(self, prompts, options)
 
     monkeypatch.setattr(Model, "generate", counted)
-    pairs = type(run)(run.run, run.model, run.group, run.data, 2)
+    pairs = type(run)(run.run, run.model, run.context, run.data, 2)
     with pytest.raises(KeyboardInterrupt):
-        run_cell(wanted, pairs)
+        run_config(wanted, pairs)
     assert run.run.result(wanted) is None
-    result = run_cell(wanted, pairs)
+    result = run_config(wanted, pairs)
     assert asked == [2, 2, 2]  # the second was cut off, and only its problems were asked again
-    assert run_cell(wanted, pairs).samples == result.samples
+    assert run_config(wanted, pairs).samples == result.samples
     assert asked == [2, 2, 2]
     assert not list(result.folder.glob("answers.*"))
 
 
 def test_an_answer_does_not_depend_on_the_batch(run, tmp_path, root):
-    wanted = cell("word_problems", temperature=1.0)
-    found = [run_cell(wanted, setting(tmp_path / str(batch), root, batch)) for batch in (1, 3)]
+    wanted = config("word_problems", temperature=1.0)
+    found = [run_config(wanted, session(tmp_path / str(batch), root, batch)) for batch in (1, 3)]
     assert [sample.text for sample in found[0].samples] == [sample.text for sample in found[1].samples]
 
 
 def test_in_stages_without_the_harness_in_the_middle(run, tmp_path, root, monkeypatch):
-    wanted = cell("gsm8k", temperature=0.5)
-    whole = run_cell(wanted, run)
-    parts = setting(tmp_path / "run", root)
-    prepare_cell(wanted, parts)
+    wanted = config("gsm8k", temperature=0.5)
+    whole = run_config(wanted, run)
+    parts = session(tmp_path / "run", root)
+    prepare_config(wanted, parts)
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "lm_eval", None)
         without.setitem(sys.modules, "codd.evaluation.tasks.harness", None)
-        answer_cell(wanted, parts)
+        answer_config(wanted, parts)
     monkeypatch.setattr(Model, "generate", lambda *args, **options: pytest.fail("all was answered"))
-    found = run_cell(wanted, parts)
+    found = run_config(wanted, parts)
     assert [s.text for s in found.samples] == [s.text for s in whole.samples]
     assert found.correct == whole.correct
 
 
 def test_answers_of_another_device_are_waited_for(tmp_path, root):
-    elsewhere = setting(tmp_path / "run", root)
-    wanted = type(cell("gsm8k"))("gsm8k", "none", TINY, problems=ASKED, device="cuda")
+    elsewhere = session(tmp_path / "run", root)
+    wanted = type(config("gsm8k"))("gsm8k", "none", TINY, problems=ASKED, device="cuda")
     with pytest.raises(InvalidInput, match="4 of 4 answers are not there yet"):
-        run_cell(wanted, elsewhere)
-    prepare_cell(wanted, elsewhere)
+        run_config(wanted, elsewhere)
+    prepare_config(wanted, elsewhere)
     with pytest.raises(InvalidInput, match="was prepared for cuda"):
-        answer_cell(wanted, elsewhere)
+        answer_config(wanted, elsewhere)
 
 
 def test_a_circuit_trained_anew_under_the_same_name_is_not_mixed_with_the_old_one(tmp_path, root):
     path = str(tmp_path / "circuit")
     codd.HMM.random(2, 8192, seed=0).save(path)
-    first = run_cell(cell("word_problems", path), setting(tmp_path / "run", root))
-    assert run_cell(cell("word_problems", path), setting(tmp_path / "run", root)).samples == first.samples
+    first = run_config(config("word_problems", path), session(tmp_path / "run", root))
+    assert run_config(config("word_problems", path), session(tmp_path / "run", root)).samples == first.samples
     codd.HMM.random(2, 8192, seed=1).save(path)
     with pytest.raises(InvalidInput, match="begun with another circuit"):
-        run_cell(cell("word_problems", path), setting(tmp_path / "run", root))
+        run_config(config("word_problems", path), session(tmp_path / "run", root))
 
 
 def test_two_processes_find_what_one_finds(tmp_path):
@@ -169,7 +177,7 @@ class TestAdapter:
         asked = [Instance("loglikelihood", {}, pair, i, ("t", i, 1)) for i, pair in enumerate(pairs)]
         found = lm.loglikelihood(asked)
         ids = lm.tokenizer.encode("The sea was"), lm.tokenizer.encode("The sea was calm and grey")
-        [alone] = score_stretches(lm.model, [Stretch(ids[0], ids[1][len(ids[0]) :])], lm.options)
+        [alone] = score_continuations(lm.model, [ScoringRequest(ids[0], ids[1][len(ids[0]) :])], lm.options)
         assert found[0][0] == pytest.approx(alone.log_prob, abs=1e-3)
         assert all(score < 0 for score, _ in found)
 
@@ -177,19 +185,32 @@ class TestAdapter:
         text = "The sea was calm. " * 40  # longer than half of the model
         [whole] = lm.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0, ("t", 0, 1))])
         ids, half = lm.tokenizer.encode(text), 192
-        pieces = [Stretch(ids[max(0, i - half) : i], ids[i : i + half]) for i in range(0, len(ids), half)]
+        pieces = [ScoringRequest(ids[max(0, i - half) : i], ids[i : i + half]) for i in range(0, len(ids), half)]
         assert len(pieces) > 1
-        assert whole == pytest.approx(sum(s.log_prob for s in score_stretches(lm.model, pieces, lm.options)), rel=1e-4)
+        assert whole == pytest.approx(
+            sum(s.log_prob for s in score_continuations(lm.model, pieces, lm.options)), rel=1e-4
+        )
 
     def test_stop_strings_and_end_marks(self, lm):
         [text] = lm.generate_until([Instance("generate_until", {}, ("x", {"until": ["e", "a"]}), 0, ("t", 0, 1))])
         assert "e" not in text
         assert "a" not in text
 
-    def test_an_answer_that_was_begun_is_left_open(self, lm):
-        talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "\n```python\n"}]
-        assert lm.apply_chat_template(talk, add_generation_prompt=False) == "<|user|>Hi<|assistant|>\n```python\n"
-        assert lm.apply_chat_template(talk[:1]) == "<|user|>Hi<|assistant|>"
+    @pytest.mark.parametrize(
+        ("template", "before", "begun"),
+        [
+            (chat.MINI, "<|user|>Hi<|assistant|>", "```python"),
+            (chat.LLADA, f"<|startoftext|>{HEADER % 'user'}Hi<|eot_id|>{HEADER % 'assistant'}", "```python"),
+            (chat.CHATML, "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", BEGUN),  # it trims nothing
+        ],
+    )
+    def test_an_answer_that_was_begun_is_left_open_as_the_template_writes_it(
+        self, lm, monkeypatch, template, before, begun
+    ):
+        monkeypatch.setattr(lm.tokenizer, "chat_template", template)
+        talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": BEGUN}]
+        assert lm.apply_chat_template(talk, add_generation_prompt=False) == before + begun
+        assert lm.apply_chat_template(talk[:1]) == before
 
     def test_the_harness_knows_it_by_name(self):
         from lm_eval.api.registry import get_model
@@ -218,13 +239,13 @@ def test_lengths_follow_the_paper_where_the_model_has_room():
 
 def test_errors_name_what_is_missing(run, tmp_path):
     with pytest.raises(InvalidInput, match=r"no task 'gsm8kk'.*gsm8k"):
-        run_cell(cell("gsm8kk"), run)
+        run_config(config("gsm8kk"), run)
     with pytest.raises(FormatError, match=r"gsm8k/test.jsonl: there is no such file"):
-        run_cell(cell("gsm8k"), setting(tmp_path / "run", tmp_path))
+        run_config(config("gsm8k"), session(tmp_path / "run", tmp_path))
     with pytest.raises(FormatError, match="GPQA's authors ask"):
-        run_cell(cell("gpqa_main_generative_n_shot"), setting(tmp_path / "run", tmp_path))
+        run_config(config("gpqa_main_generative_n_shot"), session(tmp_path / "run", tmp_path))
     with pytest.raises(InvalidInput, match="has no split 'validation'"):
-        run_cell(type(cell("gsm8k"))("minerva_math500", "none", TINY, split="validation"), run)
+        run_config(type(config("gsm8k"))("minerva_math500", "none", TINY, split="validation"), run)
 
 
 def test_passages_are_the_same_for_every_count(root):
@@ -235,6 +256,16 @@ def test_passages_are_the_same_for_every_count(root):
     assert all(found.continuation[0].isspace() for found in more)
     with pytest.raises(FormatError, match="fewer than the 999"):
         passages.passages("books", root, 999)
+
+
+def test_passages_of_a_file_of_ones_own(run, root):
+    paragraphs = [" ".join(f"word{number}" for number in range(k, k + 260)) for k in range(8)]
+    (root / "mine.txt").write_text("\n\n".join(paragraphs))
+    result = run_config(config("text:mine.txt"), run)
+    assert (result.problems, result.metric, result.accuracy) == (ASKED, None, None)
+    assert all(sample.prompt.startswith("word") and sample.target.split() for sample in result.samples)
+    with pytest.raises(FormatError, match=r"other.txt: there is no such file"):
+        run_config(config("text:other.txt"), run)
 
 
 def test_the_model_is_not_changed_by_an_evaluation(run):

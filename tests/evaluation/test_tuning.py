@@ -19,7 +19,7 @@ def test_each_circuit_is_tuned_by_itself_and_tested_beside_its_control(tmp_path)
     assert found == [("trained", 0.2, "test", 9), ("null", 0.2, "test", 9), ("null", 1.0, "test", 9)]
 
 
-def test_paces_are_not_tuned_and_ties_go_to_the_first(tmp_path):
+def test_budgets_are_not_tuned_and_ties_go_to_the_first(tmp_path):
     run = Run(tmp_path / "run", create=True)
     results = [
         add(run, "a", "null", {"steps": n, "activation": a}, correct=pattern(2, 4), split="validation")

@@ -44,7 +44,7 @@ def test_every_text_is_judged_once(run, judge, monkeypatch):
     monkeypatch.setattr(type(judge), "assess", counted)
     assert len(to_be_judged(run)) == 3
     judge_run(run, judge)
-    assert len(asked) == len(set(asked)) == 63  # 21 texts that two cells have, 21 others, and 21 true ones
+    assert len(asked) == len(set(asked)) == 63  # 21 texts that two configs have, 21 others, and 21 true ones
     assert to_be_judged(run, judge.name) == []
     judge_run(run, judge)
     assert len(asked) == 63
@@ -55,7 +55,7 @@ def test_every_text_is_judged_once(run, judge, monkeypatch):
 
 def test_what_it_says(run, judge):
     judge_run(run, judge)
-    found = {(r.cell.circuit): r.judged for r in run.results() if r.judged}
+    found = {(r.config.circuit): r.judged for r in run.results() if r.judged}
     assert set(found) == {"none", "trained", "null"}
     assert found["trained"]["nats"] == found["none"]["nats"]
     value = {name: each["measures"]["nll"]["value"] for name, each in found.items()}
@@ -83,7 +83,7 @@ def test_the_distance_to_true_text(tmp_path, judge):
         add(run, "books_text", circuit, {"steps": 8}, texts=texts, targets=TEXTS)
     add(run, "books_text", "none", {"steps": 16}, texts=TEXTS[:19], targets=TEXTS[:19])
     judge_run(run, judge)
-    found = {(result.cell.circuit, result.problems): result.judged for result in run.results()}
+    found = {(result.config.circuit, result.problems): result.judged for result in run.results()}
     same, jumbled, few = (found[key] for key in (("none", 21), ("null", 21), ("none", 19)))
     assert same["true"]["mauve"] == pytest.approx(1)
     assert jumbled["true"]["mauve"] < 0.9
@@ -110,9 +110,9 @@ def test_each_order_has_its_own_reference(tmp_path, judge):
         add(run, "books_text", "trained", {"steps": 8, **common}, texts=JUMBLED)
     judge_run(run, judge)
     references = {
-        result.cell.options["remasking"]: result.judged["mauve"]["reference"]
+        result.config.options["remasking"]: result.judged["mauve"]["reference"]
         for result in run.results()
-        if result.cell.circuit == "trained"
+        if result.config.circuit == "trained"
     }
     assert "random" in references["random"]
     assert "random" not in references["low_confidence"]

@@ -29,3 +29,18 @@ def test_the_first_calls_of_a_test_are_checked():
             total(torch.zeros(3, 2))
         assert total(torch.zeros(3)) == 0
         checking.next_test()
+
+
+def test_of_functions_within_functions_the_first_of_a_test_is_checked():
+    def within():
+        @checking.first_calls(typechecker=beartype.beartype)
+        def total(x: Float[Tensor, "a b"]) -> Float[Tensor, ""]:
+            return x.sum()
+
+        return total
+
+    for _ in range(2):
+        with pytest.raises(jaxtyping.TypeCheckError):
+            within()(torch.zeros(3))
+        assert within()(torch.zeros(3)) == 0
+        checking.next_test()

@@ -10,7 +10,7 @@ import pytest
 from codd.decoding.options import DEFAULTS, OPTIONS, PACES, OptionInfo, default_in_words
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "benchmarks" / "README.md"]
+DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks" / "README.md"]
 NAME = re.compile(r"\bcodd(?:\.[A-Za-z_]\w*)+")
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)")
 

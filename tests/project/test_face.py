@@ -10,7 +10,7 @@ import pytest
 import codd
 from codd import circuits
 
-HEAVY = "{'torch', 'numpy', 'rich', 'safetensors', 'jaxtyping'}"
+HEAVY = "{'pydantic', 'torch', 'numpy', 'rich', 'safetensors', 'jaxtyping'}"
 NAMES = {
     *("HMM", "Circuit", "Evidence", "Modulated", "SparsePotentials", "load_circuit", "Coupled", "Tokenizer"),
     *("Model", "Options", "Generation", "Step", "load"),

@@ -1,20 +1,27 @@
-"""Imports: errors -> files -> constraints -> {circuits, backbones} -> coupling -> {decoding, training} -> the faces."""
+"""Imports: errors, files, constraints, circuits and backbones, coupling and data, decoding, training, the faces."""
 
 import ast
+import re
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 import codd
 
 ROOT = Path(codd.__file__).parent
 LEVELS = [
     {"_threads", "errors"},
-    {"files"},
+    {"files", "folders", "validation"},
     {"constraints"},
     {"circuits", "backbones"},
-    {"coupling"},
-    {"decoding", "training"},
-    {"evaluation"},
+    {"coupling", "data", "distributed"},
+    {"decoding"},
+    {"training", "evaluation"},  # neither knows the other: what both need is in data
     {"serving"},
+    {"integrations"},  # one of them runs the server on Ray
+    {"__init__"},  # the public face, which may import any room
     {"cli"},  # one of its verbs starts the server
 ]
 LEVEL = {room: depth for depth, rooms in enumerate(LEVELS) for room in rooms}
@@ -35,6 +42,8 @@ def rooms_imported(path: Path) -> set[str]:
         else:
             continue
         found |= {name.split(".")[1] for name in names if name.startswith("codd.")}
+        if "codd" in names:
+            found.add("__init__")
     return found
 
 
@@ -53,6 +62,30 @@ def test_imports_point_one_way():
             if other not in LEVEL or LEVEL[other] >= LEVEL[room]:
                 wrong.append(f"{path.relative_to(ROOT)} imports codd.{other}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_picture_shows_these_levels():
+    picture = (Path(__file__).parents[2] / "docs" / "figures" / "rooms.svg").read_text()
+    rows: dict[int, set[str]] = {}
+    for height, room in re.findall(r'<text [^>]*y="(\d+)">(\w+)</text>', picture):
+        rows.setdefault(int(height), set()).add(room)
+    levels = [level - FACES for level in LEVELS if level - FACES]
+    assert [rows[height] for height in sorted(rows, reverse=True)] == levels, "mend docs/figures/rooms.svg"
+
+
+@pytest.mark.parametrize(("room", "other"), [("evaluation", "training"), ("training", "evaluation")])
+def test_neither_loads_the_other(room, other):
+    """Not by an import within a function either, of their own or of what they use: all their modules are loaded."""
+    paths = sorted((ROOT / room).rglob("*.py"))
+    assert len(paths) > 10
+    modules = [
+        ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__") for path in paths
+    ]
+    modules = [name for name in modules if name != "codd.evaluation.tasks.harness"]  # it needs lm-eval
+    code = f"import importlib, sys\nfor name in {modules}: importlib.import_module(name)\n"
+    code += f"print(sorted(name for name in sys.modules if name.startswith('codd.{other}')))"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert loaded.strip() == "[]"
 
 
 def test_the_checker_sees_a_forbidden_import(tmp_path):

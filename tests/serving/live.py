@@ -38,6 +38,7 @@ class Live:
     url: str
     engine: Engine
     http: httpx.Client
+    running: server.Server
 
     def until_idle(self) -> None:
         """Wait until every slot is free and nothing is queued."""
@@ -45,18 +46,20 @@ class Live:
 
 
 @contextmanager
-def live(model: codd.Model | None = None, settings: Settings | None = None, **engine: Any) -> Iterator[Live]:
+def live(
+    model: codd.Model | None = None, settings: Settings | None = None, *, drain: int = 30, **engine: Any
+) -> Iterator[Live]:
     """Serve until the block is left, and see that the thread ends."""
     made = Engine(model or bundled(), **engine)
     urls: queue.Queue[str] = queue.Queue()
 
-    running = server.create_server(made, settings or Settings(), drain=30, on_ready=urls.put)
+    running = server.create_server(made, settings or Settings(), drain=drain, on_ready=urls.put)
     thread = threading.Thread(target=running.run, args=([server.listen("127.0.0.1", 0)],))
     thread.start()
     try:
         url = urls.get(timeout=PATIENCE)
         with httpx.Client(base_url=url, timeout=PATIENCE) as client:
-            yield Live(url, made, client)
+            yield Live(url, made, client, running)
     finally:
         running.should_exit = True
         thread.join(PATIENCE)

@@ -29,12 +29,12 @@ ODD = "ab .,'👩\u200d🚀🇨🇭日本語é\u0301\ufffd"
 TEXTS = st.text(alphabet=st.one_of(st.characters(codec="utf-8"), st.sampled_from(ODD)), max_size=20)
 
 
-def word_pieces() -> codd.Model:
-    """The masked language model among the fixtures, with 120 word pieces."""
+def word_pieces(count: int = 120) -> codd.Model:
+    """The masked language model among the fixtures, with so many word pieces for its 120 outputs."""
     letters = [chr(code) for code in range(ord("a"), ord("z") + 1)]
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *".,!?'", "n't", "'s", "do", "not", "it", "the", "日"]
     words += [*letters, *(f"##{letter}" for letter in letters)]
-    words += [f"word{n}" for n in range(120 - len(words))]
+    words += [f"word{n}" for n in range(count - len(words))]
     backend = tokenizers.Tokenizer(models.WordPiece({word: id for id, word in enumerate(words)}, unk_token="[UNK]"))
     backend.decoder = decoders.WordPiece()
     special = {"mask_token": "[MASK]", "pad_token": "[PAD]", "eos_token": "[SEP]"}
@@ -271,3 +271,17 @@ def test_a_decoder_that_takes_back_what_it_said_is_waited_for():
 def test_without_a_tokenizer_there_is_no_text():
     detokenizer = Detokenizer(planned([5], 2), replace(MODEL, tokenizer=None))
     assert (detokenizer.add(torch.tensor([5, 6, 7]), True), detokenizer.tokens, detokenizer.reason) == ("", 2, "length")
+
+
+def test_ids_that_the_tokenizer_lacks_stand_for_no_text():
+    """Of a network with more outputs than its tokenizer has tokens: generated, and streamed."""
+    model = word_pieces(100)
+    assert model.tokenizer.vocab_size == 100 < model.backbone.vocab_size
+    made = model.generate([[6, 7, 8]] * 4, gen_length=16, steps=4, temperature=1.0, seed=[0, 1, 2, 3], stop=False)
+    written = [ids.tolist() for ids in made.completions]
+    assert any(token >= 100 for ids in written for token in ids)
+    assert made.texts == [model.tokenizer.decode([token for token in ids if token < 100]) for ids in written]
+    for sequence, text in zip(made.sequences, made.texts, strict=True):
+        whole = sequence.tolist()
+        sent = deltas(planned([6, 7, 8], len(whole) - 3, model), whole, model, seed=1)
+        assert "".join(sent) == text

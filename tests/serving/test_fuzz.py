@@ -98,8 +98,9 @@ def statuses(server: Live, seed: int) -> tuple[bytes, list[int]]:
     return data, [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3}) ", found)]
 
 
-def test_nothing_that_is_sent_breaks_the_server(caplog):
+def test_nothing_that_is_sent_breaks_the_server(caplog, monkeypatch):
     caplog.set_level(logging.ERROR)
+    monkeypatch.setattr("codd.serving.server._KEEP_ALIVE", 1)  # seconds: clients wait until the server closes
     settings = Settings(io_timeout=0.5, connections=64, security=Security(max_body=50_000))
     with live(small(), settings) as server, ThreadPoolExecutor(8) as clients:
         answers = list(clients.map(lambda seed: statuses(server, seed), range(COUNT)))

@@ -198,7 +198,8 @@ def test_a_deadline_ends_a_request(held, clients):
 def test_an_error_in_the_middle_of_a_stream_is_its_last_event(held, clients):
     server, gate = held
     names, bodies = zip(*events(late(server, gate, clients)), strict=True)
-    assert names == ("start", "step", "error")
+    # On a busy machine the stream may begin to wait for the step when its deadline has passed.
+    assert names in (("start", "step", "error"), ("start", "error"))
     assert bodies[-1]["error"]["code"] == "deadline_passed"
 
 
@@ -272,7 +273,7 @@ def test_metrics_count_what_happened(server):
 
 @pytest.fixture
 def process(tmp_path) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    command = [sys.executable, "-m", "codd", "serve", "--port", "0", "--json", "--drain", str(PATIENCE)]
+    command = [sys.executable, "-m", "codd", "serve", "--port", "0", "--json", "--drain-timeout", str(PATIENCE)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "CODD_API_KEY": "k"}
     ) as found:

@@ -15,11 +15,12 @@ import codd
 from codd.cli import sampling
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Route
+    from playwright.sync_api import Browser, Locator, Route
 
 FOLDER = Path(codd.__file__).parent / "serving" / "playground"
 PROMPT = "Tom has 12 apples. He buys 7 more. How many apples does he have now?"
 SHORT = {"prompt": PROMPT, "gen_length": "32", "steps": "4", "sampler": "any_order"}
+PATTERN = r"\d{1,3} apples"
 SHORTER = {"prompt": PROMPT, "gen_length": "16", "steps": "2"}
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True}
 LINK = "#prompt=Ann+has+5+pears.+She+eats+2.&gen_length=16&steps=2&temperature=0.7&seed=11&sampler=latent&chat=on"
@@ -200,7 +201,8 @@ def test_masks_in_the_prompt_are_filled_in_place(visit: Visit) -> None:
 def test_fits_a_phone(visit: Visit) -> None:
     page = visit.open()
     assert visit.overflow() <= 0
-    visit.fill(**{**SHORTER, "prompt": f"{PROMPT} {'w' * 90}"}, seed="3")
+    visit.fill(**{**SHORTER, "prompt": f"{PROMPT} {'w' * 90}"}, seed="3", constraint="guided_choice")
+    assert page.is_visible("#pattern")
     visit.run()
     assert visit.overflow() <= 0
     left, right = (page.locator(f"#{name}").bounding_box() for name in ("left", "right"))
@@ -221,6 +223,17 @@ def test_fits_a_phone(visit: Visit) -> None:
     page.wait_for_selector("#panel", state="hidden")
 
 
+SCROLLED = """async (text, top) => {
+  const frame = () => new Promise(requestAnimationFrame);
+  await frame(); await frame();  // what the slider changed is laid out
+  text.scrollIntoView({ block: top ? "start" : "end", behavior: "instant" });
+  await frame(); await frame();
+  const box = element => { const { y, height } = element.getBoundingClientRect(); return { y, height }; };
+  return [box(text), box(document.querySelector("#player"))];
+}"""
+"""Scrolls to a text, and gives its box and the player's, of one and the same frame."""
+
+
 @pytest.mark.parametrize("visit", [PHONE], indirect=True)
 def test_the_player_of_a_phone_covers_no_answer(visit: Visit) -> None:
     page = visit.open()
@@ -229,10 +242,7 @@ def test_the_player_of_a_phone_covers_no_answer(visit: Visit) -> None:
     page.locator("#slider").fill("0")  # nothing but masks: longer than any text
     for name in ("left", "right"):
         for top in (True, False):
-            page.locator(f"#{name} .text").evaluate("(text, top) => text.scrollIntoView(top)", top)
-            text, player = page.locator(f"#{name} .text").bounding_box(), page.locator("#player").bounding_box()
-            assert text is not None
-            assert player is not None
+            text, player = page.locator(f"#{name} .text").evaluate(SCROLLED, top)
             assert player["y"] + player["height"] <= text["y"] or text["y"] + text["height"] <= player["y"]
             edge = text["y"] if top else text["y"] + text["height"]
             assert -1 <= edge <= 845
@@ -420,6 +430,67 @@ def test_stop_leaves_what_was_written(visit: Visit) -> None:
     assert visit.count("#right .cell.written") > 0
 
 
+def test_the_text_follows_the_pattern_and_what_it_excludes_is_struck_out(visit: Visit) -> None:
+    page = visit.open()
+    assert not page.is_visible("#pattern")
+    visit.fill(**SHORTER, constraint="guided_regex", pattern=PATTERN)
+    page.wait_for_selector("#pattern-state:has-text('states')")
+    facts = asked(visit.url, "/v1/constraint", {"guided_regex": PATTERN})
+    for fact in (f"{facts['states']} states", f"{facts['shortest']} tokens"):
+        assert fact in page.inner_text("#pattern-state")
+    for text in visit.run():
+        assert re.fullmatch(PATTERN, text)
+    assert "pattern=" in page.url
+    page.locator("#slider").fill("0")
+    visit.fill(constraint="")  # the panel is about the run that is shown, whatever the form says now
+    with page.expect_response("**/v1/inspect") as response:
+        page.locator("#right .cell.masked.active").first.hover()
+    page.wait_for_selector("#panel .bars")
+    answer = response.value.json()
+    impossible = {each["piece"].strip() for each in answer["network"][0] if not each["allowed"]}
+    struck = page.locator("#panel .excluded .token")
+    assert struck.count() > 0
+    assert {text.strip("␣") for text in struck.all_inner_texts()} <= impossible
+    assert {style(struck.nth(i), "textDecorationLine") for i in range(struck.count())} == {"line-through"}
+    assert page.locator("#panel .excluded .bar.joint .number").all_inner_texts() == ["excluded"] * struck.count()
+    possible = page.locator("#panel .bars li:not(.excluded) .candidate").first
+    assert style(struck.first, "color") != style(possible, "color")
+    assert "the constraint excludes it" in page.inner_text("#panel")
+    assert "not computed under a constraint" in page.inner_text("#panel .ties")
+    assert visit.count(".arcs path") == 0
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        assert {text: ratio for text, ratio in page.evaluate(CONTRASTS).items() if ratio < 4.5} == {}
+
+
+def test_says_what_is_wrong_with_a_pattern(visit: Visit) -> None:
+    visit.refused = True
+    page = visit.open()
+    visit.fill(**SHORTER, constraint="guided_regex", pattern="[0-9")
+    page.wait_for_selector("#pattern-state.wrong:has-text('unterminated character set')")
+    assert page.get_attribute("#pattern", "aria-describedby") == "pattern-state"
+    assert page.get_attribute("#pattern-state", "role") == "status"
+    assert page.get_attribute("#pattern", "aria-invalid") == "true"
+    page.emulate_media(color_scheme="dark")
+    assert {text: ratio for text, ratio in page.evaluate(CONTRASTS).items() if ratio < 4.5} == {}
+    page.click("#run")
+    page.wait_for_selector("#pattern[aria-invalid=true]:focus")
+    assert "unterminated character set" in page.inner_text("#notice-text")
+    visit.fill(constraint="guided_json")
+    page.wait_for_selector("#pattern-state.wrong:has-text('no JSON')")
+    visit.fill(constraint="guided_choice", pattern="many\n\nfew")
+    page.wait_for_selector("#pattern-state:has-text('states')")
+    assert page.get_attribute("#pattern", "aria-invalid") is None
+    assert set(visit.run()) <= {"many", "few"}
+    visit.fill(pattern="")
+    assert page.inner_text("#pattern-state") == ""
+
+
+def style(element: "Locator", name: str) -> str:
+    found: str = element.evaluate("(element, name) => getComputedStyle(element)[name]", name)
+    return found
+
+
 def test_failed_questions_are_told(visit: Visit) -> None:
     visit.refused = True
     page = visit.open()
@@ -437,12 +508,22 @@ def test_failed_questions_are_told(visit: Visit) -> None:
         ({"viewport": {"width": 1280, "height": 860}}, "light"),
         ({"viewport": {"width": 1280, "height": 860}, "color_scheme": "dark"}, "dark"),
         ({"viewport": {"width": 360, "height": 740}, "has_touch": True, "device_scale_factor": 2}, "phone"),
+        ({"viewport": {"width": 1280, "height": 1080}}, "constraint"),
     ],
     indirect=["visit"],
 )
 def test_screenshots_for_the_docs(visit: Visit, name: str) -> None:
     folder = Path(os.environ["CODD_SCREENSHOTS"])
     page = visit.open()
+    if name == "constraint":
+        page.click(".chip:has-text('By a pattern')")
+        visit.finish()
+        page.locator("#right .cell.written", has_text="There").hover()
+        page.wait_for_selector("#panel .excluded")
+        page.wait_for_selector("#pattern-state:has-text('states')")
+        page.wait_for_timeout(600)
+        page.screenshot(path=folder / "playground-constraint.png")
+        return
     visit.run()
     if name == "light":
         page.mouse.move(5, 5)

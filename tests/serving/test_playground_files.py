@@ -200,6 +200,19 @@ def test_a_request_leaves_out_what_is_empty(evaluate: Evaluate) -> None:
     assert body["sampler"] == "latent"
 
 
+def test_a_request_says_what_the_text_must_be(evaluate: Evaluate) -> None:
+    code = "return it.toRequest({...it.FIRST, ...given}, '')"
+    for name, pattern, value in [
+        ("guided_regex", " a\nb ", " a\nb "),
+        ("guided_json", '{"type": "integer"}', '{"type": "integer"}'),
+        ("guided_choice", "yes\n\n no\n", ["yes", " no"]),
+    ]:
+        body = evaluate("settings.js", code, {"constraint": name, "pattern": pattern})
+        assert {key: body[key] for key in body if "guided" in key} == {name: value}
+    for untold in ({"constraint": "guided_regex"}, {"pattern": "a"}):
+        assert not [key for key in evaluate("settings.js", code, untold) if "guided" in key]
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

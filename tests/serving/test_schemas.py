@@ -191,8 +191,6 @@ OTHERS = {
     "frequency_penalty": 0.5,
     "presence_penalty": -1,
     "logit_bias": {"5": 100},
-    "tools": [{"type": "function"}],
-    "tool_choice": "required",
     "functions": [{}],
     "function_call": {"name": "f"},
     "modalities": ["text", "audio"],

@@ -220,7 +220,7 @@ def test_a_text_that_cannot_fit_is_refused_by_its_bytes(talking, path, body, par
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ({"prompt": "hi", **{f"field{number}": 1 for number in range(5000)}}, "body: value error, 5002 fields"),
+        ({"prompt": "hi", **{f"field{number}": 1 for number in range(5000)}}, "body: 5002 fields"),
         ({"prompt": "hi", "logit_bias": {str(number): "a" for number in range(5000)}}, "logit_bias is not supported"),
     ],
 )

@@ -1,20 +1,34 @@
 """Structured output and log-probabilities over HTTP, as OpenAI's and vLLM's clients ask for them."""
 
+import asyncio
+import fcntl
 import json
 import math
+import os
+import queue
 import re
+import signal
+import sys
+import termios
 import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jsonschema_rs
 import openai
 import pytest
-from live import Live, bundled, live
+from live import PATIENCE, Live, bundled, live, until
 from pydantic import BaseModel
 
+from codd.constraints import Regex
+from codd.serving import compiler_process
 from codd.serving.app import Settings
-from codd.serving.prompts import Limits
+from codd.serving.compiler import Compiler
+from codd.serving.errors import APIError
+from codd.serving.prompts import Compiled, Limits
+from codd.serving.schemas import Constraint
 
 QUICK = {"sampler": "latent", "steps": 4}
 ASKED: dict[str, Any] = {"model": "mini", "messages": [{"role": "user", "content": "Is 3 more than 2?"}]}
@@ -25,6 +39,8 @@ SCHEMAS: list[dict[str, Any]] = [
 ]
 EXPENSIVE = "((a?){100}){100}"
 """Ten thousand choices within each other: the subsets of their positions are as large as their number."""
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="limits of memory, and /proc")
 
 
 class Answer(BaseModel):
@@ -106,6 +122,59 @@ def test_choices_and_the_text_of_a_schema(client):
     assert {choice.text for choice in found.choices} <= {"true", "false"}
 
 
+def tool(name: str, properties: dict[str, Any], **more: Any) -> dict[str, Any]:
+    parameters = {"type": "object", "properties": properties, "required": [*properties], **more}
+    return {"type": "function", "function": {"name": name, "description": "", "parameters": parameters}}
+
+
+COUNT = {"$defs": {"Count": {"type": "integer", "minimum": 0, "maximum": 9}}}
+TOOLS = [
+    tool("add", {"n": {"$ref": "#/$defs/Count"}}, **COUNT),
+    tool("say-it", {"loud": {"type": "boolean"}}),
+    {"type": "function", "function": {"name": "stop"}},
+]
+
+
+@pytest.mark.parametrize("choice", ["required", *(each["function"]["name"] for each in TOOLS)])
+def test_functions_are_called_by_their_schemas_streamed_or_not(client, choice):
+    named = {"type": "function", "function": {"name": choice}}
+    asked: dict[str, Any] = {**ASKED, "max_tokens": 24, "temperature": 1.0, "n": 2, "tools": TOOLS}
+    asked |= {"tool_choice": choice if choice == "required" else named, "extra_body": QUICK, "logprobs": True}
+    choices = client.chat.completions.create(**asked).choices
+    allowed = {each["function"]["name"]: each["function"].get("parameters", {"maxProperties": 0}) for each in TOOLS}
+    for each in choices:
+        assert (each.message.content, each.finish_reason) == (None, "tool_calls")
+        [call] = each.message.tool_calls
+        assert choice in ("required", call.function.name)
+        assert jsonschema_rs.is_valid(allowed[call.function.name], json.loads(call.function.arguments))
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
+    for each in choices:
+        of_it = [chunk for chunk in chunks if chunk.index == each.index]
+        [call] = [call for chunk in of_it for call in chunk.delta.tool_calls or []]
+        assert call.function.model_dump() == each.message.tool_calls[0].function.model_dump()
+        assert not any(chunk.delta.content for chunk in of_it)
+        assert of_it[-1].finish_reason == "tool_calls"
+        assert [log for chunk in of_it if chunk.logprobs for log in chunk.logprobs.content] == each.logprobs.content
+
+
+def test_which_function_is_not_left_to_the_model(server, client):
+    for choice in ({}, {"tool_choice": "auto"}):
+        message, param = refused(server, tools=TOOLS, **choice)
+        assert (param, '"required"' in message) == ("tool_choice", True)
+    assert refused(server, tool_choice="required")[1] == "tool_choice"
+    assert (
+        refused(server, tools=TOOLS[:2], tool_choice={"type": "function", "function": {"name": "stop"}})[1]
+        == "tool_choice"
+    )
+    assert refused(server, tools=TOOLS * 2, tool_choice="required")[1] == "tools"
+    assert refused(server, tools=[tool("f", {"a": {"multipleOf": 3}})], tool_choice="required")[1] == "tools"
+    plain, unused = (
+        client.chat.completions.create(**ASKED, max_tokens=4, extra_body=QUICK, **more).choices[0].message
+        for more in ({}, {"tools": TOOLS, "tool_choice": "none"})
+    )
+    assert plain == unused
+
+
 def test_what_cannot_be_is_refused_by_name(server):
     assert refused(server, guided_regex="(a")[1] == "guided_regex"
     message, param = refused(server, guided_json={"properties": {"a": {"multipleOf": 3}}})
@@ -137,25 +206,50 @@ def test_sizes_of_constraints_are_told(server):
     assert refused(server, "/v1/constraint", guided_regex="(")[1] == "guided_regex"
 
 
-def test_an_expensive_pattern_keeps_nobody_else(server):
-    """While it is compiled, streams and requests with patterns of other shapes that are known come and go."""
+def state_and_parent(process: int) -> list[str]:
+    """Of a process, as /proc has them; two empty words where it has ended."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[:2]
+    except OSError:
+        return ["", ""]
+
+
+def compiling_process() -> int:
+    """The process that compiles for the server of this test."""
+    ours = str(os.getpid())
+    children = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    [found] = [
+        child
+        for child in children
+        if state_and_parent(child)[1] == ours
+        and compiler_process.__name__ in Path(f"/proc/{child}/cmdline").read_text()
+    ]
+    return found
+
+
+@on_linux
+def test_a_pattern_that_takes_long_keeps_nobody_else(server):
+    """While one cannot be compiled, streams go on, and patterns that are known are answered."""
     known = {"prompt": "a", "gen_length": 3, "guided_regex": "a+", "stream": False, **QUICK, "steps": 2}
     assert server.http.post("/v1/denoise", json=known).status_code == 200
-    answered = threading.Event()
-
-    def ask() -> None:
-        server.http.post("/v1/constraint", json={"guided_regex": EXPENSIVE, "timeout": 60.0})
-        answered.set()
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    steps = 0
-    with server.http.stream("POST", "/v1/denoise", json={"prompt": "a", "gen_length": 8, "steps": 8}) as stream:
-        for line in stream.iter_lines():
-            steps += line == "event: step"
-    assert steps == 8
+    process, answers = compiling_process(), queue.Queue[int]()
+    asked = {"guided_regex": "b+", "timeout": 60.0}
+    thread = threading.Thread(target=lambda: answers.put(server.http.post("/v1/constraint", json=asked).status_code))
+    os.kill(process, signal.SIGSTOP)
+    try:
+        # Until the system has stopped it, it may still read: its signal waits for a processor, as it does.
+        until(lambda: state_and_parent(process)[0] == "T")
+        with open(f"/proc/{process}/fd/0", "rb") as pipe:
+            thread.start()
+            until(lambda: any(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4))))  # the pattern waits to be read
+        with server.http.stream("POST", "/v1/denoise", json={"prompt": "a", "gen_length": 8, "steps": 8}) as stream:
+            assert sum(line == "event: step" for line in stream.iter_lines()) == 8
+        assert server.http.post("/v1/denoise", json=known).status_code == 200
+        assert answers.empty()
+    finally:
+        os.kill(process, signal.SIGCONT)
+    assert answers.get(timeout=PATIENCE) == 200
     thread.join()
-    assert answered.is_set()
 
 
 def test_time_is_limited_and_the_next_one_is_served():
@@ -167,10 +261,30 @@ def test_time_is_limited_and_the_next_one_is_served():
         assert any(server.http.post("/v1/constraint", json={"guided_regex": "ab"}).is_success for _ in range(20))
 
 
-def test_nothing_is_kept_on_disk(server, monkeypatch, tmp_path):
+def compiled_alone(pattern: str, limits: Limits) -> Compiled | None:
+    """By a process that is started for it."""
+    compiler = Compiler(bundled(), limits)
+    try:
+        return asyncio.run(
+            compiler(Constraint("guided_regex", "regex", pattern), "client", time.monotonic() + PATIENCE)
+        )
+    finally:
+        compiler.close()
+
+
+@on_linux
+def test_memory_is_limited():
+    with pytest.raises(APIError, match="5 seconds or 1 MiB of memory"):
+        compiled_alone("ab", Limits(compile_memory=1 << 20))
+
+
+def test_nothing_is_kept_on_disk(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert server.http.post("/v1/constraint", json={"guided_regex": "on disk"}).status_code == 200
-    assert not list(tmp_path.rglob("*"))
+    kept = tmp_path / "codd" / "constraints"
+    assert compiled_alone("on disk", Limits(compile_seconds=60.0)) is not None
+    assert not kept.exists()
+    Regex("on disk").compile(bundled().vocabulary)  # as anybody else's is
+    assert list(kept.iterdir())
 
 
 @pytest.mark.parametrize(

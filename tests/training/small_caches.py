@@ -12,15 +12,15 @@ from codd.backbones import Backbone, mini
 from codd.backbones.config import Config
 from codd.backbones.transformer import initialise
 from codd.circuits import HMM
-from codd.training.cache import Cache
-from codd.training.cache_build import Progress, build
-from codd.training.cache_files import CacheSettings
-from codd.training.rows import Example, PackedRows, Rows, pack
-from codd.training.windows import WindowRecipe
-from codd.training.workers import Workers
+from codd.data.packing import Example, PackedDataset, PackedSequences, pack
+from codd.data.windows import WindowRecipe
+from codd.distributed import DistributedContext
+from codd.training.logit_cache.build import Progress, build
+from codd.training.logit_cache.reader import LogitCache
+from codd.training.logit_cache.storage import CacheSettings
 
 CPU = torch.device("cpu")
-ALONE = Workers(0, 1, CPU)
+ALONE = DistributedContext(0, 1, CPU)
 VOCAB, MASK, WINDOW = 90, 0, 8
 
 
@@ -32,7 +32,7 @@ def network(vocab_size: int = VOCAB, seed: int = 3) -> Backbone:
     return built.eval().requires_grad_(False)
 
 
-def rows_of(vocab_size: int = VOCAB, *, length: int = 40, texts: int = 255, mask: int = MASK) -> PackedRows:
+def rows_of(vocab_size: int = VOCAB, *, length: int = 40, texts: int = 255, mask: int = MASK) -> PackedDataset:
     """Questions of a few tokens and answers of one to three blocks."""
     random = np.random.default_rng(7)
     allowed = np.delete(np.arange(vocab_size), mask)
@@ -41,7 +41,7 @@ def rows_of(vocab_size: int = VOCAB, *, length: int = 40, texts: int = 255, mask
     for _ in range(40):
         prompt, answer = int(random.integers(1, 6)), WINDOW * int(random.integers(1, 4))
         examples.append(Example(random.choice(allowed, prompt + answer).astype(kind), prompt))
-    return PackedRows(pack(examples, length, mask, texts), 0)
+    return PackedDataset(pack(examples, length, mask, texts), 0)
 
 
 def settings_of(**changes: Any) -> CacheSettings:
@@ -57,7 +57,7 @@ def settings_of(**changes: Any) -> CacheSettings:
     return CacheSettings(**{**fields, **changes})
 
 
-def rows_at(settings: CacheSettings, rows: PackedRows | None = None) -> Callable[[int], Rows]:
+def rows_at(settings: CacheSettings, rows: PackedDataset | None = None) -> Callable[[int], PackedSequences]:
     source = rows or rows_of(settings.vocab_size)
     return lambda shard: source.take(shard * settings.shard_rows, settings.shard_rows)
 
@@ -69,9 +69,9 @@ def steps(
     return list(build(backbone, rows_at(settings), settings, folder, ALONE, circuit=circuit, batch_rows=4, **more))
 
 
-def made(folder: Path, settings: CacheSettings | None = None, **more: Any) -> Cache:
+def made(folder: Path, settings: CacheSettings | None = None, **more: Any) -> LogitCache:
     steps(folder, settings or settings_of(), **more)
-    return Cache.open(folder)
+    return LogitCache.open(folder)
 
 
 def shards(folder: Path) -> dict[str, bytes]:

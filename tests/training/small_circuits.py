@@ -8,20 +8,21 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from small_runs import CPU, small_tokenizer
+from torch.distributed.tensor import DTensor
 
 from codd.backbones import mini
 from codd.backbones.config import Config
 from codd.backbones.loading import read_spec
 from codd.backbones.transformer import Transformer, initialise
 from codd.backbones.weights import SINGLE, expand_keys
+from codd.distributed import DistributedContext, distributed
+from codd.training.circuit.data import TrainingData, prepare
+from codd.training.circuit.trainer import train
 from codd.training.circuit_recipe import CircuitRecipe, read_circuit_recipe
-from codd.training.fit import train
-from codd.training.metrics import Progress
-from codd.training.supplies import Setup, prepare
-from codd.training.workers import Workers, workers
+from codd.training.run import Progress
+from small_runs import CPU, small_tokenizer
 
-ALONE = Workers(0, 1, CPU)
+ALONE = DistributedContext(0, 1, CPU)
 WINDOW, WIDTH, STEPS = 8, 16, 8
 CLOCK = ("windows_per_second", "seconds")
 RECIPE = """\
@@ -56,13 +57,20 @@ def save_network(folder: Path, vocab_size: int = 400, **changes: Any) -> Path:
     return folder
 
 
-def save_llada(folder: Path) -> Path:
-    """A network of another family, with random weights."""
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+PUBLISHED = {"llada": "llada_mha", "dream": "dream_untied_sharded", "sdar": "sdar", "llada2": "llada2_moe"}
+
+
+def save_published(folder: Path, family: str) -> Path:
+    """A network in the layout in which another family is published, with our vocabulary and random weights."""
     tokenizer = small_tokenizer(400)
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_id") for name in ("mask", "eos", "pad")}
-    sizes = {"vocab_size": tokenizer.vocab_size, "d_model": WIDTH, "n_layers": 1, "n_heads": 2, "mlp_hidden_size": 16}
+    config = json.loads((FIXTURES / PUBLISHED[family] / "config.json").read_text())
+    config |= {"vocab_size": tokenizer.vocab_size, "embedding_size": tokenizer.vocab_size, **special}
+    if family in ("sdar", "llada2"):
+        config["block_size"] = WINDOW
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"model_type": "llada", **sizes, **special}))
+    (folder / "config.json").write_text(json.dumps(config))
     spec = read_spec(folder)
     network = Transformer(spec.transformer)
     initialise(network, generator=torch.Generator().manual_seed(3), std=0.3)
@@ -83,10 +91,12 @@ def small(root: Path, *changes: str) -> CircuitRecipe:
     return read_circuit_recipe(root / "small.yaml", changes)
 
 
-def run(recipe: CircuitRecipe, out: Path, *, steps: int | None = None, setup: Setup | None = None) -> list[Progress]:
+def run(
+    recipe: CircuitRecipe, out: Path, *, steps: int | None = None, data: TrainingData | None = None
+) -> list[Progress]:
     """Some steps of a run, as if it had been killed after them, or all."""
-    setup = setup or prepare(recipe, Path(), out, ALONE)
-    return list(itertools.islice(train(recipe, setup, out, ALONE), steps))
+    data = data or prepare(recipe, Path(), out, ALONE)
+    return list(itertools.islice(train(recipe, data, out, ALONE), steps))
 
 
 def metrics_of(out: Path) -> list[dict[str, float]]:
@@ -100,12 +110,16 @@ def circuit_of(out: Path) -> bytes:
 
 def main(root: Path, out: Path, jobs: dict[str, Any]) -> None:
     """Each job has changes of the recipe and how many steps to make."""
-    with workers("cpu") as group:
+    with distributed("cpu") as context:
         for name, (changes, steps) in jobs.items():
             recipe = small(root, *changes)
-            setup = prepare(recipe, Path(), out / name, group)
-            made = len(list(itertools.islice(train(recipe, setup, out / name, group), steps)))
-            (out / f"{name}.{group.rank}").write_text(str(made))
+            data = prepare(recipe, Path(), out / name, context)
+            made = len(list(itertools.islice(train(recipe, data, out / name, context), steps)))
+            (out / f"{name}.{context.rank}").write_text(str(made))
+            if recipe.joint.shard and data.spec.backbone is not None:
+                layers = [x for x in data.spec.backbone.network.blocks.parameters() if not x.requires_grad]
+                held = sum(x.to_local().numel() if isinstance(x, DTensor) else x.numel() for x in layers)
+                (out / f"{name}.{context.rank}.share").write_text(str(held / sum(x.numel() for x in layers)))
 
 
 if __name__ == "__main__":

@@ -9,18 +9,16 @@ import torch
 from small_caches import made
 
 from altered_texts import failures
-from codd.training.cache import Cache
 from codd.training.checkpoints import read_checkpoint, write_checkpoint
 from codd.training.circuit_recipe import read_circuit_recipe
 from codd.training.curve import read_panels
-from codd.training.metrics import Log, read_metrics
-from codd.training.recipe import read_recipe
-
-RECIPES = Path(__file__).parents[2] / "recipes"
+from codd.training.logit_cache.reader import LogitCache
+from codd.training.recipe import SHIPPED, read_recipe
+from codd.training.run import Log, read_metrics
 
 
 def cache_of(folder: Path) -> list[Any]:
-    cache = Cache.open(folder)
+    cache = LogitCache.open(folder)
     entries = cache.load()
     tensors = [entries.tokens, entries.masked, entries.level, entries.begins, *entries.lists, entries.features]
     return [cache.index, *(x.tolist() for x in tensors)]
@@ -46,7 +44,7 @@ def test_a_checkpoint_is_what_was_written_or_refused(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["tiny.yaml", "tiny-circuit.yaml"])
 def test_a_recipe_is_built_or_refused(tmp_path, name):
-    path = Path(shutil.copy(RECIPES / name, tmp_path))
+    path = Path(shutil.copy(SHIPPED / name, tmp_path))
     read = read_recipe if name == "tiny.yaml" else read_circuit_recipe
 
     def load() -> None:

@@ -1,13 +1,15 @@
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
 
+from codd.backbones.loading import BUNDLED
+from codd.data.datasets import STRATA
 from codd.errors import FormatError
-from codd.training.circuit_recipe import STRATA, CircuitRecipe, as_dict, read_circuit_recipe
+from codd.training.circuit_recipe import CircuitRecipe, read_circuit_recipe
+from codd.training.recipe import SHIPPED
 
-ROOT = Path(__file__).parents[2]
-RECIPES, BUNDLED = ROOT / "recipes", ROOT / "src/codd/backbones/bundled"
 DATA = "data: [{kind: problems, name: problems, count: 20}]"
 VALIDATION = "validation=[{kind: problems, name: problems, count: 5}]"
 
@@ -19,14 +21,14 @@ def read(tmp_path: Path, *changes: str, text: str = DATA) -> CircuitRecipe:
 
 @pytest.mark.parametrize("name", ["tiny-circuit", "circuit"])
 def test_shipped_recipes_are_read(name):
-    recipe = read_circuit_recipe(RECIPES / f"{name}.yaml")
+    recipe = read_circuit_recipe(SHIPPED / f"{name}.yaml")
     assert recipe.name == name
     assert recipe.head.latents
     assert not recipe.by_flows
 
 
 def test_the_shipped_circuit_is_made_of_the_larger_one():
-    large, small = (read_circuit_recipe(RECIPES / f"{name}.yaml") for name in ("circuit", "circuit-small"))
+    large, small = (read_circuit_recipe(SHIPPED / f"{name}.yaml") for name in ("circuit", "circuit-small"))
     shipped = json.loads((BUNDLED / "circuit" / "config.json").read_text())
     assert small.start == f"runs/{large.name}/circuit"
     assert small.keep_states == shipped["num_states"] < large.circuit.num_states
@@ -34,10 +36,10 @@ def test_the_shipped_circuit_is_made_of_the_larger_one():
 
 
 def test_the_static_circuit_is_the_same_recipe_with_the_changes_that_it_names():
-    text = (RECIPES / "circuit.yaml").read_text()
+    text = (SHIPPED / "circuit.yaml").read_text()
     changes = [word for line in text.splitlines() if "--set name" in line for word in line.split() if "=" in word]
     assert len(changes) == 3
-    recipe = read_circuit_recipe(RECIPES / "circuit.yaml", changes)
+    recipe = read_circuit_recipe(SHIPPED / "circuit.yaml", changes)
     assert (recipe.name, recipe.head.wanted, recipe.seconds) == ("circuit-static", False, 105)
 
 
@@ -46,7 +48,7 @@ def test_defaults_and_changes(tmp_path):
     assert (recipe.backbone, recipe.cache, recipe.start) == ("bundled", None, None)
     assert (recipe.circuit.num_states, recipe.optimizer.lr, recipe.seconds) == (16, 1e-3, 3.0)
     assert recipe.head.wanted
-    assert as_dict(recipe)["head"] == {"latents": False, "inner_states": 4, "hidden": 0, "dropout": 0.0}
+    assert dataclasses.asdict(recipe)["head"] == {"latents": False, "inner_states": 4, "hidden": 0, "dropout": 0.0}
 
 
 def test_the_digest_names_the_recipe(tmp_path):
@@ -84,35 +86,38 @@ def test_rules_that_go_with_objectives(tmp_path, rule, objective):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (["stepz=1"], "unknown field stepz; there are name, backbone, start"),
+        (["stepz=1"], "unknown field stepz; there are name, backbone, adapter"),
         (["circuit.states=1"], "circuit: unknown field states; there are num_states"),
-        (["steps=many"], "steps: must be of type int, found 'many'"),
-        (["objective=best"], "objective: must be 'conditional' or 'local' or 'generative', found 'best'"),
+        (["steps=many"], "steps must be a whole number, found 'many'"),
+        (["objective=best"], "objective must be 'conditional', 'local' or 'generative', found 'best'"),
         (["data=[]"], "there is neither data nor a cache"),
         (["cache=x"], "give data or a cache, not both"),
         (["data=[{kind: text, name: t}]"], "source t needs a path"),
-        (["steps=0"], "steps must be above zero"),
-        (["start=x", "keep_states=0"], "keep_states must be above zero"),
+        (["steps=0"], "steps must be above 0, found 0"),
+        (["start=x", "keep_states=0"], "keep_states must be above 0, found 0"),
         (["keep_states=4"], "keep_states needs start"),
-        (["patience=0", VALIDATION], "patience must be above zero"),
+        (["patience=0", VALIDATION], "patience must be above 0, found 0"),
         (["patience=2"], "patience needs validation"),
-        (["seconds=0"], "seconds must be above zero"),
-        (["circuit.num_states=0"], "circuit.num_states must be above zero"),
-        (["windows.length=0"], "windows.length must be above zero"),
+        (["seconds=0"], "seconds must be above 0, found 0"),
+        (["circuit.num_states=0"], "circuit.num_states must be above 0, found 0"),
+        (["windows.length=0"], "windows.length must be above 0, found 0"),
+        (["joint.weights=lora", "adapter=x"], "writes an adapter for the backbone as it is, without another one"),
+        (["joint.weights=all", "dtype=bfloat16"], "joint.weights 'all' needs dtype float32"),
+        (["joint.shard=true"], "joint.shard is for joint.weights 'lora', found 'none'"),
         (["windows.length=500"], "rows of 384 tokens hold no window of 500: raise row_length"),
-        (["windows.block_share=1.5"], "windows.block_share from 0 to 1"),
-        (["windows.minimum=1"], "windows.minimum must be between 0 and 1"),
-        (["seed=-1"], "seed, optimizer.warmup and optimizer.weight_decay must not be below zero"),
-        (["batch_windows=12"], f"must be multiples of {STRATA}"),
-        (["bank.windows=12"], f"must be multiples of {STRATA}"),
-        (["ratios=[]"], "ratios must be above 0 and at most 1"),
-        (["ratios=[0.5, 1.5]"], "ratios must be above 0 and at most 1"),
-        (["ratios=[0]"], "ratios must be above 0 and at most 1"),
-        (["tails=[0, 0]"], "tails must be numbers from 0 on, not all 0"),
-        (["optimizer.betas=[0.9]"], "optimizer.betas must be two numbers"),
-        (["optimizer.momentum=1"], "optimizer.momentum must be from 0 to below 1"),
-        (["optimizer.step_size=2"], "optimizer.step_size at most 1"),
-        (["head.dropout=1"], "head.dropout must be from 0 to below 1"),
+        (["windows.block_share=1.5"], "windows.block_share must be at most 1, found 1.5"),
+        (["windows.minimum=1"], "windows.minimum must be below 1, found 1"),
+        (["seed=-1"], "seed must be at least 0, found -1"),
+        (["batch_windows=12"], f"batch_windows must be a multiple of {STRATA}, found 12"),
+        (["bank.windows=12"], f"bank.windows must be a multiple of {STRATA}, found 12"),
+        (["ratios=[]"], "ratios must have a length of at least 1, found []"),
+        (["ratios=[0.5, 1.5]"], "ratios[1] must be at most 1, found 1.5"),
+        (["ratios=[0]"], "ratios[0] must be above 0, found 0"),
+        (["tails=[0, 0]"], "tails must not be all 0"),
+        (["optimizer.betas=[0.9]"], "optimizer.betas must have a length of at least 2, found [0.9]"),
+        (["optimizer.momentum=1"], "optimizer.momentum must be below 1, found 1"),
+        (["optimizer.step_size=2"], "optimizer.step_size must be at most 1, found 2"),
+        (["head.dropout=1"], "head.dropout must be below 1, found 1"),
         (["optimizer.rule=em"], "rule 'em' is for the generative objective; for 'conditional' take 'ratio'"),
         (["optimizer.rule=ratio", "objective=generative"], "for 'generative' take 'em'"),
         (["objective=local", "circuit.emission_rank=4"], "objective 'local' is for static circuits of free logits"),
@@ -127,5 +132,5 @@ def test_mistakes_are_named(tmp_path, changes, message):
 
 
 def test_all_mistakes_are_named_at_once(tmp_path):
-    with pytest.raises(FormatError, match=r"steps must be above zero; .*ratios must be above 0"):
+    with pytest.raises(FormatError, match=r"steps must be above 0, found 0; ratios\[0\] must be at most 1, found 2"):
         read(tmp_path, "steps=0", "ratios=[2]")

@@ -3,6 +3,17 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
+from torch import nn
+
+from codd.backbones import Backbone
+from codd.circuits import Factors, Head, HeadConfig
+from codd.data.packing import Example, PackedSequences, pack
+from codd.data.windows import MaskedInput, WindowBatch, WindowStarts, mask_rows, predict_windows, sample_starts
+from codd.training.circuit.initial import CircuitSpec
+from codd.training.circuit.joint import LowRank, merge, trainable
+from codd.training.circuit.trainer import cosine_rate
+from codd.training.circuit.updaters import GradientUpdater, make_updater
+from codd.training.circuit_recipe import CircuitRecipe, HeadRecipe, JointRecipe, RuleRecipe, TablesRecipe
 from small_windows import (
     CPU,
     MASK,
@@ -13,16 +24,6 @@ from small_windows import (
     recipe_of,
     rows_of_pairs,
 )
-from torch import nn
-
-from codd.backbones import Backbone
-from codd.circuits import Factors, Head, HeadConfig
-from codd.training.circuit_recipe import CircuitRecipe, HeadRecipe, JointRecipe, RuleRecipe, TablesRecipe
-from codd.training.joint import LowRank, merge, trainable
-from codd.training.learners import GradientLearner, Ground, learner_for, rate_at
-from codd.training.objective import to_tensors
-from codd.training.rows import Example, Rows, pack
-from codd.training.windows import Places, Shown, Windows, look, mask_rows, pick
 
 IDS = torch.tensor([[0, 3, MASK, 5, MASK, 1, 2, 7, 6, MASK, MASK, 4]])
 
@@ -40,19 +41,21 @@ def wide_awake(backbone: Backbone) -> Backbone:
     return backbone
 
 
-def hidden_in(rows: Rows, seed: int, recipe: CircuitRecipe) -> tuple[Shown, Places]:
-    tokens, segments, scored = to_tensors(rows, CPU)
+def hidden_in(rows: PackedSequences, seed: int, recipe: CircuitRecipe) -> tuple[MaskedInput, WindowStarts]:
+    tokens, segments, scored = rows.tensors(CPU)
     generator = torch.Generator().manual_seed(seed)
     noised = mask_rows(segments, scored, 2, recipe.windows, generator)
-    return Shown(tokens, segments, noised.hidden), pick(noised.may_begin, recipe.windows.per_row, generator)
+    return MaskedInput(tokens, segments, noised.hidden), sample_starts(
+        noised.candidates, recipe.windows.per_row, generator
+    )
 
 
-def asked(backbone: Backbone, shown: Shown, places: Places) -> Windows:
+def asked(backbone: Backbone, shown: MaskedInput, places: WindowStarts) -> WindowBatch:
     """As `codd train` asks a network that changes: with a graph."""
-    return look(backbone, MASK, shown, places, WINDOW)
+    return predict_windows(backbone, MASK, shown, places, WINDOW)
 
 
-def monotonous(number: int, count: int = 16) -> Rows:
+def monotonous(number: int, count: int = 16) -> PackedSequences:
     """Texts of one token each, which the question tells."""
     tokens = np.random.default_rng(number).integers(MASK, size=(count, 1)).astype(np.uint16).repeat(18, axis=1)
     return pack([Example(x, 2) for x in tokens], 18, MASK)
@@ -87,6 +90,20 @@ def test_merging_keeps_the_function():
     torch.testing.assert_close(backbone(IDS), changed, atol=1e-5, rtol=1e-4)
 
 
+def test_additions_are_more_precise_than_the_backbone():
+    """As for a backbone in bfloat16; that, and float16, not every CPU computes."""
+    layer = nn.Linear(6, 4)
+    added = LowRank(layer, torch.randn(2, 6), torch.randn(4, 2), torch.float64)
+    assert added.down.dtype == added.up.dtype == torch.float64
+    x = torch.randn(3, 6)
+    wanted = layer(x).double() + x.double() @ added.down.T @ added.up.T
+    assert added(x).dtype == torch.float32
+    torch.testing.assert_close(added(x).double(), wanted, atol=1e-5, rtol=1e-5)
+    backbone = own_network().bfloat16()
+    assert all(x.dtype == torch.float32 for x in trainable(backbone, "lora", 2, 0).values())
+    assert all(x.base.weight.dtype == torch.bfloat16 for x in backbone.modules() if isinstance(x, LowRank))
+
+
 def test_merging_nothing_changes_nothing():
     backbone = own_network()
     before = backbone(IDS)
@@ -110,8 +127,8 @@ def test_only_wanted_parameters_are_trained(weights):
     recipe = recipe_of(circuit=TablesRecipe(4), joint=JointRecipe(weights, rank=2))
     backbone = own_network()
     before = {name: x.clone() for name, x in backbone.state_dict().items()}
-    learner = learner_for(recipe, Ground(VOCAB, WIDTH, CPU, backbone))
-    learner.learn(asked(backbone, *hidden_in(rows_of_pairs(0), 0, recipe)), 1.0, alone)
+    updater = make_updater(recipe, CircuitSpec(VOCAB, WIDTH, CPU, backbone))
+    updater.update(asked(backbone, *hidden_in(rows_of_pairs(0), 0, recipe)), 1.0, alone)
     after = {name.replace(".base.", "."): x for name, x in backbone.state_dict().items()}
     if weights == "lora":
         assert all(torch.equal(after[name], x) for name, x in before.items())
@@ -133,19 +150,19 @@ def test_gradients_are_those_of_finite_differences(weights, listens, monkeypatch
         parameter.data.normal_(0, 0.5, generator=generator)
     factors = Factors.near_neutral(4, VOCAB, inner_states=2, noise=1.5).map(torch.Tensor.double)
     backbone = own_network().double()
-    learner = GradientLearner(recipe, factors, head, Ground(VOCAB, WIDTH, CPU, backbone))
+    updater = GradientUpdater(recipe, factors, head, CircuitSpec(VOCAB, WIDTH, CPU, backbone))
     wide_awake(backbone)
 
     def loss() -> float:
         with torch.no_grad():
-            return -float(learner.log_prob(asked(backbone, *given)).sum())
+            return -float(updater.log_prob(asked(backbone, *given)).sum())
 
     windows = asked(backbone, *given)
     assert windows.logits.dtype == torch.float64
-    learner.differentiate(windows)
-    found = {name: x.grad.clone() for name, x in learner.network.items()}
+    updater.differentiate(windows)
+    found = {name: x.grad.clone() for name, x in updater.network.items()}
     reached = 0
-    for name, parameter in learner.network.items():
+    for name, parameter in updater.network.items():
         direction = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
         kept, values = parameter.data.clone(), []
         for sign in (1, -1):
@@ -158,8 +175,8 @@ def test_gradients_are_those_of_finite_differences(weights, listens, monkeypatch
     assert reached > len(found) // 2
     if not listens:
         return
-    learner.differentiate(asked(backbone, *given)._replace(features=windows.features.detach()))
-    assert any(not torch.allclose(found[name], x.grad) for name, x in learner.network.items())
+    updater.differentiate(asked(backbone, *given)._replace(features=windows.features.detach()))
+    assert any(not torch.allclose(found[name], x.grad) for name, x in updater.network.items())
 
 
 @pytest.mark.parametrize("weights", ["lora", "all"])
@@ -172,13 +189,13 @@ def test_a_network_that_learns_along_does_better(weights):
         recipe = recipe_of(
             circuit=TablesRecipe(2), optimizer=RuleRecipe(lr=0.05), joint=JointRecipe(chosen, lr=2e-2, rank=4)
         )
-        ground = Ground(VOCAB, WIDTH, CPU, None if chosen == "none" else backbone)
-        learner = GradientLearner(recipe, Factors.near_neutral(2, VOCAB), None, ground)
+        ground = CircuitSpec(VOCAB, WIDTH, CPU, None if chosen == "none" else backbone)
+        updater = GradientUpdater(recipe, Factors.near_neutral(2, VOCAB), None, ground)
         for step in range(steps):
             windows = asked(backbone, *hidden_in(monotonous(step), step, recipe))
-            learner.learn(windows, rate_at(step, step / steps, 5), alone)
+            updater.update(windows, cosine_rate(step, step / steps, 5), alone)
         fresh = asked(backbone, *hidden_in(monotonous(10**6, 64), 0, recipe))
-        sums = learner.learn(fresh, 0.0, alone)
+        sums = updater.update(fresh, 0.0, alone)
         return float(sums[0] / sums[2])
 
     assert trained(weights) > trained("none") + 0.3

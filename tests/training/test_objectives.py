@@ -5,10 +5,10 @@ import torch
 from window_truth import LENGTH, VOCAB, circuit, draw, known, log_prob, logits_of, path_terms
 
 from codd.circuits import HMM, SparsePotentials
+from codd.data.windows import WindowBatch
 from codd.errors import InvalidInput
-from codd.training.objectives import (
+from codd.training.circuit.objectives import (
     Signed,
-    Windows,
     flow_tables,
     gradient_of,
     log_tables,
@@ -27,7 +27,7 @@ def close(found, wanted, rtol=1e-9, atol=1e-12):
     torch.testing.assert_close(tuple(found), tuple(wanted), rtol=rtol, atol=atol)
 
 
-def value(objective: str, logits: list[torch.Tensor], windows: Windows) -> torch.Tensor:
+def value(objective: str, logits: list[torch.Tensor], windows: WindowBatch) -> torch.Tensor:
     hmm = with_tables(circuit(0), tuple(x.log_softmax(-1) for x in logits))
     return signed_flows(objective, hmm, windows, WEIGHTS).value
 
@@ -41,11 +41,13 @@ def test_values_are_sums_over_all_paths_and_strings(objective, rank, sparse):
     useful = WEIGHTS * windows.masked.any(-1)
     close([found.value, found.weight], [(useful * wanted).sum(), useful.sum()])
     for i in range(1, len(wanted)):
-        one = Windows(*(x[i : i + 1] for x in (windows.tokens, windows.masked)), **answers(windows, slice(i, i + 1)))
+        one = WindowBatch(
+            *(x[i : i + 1] for x in (windows.tokens, windows.masked)), **answers(windows, slice(i, i + 1))
+        )
         close([signed_flows(objective, hmm, one).value], [wanted[i]])
 
 
-def answers(windows: Windows, part: slice) -> dict:
+def answers(windows: WindowBatch, part: slice) -> dict:
     """The network's part of some windows."""
     if windows.sparse is None:
         return {"logits": windows.logits[part]}
@@ -58,7 +60,7 @@ def test_each_objective_is_normalised(objective):
     hmm, logits = circuit(3), draw(4, length=2).logits[:1]
     masked = torch.ones(1, 2, dtype=torch.bool)
     strings = torch.cartesian_prod(torch.arange(VOCAB), torch.arange(VOCAB))
-    values = [signed_flows(objective, hmm, Windows(x[None], masked, logits=logits)).value for x in strings]
+    values = [signed_flows(objective, hmm, WindowBatch(x[None], masked, logits=logits)).value for x in strings]
     assert float(torch.stack(values).exp().sum()) == pytest.approx(1, abs=1e-9)
 
 
@@ -161,7 +163,9 @@ def test_windows_without_masks_count_nothing(objective):
 def test_two_halves_are_the_whole(objective, rank, sparse):
     hmm, windows = circuit(1, rank=rank), draw(2, sparse=sparse)
     parts = [
-        signed_flows(objective, hmm, Windows(windows.tokens[p], windows.masked[p], **answers(windows, p)), WEIGHTS[p])
+        signed_flows(
+            objective, hmm, WindowBatch(windows.tokens[p], windows.masked[p], **answers(windows, p)), WEIGHTS[p]
+        )
         for p in (slice(0, 2), slice(2, 5))
     ]
     whole = signed_flows(objective, hmm, windows, WEIGHTS)
@@ -175,7 +179,7 @@ def test_weights():
     windows = draw(2)._replace(level=torch.tensor([0.5, 0.5, 0.25, 1.0, 0.0]))
     close([weights_of(windows)], [torch.tensor([0.0, 1, 1, 1, 1])])
     close([weights_of(windows, "elbo")], [torch.tensor([0.0, 2, 4, 1, 1000])], rtol=1e-6)
-    with pytest.raises(InvalidInput, match=r"need Windows\.level"):
+    with pytest.raises(InvalidInput, match=r"need WindowBatch\.level"):
         weights_of(windows._replace(level=None), "elbo")
 
 
@@ -197,7 +201,7 @@ def test_states_that_emit_next_to_nothing_of_what_is_allowed():
     uniform = torch.zeros(2, 2, dtype=torch.float64).log_softmax(-1)
     hmm = HMM(uniform[0], uniform, emission)
     logits = torch.tensor([0.0, -torch.inf, -1.0], dtype=torch.float64).expand(1, 2, 3)
-    windows = Windows(torch.tensor([[0, 2]]), torch.ones(1, 2, dtype=torch.bool), logits=logits)
+    windows = WindowBatch(torch.tensor([[0, 2]]), torch.ones(1, 2, dtype=torch.bool), logits=logits)
     exact, fast = (signed_flows("local", hmm.to(dtype=dtype), windows) for dtype in (torch.float64, torch.float32))
     close([exact.value], [log_prob("local", log_tables(hmm), windows)[0]])
     for a, b in zip(exact.tensors(), fast.tensors(), strict=True):

@@ -7,12 +7,23 @@ import typing
 from pathlib import Path
 
 import pytest
-from beartype.door import is_bearable
-from small_runs import TINY
+from pydantic import ValidationError
 
-from codd.errors import FormatError
+from codd.cli import main, pretrain, train
+from codd.data.noise import NoiseRecipe
+from codd.data.sources import Source
+from codd.errors import FormatError, InvalidInput
 from codd.training.circuit_recipe import read_circuit_recipe
-from codd.training.recipe import ModelRecipe, NoiseRecipe, OptimizerRecipe, Recipe, Source, TokenizerRecipe, read_recipe
+from codd.training.recipe import (
+    SHIPPED,
+    ModelRecipe,
+    OptimizerRecipe,
+    Recipe,
+    TokenizerRecipe,
+    find_recipe,
+    read_recipe,
+)
+from small_runs import TINY
 
 SMALLEST = """
 name: x
@@ -74,10 +85,22 @@ validation:
     )
 
 
-@pytest.mark.parametrize("path", sorted(TINY.parent.glob("*.yaml")), ids=lambda path: path.stem)
-def test_the_recipes_in_the_repository_are_valid(path):
-    read = read_circuit_recipe if "circuit" in path.stem else read_recipe
-    assert read(path).name == path.stem
+def test_a_name_is_that_of_a_shipped_recipe_and_all_else_a_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").touch()
+    (tmp_path / "own").touch()
+    assert find_recipe("tiny", ["mini", "tiny"]) == SHIPPED / "tiny.yaml"
+    for path in ("./tiny", "own", "tiny.yaml", "missing.yaml", "some/where"):
+        assert find_recipe(path, ["tiny"]) == Path(path)
+    for name in ("circuit", "TINY", "a" * 1000, "nul\0"):
+        with pytest.raises(InvalidInput, match="there is no recipe of this name here; there are mini, tiny"):
+            find_recipe(name, ["mini", "tiny"])
+
+
+def test_shipped_recipes_are_valid():
+    for verb in (pretrain.VERB, train.VERB):
+        assert [verb.read(SHIPPED / f"{name}.yaml", ()).name for name in verb.recipes] == list(verb.recipes)
+    assert {*pretrain.VERB.recipes, *train.VERB.recipes} == {path.stem for path in SHIPPED.glob("*.yaml")}
 
 
 @pytest.mark.parametrize(("text", "value"), [("1e-3", 1e-3), ("1.0e-3", 1e-3), ("2", 2.0), ("2.5E+1", 25.0)])
@@ -99,7 +122,7 @@ def test_changes_come_on_top(read):
     ("change", "message"),
     [
         ("steps", "--set steps: expected NAME=VALUE"),
-        ("steps=many", "steps: must be of type int, found 'many'"),
+        ("steps=many", "steps must be a whole number, found 'many'"),
         ("stepz=1", "unknown field stepz; there are name, data,"),
         ("model.depth=1", "model: unknown field depth; there are width, layers"),
         ("name.x=1", "--set name.x=1: name is not a section"),
@@ -122,18 +145,21 @@ def test_changes_that_are_refused(read, change, message):
         ("a: \x07", "is not YAML"),
         ("name: x", "lacks the field data"),
         ("data: []", "lacks the field name"),
-        ("{name: x, data: []}", "data is empty"),
-        ("{name: x, data: 5}", "data: must be a list, found 5"),
-        ("{name: x, data: [5]}", "data[0]: must be a section with fields, found 5"),
+        ("{name: x, data: []}", "data must have a length of at least 1, found []"),
+        ("{name: x, data: 5}", "data must be a list, found 5"),
+        ("{name: x, data: [5]}", "data[0] must be a section with fields, found 5"),
         ("{name: x, data: [{name: p}]}", "data[0]: lacks the field kind"),
-        ("{name: x, data: [{kind: prose, name: p}]}", "kind: must be 'text' or 'qa' or 'problems', found 'prose'"),
-        ("{name: x, data: [{kind: text, name: p, fields: text}]}", "fields: must be a list, found 'text'"),
-        ("{name: x, data: [{kind: problems, name: p}]}", "source p needs a count"),
-        ("{name: x, data: [{kind: problems, name: p, count: -1}]}", "count and rows must be above zero"),
+        ("{name: x, data: [{kind: prose, name: p}]}", "data[0].kind must be 'text', 'qa' or 'problems', found 'prose'"),
+        ("{name: x, data: [{kind: text, name: p, fields: text}]}", "data[0].fields must be a list, found 'text'"),
+        ("{name: x, data: [{kind: problems, name: p}]}", "data[0]: source p needs a count"),
+        ("{name: x, data: [{kind: problems, name: p, count: -1}]}", "data[0].count must be above 0, found -1"),
         ("{name: x, data: [{kind: text, name: p}]}", "source p needs a path"),
-        ("{name: x, data: [{kind: problems, name: p, count: 1, weight: 0}]}", "every weight must be above zero"),
-        ("{name: x, data: [{kind: problems, name: a/b, count: 1}]}", "source name 'a/b' must be of letters"),
-        ("{name: 5, data: []}", "name: must be of type str, found 5"),
+        (
+            "{name: x, data: [{kind: problems, name: p, count: 1, weight: 0}]}",
+            "data[0].weight must be above 0, found 0",
+        ),
+        ("{name: x, data: [{kind: problems, name: a/b, count: 1}]}", "data[0].name must be of letters"),
+        ("{name: 5, data: []}", "name must be a text, found 5"),
     ],
 )
 def test_what_is_refused(read, text, message):
@@ -146,38 +172,41 @@ def test_what_is_refused(read, text, message):
 @pytest.mark.parametrize(
     ("field", "message"),
     [
-        ("steps: 0", "steps must be above zero"),
-        ("steps: 1.5", "steps: must be of type int, found 1.5"),
-        ("steps: true", "steps: must be of type int, found True"),
-        ("batch_rows: 0", "batch_rows must be above zero"),
-        ("micro_rows: 0", "micro_rows must be above zero"),
-        ("row_length: 1", "row_length must be at least 2"),
-        ("log_every: 0", "log_every must be above zero"),
-        ("validate_every: 0", "validate_every must be above zero"),
-        ("checkpoint_every: 0", "checkpoint_every must be above zero"),
-        ("keep: 0", "keep must be above zero"),
-        ("seed: -1", "seed, optimizer.warmup and optimizer.weight_decay must not be below zero"),
-        ("compile: 1", "compile: must be of type bool, found 1"),
-        ("precision: float16", "precision: must be 'auto' or 'float32' or 'bfloat16', found 'float16'"),
-        ("objective: [diffusion]", "objective: must be 'diffusion' or 'causal', found ['diffusion']"),
-        ("model: 5", "model: must be a section with fields, found 5"),
-        ("model:", "model: must be a section with fields, found None"),
-        ("model: {heads: 0}", "model.heads must be above zero"),
-        ("model: {width: 24, heads: 8}", "model.width must be an even multiple of model.heads"),
-        ("noise: {minimum: 0}", "noise.minimum and noise.block_share must be between 0 and 1"),
-        ("noise: {block_share: 2}", "noise.minimum and noise.block_share must be between 0 and 1"),
-        ("noise: {block_length: 0}", "noise.block_length must be above zero"),
-        ("optimizer: {lr: 0}", "optimizer.lr must be above zero"),
-        ("optimizer: {lr: high}", "optimizer: lr: must be of type float, found 'high'"),
-        ("optimizer: {lr: nan}", "optimizer: lr: must be of type float, found nan"),
-        ("optimizer: {lr: .inf}", "optimizer: lr: must be of type float, found inf"),
-        ("optimizer: {lr: true}", "optimizer: lr: must be of type float, found True"),
-        ("optimizer: {lr: null}", "optimizer: lr: must be of type float, found None"),
-        ("optimizer: {betas: [0.9]}", "optimizer.betas must be two numbers"),
-        ("optimizer: {betas: [0.9, x]}", "betas[1]: must be of type float, found 'x'"),
-        ("optimizer: {ema: 1}", "optimizer.ema from 0 to below 1"),
-        ("tokenizer: {path: 5}", "tokenizer: path: must be of type str, found 5"),
-        ("validation: [{kind: problems, name: v, count: 1}, {kind: text, name: v, path: x}]", "the same name"),
+        ("steps: 0", "steps must be above 0, found 0"),
+        ("steps: 1.5", "steps must be a whole number, found 1.5"),
+        ("steps: true", "steps must be a whole number, found True"),
+        ("batch_rows: 0", "batch_rows must be above 0, found 0"),
+        ("micro_rows: 0", "micro_rows must be above 0, found 0"),
+        ("row_length: 1", "row_length must be at least 2, found 1"),
+        ("log_every: 0", "log_every must be above 0, found 0"),
+        ("validate_every: 0", "validate_every must be above 0, found 0"),
+        ("checkpoint_every: 0", "checkpoint_every must be above 0, found 0"),
+        ("keep: 0", "keep must be above 0, found 0"),
+        ("seed: -1", "seed must be at least 0, found -1"),
+        ("compile: 1", "compile must be true or false, found 1"),
+        ("precision: float16", "precision must be 'auto', 'float32' or 'bfloat16', found 'float16'"),
+        ("objective: [diffusion]", "objective must be 'diffusion' or 'causal', found ['diffusion']"),
+        ("model: 5", "model must be a section with fields, found 5"),
+        ("model:", "model must be a section with fields, found None"),
+        ("model: {heads: 0}", "model.heads must be above 0, found 0"),
+        ("model: {width: 24, heads: 8}", "model: width must be an even multiple of heads, found 24 and 8"),
+        ("noise: {minimum: 0}", "noise.minimum must be above 0, found 0"),
+        ("noise: {block_share: 2}", "noise.block_share must be at most 1, found 2"),
+        ("noise: {block_length: 0}", "noise.block_length must be above 0, found 0"),
+        ("optimizer: {lr: 0}", "optimizer.lr must be above 0, found 0"),
+        ("optimizer: {lr: high}", "optimizer.lr must be a number, found 'high'"),
+        ("optimizer: {lr: .nan}", "optimizer.lr must be a finite number, found nan"),
+        ("optimizer: {lr: .inf}", "optimizer.lr must be a finite number, found inf"),
+        ("optimizer: {lr: true}", "optimizer.lr must be a number, found True"),
+        ("optimizer: {lr: null}", "optimizer.lr must be a number, found None"),
+        ("optimizer: {betas: [0.9]}", "optimizer.betas must have a length of at least 2, found [0.9]"),
+        ("optimizer: {betas: [0.9, x]}", "optimizer.betas[1] must be a number, found 'x'"),
+        ("optimizer: {ema: 1}", "optimizer.ema must be below 1, found 1"),
+        ("tokenizer: {path: 5}", "tokenizer.path must be a text, found 5"),
+        (
+            "validation: [{kind: problems, name: v, count: 1}, {kind: text, name: v, path: x}]",
+            "two sources of validation have the same name",
+        ),
     ],
 )
 def test_values_that_are_refused(read, field, message):
@@ -186,7 +215,7 @@ def test_values_that_are_refused(read, field, message):
 
 
 def test_all_that_is_wrong_is_said_at_once(read):
-    with pytest.raises(FormatError, match=r"steps must be .*; .*batch_rows must be .*; .*model\.width"):
+    with pytest.raises(FormatError, match=r"steps must be .*; batch_rows must be .*; model: width"):
         read(f"{SMALLEST}steps: 0\nbatch_rows: 0\nmodel: {{width: 7}}")
 
 
@@ -220,9 +249,9 @@ LAUGHS = "a: &a [x, x]\n" + "".join(
         ("{name: x, data: !!timestamp y}", "is not YAML"),
         ("{name: x, data: !!python/object/apply:os.system [ls]}", "is not YAML: could not determine a constructor"),
         ("{name: x, data: [], steps: " + "9" * 5000 + "}", "is not YAML"),
-        ("{name: x, data: [], steps: 0x" + "f" * 5000 + "}", "steps: must be below 2^63, found a number of thousands"),
-        ("{name: x, data: [], optimizer: {lr: " + "9" * 400 + "}}", "lr: must be below 2^63, found 9999"),
-        ("{name: x, data: " + "y" * 5000 + "}", "data: must be a list, found 'yyyy"),
+        ("{name: x, data: [], steps: 0x" + "f" * 5000 + "}", "steps must be below 2^63, found a number of thousands"),
+        ("{name: x, data: [], optimizer: {lr: " + "9" * 400 + "}}", "lr must be a number below 1e308, found 9999"),
+        ("{name: x, data: " + "y" * 5000 + "}", "data must be a list, found 'yyyy"),
         ("? " + "y" * 5000 + "\n: x", "unknown field yyyy"),
         ("? 0x" + "f" * 5000 + "\n: x", "unknown field a number of thousands"),
     ],
@@ -254,24 +283,17 @@ def test_pipes_folders_and_devices_are_no_recipes(tmp_path):
 )
 def test_a_name_that_is_no_folder_of_its_own_is_refused(read, tmp_path, name):
     quoted = json.dumps(name)
-    with pytest.raises(FormatError, match=r"name .* must be of letters, digits and"):
+    with pytest.raises(FormatError, match=r": name must be of letters, digits and"):
         read(f"{{name: {quoted}, data: [{{kind: problems, name: p, count: 1}}]}}")
-    with pytest.raises(FormatError, match=r"source name .* must be of letters, digits and"):
+    with pytest.raises(FormatError, match=r"data\[0\]\.name must be of letters, digits and"):
         read(f"{{name: x, data: [{{kind: problems, name: {quoted}, count: 1}}]}}")
     (tmp_path / "circuit.yaml").write_text(f"{{name: {quoted}, cache: c}}")
-    with pytest.raises(FormatError, match=r"name .* must be of letters, digits and"):
+    with pytest.raises(FormatError, match=r": name must be of letters, digits and"):
         read_circuit_recipe(tmp_path / "circuit.yaml")
 
 
-def another(value, kind):
-    """A value of the same type."""
-    options = [each for part in (kind, *typing.get_args(kind)) for each in typing.get_args(part)]
-    options += [True, 77, 0.77, "another", ("c", "d"), (0.3, 0.4)]
-    return next(each for each in options if each != value and is_bearable(each, kind))
-
-
 def variants(section):
-    """The section with each of its fields changed, one at a time, and those of its sections."""
+    """The section with each of its fields changed, one at a time, and those of its sections; each is valid."""
     kinds = typing.get_type_hints(type(section))
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
@@ -280,19 +302,77 @@ def variants(section):
         elif isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
             others = [(other, *value[1:]) for other in variants(value[0])]
         else:
-            others = [another(value, kinds[field.name])]
+            choices = [
+                each
+                for part in (kinds[field.name], *typing.get_args(kinds[field.name]))
+                for each in typing.get_args(part)
+            ]
+            others = [
+                each for each in (*choices, True, 1, 77, 0.77, 96, "another", ("c", "d"), (0.3, 0.4)) if each != value
+            ]
+            yield next(filter(None, (changed(section, field.name, other) for other in others)))
+            continue
         for other in others:
             yield dataclasses.replace(section, **{field.name: other})
 
 
+def changed(section, name, value):
+    """The section with another value in a field; None if that is not valid."""
+    try:
+        return dataclasses.replace(section, **{name: value})
+    except ValidationError:
+        return None
+
+
 def test_the_digest_changes_with_every_field():
-    recipe = read_recipe(TINY)
-    assert recipe.digest() == read_recipe(TINY).digest()
-    changed = list(variants(recipe))
-    assert len(changed) > 45
-    assert len({recipe.digest(), *(each.digest() for each in changed)}) == len(changed) + 1
+    source = "[{kind: qa, name: a, path: a.jsonl, count: 3}]"  # with what every kind needs
+    recipe = read_recipe(TINY, [f"data={source}", f"validation={source}"])
+    others = list(variants(recipe))
+    assert len(others) > 45
+    assert len({recipe.digest(), *(each.digest() for each in others)}) == len(others) + 1
+
+
+def test_equal_fields_have_equal_digests_however_they_were_given(tmp_path):
+    read = read_recipe(TINY)
+    again = Recipe(**{field.name: getattr(read, field.name) for field in dataclasses.fields(read)})
+    lists = dataclasses.replace(
+        read, data=list(read.data), optimizer=OptimizerRecipe(2e-2, [0.9, 0.95], warmup=5, ema=0.95)
+    )
+    whole = dataclasses.replace(read, noise=dataclasses.replace(read.noise, block_weight=4))
+    (tmp_path / "written.yaml").write_text(json.dumps(dataclasses.asdict(read)))
+    written = read_recipe(tmp_path / "written.yaml")
+    assert read == again == lists == whole == written
+    assert len({each.digest() for each in (read, read_recipe(TINY), again, lists, whole, written)}) == 1
 
 
 def test_the_digest_is_the_same_for_other_spellings(read):
     one = read(f"{SMALLEST}optimizer: {{lr: 1e-3}}\nsteps: 1000")
     assert one.digest() == read(SMALLEST).digest() == read(SMALLEST, "optimizer.lr=0.001").digest()
+
+
+CIRCUIT = "{name: x, data: [{kind: problems, name: p, count: 9}], "
+
+
+@pytest.mark.parametrize(
+    ("text", "begins"),
+    [
+        ("{name: x, data: [{kind: text, name: t, path: there}]}", "data"),
+        ("{name: x, tokenizer: {path: there}, data: [{kind: problems, name: p, count: 9}]}", "."),
+        ("{name: x, cache: there}", "data"),
+        (f"{CIRCUIT} backbone: ./there}}", "."),
+        (f"{CIRCUIT} start: ./there}}", "."),
+    ],
+)
+def test_relative_paths_begin_where_the_command_is_run_and_those_of_data_and_caches_in_its_data(
+    tmp_path, monkeypatch, capsys, text, begins
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "x.yaml").write_text(text)
+    verb = "train" if "cache" in text or CIRCUIT in text else "pretrain"
+    small = ["--set=bank.windows=8", "--set=bank.rows_at_once=2"] if CIRCUIT in text else []
+    assert main([verb, "elsewhere/x.yaml", "--data=data", "--out=out", "--device=cpu", *small]) == 1
+    message = capsys.readouterr().err
+    assert f"{Path(begins, 'there')}" in message
+    assert ("data/there" in message) == (begins == "data")
+    assert "elsewhere" not in message

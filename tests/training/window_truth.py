@@ -5,12 +5,15 @@ import itertools
 import torch
 
 from codd.circuits import HMM, Evidence, SparsePotentials
-from codd.training.objectives import Windows, log_tables
+from codd.data.windows import WindowBatch
+from codd.training.circuit.objectives import log_tables
 
 STATES, VOCAB, LENGTH = 3, 4, 3
 
 
-def draw(seed: int, count: int = 5, *, vocab: int = VOCAB, length: int = LENGTH, sparse: int | None = None) -> Windows:
+def draw(
+    seed: int, count: int = 5, *, vocab: int = VOCAB, length: int = LENGTH, sparse: int | None = None
+) -> WindowBatch:
     """Random truth, masks (the first window has none, the second no tokens) and answers of the network."""
     generator = torch.Generator().manual_seed(seed)
     logits = 1.5 * torch.randn(count, length, vocab, generator=generator, dtype=torch.float64)
@@ -19,20 +22,20 @@ def draw(seed: int, count: int = 5, *, vocab: int = VOCAB, length: int = LENGTH,
     masked[0], masked[1] = False, True
     level = torch.rand(count, generator=generator)
     if sparse is None:
-        return Windows(tokens, masked, logits=logits, level=level)
-    return Windows(tokens, masked, sparse=SparsePotentials.from_logits(logits, sparse), level=level)
+        return WindowBatch(tokens, masked, logits=logits, level=level)
+    return WindowBatch(tokens, masked, sparse=SparsePotentials.from_logits(logits, sparse), level=level)
 
 
 def circuit(seed: int, *, rank: int | None = None, dtype: torch.dtype = torch.float64, vocab: int = VOCAB) -> HMM:
     return HMM.random(STATES, vocab, seed, rank=rank, dtype=dtype)
 
 
-def known(windows: Windows) -> Evidence:
+def known(windows: WindowBatch) -> Evidence:
     tokens = torch.where(windows.masked, 0, windows.tokens)
     return Evidence(tokens=tokens, observed=~windows.masked, logits=windows.logits, sparse=windows.sparse)
 
 
-def log_phi(windows: Windows, vocab: int) -> torch.Tensor:
+def log_phi(windows: WindowBatch, vocab: int) -> torch.Tensor:
     """The network's log-probabilities at masked positions, 0 elsewhere: (W, S, V)."""
     weights = known(windows).dense_log_weights(vocab)
     return torch.where(windows.masked[..., None], weights, 0)
@@ -49,7 +52,7 @@ def path_terms(tables: tuple[torch.Tensor, ...], length: int) -> tuple[torch.Ten
     return paths, log_p
 
 
-def log_prob(objective: str, tables: tuple[torch.Tensor, ...], windows: Windows) -> torch.Tensor:
+def log_prob(objective: str, tables: tuple[torch.Tensor, ...], windows: WindowBatch) -> torch.Tensor:
     """The log-likelihood of each window, summed over paths (and over strings, for the normaliser)."""
     emission, vocab = tables[-1], tables[-1].shape[-1]
     paths, log_p = path_terms(tables, windows.tokens.shape[1])

@@ -61,17 +61,20 @@ _SHIFTED = ("pissa", "olora", "corda", "loftq")
 class LowRank(nn.Module):
     """A linear layer with an addition of low rank."""
 
-    def __init__(self, base: nn.Linear, down: Float[Tensor, "r i"], up: Float[Tensor, "o r"]):
-        """The layer itself stays as it is; the addition goes to its device and dtype."""
+    def __init__(
+        self, base: nn.Linear, down: Float[Tensor, "r i"], up: Float[Tensor, "o r"], dtype: torch.dtype | None = None
+    ):
+        """The layer itself stays as it is; the addition goes to its device, in ``dtype`` or that of the layer."""
         super().__init__()
         self.base = base
-        self.down = nn.Parameter(down.to(base.weight), requires_grad=False)
-        self.up = nn.Parameter(up.to(base.weight), requires_grad=False)
+        device, dtype = base.weight.device, dtype or base.weight.dtype
+        self.down = nn.Parameter(down.to(device, dtype), requires_grad=False)
+        self.up = nn.Parameter(up.to(device, dtype), requires_grad=False)
 
     def forward(self, x: Float[Tensor, "*b i"]) -> Float[Tensor, "*b o"]:
-        """Both."""
-        out: Tensor = self.base(x) + linear(linear(x, self.down), self.up)
-        return out
+        """The layer's output plus the addition's, in the dtype of the layer's."""
+        out: Tensor = self.base(x)
+        return out + linear(linear(x.to(self.down.dtype), self.down), self.up).to(out.dtype)
 
     @torch.no_grad()
     def merged(self) -> nn.Linear:

@@ -174,11 +174,12 @@ class Tokenizer:
         ids: Sequence[int] | Int[Tensor, " length"],
         *,
         skip_special_tokens: bool = True,
-        skip_unknown: bool = False,
+        skip_unknown: bool = True,
     ) -> str:
         """The text of some ids; CoddError for ids that are no whole numbers.
 
-        Networks may have more outputs than the vocabulary has tokens; such an id is an error unless ``skip_unknown``.
+        Networks may have more outputs than the vocabulary has tokens (embeddings are padded to a round size). Such an
+        id stands for no text, as in the library ``tokenizers``; with ``skip_unknown=False`` it is a CoddError.
         """
         checked = self._checked_ids(ids, skip_unknown)
         with guarded("the ids", "decode them"):
@@ -266,7 +267,7 @@ class Tokenizer:
             unknown = next(id for id in whole if id not in self._known_ids)
             raise CoddError(
                 f"id {unknown} is not in the vocabulary (0 to {self.vocab_size - 1}). Are these ids of another "
-                "tokenizer? skip_unknown=True leaves such ids out."
+                "tokenizer? skip_unknown=True (the default) leaves such ids out."
             )
         return known
 

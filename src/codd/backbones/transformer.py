@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from codd.backbones.experts import Experts, ExpertsConfig
 from codd.backbones.kernels import kernels_for
-from codd.backbones.kv_cache import CachedPass, KVShape
+from codd.backbones.kv_cache import CachedPass, KVCache, KVShape
 from codd.backbones.quantized import Int8Linear
 from codd.errors import InvalidInput
 
@@ -439,6 +439,9 @@ class Head(nn.Module):
 class Transformer(nn.Module):
     """Token ids to hidden states (`states`), hidden states to logits (`logits`)."""
 
+    capturable = True
+    """Whether its passes on a GPU may be captured in a CUDA graph."""
+
     def __init__(self, config: TransformerConfig):
         """Parameters are not initialised: they are loaded, or `initialise` draws them."""
         super().__init__()
@@ -485,6 +488,11 @@ class Transformer(nn.Module):
         """Logits of some hidden states."""
         out: Tensor = self.head(states, self.embedding.tokens.weight)
         return out
+
+    def kv_cache(self, slots: int, length: int) -> KVCache:
+        """Memory for the keys and values of ``slots`` sequences of at most ``length`` positions."""
+        weight = self.embedding.tokens.weight
+        return KVCache(self.config.kv_shape, slots, length, device=weight.device, dtype=weight.dtype)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Transformer":
         """Move or convert; InvalidInput for int8 weights, which are laid out for their device."""

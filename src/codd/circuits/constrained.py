@@ -22,7 +22,7 @@ from codd.circuits.hmm import HMM, check_possible
 from codd.circuits.ops.backend import backend_for
 from codd.circuits.ops.constrained.eager import Linear
 from codd.circuits.ops.constrained.layout import Structure
-from codd.circuits.ops.constrained.passes import Algebra, Chain, Passes, Paths
+from codd.circuits.ops.constrained.passes import Algebra, Chain, Passes, Paths, WindowPasses
 from codd.circuits.ops.constrained.reference import LogSpace
 from codd.circuits.protocol import ProbabilisticCircuit
 from codd.circuits.results import BestPath, JointStep, Samples
@@ -30,9 +30,11 @@ from codd.circuits.sampling import draw_token
 from codd.constraints import Automaton
 from codd.errors import InvalidCircuit, InvalidEvidence
 
-Query = Callable[[Passes, Callable[[Tensor], Tensor]], tuple[tuple[Tensor, ...], Tensor | None]]
+Query = Callable[[WindowPasses, Callable[[Tensor], Tensor]], tuple[tuple[Tensor, ...], Tensor | None]]
 """Gets the messages and what selects the same sequences from any other tensor; gives results and who is in doubt."""
 
+_CANDIDATES = 16
+"""Tokens of a position that are followed while others are committed: a language leaves few."""
 _BLOCK = 2**22
 """Scores of samples that are held at a time."""
 
@@ -176,7 +178,7 @@ class ConstrainedHMM:
     def posterior(self, ev: Evidence) -> Float[Tensor, "B L N"]:
         """log p(z_t | evidence, language) of every state of the HMM; -inf throughout for impossible evidence."""
 
-        def query(passes: Passes, pick: Callable[[Tensor], Tensor]) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        def query(passes: WindowPasses, pick: Callable[[Tensor], Tensor]) -> tuple[tuple[Tensor, ...], Tensor | None]:
             rows = [passes.posterior(t) for t in range(passes.length)]
             log = torch.stack([row.logs().logsumexp(0) for row in rows], 1)
             total = log.logsumexp(-1, keepdim=True)
@@ -200,7 +202,7 @@ class ConstrainedHMM:
             raise InvalidEvidence(f"num_samples must be at least 1, found {num_samples}")
         uniforms = torch.rand(*ev.shape[:1], count, ev.shape[1], 2, generator=generator, device=ev.device)
 
-        def query(passes: Passes, pick: Callable[[Tensor], Tensor]) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        def query(passes: WindowPasses, pick: Callable[[Tensor], Tensor]) -> tuple[tuple[Tensor, ...], Tensor | None]:
             paths = passes.paths(pick(uniforms)[..., 0].transpose(0, 1))
             draws = pick(uniforms)[..., 1].transpose(0, 1)
             size = max(1, _BLOCK // (draws[0].numel() * self.vocab_size))
@@ -223,7 +225,7 @@ class ConstrainedHMM:
         if latents.shape != ev.shape:
             raise InvalidEvidence(f"latents must have the evidence's shape {ev.shape}, found {tuple(latents.shape)}")
         states, width = latents // self.hmm.num_states, self.hmm.num_states
-        passes = Passes(self._chain, ev, self._algebra(ev))
+        passes = self._passes(ev)
         return passes.scores(Paths((latents % width)[None], states[None]))[0].to(self.dtype)
 
     def joint_step(
@@ -234,7 +236,7 @@ class ConstrainedHMM:
         if uniforms is None:
             uniforms = torch.rand(ev.shape, generator=generator, device=ev.device)
 
-        def query(passes: Passes, pick: Callable[[Tensor], Tensor]) -> tuple[tuple[Tensor, ...], Tensor | None]:
+        def query(passes: WindowPasses, pick: Callable[[Tensor], Tensor]) -> tuple[tuple[Tensor, ...], Tensor | None]:
             paths = passes.paths(pick(uniforms)[None])
             return (self._numbers(paths)[0], passes.scores(paths)[0], passes.log_partition()), passes.faint
 
@@ -254,14 +256,21 @@ class ConstrainedHMM:
         return BestPath(tokens, self._numbers(paths)[0], (value + offset).to(self.dtype))
 
     def incremental(self, ev: Evidence, candidates: int | None = None) -> "ConstrainedConditioner":
-        """Marginals of all tokens while tokens are committed one by one; ``candidates`` save nothing here."""
-        return ConstrainedConditioner(self, ev)
+        """Marginals while tokens are committed one by one: of all tokens, or of so many of the surest (16 at most)."""
+        return ConstrainedConditioner(self, ev, candidates)
 
     def _numbers(self, paths: Paths) -> Int[Tensor, "M B L"]:
         return paths.states * self.hmm.num_states + paths.latents
 
-    def _algebra(self, ev: Evidence) -> Algebra:
-        return LogSpace() if backend_for(ev.device, self.dtype).name == "reference" else Linear(self.dtype)
+    def _passes(self, ev: Evidence) -> WindowPasses:
+        """The messages, by the fastest means that serve the case."""
+        backend = backend_for(ev.device, self.dtype).name
+        if backend == "triton" and self.dtype == torch.float32:
+            from codd.circuits.ops.constrained.device import DevicePasses, served
+
+            if served(self._chain, ev):
+                return DevicePasses(self._chain, ev)
+        return Passes(self._chain, ev, LogSpace() if backend == "reference" else Linear(self.dtype))
 
     @torch.no_grad()
     def _exactly(self, ev: Evidence, query: Query) -> tuple[Tensor, ...]:
@@ -269,7 +278,7 @@ class ConstrainedHMM:
 
         On a GPU nobody looks for that.
         """
-        out, doubt = query(Passes(self._chain, ev, self._algebra(ev)), lambda x: x)
+        out, doubt = query(self._passes(ev), lambda x: x)
         index, wide = torch.arange(ev.shape[0], device=ev.device), None
         slower: tuple[Algebra, ...] = (Linear(torch.float64), LogSpace())
         for algebra in slower if self.dtype == torch.float32 else slower[1:]:
@@ -293,12 +302,18 @@ class ConstrainedConditioner:
     candidates: Int[Tensor, "B L K"] | None = None
 
     @torch.no_grad()
-    def __init__(self, circuit: ConstrainedHMM, ev: Evidence) -> None:
-        """Compute what no later token changes: the leaf values."""
+    def __init__(self, circuit: ConstrainedHMM, ev: Evidence, candidates: int | None = None) -> None:
+        """Compute what no later token changes: the leaf values. On a GPU and in logarithms there are no candidates."""
         self._circuit, self._offered = circuit, ev
         centred = circuit.hmm.centred(ev)[0]
         self._taken = ev.centred()
-        self._passes = Passes(circuit._chain, centred, circuit._algebra(ev))
+        self._passes = circuit._passes(centred)
+        self._observed = self._passes.observed.cpu().clone()
+        count = min(candidates or circuit.vocab_size, _CANDIDATES)
+        few = candidates is not None and count < circuit.vocab_size and ev.device.type == "cpu"
+        if few and isinstance(self._passes, Passes) and isinstance(self._passes.algebra, Linear):
+            self.candidates = self.dense_log_marginals().topk(count, dim=-1).indices
+            self._passes.list_candidates(self.candidates)
 
     @property
     def evidence(self) -> Evidence:
@@ -322,16 +337,25 @@ class ConstrainedConditioner:
     def commit(self, positions: Int[Tensor, " B"], tokens: Int[Tensor, " B"]) -> None:
         """Observe one more token in each sequence; a position that is known already stays as it is."""
         batch, length = self._offered.shape
-        for name, given, limit in (("positions", positions, length), ("tokens", tokens, self._circuit.vocab_size)):
-            if given.shape != (batch,) or not bool(((given >= 0) & (given < limit)).all()):
-                raise InvalidEvidence(f"{name} must be ({batch},) numbers in 0..{limit - 1}, found {given.tolist()}")
-        for b, (t, token) in enumerate(zip(positions.tolist(), tokens.tolist(), strict=True)):
-            if not self._passes.observed[b, t]:
+        known = torch.cat([positions, tokens]).tolist()  # one wait for the device
+        places, words = known[: len(positions)], known[len(positions) :]
+        for name, given, limit in (("positions", places, length), ("tokens", words, self._circuit.vocab_size)):
+            if len(given) != batch or not all(0 <= one < limit for one in given):
+                raise InvalidEvidence(f"{name} must be ({batch},) numbers in 0..{limit - 1}, found {given}")
+        for b, (t, token) in enumerate(zip(places, words, strict=True)):
+            if not self._observed[b, t]:
                 self._passes.commit(b, t, token)
+                self._observed[b, t] = True
 
-    def log_marginals(self) -> Float[Tensor, "B L V"]:
-        """log p(x_t | evidence, language, committed tokens) of all tokens."""
-        return self.dense_log_marginals()
+    @torch.no_grad()
+    def log_marginals(self) -> Float[Tensor, "B L K"]:
+        """log p(x_t | evidence, language, committed tokens) of the candidates, or of all tokens."""
+        if self.candidates is None or not isinstance(self._passes, Passes):
+            return self.dense_log_marginals()
+        out, faint = self._passes.candidate_marginals()
+        if _some(faint):
+            return self.dense_log_marginals().gather(-1, self.candidates)
+        return out.to(self._circuit.dtype)
 
     @torch.no_grad()
     def dense_log_marginals(self, positions: Int[Tensor, " B"] | None = None) -> Float[Tensor, "B *L V"]:
@@ -347,12 +371,12 @@ class ConstrainedConditioner:
         return out[torch.arange(len(out), device=out.device), torch.searchsorted(wanted, positions)]
 
 
-def _marginals(passes: Passes, pick: Callable[[Tensor], Tensor]) -> tuple[tuple[Tensor, ...], Tensor | None]:
+def _marginals(passes: WindowPasses, pick: Callable[[Tensor], Tensor]) -> tuple[tuple[Tensor, ...], Tensor | None]:
     out, faint = passes.marginals()
     return (out,), _any([faint, passes.faint])
 
 
-def _tokens(passes: Passes, paths: Paths, uniforms: Float[Tensor, "M B L"]) -> Int[Tensor, "M B L"]:
+def _tokens(passes: WindowPasses, paths: Paths, uniforms: Float[Tensor, "M B L"]) -> Int[Tensor, "M B L"]:
     """One token a position, given the paths."""
     weights = passes.scores(paths).softmax(-1).nan_to_num_(0.0)
     return draw_token(weights.flatten(0, 2), uniforms.flatten()).view(uniforms.shape)

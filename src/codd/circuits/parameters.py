@@ -77,6 +77,11 @@ class Emission:
         return full.transpose(-1, -2).contiguous()
 
     @cached_property
+    def token_rows(self) -> Float[Tensor, "*L V N"]:
+        """The columns as kernels read them, token by token: bfloat16 if so stored."""
+        return self.stored.transpose(-1, -2).contiguous() if self.compact else self.columns
+
+    @cached_property
     def panels(self) -> Float[Tensor, "P V 32"] | None:
         """The columns as the loops in C read them; None if there is nothing to be gained by that."""
         return None if self.per_position else native.in_panels(self.columns)

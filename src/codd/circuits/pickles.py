@@ -72,7 +72,7 @@ def load(stream: _Stream, size: int, calls: Calls) -> object:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Gets its names from ``calls``, and has none for persistent ids."""
+    """Takes globals from ``calls`` only; persistent ids and buffers out of band are errors."""
 
     def __init__(self, stream: _Stream, calls: Calls):
         super().__init__(stream)
@@ -160,7 +160,7 @@ def _check_name(module: object, name: object, calls: Calls) -> None:
 
 
 def _check_use(op: str, taken: list[Any], items: list[Any]) -> None:
-    """Calls of names with tuples, states of what was called, lists that grow, and dicts whose keys are text."""
+    """Raise unless a call is of a name with a tuple, a state is for the outcome of a call, and keys are text."""
     wrong = op in _TARGETS and taken[0] is not _TARGETS[op]
     if op in ("REDUCE", "NEWOBJ"):
         wrong |= taken[1] is not pickletools.pytuple
@@ -194,11 +194,11 @@ class Array(_Record):
     __slots__ = ("_values",)
 
     def __init__(self) -> None:
-        """Without content."""
+        """An array that has no content yet."""
         self._values: NDArray[Any] | None = None
 
     def __setstate__(self, state: object) -> None:
-        """Shape, dtype, order and bytes."""
+        """Take the content from NumPy's state: a version, the shape, dtype, order and bytes."""
         if not (isinstance(state, tuple) and len(state) == 5 and is_int(state[0]) and state[0] == 1):
             raise FormatError("an array whose state is not that of a plain NumPy array.")
         self.fill(*state[1:])
@@ -236,7 +236,7 @@ class LeafRecord(_Record):
         self.num_cats = num_cats
 
     def __setstate__(self, state: object) -> None:
-        """The number of categories, and hooks that must be empty."""
+        """Take the number of categories from the state; FormatError if it holds more than that and empty hooks."""
         hooks = ("post_fw_fns", "post_bp_fns", "sampling_fns")
         if (
             self.num_cats is not None
@@ -249,7 +249,7 @@ class LeafRecord(_Record):
 
 
 def latin1(budget: int) -> type[_Record]:
-    """``_codecs.encode`` for the bytes of protocols before 3, which are stored as text: at most ``budget`` in all."""
+    """``_codecs.encode``, by which protocols before 3 store bytes as text; it makes at most ``budget`` bytes in all."""
 
     def encode(*arguments: object) -> bytes:
         nonlocal budget
@@ -292,7 +292,7 @@ def _refused(*_: object) -> None:
 
 
 def _leaf(class_name: str, *lengths: int) -> type[_Record]:
-    """A leaf called with a number of categories and possibly a flag, or with nothing and a state to follow."""
+    """The class of a leaf, which may be called with as many arguments as ``lengths`` says: categories, then flags."""
 
     def record(*arguments: object) -> LeafRecord:
         num_cats = arguments[0] if arguments else None

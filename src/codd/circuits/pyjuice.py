@@ -195,7 +195,7 @@ def _extract_hmm(nodes: list[_Node]) -> JpcHMM:
 
 
 def _follow_chain(nodes: list[_Node]) -> tuple[list[_Node], list[_Node]]:
-    """Follow the chain from the root: the inputs of all positions, and the sums between them."""
+    """The inputs of all positions and the sums between them, from the root on; FormatError if it is no chain."""
     root = nodes[-1]
     if root.kind != "Sum" or root.size != 1:
         raise FormatError(f"not an HMM: the root, {root}, must be a single sum node, but has {root.size} node(s).")

@@ -6,6 +6,7 @@ Digests are stored twice as well: ``config.json`` has that of the weights' file,
 holds, so that a circuit whose ``config.json`` could not be replaced any more is told from a damaged one.
 """
 
+import hashlib
 import json
 import os
 import tempfile
@@ -23,6 +24,8 @@ from codd.errors import CoddError, FormatError
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "circuit.safetensors"
+PYJUICE_FILES = ("model.jpc", "pc_model.jpc")
+"""Names under which PyJuice's circuits are published: by themselves, and beside their network."""
 FORMAT = "codd-circuit"
 FORMAT_VERSION = 1
 
@@ -149,8 +152,39 @@ def push_folder(
 
 
 def local_folder(path_or_hub_id: str | os.PathLike[str], revision: str | None = None) -> Path:
-    """The folder of a circuit on this machine; one that is on the hub is downloaded first."""
-    return files.local_folder(path_or_hub_id, (CONFIG_FILE, WEIGHTS_FILE), revision)
+    """The folder of a circuit on this machine; one that is on the hub is downloaded first.
+
+    A PyJuice file, or a folder or repository that holds one and no circuit of ours, is converted into codd's cache
+    folder, once. Nothing of it is run.
+    """
+    if Path(path_or_hub_id).suffix == ".jpc" and not Path(path_or_hub_id).is_dir():
+        return _converted(Path(path_or_hub_id))
+    folder = files.local_folder(path_or_hub_id, (CONFIG_FILE, WEIGHTS_FILE, *PYJUICE_FILES), revision)
+    published = [folder / name for name in PYJUICE_FILES if (folder / name).is_file()]
+    return folder if not published or (folder / WEIGHTS_FILE).exists() else _converted(published[0])
+
+
+def _converted(path: Path) -> Path:
+    """The folder that a PyJuice file was converted into, found by the file's content; CoddError if none can be made."""
+    from codd.circuits.hmm import HMM  # which is kept by this module
+
+    with files.open_regular(path) as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    folder = files.cache_folder() / "circuits" / digest[:32]
+    if (folder / WEIGHTS_FILE).is_file():
+        return folder
+    hmm = HMM.from_pyjuice(path)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as work:
+            Path(hmm.save(Path(work) / "circuit")).replace(folder)
+    except OSError as error:
+        if not (folder / WEIGHTS_FILE).is_file():  # else another process was faster
+            raise CoddError(
+                f"{path}: the converted circuit cannot be kept in {folder} ({error.strerror}). Set XDG_CACHE_HOME to a "
+                "folder that can be written, or run `codd convert` and give its folder."
+            ) from error
+    return folder
 
 
 def _describe(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
-from codd.cli import console
+from codd.cli import console, lists, ranks
 from codd.errors import CoddError
 
 VERBS = {
@@ -79,6 +79,11 @@ def _run(argv: Sequence[str]) -> int:
         verb = load(first.verb)
         args = _verb_parser(verb).parse_args(first.arguments)
         debug = first.debug or args.debug
+        code = ranks.run_on_ray(args, argv)
+        if code is not None:
+            return code
+        if getattr(args, "tensor_parallel", False) and os.environ.get("RANK", "0") != "0":
+            _compute_part(args)
         return verb.run(args)
     except SystemExit as stop:  # argparse after --help, --version (0) and usage errors (2); rich at a closed pipe (1)
         return stop.code if isinstance(stop.code, int) else FAILED
@@ -94,6 +99,13 @@ def _run(argv: Sequence[str]) -> int:
         return _fail(f"this is a bug in codd ({found}); {hint}", BUG, debug)
 
 
+def _compute_part(args: argparse.Namespace) -> None:
+    """Load a part of the network and compute it until the main process, which does all else, exits; so does this."""
+    from codd.cli import sampling
+
+    sampling.model_from(args)
+
+
 def _parser() -> argparse.ArgumentParser:
     """The first of two parsers: which verb. Its arguments are left to a parser that only that verb fills."""
     width = max(map(len, VERBS))
@@ -103,7 +115,8 @@ def _parser() -> argparse.ArgumentParser:
         usage="codd [-h] [--version] [--debug] VERB ...",
         description="A joint output distribution for any diffusion language model: exact probabilistic circuits,\n"
         "multiplied into the network's factorized logits.",
-        epilog=f"verbs:\n{verbs}\n\n`codd VERB --help` explains a verb and gives an example; start with `codd demo`.",
+        epilog=f"verbs:\n{verbs}\n\n{lists.ABOUT}\n\n"
+        "`codd VERB --help` explains a verb and gives an example; start with `codd demo`.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

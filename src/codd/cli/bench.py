@@ -16,16 +16,17 @@ kernel, is in benchmarks/ of the repository.
 Prints milliseconds a step and the ratio to the network alone, as medians with quartiles, and the machine."""
 
 LABELS = {"factorized": "network alone", "coupled": "latent sampler", "any order": "any-order sampler"}
-"""What `codd.evaluation.cost` calls them, in the words of --sampler."""
+"""The samplers of `codd.evaluation.cost` in the words of --sampler."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """Which model and circuit, where, and how long."""
+    """Add the model, the circuit, the device and the sizes of a run."""
     parser.epilog = """\
 examples:
   codd bench                                   # the bundled model; on a GPU if there is one
   codd bench --device cpu --threads 1
   codd bench --circuit static --rounds 20 --json > cost.json"""
+    positive = console.whole_number(1)
     parser.add_argument("--model", metavar="PATH", help="a folder or hub id (default: the bundled model)")
     parser.add_argument(
         "--circuit",
@@ -35,10 +36,10 @@ examples:
     )
     parser.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
     parser.add_argument("--quantize", choices=("int8",), help="8-bit weights in the network")
-    parser.add_argument("--threads", type=_positive, help="of PyTorch on a CPU (default: all cores)")
-    parser.add_argument("--gen-length", type=_positive, default=64, help="tokens that are written (default: 64)")
-    parser.add_argument("--steps", type=_positive, default=8, help="network calls of a run (default: 8)")
-    parser.add_argument("--rounds", type=_positive, default=8, help="runs of each sampler (default: 8)")
+    parser.add_argument("--threads", type=positive, help="of PyTorch on a CPU (default: all cores)")
+    parser.add_argument("--gen-length", type=positive, default=64, help="tokens that are written (default: 64)")
+    parser.add_argument("--steps", type=positive, default=8, help="network calls of a run (default: 8)")
+    parser.add_argument("--rounds", type=positive, default=8, help="runs of each sampler (default: 8)")
     parser.add_argument("--seed", type=int, default=0, help="of the word problem and the samplers (default: 0)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
 
@@ -58,16 +59,15 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     import torch  # here and below, so that --help answers at once
 
     import codd
-    from codd.cli import sampling
+    from codd.data.problems import problems
     from codd.evaluation.cost import cost_study
-    from codd.training.problems import problems
 
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     model = codd.load(args.model, args.circuit, device=args.device, quantize=args.quantize)
     if model.circuit is None:
         raise InvalidInput(f"{args.model or 'the bundled model'} has no circuit of its own: name one with --circuit.")
-    with sampling.bar("rounds", args.rounds) as advance:
+    with console.bar("rounds", args.rounds) as bar:
         study = cost_study(
             model,
             circuits=(args.circuit,),
@@ -76,7 +76,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             rounds=args.rounds,
             prompt=next(problems(1, split="test", seed=args.seed)).question,
             seed=args.seed,
-            progress=lambda done, total: advance(1),
+            progress=lambda done, total: bar.advance(),
         )
     rows = {LABELS[row["way"]]: _row(row, args.steps) for row in study["data"]["rows"]}
     settings = {**study["settings"], "model": args.model, "circuit": repr(model.circuit), "steps": args.steps}
@@ -108,10 +108,3 @@ def _print(report: dict[str, Any]) -> None:
 
 def _quartiles(values: dict[str, float]) -> str:
     return f"{values['median']:.3g} ({values['low']:.3g} to {values['high']:.3g})"
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, found {value}")
-    return value

@@ -2,38 +2,43 @@
 
 import argparse
 import dataclasses
+import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from codd import files
 from codd.backbones import adapters
-from codd.backbones.loading import Checkpoint, load_checkpoint
+from codd.backbones.loading import MODEL_FILES, Checkpoint, load_checkpoint
 from codd.backbones.tokenizer import Tokenizer
 from codd.circuits import HMM
 from codd.cli import console
+from codd.cli.lists import add_list
+from codd.cli.ranks import add_ray_argument
+from codd.data.packing import MAX_TEXTS_PER_ROW
+from codd.data.sources import find_sources
+from codd.data.tokenization import PackingConfig
+from codd.data.windows import WindowRecipe, check_lengths, supports_packing
+from codd.distributed import DistributedContext, distributed
 from codd.errors import FormatError, InvalidInput
-from codd.training import cache_files
-from codd.training.cache import Cache
-from codd.training.cache_build import Progress, RowsAt, build, check, windows_per_row
-from codd.training.cache_files import ROWS, CacheSettings
-from codd.training.cache_sources import Samples, Supply, digest_of, find_sources, mixture, open_supplies
-from codd.training.corpus import Layout
-from codd.training.rows import MOST_SEGMENTS
-from codd.training.windows import WindowRecipe, keeps_texts_apart
-from codd.training.workers import Workers, workers
+from codd.training.logit_cache import storage
+from codd.training.logit_cache.build import Progress, RowsAt, build, check, windows_per_row
+from codd.training.logit_cache.reader import LogitCache
+from codd.training.logit_cache.sources import NamedDataset, Samples, digest_of, mix_datasets, open_datasets
+from codd.training.logit_cache.storage import ROWS, CacheSettings
+from codd.validation import LARGEST
 
 NAME = "cache"
 HELP = """\
 Masks texts as in training, asks the frozen backbone once, and keeps what it says of each masked token: the log-
 probabilities of the truth and of the k - 1 likeliest others, and the mass of the rest. k is the smallest for which the
-log-likelihood under a circuit changes by less than the tolerance. Data: files of questions and answers or of prose
-(.jsonl, .txt, also .xz), problems that codd writes, samples of a causal model. Start it again with the same arguments
-to go on after an interruption: finished shards are kept, damaged ones are made again. Under torchrun, the processes
-share the shards.
+log-likelihood under a circuit changes by less than the tolerance. Data: questions and answers (.jsonl, .json, .parquet,
+datasets of the hub), prose (.txt, or a text field), problems that codd writes, samples of a causal model. Start it
+again with the same arguments to go on after an interruption: finished shards are kept, damaged ones are made again.
+Under torchrun, the processes share the shards.
 
 Prints what the lists change for each k, a progress bar, and at the end the size of the cache."""
 CIRCUIT = "circuit"
@@ -47,8 +52,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """A backbone, data, where the cache goes."""
     parser.epilog = """\
 examples:
-  codd cache --data ../data/gsm8k/train.jsonl --problems 20000 --out caches/mini
-  codd cache --backbone GSAI-ML/LLaDA-8B-Instruct --data train.jsonl --windows 100000 --out caches/llada
+  codd cache --data ../data/gsm8k/train.jsonl --strip gsm8k --problems 20000 --out caches/mini
+  codd cache --backbone GSAI-ML/LLaDA-8B-Instruct --data TIGER-Lab/MathInstruct --windows 100000 --out caches/llada
   codd cache --samples-from models/causal --count 20000 --features --out caches/samples
   torchrun --nproc-per-node 8 -m codd cache --data books.txt --out caches/books"""
     parser.add_argument("--backbone", default="bundled", help="a folder, a hub id, or bundled (the default)")
@@ -67,17 +72,26 @@ examples:
     parser.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
     parser.add_argument("--fresh", action="store_true", help="throw away what DIR holds of another cache")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of text")
+    add_ray_argument(parser)
 
 
 def _configure_data(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--data", metavar="PATH", type=Path, nargs="+", default=[], help="files; of a folder its train files, or all")
-    add("--fields", metavar="KEY", nargs="+", help="keys of question and answer, or of a text, in .jsonl files")
+    add_list(
+        parser,
+        "--data",
+        Path,
+        metavar="PATH",
+        default=[],
+        help="files; of a folder its train files, or all; datasets of the hub: owner/name[:config][:split]",
+    )
+    add_list(parser, "--fields", metavar="KEY", help="keys of question and answer, or of a text (default: as found)")
+    add("--strip", choices=["gsm8k"], help="leave out GSM8K's marks for a calculator, such as <<48/2=24>>, in answers")
     add("--problems", metavar="N", type=int, help="so many of codd's own word problems")
-    add("--samples-from", metavar="MODEL", type=Path, help="draw rows from this causal model")
+    add("--samples-from", metavar="MODEL", help="draw rows from this causal model: a folder or hub id")
     add("--count", metavar="N", type=int, default=1000, help="so many samples (default: 1000)")
     add("--prompt", default="", help="what samples begin with (default: the beginning of a text)")
-    add("--weights", metavar="W", type=float, nargs="+", help="share of each of these sources (default: by their rows)")
+    add_list(parser, "--weights", float, metavar="W", help="share of each of these sources (default: by their rows)")
     add("--row-length", type=int, help=f"tokens that the backbone sees at once (default: {LONGEST_ROW}, or its most)")
 
 
@@ -99,20 +113,20 @@ def run(args: argparse.Namespace) -> int:
     """Make the cache, or go on with it."""
     _check_numbers(args)
     with (
-        workers(args.device) as group,
-        cache_files.claimed(args.out, fresh=args.fresh) if group.leads else nullcontext(),
+        distributed(args.device) as context,
+        storage.claimed(args.out, fresh=args.fresh) if context.is_main else nullcontext(),
     ):
         source = None if args.backbone == "bundled" else args.backbone
-        checkpoint = load_checkpoint(source, device=group.device, adapter=args.adapter)
-        with console.working("reading the data") if group.leads else nullcontext():
+        checkpoint = load_checkpoint(source, device=context.device, adapter=args.adapter)
+        with console.working("reading the data", shown=context.is_main):
             circuit = _circuit(args.circuit, checkpoint)
-            settings, rows_at = _prepare(args, checkpoint, group)
+            settings, rows_at = _prepare(args, checkpoint, context)
             check(checkpoint.backbone, circuit, settings)
         steps = build(
-            checkpoint.backbone, rows_at, settings, args.out, group, circuit=circuit, batch_rows=args.batch_rows
+            checkpoint.backbone, rows_at, settings, args.out, context, circuit=circuit, batch_rows=args.batch_rows
         )
-        _watch(steps, settings, args.out, group)
-        if group.leads:
+        _watch(steps, settings, args.out, context)
+        if context.is_main:
             _report(args.out, as_json=args.json)
     return 0
 
@@ -120,28 +134,33 @@ def run(args: argparse.Namespace) -> int:
 def _check_numbers(args: argparse.Namespace) -> None:
     for name in ("window", "windows", "per_row", "problems", "count", "top_k", "shard_windows", "batch_rows"):
         value = getattr(args, name)
-        if value is not None and value < 1:
-            raise InvalidInput(f"--{name.replace('_', '-')} must be at least 1, found {value}.")
+        if value is not None and not 1 <= value < LARGEST:
+            raise InvalidInput(f"--{name.replace('_', '-')} must be at least 1 and below 2^63, found {value}.")
     if not 0 <= args.block_share <= 1 or not 0 < args.minimum < 1:
         raise InvalidInput("--block-share must be from 0 to 1, and --minimum between 0 and 1.")
-    if args.seed < 0 or not args.tolerance > 0:
-        raise InvalidInput("--seed must not be below 0, and --tolerance must be above it.")
+    if not 0 <= args.seed < LARGEST or not args.tolerance > 0:
+        raise InvalidInput("--seed must not be below 0 and must be below 2^63, and --tolerance must be above 0.")
 
 
-def _prepare(args: argparse.Namespace, checkpoint: Checkpoint, group: Workers) -> tuple[CacheSettings, RowsAt]:
-    """Read the data, the leading process first; the others then find what it kept."""
-    if not group.leads:
-        group.wait()
-    backbone, tokenizer = checkpoint.backbone, _tokenizer(checkpoint)
+def _prepare(
+    args: argparse.Namespace, checkpoint: Checkpoint, context: DistributedContext
+) -> tuple[CacheSettings, RowsAt]:
+    """Read the data, the main process first; the others then find what it kept."""
+    samples = None
+    if args.samples_from is not None:
+        with context.main_first():
+            folder = files.local_folder(args.samples_from, MODEL_FILES).resolve()
+        samples = Samples(folder, args.count, args.prompt)
+    backbone, tokenizer = checkpoint.backbone, _tokenizer(checkpoint, samples)
     length = args.row_length or min(LONGEST_ROW, backbone.max_length or LONGEST_ROW)
-    layout = Layout(length, args.window, args.seed, MOST_SEGMENTS if keeps_texts_apart(backbone) else 1)
+    packing = PackingConfig(length, args.window, args.seed, MAX_TEXTS_PER_ROW if supports_packing(backbone) else 1)
     if args.windows is not None:
-        layout = layout._replace(characters=max(FEWEST, args.windows * length * CHARACTERS))
-    sources = find_sources(args.data, args.fields, args.problems, args.seed)
-    samples = Samples(args.samples_from.resolve(), args.count, args.prompt) if args.samples_from else None
-    supplies = open_supplies(sources, samples, tokenizer, layout, kept=args.out / ROWS, device=group.device)
-    if group.leads:
-        group.wait()
+        packing = packing._replace(characters=max(FEWEST, args.windows * length * CHARACTERS))
+    sources = find_sources(args.data, args.fields, args.problems, args.seed, args.strip)
+    with context.main_first():
+        datasets = open_datasets(sources, samples, tokenizer, packing, kept=args.out / ROWS, device=context.device)
+    for dataset in datasets[: len(sources)]:  # samples are of any length
+        check_lengths(dataset.name, dataset.rows, args.window, absolute=backbone.block_size is not None)
     first = CacheSettings(
         vocab_size=backbone.vocab_size,
         mask_id=_mask_id(args.mask_id, checkpoint),
@@ -153,29 +172,37 @@ def _prepare(args: argparse.Namespace, checkpoint: Checkpoint, group: Workers) -
         features=args.features,
         seed=args.seed,
         backbone=f"{backbone.family} {digest_of(checkpoint.folder)}{_adapter(args.adapter)}",
-        data=tuple(f"{name} x {share:g}" for name, share in _shares(supplies, args.weights)),
+        data=tuple(f"{name} x {share:g}" for name, share in _shares(datasets, args.weights)),
     )
-    settings = _divide(first, args, supplies)
-    return settings, mixture(supplies, args.weights, settings.shard_rows).batch_at
+    settings = _divide(first, args, datasets)
+    return settings, mix_datasets(datasets, args.weights, settings.shard_rows).batch_at
 
 
-def _shares(supplies: list[Supply], weights: list[float] | None) -> list[tuple[str, float]]:
-    mixture(supplies, weights, 1)  # refuses weights that do not fit
-    return [(supply.name, weights[i] if weights else float(len(supply.rows))) for i, supply in enumerate(supplies)]
+def _shares(datasets: list[NamedDataset], weights: list[float] | None) -> list[tuple[str, float]]:
+    mix_datasets(datasets, weights, 1)  # refuses weights that do not fit
+    return [(dataset.name, weights[i] if weights else float(len(dataset.rows))) for i, dataset in enumerate(datasets)]
 
 
-def _divide(settings: CacheSettings, args: argparse.Namespace, supplies: list[Supply]) -> CacheSettings:
+def _divide(settings: CacheSettings, args: argparse.Namespace, datasets: list[NamedDataset]) -> CacheSettings:
     """How many shards of how many rows; a look at some rows says how many windows a row gives."""
-    whole = sum(len(supply.rows) for supply in supplies)
-    some = mixture(supplies, args.weights, min(whole, 256)).batch_at(0)
+    whole = sum(len(dataset.rows) for dataset in datasets)
+    some = mix_datasets(datasets, args.weights, min(whole, 256)).batch_at(0)
     each = windows_per_row(some, settings)
     rows = whole if args.windows is None else math.ceil(args.windows / each)
     shards = math.ceil(rows * each / args.shard_windows)
     return dataclasses.replace(settings, shards=shards, shard_rows=math.ceil(rows / shards))
 
 
-def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+def _tokenizer(checkpoint: Checkpoint, samples: Samples | None) -> Tokenizer:
+    """The backbone's; one that is published without tokenizer files, such as SEDD, reads samples by their model's."""
     found, size = checkpoint.tokenizer, checkpoint.backbone.vocab_size
+    if found is None and samples is not None:
+        found = Tokenizer.from_folder(samples.folder)
+        if found is not None and size - found.vocab_size > 1:  # the mask is one
+            raise InvalidInput(
+                f"{checkpoint.folder}: has no tokenizer files, and {size} tokens where {samples.folder} has "
+                f"{found.vocab_size}: they do not share them. Put the network's tokenizer files beside its weights."
+            )
     if found is None:
         raise FormatError(f"{checkpoint.folder}: has no tokenizer files, so that no text can be read for it.")
     if found.vocab_size > size:
@@ -187,7 +214,7 @@ def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
 
 
 def _adapter(given: str | None) -> str:
-    """Names the adapter."""
+    """The digest of an adapter, as part of the backbone's name."""
     if given is None:
         return ""
     return f" + {digest_of(files.local_folder(given, adapters.FILES), adapters.CONFIG)}"
@@ -217,55 +244,30 @@ def _circuit(given: Path | None, checkpoint: Checkpoint) -> HMM | None:
         return None
 
 
-def _watch(steps: Iterator[Progress], settings: CacheSettings, out: Path, group: Workers) -> None:
-    with console.working("measuring how many tokens to list") if group.leads else nullcontext():
+def _watch(steps: Iterator[Progress], settings: CacheSettings, out: Path, context: DistributedContext) -> None:
+    with console.working("measuring how many tokens to list", shown=context.is_main):
         first = next(steps)
-    if group.leads:
+    if context.is_main:
         _table(out)
-    with _bar(settings, group) as show:
-        show(first)
-        for step in steps:
+    begun, own = time.perf_counter(), len(range(context.rank, settings.shards, context.world_size))
+    with console.bar("rows", own * settings.shard_rows, shown=context.is_main, transient=False) as bar:
+        for step in itertools.chain([first], steps):
             if step.note is not None:
-                _say(step.note)
-            show(step)
+                console.say(step.note)
+            rate = step.windows / (time.perf_counter() - begun)
+            bar.update(step.rows, f"{step.windows:,} windows, {rate:,.0f}/s")
 
 
 def _table(out: Path) -> None:
-    """What was measured."""
-    index = cache_files.read_index(out)
+    """Print what was measured for each k."""
+    index = storage.read_index(out)
     assert index is not None
-    _say("    k  change of the log-likelihood, nats a masked token")
+    console.say("k      change of the log-likelihood, nats a masked token")
     for k, change in index.measured:
-        _say(f"{k:>5}  {change:.2e}{'  <- kept' if k == index.top_k else ''}")
+        console.say(f"{k:<5}  {change:.2e}{'  <- kept' if k == index.top_k else ''}")
 
 
-@contextmanager
-def _bar(settings: CacheSettings, group: Workers) -> Iterator[Callable[[Progress], None]]:
-    """A progress bar on a terminal, nothing elsewhere."""
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    terminal, begun = console.err(), time.perf_counter()
-    if not group.leads or not terminal.is_terminal:
-        yield lambda step: None
-        return
-    columns: list[Any] = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-    with Bar(*columns, console=terminal) as bar:
-        own = len(range(group.rank, settings.shards, group.count))
-        task = bar.add_task("rows", total=own * settings.shard_rows)
-
-        def show(step: Progress) -> None:
-            rate = step.windows / (time.perf_counter() - begun)
-            bar.update(task, completed=step.rows, description=f"{step.windows:,} windows, {rate:,.0f}/s")
-
-        yield show
-
-
-def _say(text: str) -> None:
-    console.err().print("".join(c if c.isprintable() else "?" for c in text), soft_wrap=True)
-
-
-def summary(cache: Cache) -> dict[str, Any]:
+def summary(cache: LogitCache) -> dict[str, Any]:
     """What a finished cache is, for people and programs."""
     counts, measured = cache.index.counts(), dict(cache.index.measured)
     return {
@@ -283,10 +285,10 @@ def summary(cache: Cache) -> dict[str, Any]:
 
 
 def _report(out: Path, *, as_json: bool) -> None:
-    cache = Cache.open(out)
+    cache = LogitCache.open(out)
     found = summary(cache)
     if found["bytes_per_token"] >= found["dense_bytes_per_token"]:
-        _say("note: this is no smaller than dense logits; a larger --tolerance or a --top-k makes it so.")
+        console.say("note: this is no smaller than dense logits; a larger --tolerance or a --top-k makes it so.")
     if as_json:
         console.as_json({**found, "measured": [change._asdict() for change in cache.index.measured]})
         return

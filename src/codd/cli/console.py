@@ -1,23 +1,26 @@
 """What verbs print with: colour on a terminal only, never a name's control characters, JSON for programs."""
 
+import argparse
 import json
 import os
 import sys
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress, TaskID
 
 
 def out() -> "Console":
-    """For results."""
+    """The console for results: stdout."""
     return _console(stderr=False)
 
 
 def err() -> "Console":
-    """For errors and progress, so that results can be piped."""
+    """The console for errors and progress: stderr, so that results can be piped."""
     return _console(stderr=True)
 
 
@@ -34,9 +37,43 @@ def error(message: str) -> None:
     err().print(f"codd: {one_line(message)}", style="red", soft_wrap=True)
 
 
-def working(message: str) -> AbstractContextManager[Any]:
-    """A spinner on a terminal, nothing elsewhere."""
-    return err().status(one_line(message))
+def say(text: str) -> None:
+    """One line on stderr, beside the result."""
+    err().print(one_line(text), soft_wrap=True)
+
+
+def working(message: str, *, shown: bool = True) -> AbstractContextManager[Any]:
+    """Show a spinner during the work, on a terminal only, and not unless ``shown``."""
+    return err().status(one_line(message)) if shown else nullcontext()
+
+
+@contextmanager
+def bar(description: str, total: int | None = None, *, shown: bool = True, transient: bool = True) -> Iterator["Bar"]:
+    """A progress bar on stderr, if that is a terminal; if ``transient``, it is gone when it is done."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    terminal = err()
+    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
+    # Results go to stdout, which may be a file: rich must not take it over.
+    options: dict[str, Any] = {"transient": transient, "redirect_stdout": False}
+    with Progress(*columns, console=terminal, disable=not (shown and terminal.is_terminal), **options) as progress:
+        yield Bar(progress, progress.add_task(description, total=total))
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A progress bar, shown or not."""
+
+    progress: "Progress"
+    task: "TaskID"
+
+    def advance(self, count: int = 1) -> None:
+        """Move on by ``count``."""
+        self.progress.advance(self.task, count)
+
+    def update(self, done: int, description: str | None = None, total: int | None = None) -> None:
+        """Set how many are done, and another description or total if given."""
+        self.progress.update(self.task, completed=done, description=description, total=total)
 
 
 def one_line(text: object) -> str:
@@ -56,6 +93,20 @@ def fields(title: str, values: Mapping[str, object], bad: tuple[str, ...] = ()) 
         line = Text(f"  {name:<{width}}  ", style="cyan")
         line.append(one_line(value), style="red" if name in bad else "default")
         console.print(line, soft_wrap=True)
+
+
+def whole_number(low: int, high: int | None = None) -> Callable[[str], int]:
+    """A type for argparse: whole numbers from ``low`` to ``high``, both included."""
+
+    def parse(text: str) -> int:
+        value = int(text)
+        if value < low or (high is not None and value > high):
+            wanted = f"at least {low}" if high is None else f"from {low} to {high}"
+            raise argparse.ArgumentTypeError(f"must be {wanted}, found {value}")
+        return value
+
+    parse.__name__ = "whole number"  # argparse names it where the text is no number
+    return parse
 
 
 def as_json(value: object) -> None:

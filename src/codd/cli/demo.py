@@ -24,16 +24,16 @@ nothing) and with its circuit, side by side at 1, 4 and 8 tokens a call; and the
 two masked words of "He is from [MASK] [MASK]", of which a network that fills each place on its own gives a
 quarter to "San York", and multiplied with a circuit that knows which words go together, nothing."""
 
-NEXT = (
-    ("codd serve", "a playground in your browser"),
-    ("codd chat", "ask the model yourself, and watch the answer resolve"),
-    ("codd demo --more", "at 1, 4 and 8 tokens a call, and what a circuit does"),
-    ("README.md", "all of it from Python: codd.load, codd.HMM, codd.Evidence"),
-)
+NEXT = {
+    "codd serve": "a playground in your browser",
+    "codd chat": "ask the model yourself, and watch the answer resolve",
+    "codd demo --more": "at 1, 4 and 8 tokens a call, and what a circuit does",
+    "README.md": "all of it from Python: codd.load, codd.HMM, codd.Evidence",
+}
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """A seed, a number of problems, a circuit, and other forms of output."""
+    """Add the seed, the number of problems, the circuit, and the forms of output."""
     parser.epilog = """\
 examples:
   codd demo
@@ -41,10 +41,11 @@ examples:
   codd demo --more --html demo.html
   codd demo --circuit static
   codd demo --json | python -m json.tool"""
-    parser.add_argument("--seed", type=_seed, default=0, help="of the problems and of all that is drawn (default: 0)")
+    seed = console.whole_number(0, 2**63 - 1)  # what a torch generator takes
+    parser.add_argument("--seed", type=seed, default=0, help="of the problems and of all that is drawn (default: 0)")
     parser.add_argument(
         "--problems",
-        type=_count,
+        type=console.whole_number(1),
         metavar="N",
         help=f"how many, however long it takes (default: {demo_comparison.PROBLEMS}, or as many as fit in "
         f"{demo_comparison.SECONDS} seconds)",
@@ -60,58 +61,34 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     with console.working("loading the bundled model"):
         model = load(circuit=sampling.circuit_from(args))
-    comparison = demo_comparison.compare(model, args.seed, args.problems)
-    results: dict[str, Any] = {"seed": args.seed, "comparison": comparison}
-    shown = demo_comparison.sections(comparison)
-    if not args.json:
-        tables.show(shown)
+    results: dict[str, Any] = {"seed": args.seed}
+    shown: list[tables.Section] = []
+
+    def show(sections: list[tables.Section]) -> None:
+        shown.extend(sections)
+        if not args.json:
+            tables.show(sections)
+
+    results["comparison"] = demo_comparison.compare(model, args.seed, args.problems)
+    show(demo_comparison.sections(results["comparison"]))
     if args.more:
         results["model"] = demo_model.compare(model, args.seed, own=args.circuit in CIRCUIT_FOLDERS)
         results["example"] = demo_words.example(args.seed)
-        more = [*demo_model.sections(results["model"]), demo_words.section(results["example"])]
-        if not args.json:
-            tables.show(more)
-        shown += more
+        show([*demo_model.sections(results["model"]), demo_words.section(results["example"])])
     if args.html is not None:
         args.html.write_text(tables.page("codd demo", shown), encoding="utf-8")
     if args.json:
         console.as_json(results)
     else:
-        _print_next()
+        console.out().print()
+        console.fields("Next", NEXT)
     return 0
 
 
 def _check(args: argparse.Namespace) -> None:
-    """What cannot work is better said before a minute of work than after it."""
+    """Raise before a minute of work for what would fail after it."""
     if args.circuit == "none":
         raise InvalidInput("the demo compares the network with and without a circuit: --circuit must not be none.")
-    if args.html is not None:
-        folder = args.html.parent
-        code = errno.ENOENT if not folder.is_dir() else errno.EISDIR if args.html.is_dir() else None
-        if code is not None:
-            raise OSError(code, os.strerror(code), str(args.html))
-
-
-def _seed(text: str) -> int:
-    """What a torch generator takes."""
-    seed = int(text)
-    if not 0 <= seed < 2**63:
-        raise argparse.ArgumentTypeError(f"must be from 0 to 2**63 - 1, found {text}")
-    return seed
-
-
-def _count(text: str) -> int:
-    count = int(text)
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, found {text}")
-    return count
-
-
-def _print_next() -> None:
-    from rich.text import Text
-
-    terminal = console.out()
-    terminal.print("\nNext", style="bold")
-    width = max(len(command) for command, _ in NEXT)
-    for command, purpose in NEXT:
-        terminal.print(Text.assemble((f"  {command:<{width}}", "cyan"), f"  {purpose}"), soft_wrap=True)
+    if args.html is not None and (args.html.is_dir() or not args.html.parent.is_dir()):
+        code = errno.EISDIR if args.html.is_dir() else errno.ENOENT
+        raise OSError(code, os.strerror(code), str(args.html))

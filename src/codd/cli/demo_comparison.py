@@ -1,105 +1,79 @@
 """The first screen of ``codd demo``: right answers, network calls and seconds, with the circuit and without."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from codd.cli import figures, sampling
-from codd.cli.demo_model import written
+from codd.cli import console, figures
+from codd.cli.demo_model import answer, warm_up, written
 from codd.cli.tables import Cell, Section
+from codd.data.problems import generate
 from codd.decoding import Model, Options
 from codd.evaluation.statistics import mcnemar
-from codd.training.problems import Problem, extract_answer, generate
 
 PROBLEMS = 24
 SECONDS = 45
-"""After so many no problem is begun: the demo is to take less than a minute."""
-OPTIONS = {
-    "alone": Options(entropy_budget=0.3),
-    "circuit": Options(),
-}
-"""How each writes. Alone: the network's own best rule, at which it gets about as many right (docs/results.md)."""
+"""After so many seconds no problem is begun: the demo is to take less than a minute."""
+OPTIONS = {"alone": Options(entropy_budget=0.3), "circuit": Options()}
+"""Alone, the network uses its own best rule, at which it gets about as many right (docs/results/default.md)."""
 LABELS = {"alone": "network alone", "circuit": "with the circuit"}
+COSTS = {
+    "network_evaluations": ("network calls", ".1f"),
+    "seconds": ("seconds", ".2f"),
+    "cpu_seconds": ("CPU seconds", ".2f"),
+}
+"""What is counted for each problem: its heading and its number format."""
 CHANCE = 0.05
 """A difference that chance makes more often than this is called none."""
 SAME = 0.05
 """Ratios nearer to 1 than this are called the same."""
 
 
-COSTS = {
-    "network_evaluations": ("network calls", ".1f"),
-    "seconds": ("seconds", ".2f"),
-    "cpu_seconds": ("CPU seconds", ".2f"),
-}
-"""What is counted for each problem: its heading, and how it is written."""
-
-
 def compare(model: Model, seed: int, count: int | None = None) -> dict[str, Any]:
-    """Problems of the test stream, each solved both ways; ``count``: so many, and not as many as there is time for."""
+    """Solve ``count`` problems of the test stream both ways; None: as many of `PROBLEMS` as `SECONDS` allow."""
     models = {"alone": replace(model, circuit=None), "circuit": model}
-    for each in models.values():  # what is compiled or cached at the first call is not to be timed
-        sampling.answer(each, each.encode(["What is 7 + 8?"], chat=True), Options(gen_length=8, steps=1))
+    warm_up(models.values())
     begun = time.monotonic()
     solved: list[dict[str, Any]] = []
-    with sampling.bar("solving word problems", count or PROBLEMS) as advance:
+    with console.bar("solving word problems", count or PROBLEMS) as bar:
         for index in range(count or PROBLEMS):
             if count is None and solved and time.monotonic() - begun > SECONDS:
                 break
             # In turn, and each first as often as the other: both see the same load of the machine.
             order = list(models) if index % 2 == 0 else list(reversed(models))
             problem = generate(index, split="test", seed=seed)
-            runs = {name: _solve(problem, models[name], OPTIONS[name].changed(seed=seed)) for name in order}
+            runs = {
+                name: answer(models[name], problem.question, OPTIONS[name].changed(seed=seed), chat=True)
+                for name in order
+            }
             solved.append({"question": problem.question, "right": problem.answer, "runs": runs})
-            advance(1)
-    return {
-        "ways": {name: _total(name, solved) for name in models},
-        "p": _chance(solved),
-        "problems": solved,
+            bar.advance()
+    right = {name: [each["runs"][name]["answer"] == each["right"] for each in solved] for name in models}
+    pairs = list(zip(right["circuit"], right["alone"], strict=True))
+    ways = {
+        name: {
+            "settings": OPTIONS[name].as_json(),
+            "right": sum(right[name]),
+            **{cost: sum(each["runs"][name][cost] for each in solved) / len(solved) for cost in COSTS},
+        }
+        for name in models
     }
-
-
-def _solve(problem: Problem, model: Model, options: Options) -> dict[str, Any]:
-    cpu = time.process_time()
-    [found] = sampling.answer(model, model.encode([problem.question], chat=True), options)
-    text = found.text or ""
-    return {
-        "text": text,
-        "answer": extract_answer(text),
-        "network_evaluations": found.steps,
-        "circuit_evaluations": found.circuit_steps,
-        "seconds": found.seconds,
-        "cpu_seconds": time.process_time() - cpu,
-    }
-
-
-def _total(name: str, solved: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Right answers, and the mean of every cost."""
-    means = {cost: sum(problem["runs"][name][cost] for problem in solved) / len(solved) for cost in COSTS}
-    return {"settings": OPTIONS[name].as_json(), "right": sum(_right(problem, name) for problem in solved), **means}
-
-
-def _right(problem: dict[str, Any], name: str) -> bool:
-    return bool(problem["runs"][name]["answer"] == problem["right"])
-
-
-def _chance(solved: Sequence[dict[str, Any]]) -> float:
-    """How likely so uneven a split of the problems that one way alone solved is by chance."""
-    pairs = [(_right(problem, "circuit"), _right(problem, "alone")) for problem in solved]
-    return mcnemar(pairs.count((True, False)), pairs.count((False, True)))
+    p = mcnemar(pairs.count((True, False)), pairs.count((False, True)))
+    return {"ways": ways, "p": p, "problems": solved}
 
 
 def headline(ways: Mapping[str, Mapping[str, Any]], p: float) -> str:
-    """What the counts say, whatever that is; ``p``: how often chance makes such a difference of right answers."""
-    alone, circuit = ways["alone"], ways["circuit"]
-    answers = "The same number of right answers"
-    if circuit["right"] != alone["right"]:
-        more = "More" if circuit["right"] > alone["right"] else "Fewer"
-        counts = f"{circuit['right']}, not {alone['right']}"
-        answers = (
-            f"{more} right answers ({counts})" if p < CHANCE else f"As many right answers, up to chance ({counts}),"
-        )
-    calls, seconds = (alone[name] / circuit[name] for name in ("network_evaluations", "seconds"))
+    """One sentence on the counts; ``p``: how often chance makes such a difference of right answers."""
+    alone, circuit = ways["alone"]["right"], ways["circuit"]["right"]
+    counts = f"({circuit}, not {alone})"
+    if circuit == alone:
+        answers = "The same number of right answers"
+    elif p < CHANCE:
+        answers = f"{'More' if circuit > alone else 'Fewer'} right answers {counts}"
+    else:
+        answers = f"As many right answers, up to chance {counts},"
+    calls, seconds = (ways["alone"][cost] / ways["circuit"][cost] for cost in ("network_evaluations", "seconds"))
     calls_in_words = _in_words(calls, "fewer network calls", "more network calls", "the same number of network calls")
     return f"{answers} in {calls_in_words} and {_in_words(seconds, 'less time', 'more time', 'the same time')}"
 
@@ -111,9 +85,15 @@ def _in_words(ratio: float, fewer: str, more: str, same: str) -> str:
 
 
 def sections(results: dict[str, Any]) -> list[Section]:
-    """What people are shown: the counts, and the first problem in full."""
+    """The counts, and the first problem in full."""
     ways, solved = results["ways"], results["problems"]
     first, rules = solved[0], {name: _rule(options) for name, options in OPTIONS.items()}
+    rows = [
+        [Cell(label), Cell(f"{ways[name]['right']} of {len(solved)}")]
+        + [Cell(f"{ways[name][cost]:{form}}") for cost, (_, form) in COSTS.items()]
+        for name, label in LABELS.items()
+    ]
+    seconds = {label: [ways[name]["seconds"]] for name, label in LABELS.items()}
     counts = Section(
         title=headline(ways, results["p"]),
         before=[
@@ -122,19 +102,18 @@ def sections(results: dict[str, Any]) -> list[Section]:
             f"it is {rules['circuit']}, given those that the call has written already.",
         ],
         header=["", "right answers", *(heading for heading, _ in COSTS.values())],
-        rows=[*(_row(name, ways[name], len(solved)) for name in LABELS), _ratios(ways)],
+        rows=[*rows, _ratios(ways)],
         after=[
             "Calls and seconds are means a problem, counted in this run; one token a call was not run. So few problems "
-            f"say little of right answers (their difference: p = {results['p']:.2f}); docs/results.md has hundreds."
+            f"say little of right answers (their difference: p = {results['p']:.2f}); docs/results has hundreds."
         ],
-        figure=_figure(ways),
+        figure=figures.bars("Seconds a problem", ["a problem"], seconds, "{:.2f} s".format),
     )
-    texts = [written(first["runs"][name], first["right"]) for name in LABELS]
     example = Section(
         title="The first of them",
         before=[first["question"]],
         header=["", *LABELS.values()],
-        rows=[[Cell(""), *texts]],
+        rows=[[Cell(""), *(written(first["runs"][name], first["right"]) for name in LABELS)]],
         after=["The final answer stands after ####."],
         prose=True,
     )
@@ -149,22 +128,9 @@ def _rule(options: Options) -> str:
     return f"as many tokens as fill {options.gen_length} places in {options.steps} calls"
 
 
-def _row(name: str, way: Mapping[str, Any], count: int) -> list[Cell]:
-    return [
-        Cell(LABELS[name]),
-        Cell(f"{way['right']} of {count}"),
-        *(Cell(f"{way[cost]:{form}}") for cost, (_, form) in COSTS.items()),
-    ]
-
-
 def _ratios(ways: Mapping[str, Mapping[str, Any]]) -> list[Cell]:
     cells = []
-    for name in COSTS:
-        ratio = ways["alone"][name] / ways["circuit"][name]
+    for cost in COSTS:
+        ratio = ways["alone"][cost] / ways["circuit"][cost]
         cells.append(Cell(f"x{ratio:.2f}", "good" if ratio >= 1 + SAME else "bad" if ratio <= 1 - SAME else "plain"))
     return [Cell("ratio"), Cell(""), *cells]
-
-
-def _figure(ways: Mapping[str, Mapping[str, Any]]) -> str:
-    series = {LABELS[name]: [way["seconds"]] for name, way in ways.items()}
-    return figures.bars("Seconds a problem", ["a problem"], series, "{:.2f} s".format)

@@ -1,135 +1,132 @@
 """The bundled model in ``codd demo --more``: more and more tokens in a step, alone and multiplied with circuits."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from codd.backbones import Tokenizer
 from codd.circuits import HMM
-from codd.cli import figures, sampling
+from codd.cli import console, figures, sampling
 from codd.cli.tables import Cell, Section
+from codd.data.problems import Problem, extract_answer, generate
 from codd.decoding import Model, Options, Step
 from codd.decoding.options import PACES
-from codd.training.problems import Problem, extract_answer, generate
 
 LABELS = {"factorized": "network alone", "null": "x null circuit", "circuit": "x trained circuit"}
 FOREIGN = "x given circuit"
-"""What a circuit is called that did not come with the model: nobody knows whether it was trained."""
-SAMPLER: dict[str, Any] = {"sampler": "any_order"}
-"""Tokens of a step one by one, each given the others; docs/results.md compares the samplers."""
+"""The label of a circuit that did not come with the model: it may not be trained."""
 AT_ONCE = (1, 4, 8)
 """Tokens in a step."""
 NUM_PROBLEMS = 10
 PROBLEM_LENGTH, QUESTION_LENGTH = 40, 60
-"""Short problems only: the demo is to take a minute."""
+"""Tokens of the longest solution and question: short ones, because the demo is to take a minute."""
 PASSAGE = "It was a cold night in November. The two men walked slowly along the river without speaking, until at last"
 PASSAGE_LENGTH = 32
-PASSAGE_OPTIONS: dict[str, Any] = {"temperature": 0.7, "remasking": "random"}
-"""The most probable prose is repetitive, and repetition hides what goes wrong."""
 
 
-class Task(NamedTuple):
-    """Something to write, and how."""
+def tasks(tokenizer: Tokenizer, seed: int) -> list[dict[str, Any]]:
+    """Short problems of the test stream, the first of them at every speed, and a passage to continue.
 
-    kind: str
-    """'problem' or 'prose'."""
-    prompt: str
-    right: int | None
-    """The answer of a problem."""
-    at_once: tuple[int, ...]
-    options: dict[str, Any]
-
-
-def tasks(tokenizer: Tokenizer, seed: int) -> list[Task]:
-    """Word problems that the model has not seen, the first of them at every speed, and a passage to go on with."""
-    found = []
-    for number, problem in enumerate(short_problems(tokenizer, seed)):
-        speeds = AT_ONCE if number == 0 else AT_ONCE[1:]
-        options: dict[str, Any] = {"gen_length": PROBLEM_LENGTH, "seed": seed, **SAMPLER}
-        found.append(Task("problem", problem.question, problem.answer, speeds, options))
-    options = {"gen_length": PASSAGE_LENGTH, "seed": seed, **SAMPLER, **PASSAGE_OPTIONS}
-    return [*found, Task("prose", PASSAGE, None, AT_ONCE, options)]
-
-
-def short_problems(tokenizer: Tokenizer, seed: int) -> list[Problem]:
-    """The first of the test stream that are short enough; nothing else decides."""
+    Each has a kind ('problem' or 'prose'), a prompt, the right answer of a problem, options, and speeds ``at_once``.
+    """
 
     def fits(problem: Problem) -> bool:
         solution, question = tokenizer.encode(problem.solution), tokenizer.encode_chat(problem.question)
         return len(solution) < PROBLEM_LENGTH and len(question) <= QUESTION_LENGTH
 
-    stream = (generate(index, split="test", seed=seed) for index in itertools.count())
-    return list(itertools.islice(filter(fits, stream), NUM_PROBLEMS))
+    stream = filter(fits, (generate(index, split="test", seed=seed) for index in itertools.count()))
+    options = {"gen_length": PROBLEM_LENGTH, "seed": seed, "sampler": "any_order"}
+    found: list[dict[str, Any]] = [
+        {"kind": "problem", "prompt": each.question, "right": each.answer, "options": options, "at_once": AT_ONCE[1:]}
+        for each in itertools.islice(stream, NUM_PROBLEMS)
+    ]
+    found[0]["at_once"] = AT_ONCE
+    # Drawn, because the most probable prose is repetitive, and repetition hides what goes wrong.
+    drawn = {**options, "gen_length": PASSAGE_LENGTH, "temperature": 0.7, "remasking": "random"}
+    return [*found, {"kind": "prose", "prompt": PASSAGE, "right": None, "options": drawn, "at_once": AT_ONCE}]
 
 
-def columns(model: Model) -> dict[str, Model]:
-    """The same network alone, with the circuit that must change nothing, and with its own."""
-    neutral = HMM.neutral(num_states=1, vocab_size=model.backbone.vocab_size).to(device=model.backbone.device)
-    return {"factorized": replace(model, circuit=None), "null": replace(model, circuit=neutral), "circuit": model}
+def warm_up(models: Iterable[Model]) -> None:
+    """Run each model once, so that what is compiled or cached at the first call is not timed."""
+    for model in models:
+        sampling.answer(model, model.encode(["What is 7 + 8?"], chat=True), Options(gen_length=8, steps=1))
+
+
+def answer(
+    model: Model, prompt: str, options: Options, *, chat: bool, watch: Callable[[Step], None] = lambda step: None
+) -> dict[str, Any]:
+    """The text for a prompt, the final answer of a problem, network and circuit evaluations, and seconds."""
+    cpu = time.process_time()
+    [found] = sampling.answer(model, model.encode([prompt], chat=chat), options, watch)
+    text = found.text or ""
+    return {
+        "text": text,
+        "answer": extract_answer(text) if chat else None,
+        "network_evaluations": found.steps,
+        "circuit_evaluations": found.circuit_steps,
+        "seconds": found.seconds,
+        "cpu_seconds": time.process_time() - cpu,
+    }
 
 
 def compare(model: Model, seed: int, *, own: bool = True) -> dict[str, Any]:
-    """Every task at every speed in every column; ``own``: whether the circuit is the one that belongs to the model."""
+    """Every task at every speed by the network alone, with the null circuit and with the model's circuit.
+
+    ``own``: whether that circuit is the one that came with the model.
+    """
     assert model.tokenizer is not None
-    contenders, todo = columns(model), tasks(model.tokenizer, seed)
-    calls = len(contenders) * sum(-(-task.options["gen_length"] // k) for task in todo for k in task.at_once)
-    for contender in contenders.values():  # what is compiled or cached at the first call is not to be timed
-        sampling.answer(contender, contender.encode([PASSAGE], chat=False), Options(gen_length=8, steps=1))
-    with sampling.bar("the bundled model writes", calls) as advance:
-        done = [_attempt(task, contenders, lambda step: advance(1)) for task in todo]
-    labels = {name: LABELS[name] if own or name != "circuit" else FOREIGN for name in contenders}
-    return {"columns": labels, "tasks": done}
+    null = HMM.neutral(num_states=1, vocab_size=model.backbone.vocab_size).to(device=model.backbone.device)
+    models = {"factorized": replace(model, circuit=None), "null": replace(model, circuit=null), "circuit": model}
+    todo = tasks(model.tokenizer, seed)
+    calls = len(models) * sum(-(-task["options"]["gen_length"] // k) for task in todo for k in task["at_once"])
+    warm_up(models.values())
+    with console.bar("the bundled model writes", calls) as bar:
+        done = [_attempt(task, models, lambda step: bar.advance()) for task in todo]
+    return {"columns": LABELS if own else {**LABELS, "circuit": FOREIGN}, "tasks": done}
 
 
-def _attempt(task: Task, contenders: dict[str, Model], watch: Callable[[Step], None]) -> dict[str, Any]:
+def _attempt(task: dict[str, Any], models: Mapping[str, Model], watch: Callable[[Step], None]) -> dict[str, Any]:
     runs = []
-    for at_once in task.at_once:
-        options = sampling.options_of({**task.options, "tokens_per_step": at_once})
-        for name, contender in contenders.items():
-            ids = contender.encode([task.prompt], chat=task.kind == "problem")
-            [found] = sampling.answer(contender, ids, options, watch)
-            text = found.text or ""
-            runs.append(
-                {
-                    "column": name,
-                    "tokens_per_step": at_once,
-                    "text": text,
-                    "answer": extract_answer(text) if task.right is not None else None,
-                    "network_evaluations": found.steps,
-                    "circuit_evaluations": found.circuit_steps,
-                    "seconds": found.seconds,
-                }
-            )
-    settings = sampling.options_of(task.options).as_json()
+    for at_once in task["at_once"]:
+        options = sampling.options_of({**task["options"], "tokens_per_step": at_once})
+        for name, model in models.items():
+            found = answer(model, task["prompt"], options, chat=task["kind"] == "problem", watch=watch)
+            runs.append({"column": name, "tokens_per_step": at_once, **found})
+    settings = sampling.options_of(task["options"]).as_json()
     shared = {name: value for name, value in settings.items() if name not in PACES}
-    return {"kind": task.kind, "prompt": task.prompt, "right": task.right, "settings": shared, "runs": runs}
+    return {**{name: task[name] for name in ("kind", "prompt", "right")}, "settings": shared, "runs": runs}
 
 
 def sections(results: dict[str, Any]) -> list[Section]:
-    """What people are shown: a problem and a passage in full, and how many problems were right."""
-    solved = [task for task in results["tasks"] if task["kind"] == "problem"]
-    prose = [task for task in results["tasks"] if task["kind"] == "prose"]
-    first = _texts(
-        "A word problem, with 1, 4 and 8 tokens in a step of the network",
-        solved[0],
-        results["columns"],
-        before=[solved[0]["prompt"]],
-    )
-    held = control(results["tasks"])
-    rest = [_texts(f"{task['prompt']} ...", task, results["columns"], [_manner(task)], held) for task in prose]
-    return [replace(first, figure=_costs(solved[0], results["columns"])), _score(solved, results["columns"]), *rest]
+    """A problem in full, how many problems were right, and the passage in full."""
+    names = results["columns"]
+    *solved, prose = results["tasks"]
+    by_speed, settings = _by_speed(solved[0]), prose["settings"]
+    groups = [f"{k} a step, {runs['factorized']['network_evaluations']} network calls" for k, runs in by_speed.items()]
+    series = {label: [runs[name]["seconds"] for runs in by_speed.values()] for name, label in names.items()}
+    figure = figures.bars("Seconds for this answer", groups, series, "{:.2f} s".format)
+    manner = f"Continued; drawn at temperature {settings['temperature']}, in {settings['remasking']} order."
+    title = "A word problem, with 1, 4 and 8 tokens in a step of the network"
+    first = replace(_texts(title, solved[0], names, [solved[0]["prompt"]]), figure=figure)
+    last = replace(_texts(f"{prose['prompt']} ...", prose, names, [manner]), after=control(results["tasks"]))
+    return [first, _score(solved, names), last]
 
 
-def _texts(
-    title: str, task: dict[str, Any], names: Mapping[str, str], before: Sequence[str], after: Sequence[str] = ()
-) -> Section:
-    rows = []
-    for at_once in dict.fromkeys(run["tokens_per_step"] for run in task["runs"]):
-        cells = [written(_find(task, at_once, name), task["right"]) for name in names]
-        rows.append([Cell(str(at_once)), *cells])
-    header = ["a step", *names.values()]
-    return Section(title, before, header, rows, after, prose=True)
+def _by_speed(task: Mapping[str, Any]) -> dict[int, dict[str, dict[str, Any]]]:
+    """The runs of a task by tokens in a step and by column."""
+    found: dict[int, dict[str, dict[str, Any]]] = {}
+    for run in task["runs"]:
+        found.setdefault(run["tokens_per_step"], {})[run["column"]] = run
+    return found
+
+
+def _texts(title: str, task: dict[str, Any], names: Mapping[str, str], before: Sequence[str]) -> Section:
+    rows = [
+        [Cell(str(k)), *(written(runs[name], task["right"]) for name in names)] for k, runs in _by_speed(task).items()
+    ]
+    return Section(title, before, ["a step", *names.values()], rows, prose=True)
 
 
 def written(run: dict[str, Any], right: int | None) -> Cell:
@@ -146,21 +143,20 @@ def written(run: dict[str, Any], right: int | None) -> Cell:
 
 
 def _score(solved: Sequence[dict[str, Any]], names: Mapping[str, str]) -> Section:
-    """How many were right; few, so that nobody takes it for a result."""
+    """How many problems were right at each speed."""
     rows = []
-    for at_once in dict.fromkeys(run["tokens_per_step"] for task in solved for run in task["runs"]):
-        tried = [task for task in solved if any(run["tokens_per_step"] == at_once for run in task["runs"])]
-        cells = []
+    for at_once in _by_speed(solved[0]):
+        tried = [(task["right"], runs) for task in solved if (runs := _by_speed(task).get(at_once))]
+        row = [Cell(str(at_once))]
         for name in names:
-            right = sum(_find(task, at_once, name)["answer"] == task["right"] for task in tried)
-            tone = "good" if right == len(tried) else "plain" if right else "bad"
-            cells.append(Cell(f"{right} of {len(tried)}", tone))
-        rows.append([Cell(str(at_once)), *cells])
+            count = sum(runs[name]["answer"] == right for right, runs in tried)
+            row.append(Cell(f"{count} of {len(tried)}", "good" if count == len(tried) else "plain" if count else "bad"))
+        rows.append(row)
     return Section(
         title="Problems with the right answer",
         before=[
             f"{len(solved)} short problems of the test stream: an illustration. With so few, any circuit may gain or "
-            "lose by chance, even one that was never trained; docs/results.md has 300 of all lengths, with tests.",
+            "lose by chance, even one that was never trained; docs/results has 300 of all lengths, with tests.",
         ],
         header=["a step", *names.values()],
         rows=rows,
@@ -168,33 +164,9 @@ def _score(solved: Sequence[dict[str, Any]], names: Mapping[str, str]) -> Sectio
 
 
 def control(tasks: Sequence[dict[str, Any]]) -> list[str]:
-    """One line on whether the null circuit changed anything. It must not: every position has its own random numbers."""
-    pairs = [
-        (_find(task, run["tokens_per_step"], "factorized")["text"], run["text"])
-        for task in tasks
-        for run in task["runs"]
-        if run["column"] == "null"
-    ]
-    same = sum(alone == null for alone, null in pairs)
-    if same == len(pairs):
-        return [f"The control holds: the null circuit gave the network's own text in all {same} runs."]
-    return [f"The control fails: the null circuit changed {len(pairs) - same} of {len(pairs)} texts."]
-
-
-def _manner(task: dict[str, Any]) -> str:
-    settings = task["settings"]
-    return f"Continued; drawn at temperature {settings['temperature']}, in {settings['remasking']} order."
-
-
-def _costs(task: dict[str, Any], names: Mapping[str, str]) -> str:
-    speeds = list(dict.fromkeys(run["tokens_per_step"] for run in task["runs"]))
-    groups = [f"{k} a step, {_find(task, k, 'factorized')['network_evaluations']} network calls" for k in speeds]
-    series = {label: [_find(task, k, name)["seconds"] for k in speeds] for name, label in names.items()}
-    return figures.bars("Seconds for this answer", groups, series, "{:.2f} s".format)
-
-
-def _find(task: dict[str, Any], at_once: int, column: str) -> dict[str, Any]:
-    found: dict[str, Any] = next(
-        run for run in task["runs"] if run["tokens_per_step"] == at_once and run["column"] == column
-    )
-    return found
+    """One line on whether the null circuit changed a text. It must not: every position has its own random numbers."""
+    runs = [runs for task in tasks for runs in _by_speed(task).values()]
+    changed = sum(each["factorized"]["text"] != each["null"]["text"] for each in runs)
+    if changed:
+        return [f"The control fails: the null circuit changed {changed} of {len(runs)} texts."]
+    return [f"The control holds: the null circuit gave the network's own text in all {len(runs)} runs."]

@@ -1,98 +1,87 @@
 """The studies of ``codd eval``: what each needs of the command line."""
 
 import argparse
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from codd.cli import console
+from codd.decoding.options import OPTIONS, PACES
 from codd.errors import InvalidInput
-from codd.evaluation.tasks import cells
+from codd.evaluation.tasks import configs
 
 if TYPE_CHECKING:
     from codd.decoding import Model
 
-Told = Callable[[str, int, int], None]
-"""Of which part so many of so many are done."""
+Progress = Callable[[str, int, int], None]
+"""Called with a part of the study, and how many of how many evaluations of it are done."""
 
 
-@contextmanager
-def parts_bar(study: str) -> Iterator[Told]:
-    """A bar on a terminal for each part of a study in turn."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    terminal = console.err()
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-    with Progress(
-        *columns, console=terminal, transient=True, redirect_stdout=False, disable=not terminal.is_terminal
-    ) as progress:
-        task = progress.add_task(study, total=None)
-
-        def told(part: str, done: int, total: int) -> None:
-            progress.update(task, description=f"{study}: {part}", completed=done, total=total)
-
-        yield told
-
-
-def gap(args: argparse.Namespace, model: "Model", told: Told) -> dict[str, Any]:
+def gap(args: argparse.Namespace, model: "Model", progress: Progress) -> dict[str, Any]:
     """Log-likelihood against mask ratio."""
     from codd.evaluation.likelihood.studies import mask_ratio_study
 
-    return _likelihood(mask_ratio_study, "blocks", args, model, told)
+    return _likelihood(mask_ratio_study, "blocks", args, model, progress)
 
 
-def continuations(args: argparse.Namespace, model: "Model", told: Told) -> dict[str, Any]:
+def continuations(args: argparse.Namespace, model: "Model", progress: Progress) -> dict[str, Any]:
     """Log-likelihood of true continuations by context."""
     from codd.evaluation.likelihood.studies import continuation_study
 
-    return _likelihood(continuation_study, "texts", args, model, told)
+    return _likelihood(continuation_study, "texts", args, model, progress)
 
 
 def _likelihood(
-    study: Callable[..., dict[str, Any]], count: str, args: argparse.Namespace, model: "Model", told: Told
+    study: Callable[..., dict[str, Any]], count: str, args: argparse.Namespace, model: "Model", progress: Progress
 ) -> dict[str, Any]:
-    parts = _circuits(args, model), _causal(args), _data(args)
-    found = study(model, *parts, seed=args.seed, progress=told, **_given(**{count: args.problems}))
-    return {**found, "provenance": _provenance(model)}
+    parts = _circuits(args, model), _causal(args), args.data
+    chosen = _given(**{count: args.problems, "corpora": args.text})
+    figures = study(model, *parts, seed=args.seed, progress=progress, **chosen)
+    return {**figures, "provenance": _provenance(model)}
 
 
-def cost(args: argparse.Namespace, model: "Model", told: Told) -> dict[str, Any]:
-    """Seconds a sample."""
-    from codd.evaluation.cost import cost_study
-    from codd.evaluation.tasks.grid import circuit_name
+def cost(args: argparse.Namespace, model: "Model", progress: Progress) -> dict[str, Any]:
+    """Seconds a sample, with the options of the loop that were given; one value of each."""
+    from codd.evaluation.cost import OWN_OPTIONS, cost_study
+    from codd.evaluation.tasks.runner import circuit_name
 
-    names = [str(circuit_name(name)) for name in args.circuit if name not in cells.CONTROLS]
-    chosen = _given(steps=args.steps, gen_length=args.gen_length and args.gen_length[0])
-    return cost_study(model, circuits=names, progress=lambda *done: told("rounds", *done), **chosen)
+    for name in ("threshold", "entropy_budget"):
+        if getattr(args, name) is not None:
+            raise InvalidInput(f"the study cost compares at equal network calls: give --steps, not --{_flag(name)}.")
+    names = [str(circuit_name(name)) for name in args.circuit if name not in configs.CONTROLS]
+    axes = _given(**{name: getattr(args, name) for name in OPTIONS if name in vars(args) and name not in PACES})
+    options = {name: values[0] for name, values in axes.items() if isinstance(values, list)}
+    for name in options:
+        if len(axes[name]) > 1 and name != "sampler":
+            raise InvalidInput(f"the study cost takes one value of --{_flag(name)}, found {len(axes[name])}.")
+    chosen = _given(steps=args.steps, gen_length=options.pop("gen_length", None), samplers=axes.get("sampler"))
+    options = {name: value for name, value in options.items() if name not in OWN_OPTIONS}
+    told = functools.partial(progress, "rounds")
+    return cost_study(model, circuits=names, options=options, seed=args.seed, progress=told, **chosen)
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-")
 
 
 STUDIES = {"gap": gap, "continuations": continuations, "cost": cost}
 
 
 def _circuits(args: argparse.Namespace, model: "Model") -> dict[str, Any]:
-    """Those that were asked for, and the control."""
-    from codd.evaluation.tasks.grid import circuit_name
+    """The circuits of the command line, and the control, by name."""
+    from codd.evaluation.tasks.runner import circuit_name
 
-    names = dict.fromkeys([*args.circuit, *([cells.NULL] if args.control else [])])
-    return {name: model.with_circuit(circuit_name(name)).circuit for name in names if name != cells.NONE}
+    names = dict.fromkeys([*args.circuit, *([configs.NULL] if args.control else [])])
+    return {name: model.with_circuit(circuit_name(name)).circuit for name in names if name != configs.NONE}
 
 
 def _given(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _data(args: argparse.Namespace) -> Path:
-    if args.data is None:
-        raise InvalidInput("likelihood studies read texts from files: give their folder with --data.")
-    path: Path = args.data
-    return path
-
-
 def _causal(args: argparse.Namespace) -> Any:
-    from codd.backbones import load_checkpoint
+    from codd.evaluation.likelihood.causal import load_causal
 
-    return None if args.causal is None else load_checkpoint(args.causal, device=args.device)[0]
+    return None if args.causal is None else load_causal(args.causal, args.device)
 
 
 def _provenance(model: "Model") -> dict[str, Any]:

@@ -146,10 +146,10 @@ def _is_ids(value: object) -> bool:
 def _answer(model: Model, ids: Sequence[Sequence[int]], options: Options, label: str) -> list[Answer]:
     """With a bar that counts tokens."""
     masks = sum(options.gen_length + sum(token == model.mask_id for token in prompt) for prompt in ids)
-    with sampling.bar(label, masks) as advance:
+    with console.bar(label, masks) as bar:
 
         def watch(step: Step) -> None:
-            advance(len(step.positions))
+            bar.advance(len(step.positions))
 
         return sampling.answer(model, ids, options, watch)
 

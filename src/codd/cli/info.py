@@ -1,16 +1,14 @@
 """``codd info``: what is at a path or hub id."""
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 
 from codd import files
 from codd.backbones import adapters, loading
 from codd.circuits import storage
 from codd.cli import console
-from codd.cli.info_adapter import adapter
-from codd.cli.info_circuit import Report, circuit, is_circuit, is_jpc, jpc
-from codd.cli.info_model import model
+from codd.cli.info_circuit import Report, circuit, is_circuit, jpc
+from codd.cli.info_model import adapter, model
 from codd.errors import FormatError
 
 NAME = "info"
@@ -39,7 +37,7 @@ WANTED = (
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    """One path, or none."""
+    """Add the path and the two switches."""
     parser.epilog = """\
 examples:
   codd info
@@ -55,63 +53,37 @@ examples:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Describe it; 1 if something is wrong with it."""
+    """Print the description; returns 1 if the files are damaged."""
     name = str(loading.BUNDLED) if args.path is None else args.path
     with console.working(f"reading {name}"):
         report = model(None) if args.path is None else describe(args.path)
     if args.check and report.check is not None:
-        said = report.check()
-        report.numbers["checked"] = True
-        report.lines["checked"] = said
+        report.add("checked", report.check(), checked=True)
     if args.json:
         console.as_json({"path": name, **report.numbers})
     else:
-        console.fields(name, report.lines, report.bad)
+        console.fields(name, report.lines, tuple(report.bad))
     return 1 if report.bad else 0
 
 
 def describe(source: str) -> Report:
-    """The report of the first kind that recognises the source."""
-    for recognises, report in KINDS:
-        if recognises(source):
-            return report(source)
-    raise FormatError(_other_file(Path(source)))
-
-
-def _may_be_folder(source: str) -> bool:
-    """A folder, or a name that is not here and may be on the hub."""
-    return Path(source).is_dir() or not Path(source).exists()
-
-
-def _folder(source: str) -> Report:
+    """Describe what is at a path or a hub id; FormatError if it is damaged or nothing that codd knows."""
+    path = Path(source)
+    if path.suffix == ".jpc" and not path.is_dir():
+        return jpc(source)
+    if path.exists() and not path.is_dir():
+        if path.name == storage.CONFIG_FILE or path.name.endswith((".safetensors", ".safetensors.index.json")):
+            raise FormatError(f"{path}: is one file of a circuit or a model; give the folder: codd info {path.parent}")
+        raise FormatError(f"{path}: is a file of another kind; {WANTED}")
     # Of a hub repository the configuration comes first: it says what the rest is, and whether gigabytes are worth it.
     folder = files.local_folder(source, (storage.CONFIG_FILE, adapters.CONFIG))
     if is_circuit(folder):
         return circuit(source)
-    if (folder / adapters.CONFIG).exists() and not (folder / storage.CONFIG_FILE).exists():
+    if (folder / storage.CONFIG_FILE).exists():
+        loading.read_spec(folder)
+        return model(source)
+    if (folder / adapters.CONFIG).exists():
         return adapter(source)
-    if not (folder / storage.CONFIG_FILE).exists():
-        raise FormatError(_other_folder(source, folder))
-    loading.read_spec(folder)
-    return model(source)
-
-
-# A kind of checkpoint: how it is recognised, and what is said of it. The first that recognises a source describes it.
-KINDS: tuple[tuple[Callable[[str], bool], Callable[[str], Report]], ...] = (
-    (is_jpc, jpc),
-    (_may_be_folder, _folder),
-)
-
-
-def _other_folder(source: str, folder: Path) -> str:
-    """Why a folder is none of the kinds."""
-    said = f"{source}: is a folder, but not of a circuit or a model: it has no {storage.CONFIG_FILE}"
     inside = sorted(path.parent for path in folder.glob(f"*/{storage.CONFIG_FILE}"))
-    return f"{said}; give one inside it: codd info {inside[0]}" if inside else f"{said}; {WANTED}"
-
-
-def _other_file(path: Path) -> str:
-    """Why a file is none of the kinds."""
-    if path.name == storage.CONFIG_FILE or path.name.endswith((".safetensors", ".safetensors.index.json")):
-        return f"{path}: is one file of a circuit or a model; give the folder: codd info {path.parent}"
-    return f"{path}: is a file of another kind; {WANTED}"
+    fix = f"give one inside it: codd info {inside[0]}" if inside else WANTED
+    raise FormatError(f"{source}: is a folder, but not of a circuit or a model: it has no {storage.CONFIG_FILE}; {fix}")

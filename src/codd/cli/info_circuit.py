@@ -2,9 +2,10 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -14,91 +15,78 @@ from codd.circuits.pyjuice import read_jpc
 from codd.cli import console
 from codd.errors import CoddError, FormatError, InvalidCircuit
 
-HEAD = "head."
-"""How the names of a head's tensors begin."""
+AGAIN = "save or download both files again"
 
 
-@dataclass(frozen=True)
+@dataclass
 class Report:
-    """What was found: the numbers for programs, the lines for people, and which of the lines are bad news."""
+    """A description: ``numbers`` for programs and ``lines`` for people. ``bad`` names the lines that tell of damage."""
 
-    numbers: dict[str, Any]
-    lines: dict[str, object]
-    bad: tuple[str, ...] = field(default=())
+    numbers: dict[str, Any] = field(default_factory=dict)
+    lines: dict[str, object] = field(default_factory=dict)
+    bad: list[str] = field(default_factory=list)
     check: Callable[[], str] | None = None
-    """What ``--check`` does: read every value, raise if one is wrong, and say what was read."""
+    """What ``--check`` does: read every value, raise if one is wrong, and return a line on what was read."""
 
+    def add(self, label: str, text: object = None, *, bad: bool = False, **numbers: Any) -> None:
+        """Add a line with the numbers that it tells; without ``text`` it is the only number."""
+        self.numbers |= numbers
+        self.lines[label] = f"{next(iter(numbers.values())):,}" if text is None else text
+        self.bad += [label] if bad else []
 
-def is_jpc(source: str) -> bool:
-    """By its name."""
-    return Path(source).suffix == ".jpc" and not Path(source).is_dir()
+    def add_sha256(self, stated: object, intact: bool) -> None:
+        """Add the digest that config.json states; ``intact``: whether it is that of the weights."""
+        verdict = "matches" if intact else f"DOES NOT MATCH the weights: {AGAIN}"
+        self.add("sha256", f"{stated} ({verdict})", bad=not intact, sha256=stated, sha256_matches=intact)
 
 
 def jpc(source: str) -> Report:
-    """Of a file that PyJuice saved."""
-    found = read_jpc(source)
+    """Describe a file that PyJuice saved; FormatError if it is damaged or holds anything but an HMM."""
+    found, size = read_jpc(source), Path(source).stat().st_size
     states, tokens = found.emission.shape[-2:]
-    count = _count({"initial": found.initial, "transition": found.transition, "emission": found.emission})
-    size = Path(source).stat().st_size
-    numbers = {
-        "kind": "pyjuice-hmm",
-        "num_states": states,
-        "vocab_size": tokens,
-        "window": found.length,
-        "homogeneous": found.homogeneous,
-        "leaf_class": found.leaf_class,
-        "parameters": count,
-        "bytes": size,
-    }
-    lines = {
-        "kind": "hidden Markov model, saved by PyJuice; nothing of the pickle was run",
-        "states": f"{states:,}",
-        "tokens": f"{tokens:,}",
-        "window": found.length,
-        "homogeneous": "yes" if found.homogeneous else "no: positions have parameters of their own",
-        "leaves": found.leaf_class,
-        "parameters": f"{count:,}",
-        "size": console.size(size),
-        "next": "codd convert writes it as a circuit folder",
-    }
-    return Report(numbers, lines, check=lambda: "every row is a distribution")  # read_jpc takes no other
+    report = Report({"kind": "pyjuice-hmm"}, check=lambda: "every row is a distribution")  # read_jpc takes no other
+    report.add("kind", "hidden Markov model, saved by PyJuice; nothing of the pickle was run")
+    report.add("states", num_states=states)
+    report.add("tokens", vocab_size=tokens)
+    report.add("window", found.length, window=found.length)
+    shared = "yes" if found.homogeneous else "no: positions have parameters of their own"
+    report.add("homogeneous", shared, homogeneous=found.homogeneous)
+    report.add("leaves", found.leaf_class, leaf_class=found.leaf_class)
+    report.add("parameters", parameters=sum(x.numel() for x in (found.initial, found.transition, found.emission)))
+    report.add("size", console.size(size), bytes=size)
+    report.add("next", "codd convert writes it as a circuit folder")
+    return report
 
 
 def is_circuit(folder: Path) -> bool:
-    """Whether a folder's configuration says so; one whose configuration is damaged is known by its weights."""
-    if read_json(folder / storage.CONFIG_FILE).get("format") == storage.FORMAT:
-        return True
+    """Whether config.json is that of a circuit; where it is damaged, whether there are weights of a circuit."""
+    with suppress(FormatError):
+        if files.read_json_object(folder / storage.CONFIG_FILE).get("format") == storage.FORMAT:
+            return True
     return (folder / storage.WEIGHTS_FILE).exists()
 
 
 def circuit(source: str) -> Report:
-    """Of a folder or a hub id."""
-    folder = storage.local_folder(source)  # the hub's, too, so that its files can be looked at
-    config, tensors = storage.read_folder(folder, check=False)  # what does not match is shown
-    stated = read_json(folder / storage.CONFIG_FILE)
-    weights = folder / storage.WEIGHTS_FILE
-    intact = stated.get("sha256") == files.sha256(weights)
-    count, size = _count(tensors), sum(f.stat().st_size for f in (weights, folder / storage.CONFIG_FILE))
-    kind = _KINDS.get(str(config.get("circuit")))
-    numbers, lines = _unknown(config, tensors) if kind is None else kind(weights, config, tensors)
-    dtypes = {name: _dtype(tensor) for name, tensor in tensors.items()}
-    numbers |= {
-        "parameters": count,
-        "bytes": size,
-        "dtypes": dtypes,
-        "format_version": stated["format_version"],
-        "sha256": stated.get("sha256"),
-        "sha256_matches": intact,
-    }
-    lines |= {
-        "parameters": f"{count:,}",
-        "size": console.size(size),
-        "dtype": ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items()),
-        "format": f"{storage.FORMAT}, version {stated['format_version']}",
-        "sha256": sha256_line(stated.get("sha256"), intact),
-    }
-    check = None if kind is None else (lambda: _check(folder))
-    return Report(numbers, lines, bad=() if intact else ("sha256",), check=check)
+    """Describe a circuit in a folder or on the hub, by its shapes alone; FormatError if it is damaged."""
+    folder = storage.local_folder(source)
+    config, tensors = storage.read_folder(folder, check=False)  # a wrong sha256 is shown, not raised
+    stated, weights = files.read_json_object(folder / storage.CONFIG_FILE), folder / storage.WEIGHTS_FILE
+    kind, report = str(config.get("circuit")), Report()
+    if kind in _KINDS:
+        report.check = lambda: _check(folder)
+        _KINDS[kind](report, weights, config, tensors)
+    else:
+        report.add("kind", f"circuit of type {kind!r}, which this codd does not know", kind=kind)
+        report.add("tensors", ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items()))
+    size = sum(path.stat().st_size for path in (weights, folder / storage.CONFIG_FILE))
+    dtypes = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in tensors.items()}
+    version = stated["format_version"]
+    report.add("parameters", parameters=_count(tensors))
+    report.add("size", console.size(size), bytes=size)
+    report.add("dtype", ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items()), dtypes=dtypes)
+    report.add("format", f"{storage.FORMAT}, version {version}", format_version=version)
+    report.add_sha256(stated.get("sha256"), stated.get("sha256") == files.sha256(weights))
+    return report
 
 
 def _check(folder: Path) -> str:
@@ -112,148 +100,75 @@ def _check(folder: Path) -> str:
     return f"{rows}, every weight of the head is finite" if found.feature_width is not None else rows
 
 
-def sha256_line(stated: object, intact: bool) -> str:
-    """The digest that config.json states, and whether it is that of the weights."""
-    return f"{stated} {'(matches)' if intact else '(DOES NOT MATCH the weights: save or download both files again)'}"
-
-
-def _hmm(
-    where: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
-) -> tuple[dict[str, Any], dict[str, object]]:
-    """Sizes and layout from the shapes alone: a circuit of many gigabytes is described without being loaded."""
-    found = _factored(where, tensors) if "initial_logits" in tensors else _tables(where, tensors)
+def _hmm(report: Report, where: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    report.add("kind", "hidden Markov model", kind="hmm")
+    if "initial_logits" in tensors:
+        layout, rank, shared = _factors(report, where, tensors), None, True
+    else:
+        emission = tensors.get("emission", tensors.get("log_emission"))
+        transition = tensors.get("log_transition", tensors.get("log_transition_left"))
+        if emission is None or transition is None or emission.ndim < 2 or transition.ndim < 2:
+            raise FormatError(f"{where}: lacks the transition or emission table of an HMM; save or download it again")
+        report.numbers["num_states"], report.numbers["vocab_size"] = emission.shape[-2:]
+        rank = transition.shape[-1] if "log_transition_left" in tensors else None
+        layout = "dense transition" if rank is None else f"transition of rank {rank}"
+        shared = transition.ndim == emission.ndim == 2
     window = config.get("window")
-    numbers = {
-        "kind": "hmm",
-        "num_states": found.states,
-        "vocab_size": found.tokens,
-        "window": window,
-        "rank": found.rank,
-        "homogeneous": found.homogeneous,
-    }
-    if found.factors is not None:
-        numbers["factors"] = found.factors
-    lines: dict[str, object] = {
-        "kind": "hidden Markov model",
-        "states": f"{found.states:,}",
-        "tokens": f"{found.tokens:,}",
-        "window": "not stated" if window is None else f"{window} positions",
-        "layout": f"{found.kept}, {'shared by all positions' if found.homogeneous else 'parameters for each position'}",
-    }
-    return numbers, lines
+    report.add("states", f"{report.numbers['num_states']:,}")
+    report.add("tokens", f"{report.numbers['vocab_size']:,}")
+    report.add("window", "not stated" if window is None else f"{window} positions", window=window)
+    positions = "shared by all positions" if shared else "parameters for each position"
+    report.add("layout", f"{layout}, {positions}", rank=rank, homogeneous=shared)
 
 
-def _modulated(
-    where: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
-) -> tuple[dict[str, Any], dict[str, object]]:
-    """An HMM, and the head on the network that modulates it."""
+def _factors(report: Report, where: Path, tensors: Mapping[str, Tensor]) -> str:
+    """The layout of an HMM that is kept as logits, in words."""
+    try:
+        found = Factors.from_named(tensors, str(where))
+    except InvalidCircuit as error:
+        raise FormatError(f"{where}: {error}; save or download the circuit again.") from error
+    sizes: dict[str, int | None] = {}
+    parts = []
+    for name, table in (("transition", found.transition), ("emission", found.emission)):
+        rank = sizes[f"{name}_rank"] = table[0].shape[-1] if len(table) == 2 else None
+        parts.append(f"{name} of rank {rank}" if rank else f"whole {name}")
+    inner = sizes["inner_states"] = None if found.detour is None else found.detour.left.shape[-1]
+    if inner is not None:
+        parts.append(f"detour through {inner} inner states")
+    report.numbers |= {"num_states": found.num_states, "vocab_size": found.vocab_size, "factors": sizes}
+    return f"logits: {', '.join(parts)}"
+
+
+def _modulated(report: Report, where: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     try:
         head = HeadConfig(**config["head"])
     except (KeyError, TypeError) as error:
         raise FormatError(f"{where}: its configuration does not describe a head ({error}); save it again") from None
-    numbers, lines = _hmm(where, config, {name: x for name, x in tensors.items() if not name.startswith(HEAD)})
+    own = {name: x for name, x in tensors.items() if name.startswith("head.")}
+    _hmm(report, where, config, {name: x for name, x in tensors.items() if name not in own})
+    report.add("kind", "hidden Markov model, modulated by the network", kind="modulated")
     spaces = {"latents": (head.states, "states"), "steps": (head.inner_states, "inner states")}
-    count = _count({name: x for name, x in tensors.items() if name.startswith(HEAD)})
-    between = f", {head.hidden:,} between" if head.hidden else ""
-    numbers |= {
-        "kind": "modulated",
-        "modulates": [name for name, (size, _) in spaces.items() if size],
-        "head": {**dataclasses.asdict(head), "parameters": count},
-    }
-    said = " and ".join(f"{name} ({size:,} {what})" for name, (size, what) in spaces.items() if size)
-    lines |= {
-        "kind": "hidden Markov model, modulated by the network",
-        "modulates": said or "nothing",
-        "head": f"{head.features:,} features{between}, {count:,} parameters",
-    }
-    return numbers, lines
+    said = {name: f"{name} ({size:,} {what})" for name, (size, what) in spaces.items() if size}
+    report.add("modulates", " and ".join(said.values()) or "nothing", modulates=list(said))
+    between, count = f", {head.hidden:,} between" if head.hidden else "", _count(own)
+    text = f"{head.features:,} features{between}, {count:,} parameters"
+    report.add("head", text, head={**dataclasses.asdict(head), "parameters": count})
 
 
-def _graph(
-    where: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]
-) -> tuple[dict[str, Any], dict[str, object]]:
-    """A general circuit: the sizes of its graph."""
-    nodes, edges, leaves, sizes = (
-        tensors.get(name) for name in ("kinds", "children", "leaf_variables", "variable_sizes")
-    )
-    if nodes is None or edges is None or leaves is None or sizes is None or not sizes.numel():
+def _graph(report: Report, where: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    names = {"nodes": "kinds", "edges": "children", "leaves": "leaf_variables", "variables": "variable_sizes"}
+    if not all(name in tensors for name in names.values()) or not tensors["variable_sizes"].numel():
         raise FormatError(f"{where}: lacks the structure of a general circuit; save or download it again")
-    numbers = {
-        "kind": "graph",
-        "vocab_size": int(sizes.max()),
-        "window": sizes.numel(),
-        "nodes": nodes.numel(),
-        "edges": edges.numel(),
-        "leaves": leaves.numel(),
-    }
-    lines: dict[str, object] = {
-        "kind": "general circuit",
-        "tokens": f"{numbers['vocab_size']:,}",
-        "window": f"{numbers['window']} positions",
-        "layout": "{nodes:,} nodes, of which {leaves:,} leaves, and {edges:,} edges".format_map(numbers),
-    }
-    return numbers, lines
+    sizes: dict[str, Any] = {what: tensors[name].numel() for what, name in names.items()}
+    window = sizes.pop("variables")
+    report.add("kind", "general circuit", kind="graph")
+    report.add("tokens", vocab_size=int(tensors["variable_sizes"].max()))
+    report.add("window", f"{window} positions", window=window)
+    report.add("layout", "{nodes:,} nodes, of which {leaves:,} leaves, and {edges:,} edges".format_map(sizes), **sizes)
 
 
 _KINDS = {"hmm": _hmm, "modulated": _modulated, "graph": _graph}
 
 
-class _Layout(NamedTuple):
-    """What the shapes of an HMM's tensors say."""
-
-    states: int
-    tokens: int
-    homogeneous: bool
-    rank: int | None
-    """Of a transition that is kept as a pair of stochastic matrices."""
-    kept: str
-    factors: dict[str, int | None] | None = None
-    """The sizes of what the tables are made from, where that is kept instead of them."""
-
-
-def _tables(where: Path, tensors: Mapping[str, Tensor]) -> _Layout:
-    emission = tensors.get("emission", tensors.get("log_emission"))
-    transition = tensors.get("log_transition", tensors.get("log_transition_left"))
-    if emission is None or transition is None or emission.ndim < 2 or transition.ndim < 2:
-        raise FormatError(f"{where}: lacks the transition or emission table of an HMM; save or download it again")
-    states, tokens = emission.shape[-2:]
-    rank = transition.shape[-1] if "log_transition_left" in tensors else None
-    kept = "dense transition" if rank is None else f"transition of rank {rank}"
-    return _Layout(states, tokens, transition.ndim == 2 and emission.ndim == 2, rank, kept)
-
-
-def _factored(where: Path, tensors: Mapping[str, Tensor]) -> _Layout:
-    try:
-        found = Factors.from_named(tensors, str(where))
-    except InvalidCircuit as error:
-        raise FormatError(f"{where}: {error}; save or download the circuit again.") from error
-    tables = {"transition": found.transition, "emission": found.emission}
-    ranks = {name: table[0].shape[-1] if len(table) == 2 else None for name, table in tables.items()}
-    parts = [f"{name} of rank {rank}" if rank else f"whole {name}" for name, rank in ranks.items()]
-    inner = None if found.detour is None else found.detour.left.shape[-1]
-    if inner is not None:
-        parts.append(f"detour through {inner} inner states")
-    sizes = {"transition_rank": ranks["transition"], "emission_rank": ranks["emission"], "inner_states": inner}
-    return _Layout(found.num_states, found.vocab_size, True, None, f"logits: {', '.join(parts)}", sizes)
-
-
-def _unknown(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, object]]:
-    kind = str(config.get("circuit"))
-    shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
-    return {"kind": kind}, {"kind": f"circuit of type {kind!r}, which this codd does not know", "tensors": shapes}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, or nothing: what is wrong with it is said by whoever needs it."""
-    try:
-        return files.read_json_object(path)
-    except FormatError:
-        return {}
-
-
 def _count(tensors: Mapping[str, Tensor]) -> int:
     return sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point())
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

@@ -33,8 +33,7 @@ examples:
 
 def run(args: argparse.Namespace) -> int:
     """Read, draw, write."""
-    from codd.cli import sampling
-    from codd.evaluation.report.making import PAGE, PICTURES, make_report, render, write_page, write_pictures
+    from codd.evaluation.report.render import PAGE, PICTURES, make_report, render, write_page, write_pictures
     from codd.evaluation.runs import Run
 
     found = Run(args.run)
@@ -43,9 +42,9 @@ def run(args: argparse.Namespace) -> int:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(out))
     with console.working("reading the run"):
         report = make_report(found, args.samples)
-    with sampling.bar("drawing", len(report.charts) * (1 if args.no_png else 2)) as advance:
-        text = render(report, advance)
-        pictures = [] if args.no_png else write_pictures(report, args.run / PICTURES, advance)
+    with console.bar("drawing", len(report.charts) * (1 if args.no_png else 2)) as bar:
+        text = render(report, bar.advance)
+        pictures = [] if args.no_png else write_pictures(report, args.run / PICTURES, bar.advance)
     write_page(text, out)
     if args.json:
         console.as_json({"page": str(out), "figures": list(map(str, pictures)), **report.as_json()})

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from codd.cli import console
+from codd.cli import console, lists
 from codd.decoding import Model, Options, Step, load
 from codd.decoding.options import DEFAULTS, OPTIONS, PACES, default_in_words
 from codd.errors import CircuitSteppedAside, InvalidInput
@@ -26,7 +26,7 @@ ABOUT = (
 
 def _ids(text: str) -> tuple[int, ...]:
     try:
-        return tuple(int(part) for part in text.split(","))
+        return tuple(int(part) for part in lists.split(text))
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected token ids with commas between them, found {text!r}") from None
 
@@ -72,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, chat: bool = True) -> None
     group.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
     group.add_argument("--dtype", metavar="TYPE", help=f"{', '.join(DTYPES)} (default: float32 on a CPU)")
     add_quantize_argument(group)
+    add_tensor_parallel_argument(group)
     if chat:
         group.add_argument(
             "--chat",
@@ -90,7 +91,10 @@ def add_arguments(parser: argparse.ArgumentParser, *, chat: bool = True) -> None
             )
         else:
             described = text if name == "tokens_per_step" else f"{text} (default: {default_in_words(name)})"
-            where.add_argument(f"--{name.replace('_', '-')}", type=parse, metavar=metavar, help=described)
+            action = lists.Extend if parse is _ids else "store"
+            where.add_argument(
+                f"--{name.replace('_', '-')}", action=action, type=parse, metavar=metavar, help=described
+            )
 
 
 def add_adapter_argument(parser: argparse._ActionsContainer) -> None:
@@ -102,6 +106,15 @@ def add_quantize_argument(parser: argparse._ActionsContainer) -> None:
     """Whether the model's weights are rounded."""
     parser.add_argument(
         "--quantize", choices=("int8",), help="8-bit weights: less time and memory, a little less precise"
+    )
+
+
+def add_tensor_parallel_argument(parser: argparse._ActionsContainer) -> None:
+    """Whether the network is divided among processes."""
+    parser.add_argument(
+        "--tensor-parallel",
+        action="store_true",
+        help="divide the network among the processes that torchrun started, one for each GPU",
     )
 
 
@@ -157,8 +170,15 @@ def model_from(args: argparse.Namespace) -> Model:
     if args.dtype is not None and args.dtype not in DTYPES:
         raise InvalidInput(f"--dtype must be one of {', '.join(DTYPES)}, found {args.dtype!r}.")
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
-    circuit, where = circuit_from(args), args.device
-    return load(args.model, circuit, device=where, dtype=dtype, adapter=args.adapter, quantize=args.quantize)
+    return load(
+        args.model,
+        circuit_from(args),
+        device=args.device,
+        dtype=dtype,
+        adapter=args.adapter,
+        quantize=args.quantize,
+        tensor_parallel=args.tensor_parallel,
+    )
 
 
 def about(args: argparse.Namespace) -> str | None:
@@ -223,21 +243,6 @@ def summary(answers: Sequence[Answer], model: Model, seconds: float) -> str:
 def printable(text: str) -> str:
     """Text with its lines, but without control characters: a model may write anything."""
     return "".join(c if c.isprintable() or c in "\n\t" else console.one_line(f"{c}x")[:-1] for c in text)
-
-
-@contextmanager
-def bar(description: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr if that is a terminal, gone when it is done; gives what advances it."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    terminal = console.err()
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()]
-    # Results go to stdout, which may be a file: rich must not take it over.
-    with Progress(
-        *columns, console=terminal, transient=True, redirect_stdout=False, disable=not terminal.is_terminal
-    ) as progress:
-        task = progress.add_task(description, total=total)
-        yield lambda count: progress.advance(task, count)
 
 
 @contextmanager

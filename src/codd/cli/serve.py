@@ -1,30 +1,39 @@
 """``codd serve``: a model over HTTP, with a playground."""
 
 import argparse
+import contextlib
 import json
 import logging
 import math
 import os
-import sys
+import shlex
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from codd.cli import console, sampling
+from codd.cli.lists import add_list
 from codd.errors import InvalidInput, MissingDependency
 
 if TYPE_CHECKING:
+    from ray.serve import Application
+
     from codd.serving.app import Settings
+    from codd.serving.engine import Engine
 
 NAME = "serve"
 HELP = """\
-Serves a model over HTTP: OpenAI's /v1/completions and /v1/chat/completions (streaming and not), our own
-/v1/denoise, which streams every step, /v1/models, /health, /metrics, and at / a playground in which the
-network alone and the circuit write side by side. Requests share denoising steps, whatever their settings,
-and get what they would get alone. Options of sampling are what is used where a request is silent.
+Serves a model over HTTP: OpenAI's /v1/completions, /v1/chat/completions and /v1/responses (streaming and
+not), our own /v1/denoise, which streams every step, /v1/models, /health, /metrics, and at / a playground in
+which the network alone and the circuit write side by side. Requests share denoising steps, whatever their
+settings, and get what they would get alone. Options of sampling are what is used where a request is silent.
 
 Prints the address once it takes requests (with --json: one object, {"url": ..., "model": ...}), and on
-stderr one line a request; never a word of what was asked or answered unless --log-text is given. Ctrl-C or
-SIGTERM takes nothing new and finishes what is under way; a second one leaves at once."""
+stderr one line a request with its id; never a word of what was asked or answered unless --log-text is
+given. Ctrl-C or SIGTERM takes nothing new and finishes what is under way; a second one leaves at once."""
 KEY = "CODD_API_KEY"
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
@@ -37,6 +46,7 @@ examples:
   codd serve                                   then open http://127.0.0.1:8000
   codd serve --threshold 0.9 --slots 16
   CODD_API_KEY=secret codd serve --host 0.0.0.0 --allow-host models.example.org
+  codd serve --replicas 2 --gpus-per-replica 1
   curl -N http://127.0.0.1:8000/v1/denoise -H 'Content-Type: application/json' \\
        -d '{"prompt": "What is 7 + 8?", "gen_length": 32, "steps": 8}'"""
     group = parser.add_argument_group("server")
@@ -44,6 +54,12 @@ examples:
         "--host", default="127.0.0.1", help="the address to listen on (default: 127.0.0.1, this machine)"
     )
     group.add_argument("--port", type=int, default=8000, help="0: one that is free (default: 8000)")
+    group.add_argument(
+        "--metrics-port",
+        type=int,
+        metavar="PORT",
+        help="serve /metrics and the probes at this port, too, without a key or a check of the host",
+    )
     group.add_argument("--name", help="what clients call the model (default: the folder's name; codd-mini if bundled)")
     group.add_argument("--slots", type=int, metavar="N", default=8, help="sequences that share a step (default: 8)")
     group.add_argument("--queue", type=int, metavar="N", default=64, help="sequences that may wait (default: 64)")
@@ -51,7 +67,11 @@ examples:
         "--timeout", type=float, metavar="S", default=600.0, help="seconds a request may take (default: 600)"
     )
     group.add_argument(
-        "--drain", type=int, metavar="S", default=30, help="seconds to finish when stopped (default: 30)"
+        "--drain-timeout",
+        type=int,
+        metavar="S",
+        default=30,
+        help="seconds to finish what is under way when stopped (default: 30)",
     )
     group.add_argument(
         "--cache-memory",
@@ -69,6 +89,26 @@ examples:
         metavar="BYTES",
         help="of a text or conversation; never more than can fit (default: 16 for each token that fits)",
     )
+    group.add_argument(
+        "--max-pattern",
+        type=int,
+        metavar="BYTES",
+        default=1 << 15,
+        help="of a regular expression, JSON schema or list of choices (default: 32768)",
+    )
+    group.add_argument(
+        "--max-states",
+        type=int,
+        metavar="N",
+        default=512,
+        help="of its automaton: the work of a step grows with them (default: 512)",
+    )
+    group.add_argument(
+        "--compile-timeout", type=float, metavar="S", default=5.0, help="seconds to compile it (default: 5)"
+    )
+    group.add_argument(
+        "--compile-memory", type=float, metavar="GIB", default=1.0, help="to compile it, at most (default: 1)"
+    )
     group.add_argument("--connections", type=int, metavar="N", default=256, help="sockets that are held (default: 256)")
     group.add_argument(
         "--io-timeout",
@@ -78,21 +118,36 @@ examples:
         help="seconds in which a client must send its headers, then its body, and read what it is sent (default: 30)",
     )
     group.add_argument("--api-key-file", metavar="PATH", help=f"clients must know the key in this file (or in ${KEY})")
-    group.add_argument(
+    add_list(
+        group,
         "--allow-host",
         metavar="NAME",
-        action="append",
         default=[],
-        help="a name by which clients may call the server, beside its addresses; *.NAME or * for any",
+        help="names by which clients may call the server, beside its addresses; *.NAME or * for any",
     )
-    group.add_argument(
-        "--cors", metavar="ORIGIN", action="append", default=[], help="a site whose pages may call the server"
-    )
+    add_list(group, "--cors", metavar="ORIGIN", default=[], help="sites whose pages may call the server")
     group.add_argument(
         "--exact",
         action="store_true",
         help="answers that do not depend on who else asks, to the bit, on a GPU too, whose network then sees one "
         "sequence at a time (on a CPU that is so anyway)",
+    )
+    group.add_argument(
+        "--log-format", choices=("text", "json"), default="text", help="json: one object a line (default: text)"
+    )
+    group.add_argument(
+        "--replicas",
+        type=_replicas,
+        metavar="N|A-B",
+        help="serve with so many processes on a Ray cluster (RAY_ADDRESS, or one of this machine's own), each with "
+        "--slots and --queue of its own; A-B: as many as the load needs",
+    )
+    group.add_argument(
+        "--gpus-per-replica",
+        type=float,
+        metavar="K",
+        help="1, a share of a GPU, or 0: replicas on CPUs, each with OMP_NUM_THREADS threads or 1 "
+        "(default: 1 if this machine has a GPU)",
     )
     group.add_argument("--log-text", action="store_true", help="log what is asked")
     group.add_argument("--quiet", action="store_true", help="log only what goes wrong")
@@ -105,44 +160,117 @@ def run(args: argparse.Namespace) -> int:
     _check(args)
     try:
         from codd.serving import server
-        from codd.serving.engine import Engine
     except ImportError as error:
         raise MissingDependency(f"codd serve needs {error.name}: pip install 'codd[serve]'.") from None
     settings = _settings(args)
-    with server.listen(args.host, args.port) as wire:
-        model = sampling.model_from(args)
-        if model.mask_id is None:
-            raise InvalidInput("this checkpoint does not say which token is the mask, so that nothing can be filled.")
-        _log(quiet=args.quiet)
-        engine = Engine(
-            model,
-            slots=args.slots,
-            queue=args.queue,
-            exact=args.exact,
-            cache_memory=None if args.cache_memory is None else int(args.cache_memory * 2**30),
-            cache_length=args.max_length,
-        )
-        default = settings.limits.defaults.cache
-        if default is not None and not engine.load.cache_slots:
-            raise InvalidInput(
-                f"--cache {default}: no KV cache of {args.max_length} positions fits into --cache-memory: "
-                "give more, a lower --max-length, or no --cache."
-            )
+    if args.replicas is not None:
+        return _run_replicas(args, settings)
+    with contextlib.ExitStack() as stack:
+        wires = [stack.enter_context(server.listen(args.host, args.port))]
+        if args.metrics_port is not None:
+            wires.append(stack.enter_context(server.listen(args.host, args.metrics_port)))
+            port = wires[1].getsockname()[1]
+            settings = replace(settings, security=replace(settings.security, metrics_port=port))
+        engine = _engine(args)
         found = server.create_server(
-            engine, settings, drain=args.drain, on_ready=lambda url: _tell(url, settings.name, args.json)
+            engine, settings, drain=args.drain_timeout, on_ready=lambda url: _tell(url, settings, args.json)
         )
-        found.run(sockets=[wire])
+        found.run(sockets=wires)
+        if found.force_exit:  # the model's thread may be in the middle of a step, under which Python cannot end cleanly
+            logging.shutdown()
+            os._exit(1)
     return 0 if found.started else 1
 
 
-def _tell(url: str, name: str, as_json: bool) -> None:
-    print(json.dumps({"url": url, "model": name}) if as_json else f"{name} is served at {url}", flush=True)
+def _engine(args: argparse.Namespace) -> "Engine":
+    """The engine with its model; a replica on Ray calls this in its own process."""
+    from codd.serving.engine import Engine
+    from codd.serving.logs import configure_logs
+
+    model = sampling.model_from(args)
+    if model.mask_id is None:
+        raise InvalidInput("this checkpoint does not say which token is the mask, so that nothing can be filled.")
+    configure_logs(args.log_format, quiet=args.quiet)
+    engine = Engine(
+        model,
+        slots=args.slots,
+        queue=args.queue,
+        exact=args.exact,
+        cache_memory=None if args.cache_memory is None else int(args.cache_memory * 2**30),
+        cache_length=args.max_length,
+    )
+    default = sampling.options_from(args).cache
+    if default is not None and not engine.load.cache_slots:
+        raise InvalidInput(
+            f"--cache {default}: no KV cache of {args.max_length} positions fits into --cache-memory: "
+            "give more, a lower --max-length, or no --cache."
+        )
+    return engine
 
 
-def _log(quiet: bool) -> None:
-    """To stderr; of other libraries only what goes wrong."""
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    logging.getLogger("codd.serving").setLevel(logging.WARNING if quiet else logging.INFO)
+def _run_replicas(args: argparse.Namespace, settings: "Settings") -> int:
+    from codd.serving import server
+
+    app = _ray_application(args, settings)
+    from codd.integrations import ray_serve
+
+    with server.listen(args.host, args.port) as wire:  # whether it is free, or which one is; Ray's proxy binds it
+        host, port = wire.getsockname()[:2]
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    ray_serve.run(app, args.host, port, lambda: _tell(url, settings, args.json))
+    return 0
+
+
+def ray_application(args: dict[str, str]) -> "Application":
+    """For Ray's ``serve deploy``: ``import_path: codd.cli.serve:ray_application`` with ``args: {options: ...}``.
+
+    The options are those of ``codd serve``, as they are typed.
+    """
+    parser = argparse.ArgumentParser(prog="codd serve", allow_abbrev=False)
+    configure(parser)
+    parsed = parser.parse_args(shlex.split(args.get("options", "")))
+    _check(parsed)
+    return _ray_application(parsed, _settings(parsed))
+
+
+def _ray_application(args: argparse.Namespace, settings: "Settings") -> "Application":
+    try:
+        from codd.integrations.ray_serve import ReplicaOptions, application
+    except ImportError as error:
+        raise MissingDependency(f"codd serve --replicas needs {error.name}: pip install 'codd[ray]'.") from None
+    gpus = args.gpus_per_replica
+    if gpus is None:
+        gpus = float(torch.cuda.is_available() if args.device is None else args.device.startswith("cuda"))
+    args.device = args.device or ("cuda" if gpus else "cpu")  # of the replica's machine, which may have others
+    options = ReplicaOptions(
+        args.replicas or (1, 1),
+        cpus=int(os.environ.get("OMP_NUM_THREADS", "1").partition(",")[0]),
+        gpus=gpus,
+        target=args.slots,
+        most_requests=args.connections,
+        drain=args.drain_timeout,
+    )
+    return application(partial(_engine, args), settings, options)
+
+
+def _replicas(text: str) -> tuple[int, int]:
+    least, _, most = text.partition("-")
+    try:
+        found = int(least), int(most or least)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number, or two with - between them, found {text!r}") from None
+    if not 1 <= found[0] <= found[1]:
+        raise argparse.ArgumentTypeError(f"expected at least 1, and not fewer at most than at least, found {text!r}")
+    return found
+
+
+def _tell(url: str, settings: "Settings", as_json: bool) -> None:
+    found, port = {"url": url, "model": settings.name}, settings.security.metrics_port
+    line = f"{settings.name} is served at {url}"
+    if port is not None:
+        found["metrics"] = f"{url.rpartition(':')[0]}:{port}/metrics"
+        line += f", its metrics at {found['metrics']}"
+    print(json.dumps(found) if as_json else line, flush=True)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -150,21 +278,39 @@ def _check(args: argparse.Namespace) -> None:
         "connections": 1,
         "slots": 1,
         "queue": 0,
-        "drain": 0,
+        "drain_timeout": 0,
         "max_length": 1,
         "max_body": 1,
         "max_text": 1,
+        "max_pattern": 1,
+        "max_states": 1,
         "port": 0,
+        "metrics_port": 0,
     }
     for name, value in least.items():
         if getattr(args, name) is not None and getattr(args, name) < value:
             raise InvalidInput(f"--{name.replace('_', '-')} must be at least {value}, found {getattr(args, name)}.")
-    if args.port > 65535:
-        raise InvalidInput(f"--port must be at most 65535, found {args.port}.")
-    for name in ("timeout", "io_timeout"):
+    if args.replicas is not None and args.metrics_port is not None:
+        raise InvalidInput("--metrics-port is of one process: with --replicas, /metrics of the address has them all.")
+    for name in ("port", "metrics_port"):
+        if (getattr(args, name) or 0) > 65535:
+            option = name.replace("_", "-")
+            raise InvalidInput(f"--{option} must be at most 65535, found {getattr(args, name)}.")
+    for name in ("timeout", "io_timeout", "compile_timeout"):
         if not getattr(args, name) > 0:
             option = name.replace("_", "-")
             raise InvalidInput(f"--{option} must be more than 0 seconds, found {getattr(args, name)}.")
+    if not args.compile_timeout <= 3600:
+        raise InvalidInput(f"--compile-timeout must be at most 3600 seconds, found {args.compile_timeout}.")
+    if not 0 < args.compile_memory <= 1024:
+        raise InvalidInput(f"--compile-memory must be more than 0 GiB and at most 1024, found {args.compile_memory}.")
+    if args.gpus_per_replica is not None and not 0 <= args.gpus_per_replica <= 1:
+        raise InvalidInput(
+            f"--gpus-per-replica must be from 0 to 1, found {args.gpus_per_replica}: a replica uses one GPU at most; "
+            "for more of them, more --replicas."
+        )
+    if args.gpus_per_replica is not None and args.replicas is None:
+        raise InvalidInput("--gpus-per-replica is for --replicas: give both, or --device cuda.")
     if args.cache_memory is not None and not 0 <= args.cache_memory < math.inf:
         raise InvalidInput(f"--cache-memory must be a number of GiB, 0 or more, found {args.cache_memory}.")
 
@@ -188,6 +334,10 @@ def _settings(args: argparse.Namespace) -> "Settings":
             args.max_length,
             min(Limits.sequences, args.slots + args.queue),
             args.max_text,
+            args.max_pattern,
+            args.max_states,
+            args.compile_timeout,
+            int(args.compile_memory * 2**30),
         ),
         security=Security(args.host, tuple(args.allow_host), key, args.max_body, tuple(args.cors)),
         timeout=args.timeout,

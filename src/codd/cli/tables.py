@@ -1,17 +1,48 @@
 """Sections of text with a table, shown on a terminal or as a page that needs nothing else."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from codd.cli import console
-from codd.evaluation.page import Cell as Cell
-from codd.evaluation.page import Section as Section
-from codd.evaluation.page import page as page
 
 _STYLES = {"good": "green", "bad": "red", "plain": "default", "faint": "dim"}
 
 
+@dataclass(frozen=True)
+class Cell:
+    """A text and its tone, one of 'good', 'bad', 'plain' and 'faint'; below it, lines with tones of their own."""
+
+    text: str
+    tone: str = "plain"
+    below: Sequence["Cell"] = ()
+
+
+@dataclass(frozen=True)
+class Section:
+    """A title, paragraphs before and after, and a table whose first column holds names and the others numbers.
+
+    Without a header there is no table. ``prose``: the others hold texts instead, which are wrapped. ``figure``: trusted
+    HTML to go with it, on a page only.
+    """
+
+    title: str
+    before: Sequence[str]
+    header: Sequence[str] = ()
+    rows: Sequence[Sequence[Cell]] = ()
+    after: Sequence[str] = ()
+    prose: bool = False
+    figure: str = ""
+
+
+def page(title: str, sections: Iterable[Section]) -> str:
+    """All sections as one HTML page, with no outside assets and no script."""
+    from codd.evaluation.report.page import template
+
+    return template("sections.html").render(title=title, sections=list(sections))
+
+
 def show(sections: Iterable[Section]) -> None:
-    """Print them."""
+    """Print sections to stdout, with tables as wide as the terminal allows."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

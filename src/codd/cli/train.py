@@ -1,15 +1,13 @@
 """``codd train``: train a circuit from a recipe."""
 
 import argparse
-import shutil
-from pathlib import Path
 
-from codd.cli import console, runs
-from codd.training.circuit_recipe import CircuitRecipe, as_dict, read_circuit_recipe
-from codd.training.fit import ADAPTER, CHECKPOINTS, CIRCUIT, CURVE, MODEL, check_recipe, train
-from codd.training.metrics import METRICS, Progress
-from codd.training.supplies import prepare
-from codd.training.workers import workers
+from codd.cli import runs
+from codd.coupling.gap import gap_in_words
+from codd.training.circuit.data import prepare
+from codd.training.circuit.trainer import ADAPTER, CIRCUIT, CURVE, MODEL, train
+from codd.training.circuit_recipe import CircuitRecipe, read_circuit_recipe
+from codd.training.run import Progress
 
 NAME = "train"
 HELP = """\
@@ -25,51 +23,41 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """A recipe, where the data is, where the result goes."""
     parser.epilog = """\
 examples:
-  codd train recipes/tiny-circuit.yaml --out /tmp/tiny-circuit
-  codd train recipes/circuit.yaml --data ../data --out runs/circuit
-  codd train recipes/circuit.yaml --data ../data --set circuit.num_states=512 --set seconds=120
-  torchrun --nproc-per-node 8 -m codd train recipes/circuit.yaml --data ../data --out runs/circuit"""
-    runs.add_arguments(parser)
+  codd train tiny-circuit --out /tmp/tiny-circuit
+  codd train circuit --data ../data --out runs/circuit
+  codd train paper-llada --out runs/paper-llada   # the file of the recipe says which cache it needs
+  codd train circuit --data ../data --set circuit.num_states=512 --set seconds=120
+  torchrun --nproc-per-node 8 -m codd train circuit --data ../data --out runs/circuit"""
+    runs.add_arguments(parser, VERB)
 
 
 def run(args: argparse.Namespace) -> int:
     """Train to the end of the recipe."""
-    recipe = read_circuit_recipe(args.recipe, runs.changes(args))
-    out = args.out or Path("runs") / recipe.name
-    runs.check_out(out)
-    if not args.fresh:
-        check_recipe(recipe, out)
-    with workers(args.device) as group, runs.claimed(out, group, _clear if args.fresh else None):
-        with runs.spinner(group, "asking the backbone"):
-            setup = prepare(recipe, args.data, out, group)
-        if group.leads:
-            runs.say(f"{recipe.name}: {_described(recipe)}, {runs.where(group)}")
-        runs.follow(recipe.steps, train(recipe, setup, out, group), group, _shown, _line)
-        if group.leads:
-            _report(recipe, out, runs.last_figures(out), as_json=args.json)
-    return 0
+    return runs.run(args, VERB)
 
 
-def _described(recipe: CircuitRecipe) -> str:
+def _describe(recipe: CircuitRecipe) -> str:
     size = f"{recipe.circuit.num_states} states" if recipe.start is None else f"on from {recipe.start}"
     kind = "modulated" if recipe.head.wanted else "static" if recipe.start is None else "saved"
     limit = f"{recipe.steps} steps" + ("" if recipe.seconds is None else f" or {recipe.seconds:g} s")
     return f"a {kind} circuit, {size}, {limit} of {recipe.batch_windows} windows"
 
 
-def _shown(latest: dict[str, float]) -> str:
+def _status(latest: dict[str, float]) -> str:
     loss, alone = latest.get("loss", float("nan")), latest.get("factorized", float("nan"))
     return f"loss {loss:.3f} (network {alone:.3f}), gap closed {_gaps(latest) or '-'}"
 
 
 def _gaps(metrics: dict[str, float]) -> str:
     """The share of the gap that is closed on each held-out text, at the largest ratio."""
-    found: dict[str, tuple[float, float]] = {}
-    for name, value in metrics.items():
-        if name.startswith("held_out/") and name.endswith("/gap_closed"):
+    ratios: dict[str, list[str]] = {}
+    for name in metrics:
+        if name.startswith("held_out/") and name.endswith("/log_likelihood"):
             text, ratio = name.split("/")[1].rsplit("@", 1)
-            found[text] = max(found.get(text, (0.0, 0.0)), (float(ratio), value))
-    return ", ".join(f"{text} {value:.0%}" for text, (_, value) in found.items())
+            ratios.setdefault(text, []).append(ratio)
+    largest = {text: max(found, key=float) for text, found in ratios.items()}
+    shares = {text: metrics.get(f"held_out/{text}@{ratio}/gap_closed") for text, ratio in largest.items()}
+    return ", ".join(f"{text}: {gap_in_words(share)}" for text, share in shares.items())
 
 
 def _line(progress: Progress) -> str | None:
@@ -77,17 +65,28 @@ def _line(progress: Progress) -> str | None:
     return f"step {progress.step}: gap closed {gaps}" if gaps else None
 
 
-def _clear(out: Path) -> None:
-    for name in (CHECKPOINTS, runs.DATA, CIRCUIT, MODEL, ADAPTER):
-        shutil.rmtree(out / name, ignore_errors=True)
-    for name in (METRICS, CURVE):
-        (out / name).unlink(missing_ok=True)
-
-
-def _report(recipe: CircuitRecipe, out: Path, metrics: dict[str, float | int], *, as_json: bool) -> None:
-    place = next(out / name for name in (MODEL, ADAPTER, CIRCUIT) if (out / name).is_dir())
-    found = {"recipe": recipe.name, "digest": recipe.digest(), "out": str(out), **metrics}
-    if as_json:
-        console.as_json({**found, "settings": as_dict(recipe)})
-    else:
-        console.fields(f"trained: {place}", {**found, "next": f"codd info {place}"})
+RECIPES = (
+    "tiny-circuit",
+    "circuit",
+    "circuit-small",
+    "blocks-circuit",
+    "paper-llada",
+    "paper-dream",
+    "llada-modulated",
+    "dream-modulated",
+    "llada-joint",
+    "dream-joint",
+)
+"""Those that come with codd."""
+VERB = runs.TrainingVerb(
+    RECIPES,
+    read_circuit_recipe,
+    prepare,
+    train,
+    "evaluating the backbone",
+    _describe,
+    _status,
+    _line,
+    results=(MODEL, ADAPTER, CIRCUIT),
+    leftovers=(CURVE,),
+)

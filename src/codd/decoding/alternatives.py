@@ -5,6 +5,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from codd.circuits.protocol import Conditioner
+from codd.decoding.samplers.ranking import temper_conditional
 from codd.decoding.state import Alternatives, StepInputs, StepResult, Writes
 
 
@@ -20,7 +21,7 @@ def find_alternatives(inputs: StepInputs, result: StepResult, written: Writes) -
     rows = []
     for position, token in zip(written.positions.tolist(), written.tokens, strict=True):
         if joint is not None and begin <= position < end:
-            rows.append(_given_others(joint, position - begin, token))
+            rows.append(temper_conditional(_given_others(joint, position - begin, token), inputs.options))
         else:
             rows.append(inputs.logits[network[position]].float().log_softmax(-1))
     count = min(inputs.state.alternatives, inputs.logits.shape[-1])

@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from codd.backbones.backbone import Backbone
-from codd.backbones.kv_cache import CachedPass, KVCache, default_memory
+from codd.backbones.kv_cache import CachedPass, default_memory
 from codd.decoding.accelerate import cuda_graphs
 from codd.decoding.network import LENGTH_MULTIPLE, FullRecompute, NetworkRunner, StateRequest
 from codd.decoding.state import HiddenStates, SequenceState, Window
@@ -113,7 +113,7 @@ class CachedRunner:
         ``one_by_one``: as `FullRecompute` has it.
         """
         self.backbone, self.whole = backbone, FullRecompute(backbone, one_by_one=one_by_one)
-        self.memory = KVCache(backbone.config.kv_shape, slots, length, device=backbone.device, dtype=backbone.dtype)
+        self.memory = backbone.network.kv_cache(slots, length)
         self.batched = backbone.device.type != "cpu"
         """Whether sequences are evaluated together: on a CPU each by itself, as `FullRecompute` does."""
         self._free = list(range(slots))[::-1]

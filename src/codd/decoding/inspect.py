@@ -19,11 +19,12 @@ from codd.decoding.constraint import SequenceConstraint
 from codd.decoding.model import Model
 from codd.decoding.network import FullRecompute
 from codd.decoding.options import Options
-from codd.decoding.samplers.ranking import Noise, entropy
+from codd.decoding.samplers.ranking import Noise, entropy, temper_conditional
 from codd.decoding.samplers.window import logits_temperature
 from codd.decoding.start import banned_ids, new_sequence
 from codd.decoding.state import SequenceState, StepInputs, StepPlan, Window
 from codd.decoding.step import (
+    activation_ratio,
     circuit_acts,
     fit_window,
     head_rows,
@@ -84,10 +85,11 @@ def inspect(
 ) -> Inspection:
     """Evaluate the network on one sequence, masks included, and look at the masks of a window, [begin, end).
 
-    Guidance, bans, hooks and the circuit's temperature are those of the loop; with ``tempering="paper"`` the joint is
-    the one that latents are drawn from. ``written``: the positions that a run has filled, which guidance does not
-    hide; all else that is not masked counts as given. A constraint is about the masks and what is written, with all
-    that stands between them; the joint is then the one given that the text is in the language.
+    Guidance, bans, hooks and the circuit's temperature are those of the loop; with ``tempering="paper"`` the joint's
+    beliefs are tempered as the any-order sampler does, or those that latents are drawn from. ``written``: the positions
+    that a run has filled, which guidance does not hide; all else that is not masked counts as given. A constraint is
+    about the masks and what is written, with all that stands between them; the joint is then the one given that the
+    text is in the language.
     """
     span = _check(model, ids, window, candidates, written)
     reach = fit_window(span, model.circuit, len(ids))
@@ -97,7 +99,7 @@ def inspect(
     positions, count = inputs.positions[inside], min(candidates, model.backbone.vocab_size)
     allowed = None if state.constraint is None else _allowed(state.constraint, state.ids.tolist(), positions.tolist())
     network = _beliefs(_log_probabilities(inputs)[inside.to(inputs.logits.device)], count, allowed)
-    acts = reach is not None and circuit_acts(model.circuit, state.mask_ratio(span), options)
+    acts = reach is not None and circuit_acts(model.circuit, activation_ratio(state, span), options)
     for circuit in (model.circuit if acts else None, None if state.constraint is None else state.constraint.alone):
         joint = None if circuit is None else _under_joint(inputs, circuit, reach or span, positions, count, allowed)
         if joint is not None:
@@ -175,7 +177,7 @@ def _under_joint(
         return None
     log_p = conditionals.dense_log_marginals()
     at = (positions - window[0]).to(log_p.device)
-    beliefs = _beliefs(log_p[0, at], count, allowed)
+    beliefs = _beliefs(temper_conditional(log_p[0, at], inputs.options), count, allowed)
     if constraint is not None:
         return beliefs, None
     information = mutual_information(joint.pairwise(log_p.topk(count, dim=-1).indices))[0]

@@ -216,6 +216,7 @@ def load(
     adapter: AdapterSource | None = None,
     merge: bool = True,
     quantize: Quantization | None = None,
+    tensor_parallel: bool = False,
 ) -> Model:
     """Load a checkpoint of any known family with its circuit; without ``source``, the bundled model.
 
@@ -227,7 +228,9 @@ def load(
     the sha256 beside them says; false spares the time for it. ``adapter``: a PEFT LoRA checkpoint for the network, a
     folder or a hub id, merged into its weights; ``merge=False`` keeps it apart, or several given as {name: folder}, to
     switch with ``model.backbone.set_adapter(name)``. ``quantize="int8"``: 8-bit weights in the network's layers and
-    its head, which take less time and memory and cost a little precision.
+    its head, which take less time and memory and cost a little precision. ``tensor_parallel`` divides the network among
+    the processes that torchrun started; the first of them gets the model, in the others this does not return: they
+    compute their parts until the first one exits, and exit.
     """
     backbone, tokenizer, folder = load_checkpoint(
         source,
@@ -239,6 +242,7 @@ def load(
         adapter=adapter,
         merge=merge,
         quantize=quantize,
+        tensor_parallel=tensor_parallel,
     )
     if mask_id is None:
         mask_id = backbone.special.mask

@@ -32,8 +32,6 @@ class StateRequest(NamedTuple):
 class NetworkRunner(Protocol):
     """Evaluates the network for the sequences that share a step."""
 
-    backbone: Backbone
-
     def __call__(self, requests: Sequence[StateRequest]) -> list[HiddenStates]:
         """The states of each request, covering at least its span."""
 

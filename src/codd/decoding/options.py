@@ -17,6 +17,7 @@ Order = Literal["low_confidence", "margin", "entropy", "random", "left_to_right"
 Sampler = Literal["latent", "any_order", "factorized"]
 Tempering = Literal["published", "paper"]
 Outside = Literal["factorized", "defer"]
+ActivationScope = Literal["window", "sequence"]
 CacheKind = Literal["prefix", "dual"]
 Hook = Callable[[Any, Any, Any], Any]
 """A function of logits (R, V), the masked positions (R,) that they are of, and the ids (L,); returns logits (R, V)."""
@@ -45,7 +46,7 @@ DEFAULT_BLOCK = 32
 """Tokens of a block where neither options nor network say."""
 DEFAULT_THRESHOLD = 0.97
 DEFAULT_GREEDY: Mapping[str, float] = {"threshold": DEFAULT_THRESHOLD}
-"""The pace of a run that is told none, at temperature 0; chosen by measurement (docs/results.md)."""
+"""The pace of a run that is told none, at temperature 0; chosen by measurement (docs/results/default.md)."""
 DEFAULT_SAMPLED: Mapping[str, float] = {"threshold": 0.95}
 """The same above temperature 0."""
 DEFAULT_COUNTED: Mapping[str, float] = {"steps": 32}
@@ -96,9 +97,9 @@ class OptionInfo:
 
 
 def _count(
-    help: str, *, low: int = 1, high: int = LARGEST, metavar: str = "N", optional: bool = False
+    help: str, *, low: int = 1, high: int = LARGEST, metavar: str = "N", optional: bool = False, circuit: bool = False
 ) -> dict[str, OptionInfo]:
-    return {"info": OptionInfo("count", help, low, high, metavar=metavar, optional=optional)}
+    return {"info": OptionInfo("count", help, low, high, metavar=metavar, optional=optional, circuit=circuit)}
 
 
 def _number(help: str, metavar: str, **limits: Any) -> dict[str, OptionInfo]:
@@ -125,6 +126,8 @@ class Keywords(TypedDict, total=False):
     circuit_temperature: float
     tempering: Tempering
     activation: float | None
+    activation_scope: ActivationScope
+    activation_targets: int
     outside: Outside
     threshold: float | None
     entropy_budget: float | None
@@ -176,8 +179,10 @@ class Options:
     Circuit: ``sampler`` picks tokens one by one, each given the others (any_order, the default), draws one latent path
     and then tokens (latent, the default of the preset), or leaves the circuit out. ``circuit_temperature`` divides the
     logits before the product, and the latents are drawn from that ("published" in ``tempering``); "paper" draws the
-    latents untempered and tempers the tokens given them. The circuit acts while the share of masks in its window is
-    below ``activation``. ``outside``: what becomes of tokens that are due but not in the window, in full mode.
+    latents untempered and tempers the tokens given them, and with any_order each token's conditional given the others.
+    The circuit acts while the share of masks is below ``activation``: the share in its window, or with
+    ``activation_scope="sequence"`` that of all positions that the run is to write. In full mode it acts only where its
+    window covers at least ``activation_targets`` of the due tokens; ``outside``: what becomes of those beside it.
 
     KV cache: None computes every position in every step, exactly. With "prefix" a step computes its block and what
     follows, with "dual" its block alone; all else is seen as it was in the full pass that began the block, or in the
@@ -239,16 +244,32 @@ class Options:
     )
     tempering: Tempering = field(
         default="published",
-        metadata=_choice("whether latents are drawn from tempered logits, or not", get_args(Tempering), circuit=True),
+        metadata=_choice(
+            "whether circuit_temperature divides the logits, or sharpens what the product says of each token",
+            get_args(Tempering),
+            circuit=True,
+        ),
     )
     activation: float | None = field(
         default=None,
         metadata=_number(
-            "the circuit acts while fewer of its positions than this are masked; null: always",
+            "the circuit acts while the share of masks is below this; null: always",
             "RATIO",
             optional=True,
             circuit=True,
         ),
+    )
+    activation_scope: ActivationScope = field(
+        default="window",
+        metadata=_choice(
+            "where masks are counted for activation: in the circuit's window, or in all that is to be written",
+            get_args(ActivationScope),
+            circuit=True,
+        ),
+    )
+    activation_targets: int = field(
+        default=1,
+        metadata=_count("in full mode the circuit acts where so many due tokens are in its window", circuit=True),
     )
     outside: Outside = field(
         default="factorized",

@@ -36,14 +36,17 @@ def _block_schedule(state: SequenceState) -> Iterator[StepPlan]:
     steps = sum(sizes) if options.steps is None else options.steps
     if "steps" in options.defaulted:
         steps = max(steps, len(sizes))
-    for (begin, end), masks, share in zip(spans, sizes, divide_steps(steps, sizes), strict=True):
-        for i, count in enumerate(spread(masks, share)):
-            yield StepPlan(begin, end, count, last=i == share - 1)
+    for (begin, end), share in zip(spans, divide_steps(steps, sizes), strict=True):
+        for i in range(share):
+            if left := int(state.masked[begin:end].sum()):  # a constraint may have written more than was due
+                yield StepPlan(begin, end, -(-left // (share - i)), last=i == share - 1)
         yield from edit_steps(state, begin, end)
 
 
 def edit_steps(state: SequenceState, begin: int, end: int) -> Iterator[StepPlan]:
-    """The steps that only edit a block without masks, until one of them changes nothing."""
+    """The steps that only edit a block without masks, until one of them changes nothing; none where nothing may be."""
+    if bool(state.given[begin:end].all()):
+        return
     for _ in range(state.options.max_post_steps if state.options.editing_threshold is not None else 0):
         yield StepPlan(begin, end, 0, last=True)
         if not state.edits:
@@ -59,8 +62,8 @@ def _full_schedule(state: SequenceState) -> Iterator[StepPlan]:
     else:
         steps = masks if options.steps is None else min(options.steps, masks)
         for i in range(steps):
-            left = int(state.masked.sum())
-            yield StepPlan(0, length, -(-left // (steps - i)), last=i == steps - 1)
+            if left := int(state.masked.sum()):
+                yield StepPlan(0, length, -(-left // (steps - i)), last=i == steps - 1)
     yield from edit_steps(state, 0, length)
 
 

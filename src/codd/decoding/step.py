@@ -50,7 +50,8 @@ def _needed_span(state: SequenceState, positions: Int[Tensor, " R"]) -> Window:
         return max(0, min(positions.tolist(), default=0) - reach), len(state.ids)
     block = (state.plan.begin, state.plan.end)
     begin, end = fit_window(block, state.circuit, len(state.ids)) or block
-    return min([begin, *positions[:1].tolist()]), end
+    outer = [*positions[:1].tolist(), *positions[-1:].tolist()]
+    return min([begin, *outer]), max([end, *(position + 1 for position in outer)])
 
 
 def head_rows(
@@ -157,6 +158,13 @@ def window_length(circuit: ProbabilisticCircuit, options: Options, length: int) 
     return min(circuit.length or circuit.window or options.block_length, length)
 
 
+def activation_ratio(state: SequenceState, window: Window) -> float:
+    """The share of masks that ``activation`` is compared with: in the window, or in all that the run is to write."""
+    if state.options.activation_scope == "window":
+        return state.mask_ratio(window)
+    return int(state.masked.sum()) / max(1, int((~state.given).sum()))
+
+
 def circuit_acts(circuit: ProbabilisticCircuit | None, mask_ratio: float, options: Options) -> bool:
     """Whether the circuit takes part in a step at this mask ratio."""
     wanted = circuit is not None and options.sampler != "factorized"
@@ -202,9 +210,10 @@ def _block_step(inputs: StepInputs) -> StepResult:
     window = fit_window(block, circuit, len(state.ids))
     noise = Noise.drawn(len(state.ids), state.generator)
     if state.constraint is not None:
-        acts = window is not None and circuit_acts(circuit, mask_ratio, inputs.options)
+        acts = window is not None and circuit_acts(circuit, activation_ratio(state, block), inputs.options)
         return _constrained(inputs, block, circuit if acts else None, plan.count, noise)
-    if circuit is not None and window is not None and circuit_acts(circuit, mask_ratio, inputs.options):
+    acts = circuit_acts(circuit, activation_ratio(state, block), inputs.options)
+    if circuit is not None and window is not None and acts:
         given = window_inputs(inputs, window, noise)
         return _coupled(circuit, given, plan.count, inputs.options, window, mask_ratio)
     return StepResult(_network_alone(inputs, noise).packed(), 0, block, mask_ratio, False)
@@ -228,14 +237,15 @@ def _full_step(inputs: StepInputs) -> StepResult:
     size = window_length(circuit, options, length)
     begin = int(best_window(due, size))
     window = (begin, begin + size)
-    mask_ratio = state.mask_ratio(window)
-    if not circuit_acts(circuit, mask_ratio, options) or (circuit.length is not None and circuit.length != size):
+    mask_ratio, covered = state.mask_ratio(window), int(due[begin : begin + size].sum())
+    acts = covered >= options.activation_targets and circuit_acts(circuit, activation_ratio(state, window), options)
+    if not acts or (circuit.length is not None and circuit.length != size):
         return (
             constrained((0, length), None, plan.count)
             if constrained
             else StepResult(packed, 0, window, mask_ratio, False)
         )
-    count = None if plan.count is None else int(due[begin : begin + size].sum())
+    count = None if plan.count is None else covered
     if constrained is not None:  # tokens outside of the window are not independent of it: they wait
         return constrained(window, circuit, count)
     coupled = _coupled(circuit, window_inputs(inputs, window, noise), count, options, window, mask_ratio)

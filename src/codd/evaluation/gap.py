@@ -16,17 +16,18 @@ from torch import Tensor
 from codd.backbones.backbone import Backbone, MaskedOutput
 from codd.circuits import ProbabilisticCircuit
 from codd.coupling import Coupled
+from codd.coupling.gap import gap_closed
 from codd.decoding.model import Model
 from codd.errors import InvalidInput
 
 RATIOS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 BLOCK_LENGTH = 32
-"""Of circuits that serve any length, and of models without one."""
+"""Tokens of a block for circuits of any length, and without a circuit."""
 NUMBERS = 2**28
 """The most logits that are held at a time: a gigabyte in float32."""
 
 Progress = Callable[[int, int], None]
-"""Told how many evaluations of how many are done; an evaluation is of one sequence."""
+"""Called with the evaluations done and the number of all; an evaluation is of one sequence."""
 
 
 class BlockScores(NamedTuple):
@@ -36,9 +37,9 @@ class BlockScores(NamedTuple):
     """Tokens that are masked in each block."""
     factorized: Float[Tensor, " B"]
     coupled: Mapping[str, Float[Tensor, " B"]]
-    """Of each circuit."""
+    """Log-likelihoods with each circuit, by its name."""
     sequential: Float[Tensor, " B"]
-    """NaN if it was left out."""
+    """Log-likelihood one token at a time; NaN if it was not measured."""
 
 
 def misspecification(
@@ -53,14 +54,16 @@ def misspecification(
 ) -> dict[float, dict[str, float]]:
     """Log-likelihoods per masked token, and the share of the gap that the circuit closes, at several mask ratios.
 
-    ``ids`` are texts, ``starts`` the first position of a block in each; a block has the circuit's length (32 if it has
-    none, or ``block_length``). Left of the block all is given, in it the ratio is masked (rounded, at least one token),
-    right of it all is masked: what stands there, padding for example, is seen by nobody.
+    ``ids`` are texts, ``starts`` the first position of a block in each; a block has the circuit's length (or
+    ``block_length``; by default that of a block-causal network's blocks, else 32). Blocks of a block-causal network
+    must stand on its grid, counted from the text's first token. Left of the block all is given, in it the ratio is
+    masked (rounded, at least one token), right of it all is masked: what stands there, padding for example, is seen by
+    nobody.
 
     For each ratio: ``factorized``, ``coupled``, ``sequential``; ``gap_closed`` is (coupled - factorized) / (sequential
-    - factorized), NaN if there is no gap, and ``gap_closed_error`` its standard error over blocks; ``tokens`` is how
-    many were masked in all. Without a circuit, coupled is factorized and closes nothing. The seed fixes masks and
-    orders whatever the model, and the masks of a higher ratio contain those of a lower one.
+    - factorized), NaN if there is no gap to close, i.e. less than 0.005 nats a token, and ``gap_closed_error`` its
+    standard error over blocks; ``tokens`` is how many were masked in all. Without a circuit, coupled is factorized.
+    The seed fixes masks and orders whatever the model, and the masks of a higher ratio contain those of a lower one.
     """
     if model.mask_id is None:
         raise InvalidInput("this checkpoint does not say which token is the mask: codd.load(..., mask_id=...).")
@@ -70,38 +73,34 @@ def misspecification(
         ids,
         starts,
         mask_id=model.mask_id,
-        block_length=block_length or circuit_length(model.circuit),
+        block_length=block_length or circuit_length(model.circuit, model.backbone.block_size),
         ratios=ratios,
         seed=seed,
         progress=progress,
     )
-    return {ratio: summary(found, found.coupled.get("", found.factorized)) for ratio, found in scores.items()}
+    return {ratio: summary(at, at.coupled.get("", at.factorized)) for ratio, at in scores.items()}
 
 
-def circuit_length(circuit: ProbabilisticCircuit | None) -> int:
-    """The length of the blocks that a circuit is for."""
-    if circuit is None:
-        return BLOCK_LENGTH
-    return circuit.window or BLOCK_LENGTH
+def circuit_length(circuit: ProbabilisticCircuit | None, block_size: int | None = None) -> int:
+    """The length of the blocks that a circuit is for; where it says nothing, that of the network's blocks, or 32."""
+    return (None if circuit is None else circuit.window) or block_size or BLOCK_LENGTH
 
 
 def summary(scores: BlockScores, coupled: Float[Tensor, " B"]) -> dict[str, float]:
     """The figures of one circuit at one ratio, over all blocks."""
     blocks = len(coupled)
-    gains, gaps = coupled - scores.factorized, scores.sequential - scores.factorized
-    gain, gap = float(gains.sum()), float(gaps.sum())
-    closed = gain / gap if gap else math.nan
-    error = math.nan
-    if gap and blocks > 1:
-        residuals = gains - closed * gaps  # of the linearised ratio
-        error = math.sqrt(float(residuals.square().sum()) * blocks / (blocks - 1)) / abs(gap)
     tokens = blocks * scores.masked
+    means = [float(x.sum()) / tokens for x in (scores.factorized, coupled, scores.sequential)]
+    closed = gap_closed(*means)
+    error = math.nan
+    if not math.isnan(closed) and blocks > 1:
+        gains, gaps = coupled - scores.factorized, scores.sequential - scores.factorized
+        residuals = gains - closed * gaps  # of the linearised ratio
+        error = math.sqrt(float(residuals.square().sum()) * blocks / (blocks - 1)) / float(gaps.sum())
     return {
-        "factorized": float(scores.factorized.sum()) / tokens,
-        "coupled": float(coupled.sum()) / tokens,
-        "sequential": float(scores.sequential.sum()) / tokens,
-        "gap_closed": closed if gain else 0.0,
-        "gap_closed_error": error if gain else 0.0,
+        **dict(zip(("factorized", "coupled", "sequential"), means, strict=True)),
+        "gap_closed": closed,
+        "gap_closed_error": error,
         "tokens": float(tokens),
     }
 
@@ -127,6 +126,7 @@ def block_scores(
     ``order`` replaces the random one of the seed. Without ``sequential`` there is one evaluation a ratio.
     """
     check_blocks(ids, starts, ratios, block_length, mask_id, backbone.vocab_size)
+    check_grid(backbone.block_size, starts, block_length)
     counts = masked_counts(ratios, block_length)
     order = reveal_order(len(ids), block_length, seed) if order is None else order
     size = rows_at_once(backbone, block_length)
@@ -138,10 +138,10 @@ def block_scores(
         if not sequential:
             scores = {n: x._replace(sequential=torch.full_like(x.factorized, torch.nan)) for n, x in scores.items()}
         parts.append(scores)
-    found = {ratio: joined([part[count] for part in parts]) for ratio, count in counts.items()}
-    check_numbers(x.factorized for x in found.values())
-    check_numbers(x.sequential for x in found.values() if sequential)
-    return found
+    by_ratio = {ratio: joined([part[count] for part in parts]) for ratio, count in counts.items()}
+    check_numbers(x.factorized for x in by_ratio.values())
+    check_numbers(x.sequential for x in by_ratio.values() if sequential)
+    return by_ratio
 
 
 def masked_counts(ratios: Sequence[float], block_length: int) -> dict[float, int]:
@@ -162,7 +162,7 @@ def rows_at_once(backbone: Backbone, block_length: int) -> int:
 
 
 def counted(progress: Progress | None, total: int) -> Callable[[int], None]:
-    """Adds up evaluations, and tells."""
+    """A function that adds up evaluations and reports them to ``progress``."""
     done = 0
 
     def advance(rows: int) -> None:
@@ -196,7 +196,7 @@ class Blocks(NamedTuple):
 def batches(
     backbone: Backbone, ids: Int[Tensor, "B T"], starts: Int[Tensor, " B"], order: Int[Tensor, "B S"], size: int
 ) -> Iterator[Blocks]:
-    """So many texts at a time, on the network's device."""
+    """Batches of ``size`` texts, on the network's device."""
     for begin in range(0, len(ids), size):
         some = slice(begin, begin + size)
         yield Blocks(*(x[some].to(backbone.device, torch.long) for x in (ids, starts, order)))
@@ -251,7 +251,7 @@ def _joint(
 
 
 def joined(parts: Sequence[BlockScores]) -> BlockScores:
-    """All blocks, on the host."""
+    """The scores of all blocks together, on the host."""
     return BlockScores(
         parts[0].masked,
         torch.cat([part.factorized for part in parts]).cpu(),
@@ -266,6 +266,22 @@ def check_blocks(
     """Refuse texts and blocks that cannot be scored."""
     _check(ids, starts, ratios, block_length)
     _check_tokens(ids, starts + block_length, mask_id, vocab_size)
+
+
+def check_grid(block_size: int | None, starts: Int[Tensor, " B"], block_length: int) -> None:
+    """Refuse blocks that a block-causal network would not write together; others have no grid."""
+    if block_size is None:
+        return
+    if block_size % block_length:
+        raise InvalidInput(
+            f"this network reads blocks of {block_size} tokens, of which one of {block_length} is no part: give a "
+            f"circuit for {block_size} tokens, or for a divisor."
+        )
+    if len(off := starts[starts % block_length != 0]):
+        raise InvalidInput(
+            f"a block starts at {int(off[0])}, off the grid of this network, which reads blocks of {block_size} tokens "
+            f"from the text's first one: give multiples of {block_length}."
+        )
 
 
 def _check(ids: Tensor, starts: Tensor, ratios: Sequence[float], block_length: int) -> None:
@@ -287,20 +303,20 @@ def _check(ids: Tensor, starts: Tensor, ratios: Sequence[float], block_length: i
 
 
 def _check_tokens(ids: Int[Tensor, "B T"], ends: Int[Tensor, " B"], mask_id: int, vocab_size: int) -> None:
-    """Of what stands right of the blocks nothing is asked."""
+    """Refuse masks and unknown ids; tokens right of the block are not validated."""
     used = torch.arange(ids.shape[1], device=ids.device) < ends.to(ids.device)[:, None]
     if len(masks := (used & (ids == mask_id)).nonzero()):
         where = f"text {int(masks[0, 0])}, position {int(masks[0, 1])}"
         raise InvalidInput(f"{where}: the mask ({mask_id}) stands in or before the block. Give the text itself.")
     if len(wrong := (used & ((ids < 0) | (ids >= vocab_size))).nonzero()):
-        where, found = f"text {int(wrong[0, 0])}, position {int(wrong[0, 1])}", int(ids[*wrong[0]])
-        raise InvalidInput(f"{where}: id {found} is not in the vocabulary of {vocab_size} tokens.")
+        where = f"text {int(wrong[0, 0])}, position {int(wrong[0, 1])}"
+        raise InvalidInput(f"{where}: id {int(ids[*wrong[0]])} is not in the vocabulary of {vocab_size} tokens.")
 
 
 def check_numbers(scores: Iterable[Float[Tensor, " B"]]) -> None:
-    """Refuse what a network that gives no numbers has given."""
-    for found in scores:
-        if len(wrong := found.isnan().nonzero()):
+    """Refuse scores that are NaN."""
+    for values in scores:
+        if len(wrong := values.isnan().nonzero()):
             raise InvalidInput(
                 f"text {int(wrong[0])}: the network's logits are NaN. Check the checkpoint and the precision."
             )

@@ -18,7 +18,7 @@ PACKAGES = ("codd", "torch", "lm_eval", "datasets", "transformers", "numpy", "to
 
 
 def provenance(device: torch.device | str, dtype: torch.dtype | str) -> dict[str, Any]:
-    """What someone needs to know to measure the same again; JSON can write it."""
+    """Machine, versions, revision and command of a measurement, as JSON can write them."""
     device = torch.device(device)
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -36,7 +36,7 @@ def provenance(device: torch.device | str, dtype: torch.dtype | str) -> dict[str
 
 
 def machine(device: torch.device) -> str:
-    """The chip that does the work."""
+    """The name of the GPU, or of the processor with its number of cores."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{_processor()}, {os.cpu_count()} cores"
@@ -44,7 +44,7 @@ def machine(device: torch.device) -> str:
 
 @functools.cache
 def _processor() -> str:
-    """Linux alone says the model in a file; elsewhere Python knows something."""
+    """The processor's name: from /proc on Linux, elsewhere what Python says."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -55,14 +55,14 @@ def _processor() -> str:
 
 @functools.cache
 def versions() -> dict[str, str]:
-    """Of the packages that can move a figure, where they are installed."""
-    found = {}
+    """Versions of the installed packages that can change a figure."""
+    installed = {}
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 @functools.cache

@@ -1,10 +1,10 @@
-"""The folder of an evaluation: what was asked, every sample, the results. All of it JSON, readable years later.
+"""The folder of an evaluation: configurations, every sample, the results. All of it JSON, readable years later.
 
-RUN/cells/<slug>/cell.json       what the cell was told
-RUN/cells/<slug>/answers.*.jsonl while it runs: what the model wrote, a line a request, of each process
-RUN/cells/<slug>/samples.jsonl   when it is done: a line a problem
-RUN/cells/<slug>/result.json     and its figures
-RUN/cells/<slug>/judged.json     of continued text: what a judge says
+RUN/cells/<slug>/cell.json       one configuration (`EvalConfig`); files of format 1 call it a cell
+RUN/cells/<slug>/answers.*.jsonl while it runs: the answers so far, a line per request, a file per process
+RUN/cells/<slug>/samples.jsonl   when it is done: a line per problem
+RUN/cells/<slug>/result.json     when it is done: accuracy and cost
+RUN/cells/<slug>/judged.json     of continued text: the scores of a judge
 RUN/studies/<name>.json          likelihoods, costs
 """
 
@@ -16,35 +16,38 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from codd import validation
+from codd.data.text_files import json_lines, read_json
 from codd.errors import FormatError, InvalidInput, shown
 from codd.evaluation.statistics import Paired, paired
-from codd.evaluation.tasks.cells import NULL, Cell
+from codd.evaluation.tasks.configs import NULL, EvalConfig
 from codd.files import replacing, write_text
-from codd.training import typed
-from codd.training.outputs import holds_something
-from codd.training.text_files import json_lines, read_json
+from codd.folders import is_occupied
+from codd.validation import Section, Whole
 
 MARK = "codd-evaluation.json"
-"""What makes a folder recognisable."""
+"""The file that marks the folder of an evaluation."""
 FORMAT = 1
+CONFIGS, CONFIG = "cells", "cell.json"
+"""Names on the disk, which stay those of format 1."""
 
 
 @dataclass(frozen=True)
-class Sample:
-    """What became of one problem."""
+class Sample(Section):
+    """One problem, the answer to it, and its cost."""
 
-    doc_id: int
+    doc_id: Whole
     prompt: str
     target: str
     text: str
-    """What the model wrote, cut at a stop string."""
-    tokens: int
-    """How many it wrote, up to its end mark."""
-    calls: int
+    """The answer, cut at the first stop string."""
+    tokens: Whole
+    """Tokens of the answer, end marks not counted."""
+    calls: Whole
     """Network evaluations."""
     seconds: float
     """Its share of the batch that it was in: comparable within a run, not with a batch of one."""
-    seed: int
+    seed: Whole
     correct: float | None = None
     """1 or 0 by the task's metric; None where a judge scores the text later."""
     answers: Mapping[str, str] = field(default_factory=dict)
@@ -55,20 +58,20 @@ class Sample:
 
 @dataclass(frozen=True)
 class Result:
-    """A cell that is done."""
+    """The figures of a configuration that is done."""
 
-    cell: Cell
+    config: EvalConfig
     metric: str | None
-    """By which a sample counts as correct; None for continued text."""
+    """The metric that decides whether a sample is correct, as "metric,filter"; None for continued text."""
     accuracy: float | None
     metrics: Mapping[str, float]
-    """All of the task's, averaged."""
+    """The mean of every metric of the task."""
     problems: int
     calls: float
     tokens: float
-    """Means over problems."""
+    """Network evaluations and tokens per problem, means over problems."""
     seconds: float
-    """The median: the batch in which kernels were compiled does not count."""
+    """Seconds per problem: the median, so that the batch in which kernels were compiled does not count."""
     settings: Mapping[str, Any]
     """The prompt's parts, the options in full, stop strings, batch."""
     provenance: Mapping[str, Any]
@@ -76,105 +79,107 @@ class Result:
 
     @cached_property
     def samples(self) -> list[Sample]:
-        """In the order of the problems."""
+        """The samples in the order of the problems."""
         lines = json_lines(self.folder / "samples.jsonl")
-        found: list[Sample] = [typed.build(Sample, line, where) for where, line in lines]
-        return sorted(found, key=lambda sample: sample.doc_id)
+        samples: list[Sample] = [validation.build(Sample, line, where) for where, line in lines]
+        return sorted(samples, key=lambda sample: sample.doc_id)
 
     @cached_property
     def judged(self) -> Mapping[str, Any] | None:
-        """What a judge says of the texts, if one was asked."""
+        """The scores of a judge; None if there was none yet."""
         path = self.folder / "judged.json"
         if not path.exists():
             return None
-        found: Mapping[str, Any] = read_json(path)
-        typed.build(_Judged, found, str(path))
-        return found
+        judged: Mapping[str, Any] = read_json(path)
+        validation.build(_Judged, judged, str(path))
+        return judged
 
     @property
     def correct(self) -> list[float]:
-        """Of every problem."""
+        """The score of every problem: 1 is right, 0 is wrong."""
         return [float(sample.correct or 0) for sample in self.samples]
 
 
 class Run:
-    """A folder of cells and studies."""
+    """A run folder: configurations, their results, and studies."""
 
     def __init__(self, folder: str | os.PathLike[str], *, create: bool = False):
-        """Open one; with ``create`` an empty or new folder becomes one."""
+        """Open a run folder; ``create`` makes one of a new or empty folder. FormatError if it is none."""
         self.folder = Path(folder)
         marked = (self.folder / MARK).is_file()
         if not marked and not create:
             raise FormatError(f"{self.folder}: is no folder of an evaluation (no {MARK}); codd eval --out makes one.")
         if os.path.exists(self.folder) and not self.folder.is_dir():
             raise InvalidInput(f"{self.folder}: is a file; an evaluation needs a folder.")
-        if not marked and holds_something(self.folder):
+        if not marked and is_occupied(self.folder):
             raise InvalidInput(f"{self.folder}: holds something else; give an empty or new folder, or an evaluation's.")
         self.folder.mkdir(parents=True, exist_ok=True)
         if not marked:
             write_json(self.folder / MARK, {"format": FORMAT})
 
-    def cell_folder(self, cell: Cell) -> Path:
-        """Where a cell's files are; another cell never has the same."""
-        folder = self.folder / "cells" / cell.slug
-        told = folder / "cell.json"
-        if not told.exists():
-            write_json(told, cell.as_json())
+    def config_folder(self, config: EvalConfig) -> Path:
+        """The folder of a configuration, made if it is not there; no two configurations share one."""
+        folder = self.folder / CONFIGS / config.slug
+        path = folder / CONFIG
+        if not path.exists():
+            write_json(path, config.as_json())
         return folder
 
-    def cells(self) -> list[Cell]:
-        """All that were asked for, done or not, in order of their names."""
-        paths = sorted((self.folder / "cells").glob("*/cell.json"))
-        return [Cell.from_json(_read_object(path), str(path)) for path in paths]
+    def configs(self) -> list[EvalConfig]:
+        """All configurations of the run, done or not, by folder name."""
+        paths = sorted((self.folder / CONFIGS).glob(f"*/{CONFIG}"))
+        return [EvalConfig.from_json(_read_object(path), str(path)) for path in paths]
 
-    def result(self, cell: Cell) -> Result | None:
-        """Of a cell that is done."""
-        path = self.folder / "cells" / cell.slug / "result.json"
+    def result(self, config: EvalConfig) -> Result | None:
+        """The result of a configuration; None if it is not done."""
+        path = self.folder / CONFIGS / config.slug / "result.json"
         return _read_result(path) if path.exists() else None
 
     def results(self) -> list[Result]:
-        """Of all cells that are done, by task and name."""
-        found = [_read_result(path) for path in sorted((self.folder / "cells").glob("*/result.json"))]
-        return sorted(found, key=lambda result: (result.cell.task, result.cell.split, result.folder.name))
+        """The results of all configurations that are done, by task, split and folder name."""
+        results = [_read_result(path) for path in (self.folder / CONFIGS).glob("*/result.json")]
+        return sorted(results, key=lambda result: (result.config.task, result.config.split, result.folder.name))
 
     def write_result(self, result: Result, samples: Sequence[Sample]) -> None:
-        """Samples first, so that a result never stands without them; then the answers are not needed any more."""
+        """Write samples, then the result, so that a result never lacks its samples; then delete the log of answers."""
         write_lines(result.folder / "samples.jsonl", [asdict(sample) for sample in samples])
-        found = {name: value for name, value in vars(result).items() if name not in ("folder", "samples", "judged")}
-        write_json(result.folder / "result.json", {**found, "cell": result.cell.as_json()})
+        skipped = ("config", "folder", "samples", "judged")
+        figures = {name: value for name, value in vars(result).items() if name not in skipped}
+        write_json(result.folder / "result.json", {**figures, "cell": result.config.as_json()})
         for path in result.folder.glob("answers.*.jsonl"):
             path.unlink()
 
-    def write_study(self, name: str, found: Mapping[str, Any]) -> None:
-        """One of the studies."""
-        write_json(self.folder / "studies" / f"{name}.json", {"study": name, **found})
+    def write_study(self, name: str, figures: Mapping[str, Any]) -> None:
+        """Write what a study measured."""
+        write_json(self.folder / "studies" / f"{name}.json", {"study": name, **figures})
 
     def studies(self) -> dict[str, Any]:
-        """All of them, by name."""
+        """What all studies measured, by name."""
         return {path.stem: _read_object(path) for path in sorted((self.folder / "studies").glob("*.json"))}
 
 
 def control_of(result: Result, results: Sequence[Result]) -> Result | None:
-    """The cell with the null circuit under identical settings."""
-    wanted = result.cell.with_circuit(NULL)
-    found = [other for other in results if other.cell == wanted]
-    return found[0] if found and result.cell.circuit != NULL else None
+    """The result of the null circuit under identical settings; None if there is none, or if this is it."""
+    wanted = result.config.with_circuit(NULL)
+    if result.config.circuit == NULL:
+        return None
+    return next((other for other in results if other.config == wanted), None)
 
 
 def compared(result: Result, other: Result) -> Paired:
-    """The difference of what two cells got right, problem by problem."""
+    """The difference in accuracy of two configurations, paired by problem; InvalidInput if the problems differ."""
     mine, theirs = ({sample.doc_id: sample for sample in each.samples} for each in (result, other))
     if set(mine) != set(theirs):
-        raise InvalidInput(f"{result.cell.slug} and {other.cell.slug} are not about the same problems.")
+        raise InvalidInput(f"{result.config.slug} and {other.config.slug} are not about the same problems.")
     return paired(result.correct, other.correct)
 
 
 class Log:
-    """What was answered so far, a line at a time, so that a kill costs one batch."""
+    """The answers so far, written line by line, so that a kill costs one batch."""
 
     def __init__(self, folder: Path | None, rank: int = 0):
-        """Read what earlier processes left; write to a file of our own. Without a folder, only remember."""
-        self._found: dict[str, dict[str, Any]] = {}
+        """Read the answers of all earlier processes; new ones go to this rank's file, or stay in memory."""
+        self._answers: dict[str, dict[str, Any]] = {}
         self.path = None if folder is None else folder / f"answers.{rank}.jsonl"
         if folder is None or self.path is None:
             return
@@ -183,41 +188,41 @@ class Log:
             for where, line in json_lines(path, unfinished=True):
                 if not isinstance(line.get("key"), str):
                     raise FormatError(f"{where}: is no answer to a request. Remove the file to ask again.")
-                self._found[line["key"]] = line
+                self._answers[line["key"]] = line
         _cut_unfinished(self.path)
 
     def get(self, key: str) -> dict[str, Any] | None:
-        """What was answered to a request."""
-        return self._found.get(key)
+        """The answer to a request; None if there is none yet."""
+        return self._answers.get(key)
 
     def add(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Each has a "key"; on the disk when this returns."""
+        """Add answers, each with its "key"; they are on the disk when this returns."""
         if self.path is not None:
             with self.path.open("a", encoding="utf-8") as file:
                 file.writelines(f"{json.dumps(line)}\n" for line in lines)
                 file.flush()
                 os.fsync(file.fileno())
-        self._found |= {line["key"]: dict(line) for line in lines}
+        self._answers |= {line["key"]: dict(line) for line in lines}
 
 
 def _cut_unfinished(path: Path) -> None:
-    """A kill may leave half a line; the next one must not be written behind it."""
+    """Drop the half line that a kill may leave, so that the next one does not continue it."""
     if not path.exists():
         return
-    found = path.read_bytes()
-    if found and not found.endswith(b"\n"):
+    content = path.read_bytes()
+    if content and not content.endswith(b"\n"):
         with path.open("rb+") as file:
-            file.truncate(found.rfind(b"\n") + 1)
+            file.truncate(content.rfind(b"\n") + 1)
 
 
 class _Stored(NamedTuple):
-    """A result as its file has it."""
+    """The fields of result.json."""
 
     cell: Mapping[str, Any]
     metric: str | None
     accuracy: float | None
     metrics: Mapping[str, float]
-    problems: int
+    problems: Whole
     calls: float
     tokens: float
     seconds: float
@@ -226,45 +231,45 @@ class _Stored(NamedTuple):
 
 
 class _TrueText(NamedTuple):
-    """How the texts really go on, before the same judge."""
+    """The same judge's scores of the true continuations."""
 
     measures: Mapping[str, Mapping[str, float | None]]
     mauve: float | None = None
-    """Of the samples to it."""
+    """MAUVE of the samples against the true continuations."""
     mauve_deviation: float | None = None
 
 
 class _Judged(NamedTuple):
-    """What a judge says, as its file has it."""
+    """The fields of judged.json."""
 
     judge: Mapping[str, str]
     nats: Sequence[float]
-    tokens: Sequence[int]
+    tokens: Sequence[Whole]
     measures: Mapping[str, Mapping[str, float | None]]
-    bytes: Sequence[int] = ()
+    bytes: Sequence[Whole] = ()
     true: _TrueText | None = None
     mauve: Mapping[str, Any] | None = None
 
 
 def _read_result(path: Path) -> Result:
-    found: _Stored = typed.build(_Stored, read_json(path), str(path))
-    return Result(**{**found._asdict(), "cell": Cell.from_json(found.cell, str(path))}, folder=path.parent)
+    stored = validation.build(_Stored, read_json(path), str(path))._asdict()
+    return Result(EvalConfig.from_json(stored.pop("cell"), str(path)), **stored, folder=path.parent)
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    found = read_json(path)
-    if not isinstance(found, dict):
-        raise FormatError(f"{path}: expected a JSON object, found {shown(found)}.")
-    return found
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise FormatError(f"{path}: expected a JSON object, found {shown(value)}.")
+    return value
 
 
 def write_json(path: Path, value: object) -> None:
-    """A file that is whole or not there."""
+    """Write a value as JSON; the file is whole or not there."""
     with replacing(path.parent, path.name) as (temporary,):
         write_text(temporary, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
 def write_lines(path: Path, values: Sequence[object]) -> None:
-    """The same, a line each."""
+    """Write values as JSON lines; the file is whole or not there."""
     with replacing(path.parent, path.name) as (temporary,):
         write_text(temporary, "".join(json.dumps(value) + "\n" for value in values))

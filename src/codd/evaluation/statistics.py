@@ -11,15 +11,16 @@ from numpy.typing import NDArray
 from codd.errors import InvalidInput
 
 RESAMPLES = 2000
+SWAPS = 9999
 
 Floats = NDArray[np.floating[Any]]
 
 
 def mcnemar(gained: int, lost: int) -> float:
-    """Two-sided exact test: how likely is so uneven a split of the problems that only one of two ways solved."""
+    """p-value of McNemar's two-sided exact test, from the problems that only one of two methods solved."""
     total = gained + lost
-    ways: int = sum(math.comb(total, k) for k in range(min(gained, lost) + 1))
-    return min(1.0, float(2 * ways / 2**total))
+    outcomes: int = sum(math.comb(total, k) for k in range(min(gained, lost) + 1))
+    return min(1.0, float(2 * outcomes / 2**total))
 
 
 def bootstrap_interval(
@@ -28,7 +29,7 @@ def bootstrap_interval(
     """The middle 95% of a statistic over resamples of ``n`` problems.
 
     ``statistic`` gets indices of shape (resamples, n) and gives a number for each row. One seed draws the same
-    resamples for every statistic, so that two ways are always compared on the same problems.
+    resamples for every statistic, so that two methods are always compared on the same problems.
     """
     if n < 1:
         raise InvalidInput("there is nothing to draw resamples from.")
@@ -49,22 +50,22 @@ def share_interval(right: int, n: int) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Paired:
-    """One way of solving problems against another on the same problems."""
+    """One method against another on the same problems."""
 
     problems: int
     gained: int
-    """Solved by this way only."""
+    """Problems that this method only solved."""
     lost: int
-    """Solved by the other only."""
+    """Problems that the other only solved."""
     difference: float
-    """Of the mean scores."""
+    """Difference of the mean scores."""
     low: float
     high: float
     p: float | None
     """McNemar's exact test; None where scores are not right or wrong."""
 
     def __str__(self) -> str:
-        """In points, for a table."""
+        """The difference in points with its interval and p, for a table."""
         chance = "" if self.p is None else f", p {self.p:.2g}"
         return f"{100 * self.difference:+.1f} ({100 * self.low:+.1f} to {100 * self.high:+.1f}){chance}"
 
@@ -85,3 +86,25 @@ def paired(scores: Sequence[float | int], others: Sequence[float | int], seed: i
 def ratio_of_sums(totals: Floats, counts: Floats) -> Callable[[NDArray[np.int64]], Floats]:
     """A mean over all tokens of some texts, as a statistic of which texts."""
     return lambda drawn: np.asarray(totals[drawn].sum(-1) / np.maximum(counts[drawn].sum(-1), 1))
+
+
+def holm(ps: Sequence[float]) -> list[float]:
+    """P values after Holm's step-down correction: rejecting those below 0.05 keeps the family-wise error below 5%."""
+    adjusted, worst = [0.0] * len(ps), 0.0
+    for rank, index in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
+        worst = max(worst, min(1.0, (len(ps) - rank) * ps[index]))
+        adjusted[index] = worst
+    return adjusted
+
+
+def swap_test(mine: Floats, theirs: Floats, counts: Floats, others: Floats, rng: np.random.Generator) -> float:
+    """Two-sided permutation test of equal nats per token: the two versions of each text are swapped at random.
+
+    ``mine`` and ``theirs`` are nats, ``counts`` and ``others`` their tokens, one of each per text.
+    """
+    observed = abs(mine.sum() / counts.sum() - theirs.sum() / others.sum())
+    swapped = rng.random((SWAPS, len(mine))) < 0.5
+    totals = np.where(swapped, theirs, mine).sum(1), np.where(swapped, mine, theirs).sum(1)
+    lengths = np.where(swapped, others, counts).sum(1), np.where(swapped, counts, others).sum(1)
+    gaps = np.abs(totals[0] / lengths[0] - totals[1] / lengths[1])
+    return float((1 + (gaps >= observed - 1e-12).sum()) / (1 + SWAPS))

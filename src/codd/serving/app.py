@@ -4,10 +4,11 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -18,13 +19,13 @@ from codd.decoding import Model
 from codd.decoding.inspect import inspect
 from codd.decoding.prompts import can_chat
 from codd.decoding.state import SequenceState
-from codd.serving import connection, prompts, streaming
+from codd.serving import connection, prompts, streaming, tools
 from codd.serving.compiler import Compiler
 from codd.serving.connection import ClientDisconnected, EventStream
 from codd.serving.engine import Engine
 from codd.serving.errors import RESPONSES, APIError, install_handlers
 from codd.serving.metrics import CONTENT_TYPE
-from codd.serving.middleware import RequestMetrics, Security, with_middleware
+from codd.serving.middleware import METRICS, PROBES, RequestMetrics, Security, with_middleware
 from codd.serving.prompts import Compiled, GenerationRequest, Limits
 from codd.serving.requests import ModelCall, QueuedRequest, before
 from codd.serving.responses import (
@@ -36,6 +37,7 @@ from codd.serving.responses import (
     json_response,
     sse_event,
 )
+from codd.serving.responses_api import ResponseEvents, ResponsesRequest
 from codd.serving.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -74,13 +76,16 @@ class Settings:
     log_text: bool = False
     """Whether prompts are logged."""
     connections: int = 256
-    """How many connections are held."""
+    """How many connections are held, and requests answered at once."""
     io_timeout: float = 30.0
     """Seconds in which a client must send the headers of a request, then its body, and read what it is sent."""
 
 
-def create_app(engine: Engine, settings: Settings) -> ASGIApp:
-    """The application with its middleware; it starts the engine and stops it."""
+def create_app(engine: Engine, settings: Settings, metrics: Callable[[], Awaitable[bytes]] | None = None) -> ASGIApp:
+    """The application with its middleware; it starts the engine and stops it.
+
+    ``metrics``: what /metrics answers, where there is more than this engine.
+    """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -98,17 +103,18 @@ def create_app(engine: Engine, settings: Settings) -> ASGIApp:
         redoc_url=None,
     )
     install_handlers(app)
-    routes = Routes(engine, settings)
+    routes = Routes(engine, settings, metrics)
     routes.register(app)
     paths = {route.path for route in app.routes}  # type: ignore[attr-defined]
-    return RequestMetrics(with_middleware(app, settings.security), engine.metrics, paths)
+    return RequestMetrics(with_middleware(app, settings.security, settings.connections), engine.metrics, paths)
 
 
 class Routes:
     """The handlers of all routes."""
 
-    def __init__(self, engine: Engine, settings: Settings):
-        """All routes share one engine."""
+    def __init__(self, engine: Engine, settings: Settings, metrics: Callable[[], Awaitable[bytes]] | None = None):
+        """All routes share one engine; ``metrics``: see `create_app`."""
+        self._metrics = metrics
         self.engine, self.settings, self.model = engine, settings, engine.model
         self.pieces = TokenPieces(engine.model)
         self.created = int(time.time())
@@ -125,11 +131,15 @@ class Routes:
         app.get("/", include_in_schema=False)(self.playground)
         app.get("/playground/{name}", include_in_schema=False)(self.playground_file)
         app.get("/health", responses={503: RESPONSES[503]})(self.health)
-        app.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})(self.metrics)
+        live, ready = PROBES
+        app.get(live, responses={503: RESPONSES[503]})(self.live)
+        app.get(ready, responses={503: RESPONSES[503]})(self.ready)
+        app.get(METRICS, response_class=Response, responses={200: {"content": {"text/plain": {}}}})(self.metrics)
         app.get("/v1/models", responses={401: RESPONSES[401]})(self.models)
         app.get("/v1/models/{name:path}", responses={401: RESPONSES[401], 404: RESPONSES[404]})(self.one_model)
         app.post("/v1/completions", responses=STREAMED)(self.completions)
         app.post("/v1/chat/completions", responses=STREAMED)(self.chat)
+        app.post("/v1/responses", responses=STREAMED)(self.responses)
         app.post("/v1/denoise", responses=STREAMED)(self.denoise)
         app.post("/v1/inspect", responses=RESPONSES)(self.inspect)
         app.post("/v1/constraint", responses=RESPONSES)(self.constraint)
@@ -151,9 +161,20 @@ class Routes:
         body = {"status": "draining" if draining else "ok", **vars(self.engine.load)}
         return json_response(body, 503 if draining else 200)
 
+    async def live(self) -> Response:
+        """Whether the process can still do its work; else it should be started anew."""
+        dead = self.engine.failed
+        return json_response({"status": "failed" if dead else "live"}, 503 if dead else 200)
+
+    async def ready(self) -> Response:
+        """Whether new requests should be sent here."""
+        draining = self.engine.draining
+        return json_response({"status": "draining" if draining else "ready"}, 503 if draining else 200)
+
     async def metrics(self) -> Response:
         """Metrics in Prometheus' text format."""
-        return Response(self.engine.metrics.text(), media_type=CONTENT_TYPE)
+        text = self.engine.metrics.text() if self._metrics is None else await self._metrics()
+        return Response(text, media_type=CONTENT_TYPE)
 
     async def models(self) -> Response:
         """The list of models, which has one; with the options of requests that do not set them."""
@@ -177,6 +198,21 @@ class Routes:
         deadline = self._deadline(body.timeout)
         started = await self._start(prompts.chat_generations, body, request, deadline)
         return await self._openai(body, started, request, deadline, chat=True)
+
+    async def responses(self, body: ResponsesRequest, request: Request) -> Response:
+        """Reply to a text or a conversation, in the newer format."""
+        self._check_name(body.model)
+        deadline = self._deadline(body.timeout)
+        started = await self._start(prompts.response_generations, body, request, deadline)
+        [sequence] = streaming.generated_sequences(started, self.model, _client(request), deadline, self.pieces)
+        self._log_prompts(started)
+        options = sequence.generation.options.as_json()
+        form = ResponseEvents(_new_id("resp"), int(time.time()), self.settings.name, body, options)
+        events = streaming.response_events(self.engine, sequence, form, self.pieces)
+        if body.stream:
+            return EventStream(self.engine, [sequence.request], _encoded(events), named=True)
+        *_, (_, last) = await self._run([sequence.request], _collected(events), request)
+        return json_response(last["response"])
 
     async def denoise(self, body: DenoiseRequest, request: Request) -> Response:
         """Every step of a run, as it is taken."""
@@ -237,7 +273,11 @@ class Routes:
     ) -> Response:
         sequences = streaming.generated_sequences(started, self.model, _client(request), deadline, self.pieces)
         id = _new_id("chatcmpl" if chat else "cmpl")
-        form = OpenAIFormat(id, int(time.time()), self.settings.name, chat, body.include_usage)
+        functions = body.called() if isinstance(body, ChatRequest) else []
+        call_in = partial(tools.call_in, functions=functions) if functions else None
+        form = OpenAIFormat(
+            id, int(time.time()), self.settings.name, chat, body.include_usage, call_in, bool(body.codd_provisional)
+        )
         self._log_prompts(started)
         requests: list[QueuedRequest] = [sequence.request for sequence in sequences]
         if body.stream:

@@ -64,6 +64,9 @@ class Compiler:
         if size > self._limits.constraint:
             message = f"{constraint.field} has {size} bytes; a constraint has at most {self._limits.constraint}."
             raise APIError(400, message, constraint.field)
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return Compiled(constraint.field, self._kept[key])
         turn = self._turns.setdefault(client, asyncio.Lock())
         return Compiled(constraint.field, await before(deadline, self._in_turn(turn, key, constraint)))
 
@@ -72,7 +75,6 @@ class Compiler:
             if key not in self._kept:
                 loop = asyncio.get_running_loop()
                 self._keep(key, await loop.run_in_executor(self._thread, self._compile, constraint))
-            self._kept.move_to_end(key)
             return self._kept[key]
 
     def _keep(self, key: str, automaton: Automaton) -> None:
@@ -84,8 +86,8 @@ class Compiler:
         """In the compiler's thread, which waits for the process."""
         try:
             if self._process is None or not self._process.alive:
-                self._process = _Process(self._model)
-            return self._process.compile(constraint, self._limits)
+                self._process = _Process(self._model, self._limits)
+            return self._process.compile(constraint)
         except CoddError as error:
             raise bad_request(error, constraint.field) from None
 
@@ -103,14 +105,14 @@ class _Head(NamedTuple):
 class _Process:
     """The process that compiles, for one vocabulary."""
 
-    def __init__(self, model: Model):
+    def __init__(self, model: Model, limits: Limits):
         """Start it; CoddError if the model's tokens write no text, or there is no process to be had."""
-        vocabulary = model.vocabulary
+        self._limits, vocabulary = limits, model.vocabulary
         path = os.pathsep.join(part for part in sys.path if part)
         pipe = subprocess.PIPE
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", compiler_process.__name__],
+                [sys.executable, "-m", compiler_process.__name__, str(limits.compile_memory)],
                 stdin=pipe,
                 stdout=pipe,
                 stderr=subprocess.DEVNULL,
@@ -133,8 +135,9 @@ class _Process:
         with self._lock:
             self._process.communicate()  # reaps it and closes the pipes
 
-    def compile(self, constraint: Constraint, limits: Limits) -> Automaton:
+    def compile(self, constraint: Constraint) -> Automaton:
         """The automaton; InvalidConstraint where there is none, or a limit is passed, which ends the process."""
+        limits = self._limits
         with self._lock:
             self._send([limits.compile_seconds, limits.states, MOST_ENTRIES, constraint.kind, constraint.value])
             assert self._process.stdout is not None
@@ -147,7 +150,7 @@ class _Process:
             self.stop()
             raise InvalidConstraint(
                 f"the constraint is too large: it takes more than {limits.compile_seconds:g} seconds or "
-                f"{compiler_process.MEMORY >> 20} MiB of memory to compile. Make it smaller."
+                f"{limits.compile_memory / 2**20:.0f} MiB of memory to compile. Make it smaller."
             )
         tensors = load(body)
         accepting = tensors["accepting"].nonzero()[:, 0].tolist()

@@ -3,9 +3,10 @@
 Python that computes for seconds in a thread would slow down every other thread by as much (each operation of PyTorch
 gives up the interpreter's lock, and waits to have it back), and nothing could end it.
 
-Its input: a line of JSON, the vocabulary [[token, ...], whether spaces are stripped], tokens as Latin-1; then lines
-[seconds, most states, most entries, kind, value]. For each it writes a line {"error": why} or {"start": s, "bytes": n},
-and after the latter n bytes: the tensors of the automaton as safetensors.
+Its argument: the bytes of address space that compiling may take. Its input: a line of JSON, the vocabulary
+[[token, ...], whether spaces are stripped], tokens as Latin-1; then lines [seconds, most states, most entries, kind,
+value]. For each it writes a line {"error": why} or {"start": s, "bytes": n}, and after the latter n bytes: the tensors
+of the automaton as safetensors.
 """
 
 import contextlib
@@ -22,8 +23,6 @@ from codd.constraints import Automaton, Choice, JsonSchema, Language, Regex, Voc
 from codd.errors import InvalidConstraint
 
 KINDS: dict[str, type[Language]] = {"regex": Regex, "json": JsonSchema, "choice": Choice}
-MEMORY = 1 << 30
-"""Bytes of address space that compiling may take; macOS does not enforce it."""
 
 
 def compiled(kind: str, value: Any, vocabulary: Vocabulary, states: int, entries: int) -> Automaton:
@@ -51,7 +50,7 @@ def _answer(request: bytes, vocabulary: Vocabulary) -> bytes:
     return json.dumps({"start": automaton.start, "bytes": len(body)}).encode() + b"\n" + body
 
 
-def _serve() -> None:
+def _serve(memory: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server
     # Windows has no such limits, and those of an administrator may be lower already.
     with contextlib.suppress(ImportError, ValueError, OSError):
@@ -59,7 +58,7 @@ def _serve() -> None:
 
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         os.nice(10)  # the model comes first
-        most = _address_space() + MEMORY
+        most = _address_space() + memory
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
     tokens, strips_space = json.loads(sys.stdin.buffer.readline())
     vocabulary = Vocabulary(tuple(token.encode("latin-1") for token in tokens), strips_space)
@@ -75,4 +74,4 @@ def _address_space() -> int:
 
 
 if __name__ == "__main__":
-    _serve()
+    _serve(int(sys.argv[1]))

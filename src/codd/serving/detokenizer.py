@@ -36,6 +36,8 @@ class Detokenizer:
         self._generation, self._model = generation, model
         self._echo = generation.echo
         self._sent = ""
+        self.held = ""
+        """Text that is settled and held back: it may be the beginning of a stop string."""
         self.settled = -1
         """One beyond the last position that does not change any more; of the text's own, if a suffix follows."""
         ids, begin = generation.ids, generation.begin_text
@@ -57,10 +59,13 @@ class Detokenizer:
             return ""
         self.settled = end
         self._count(own[:end])
-        ready = self._ready(self._decode(own[self._generation.begin_text : end]), finished)
+        text = self._decode(own[self._generation.begin_text : end])
+        ready = self._ready(text, finished)
         if finished and not self.finished:
             self.finished, self.reason = True, self._finish_reason(ids)
-        return self._send(ready)
+        new = self._send(ready)
+        self.held = text[len(self._sent) :].rstrip(INCOMPLETE)
+        return new
 
     def _first_mask(self, ids: Sequence[int]) -> int:
         begin = self._generation.begin_text

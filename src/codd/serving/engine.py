@@ -98,6 +98,8 @@ class Engine:
         self._condition = threading.Condition()
         """Guards the queues, the batch and the flags; notified when any of them changes."""
         self._draining = self._stopped = False
+        self.failed = False
+        """Whether the model's thread has died, so that nothing will be answered any more."""
         self.turn = TURN
         self._mean_seconds = 1.0
         """Moving average of the seconds that a sequence takes."""
@@ -200,7 +202,7 @@ class Engine:
         except BaseException:  # nobody may wait for a thread that is no more
             _log.exception("the model's thread died")
             with self._condition:
-                self._draining = self._stopped = True
+                self._draining = self._stopped = self.failed = True
                 evicted = self._evict()
             self._deliver(evicted)
 
@@ -315,7 +317,7 @@ class Engine:
         if not isinstance(result, Exception) or isinstance(result, CoddError):
             return result
         self.metrics.failures.inc()
-        _log.error("request %s: the model failed", request.id, exc_info=result)
+        _log.error("request %s: the model failed", request.id, exc_info=result, extra={"request_id": request.id})
         return ModelFailure("the server failed at this; its log says why.")
 
     def _deliver(self, results: Sequence[tuple[QueuedRequest, Any]]) -> None:

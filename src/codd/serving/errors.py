@@ -17,6 +17,7 @@ from codd.decoding.options import Options
 from codd.errors import CoddError, ImpossibleEvidence, InvalidEvidence, InvalidInput
 from codd.serving.requests import DeadlineExceeded, ModelFailure, QueueFull, ShuttingDown
 from codd.serving.responses import json_response
+from codd.validation import explain, is_missing, is_unknown
 
 MAX_QUOTED = 100
 """The most characters of a request that an error message repeats."""
@@ -120,7 +121,9 @@ def to_api_error(error: Exception) -> APIError:
     if isinstance(error, QueueFull):
         return APIError(429, str(error), code="queue_full", headers={"Retry-After": str(error.retry_after)})
     if isinstance(error, ShuttingDown):
-        return APIError(503, str(error), code="shutting_down")
+        # Whoever comes again should do so by another connection: this one leads here.
+        headers = {"Retry-After": str(error.retry_after), "Connection": "close"}
+        return APIError(503, str(error), code="shutting_down", headers=headers)
     if isinstance(error, DeadlineExceeded):
         return APIError(504, str(error), param="timeout", code="deadline_passed")
     return APIError(500, "Something went wrong in the server; its log has the details.", code="internal_error")
@@ -175,7 +178,7 @@ def _path(detail: Mapping[str, Any], body: Any) -> tuple[str, ...]:
     path, value = [], body
     for number, part in enumerate(location):
         if isinstance(value, dict) and isinstance(part, str):
-            absent = detail["type"] == "missing" and number == len(location) - 1
+            absent = is_missing(detail) and number == len(location) - 1
             if part not in value and not absent:
                 continue
             value = value.get(part)
@@ -191,11 +194,10 @@ def _message(detail: Mapping[str, Any]) -> str:
     """What is wrong with the value, in lower case and without a full stop."""
     if detail["type"] == "json_invalid":
         return f"is not JSON ({detail['ctx']['error']} at character {detail['loc'][-1]})"
-    if detail["type"] == "extra_forbidden":
+    if is_unknown(detail):
         return "there is no such field"
-    if detail["type"] == "missing":
+    if is_missing(detail):
         return "is missing"
     if detail["type"] in ("model_attributes_type", "dict_type", "model_type"):
         return "expected a JSON object (sent with Content-Type: application/json)"
-    text = str(detail["msg"]).removesuffix(".")
-    return text[:1].lower() + text[1:]
+    return explain(detail)

@@ -1,4 +1,4 @@
-"""Middleware in front of the application: body limit, API key, host check, security headers, request ids, metrics.
+"""Middleware in front of the application: limits, API key, host check, security headers, request ids, metrics.
 
 Plain ASGI, so that streams stream and disconnects are seen. `with_middleware` puts them in order.
 """
@@ -34,6 +34,9 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Permissions-Policy": "camera=(), display-capture=(), geolocation=(), microphone=(), payment=(), usb=()",
 }
+PROBES = ("/health/live", "/health/ready")
+"""Paths for the probes of a cluster, which know neither the key nor a name of the server, and must pass under load."""
+METRICS = "/metrics"
 _REQUEST_ID = re.compile(r"[!-~]{1,64}")
 
 
@@ -55,11 +58,16 @@ class Security:
     """Paths that need no key."""
     open_folders: tuple[str, ...] = ("/playground/",)
     """Folders of static files, which need no key either; each ends in a slash."""
+    metrics_port: int | None = None
+    """A port of this server that has metrics and probes only, for everybody who can reach it."""
 
 
-def with_middleware(app: ASGIApp, security: Security) -> ASGIApp:
-    """The application inside of all middleware; the last one added is the outermost."""
-    app = BodyLimit(app, security.max_body)
+def with_middleware(app: ASGIApp, security: Security, requests: int = 256) -> ASGIApp:
+    """The application inside of all middleware; the last one added is the outermost.
+
+    ``requests``: how many may be under way at once.
+    """
+    app = bare = BodyLimit(app, security.max_body)
     if security.api_key is not None:
         app = ApiKeyCheck(app, security.api_key, security.open_paths, security.open_folders)
     if security.origins:  # outside of the key: browsers send preflight requests without it
@@ -72,6 +80,7 @@ def with_middleware(app: ASGIApp, security: Security) -> ASGIApp:
         )
     if "*" not in security.hosts:
         app = HostCheck(app, security.bound, security.hosts)
+    app = RequestLimit(OpenRoutes(app, bare, security.metrics_port), requests)
     return RequestId(SecurityHeaders(HandledErrors(app), shared=bool(security.origins)))
 
 
@@ -125,6 +134,48 @@ class BodyLimit(HTTPMiddleware):
         await self.app(scope, replay, send)
 
 
+class RequestLimit(HTTPMiddleware):
+    """Answers 503 while so many requests are under way; probes and metrics pass, which are needed then above all."""
+
+    def __init__(self, app: ASGIApp, limit: int):
+        """``limit``: requests at once."""
+        super().__init__(app)
+        self.limit, self.running = limit, 0
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Count the request while it is under way, or refuse it."""
+        if scope["path"] in (*PROBES, METRICS):
+            return await self.app(scope, receive, send)
+        if self.running >= self.limit:
+            message = f"{self.limit} requests are under way: try again in a second (codd serve --connections)."
+            refused = APIError(503, message, code="too_many_requests", headers={"Retry-After": "1"})
+            return await refused.response()(scope, receive, send)
+        self.running += 1
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self.running -= 1
+
+
+class OpenRoutes(HTTPMiddleware):
+    """Leads probes past the checks of key and host, and metrics too if they are asked for at a port of their own."""
+
+    def __init__(self, app: ASGIApp, bare: ASGIApp, metrics_port: int | None):
+        """``bare``: the application without these checks."""
+        super().__init__(app)
+        self.bare, self.metrics_port = bare, metrics_port
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Choose by path, and by the port of the connection, about which no header can lie."""
+        at_metrics_port = self.metrics_port is not None and scope["server"][1] == self.metrics_port
+        if scope["path"] in PROBES or (at_metrics_port and scope["path"] == METRICS):
+            return await self.bare(scope, receive, send)
+        if at_metrics_port:
+            nothing = APIError(404, f"At this port there are {METRICS} and {', '.join(PROBES)}.", code="not_found")
+            return await nothing.response()(scope, receive, send)
+        await self.app(scope, receive, send)
+
+
 class ApiKeyCheck(HTTPMiddleware):
     """Refuses requests without ``Authorization: Bearer KEY`` with 401, except for open paths and folders."""
 
@@ -176,7 +227,10 @@ class HostCheck(HTTPMiddleware):
         """Let the request through, or refuse it."""
         if self._is_own(Headers(scope=scope).get("host", "")):
             return await self.app(scope, receive, send)
-        message = "This server is not known under the name that the request was sent to: start it with that name."
+        message = (
+            "The Host header has a name by which this server may not be called: start it with codd serve --allow-host "
+            "NAME (or * for any), or call it by its address."
+        )
         await APIError(400, message, param="Host", code="unknown_host").response()(scope, receive, send)
 
     def _is_own(self, host: str) -> bool:
@@ -218,7 +272,7 @@ class SecurityHeaders(HTTPMiddleware):
 
 def _cache_control(path: str, status: int) -> str:
     """Responses of the API are never cached; static files may be, but are revalidated each time."""
-    dynamic = path.startswith("/v1/") or path in ("/health", "/metrics") or status >= 400
+    dynamic = path.startswith("/v1/") or path in ("/health", METRICS, *PROBES) or status >= 400
     return "no-store" if dynamic else "no-cache"
 
 
@@ -266,7 +320,7 @@ class HandledErrors(HTTPMiddleware):
 
 
 class RequestMetrics(HTTPMiddleware):
-    """Counts and times requests, and logs one line each, without body and query."""
+    """Counts and times requests, and logs one line each, without body and query; none for probes that pass."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, paths: Collection[str]):
         """``paths``: the routes that are counted by name; all other paths count as "other"."""
@@ -290,4 +344,7 @@ class RequestMetrics(HTTPMiddleware):
             seconds = time.monotonic() - started
             self.metrics.requests.labels(path, str(status)).inc()
             self.metrics.request_seconds.labels(path).observe(seconds)
-            _log.info("%s %s %d %.3f s", scope["method"], path, status, seconds)
+            fields = {"method": scope["method"], "route": path, "status": status, "seconds": round(seconds, 6)}
+            routine = status == 200 and path in (*PROBES, METRICS)  # every few seconds, for ever
+            level = logging.DEBUG if routine else logging.INFO
+            _log.log(level, "%s %s %d %.3f s", scope["method"], path, status, seconds, extra=fields)

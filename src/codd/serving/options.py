@@ -4,11 +4,12 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, create_model, model_validator
+from pydantic import BaseModel, Field, create_model, model_validator
 
 from codd.decoding.options import LARGEST, OPTIONS, PACES, UNTYPED, OptionInfo, Options, default_in_words
 from codd.errors import InvalidInput
 from codd.serving.errors import bad_request
+from codd.validation import STRICT
 
 MAX_FIELDS = 1000
 """No object in a request has more fields."""
@@ -27,7 +28,7 @@ texts as well, so that each kind of request declares its own."""
 class Strict(BaseModel):
     """A part of a request: an unknown field is an error that names it, and "3" is not 3."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = STRICT
 
     @model_validator(mode="before")
     @classmethod

@@ -17,7 +17,8 @@ from codd.decoding.state import SequenceState
 from codd.errors import CoddError, InvalidConstraint, InvalidInput
 from codd.serving.errors import APIError, bad_request
 from codd.serving.options import SamplingOptions
-from codd.serving.schemas import ChatRequest, CompletionRequest, DenoiseRequest, InspectRequest, OpenAIRequest
+from codd.serving.responses_api import ResponsesRequest
+from codd.serving.schemas import ChatRequest, CompletionRequest, DenoiseRequest, InspectRequest, OpenAIFields
 
 BYTES_A_TOKEN = 16
 """Of text, at most, that a token is taken to stand for: four times what prose has."""
@@ -41,6 +42,8 @@ class Limits:
     """The most states of a compiled constraint: the work of a step grows with them."""
     compile_seconds: float = 5.0
     """The most seconds for compiling one."""
+    compile_memory: int = 1 << 30
+    """The most bytes of memory for that, beside what the process has at its start; macOS does not enforce it."""
 
     def max_length(self, model: Model) -> int:
         """The most tokens of a sequence with this model."""
@@ -156,6 +159,15 @@ def chat_generations(
     return list(_choices(_continuation(model, ids, fields, limits), body, 0, ""))
 
 
+def response_generations(
+    body: ResponsesRequest, model: Model, limits: Limits, constraint: Compiled | None = None
+) -> list[GenerationRequest]:
+    """The one sequence of /v1/responses."""
+    fields = _openai_fields(body, "input", model, limits, 1, constraint)
+    ids = _encode(model, body.messages(), fields, limits, None)
+    return list(_choices(_continuation(model, ids, fields, limits), body, 0, ""))
+
+
 def completion_generations(
     body: CompletionRequest, model: Model, limits: Limits, constraint: Compiled | None = None
 ) -> list[GenerationRequest]:
@@ -195,7 +207,7 @@ def inspect_arguments(
 
 
 def _openai_fields(
-    body: OpenAIRequest, prompt: str, model: Model, limits: Limits, prompts: int, constraint: Compiled | None
+    body: OpenAIFields, prompt: str, model: Model, limits: Limits, prompts: int, constraint: Compiled | None
 ) -> _Fields:
     """The fields of a request to one of OpenAI's routes; refuses what this server cannot do at all."""
     body.check_supported()
@@ -323,7 +335,7 @@ def _default_steps(options: Options, steps: int, length: int, masks: Sequence[in
     return steps if steps >= blocks else max(blocks, math.ceil(len(masks) * steps / max(1, length)))
 
 
-def _choices(generation: GenerationRequest, body: OpenAIRequest, prompt: int, echo: str) -> Iterator[GenerationRequest]:
+def _choices(generation: GenerationRequest, body: OpenAIFields, prompt: int, echo: str) -> Iterator[GenerationRequest]:
     """One generation request for each choice, with consecutive seeds."""
     seed, field, logprobs = generation.options.seed, *body.reported()
     assert isinstance(seed, int)

@@ -1,7 +1,7 @@
 """HTTP connections with bounds: clients that are too slow or too many hold neither sockets nor memory for long.
 
-uvicorn knows how long a connection may be idle between requests, and answers 503 above a number of connections. Here
-are the rest: deadlines for a request that is being sent and for a response that is being read, and a limit on sockets.
+uvicorn knows how long a connection may be idle between requests. Here are the rest: deadlines for a request that is
+being sent and for a response that is being read, and a limit on sockets.
 """
 
 import asyncio
@@ -102,14 +102,16 @@ class BoundedProtocol(H11Protocol):
             max(waiting, key=lambda each: (counts[each.address], -each._since)).transport.abort()
 
     def _watch_reading(self) -> None:
-        """Set the deadline for the phase of the request, if it is another one than before."""
-        phase = (self.conn.their_state, self.cycle)
+        """Set the deadline of a new phase of the request; uvicorn has one for the time between two requests."""
+        idle = self.cycle is not None and self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
+        phase = (self.conn.their_state, self.cycle, idle)
         if phase == self._phase:
             return
         self._phase, self._since = phase, time.monotonic()
         if self._reading is not None:
             self._reading.cancel()
-        self._reading = self.loop.call_later(self.timeout, self._end_reading) if self.owes_request else None
+        timed = self.owes_request and not idle
+        self._reading = self.loop.call_later(self.timeout, self._end_reading) if timed else None
 
     def _end_reading(self) -> None:
         """Close the connection; with an answer if a part of a request is here that has none yet."""

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from codd.decoding.state import SequenceState, Step
 
-REQUEST_ID: ContextVar[str] = ContextVar("codd_request_id", default="no request")
-"""The id of the HTTP request that is being answered."""
+REQUEST_ID: ContextVar[str] = ContextVar("codd_request_id", default="-")
+"""The id of the HTTP request that is being answered; "-" if there is none."""
 Result = TypeVar("Result")
 
 
@@ -24,6 +24,9 @@ class QueueFull(Exception):
 
 class ShuttingDown(Exception):
     """The engine takes no new requests, or has stopped before this one was finished."""
+
+    retry_after = 5
+    """Seconds after which another server may have taken its place."""
 
     def __init__(self) -> None:
         """The message that clients get."""

@@ -18,7 +18,7 @@ from codd.decoding.inspect import Beliefs, Inspection
 from codd.errors import CoddError
 
 Json = dict[str, Any]
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 SSE_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "X-Accel-Buffering": "no"}
 """Headers of a response that is a stream of events: proxies must not buffer it."""
@@ -105,26 +105,45 @@ class OpenAIFormat:
     """Whether this is /v1/chat/completions or /v1/completions."""
     include_usage: bool = False
     """Whether a stream ends with a usage chunk."""
+    call_in: Callable[[str], Json] | None = None
+    """Where texts are calls of functions: the name and arguments in one."""
+    provisional: bool = False
+    """Whether a stream also says what stands behind the settled prefix for now."""
 
     def full(self, texts: Sequence[tuple[str, FinishReason, Json | None]], usage: Usage) -> Json:
         """A response that is not streamed: one choice for each text, with its log-probabilities if they are wanted."""
         choices = [
-            {"index": index, **self._content(text), "logprobs": logprobs, "finish_reason": reason}
+            {
+                "index": index,
+                **self._content(index, text),
+                "logprobs": logprobs,
+                "finish_reason": self._reason(reason),
+            }
             for index, (text, reason, logprobs) in enumerate(texts)
         ]
         return {**self._head("chat.completion"), "choices": choices, "usage": usage.as_json()}
 
     def first_chunk(self, index: int) -> Json | None:
         """The first chunk of a choice: in a chat the role of the speaker, else there is none."""
-        return self._chunk(index, {"delta": {"role": "assistant", "content": ""}}) if self.chat else None
+        content = None if self.call_in else ""
+        return self._chunk(index, {"delta": {"role": "assistant", "content": content}}) if self.chat else None
 
     def text_chunk(self, index: int, text: str, logprobs: Json | None = None) -> Json:
-        """A chunk with more text of a choice."""
+        """A chunk with more text of a choice; of a call, all of it."""
+        if self.call_in:
+            return self._chunk(
+                index, {"delta": {"tool_calls": [{"index": 0, **self._call(index, text)}]}}, None, logprobs
+            )
         return self._chunk(index, {"delta": {"content": text}} if self.chat else {"text": text}, logprobs=logprobs)
+
+    def provisional_chunk(self, index: int, pieces: list[str | None]) -> Json:
+        """A chunk without text, for the client that asked for it: what follows the text of a choice for now."""
+        content: Json = {"delta": {}} if self.chat else {"text": ""}
+        return self._chunk(index, {**content, "codd_provisional": pieces})
 
     def last_chunk(self, index: int, reason: FinishReason) -> Json:
         """The last chunk of a choice, which says why it ends."""
-        return self._chunk(index, {"delta": {}} if self.chat else {"text": ""}, reason)
+        return self._chunk(index, {"delta": {}} if self.chat else {"text": ""}, self._reason(reason))
 
     def usage_chunk(self, usage: Usage) -> Json | None:
         """The chunk after all choices, if the client asked for it."""
@@ -136,8 +155,18 @@ class OpenAIFormat:
         kind = kind if self.chat else "text_completion"
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    def _content(self, text: str) -> Json:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
+    def _content(self, index: int, text: str) -> Json:
+        if not self.chat:
+            return {"text": text}
+        said = {"content": None, "tool_calls": [self._call(index, text)]} if self.call_in else {"content": text}
+        return {"message": {"role": "assistant", "refusal": None, **said}}
+
+    def _call(self, index: int, text: str) -> Json:
+        assert self.call_in is not None
+        return {"id": f"call_{self.id}_{index}", "type": "function", "function": self.call_in(text)}
+
+    def _reason(self, reason: FinishReason) -> FinishReason:
+        return "tool_calls" if self.call_in else reason
 
     def _chunk(
         self, index: int, content: Json, reason: FinishReason | None = None, logprobs: Json | None = None
@@ -159,6 +188,14 @@ class TokenPieces:
     def __call__(self, ids: Sequence[int]) -> list[str | None]:
         """The text of each id: special tokens by their names, incomplete characters as U+FFFD, None for the mask."""
         return [None if token == self._mask_id else self.of(token) for token in ids]
+
+    def provisional(self, ids: Sequence[int]) -> list[str | None]:
+        """The same for readers of a text: special tokens write nothing."""
+        special = set() if self._tokenizer is None else self._tokenizer.special_ids
+        return [
+            "" if token in special and token != self._mask_id else piece
+            for token, piece in zip(ids, self(ids), strict=True)
+        ]
 
     def of(self, token: int) -> str:
         """The text of one id."""

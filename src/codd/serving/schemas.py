@@ -1,11 +1,12 @@
 """Schemas of request bodies: OpenAI's and our own. `codd.serving.prompts` checks their values against the model."""
 
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
 from codd.serving.errors import APIError
 from codd.serving.options import Count, Ids, InspectOptions, SamplingOptions, Strict
+from codd.serving.tools import Function, NamedTool, Tool, functions_asked, schema_of
 
 MAX_CHOICES = 16
 Alternatives = Annotated[int, Field(ge=0, le=20)]
@@ -152,41 +153,104 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = Field(None, description="Ignored: nothing is padded.")
 
 
-def _unsupported(accepted: str) -> Any:
+def unsupported(accepted: str) -> Any:
     """A field of OpenAI's that is refused unless it holds one of the accepted values, which change nothing."""
     return Field(None, description=f"Not supported: {accepted} only.")
 
 
-def _ignored(why: str) -> Any:
+def ignored(why: str) -> Any:
     """A field of OpenAI's that may hold anything and has no effect."""
     return Field(None, description=f"Ignored: {why}.")
 
 
-class OpenAIRequest(SamplingOptions, Formatted):
-    """The fields that both of OpenAI's requests have, and the decoding options beside them."""
+NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0.0,),
+    "presence_penalty": (0.0,),
+    "logit_bias": ({},),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "moderation": (),
+    "store": (False,),
+}
+"""What unsupported fields may hold beside null: values that ask for nothing."""
+
+
+class OpenAIFields(SamplingOptions, Guided):
+    """The fields that all of OpenAI's requests have, and the decoding options beside them."""
+
+    length_fields: ClassVar[tuple[str, ...]] = ("max_tokens", "max_completion_tokens", "gen_length")
+    """What the length is called, by the usual name first."""
+    no_op_values: ClassVar[dict[str, tuple[Any, ...]]] = NO_OP_VALUES
 
     model: str = Field(description="One of /v1/models.")
+    stream: bool | None = Field(None, description="The settled prefix as it grows, or one object.")
+    codd_provisional: bool | None = Field(
+        None, description="In a stream: also what stands behind that prefix for now, token by token."
+    )
+    timeout: Timeout | None = Field(None, description="Seconds until the server gives up.")
+    user: str | None = ignored("the server keeps no accounts")
+
+    @property
+    def choices(self) -> int:
+        """How many choices each prompt has."""
+        return 1
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return ()
+
+    def reported(self) -> tuple[str, int | None]:
+        """The field that asks for log-probabilities, and how many alternatives to each token; None: nothing is."""
+        return "logprobs", None
+
+    def given(self) -> dict[str, Any]:
+        """The decoding options that the client set, the length under any name."""
+        _, length = self.length()
+        return super().given() if length is None else {**super().given(), "gen_length": length}
+
+    def length(self) -> tuple[str, int | None]:
+        """The name of the field with the requested length, and the length in tokens; None if there is none.
+
+        Raises if fields that mean the same differ.
+        """
+        lengths = {name: value for name in self.length_fields if (value := getattr(self, name, None)) is not None}
+        if len(set(lengths.values())) > 1:
+            *others, last = lengths
+            raise APIError(400, f"{' and '.join([*others, last])} are the same and differ: give one of them.", last)
+        return next(iter(lengths.items()), (self.length_fields[0], None))
+
+    def check_supported(self) -> None:
+        """Refuse what OpenAI's servers can do and this one cannot, by the name of the field."""
+        for name, accepted in self.no_op_values.items():
+            value = getattr(self, name, None)
+            if value is not None and not any(type(value) is type(no_op) and value == no_op for no_op in accepted):
+                raise APIError(400, f"{name} is not supported here: leave it out.", name, "unsupported")
+        if self.codd_provisional and not self.stream:
+            raise APIError(400, "codd_provisional is for streams: give stream true, too.", "codd_provisional")
+
+
+class OpenAIRequest(OpenAIFields, Formatted):
+    """The fields that the requests of both completion routes have."""
+
     max_tokens: Length | None = Field(None, description="The same as gen_length.")
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(None, description="Choices; the default is 1.")
-    stream: bool | None = Field(None, description="The settled prefix as it grows, or one object.")
     stream_options: StreamOptions | None = None
     stop: bool | Annotated[str, Field(min_length=1, max_length=1000)] | Stops | None = Field(
         None, description="Stop strings, before which the text ends; or whether it ends at the end-of-text token."
     )
-    timeout: Timeout | None = Field(None, description="Seconds until the server gives up.")
-    user: str | None = _ignored("the server keeps no accounts")
-    frequency_penalty: float | None = _unsupported("0 or null")
-    presence_penalty: float | None = _unsupported("0 or null")
-    logit_bias: dict[str, Any] | None = _unsupported("{} or null; see ban")
+    frequency_penalty: float | None = unsupported("0 or null")
+    presence_penalty: float | None = unsupported("0 or null")
+    logit_bias: dict[str, Any] | None = unsupported("{} or null; see ban")
 
     @property
     def choices(self) -> int:
         """How many choices each prompt has."""
         return 1 if self.n is None else self.n
-
-    def reported(self) -> tuple[str, int | None]:
-        """The field that asks for log-probabilities, and how many alternatives to each token; None: nothing is."""
-        return "logprobs", None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -201,31 +265,11 @@ class OpenAIRequest(SamplingOptions, Formatted):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     def given(self) -> dict[str, Any]:
-        """The decoding options that the client set: ``stop`` only if it is a switch, the length under any name."""
+        """The same; ``stop`` is an option only if it is a switch."""
         options = super().given()
         if not isinstance(self.stop, bool):
             options.pop("stop", None)
-        _, length = self.length()
-        return options if length is None else {**options, "gen_length": length}
-
-    def length(self) -> tuple[str, int | None]:
-        """The name of the field with the requested length, and the length in tokens; None if there is none.
-
-        Raises if fields that mean the same differ.
-        """
-        names = ("max_tokens", "max_completion_tokens", "gen_length")
-        lengths = {name: value for name in names if (value := getattr(self, name, None)) is not None}
-        if len(set(lengths.values())) > 1:
-            *others, last = lengths
-            raise APIError(400, f"{' and '.join([*others, last])} are the same and differ: give one of them.", last)
-        return next(iter(lengths.items()), ("max_tokens", None))
-
-    def check_supported(self) -> None:
-        """Refuse what OpenAI's servers can do and this one cannot, by the name of the field."""
-        for name, accepted in NO_OP_VALUES.items():
-            value = getattr(self, name, None)
-            if value is not None and not any(type(value) is type(no_op) and value == no_op for no_op in accepted):
-                raise APIError(400, f"{name} is not supported here: leave it out.", name, "unsupported")
+        return options
 
 
 class CompletionRequest(OpenAIRequest):
@@ -244,7 +288,7 @@ class CompletionRequest(OpenAIRequest):
     )
     suffix: str | None = Field(None, description="Text that follows: max_tokens masks are put before it.")
     echo: bool | None = Field(None, description="Put the prompt before the generated text.")
-    best_of: Count | None = _unsupported("n or null")
+    best_of: Count | None = unsupported("n or null")
     logprobs: Alternatives | None = Field(
         None, description="Log-probabilities of the tokens, and of so many others in the place of each."
     )
@@ -267,25 +311,29 @@ class ChatRequest(OpenAIRequest):
     max_completion_tokens: Length | None = Field(None, description="The same as gen_length.")
     logprobs: bool | None = Field(None, description="Log-probabilities of the tokens.")
     top_logprobs: Alternatives | None = Field(None, description="Of so many others in the place of each, too.")
-    tools: Any = _unsupported("[] or null")
-    tool_choice: Any = _unsupported('"none", "auto" or null')
-    functions: Any = _unsupported("[] or null")
-    function_call: Any = _unsupported('"none", "auto" or null')
-    modalities: Any = _unsupported('["text"] or null')
-    audio: Any = _unsupported("null")
-    prediction: Any = _unsupported("null")
-    web_search_options: Any = _unsupported("null")
-    moderation: Any = _unsupported("null")
-    store: bool | None = _unsupported("false or null")
-    metadata: dict[str, Any] | None = _ignored("nothing is stored that it could be attached to")
-    service_tier: str | None = _ignored("there is one queue for all")
-    parallel_tool_calls: bool | None = _ignored("there are no tools")
-    reasoning_effort: str | None = _ignored("nothing is written but the answer; see steps")
-    verbosity: str | None = _ignored("the length is max_tokens")
-    safety_identifier: str | None = _ignored("the server keeps no accounts")
-    prompt_cache_key: str | None = _ignored("no prompt is cached")
-    prompt_cache_retention: str | None = _ignored("no prompt is cached")
-    prompt_cache_options: dict[str, Any] | None = _ignored("no prompt is cached")
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = Field(
+        None, description="Functions, of which the answer calls one. The model is not told of them."
+    )
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
+        None, description='A function, "required" for one of them, or "none". "auto", the default, is not supported.'
+    )
+    functions: Any = unsupported("[] or null; see tools")
+    function_call: Any = unsupported('"none", "auto" or null')
+    modalities: Any = unsupported('["text"] or null')
+    audio: Any = unsupported("null")
+    prediction: Any = unsupported("null")
+    web_search_options: Any = unsupported("null")
+    moderation: Any = unsupported("null")
+    store: bool | None = unsupported("false or null")
+    metadata: dict[str, Any] | None = ignored("nothing is stored that it could be attached to")
+    service_tier: str | None = ignored("there is one queue for all")
+    parallel_tool_calls: bool | None = ignored("an answer is one call")
+    reasoning_effort: str | None = ignored("nothing is written but the answer; see steps")
+    verbosity: str | None = ignored("the length is max_tokens")
+    safety_identifier: str | None = ignored("the server keeps no accounts")
+    prompt_cache_key: str | None = ignored("no prompt is cached")
+    prompt_cache_retention: str | None = ignored("no prompt is cached")
+    prompt_cache_options: dict[str, Any] | None = ignored("no prompt is cached")
 
     def reported(self) -> tuple[str, int | None]:
         """As the two fields say together."""
@@ -293,20 +341,11 @@ class ChatRequest(OpenAIRequest):
             raise APIError(400, "top_logprobs is for those who ask for logprobs: give logprobs true.", "top_logprobs")
         return "top_logprobs", (self.top_logprobs or 0) if self.logprobs else None
 
+    def called(self) -> list[Function]:
+        """Those of which the answer calls one; none if it is a text."""
+        return functions_asked(self.tools, self.tool_choice)
 
-NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0.0,),
-    "presence_penalty": (0.0,),
-    "logit_bias": ({},),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "web_search_options": (),
-    "moderation": (),
-    "store": (False,),
-}
-"""What unsupported fields may hold beside null: values that ask for nothing."""
+    def _constraints(self) -> list[Constraint]:
+        functions = self.called()
+        call = [Constraint("tools", "json", schema_of(functions))] if functions else []
+        return [*call, *super()._constraints()]

@@ -9,22 +9,29 @@ import signal
 import socket
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import FrameType
 
 import uvicorn
 
 from codd.errors import CircuitSteppedAside, InvalidInput
 from codd.serving.app import Settings, create_app
-from codd.serving.engine import Engine
+from codd.serving.engine import MAX_RETRY_AFTER, Engine
 from codd.serving.protocol import OncePerMinute, bounded_protocol
 
+_log = logging.getLogger("codd.serving")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _BACKLOG = 128
 """Connections that wait to be accepted; asyncio accepts as many at once, before any of them is counted."""
+_LAST_WORDS = 1
+"""Seconds, after draining, for the last bytes of answers."""
 _OWN_FILES = 64
 """File descriptors that are not connections, at most."""
+_KEEP_ALIVE = MAX_RETRY_AFTER + 15
+"""Seconds that a connection may be idle: a client that comes again after Retry-After finds it open."""
 _M_ARENA_MAX = -8
 """The number by which glibc's mallopt knows the limit of its heaps."""
 _ONCE_PER_MINUTE = OncePerMinute()
@@ -33,10 +40,10 @@ _ONCE_PER_MINUTE = OncePerMinute()
 class Server(uvicorn.Server):
     """A uvicorn server that drains on the first signal and exits at the second."""
 
-    def __init__(self, config: uvicorn.Config, engine: Engine, on_ready: Callable[[str], None]):
-        """``on_ready`` is called with the URL once requests are accepted."""
+    def __init__(self, config: uvicorn.Config, engine: Engine, drain: int, on_ready: Callable[[str], None]):
+        """``drain``: seconds to finish requests; ``on_ready`` is called with the URL once requests are accepted."""
         super().__init__(config)
-        self.engine, self.on_ready = engine, on_ready
+        self.engine, self.drain, self.on_ready = engine, drain, on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start, and report the URL, whose port may have been chosen by the system."""
@@ -50,6 +57,23 @@ class Server(uvicorn.Server):
         self.engine.drain()
         self.force_exit = self.should_exit
         self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Finish the requests that are under way, while new ones are answered with 503; then close the sockets."""
+        self.engine.drain()
+        started, count, left = time.monotonic(), len(self.server_state.tasks), set(self.server_state.tasks)
+        _log.info("shutting down: %d requests under way have %d s to finish", count, self.drain)
+        while left and not self.force_exit and time.monotonic() - started < self.drain:
+            _, left = await asyncio.wait(left, timeout=0.1)  # seldom enough, and a second signal is seen soon
+        if left and not self.force_exit:
+            await self.engine.close()  # so that their clients are told
+        await super().shutdown(sockets)
+        _log.info(
+            "shut down after %.1f s: %d requests finished, %d broken off",
+            time.monotonic() - started,
+            count - len(left),
+            len(left),
+        )
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -78,27 +102,36 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def create_server(engine: Engine, settings: Settings, *, drain: int, on_ready: Callable[[str], None]) -> Server:
-    """A server; ``run(sockets=[...])`` starts it. ``drain``: seconds to finish requests when it is stopped."""
-    # The circuit steps aside from texts that it gives no probability, which clients may send at any time.
-    warnings.simplefilter("ignore", CircuitSteppedAside)
-    _limit_arenas()
+    """A server; ``run(sockets=[...])`` starts it, at the first socket and, if there is one, the port of metrics.
+
+    ``drain``: seconds to finish requests when it is stopped.
+    """
+    prepare_process()
     connections = min(settings.connections, max(1, _file_limit() - _OWN_FILES))
     config = uvicorn.Config(
-        create_app(engine, settings),
+        create_app(engine, replace(settings, connections=connections)),
         lifespan="on",
         log_config=None,
         access_log=False,  # `RequestMetrics` logs one line a request, without the query
         server_header=False,
-        timeout_graceful_shutdown=drain,
+        timeout_keep_alive=_KEEP_ALIVE,
+        timeout_graceful_shutdown=_LAST_WORDS,
         http=bounded_protocol(connections, settings.io_timeout),
         ws="none",
-        limit_concurrency=connections + 1,
+        loop="asyncio",  # whose transports the protocol is written for; uvicorn would take uvloop where it is installed
         backlog=_BACKLOG,
     )
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     for name in ("uvicorn.error", "asyncio"):
         logging.getLogger(name).addFilter(_ONCE_PER_MINUTE)
-    return Server(config, engine, on_ready)
+    return Server(config, engine, drain, on_ready)
+
+
+def prepare_process() -> None:
+    """Settings of a process that serves: bounded heaps, and no warnings that clients can cause."""
+    # The circuit steps aside from texts that it gives no probability, which clients may send at any time.
+    warnings.simplefilter("ignore", CircuitSteppedAside)
+    _limit_arenas()
 
 
 def _limit_arenas(most: int = 2) -> None:

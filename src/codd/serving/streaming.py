@@ -21,6 +21,7 @@ from codd.serving.responses import (
     start_event,
     step_event,
 )
+from codd.serving.responses_api import ResponseEvents
 
 
 class GeneratedSequence:
@@ -45,6 +46,7 @@ class GeneratedSequence:
         self._logprobs = logprobs
         self.new_logprobs: list[TokenLogprob] = []
         """Of the tokens whose text the latest step added."""
+        self._ids: list[int] = []
 
     def add(self, step: Step) -> str:
         """Count a step; returns the text that it adds."""
@@ -52,13 +54,19 @@ class GeneratedSequence:
         self.circuit_steps += step.circuit
         self.computed += step.computed
         self.cached += step.cached
+        self._ids = step.ids.tolist()
         text = self.detokenizer.add(step.ids, step.finished, step.settled)
         if self._logprobs is not None:
             self._logprobs.add(step)
             whole = self.detokenizer.finished and not self.generation.stops
             length = None if whole else len(self.detokenizer.text)
-            self.new_logprobs = self._logprobs.take(step.ids.tolist(), self.detokenizer.settled, length)
+            self.new_logprobs = self._logprobs.take(self._ids, self.detokenizer.settled, length)
         return text
+
+    def provisional(self, pieces: TokenPieces) -> list[str | None]:
+        """What follows the text so far, token by token, None for a mask: later steps fill and may change it."""
+        held = [self.detokenizer.held] if self.detokenizer.held else []
+        return [*held, *pieces.provisional(self._ids[self.detokenizer.settled : self.generation.end_text])]
 
     @property
     def usage(self) -> Usage:
@@ -150,20 +158,45 @@ def _logprobs(
 async def stream_chunks(
     engine: Engine, sequences: Sequence[GeneratedSequence], form: OpenAIFormat, pieces: TokenPieces
 ) -> AsyncIterator[bytes]:
-    """OpenAI's response as server-sent events: the settled prefix of each choice as it grows."""
+    """OpenAI's response as server-sent events: the settled prefix of each choice as it grows; a call in one piece."""
+    texts, found = [""] * len(sequences), [list[TokenLogprob]() for _ in sequences]
     for number in range(len(sequences)):
         if (first := form.first_chunk(number)) is not None:
             yield sse_event(first)
     async for number, text in deltas(engine, sequences):
-        if text:
-            sequence = sequences[number]
-            logprobs = _logprobs(sequence, sequence.new_logprobs, form, pieces)
-            yield sse_event(form.text_chunk(number, text, logprobs))
-        if sequences[number].detokenizer.finished:
-            yield sse_event(form.last_chunk(number, sequences[number].detokenizer.reason))
+        sequence, ended = sequences[number], sequences[number].detokenizer.finished
+        texts[number] += text
+        found[number] += sequence.new_logprobs
+        if texts[number] and (ended or not form.call_in):
+            logprobs = _logprobs(sequence, found[number], form, pieces)
+            yield sse_event(form.text_chunk(number, texts[number], logprobs))
+            texts[number], found[number] = "", []
+        if form.provisional and not ended:
+            yield sse_event(form.provisional_chunk(number, sequence.provisional(pieces)))
+        if ended:
+            yield sse_event(form.last_chunk(number, sequence.detokenizer.reason))
     if (usage := form.usage_chunk(total_usage(sequences))) is not None:
         yield sse_event(usage)
     yield DONE
+
+
+async def response_events(
+    engine: Engine, sequence: GeneratedSequence, form: ResponseEvents, pieces: TokenPieces
+) -> AsyncIterator[tuple[str, Json]]:
+    """The events of /v1/responses, as names and bodies; the last one has the whole response."""
+    all_logprobs: list[Json] = []
+    for event in form.begin():
+        yield event
+    async for _, text in deltas(engine, [sequence]):
+        logprobs = chat_logprobs(sequence.new_logprobs, pieces)["content"]
+        all_logprobs += logprobs
+        if text:
+            yield form.delta(text, logprobs)
+        if form.body.codd_provisional and not sequence.detokenizer.finished:
+            yield form.provisional(sequence.provisional(pieces))
+    found = sequence.detokenizer
+    for event in form.end(found.text, all_logprobs, found.reason, sequence.usage):
+        yield event
 
 
 async def denoise_events(

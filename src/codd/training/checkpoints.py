@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from codd import files
+from codd.data import text_files
 from codd.errors import FormatError
-from codd.training import text_files
 
 STATE, NOTES = "state.safetensors", "state.json"
 _NAME = re.compile(r"step-(\d+)")
@@ -50,8 +51,8 @@ def write_checkpoint(
 
 def checkpoints(root: Path) -> list[Path]:
     """All whole checkpoints of a run, oldest first."""
-    found = [path for path in root.glob("step-*") if _NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+    whole = [path for path in root.glob("step-*") if _NAME.fullmatch(path.name)]
+    return sorted(whole, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def read_checkpoint(folder: Path, device: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -66,7 +67,7 @@ def read_checkpoint(folder: Path, device: str) -> tuple[dict[str, Tensor], dict[
 
 
 def read_notes(folder: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself."""
+    """The JSON of a checkpoint, checked against its checksum; FormatError if it cannot be read."""
     try:
         notes = text_files.read_json(folder / NOTES)
     except FormatError as error:
@@ -74,6 +75,32 @@ def read_notes(folder: Path) -> dict[str, Any]:
     if not isinstance(notes, dict) or notes.pop("sha256", None) != _digest(notes):
         raise _unreadable(folder, f"{NOTES} does not have its checksum")
     return notes
+
+
+def adam_tensors(optimizer: torch.optim.AdamW, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Adam's moments under the names of their parameters."""
+    return {
+        f"optimizer.{name}.{key}": torch.as_tensor(value)
+        for name, parameter in parameters.items()
+        for key, value in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def restore_adam(
+    optimizer: torch.optim.AdamW, parameters: Mapping[str, nn.Parameter], kept: Mapping[str, Tensor]
+) -> None:
+    """Give an optimizer the moments that `adam_tensors` named. Adam keeps its step on the CPU unless it is fused."""
+    fused = optimizer.defaults.get("fused")
+    for name, parameter in parameters.items():
+        optimizer.state[parameter] = {
+            key: value.to("cpu" if key == "step" and not fused else parameter.device, copy=True)
+            for key, value in below(f"optimizer.{name}.", kept).items()
+        }
+
+
+def below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those tensors whose names begin with a prefix, under the rest of their names."""
+    return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
 
 
 def _unreadable(folder: Path, why: str) -> FormatError:

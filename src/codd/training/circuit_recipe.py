@@ -1,44 +1,47 @@
 """The recipe of a circuit: everything that makes it what it is, from a short YAML file."""
 
-import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from codd.training import corpus
-from codd.training.objectives import Objective, Weighting
-from codd.training.recipe import Source, digest_of, name_problems, read_fields, source_problems
-from codd.training.windows import WindowRecipe
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
-STRATA = 8
-"""Parts of the data that a batch takes the same number of windows from. Processes share the strata, so that one, two,
-four or eight of them see the same batches."""
+from codd.data.datasets import STRATA
+from codd.data.sources import Source
+from codd.data.tokenization import TAILS
+from codd.data.windows import WindowRecipe
+from codd.training.circuit.objectives import Objective, Weighting
+from codd.training.recipe import Betas, check_rules, digest_of, name_rules, read_fields
+from codd.validation import BelowOne, Count, FolderName, List, Natural, NotNegative, Positive, Section
+
+Strata = Annotated[Count, Field(multiple_of=STRATA)]
+Ratio = Annotated[float, Field(gt=0, le=1)]
 
 
 @dataclass(frozen=True)
-class TablesRecipe:
+class TablesRecipe(Section):
     """The HMM."""
 
-    num_states: int = 256
-    transition_rank: int | None = None
+    num_states: Count = 256
+    transition_rank: Count | None = None
     """Of the logits, which then are a product of two thin matrices; None: free ones."""
-    emission_rank: int | None = None
-    noise: float = 0.5
+    emission_rank: Count | None = None
+    noise: Positive = 0.5
     """Deviation of the logits at the start."""
 
 
 @dataclass(frozen=True)
-class HeadRecipe:
+class HeadRecipe(Section):
     """What listens to the network; with neither latents nor steps the circuit is static."""
 
     latents: bool = False
     """Modulate the latents at each position."""
-    inner_states: int = 0
+    inner_states: Natural = 0
     """Modulate transitions, through a detour of so many inner states."""
-    hidden: int = 0
+    hidden: Natural = 0
     """Width of a layer between; 0: none."""
-    dropout: float = 0.0
+    dropout: BelowOne = 0.0
 
     @property
     def wanted(self) -> bool:
@@ -47,84 +50,95 @@ class HeadRecipe:
 
 
 @dataclass(frozen=True)
-class RuleRecipe:
+class RuleRecipe(Section):
     """How parameters move."""
 
     rule: Literal["adam", "em", "ratio", "baum-welch"] = "adam"
     """adam: on logits. The others are mini-batch EM (anemone) with that update, for static circuits of free logits."""
-    lr: float = 1.5e-2
+    lr: Positive = 1.5e-2
     """Of Adam; EM has a step_size."""
-    head_lr: float = 1e-3
-    betas: Sequence[float] = (0.9, 0.99)
-    weight_decay: float = 0.0
+    head_lr: Positive = 1e-3
+    betas: Betas = (0.9, 0.99)
+    weight_decay: NotNegative = 0.0
     """Of the head."""
-    warmup: int = 50
-    step_size: float = 0.4
-    momentum: float = 0.9
-    pseudocount: float = 1e-6
+    warmup: Natural = 50
+    step_size: Ratio = 0.4
+    momentum: BelowOne | None = None
+    """Of EM's flows; null: 0.9 for the rule em, 0 for the others, which are unstable with it."""
+    pseudocount: Positive = 1e-6
 
 
 @dataclass(frozen=True)
-class JointRecipe:
+class JointRecipe(Section):
     """Training the backbone along."""
 
     weights: Literal["none", "lora", "all"] = "none"
-    lr: float = 1e-4
-    rank: int = 8
+    lr: Positive = 1e-4
+    rank: Count = 8
     """Of LoRA."""
+    shard: bool = False
+    """With LoRA: divide the layers among the processes, for a backbone that one device does not hold."""
 
 
 @dataclass(frozen=True)
-class BankRecipe:
+class BankRecipe(Section):
     """Windows that the network is asked about once, and that stay in memory."""
 
-    windows: int = 20_000
-    rows_at_once: int = 128
+    windows: Strata = 20_000
+    rows_at_once: Count = 128
     """How many rows the network is given at a time."""
 
 
 @dataclass(frozen=True)
-class CircuitRecipe:
+class CircuitRecipe(Section):
     """The training of a circuit."""
 
-    name: str
+    name: FolderName
     backbone: str = "bundled"
     """A checkpoint's folder or hub id."""
+    adapter: str | None = None
+    """A LoRA adapter of PEFT that is merged into the backbone first: its folder or hub id."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the backbone's weights: bfloat16 takes half the memory, on a GPU."""
     start: str | None = None
     """A circuit to be trained on, instead of a new one; its sizes are then its own."""
-    keep_states: int | None = None
+    keep_states: Count | None = None
     """Of the start circuit: so many, those that the windows use most; None: all."""
     cache: str | None = None
     """A folder that `codd cache` wrote: then there is no data, and the network is not asked."""
-    data: Sequence[Source] = ()
-    validation: Sequence[Source] = ()
-    seed: int = 0
-    steps: int = 2000
-    seconds: float | None = None
+    data: List[Source] = ()
+    validation: List[Source] = ()
+    seed: Natural = 0
+    steps: Count = 2000
+    seconds: Positive | None = None
     """End after so much training even if steps are left; the learning rate then falls with the clock."""
-    batch_windows: int = 256
-    row_length: int = 384
-    tails: Sequence[float] = corpus.TAILS
+    batch_windows: Strata = 256
+    row_length: Count = 384
+    tails: Annotated[List[NotNegative], Field(min_length=1)] = TAILS
     """How often an answer is followed by no, one, two ... further blocks of end marks, which are masked like the rest:
     when a block is filled, the room behind it may be any."""
     objective: Objective = "conditional"
     weighting: Weighting = "token"
-    log_every: int = 50
-    validate_every: int = 500
-    ratios: Sequence[float] = (0.1, 0.5, 1.0)
+    log_every: Count = 50
+    validate_every: Count = 500
+    ratios: Annotated[List[Ratio], Field(min_length=1)] = (0.1, 0.5, 1.0)
     """Shares of masked tokens at which held-out text is scored."""
-    patience: int | None = None
+    patience: Count | None = None
     """Stop after so many validations without a better one."""
-    checkpoint_every: int = 1000
-    keep: int = 2
+    checkpoint_every: Count = 1000
+    keep: Count = 2
     half: bool = True
     """Save the circuit in 16 bits."""
     circuit: TablesRecipe = TablesRecipe()
     head: HeadRecipe = HeadRecipe()
     optimizer: RuleRecipe = RuleRecipe()
     joint: JointRecipe = JointRecipe()
-    windows: WindowRecipe = field(default_factory=WindowRecipe)
+    windows: WindowRecipe = WindowRecipe()
     bank: BankRecipe = BankRecipe()
+
+    def __post_init__(self) -> None:
+        """Check what concerns several fields."""
+        check_rules(_broken_rules(self))
 
     def digest(self) -> str:
         """Names the run: two recipes with the same digest train the same circuit."""
@@ -139,56 +153,24 @@ class CircuitRecipe:
 
 def read_circuit_recipe(path: Path, changes: Sequence[str] = ()) -> CircuitRecipe:
     """Read a YAML file; ``changes`` like ``circuit.num_states=512`` come on top of it."""
-    return read_fields(CircuitRecipe, path, changes, problems_of)
+    return read_fields(CircuitRecipe, path, changes)
 
 
-def problems_of(recipe: CircuitRecipe) -> Iterator[str]:
-    """What no type says."""
-    yield from name_problems("name", recipe.name)
+def _broken_rules(recipe: CircuitRecipe) -> Iterator[str]:
+    """What is wrong with fields together."""
     if recipe.cache is None and not recipe.data:
         yield "there is neither data nor a cache"
     if recipe.cache is not None and recipe.data:
         yield "give data or a cache, not both: a cache has been made from data"
     if recipe.keep_states is not None and recipe.start is None:
         yield "keep_states needs start: the circuit whose most used states are kept"
-    yield from source_problems((recipe.data, recipe.validation))
-    for section, where, names in (
-        (recipe, "", ("steps", "seconds", "batch_windows", "log_every", "validate_every", "checkpoint_every", "keep")),
-        (recipe, "", ("patience", "row_length", "keep_states")),
-        (recipe.circuit, "circuit.", ("num_states", "transition_rank", "emission_rank", "noise")),
-        (recipe.optimizer, "optimizer.", ("lr", "head_lr", "step_size", "pseudocount")),
-        (recipe.joint, "joint.", ("lr", "rank")),
-        (recipe.windows, "windows.", ("length", "per_row", "minimum")),
-        (recipe.bank, "bank.", ("windows", "rows_at_once")),
-    ):
-        for name in names:
-            value = getattr(section, name)
-            if value is not None and value <= 0:
-                yield f"{where}{name} must be above zero"
-    if recipe.batch_windows % STRATA or recipe.bank.windows % STRATA:
-        yield f"batch_windows and bank.windows must be multiples of {STRATA}"
-    if not recipe.tails or min(recipe.tails) < 0 or sum(recipe.tails) <= 0:
-        yield "tails must be numbers from 0 on, not all 0"
-    if not recipe.ratios or not all(0 < ratio <= 1 for ratio in recipe.ratios):
-        yield "ratios must be above 0 and at most 1"
-    if recipe.seed < 0 or recipe.optimizer.warmup < 0 or recipe.optimizer.weight_decay < 0:
-        yield "seed, optimizer.warmup and optimizer.weight_decay must not be below zero"
-    if not 0 <= recipe.optimizer.momentum < 1 or recipe.optimizer.step_size > 1:
-        yield "optimizer.momentum must be from 0 to below 1, optimizer.step_size at most 1"
-    if not 0 < recipe.windows.minimum < 1 or not 0 <= recipe.windows.block_share <= 1:
-        yield "windows.minimum must be between 0 and 1, windows.block_share from 0 to 1"
+    yield from name_rules(recipe.data, recipe.validation)
+    if not sum(recipe.tails):
+        yield "tails must not be all 0"
     if recipe.windows.length > recipe.row_length:
         yield f"rows of {recipe.row_length} tokens hold no window of {recipe.windows.length}: raise row_length"
     if recipe.patience is not None and not recipe.validation:
         yield "patience needs validation: it counts validations without a better one"
-    if len(recipe.optimizer.betas) != 2 or not all(0 <= beta < 1 for beta in recipe.optimizer.betas):
-        yield "optimizer.betas must be two numbers from 0 to below 1"
-    if not 0 <= recipe.head.dropout < 1 or recipe.head.hidden < 0 or recipe.head.inner_states < 0:
-        yield "head.dropout must be from 0 to below 1, head.hidden and head.inner_states at least 0"
-    yield from _combinations(recipe)
-
-
-def _combinations(recipe: CircuitRecipe) -> Iterator[str]:
     rule, objective = recipe.optimizer.rule, recipe.objective
     if rule != "adam" and not recipe.by_flows:
         yield f"optimizer.rule {rule!r} is for static circuits of free logits: no ranks, no head, no joint training"
@@ -200,8 +182,12 @@ def _combinations(recipe: CircuitRecipe) -> Iterator[str]:
         yield f"optimizer.rule {rule!r} needs an objective with negative flows; for 'generative' take 'em'"
     if recipe.joint.weights != "none" and recipe.cache is not None:
         yield "a cache holds what a frozen backbone said: joint training needs data"
-
-
-def as_dict(recipe: CircuitRecipe) -> dict[str, object]:
-    """For notes and cards."""
-    return dataclasses.asdict(recipe)
+    if recipe.joint.weights == "lora" and recipe.adapter is not None:
+        yield (
+            "joint.weights 'lora' writes an adapter for the backbone as it is, without another one: leave adapter out, "
+            "or save the backbone with it merged"
+        )
+    if recipe.joint.weights == "all" and recipe.dtype != "float32":
+        yield f"joint.weights 'all' needs dtype float32: steps of an optimizer are too small for {recipe.dtype}"
+    if recipe.joint.shard and recipe.joint.weights != "lora":
+        yield f"joint.shard is for joint.weights 'lora', found {recipe.joint.weights!r}"

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from codd import files
 from codd.errors import FormatError
-from codd.training.metrics import read_metrics
+from codd.training.run import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -2,10 +2,11 @@
 
 What differs from our own steps, all of it on purpose: confidences in the network's type, and (LLaDA) of noisy scores;
 top-p, top-k and the temperature inside the confidences (Dream); scores of the circuit rounded to the network's type
-and tempered a second time; windows centred on a target; targets outside the window forced; the mask may be written;
-no end at the end-of-text. The one thing that it leaves open, which of equal confidences comes first, is settled as
-everywhere: the leftmost. Its random numbers are not reproduced. Block-causal families have loops of their own
-(`codd.decoding.published.block_causal`).
+and tempered a second time; tokens that are to be drawn (Dream) become the most probable ones throughout a step in which
+PyTorch refuses the probabilities of any position, since they do not sum to 1 in the network's type; windows centred on
+a target; targets outside the window forced; the mask may be written; no end at the end-of-text. The one thing that it
+leaves open, which of equal confidences comes first, is settled as everywhere: the leftmost. Its random numbers are not
+reproduced. Block-causal families have loops of their own (`codd.decoding.published.block_causal`).
 """
 
 from functools import partial
@@ -15,7 +16,7 @@ from codd.circuits.protocol import ProbabilisticCircuit
 from codd.decoding.options import Options
 from codd.decoding.published import block_causal
 from codd.decoding.published.check import check_block_causal, check_options
-from codd.decoding.published.schedule import masked_positions, plan_steps
+from codd.decoding.published.schedule import all_positions, masked_positions, plan_steps
 from codd.decoding.published.steps import block_step, full_step
 from codd.decoding.state import Algorithm, StopCondition
 from codd.errors import InvalidInput
@@ -47,5 +48,8 @@ def algorithm_for(
         heeded = StopCondition() if options.stop is False else stop
         return block_causal.algorithm(family, backbone.block_size, heeded)
     check_options(options, family, circuit)
-    step = full_step if options.mode == "full" else partial(block_step, dream=family == "dream")
-    return Algorithm(plan_steps, masked_positions, step)
+    full, dream = options.mode == "full", family == "dream"
+    windowed = full and circuit is not None and options.sampler != "factorized"
+    everywhere = options.temperature > 0 and (windowed or (dream and not full))
+    step = full_step if full else partial(block_step, dream=dream)
+    return Algorithm(plan_steps, all_positions if everywhere else masked_positions, step)

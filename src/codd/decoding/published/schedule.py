@@ -41,6 +41,11 @@ def masked_positions(state: SequenceState, plan: StepPlan) -> Int[Tensor, " R"]:
     return state.masked[: plan.end].nonzero()[:, 0]
 
 
+def all_positions(state: SequenceState, plan: StepPlan) -> Int[Tensor, " L"]:
+    """Every position: where tokens are drawn at all of them, those that are written already can spoil the draw."""
+    return torch.arange(len(state.ids))
+
+
 def diffusion_times(steps: int, eps: float) -> list[float]:
     """The times of full mode: from 1 to eps."""
     return torch.linspace(1, eps, steps + 1).tolist()

@@ -15,11 +15,14 @@ from codd.decoding.state import SequenceState, StepInputs, StepResult, Window
 from codd.decoding.step import circuit_acts, window_inputs, window_length
 
 _TINY = 1e-10
+_SIMPLEX = 1e-6
+"""How far from 1 probabilities may sum before PyTorch's Categorical refuses them."""
 _NEVER, _ALWAYS = -1e9, 1e9
 
 
 def block_step(inputs: StepInputs, *, dream: bool) -> StepResult:
     """Block diffusion, as for LLaDA or, with Dream's way of sampling, as for Dream."""
+    inputs, others = _split(inputs)
     state, circuit, logits, options = inputs.state, inputs.circuit, inputs.logits, inputs.options
     window = (inputs.plan.begin, inputs.plan.end)
     mask_ratio = state.mask_ratio(window)
@@ -27,16 +30,18 @@ def block_step(inputs: StepInputs, *, dream: bool) -> StepResult:
     possible = _true(logits)
     if acts:
         assert circuit is not None
-        logits, possible = coupled_logits(circuit, inputs, window)
-    proposals = (_propose_dream if dream else _propose_llada)(logits, options, state)
+        logits, possible, latents = coupled_logits(circuit, inputs, window)
+        others = _with_circuit(circuit, others, window, latents)
+    proposals = _propose_dream(logits, options, state, others) if dream else _propose_llada(logits, options, state)
     return step_result(inputs, proposals, inputs.plan.count, window, mask_ratio, acts, possible)
 
 
 def full_step(inputs: StepInputs) -> StepResult:
     """Full diffusion: Dream's own loop, or with a circuit the one with dynamic windows."""
+    inputs, others = _split(inputs)
     state, plan, circuit, options = inputs.state, inputs.plan, inputs.circuit, inputs.options
     if circuit is not None and options.sampler != "factorized":
-        return _windowed_step(inputs, circuit)
+        return _windowed_step(inputs, others, circuit)
     proposals = _propose_dream(inputs.logits, options, state)
     count = plan.count
     if options.remasking == "origin":  # each mask is revealed by a coin of its own
@@ -46,7 +51,7 @@ def full_step(inputs: StepInputs) -> StepResult:
     return step_result(inputs, proposals, count, whole, state.mask_ratio(whole), False)
 
 
-def _windowed_step(inputs: StepInputs, circuit: ProbabilisticCircuit) -> StepResult:
+def _windowed_step(inputs: StepInputs, others: StepInputs, circuit: ProbabilisticCircuit) -> StepResult:
     state, positions, logits, options = inputs.state, inputs.positions, inputs.logits, inputs.options
     total = len(state.ids)
     length = window_length(circuit, options, total)
@@ -61,8 +66,9 @@ def _windowed_step(inputs: StepInputs, circuit: ProbabilisticCircuit) -> StepRes
     acts = covered > 1 and fits and circuit_acts(circuit, mask_ratio, options)
     possible = _true(logits)
     if acts:
-        logits, possible = coupled_logits(circuit, inputs, window)
-    proposals = _propose_dream(logits, options, state)
+        logits, possible, latents = coupled_logits(circuit, inputs, window)
+        others = _with_circuit(circuit, others, window, latents)
+    proposals = _propose_dream(logits, options, state, others)
     confidence = proposals.confidence
     outside = (positions < begin) | (positions >= begin + length)
     if acts:
@@ -72,19 +78,57 @@ def _windowed_step(inputs: StepInputs, circuit: ProbabilisticCircuit) -> StepRes
     return step_result(inputs, proposals, inputs.plan.count, window, mask_ratio, acts, possible)
 
 
-def coupled_logits(
-    circuit: ProbabilisticCircuit, inputs: StepInputs, window: Window
-) -> tuple[Float[Tensor, "R V"], Bool[Tensor, ""]]:
-    """Logits with the scores given one latent path in the window, in the logits' own type; whether there is a path."""
-    positions, logits, tau = inputs.positions, inputs.logits, inputs.options.circuit_temperature
-    divided = logits / tau if 0 < tau < 1 else logits
-    path = inputs.state.draw(window[1] - window[0], logits.device)
+def _split(inputs: StepInputs) -> tuple[StepInputs, StepInputs]:
+    """The masked positions up to the end of the block, of which tokens may be committed, and all others."""
+    masked = inputs.state.masked[inputs.positions] & (inputs.positions < inputs.plan.end)
+
+    def part(chosen: Bool[Tensor, " R"]) -> StepInputs:
+        rows = chosen.nonzero()[:, 0]
+        logits = inputs.logits.index_select(0, rows.to(inputs.logits.device, non_blocking=True))
+        return replace(inputs, positions=inputs.positions[rows], logits=logits)
+
+    return (inputs if bool(masked.all()) else part(masked)), part(~masked)
+
+
+class CoupledLogits(NamedTuple):
+    """Logits in which a window has the scores given one latent path, and the path; False if there is none."""
+
+    logits: Float[Tensor, "R V"]
+    possible: Bool[Tensor, ""]
+    latents: Int[Tensor, "1 W"]
+
+
+def coupled_logits(circuit: ProbabilisticCircuit, inputs: StepInputs, window: Window) -> CoupledLogits:
+    """The logits of masked positions with the circuit's scores in the window, in the logits' own type."""
+    path = inputs.state.draw(window[1] - window[0], inputs.logits.device)
     noise = Noise.none(len(inputs.state.ids))
-    joint = window_inputs(replace(inputs, logits=divided), window, noise).joint(circuit, 1.0)
+    joint = window_inputs(_divided(inputs), window, noise).joint(circuit, 1.0)
     step = joint.joint_step(path[None])
+    return CoupledLogits(_overwritten(inputs, window, step.scores[0]), step.log_partition[0] > -torch.inf, step.latents)
+
+
+def _with_circuit(
+    circuit: ProbabilisticCircuit, others: StepInputs, window: Window, latents: Int[Tensor, "1 W"]
+) -> StepInputs:
+    """The scores given the same path at the window's other positions, which the published loop writes there as well."""
+    if not bool(((others.positions >= window[0]) & (others.positions < window[1])).any()):
+        return others
+    given = window_inputs(_divided(others), window, Noise.none(len(others.state.ids)))
+    free = given._replace(masked=torch.ones_like(given.masked))  # a score is asked for where a token is known
+    return replace(others, logits=_overwritten(others, window, free.joint(circuit, 1.0).scores(latents)[0]))
+
+
+def _divided(inputs: StepInputs) -> StepInputs:
+    tau = inputs.options.circuit_temperature
+    return replace(inputs, logits=inputs.logits / tau) if 0 < tau < 1 else inputs
+
+
+def _overwritten(inputs: StepInputs, window: Window, scores: Float[Tensor, "W V"]) -> Float[Tensor, "R V"]:
+    """The logits with a window's scores in their place, rounded to their type."""
+    positions, logits = inputs.positions, inputs.logits
     inside = ((positions >= window[0]) & (positions < window[1])).nonzero()[:, 0].to(logits.device)
-    scores = step.scores[0, positions.to(logits.device)[inside] - window[0]]
-    return logits.index_copy(0, inside, scores.to(logits.dtype)), step.log_partition[0] > -torch.inf
+    taken = scores[positions.to(logits.device)[inside] - window[0]]
+    return logits.index_copy(0, inside, taken.to(logits.dtype))
 
 
 class Proposals(NamedTuple):
@@ -118,12 +162,23 @@ def _propose_llada(logits: Float[Tensor, "R V"], options: Options, state: Sequen
     return Proposals(tokens, _spread(scores.softmax(-1), options.remasking), probability)
 
 
-def _propose_dream(logits: Float[Tensor, "R V"], options: Options, state: SequenceState) -> Proposals:
-    """Tokens and confidences from tempered and filtered logits."""
-    scores = logits / options.temperature if options.temperature > 0 else logits
-    p = keep_top_k(keep_top_p(scores, options.top_p), options.top_k).softmax(-1)
-    uniforms = state.draw(len(logits), logits.device) if options.temperature > 0 else None
-    tokens = choose_tokens(p.float().log(), uniforms, 1.0 if options.temperature > 0 else 0.0, None, None)
+def _propose_dream(
+    logits: Float[Tensor, "R V"], options: Options, state: SequenceState, others: StepInputs | None = None
+) -> Proposals:
+    """Tokens and confidences from tempered and filtered logits.
+
+    Tokens of ``others`` are drawn in the same call, and thrown away. If PyTorch's Categorical would refuse the
+    probabilities of any position, all get their most probable token: half-precision ones often do not sum to 1.
+    """
+    p = _dream_probabilities(logits, options)
+    tokens = p.argmax(-1)
+    if options.temperature > 0:
+        shares = _normalised(p)
+        drawn = choose_tokens(shares.float().log(), state.draw(len(logits), logits.device), 1.0, None, None)
+        accepted = _is_simplex(shares)
+        if others is not None and len(others.positions):
+            accepted = accepted & _is_simplex(_normalised(_dream_probabilities(others.logits, options)))
+        tokens = torch.where(accepted, drawn, tokens)
     probability = p.gather(-1, tokens[:, None])[:, 0]
     if options.remasking in ("random", "origin"):
         return Proposals(tokens, state.draw(len(logits), logits.device), probability)
@@ -132,6 +187,22 @@ def _propose_dream(logits: Float[Tensor, "R V"], options: Options, state: Sequen
     if options.remasking == "low_confidence":
         return Proposals(tokens, probability, probability)
     return Proposals(tokens, _spread(p, options.remasking), probability)
+
+
+def _dream_probabilities(logits: Float[Tensor, "R V"], options: Options) -> Float[Tensor, "R V"]:
+    """What tokens are drawn from, in the logits' own type."""
+    scores = logits / options.temperature if options.temperature > 0 else logits
+    return keep_top_k(keep_top_p(scores, options.top_p), options.top_k).softmax(-1)
+
+
+def _normalised(p: Float[Tensor, "R V"]) -> Float[Tensor, "R V"]:
+    """As PyTorch's Categorical divides probabilities by their sum, in their own type."""
+    return p / p.sum(-1, keepdim=True)
+
+
+def _is_simplex(p: Float[Tensor, "R V"]) -> Bool[Tensor, ""]:
+    """Whether all rows are probabilities by PyTorch's own test, in their own type."""
+    return ((p >= 0).all(-1) & ((p.sum(-1) - 1).abs() < _SIMPLEX)).all()
 
 
 def _spread(p: Float[Tensor, "R V"], rule: str) -> Float[Tensor, " R"]:

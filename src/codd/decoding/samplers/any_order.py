@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from codd.circuits.constrained import ConstrainedHMM
 from codd.circuits.incremental import IncrementalConditioner
 from codd.circuits.ops.draw.eager import RULES, Draw
 from codd.circuits.ops.native import Drawing
@@ -22,6 +23,8 @@ from codd.decoding.samplers.ranking import (
     choose_tokens,
     entropy,
     priority,
+    temper_conditional,
+    tempers_conditionals,
     token_probability,
 )
 
@@ -59,16 +62,21 @@ def sample_any_order(
 ) -> Ranking:
     """Rank positions ``rows`` of a window (B = 1) by exact conditionals, each given the tokens picked before it.
 
-    ``count`` positions are picked; None: with a threshold it goes on while a conditional probability reaches it, with
-    an entropy budget while the conditional entropies sum to less. With the null circuit that is what
-    `sample_factorized` commits: the same numbers draw the tokens, and the same rules rank them. ``dense`` computes the
-    marginals of all tokens instead of candidates first. Void where the evidence has probability zero.
+    ``count`` positions are picked; under a constraint, those besides whose tokens it makes certain. None: with a
+    threshold it goes on while a conditional probability reaches it, with an entropy budget while the conditional
+    entropies sum to less. With the null circuit that is what `sample_factorized` commits: the same numbers draw the
+    tokens, and the same rules rank them. With ``tempering="paper"`` every conditional is tempered, which then says how
+    sure its token is. ``dense`` computes the marginals of all tokens instead of candidates first. Void where the
+    evidence has probability zero.
     """
     on_host = rows.device.type == "cpu"
     drawn = options.temperature > 0 or options.entropy_budget is not None
-    natively = on_host and not dense and _runs_natively(options)
-    dense = dense or not _candidates_suffice(options) or (drawn and not on_host)
-    conditioner = joint.conditionals(CANDIDATES if natively or not dense else None)
+    tempered = tempers_conditionals(options)  # its normalisation needs all tokens
+    natively = on_host and not (dense or tempered) and _runs_natively(options)
+    dense = dense or tempered or not _candidates_suffice(options) or (drawn and not on_host)
+    constrained = isinstance(joint.circuit, ConstrainedHMM)
+    few = not dense or (natively and not constrained)
+    conditioner = joint.conditionals(CANDIDATES if few else None)
     noise = noise.at(rows)
     open_rows = torch.ones(len(rows), dtype=torch.bool, device=rows.device) if open_rows is None else open_rows.clone()
     if isinstance(conditioner, IncrementalConditioner) and not on_host:
@@ -83,12 +91,16 @@ def sample_any_order(
     for pick in picks:
         conditioner.commit(rows.index_select(0, pick.row), pick.token)
         open_rows[pick.row] = False
-    spent, done = 0.0, len(picks)
-    most = int(open_rows.sum()) + done if count is None else min(count, len(rows))
-    while done < most:
+    spent, done, left = 0.0, len(picks), int(open_rows.sum())
+    most = left + done if count is None else min(count, len(rows))
+    while done < most and left > 0:
         found = conditioner.dense_log_marginals() if dense else conditioner.log_marginals()
-        log_p, candidates = found[0].index_select(0, rows), None if dense else conditioner.candidates
-        sure = _certain(log_p, candidates, rows, open_rows, most - done, options) if on_host else None
+        exact = found[0] if len(rows) == len(found[0]) else found[0].index_select(0, rows)
+        log_p = temper_conditional(exact, options)
+        candidates = None if dense else conditioner.candidates
+        free = count is not None and constrained
+        both = torch.minimum(log_p, exact) if tempered else exact  # what only tempering makes certain may change
+        sure = _certain(both, candidates, rows, open_rows, left if free else most - done, options)
         pick = _pick(conditioner, log_p, candidates, rows, open_rows, noise, options) if sure is None else sure
         if count is None and done and options.threshold is not None and float(pick.score[0]) < options.threshold:
             break
@@ -100,7 +112,8 @@ def sample_any_order(
         for row, token in zip(pick.row[:, None], pick.token[:, None], strict=True):
             conditioner.commit(rows.index_select(0, row), token)
         open_rows = open_rows.scatter(0, pick.row, False)
-        done += len(pick.row)
+        left -= len(pick.row)
+        done += 0 if free and sure is not None else len(pick.row)
     return _ranking(rows, picks, conditioner.log_partition[0] > -torch.inf)
 
 
@@ -209,13 +222,14 @@ def _offers(
     By the kernels, or from the marginals of all tokens.
     """
     greedy = options.temperature == 0
-    if conditioner.proposes and (greedy or (options.top_k is None and options.top_p is None)):
+    whole = greedy or (options.top_k is None and options.top_p is None)
+    if conditioner.proposes and whole and not tempers_conditionals(options):
         heat = 1.0 if greedy else min(max(options.temperature, COLDEST), HOTTEST)
         rule = options.remasking if options.remasking in RULES else RULES[0]
         draw = Draw(heat, rule, options.sharpening, options.entropy_budget is not None)
         offers = conditioner.propose(open_, draw, None if greedy else uniforms)
         return offers if given is None else offers._replace(order=given)
-    log_p = conditioner.dense_log_marginals()[0]
+    log_p = temper_conditional(conditioner.dense_log_marginals()[0], options)
     tokens, scores = _proposals(log_p, uniforms[0], options)
     if given is None:
         given = priority(options.remasking, log_p, log_p, tokens, None, options.sharpening)[None]
@@ -257,7 +271,7 @@ def _certain(
     if candidates is not None:
         listed = candidates[0].index_select(0, rows.index_select(0, sure))
         tokens = listed.gather(-1, tokens[:, None])[:, 0]
-    return _Pick(sure, tokens, scores, None, torch.ones((), dtype=torch.bool))
+    return _Pick(sure, tokens, scores, None, torch.ones((), dtype=torch.bool, device=rows.device))
 
 
 def _pick(
@@ -289,8 +303,9 @@ def _pick(
         open_rows = torch.where(passed.any(), passed, open_rows)
     row = priorities.masked_fill(~open_rows, -torch.inf).argmax(0, keepdim=True)
     certain = torch.ones((), dtype=torch.bool, device=rows.device)
-    token, score, log_p = (part.index_select(0, row) for part in (tokens, scores, log_p))
-    return _Pick(row, token, score, entropy(log_p), certain)
+    token, score = (part.index_select(0, row) for part in (tokens, scores))
+    spent = None if options.entropy_budget is None else entropy(log_p.index_select(0, row))
+    return _Pick(row, token, score, spent, certain)
 
 
 def _proposals(

@@ -8,6 +8,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from codd.circuits.sampling import draw_token
+from codd.decoding.options import Options
 
 COLDEST, HOTTEST = 1e-30, 1e30
 """Temperatures beyond these count as these: float32 would make 0 or infinity of some of them."""
@@ -135,6 +136,21 @@ def by_priority(priorities: Float[Tensor, " R"]) -> Int[Tensor, " R"]:
 def temper(scores: Float[Tensor, "R V"], temperature: float) -> Float[Tensor, "R V"]:
     """Scores over a temperature, the best of each row at 0: nothing overflows but what becomes impossible."""
     return (scores - scores.amax(-1, keepdim=True)) / min(max(temperature, COLDEST), HOTTEST)
+
+
+def temper_conditional(log_p: Float[Tensor, "*R V"], options: Options) -> Float[Tensor, "*R V"]:
+    """Log-probabilities of tokens given what is written, as the any-order sampler tempers them, or as they are.
+
+    With ``tempering="paper"`` that is each token's conditional under the joint to the power of 1 / circuit temperature.
+    """
+    if not tempers_conditionals(options):
+        return log_p
+    return temper(log_p, options.circuit_temperature).log_softmax(-1)
+
+
+def tempers_conditionals(options: Options) -> bool:
+    """Whether the circuit temperature acts on conditionals of the joint rather than on the network's logits."""
+    return options.sampler == "any_order" and options.tempering == "paper" and options.circuit_temperature != 1
 
 
 def keep_top_k(scores: Float[Tensor, "R V"], k: int | None) -> Float[Tensor, "R V"]:

@@ -4,7 +4,7 @@ A continuation is longer than the blocks that circuits are for. It is scored **b
 the true tokens left of a block are given, all tokens of the block are masked together, and what stands right of it, up
 to the end of the continuation, is masked. Within a block the masked tokens are scored as in `codd.evaluation.gap`, at
 mask ratio 1; the log-likelihoods of the blocks add up. So factorized and coupled need one network evaluation a block,
-and the dependence between blocks is the network's own in all ways.
+and the dependence between blocks is the network's own under all labels.
 
 Every continuation is scored with all context lengths: the shorter contexts are the ends of the longest. DCD is here the
 causal model alone (see `codd.evaluation.likelihood.copula`).
@@ -22,10 +22,11 @@ from codd.backbones.backbone import Backbone
 from codd.circuits import ProbabilisticCircuit
 from codd.errors import InvalidInput
 from codd.evaluation.gap import BLOCK_LENGTH, Progress, block_scores
+from codd.evaluation.likelihood.causal import CausalModel
 from codd.evaluation.likelihood.copula import dcd_scores
 
-Told = Callable[[str, int, int], None]
-"""Told what is being measured, and how many evaluations of how many are done of that."""
+PartProgress = Callable[[str, int, int], None]
+"""Called with the part that is measured, the evaluations of it that are done, and the number of all."""
 
 CONTEXTS = (20, 32, 64, 96, 128, 192, 256)
 CONTINUATION = 64
@@ -34,13 +35,13 @@ SCORING = (
     "continuation is masked; sequential reveals a block in a random order, left_to_right in that of reading; dcd is "
     "the causal model alone, since nothing is observed right of a masked token"
 )
-"""How it is done, in words, for those who read the numbers."""
+"""The method in words, written beside the numbers."""
 
 
 def continuation_scores(
     backbone: Backbone,
     circuits: Mapping[str, ProbabilisticCircuit],
-    causal: Backbone | None,
+    causal: Backbone | CausalModel | None,
     ids: Int[Tensor, "B T"],
     *,
     context: int,
@@ -48,7 +49,7 @@ def continuation_scores(
     block_length: int = BLOCK_LENGTH,
     sequential: bool = True,
     seed: int = 0,
-    progress: Told | None = None,
+    progress: PartProgress | None = None,
 ) -> dict[str, Float[Tensor, " B"]]:
     """Log-likelihoods of what follows the first ``context`` tokens of each text, summed over its tokens.
 
@@ -60,21 +61,21 @@ def continuation_scores(
     rows = ids.repeat_interleave(count, 0)
     starts = (context + block_length * torch.arange(count)).repeat(len(ids))
     shared: dict[str, Any] = {"mask_id": mask_id, "block_length": block_length, "ratios": (1.0,)}
-    told = part(progress, "circuits, sequential" if sequential else "circuits")
-    scores = block_scores(backbone, circuits, rows, starts, seed=seed, sequential=sequential, progress=told, **shared)
+    report = part(progress, "circuits, sequential" if sequential else "circuits")
+    scores = block_scores(backbone, circuits, rows, starts, seed=seed, sequential=sequential, progress=report, **shared)
     once = scores[1.0]
-    found = {"factorized": once.factorized}
-    found |= {f"circuit:{name}": values for name, values in once.coupled.items()}
+    by_label = {"factorized": once.factorized}
+    by_label |= {f"circuit:{name}": values for name, values in once.coupled.items()}
     if sequential:
-        found["sequential"] = once.sequential
+        by_label["sequential"] = once.sequential
         order = torch.arange(block_length).repeat(len(rows), 1)
-        told = part(progress, "left to right")
-        again = block_scores(backbone, {}, rows, starts, order=order, progress=told, **shared)
-        found["left_to_right"] = again[1.0].sequential
+        report = part(progress, "left to right")
+        again = block_scores(backbone, {}, rows, starts, order=order, progress=report, **shared)
+        by_label["left_to_right"] = again[1.0].sequential
     if causal is not None:
-        told = part(progress, "dcd")
-        found["dcd"] = dcd_scores(backbone, causal, rows, starts, seed=seed, progress=told, **shared)[1.0]
-    return {name: values.view(-1, count).sum(1) for name, values in found.items()}
+        report = part(progress, "dcd")
+        by_label["dcd"] = dcd_scores(backbone, causal, rows, starts, seed=seed, progress=report, **shared)[1.0]
+    return {name: values.view(-1, count).sum(1) for name, values in by_label.items()}
 
 
 def blocks_of(continuation: int, block_length: int) -> int:
@@ -86,6 +87,6 @@ def blocks_of(continuation: int, block_length: int) -> int:
     return continuation // block_length
 
 
-def part(progress: Told | None, what: str) -> Progress | None:
-    """To be told of one measurement."""
+def part(progress: PartProgress | None, what: str) -> Progress | None:
+    """The progress of one part; None if nobody listens."""
     return None if progress is None else functools.partial(progress, what)

@@ -23,8 +23,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from codd.backbones.backbone import Backbone, take_positions
-from codd.errors import InvalidInput
+from codd.backbones.backbone import Backbone
 from codd.evaluation.gap import (
     BLOCK_LENGTH,
     RATIOS,
@@ -32,18 +31,20 @@ from codd.evaluation.gap import (
     Progress,
     batches,
     check_blocks,
+    check_grid,
     check_numbers,
     counted,
     masked_counts,
     reveal_order,
     rows_at_once,
 )
+from codd.evaluation.likelihood.causal import CausalModel, as_causal, check_shared, on_shared_tokens
 
 
 @torch.no_grad()
 def dcd_scores(
     backbone: Backbone,
-    causal: Backbone,
+    causal: Backbone | CausalModel,
     ids: Int[Tensor, "B T"],
     starts: Int[Tensor, " B"],
     *,
@@ -55,11 +56,13 @@ def dcd_scores(
 ) -> dict[float, Float[Tensor, " B"]]:
     """Log-likelihoods by ratio, of each block the sum over its masked tokens: `block_scores` with DCD as the model.
 
-    One seed gives the blocks the same masks as there. ``causal`` is a causal model of the same tokens, whose logits at
-    a position are about the next one. On the host, in float64.
+    One seed gives the blocks the same masks as there. ``causal`` is a causal model of the same tokens, which may lack
+    the mask, and whose logits at a position are about the next one. On the host, in float64.
     """
     check_blocks(ids, starts, ratios, block_length, mask_id, backbone.vocab_size)
-    _check_causal(causal, backbone)
+    check_grid(backbone.block_size, starts, block_length)
+    causal = as_causal(causal)
+    check_shared(causal, backbone.vocab_size, mask_id)
     counts = masked_counts(ratios, block_length)
     order = reveal_order(len(ids), block_length, seed)
     stops = set(counts.values())
@@ -68,25 +71,25 @@ def dcd_scores(
         _scores(backbone, causal, blocks, stops, mask_id, advance)
         for blocks in batches(backbone, ids, starts, order, rows_at_once(backbone, block_length))
     ]
-    found = {ratio: torch.cat([part[count] for part in parts]).cpu() for ratio, count in counts.items()}
-    check_numbers(found.values())
-    return found
+    by_ratio = {ratio: torch.cat([part[count] for part in parts]).cpu() for ratio, count in counts.items()}
+    check_numbers(by_ratio.values())
+    return by_ratio
 
 
 def _scores(
     backbone: Backbone,
-    causal: Backbone,
+    causal: CausalModel,
     blocks: Blocks,
     counts: set[int],
     mask_id: int,
     advance: Callable[[int], None],
 ) -> dict[int, Tensor]:
-    """Of some blocks, for each number of masked tokens."""
+    """The scores of some blocks, by the number of masked tokens."""
     window = blocks.window()
     truth = blocks.ids.gather(1, window)
-    following = _following(causal, blocks, window, mask_id)
+    following = on_shared_tokens(_following(causal, blocks, window), backbone.vocab_size)
     advance(len(truth))
-    found = {}
+    by_count = {}
     for masked in counts:
         hidden = _hidden(blocks.order, masked)
         shown = torch.where(blocks.turns() >= truth.shape[1] - masked, mask_id, blocks.ids)
@@ -99,17 +102,15 @@ def _scores(
         joint = torch.where(first, by_all, following + (by_all - by_left))
         joint = joint.masked_fill(by_all == -torch.inf, -torch.inf)  # the mask, which both exclude
         log_probs = joint.log_softmax(-1).gather(-1, truth[..., None])[..., 0]
-        found[masked] = torch.where(hidden, log_probs.double(), 0).sum(1)
-    return found
+        by_count[masked] = torch.where(hidden, log_probs.double(), 0).sum(1)
+    return by_count
 
 
-def _following(causal: Backbone, blocks: Blocks, window: Int[Tensor, "B S"], mask_id: int) -> Float[Tensor, "B S V"]:
+def _following(causal: CausalModel, blocks: Blocks, window: Int[Tensor, "B S"]) -> Float[Tensor, "B S V"]:
     """What the causal model says of each position of the block, given all before it. Of position 0 it says nothing."""
-    given = torch.where(torch.arange(blocks.ids.shape[1], device=window.device) > window[:, -1:], mask_id, blocks.ids)
-    before = (window - 1).clamp(min=0)
-    states = causal.states(given)
-    states = take_positions(states, before.to(states.device))
-    return causal.logits(states, given.gather(1, before).to(states.device)).float().to(window.device)
+    later = torch.arange(blocks.ids.shape[1], device=window.device) > window[:, -1:]
+    given = torch.where(later, 0, blocks.ids)  # seen by nobody; a mask need not be in its vocabulary
+    return causal.logits(given, (window - 1).clamp(min=0))
 
 
 def _views(
@@ -154,15 +155,5 @@ def _seen_behind(hidden: Bool[Tensor, "B S"]) -> Bool[Tensor, "B S"]:
 
 
 def _evaluations(order: Int[Tensor, "B S"], counts: set[int]) -> int:
-    """Of sequences, by either model."""
+    """How many sequences the two models evaluate."""
     return len(order) + sum(len(order) + int(_seen_behind(_hidden(order, masked)).sum()) for masked in counts)
-
-
-def _check_causal(causal: Backbone, backbone: Backbone) -> None:
-    if not causal.config.causal:
-        raise InvalidInput(f"DCD needs a causal model, found a denoiser ({causal.family}); give one with causal: true.")
-    if causal.vocab_size != backbone.vocab_size:
-        raise InvalidInput(
-            f"the causal model has {causal.vocab_size} tokens, the network {backbone.vocab_size}: DCD needs one "
-            "tokenizer for both."
-        )

@@ -4,7 +4,7 @@ Each reads texts that no model here was trained on, measures, and gives a plain 
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,24 @@ from torch import Tensor
 
 from codd.backbones import Backbone, Tokenizer
 from codd.circuits import ProbabilisticCircuit
+from codd.data.sources import source_place
 from codd.decoding.model import Model
 from codd.errors import InvalidInput
-from codd.evaluation.gap import BLOCK_LENGTH, RATIOS, BlockScores, block_scores, joined
+from codd.evaluation.gap import BLOCK_LENGTH, RATIOS, BlockScores, block_scores, check_grid, joined, summary
 from codd.evaluation.likelihood import continuations
-from codd.evaluation.likelihood.continuations import CONTEXTS, CONTINUATION, Told, part
+from codd.evaluation.likelihood.causal import CausalModel, as_causal, check_tokenizers
+from codd.evaluation.likelihood.continuations import CONTEXTS, CONTINUATION, PartProgress, part
 from codd.evaluation.likelihood.copula import dcd_scores
-from codd.evaluation.likelihood.corpora import PROSE, ROW_LENGTH, SOURCES, Wanted, draw_blocks, draw_continuations
+from codd.evaluation.likelihood.corpora import (
+    PROSE,
+    ROW_LENGTH,
+    SOURCES,
+    BlockSpec,
+    draw_blocks,
+    draw_continuations,
+    source_of,
+)
 from codd.evaluation.statistics import bootstrap_interval
-from codd.training import corpus
 
 Circuits = Mapping[str, ProbabilisticCircuit]
 Figures = dict[str, float | None]
@@ -34,8 +43,8 @@ Figures = dict[str, float | None]
 def mask_ratio_study(
     model: Model,
     circuits: Circuits,
-    causal: Backbone | None,
-    data: Path,
+    causal: Backbone | CausalModel | None,
+    data: Path | None,
     *,
     corpora: Sequence[str] = tuple(SOURCES),
     blocks: int = 200,
@@ -43,21 +52,23 @@ def mask_ratio_study(
     row_length: int = ROW_LENGTH,
     sequential: bool = True,
     seed: int = 0,
-    progress: Told | None = None,
+    progress: PartProgress | None = None,
 ) -> dict[str, Any]:
-    """Log-likelihood per masked token of a block against how much of it is masked; all ways on the same masks.
+    """Log-likelihood per masked token of a block against how much of it is masked; all labels on the same masks.
 
     Gives ``{"settings": {..}, "data": {corpus: {"blocks": n, "ratios": [{"ratio": r, "tokens": n, "scores":
     {"factorized": {"mean", "low", "high"}, "circuit:NAME": .., "sequential": .., "dcd": ..}, "gap_closed": {NAME:
     {"mean", "low", "high"}}}]}}}``. Intervals are of 95%, by bootstrap over blocks. Without ``sequential`` (a network
-    evaluation for each token of a block) there is no such score and no gap; without a causal model no DCD.
+    evaluation for each token of a block) there is no such score and no gap; without a causal model no DCD. ``corpora``
+    are names of `corpora.SOURCES` (files under ``data``) or paths of files. Blocks of a block-causal network stand on
+    its grid.
     """
-    tokenizer, mask_id = _parts(model, corpora, SOURCES, data, blocks)
-    length = shared_length(circuits)
-    wanted = Wanted(length, blocks, row_length, seed)
+    tokenizer, mask_id = _parts(model, causal, corpora, data, blocks)
+    length = shared_length(circuits, model.backbone.block_size)
+    spec = BlockSpec(length, blocks, row_length, seed, on_grid=model.backbone.block_size is not None)
     out: dict[str, Any] = {}
     for name in corpora:
-        scores, copulas, drawn = [], [], draw_blocks(name, data, tokenizer, wanted)
+        scores, copulas, drawn = [], [], draw_blocks(name, data, tokenizer, spec)
         for texts in drawn:
             shared: dict[str, Any] = {
                 "mask_id": mask_id,
@@ -65,13 +76,13 @@ def mask_ratio_study(
                 "ratios": ratios,
                 "seed": seed + 7919 * texts.ids.shape[1],  # groups of one text each must not all get the same masks
             }
-            told = part(progress, f"{name}: circuits, sequential" if sequential else f"{name}: circuits")
+            report = part(progress, f"{name}: circuits, sequential" if sequential else f"{name}: circuits")
             scores.append(
-                block_scores(model.backbone, circuits, *texts, sequential=sequential, progress=told, **shared)
+                block_scores(model.backbone, circuits, *texts, sequential=sequential, progress=report, **shared)
             )
             if causal is not None:
-                told = part(progress, f"{name}: dcd")
-                copulas.append(dcd_scores(model.backbone, causal, *texts, progress=told, **shared))
+                report = part(progress, f"{name}: dcd")
+                copulas.append(dcd_scores(model.backbone, causal, *texts, progress=report, **shared))
         entries = []
         for ratio in ratios:
             copula = torch.cat([group[ratio] for group in copulas]) if copulas else None
@@ -85,28 +96,32 @@ def mask_ratio_study(
 def continuation_study(
     model: Model,
     circuits: Circuits,
-    causal: Backbone | None,
-    data: Path,
+    causal: Backbone | CausalModel | None,
+    data: Path | None,
     *,
     corpora: Sequence[str] = PROSE,
     texts: int = 100,
-    contexts: Sequence[int] = CONTEXTS,
+    contexts: Sequence[int] | None = None,
     continuation: int = CONTINUATION,
     sequential: bool = True,
     seed: int = 0,
-    progress: Told | None = None,
+    progress: PartProgress | None = None,
 ) -> dict[str, Any]:
     """Log-likelihood per token of true continuations against how much stands before them.
 
     How a continuation is scored block by block is said in `continuations` and in the settings. Gives
     ``{"settings": {..}, "data": {corpus: {"texts": n, "continuation": n, "contexts": [{"context": c, "scores":
     {"factorized": {"mean", "low", "high"}, "circuit:NAME": .., "sequential": .., "left_to_right": .., "dcd":
-    ..}}]}}}``. Intervals are of 95%, by bootstrap over texts, which are the same at all contexts.
+    ..}}]}}}``. Intervals are of 95%, by bootstrap over texts, which are the same at all contexts. ``corpora`` are names
+    of prose, or paths of files. ``contexts``: by default `CONTEXTS`, of a block-causal network those on its grid.
     """
-    tokenizer, mask_id = _parts(model, corpora, PROSE, data, texts)
+    tokenizer, mask_id = _parts(model, causal, corpora, data, texts, prose=True)
+    length, grid = shared_length(circuits, model.backbone.block_size), model.backbone.block_size
+    if contexts is None:
+        contexts = [context for context in CONTEXTS if grid is None or context % length == 0]
     if not contexts or min(contexts) < 1:
         raise InvalidInput(f"contexts must be one token or more, found {list(contexts)}.")
-    length = shared_length(circuits)
+    check_grid(grid, torch.tensor(contexts), length)
     continuations.blocks_of(continuation, length)  # refuses before anything is read
     out: dict[str, Any] = {}
     for name in corpora:
@@ -125,7 +140,7 @@ def continuation_study(
                 seed=seed,
                 progress=_named(progress, f"{name}, {context} tokens before"),
             )
-            figures = {way: mean_interval(values, continuation, seed) for way, values in scores.items()}
+            figures = {label: mean_interval(values, continuation, seed) for label, values in scores.items()}
             entries.append({"context": context, "scores": figures})
         out[name] = {"texts": len(ids), "continuation": continuation, "contexts": entries}
     settings = _settings(circuits, causal, length, corpora, seed, sequential)
@@ -133,12 +148,15 @@ def continuation_study(
     return {"settings": {**settings, "scoring": continuations.SCORING}, "data": out}
 
 
-def shared_length(circuits: Circuits) -> int:
-    """The length of the blocks that all circuits are for; those that serve any length are not asked."""
+def shared_length(circuits: Circuits, block_size: int | None = None) -> int:
+    """The length of the blocks that all circuits are for; those that serve any length are not asked.
+
+    Where none says, that of a block-causal network's blocks, or 32.
+    """
     lengths = {name: circuit.window for name, circuit in circuits.items() if circuit.window is not None}
     if len(set(lengths.values())) > 1:
         raise InvalidInput(f"the circuits are for blocks of different lengths: {lengths}; measure them one by one.")
-    return next(iter(lengths.values()), BLOCK_LENGTH)
+    return next(iter(lengths.values()), block_size or BLOCK_LENGTH)
 
 
 def mean_interval(values: Float[Tensor, " B"], tokens: int, seed: int) -> Figures:
@@ -151,9 +169,10 @@ def mean_interval(values: Float[Tensor, " B"], tokens: int, seed: int) -> Figure
 
 
 def closed_interval(scores: BlockScores, coupled: Float[Tensor, " B"], seed: int) -> Figures:
-    """The share of the gap that a circuit closes."""
+    """The share of the gap that a circuit closes; None where there is no gap to close."""
     gains, gaps = (coupled - scores.factorized).numpy(), (scores.sequential - scores.factorized).numpy()
-    if not np.isfinite(gains).all() or not gaps.sum():
+    mean = summary(scores, coupled)["gap_closed"]
+    if not math.isfinite(mean):
         return {"mean": None, "low": None, "high": None}
 
     def closed(drawn: NDArray[np.int64]) -> NDArray[np.float64]:
@@ -161,45 +180,68 @@ def closed_interval(scores: BlockScores, coupled: Float[Tensor, " B"], seed: int
         return np.where(some == 0, np.nan, gains[drawn].sum(-1) / np.where(some == 0, 1, some))
 
     low, high = (x if math.isfinite(x) else None for x in bootstrap_interval(closed, len(gains), seed))
-    return {"mean": float(gains.sum() / gaps.sum()), "low": low, "high": high}
+    return {"mean": mean, "low": low, "high": high}
 
 
 def _entry(
     ratio: float, scores: BlockScores, copula: Float[Tensor, " B"] | None, sequential: bool, seed: int
 ) -> dict[str, Any]:
     """All figures at one ratio."""
-    ways = {"factorized": scores.factorized}
-    ways |= {f"circuit:{name}": values for name, values in scores.coupled.items()}
-    ways |= {"sequential": scores.sequential} if sequential else {}
-    ways |= {"dcd": copula} if copula is not None else {}
+    by_label = {"factorized": scores.factorized}
+    by_label |= {f"circuit:{name}": values for name, values in scores.coupled.items()}
+    by_label |= {"sequential": scores.sequential} if sequential else {}
+    by_label |= {"dcd": copula} if copula is not None else {}
     return {
         "ratio": ratio,
         "tokens": scores.masked * len(scores.factorized),
-        "scores": {way: mean_interval(values, scores.masked, seed) for way, values in ways.items()},
+        "scores": {label: mean_interval(values, scores.masked, seed) for label, values in by_label.items()},
         "gap_closed": {name: closed_interval(scores, values, seed) for name, values in scores.coupled.items()}
         if sequential
         else {},
     }
 
 
-def _parts(model: Model, corpora: Sequence[str], known: Iterable[str], data: Path, count: int) -> tuple[Tokenizer, int]:
-    """What a study needs of a model; refuses what it cannot measure before it takes time."""
+def _parts(
+    model: Model,
+    causal: Backbone | CausalModel | None,
+    corpora: Sequence[str],
+    data: Path | None,
+    count: int,
+    *,
+    prose: bool = False,
+) -> tuple[Tokenizer, int]:
+    """What a study needs of a model; refuses what it cannot measure before it takes time.
+
+    A denoiser without tokenizer files, as SEDD is published, has its texts read by the causal model's tokenizer.
+    """
     if model.mask_id is None:
         raise InvalidInput("this checkpoint does not say which token is the mask: codd.load(..., mask_id=...).")
-    if model.tokenizer is None:
+    beside = None if causal is None else as_causal(causal)
+    tokenizer = model.tokenizer or (None if beside is None else beside.tokenizer)
+    if tokenizer is None:
         raise InvalidInput("this checkpoint has no tokenizer files, so that texts cannot be read.")
+    if beside is not None:
+        check_tokenizers(beside, tokenizer)
     if count < 1:
         raise InvalidInput(f"a study needs at least one text of each corpus, found {count}.")
     for name in corpora:
-        if name not in known:
-            raise InvalidInput(f"{name!r} is not a corpus of this study; there are {', '.join(known)}.")
-        if SOURCES[name].path is not None:
-            corpus.resolve(SOURCES[name], data)
-    return model.tokenizer, model.mask_id
+        source = source_of(name, data)
+        if prose and source.kind != "text":
+            raise InvalidInput(
+                f"{name!r} is not a corpus of this study; there are {', '.join(PROSE)}, and files of prose."
+            )
+        if source.path is not None:
+            source_place(source, data or Path())
+    return tokenizer, model.mask_id
 
 
 def _settings(
-    circuits: Circuits, causal: Backbone | None, length: int, corpora: Sequence[str], seed: int, sequential: bool
+    circuits: Circuits,
+    causal: Backbone | CausalModel | None,
+    length: int,
+    corpora: Sequence[str],
+    seed: int,
+    sequential: bool,
 ) -> dict[str, Any]:
     return {
         "corpora": list(corpora),
@@ -211,6 +253,6 @@ def _settings(
     }
 
 
-def _named(progress: Told | None, where: str) -> Told | None:
-    """Say of every measurement where it is made."""
+def _named(progress: PartProgress | None, where: str) -> PartProgress | None:
+    """Progress with the corpus named before every part."""
     return None if progress is None else lambda what, done, total: progress(f"{where}: {what}", done, total)

@@ -12,8 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from markupsafe import Markup, escape
+
 from codd import files
-from codd.evaluation.page import shown, visible
+from codd.evaluation.report.page import visible
+from codd.evaluation.report.quality import Estimate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,6 +24,9 @@ if TYPE_CHECKING:
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#808080")
 """Of Okabe and Ito; the last is grey, for what others are compared with."""
+_COLOUR_OF = {"trained": 0, "null": 1, "static": 2, "dcd": 3, "sequential": 4, "left_to_right": 4}
+OTHER = 5
+"""The colour of circuits that have none of their own."""
 MARKERS = ("o", "s", "D", "^", "v", "P", "X", "*", "<", ">")
 DASHES = ("-", "--", ":", "-.")
 INK, PAPER_INK = "#010203", "#222222"
@@ -51,17 +57,20 @@ class Curve:
     """Points from left to right, with intervals where they are known."""
 
     label: str
-    xs: Sequence[float]
-    ys: Sequence[float]
-    lows: Sequence[float | None] = ()
-    highs: Sequence[float | None] = ()
+    points: Sequence[tuple[float, Estimate]]
     look: Look = Look()
 
     @property
-    def bounded(self) -> bool:
-        """Whether every point has an interval."""
-        ends = [*self.lows, *self.highs]
-        return len(ends) == 2 * len(self.xs) > 0 and None not in ends
+    def xs(self) -> list[float]:
+        """Where its points are."""
+        return [x for x, _ in self.points]
+
+    @property
+    def intervals(self) -> tuple[list[float], list[float]] | None:
+        """The lower and upper ends of all points; None unless every point has both."""
+        ends = [(y.low, y.high) for _, y in self.points if y.low is not None and y.high is not None]
+        complete = len(ends) == len(self.points) > 0
+        return ([low for low, _ in ends], [high for _, high in ends]) if complete else None
 
 
 @dataclass(frozen=True)
@@ -85,10 +94,16 @@ class Chart:
     panels: Sequence[Panel]
 
 
-def svg(chart: Chart) -> str:
-    """A figure of HTML: the panels side by side where there is room, one above the other on a phone."""
-    panels = "\n".join(_panel_svg(chart, number) for number in range(len(chart.panels)))
-    return f'<figure>\n<div class="panels">\n{panels}\n</div>\n<figcaption>{shown(chart.title)}</figcaption>\n</figure>'
+def look(name: str, marker: int = 0, dash: int = 0) -> Look:
+    """The look of a circuit or of a way of scoring: one colour in all figures."""
+    if name in ("none", "factorized"):
+        return Look(len(COLOURS) - 1, marker, dash, wide=True)
+    return Look(_COLOUR_OF.get(name, OTHER), marker, dash)
+
+
+def svg(chart: Chart) -> list[Markup]:
+    """Its panels, each an SVG element to stand inside a page."""
+    return [_panel_svg(chart, number) for number in range(len(chart.panels))]
 
 
 def write_png(chart: Chart, path: Path) -> None:
@@ -98,7 +113,7 @@ def write_png(chart: Chart, path: Path) -> None:
         figure.savefig(file, format="png", dpi=150, facecolor="white", metadata={"Software": None})
 
 
-def _panel_svg(chart: Chart, number: int) -> str:
+def _panel_svg(chart: Chart, number: int) -> Markup:
     panel, out = chart.panels[number], io.StringIO()
     with _plainly():
         unsaid = dict.fromkeys(("Date", "Creator", "Format", "Type"))
@@ -106,8 +121,8 @@ def _panel_svg(chart: Chart, number: int) -> str:
     return inline(out.getvalue(), f"{chart.name}-{number}", f"{chart.title} ({panel.y} against {panel.x})")
 
 
-def inline(text: str, name: str, title: str) -> str:
-    """An SVG file as part of a page: no prolog, no style for others, ids of its own, a title for those who cannot see.
+def inline(text: str, name: str, title: str) -> Markup:
+    """An SVG file as part of a page: without prolog and style sheet, with prefixed ids and an accessible title.
 
     ``name`` must be unlike that of any other figure on the page.
     """
@@ -119,8 +134,9 @@ def inline(text: str, name: str, title: str) -> str:
     body = re.sub(r'(\sid="|href="#|url\(#)', rf"\g<1>{prefix}-", body)
     head, rest = body.split(">", 1)
     head = head.replace(' xmlns:xlink="http://www.w3.org/1999/xlink"', "")
-    head += f' role="img" aria-label="{shown(title)}" stroke-linejoin="round"'
-    return f"{head}>\n<title>{shown(title)}</title>{rest}"
+    shown = escape(visible(title))
+    head += f' role="img" aria-label="{shown}" stroke-linejoin="round"'
+    return Markup(f"{head}>\n<title>{shown}</title>{rest}")  # matplotlib escapes what it writes
 
 
 @contextmanager
@@ -167,7 +183,7 @@ def _draw(place: "Axes", panel: Panel, ink: str) -> None:
         colour = COLOURS[curve.look.colour % len(COLOURS)]
         place.plot(
             curve.xs,
-            curve.ys,
+            [y.value for _, y in curve.points],
             label=curve.label,
             color=colour,
             linestyle=DASHES[curve.look.dash % len(DASHES)],
@@ -176,13 +192,10 @@ def _draw(place: "Axes", panel: Panel, ink: str) -> None:
             linewidth=3.2 if curve.look.wide else 1.6,
             alpha=0.6 if curve.look.wide else 1,
         )
-        if not curve.bounded:
-            continue
-        lows, highs = ([float(value or 0) for value in ends] for ends in (curve.lows, curve.highs))
-        if panel.bands:
-            place.fill_between(curve.xs, lows, highs, color=colour, alpha=0.18, linewidth=0)
-        elif bars:
-            place.vlines(curve.xs, lows, highs, color=colour, alpha=0.45, linewidth=1)
+        if curve.intervals and panel.bands:
+            place.fill_between(curve.xs, *curve.intervals, color=colour, alpha=0.18, linewidth=0)
+        elif curve.intervals and bars:
+            place.vlines(curve.xs, *curve.intervals, color=colour, alpha=0.45, linewidth=1)
     _scale(place, panel)
     place.set_xlabel(visible(panel.x), color=ink)
     place.set_ylabel(visible(panel.y), color=ink)

@@ -1,114 +1,127 @@
-"""Quality against cost: the lines that each way of decoding draws as its pace changes, and where they meet."""
+"""Quality against cost: the line that each circuit and sampler draws as its budget changes, and the calls it saves."""
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from codd.evaluation.report.ways import (
-    KINDS,
-    Estimate,
-    Quality,
-    kind,
-    order,
-    pace,
-    rest,
-    sampler,
-    settings,
-    shared,
-    varying,
-    way,
-)
+from codd.evaluation.report import labels
+from codd.evaluation.report.figures import Chart, Curve, Panel, look
+from codd.evaluation.report.quality import QUALITIES, Estimate, Quality
 from codd.evaluation.runs import Result
-from codd.evaluation.tasks.cells import CONTROLS, NONE, NULL, TRAINED
+from codd.evaluation.tasks.configs import CONTROLS, NONE, NULL, TRAINED, EvalConfig
 
 COSTS = {"calls": "network calls a sample", "seconds": "seconds a sample"}
-"""What a sample costs, and how an axis names it."""
+"""Attributes of a result, and how an axis names them."""
+MANY = 10
+"""With more lines than this, every sampler gets a chart of its own."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One way of decoding at several paces, by cost."""
+    """One circuit and sampler at several budgets of one kind, in the order of network calls."""
 
-    circuit: str
-    sampler: str
-    kind: str
+    results: Sequence[Result]
+    values: Sequence[Estimate]
     settings: str
-    """What else is special about it in this run."""
-    family: str
-    """Equal for lines that differ in the circuit only."""
-    shared: str
-    """Equal for lines that may be compared with the network alone."""
-    results: tuple[Result, ...]
-    values: tuple[Estimate, ...]
+    """Other settings that set it apart in this run, in words."""
+
+    @property
+    def config(self) -> EvalConfig:
+        """The config of its first point: all but the value of the budget is that of the others, too."""
+        return self.results[0].config
+
+    @property
+    def kind(self) -> str:
+        """The kind of its budget."""
+        return labels.kind(self.config)
+
+    @property
+    def label(self) -> str:
+        """Its name in a legend."""
+        name = labels.label(self.config, [], with_budget=False)
+        return ", ".join(filter(None, [name, f"by {self.kind}", self.settings]))
 
     def costs(self, name: str) -> list[float]:
         """Calls or seconds of its points."""
         return [float(getattr(result, name)) for result in self.results]
 
-    def label(self) -> str:
-        """For a legend."""
-        first = self.results[0].cell
-        return ", ".join(filter(None, [way(first, [], with_pace=False), f"by {self.kind}", self.settings]))
-
 
 class Saving(NamedTuple):
-    """How many calls a circuit needs for the quality that the network alone has at some number of steps."""
+    """Network calls that a circuit needs for the quality of the network alone at some number of steps."""
 
     task: str
     quality: str
     target: str
-    """The pace of the network alone."""
+    """The budget of the network alone."""
     value: float
-    """Its quality."""
+    """The quality of the network alone at that budget."""
     network: float
-    """Its calls."""
+    """The calls of the network alone at that budget."""
     way: str
+    """The label of the circuit's line."""
     calls: float | None
-    """Of the circuit; None: not reached at any pace that was measured."""
+    """Of the circuit; None: not reached at any budget that was measured."""
     bound: bool
-    """Whether its fastest pace reaches it already, so that fewer might do."""
+    """Whether the circuit's fastest budget is good enough already, so that fewer calls might do."""
     null: float | None
-    """Calls of the null circuit by the same rule."""
+    """Calls of the null circuit with the same sampler and kind of budget."""
     threshold: float | None
-    """Calls of the network alone by the best of its adaptive paces."""
+    """Calls of the network alone at the best of its adaptive budgets (thresholds, entropy budgets)."""
     has_null: bool
     has_threshold: bool
     """Whether there are such lines at all."""
 
-    def as_json(self) -> dict[str, Any]:
-        """For programs."""
-        return self._asdict()
+    def fewer(self, other: float | None) -> str:
+        """How many fewer calls than ``other`` in per cent, as "-50%"; more has a plus, "-" is unknown."""
+        return "-" if self.calls is None or not other else f"{round(100 * (self.calls / other - 1)):+d}%"
+
+
+class Frontier(NamedTuple):
+    """One task by one quality."""
+
+    task: str
+    quality: Quality
+    charts: list[Chart]
+    savings: list[Saving]
+
+
+def frontiers(results: Sequence[Result]) -> list[Frontier]:
+    """Charts and savings for every task and each of its qualities."""
+    return [
+        Frontier(task, quality, [_chart(task, group, quality) for group in _charted(drawn)], savings(own, quality))
+        for task, own in labels.by_task(results).items()
+        for quality in QUALITIES
+        if (drawn := lines(own, quality))
+    ]
 
 
 def lines(results: Sequence[Result], quality: Quality) -> list[Line]:
-    """One a circuit, sampler, kind of pace, and what else differs."""
-    names = varying(result.cell for result in results)
-    groups: dict[tuple[str, str, str, str], list[Result]] = {}
-    for result in sorted(results, key=lambda each: order(each.cell)):
-        if quality.of(result) is not None:
-            cell = result.cell
-            told = json.dumps(rest(cell), sort_keys=True)
-            groups.setdefault((cell.circuit, sampler(cell), kind(cell), told), []).append(result)
-    found = []
-    for (circuit, how, pace_kind, told), group in groups.items():
-        group = sorted(group, key=lambda each: each.calls)
-        cell, values = group[0].cell, tuple(value for each in group if (value := quality.of(each)) is not None)
-        family = json.dumps([how, pace_kind, told])
-        found.append(Line(circuit, how, pace_kind, settings(cell, names), family, shared(cell), tuple(group), values))
-    return sorted(found, key=_rank)
+    """One line per circuit, sampler, kind of budget and remaining settings; the network alone first."""
+    names = labels.varying(result.config for result in results)
+    known = sorted(filter(quality.of, results), key=lambda each: (each.calls, *labels.order(each.config)))
+    drawn = []
+    for group in labels.grouped(known, lambda config: f"{config.circuit} {_family(config)}").values():
+        values = [value for each in group if (value := quality.of(each)) is not None]
+        drawn.append(Line(group, values, labels.settings(group[0].config, names)))
+    return sorted(drawn, key=_rank)
+
+
+def _family(config: EvalConfig) -> str:
+    """Equal for configs that differ in the circuit and the value of the budget only."""
+    return json.dumps([labels.sampler(config), labels.kind(config), labels.rest(config)], sort_keys=True)
 
 
 def _rank(line: Line) -> tuple[int, str, int, str]:
-    """The network alone first."""
-    ranks = {NONE: 0, TRAINED: 1, "static": 2}
-    return ranks.get(line.circuit, 9), line.circuit, KINDS.index(line.kind), line.label()
+    circuit = line.config.circuit
+    rank = {NONE: 0, TRAINED: 1, "static": 2}.get(circuit, 9)
+    return rank, circuit, labels.KINDS.index(line.kind), line.label
 
 
 def reached(costs: Sequence[float], values: Sequence[float], target: float, quality: Quality) -> float | None:
-    """The least cost at which a line is as good as ``target``, straight between neighbouring points, never beyond.
+    """The least cost at which a line is as good as ``target``; None if no point of it is.
 
-    None: nowhere on it. Costs must not fall.
+    Interpolates linearly between neighbouring points and never extrapolates. Costs must not fall.
     """
     points = list(zip(costs, values, strict=True))
     for number, (cost, value) in enumerate(points):
@@ -121,35 +134,39 @@ def reached(costs: Sequence[float], values: Sequence[float], target: float, qual
 
 
 def savings(results: Sequence[Result], quality: Quality) -> list[Saving]:
-    """Of every circuit, for every number of steps of the network alone under the same settings."""
+    """Each circuit's saving at every number of steps of the network alone under the same settings."""
     drawn = lines(results, quality)
-    alone = [line for line in drawn if line.circuit == NONE and line.kind == "steps"]
+    alone = [line for line in drawn if line.config.circuit == NONE and line.kind == "steps"]
     return [
         _saving(goal, number, line, drawn, quality)
         for goal in alone
         for number in range(len(goal.results))
         for line in drawn
-        if line.circuit not in CONTROLS and line.shared == goal.shared
+        if line.config.circuit not in CONTROLS and _comparable(line, goal)
     ]
+
+
+def _comparable(line: Line, other: Line) -> bool:
+    return labels.shared(line.config) == labels.shared(other.config)
 
 
 def _saving(goal: Line, number: int, line: Line, drawn: Sequence[Line], quality: Quality) -> Saving:
     target = goal.values[number].value
 
     def least(others: Sequence[Line]) -> float | None:
-        found = [reached(each.costs("calls"), [v.value for v in each.values], target, quality) for each in others]
-        return min((cost for cost in found if cost is not None), default=None)
+        costs = [reached(each.costs("calls"), [v.value for v in each.values], target, quality) for each in others]
+        return min((cost for cost in costs if cost is not None), default=None)
 
-    nulls = [each for each in drawn if each.circuit == NULL and each.family == line.family]
-    alone = [each for each in drawn if each.circuit == NONE and each.kind != "steps" and each.shared == goal.shared]
-    cell = goal.results[number].cell
+    family, config = _family(line.config), goal.results[number].config
+    nulls = [each for each in drawn if each.config.circuit == NULL and _family(each.config) == family]
+    alone = [each for each in drawn if each.config.circuit == NONE and each.kind != "steps" and _comparable(each, goal)]
     return Saving(
-        task=cell.task,
+        task=config.task,
         quality=quality.name,
-        target=pace(cell),
+        target=labels.budget(config),
         value=target,
         network=goal.results[number].calls,
-        way=line.label(),
+        way=line.label,
         calls=least([line]),
         bound=quality.better(line.values[0].value, target),
         null=least(nulls),
@@ -157,3 +174,35 @@ def _saving(goal: Line, number: int, line: Line, drawn: Sequence[Line], quality:
         has_null=bool(nulls),
         has_threshold=bool(alone),
     )
+
+
+def _chart(task: str, drawn: Sequence[Line], quality: Quality) -> Chart:
+    """Quality against calls and against seconds. Colour is the circuit, dash the kind of budget."""
+    markers: dict[tuple[str, str, str], int] = {}
+    looks = []
+    for line in drawn:
+        marker = markers.setdefault((line.config.circuit, labels.sampler(line.config), line.settings), len(markers))
+        looks.append(look(line.config.circuit, marker, labels.KINDS.index(line.kind)))
+    panels = []
+    for cost, x in COSTS.items():
+        curves = [
+            Curve(line.label, list(zip(line.costs(cost), line.values, strict=True)), how)
+            for line, how in zip(drawn, looks, strict=True)
+        ]
+        panels.append(Panel(x, quality.title, curves, ratio_axis=True))
+    samplers = _samplers(drawn)
+    name = "-".join(["frontier", task, quality.name, *(each.replace(" ", "_") for each in sorted(samplers))])
+    of = f"{task}, {samplers[0]}" if len(samplers) == 1 else task
+    return Chart(name, f"{of}: {quality.title} against network calls and seconds", panels)
+
+
+def _samplers(drawn: Sequence[Line]) -> list[str]:
+    return list(dict.fromkeys(filter(None, (labels.sampler(line.config) for line in drawn))))
+
+
+def _charted(drawn: list[Line]) -> list[list[Line]]:
+    """The lines of each chart: all of them, or those of each sampler beside the network alone."""
+    samplers = _samplers(drawn)
+    if len(drawn) <= MANY or len(samplers) < 2:
+        return [drawn]
+    return [[line for line in drawn if labels.sampler(line.config) in ("", name)] for name in samplers]

@@ -1,175 +1,281 @@
-"""The cells of a run as sections of its report: right answers, continued text."""
+"""What the tables of a report hold beside results and comparisons: ablation, studies, samples, provenance."""
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from math import inf
+from typing import Any, NamedTuple
 
-from codd.evaluation.page import Cell, Section
-from codd.evaluation.report.findings import GAIN, LOSS, WEAK_GAIN, WEAK_LOSS, Comparison, chance_of
-from codd.evaluation.report.parts import NOTHING, Part, estimate, number, scaled
-from codd.evaluation.report.ways import (
-    ACCURACY,
-    MAUVE,
-    TRUE_MAUVE,
-    Estimate,
-    Quality,
-    by_task,
-    measured,
-    named,
-    pace,
-    sampler,
-    settings,
-    varying,
-)
-from codd.evaluation.runs import Result
-from codd.evaluation.text.measures import MEANINGS
+from codd.evaluation import measures
+from codd.evaluation.report.comparisons import Comparison
+from codd.evaluation.report.figures import Chart, Curve, Panel, look
+from codd.evaluation.report.labels import by_task, circuit_label, grouped, label, option, order, rest, shared, varying
+from codd.evaluation.report.quality import Estimate, Quality, measured, quality_of
+from codd.evaluation.runs import Result, Sample
+from codd.evaluation.spread import TemplateSpread, template_spreads
+from codd.evaluation.tasks.configs import NONE, NULL, EvalConfig
 
-MEASURES = ("ppl", "nll", "rep_2", "rep_4", "distinct_2", "diversity")
-TITLES = {
-    "ppl": "PPL",
-    "nll": "NLL",
-    "rep_2": "Rep-2, %",
-    "rep_4": "Rep-4, %",
-    "distinct_2": "distinct-2, %",
-    "diversity": "diversity, %",
-}
-DISTANCES = {MAUVE: "MAUVE to one token a step", TRUE_MAUVE: "MAUVE to true text"}
-TONES = {GAIN: "good", LOSS: "bad"}
-WORDS = {
-    GAIN: "survives the control",
-    LOSS: "worse than the control",
-    WEAK_GAIN: "chance, counting all",
-    WEAK_LOSS: "chance, counting all",
+TUNED = ("activation", "circuit_temperature")
+HEAT = 6
+"""How many colours a map has: the classes heat0 to heat5 of the style sheet."""
+GAP, CONTINUATIONS, COST = "gap", "continuations", "cost"
+SCORES = {
+    "factorized": "network alone, all at once",
+    "sequential": "network alone, one at a time, random order",
+    "left_to_right": "network alone, one at a time, left to right",
+    "dcd": "DCD (causal model and network)",
 }
 
-Found = Mapping[str, Comparison]
-"""Comparisons by the name of the cell's folder."""
+Estimates = dict[str, list[Estimate | None]]
 
 
-def task_parts(results: Sequence[Result], found: Found) -> list[Part]:
-    """A table of right answers for each task."""
-    judged = {task: own for task, own in by_task(results).items() if any(map(ACCURACY.of, own))}
-    if not judged:
-        return []
-    head = Section(
-        "Right answers",
-        [
-            "Below each share is its Wilson interval (95%). The difference is to the null circuit under identical "
-            "settings on the same problems, with a bootstrap interval over problems and McNemar's exact test; behind "
-            "the p value that after Holm's correction for all comparisons of this run. Gained and lost: problems that "
-            "only this way, or only the null circuit, solved. Seconds are a sample's share of its batch."
-        ],
+class HeatMap(NamedTuple):
+    """A quality of results that differ in activation (rows) and circuit temperature (columns) only."""
+
+    results: Mapping[tuple[float, float], Result]
+    heats: Mapping[tuple[float, float], int]
+    """The colour of each, from 0, the worst, to `HEAT` - 1."""
+    activations: dict[str, float]
+    temperatures: dict[str, float]
+    """Both in words and as numbers, ascending; an infinite activation: the circuit acts always."""
+    chosen: Result
+
+
+def ablations(validation: Sequence[Result], tests: Sequence[Result]) -> list[dict[str, Any]]:
+    """For each task of the validation split its maps, and each chosen result with the same config on the test split."""
+    tables = []
+    for task, results in by_task(each for each in validation if each.config.circuit != NONE).items():
+        quality = quality_of(results)
+        if quality is not None:
+            names = [name for name in varying(each.config for each in results) if name not in TUNED]
+            maps = [_map(grid, quality) for grid in grouped(results, _fixed).values()]
+            chosen = sorted((each.chosen for each in maps), key=lambda each: order(each.config))
+            choices = [(each, on_test(each, tests)) for each in chosen]
+            tables.append({"task": task, "quality": quality, "names": names, "maps": maps, "choices": choices})
+    return tables
+
+
+def _fixed(config: EvalConfig) -> str:
+    """Equal for configs that differ only in what is tuned."""
+    fixed = {name: value for name, value in rest(config).items() if name not in TUNED}
+    return json.dumps([fixed, label(config, [])], sort_keys=True)
+
+
+def _tuned(result: Result) -> tuple[float, float]:
+    """Activation (infinite: always) and circuit temperature."""
+    activation = option(result.config, "activation")
+    return inf if activation is None else float(activation), float(option(result.config, "circuit_temperature"))
+
+
+def best(results: Sequence[Result], quality: Quality) -> Result:
+    """The best result; of equals the one with the temperature nearest to 1, then that of the highest activation."""
+    sign = -1 if quality.higher else 1
+
+    def rank(result: Result) -> tuple[float, float, float]:
+        estimate, (activation, temperature) = quality.of(result), _tuned(result)
+        return inf if estimate is None else sign * estimate.value, abs(temperature - 1), -activation
+
+    return min(results, key=rank)
+
+
+def _map(grid: Sequence[Result], quality: Quality) -> HeatMap:
+    values = {_tuned(each): estimate.value for each in grid if (estimate := quality.of(each))}
+    low, high = min(values.values()), max(values.values())
+    shares = {place: (value - low) / (high - low) if high > low else 0.0 for place, value in values.items()}
+    heats = {place: round((HEAT - 1) * (each if quality.higher else 1 - each)) for place, each in shares.items()}
+    activations, temperatures = (
+        {"always" if value == inf else f"{value:g}": value for value in sorted(set(axis))}
+        for axis in zip(*map(_tuned, grid), strict=True)
     )
-    return [Part(head), *(Part(_task(task, own, found)) for task, own in judged.items())]
+    return HeatMap({_tuned(each): each for each in grid}, heats, activations, temperatures, best(grid, quality))
 
 
-def _task(task: str, results: Sequence[Result], found: Found) -> Section:
-    names = varying(result.cell for result in results)
-    header = ["circuit", "sampler", "pace", *(["settings"] if names else [])]
-    header += ["right, %", "against null, points", "gained / lost", "calls", "tokens", "seconds"]
+def on_test(result: Result, tests: Sequence[Result]) -> Result | None:
+    """The same config on the test split; the number of problems and the seed may differ."""
+    wanted = result.config
+    for test in tests:
+        config = replace(test.config, split=wanted.split, problems=wanted.problems, seed=wanted.seed)
+        if config.task == wanted.task and label(config, []) == label(wanted, []) and rest(config) == rest(wanted):
+            return test
+    return None
+
+
+class Speed(NamedTuple):
+    """A result with its tokens per forward and tokens per second."""
+
+    result: Result
+    tokens_per_forward: float
+    tokens_per_second: float
+
+
+def parallelism(answered: Mapping[str, Sequence[Result]]) -> dict[str, dict[str, Any]]:
+    """By task, the speed of every result and AUP of every circuit."""
+    return {
+        task: {
+            "speeds": [
+                Speed(each, measures.tokens_per_forward(each.samples), measures.tokens_per_second(each.samples))
+                for each in results
+            ],
+            "ways": measures.parallelism(results),
+        }
+        for task, results in answered.items()
+    }
+
+
+def over_templates(tests: Sequence[Result]) -> dict[str, list[TemplateSpread]]:
+    """By task, the spread of every configuration that was run under several prompt templates."""
+    spreads = sorted(template_spreads(tests), key=lambda spread: (spread.config.task, *order(spread.config)))
+    return {
+        task: [spread for spread in spreads if spread.config.task == task]
+        for task in dict.fromkeys(spread.config.task for spread in spreads)
+    }
+
+
+class Likelihood(NamedTuple):
+    """Log-likelihood of one corpus in nats a token, by mask ratio or by length of context."""
+
+    study: str
+    corpus: str
+    about: Mapping[str, Any]
+    """As stored: numbers of blocks, texts and tokens; and how continuations were scored."""
+    points: list[tuple[float, Any]]
+    """The mask ratio or tokens of context, and the masked tokens if they are known."""
+    scores: Estimates
+    closed: Estimates
+    """The share of the gap that each circuit closes."""
+    charts: list[Chart]
+
+
+def likelihoods(name: str, study: Mapping[str, Any]) -> list[Likelihood]:
+    """The study of mask ratios or of continuations. Raises LookupError, TypeError etc. for another form."""
+    group, key, x, about = {
+        GAP: ("ratios", "ratio", "share of the block that is masked", "masked tokens against the share that is masked"),
+        CONTINUATIONS: ("contexts", "context", "context (tokens)", "true continuations by the length of their context"),
+    }[name]
+    scoring = (study.get("settings") or {}).get("scoring")
+    corpora = []
+    for corpus, data in study["data"].items():
+        points = [(float(entry[key]), entry.get("tokens", "-")) for entry in data[group]]
+        scores = {_score_label(each): own for each, own in _estimates(data[group], "scores").items()}
+        closed = {circuit_label(each): own for each, own in _estimates(data[group], "gap_closed").items()}
+        panels = _panels(x, [point for point, _ in points], data[group])
+        charts = [Chart(f"{name}-{corpus}", f"{corpus}: log-likelihood of {about}", panels)] if panels else []
+        corpora.append(Likelihood(name, corpus, {"scoring": scoring, **data}, points, scores, closed, charts))
+    return corpora
+
+
+def _estimates(entries: Sequence[Mapping[str, Any]], group: str) -> Estimates:
+    """For every name that any entry has in this group, the estimates of all entries."""
+    names = dict.fromkeys(name for entry in entries for name in (entry.get(group) or {}))
+    return {name: [measured((entry.get(group) or {}).get(name)) for entry in entries] for name in names}
+
+
+def _score_label(name: str) -> str:
+    return circuit_label(name.removeprefix("circuit:")) if name.startswith("circuit:") else SCORES.get(name, name)
+
+
+def _panels(x: str, xs: Sequence[float], entries: Sequence[Mapping[str, Any]]) -> list[Panel]:
+    scores, closed = _estimates(entries, "scores"), _estimates(entries, "gap_closed")
+    shares = {f"circuit:{name}": [each and each.in_percent() for each in own] for name, own in closed.items()}
+    names = list(dict.fromkeys([*scores, *shares]))
+    looks = {name: look(name.removeprefix("circuit:"), place, place % 4) for place, name in enumerate(names)}
+    panels = []
+    for y, group in (("log-likelihood (nats a token)", scores), ("gap closed (%)", shares)):
+        known = {name: [(at, y) for at, y in zip(xs, own, strict=True) if y] for name, own in group.items()}
+        curves = [Curve(_score_label(name), points, looks[name]) for name, points in known.items() if points]
+        panels += [Panel(x, y, curves, bands=True)] if curves else []
+    return panels
+
+
+def costs(study: Mapping[str, Any]) -> dict[str, Any]:
+    """Seconds a sample at equal steps. Raises LookupError, TypeError etc. for a study of another form."""
     rows = []
-    for result in results:
-        cell, pair = result.cell, found.get(result.folder.name)
-        lead = [named(cell.circuit), sampler(cell) or "-", pace(cell)]
-        rows.append(
-            [
-                *map(Cell, [*lead, *([settings(cell, names) or "-"] if names else [])]),
-                estimate(ACCURACY.of(result), 1),
-                difference(pair, 1),
-                NOTHING if pair is None or pair.gained is None else Cell(f"{pair.gained} / {pair.lost}"),
-                Cell(number(result.calls, 1)),
-                Cell(number(result.tokens, 1)),
-                Cell(number(result.seconds, 2)),
-            ]
+    for row in sorted(study["data"]["rows"], key=lambda each: each.get("steps") or 0):
+        labels = [row["way"], circuit_label(str(row.get("circuit"))), row.get("steps", "-"), row.get("tokens", "-")]
+        rows.append((labels, measured(row["seconds"]), measured(row.get("overhead"))))
+    how = study.get("settings") or {}
+    words = ", ".join(f"{name} {how[name]}" for name in ("batch", "rounds", "warmup", "gen_length") if name in how)
+    return {"rows": rows, "machine": (study.get("provenance") or {}).get("machine"), "settings": words}
+
+
+class Problem(NamedTuple):
+    """What several configs wrote on one problem."""
+
+    task: str
+    number: int
+    rows: list[tuple[str, Sample]]
+    """The label of each config, and its sample."""
+
+
+def sample_tables(results: Sequence[Result], pairs: Sequence[Comparison], count: int) -> list[Problem]:
+    """``count`` problems of every task, from the comparison with the smallest p value; see `differing`."""
+    problems = []
+    for task, own in by_task(results).items():
+        candidates = [pair for pair in pairs if pair.result.config.task == task]
+        if candidates and count > 0:
+            pair = min(candidates, key=_significance)
+            names, beside = varying(each.config for each in own), _beside(pair, own)
+            for number in differing(pair, count):
+                samples = [(label(each.config, names), sample) for each in beside for sample in each.samples]
+                rows = [(name, sample) for name, sample in samples if sample.doc_id == number]
+                problems.append(Problem(task, number, rows))
+    return problems
+
+
+def _significance(pair: Comparison) -> tuple[float, float, str]:
+    return 1.0 if pair.p is None else pair.p, pair.result.calls, pair.result.folder.name
+
+
+def differing(pair: Comparison, count: int) -> list[int]:
+    """Ids of the problems to show: those on which circuit and control differ, then the others, in order."""
+    theirs = {sample.doc_id: sample for sample in pair.control.samples}
+    both = [(each, theirs[each.doc_id]) for each in pair.result.samples if each.doc_id in theirs]
+
+    def same(one: Sample, other: Sample) -> bool:
+        return one.correct == other.correct if one.correct is not None else one.text == other.text
+
+    ordered = sorted(both, key=lambda two: (same(*two), two[0].doc_id))
+    return [one.doc_id for one, _ in ordered[:count]]
+
+
+def _beside(pair: Comparison, own: Sequence[Result]) -> list[Result]:
+    """The compared two, other circuits under the same settings, and the network alone at the same budget."""
+    family, config = pair.control.config, pair.result.config
+    return [
+        each
+        for each in own
+        if each.config.with_circuit(NULL) == family
+        or (
+            each.config.circuit == NONE
+            and each.config.budget == config.budget
+            and shared(each.config) == shared(config)
         )
-    problems = sorted({result.problems for result in results})
-    metric = " or ".join(sorted({result.metric or "-" for result in results}))
-    return Section(
-        task,
-        [f"{' or '.join(map(str, problems))} problems, right by {metric}."],
-        header,
-        rows,
-        level=3,
-        names=header.index("right, %"),
-    )
+    ]
 
 
-def difference(pair: Comparison | None, digits: int) -> Cell:
-    """To the control: figure, interval, p values, and the verdict in words as well as in colour."""
-    if pair is None:
-        return NOTHING
-    below = [Cell(f"{number(pair.low, digits, sign=True)} to {number(pair.high, digits, sign=True)}", "faint")]
-    if pair.p is not None:
-        held = "" if pair.adjusted is None else f", Holm {chance_of(pair.adjusted).removeprefix('p ')}"
-        below.append(Cell(chance_of(pair.p) + held, "faint"))
-    tone = TONES.get(pair.verdict, "plain")
-    below += [Cell(WORDS[pair.verdict], tone)] if pair.verdict in WORDS else []
-    return Cell(number(pair.difference, digits, sign=True), tone, below)
+def provenance(results: Sequence[Result], studies: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """All stored settings by dotted name, for cells and for studies: what is common, and what differs for each."""
+    configs = {
+        each.folder.name: flat({"cell": each.config.as_json(), "settings": each.settings, **each.provenance})
+        for each in results
+    }
+    others = {
+        name: flat({key: study[key] for key in ("settings", "provenance") if study.get(key) is not None})
+        for name, study in studies.items()
+    }
+    tables = []
+    for what, entries in (("cells", configs), ("studies", others)):
+        if entries:
+            first, *more = entries.values()
+            common = {key: value for key, value in first.items() if all(each.get(key) == value for each in more)}
+            own = {name: {k: v for k, v in entry.items() if k not in common} for name, entry in entries.items()}
+            tables.append({"what": what, "common": common, "entries": own})
+    return tables
 
 
-def text_parts(results: Sequence[Result], found: Found) -> list[Part]:
-    """Continued text by what a judge says of it, and by how much it repeats itself."""
-    judged = {task: [each for each in own if each.judged] for task, own in by_task(results).items()}
-    judged = {task: own for task, own in judged.items() if own}
-    if not judged:
-        return []
-    meanings = "; ".join(f"{TITLES[name].removesuffix(', %')}: {MEANINGS.get(name, '')}" for name in MEASURES)
-    head = Section(
-        "Continued text",
-        [
-            f"{meanings}. MAUVE: distance to the model's own samples of one token a step in the same order, and below "
-            "it what a second such sample reaches (the ceiling); and distance to how the texts really go on, of which "
-            "the last row is. An NLL below that of true text is no virtue. Intervals are of 95%, by bootstrap over "
-            "texts; p by exchanging the two texts of a prefix by chance."
-        ],
-    )
-    return [Part(head), *(Part(_texts(task, own, found)) for task, own in judged.items())]
-
-
-def _texts(task: str, results: Sequence[Result], found: Found) -> Section:
-    names = varying(result.cell for result in results)
-    distances = {quality: title for quality, title in DISTANCES.items() if any(map(quality.of, results))}
-    header = ["circuit", "sampler", "pace", *(["settings"] if names else []), *(TITLES[name] for name in MEASURES)]
-    header += ["NLL against null", *distances.values(), "calls", "seconds"]
-    rows = []
-    for result in results:
-        cell, said = result.cell, result.judged or {}
-        lead = [named(cell.circuit), sampler(cell) or "-", pace(cell)]
-        figures = said.get("measures") or {}
-        rows.append(
-            [
-                *map(Cell, [*lead, *([settings(cell, names) or "-"] if names else [])]),
-                *(_measure(name, measured(figures.get(name))) for name in MEASURES),
-                difference(found.get(result.folder.name), 3),
-                *(_mauve(result, quality) for quality in distances),
-                Cell(number(result.calls, 1)),
-                Cell(number(result.seconds, 2)),
-            ]
-        )
-    true = next((true["measures"] for each in results if (true := (each.judged or {}).get("true"))), None)
-    if true is not None:
-        own = {TITLES[name]: _measure(name, measured(true.get(name))) for name in MEASURES}
-        rows.append([Cell("true text"), *(own.get(title, NOTHING) for title in header[1:])])
-    judges = dict.fromkeys(_judge(result) for result in results)
-    texts = " or ".join(map(str, sorted({result.problems for result in results})))
-    about = f"{texts} texts. Judge: {'; '.join(judges)}."
-    return Section(task, [about], header, rows, level=3, names=header.index(TITLES[MEASURES[0]]))
-
-
-def _measure(name: str, found: Estimate | None) -> Cell:
-    """Shares in per cent, as is customary; their unit stands in the header."""
-    if found is None or name in ("ppl", "nll"):
-        return estimate(found, 1 if name == "ppl" else 3)
-    return estimate(scaled(found), 1)
-
-
-def _judge(result: Result) -> str:
-    judge = (result.judged or {}).get("judge") or {}
-    return ": ".join(filter(None, [judge.get("name"), judge.get("description")])) or "not named"
-
-
-def _mauve(result: Result, quality: Quality) -> Cell:
-    found, said = quality.of(result), ((result.judged or {}).get("mauve") or {})
-    if found is None:
-        return NOTHING
-    ceiling = said.get("ceiling") if quality is MAUVE else None
-    below = [] if ceiling is None else [Cell(f"of {number(ceiling)}", "faint")]
-    return Cell(number(found.value), below=below)
+def flat(settings: Any, name: str = "") -> dict[str, str]:
+    """Nested settings as dotted names with values in words; nothing is left out."""
+    if isinstance(settings, Mapping) and settings:
+        parts = [flat(value, f"{name}.{key}" if name else str(key)) for key, value in settings.items()]
+        return {key: value for part in parts for key, value in part.items()}
+    return {name: settings if isinstance(settings, str) else json.dumps(settings, ensure_ascii=False)}

@@ -4,38 +4,49 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from codd.decoding import Model, Options
 from codd.errors import InvalidInput
-from codd.evaluation.runs import Log
+from codd.evaluation.runs import Log, Sample
 from codd.evaluation.tasks.answers import cut
-from codd.evaluation.tasks.joint import Stretch, score_stretches
+from codd.evaluation.tasks.joint import ScoringRequest, score_continuations
+from codd.validation import Section, Whole
 
 Advance = Callable[[int], None]
-"""Told how many more requests are done."""
+"""Called with the number of requests done since the last call."""
 Line = dict[str, Any]
-"""What is kept of one request."""
+"""A line of the log: the answer to one request, or its score."""
 Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
-class Request:
+class Request(Section):
     """A text to be continued, and the strings that end the answer."""
 
     key: str
-    doc_id: int
-    idx: int
+    doc_id: Whole
+    idx: Whole
     prompt: str
     stops: Sequence[str] = ()
 
 
-class Answerer:
-    """A model that answers a batch at a time, and remembers.
+class Scored(NamedTuple):
+    """The samples of a configuration, and what they are scored by."""
 
-    The seed of an answer depends on the seed and on the problem's number only, never on batches or processes.
+    metric: str | None
+    """The metric that decides whether a sample is correct; None for continued text."""
+    metrics: Mapping[str, float]
+    """The mean of every metric of the task."""
+    samples: list[Sample]
+
+
+class Answerer:
+    """Answers requests in batches, and skips those that the log has answers to.
+
+    An answer depends on the seed and on the problem's number only, never on batches or processes.
     """
 
     def __init__(
@@ -47,36 +58,36 @@ class Answerer:
         batch: int = 8,
         log: Log | None = None,
         advance: Advance = lambda count: None,
-        closed: bool = False,
+        read_only: bool = False,
     ):
-        """``log`` holds what was answered before, and gets what is answered now; ``closed``: nothing more is."""
+        """``log`` holds earlier answers and gets the new ones; ``read_only``: raise InvalidInput if one is missing."""
         if model.tokenizer is None:
             raise InvalidInput("this checkpoint has no tokenizer: tasks ask in text.")
         self.model, self.tokenizer, self.options = model, model.tokenizer, options
         self.seed, self.batch, self.log, self.advance = seed, batch, log or Log(None), advance
-        self.closed = closed
+        self.read_only = read_only
 
     def answers(self, requests: Sequence[Request]) -> dict[str, Line]:
-        """By key: text, tokens, calls, seconds, seed. The longest prompts come first."""
+        """By key: text, tokens, calls (network evaluations), seconds, seed. The longest prompts are answered first."""
         ids = {request.key: self._encode(request.prompt) for request in requests}
         order = sorted(requests, key=lambda request: (-len(ids[request.key]), request.doc_id, request.idx))
-        return self._remembered({request.key: (ids[request.key], request) for request in order}, self._answer)
+        return self._logged({request.key: (ids[request.key], request) for request in order}, self._answer)
 
-    def scores(self, stretches: Mapping[str, Stretch]) -> dict[str, Line]:
-        """By key: log_prob, greedy."""
-        return self._remembered(
-            stretches, lambda some: [score._asdict() for score in score_stretches(self.model, some, self.options)]
+    def scores(self, requests: Mapping[str, ScoringRequest]) -> dict[str, Line]:
+        """By key: log_prob (nats), greedy (whether every token is the most probable one)."""
+        return self._logged(
+            requests, lambda some: [score._asdict() for score in score_continuations(self.model, some, self.options)]
         )
 
-    def _remembered(self, asked: Mapping[str, Item], work: Callable[[Sequence[Item]], list[Line]]) -> dict[str, Line]:
-        """What was found before, and for the rest what is found now, a batch at a time; each is kept at once."""
+    def _logged(self, asked: Mapping[str, Item], work: Callable[[Sequence[Item]], list[Line]]) -> dict[str, Line]:
+        """The lines that the log has, and new ones for the rest, a batch at a time; each batch is logged at once."""
         known = {key: line for key in asked if (line := self.log.get(key))}
         self.advance(len(known))
         todo = [key for key in asked if key not in known]
-        if todo and self.closed:
+        if todo and self.read_only:
             raise InvalidInput(
-                f"{len(todo)} of {len(asked)} answers are not there yet: this cell belongs to another device. Answer "
-                "them there (codd eval --stage answer), or give this machine's device with --device."
+                f"{len(todo)} of {len(asked)} answers are not there yet. Answer them first (codd eval --stage answer), "
+                "on the device of the configuration; after a change of data or chat template prepare them again."
             )
         for begin in range(0, len(todo), self.batch):
             some = todo[begin : begin + self.batch]
@@ -88,7 +99,7 @@ class Answerer:
         return known
 
     def _encode(self, prompt: str) -> list[int]:
-        """The prompt's end, if all of it does not fit: the question stands there."""
+        """The ids of a prompt; of one that is too long the end, where the question is."""
         ids, limit = self.tokenizer.encode(prompt), self.model.backbone.max_length
         room = None if limit is None else limit - self.options.gen_length
         if room is not None and room < 1:
@@ -118,5 +129,5 @@ class Answerer:
 
 
 def problem_seed(seed: int, doc_id: int, idx: int) -> int:
-    """Unlike that of every other problem."""
+    """The seed of one request: 32 bits of a hash, so that problems do not share random numbers."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{doc_id}/{idx}".encode()).digest()[:4])

@@ -1,4 +1,4 @@
-"""What is asked: tasks of the lm-eval harness with the paper's protocol, and our own beside them.
+"""The tasks: those of the lm-eval harness with the paper's protocol, and our own.
 
 A task's data comes from the hub, or from files in a folder (``data``) where there is no network. Prompts, filters and
 metrics of the published tasks are the harness's own; only MBPP's are written here, since the harness would fetch code
@@ -6,19 +6,25 @@ from the hub and run what a model wrote unconfined.
 """
 
 import difflib
+import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from codd import validation
+from codd.data.problems import problems
+from codd.data.puzzles import KINDS, puzzles
+from codd.data.text_files import json_lines, open_text
+from codd.decoding import Model
+from codd.decoding.prompts import can_chat
 from codd.errors import FormatError, InvalidInput, MissingDependency
 from codd.evaluation.tasks import passages
 from codd.evaluation.tasks.answers import extract_code
+from codd.evaluation.tasks.configs import EvalConfig
 from codd.evaluation.tasks.sandbox import Limits, run_program
-from codd.training import typed
-from codd.training.problems import extract_answer, problems
-from codd.training.text_files import json_lines, open_text
+from codd.evaluation.tasks.templates import PromptTemplate
 
 ASSISTANT = "You are a helpful assistant."
 REASON = f"{ASSISTANT} Justify your final answer by first explaining your step-by-step derivation or reasoning."
@@ -26,10 +32,18 @@ CONCLUDE = f"{REASON} Conclude by presenting the final answer in the format: "
 PAPER_LENGTH = 512
 """Tokens of an answer, for every task of the paper."""
 OWN_LENGTH = 128
-"""For our own tasks, and for models too small for the paper's."""
+"""Tokens of an answer for our own tasks, and for models too small for the paper's length."""
 PROBLEM_SEED = 200
-"""Of the word problems: no training has used it. (Our first looks at samplers did: docs/results.md.)"""
+"""Seed of the word problems: no training has used it. (Our first looks at samplers did: docs/results/answers.md.)"""
 VALIDATION_SEED = 900
+HARNESS_SEEDS = {
+    "random_seed": 0,
+    "numpy_random_seed": 1234,
+    "torch_random_seed": 1234,
+    "fewshot_random_seed": 1234,
+    "document_seed": 0,
+}
+"""The harness's own; ``document_seed`` is ours, of what it draws while it prepares documents (GPQA's choices)."""
 HELD_BACK = 1000
 """Problems at the end of GSM8K's training split that serve to choose settings."""
 
@@ -43,15 +57,21 @@ class Task:
     name: str
     """The harness's, for published ones."""
     metric: str | None
-    """What makes an answer count as right: "metric,filter"; None where a judge scores the text."""
+    """The metric that decides whether an answer is right, "metric,filter"; None where a judge scores the text."""
     documents: Callable[[Path | None, str, int | None], dict[str, Documents]]
-    """The splits under the names that the harness's configuration asks for, given a folder, a split and a count."""
+    """Rows by the split names of the harness's configuration, given a data folder, a split and a count."""
     config: Mapping[str, Any] | None = None
-    """The harness's configuration; None: its own task of that name."""
+    """The harness's configuration; None for its own task of that name."""
     system: str | None = None
     gen_length: int = PAPER_LENGTH
     chat: bool = True
     splits: tuple[str, ...] = ("test",)
+    harness: bool = True
+    """Whether lm-eval makes the prompts and scores the answers; False for our own (`tasks.questions`)."""
+    accepts: Callable[[Mapping[str, Any], str], bool] | None = None
+    """Whether a text is a right answer to a row, where several are; None where the rule of the task reads it."""
+    question: str | None = None
+    """In the harness's language, what a prompt template has for {question}; None for the harness's whole prompt."""
 
 
 class _Question(NamedTuple):
@@ -65,18 +85,18 @@ class _Exercise(NamedTuple):
 
 
 class _Program(NamedTuple):
-    task_id: int
+    task_id: validation.Whole
     text: str
-    test_list: tuple[str, ...]
+    test_list: validation.List[str]
 
 
 def _lines(root: Path, name: str, kind: Any) -> Documents:
-    """Of each line of a file the fields that the task looks at, which ``kind`` has."""
+    """The rows of a JSON lines file, each with the fields of ``kind`` only; FormatError if there is no such file."""
     path = root / name
     if not path.is_file():
         raise FormatError(f"{path}: there is no such file; --data must be the folder that holds {name}.")
     return [
-        typed.build(kind, {key: line[key] for key in kind._fields if key in line}, where)._asdict()
+        validation.build(kind, {key: line[key] for key in kind._fields if key in line}, where)._asdict()
         for where, line in json_lines(path)
     ]
 
@@ -95,16 +115,16 @@ def _hub(path: str, name: str | None, split: str) -> Documents:
 
 def _gsm8k(root: Path | None, split: str, count: int | None) -> dict[str, Documents]:
     part = "test" if split == "test" else "train"
-    found = _hub("openai/gsm8k", "main", part) if root is None else _lines(root, f"gsm8k/{part}.jsonl", _Question)
-    found = found if split == "test" else found[-HELD_BACK:]
-    return {"test": found, "train": found[:1]}
+    rows = _hub("openai/gsm8k", "main", part) if root is None else _lines(root, f"gsm8k/{part}.jsonl", _Question)
+    rows = rows if split == "test" else rows[-HELD_BACK:]
+    return {"test": rows, "train": rows[:1]}
 
 
 def _math500(root: Path | None, split: str, count: int | None) -> dict[str, Documents]:
     if root is not None:
         return {"test": _lines(root, "math/math500.jsonl", _Exercise)}
-    found = _hub("HuggingFaceH4/MATH-500", None, "test")
-    return {"test": [{key: row[key] for key in _Exercise._fields} for row in found]}
+    rows = _hub("HuggingFaceH4/MATH-500", None, "test")
+    return {"test": [{key: row[key] for key in _Exercise._fields} for row in rows]}
 
 
 def _gpqa(root: Path | None, split: str, count: int | None) -> dict[str, Documents]:
@@ -134,19 +154,23 @@ def _mbpp(root: Path | None, split: str, count: int | None) -> dict[str, Documen
 
 def _word_problems(root: Path | None, split: str, count: int | None) -> dict[str, Documents]:
     seed = PROBLEM_SEED if split == "test" else VALIDATION_SEED
-    found = problems(count or 500, split="test", seed=seed)
-    return {"test": [{"question": each.question, "answer": str(each.answer)} for each in found]}
+    drawn = problems(count or 500, split="test", seed=seed)
+    return {"test": [{"question": each.question, "answer": str(each.answer)} for each in drawn]}
+
+
+def _puzzles(root: Path | None, split: str, count: int | None, *, kind: str) -> dict[str, Documents]:
+    drawn = puzzles(kind, count or 500, PROBLEM_SEED if split == "test" else VALIDATION_SEED)
+    return {"test": [{"question": each.question, "answer": each.answer, "puzzle": each} for each in drawn]}
+
+
+def _solved(document: Mapping[str, Any], text: str) -> bool:
+    return bool(document["puzzle"].accepts(text))
 
 
 def _texts(root: Path | None, split: str, count: int | None, *, corpus: str) -> dict[str, Documents]:
     if root is None:
-        raise InvalidInput(f"the task {corpus}_text needs its texts: give the folder that holds them with --data.")
+        raise InvalidInput(f"passages of {corpus} need its texts: give the folder that holds them with --data.")
     return {"test": passages.as_documents(passages.passages(corpus, root, count or 200, split=split))}
-
-
-def _numbers(responses: Iterable[Sequence[str]], documents: Iterable[Any]) -> list[list[str]]:
-    """Our problems end with #### and the number."""
-    return [[str(extract_answer(text)) for text in given] for given in responses]
 
 
 def _programs(responses: Iterable[Sequence[str]], documents: Iterable[Any]) -> list[list[str]]:
@@ -154,84 +178,123 @@ def _programs(responses: Iterable[Sequence[str]], documents: Iterable[Any]) -> l
 
 
 def passed(references: Sequence[str], predictions: Sequence[Any], limits: Limits = Limits()) -> float:  # noqa: B008 frozen
-    """Whether a program meets its asserts, run in a process of its own that can do no harm."""
+    """1.0 if a program meets its asserts, else 0.0; it runs in the sandbox."""
     program = predictions[0] if isinstance(predictions[0], str) else predictions[0][0]
     return float(run_program(f"{program}\n{references[0]}", limits).passed)
 
 
-_GENERATED = {"output_type": "generate_until", "num_fewshot": 0, "test_split": "test"}
-_MEAN = {"aggregation": "mean", "higher_is_better": True}
-_WORD_PROBLEMS = {
-    **_GENERATED,
-    "doc_to_text": "{{question}}",
-    "doc_to_target": "{{answer}}",
-    "metric_list": [{"metric": "exact_match", **_MEAN}],
-    "filter_list": [
-        {"name": "last-number", "filter": [{"function": "custom", "filter_fn": _numbers}, {"function": "take_first"}]}
-    ],
-    "generation_kwargs": {"until": [], "do_sample": False},
-}
+_PROGRAM = "{{text}}\nYour code should pass these tests:\n{{test_list[0]}}\n{{test_list[1]}}\n{{test_list[2]}}"
+_CHOICES = "{{Question}}\nChoices:\n(A) {{choice1}}\n(B) {{choice2}}\n(C) {{choice3}}\n(D) {{choice4}}"
 _MBPP = {
-    **_GENERATED,
-    "doc_to_text": "You are an expert Python programmer, and here is your task:\n{{text}}\nYour code should pass these "
-    "tests:\n{{test_list[0]}}\n{{test_list[1]}}\n{{test_list[2]}}",
+    "output_type": "generate_until",
+    "num_fewshot": 0,
+    "test_split": "test",
+    "doc_to_text": f"You are an expert Python programmer, and here is your task:\n{_PROGRAM}",
     "doc_to_target": "{{test_list[0]}}\n{{test_list[1]}}\n{{test_list[2]}}",
     "gen_prefix": "\n```python\n",
     "target_delimiter": "",
     "filter_list": [{"name": "extract_code", "filter": [{"function": "custom", "filter_fn": _programs}]}],
     "generation_kwargs": {"until": [], "do_sample": False},
 }
-_TEXT = {
-    **_GENERATED,
-    "doc_to_text": "{{prefix}}",
-    "doc_to_target": "{{continuation}}",
-    "metric_list": [{"metric": "bypass", "aggregation": "bypass", "higher_is_better": True}],
-    "generation_kwargs": {"until": [], "do_sample": False},
-}
 BOTH = ("test", "validation")
+_EXTRACTED = "exact_match,flexible-extract"
+_own = partial(Task, gen_length=OWN_LENGTH, splits=BOTH, harness=False)
+OWN_TEXT = "text:"
+"""What the name of a task begins with whose passages are of a file in the data folder: text:FILE."""
 
 TASKS = {
     task.name: task
     for task in (
-        Task("gsm8k", "exact_match,flexible-extract", _gsm8k, system=ASSISTANT, splits=BOTH),
-        Task("minerva_math500", "math_verify,none", _math500, system=f"{CONCLUDE}boxed{{ANSWER}}."),
-        Task("gpqa_main_generative_n_shot", "exact_match,flexible-extract", _gpqa, system=f"{CONCLUDE}(LETTER)."),
-        Task("mbpp_instruct", "passed,extract_code", _mbpp, _MBPP, ASSISTANT, splits=BOTH),
-        Task("word_problems", "exact_match,last-number", _word_problems, _WORD_PROBLEMS, None, OWN_LENGTH, splits=BOTH),
-        Task("books_text", None, partial(_texts, corpus="books"), _TEXT, None, OWN_LENGTH, False, BOTH),
-        Task("wikitext_text", None, partial(_texts, corpus="wikitext"), _TEXT, None, OWN_LENGTH, False, BOTH),
+        Task("gsm8k", _EXTRACTED, _gsm8k, system=ASSISTANT, splits=BOTH, question="{{question}}"),
+        Task(
+            "minerva_math500",
+            "math_verify,none",
+            _math500,
+            system=f"{CONCLUDE}boxed{{ANSWER}}.",
+            question="{{problem}}",
+        ),
+        Task("gpqa_main_generative_n_shot", _EXTRACTED, _gpqa, system=f"{CONCLUDE}(LETTER).", question=_CHOICES),
+        Task("mbpp_instruct", "passed,extract_code", _mbpp, _MBPP, ASSISTANT, splits=BOTH, question=_PROGRAM),
+        _own("word_problems", "exact_match,last-number", _word_problems),
+        *(_own(kind, "solved,none", partial(_puzzles, kind=kind), accepts=_solved) for kind in KINDS),
+        _own("books_text", None, partial(_texts, corpus="books"), chat=False),
+        _own("wikitext_text", None, partial(_texts, corpus="wikitext"), chat=False),
     )
 }
 
 
 def task_of(name: str) -> Task | None:
-    """One of `TASKS`; None for a task that only the harness knows."""
+    """One of `TASKS`, or passages of a user's own file (text:FILE); None for a harness's own task and a task file."""
+    if name.startswith(OWN_TEXT):
+        return _own(name, None, partial(_texts, corpus=name.removeprefix(OWN_TEXT)), chat=False, splits=("test",))
     return TASKS.get(name)
 
 
-def harness_task(name: str, data: Path | None, split: str, count: int | None, limits: Limits) -> Any:
-    """What the harness is to evaluate: one of its own tasks, with the data where we want it, or one of ours."""
-    task = TASKS.get(name)
-    if task is None:
-        return _published(name)
+def system_of(config: EvalConfig) -> str | None:
+    """The system message of a configuration, its template's or else its task's; None if there is none."""
+    if config.template is not None and config.template.system is not None:
+        return config.template.system
+    task = task_of(config.task)
+    return None if task is None else task.system
+
+
+def converses(model: Model, name: str) -> bool:
+    """Whether the prompts of a task go through the model's chat template, if it has one."""
+    task = task_of(name)
+    return model.tokenizer is not None and can_chat(model.tokenizer) and (task is None or task.chat)
+
+
+def documents_of(name: str, data: Path | None, split: str, count: int | None) -> dict[str, Documents]:
+    """The rows of one of `TASKS`; InvalidInput for a split that it lacks, FormatError for files that are not right."""
+    task = task_of(name)
+    assert task is not None, "only tasks of ours have rows here"
     if split not in task.splits:
         raise InvalidInput(f"the task {name} has no split {split!r}; it has {', '.join(task.splits)}.")
+    return task.documents(data, split, count)
+
+
+def harness_task(config: EvalConfig, data: Path | None, limits: Limits) -> Any:
+    """A task object of the harness: one of its own tasks on our data, or one of ours. InvalidInput if unknown."""
+    task = _untemplated(config.task, data, config.split, config.problems, limits)
+    if config.template is not None:
+        known = TASKS.get(config.task)
+        _use_template(task, config.template, None if known is None else known.question)
+    return task
+
+
+def _use_template(task: Any, template: PromptTemplate, question: str | None) -> None:
+    """Let a task of the harness ask by a template; InvalidInput where it asks no questions in text."""
+    plain = task.doc_to_text
+
+    def fill(doc: Any, *_: Any) -> str:
+        asked = plain(doc) if question is None else plain(doc, question)
+        if not isinstance(asked, str):
+            raise InvalidInput(f"the task {task.config.task} asks no question in text: it takes no --templates.")
+        return template.fill(asked)
+
+    task.doc_to_text = fill
+
+
+def _untemplated(name: str, data: Path | None, split: str, count: int | None, limits: Limits) -> Any:
+    task = TASKS.get(name)
+    if task is None:
+        return _frozen(_published(name))
 
     def dataset(**_: Any) -> Any:
-        return _as_dataset(task.documents(data, split, count))
+        return _as_dataset(documents_of(name, data, split, count))
 
     if task.config is None:
-        return _published(name, custom_dataset=dataset)
+        return _frozen(_published(name, custom_dataset=dataset))
     config = {**task.config, "task": name, "custom_dataset": dataset}
     if name == "mbpp_instruct":
         measure = partial(passed, limits=limits)
         measure.__name__ = "passed"  # type: ignore[attr-defined] # the harness asks a metric for its name
-        config["metric_list"] = [{"metric": measure, **_MEAN}]
+        config["metric_list"] = [{"metric": measure, "aggregation": "mean", "higher_is_better": True}]
     return _modules().api.task.ConfigurableTask(config=config)
 
 
 def _published(name: str, **changes: Any) -> Any:
-    """One of the harness's own; a group of one is how its configuration language changes something of a task."""
+    """One of the harness's own tasks, changed: its configuration language does that by a group of one."""
     manager = _manager()
     if name not in manager.all_subtasks:
         near = ", ".join(difflib.get_close_matches(name, [*TASKS, *manager.all_subtasks], n=3))
@@ -243,6 +306,41 @@ def _published(name: str, **changes: Any) -> Any:
         return manager.load([{"group": "codd", "task": [{"task": name, **changes}]}])["tasks"][name]
     except ImportError as error:
         raise MissingDependency(f"the task {name} needs another package: pip install codd[eval] ({error})") from error
+
+
+def _frozen(task: Any) -> Any:
+    """The task with documents that are the same at every access, in every process and on every machine.
+
+    The harness calls a task's ``process_docs`` whenever it looks at the documents: for the prompts, and again for the
+    scores. GPQA's shuffles the choices, so that the right letter would not be the prompt's. Here it is called once,
+    with random numbers of a fixed seed and without the data set library's cache on the disk.
+    """
+    process = task.config.process_docs
+    if process is None:
+        return task
+    import datasets
+    import numpy
+
+    processed: dict[str, Any] = {}
+
+    def once(rows: Any) -> Any:
+        key = str(rows._fingerprint)
+        if key not in processed:
+            states, cached = (random.getstate(), numpy.random.get_state()), datasets.is_caching_enabled()
+            random.seed(HARNESS_SEEDS["document_seed"])
+            numpy.random.seed(HARNESS_SEEDS["document_seed"])
+            datasets.disable_caching()
+            try:
+                processed[key] = process(rows)
+            finally:
+                random.setstate(states[0])
+                numpy.random.set_state(states[1])
+                if cached:
+                    datasets.enable_caching()
+        return processed[key]
+
+    task.config.process_docs = once
+    return task
 
 
 @cache

@@ -8,12 +8,10 @@ from torch import Tensor
 
 from codd.backbones.quantized import Quantization
 from codd.decoding import Model, Options, load
-from codd.decoding.prompts import can_chat
+from codd.distributed import DistributedContext
 from codd.errors import MissingDependency
-from codd.evaluation.runs import Log
-from codd.evaluation.tasks.answering import Advance, Answerer, Line, Request
-from codd.evaluation.tasks.joint import Stretch
-from codd.training.workers import Workers
+from codd.evaluation.tasks.answering import Answerer, Line, Request
+from codd.evaluation.tasks.joint import ScoringRequest
 
 try:
     from lm_eval.api.instance import Instance
@@ -25,9 +23,9 @@ except ImportError as error:
 
 @register_model("codd")
 class CoddLM(LM):  # type: ignore[misc] # lm-eval has no types
-    """A model with its circuit as the harness sees it.
+    """A model with its circuit, as a model of the harness.
 
-    ``pretrained``: what `codd.load` takes, or a loaded model. All that is not named here is an option of the loop.
+    ``pretrained`` is what `codd.load` takes, or a loaded model. All other keywords are decoding options.
     Answers end at end-of-text; ``stop=False`` keeps what a model writes after it, as the published implementation does.
     """
 
@@ -42,78 +40,79 @@ class CoddLM(LM):  # type: ignore[misc] # lm-eval has no types
         seed: int = 0,
         quantize: Quantization | None = None,
         *,
-        log: Log | None = None,
-        group: Workers | None = None,
-        advance: Advance = lambda count: None,
-        closed: bool = False,
+        context: DistributedContext | None = None,
+        answerer: Answerer | None = None,
         **options: Any,
     ):
-        """Load what is not loaded yet; arguments may come as text, from ``lm_eval --model_args``."""
+        """Load the model if it is not loaded; arguments may be text, from ``lm_eval --model_args``.
+
+        ``answerer`` brings model and options itself.
+        """
         super().__init__()
-        if not isinstance(pretrained, Model):
+        if answerer is None and not isinstance(pretrained, Model):
             kind = None if dtype is None else getattr(torch, dtype)
             own = None if circuit == "none" else circuit
             pretrained = load(pretrained, own, device=device, dtype=kind, quantize=quantize)
-        self.model, self.options = pretrained, Options.of(**options)
-        self._answerer = Answerer(
-            pretrained,
-            self.options,
-            seed=seed,
-            batch=int(batch_size or 8),
-            log=log,
-            advance=advance,
-            closed=closed,
-        )
-        self.tokenizer = self._answerer.tokenizer
-        self._group, self._device = group, pretrained.backbone.device
-        self._rank, self._world_size = (group.rank, group.count) if group else (0, 1)
+        if answerer is None:
+            assert isinstance(pretrained, Model)
+            answerer = Answerer(pretrained, Options.of(**options), seed=seed, batch=int(batch_size or 8))
+        self._answerer, self.model, self.options = answerer, answerer.model, answerer.options
+        self.tokenizer = answerer.tokenizer
+        self._context, self._device = context, self.model.backbone.device
+        self._rank, self._world_size = (context.rank, context.world_size) if context else (0, 1)
         self.costs: dict[str, Line] = {}
-        """Of every answer what it cost, by `request_key`."""
+        """The log line of every answer, by `request_key`: text, tokens, calls, seconds, seed."""
 
     @property
     def tokenizer_name(self) -> str:
-        """For the harness's own cache of requests."""
+        """A name of the chat template, for the harness's own cache of requests."""
         return hashlib.sha256(repr(self.tokenizer.chat_template).encode()).hexdigest()[:16]
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """For the record."""
+        """The chat template, for the harness's record of the run."""
         return self.tokenizer.chat_template
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The conversation as one text; an answer that was begun (``gen_prefix``) is left open."""
+        """The conversation as one text; an answer that was begun (``gen_prefix``) is left open.
+
+        Space around the beginning of an answer is the template's to keep or to trim: LLaDA's and ours trim it.
+        """
+        rendered = self.tokenizer.render_chat(chat_history, add_generation_prompt=add_generation_prompt)
         if add_generation_prompt:
-            return self.tokenizer.render_chat(chat_history)
-        *before, begun = chat_history
-        return self.tokenizer.render_chat(before) + begun["content"]
+            return rendered
+        begun = chat_history[-1]["content"].lstrip()
+        start = rendered.rindex(begun.rstrip())
+        return rendered[: start + len(begun if rendered.startswith(begun, start) else begun.rstrip())]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """An answer to each."""
-        asked = [request_of(request) for request in requests]
-        found = self._answerer.answers(asked)
-        self.costs |= found
-        return [str(found[request.key]["text"]) for request in asked]
+        """The answer to each request."""
+        plain = [request_of(request) for request in requests]
+        answers = self._answerer.answers(plain)
+        self.costs |= answers
+        return [str(answers[request.key]["text"]) for request in plain]
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
-        """Of a continuation given a context, under the joint: see `codd.evaluation.tasks.joint`."""
+        """Log-probability (nats) of continuations under the joint, and whether they are greedy: see `tasks.joint`."""
         keys = [request_key(request) for request in requests]
-        found = self._answerer.scores({key: self._stretch(*r.args) for key, r in zip(keys, requests, strict=True)})
-        return [(float(found[key]["log_prob"]), bool(found[key]["greedy"])) for key in keys]
+        asked = {key: self._scoring_request(*r.args) for key, r in zip(keys, requests, strict=True)}
+        scores = self._answerer.scores(asked)
+        return [(float(scores[key]["log_prob"]), bool(scores[key]["greedy"])) for key in keys]
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Of whole texts; one that is longer than half the model is cut into pieces, each given as much before it."""
+        """Log-probability (nats) of whole texts, in pieces of half the model's length, each given the one before."""
         half = max(1, (self.model.backbone.max_length or 2048) // 2)
         pieces = {}
         for request in requests:
             ids = self.tokenizer.encode(request.args[0])
             for i in range(0, len(ids), half):
-                pieces[f"{request_key(request)}/{i}"] = Stretch(ids[max(0, i - half) : i], ids[i : i + half])
+                pieces[f"{request_key(request)}/{i}"] = ScoringRequest(ids[max(0, i - half) : i], ids[i : i + half])
         totals = dict.fromkeys(map(request_key, requests), 0.0)
         for key, line in self._answerer.scores(pieces).items():
             totals[key.rpartition("/")[0]] += float(line["log_prob"])
         return [totals[request_key(request)] for request in requests]
 
-    def _stretch(self, context: str, continuation: str) -> Stretch:
-        """Encoded together, so that no token straddles the seam differently than in running text."""
+    def _scoring_request(self, context: str, continuation: str) -> ScoringRequest:
+        """Context and continuation encoded as one text, so that tokens at the seam are those of running text."""
         bare = context.rstrip()
         context, continuation = bare, context[len(bare) :] + continuation
         given, whole = self.tokenizer.encode(context), self.tokenizer.encode(context + continuation)
@@ -121,46 +120,39 @@ class CoddLM(LM):  # type: ignore[misc] # lm-eval has no types
             whole = given + self.tokenizer.encode(continuation)
         limit = self.model.backbone.max_length
         too_many = 0 if limit is None else max(0, len(whole) - limit)
-        return Stretch(given[too_many:], whole[len(given) :])
-
-    # What follows lets the harness divide the problems over processes.
+        return ScoringRequest(given[too_many:], whole[len(given) :])
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Of every process, in a row."""
+        """The tensors of all processes, one after the other; the harness asks for it."""
         if self._world_size == 1:
             return tensor
-        found = [torch.empty_like(tensor.reshape(-1)) for _ in range(self._world_size)]
-        torch.distributed.all_gather(found, tensor.reshape(-1))
-        return torch.cat(found)
+        parts = [torch.empty_like(tensor.reshape(-1)) for _ in range(self._world_size)]
+        torch.distributed.all_gather(parts, tensor.reshape(-1))
+        return torch.cat(parts)
 
     def gather_object(self, obj: Any, dst: int = 0) -> list[Any] | None:
-        """Of every process, for one of them."""
+        """The objects of all processes on process ``dst``, None on the others."""
         if self._world_size == 1:
             return [obj]
-        found: list[Any] | None = [None] * self._world_size if self._rank == dst else None
-        torch.distributed.gather_object(obj, found, dst=dst)
-        return found
+        objects: list[Any] | None = [None] * self._world_size if self._rank == dst else None
+        torch.distributed.gather_object(obj, objects, dst=dst)
+        return objects
 
     def barrier(self) -> None:
-        """Until all are here."""
-        if self._group:
-            self._group.wait()
+        """Wait for all processes."""
+        if self._context:
+            self._context.barrier()
 
 
 def request_key(request: Instance) -> str:
-    """What names a request within a cell: the problem, which of its requests, and a check of the words."""
+    """The name of a request within a configuration: task, problem, number, and a digest of the prompt."""
     digest = hashlib.sha256(repr(request.args).encode()).hexdigest()[:12]
     return f"{request.task_name}/{request.doc_id}/{request.idx}/{digest}"
 
 
 def request_of(request: Instance) -> Request:
-    """What the harness asks, without the harness."""
+    """A request of the harness as one of ours."""
     prompt, arguments = request.args
     until = arguments.get("until") or []
     stops = [until] if isinstance(until, str) else list(until)
     return Request(request_key(request), int(request.doc_id or 0), request.idx, prompt, stops)
-
-
-def chats(model: Model) -> bool:
-    """Whether the model was taught to converse."""
-    return model.tokenizer is not None and can_chat(model.tokenizer)

@@ -20,53 +20,57 @@ from codd.errors import InvalidInput
 from codd.evaluation.gap import circuit_length
 
 
-class Stretch(NamedTuple):
-    """Tokens that are given, and tokens that are to be scored."""
+class ScoringRequest(NamedTuple):
+    """The ids of a context and of the continuation that is to be scored."""
 
-    given: Sequence[int]
-    written: Sequence[int]
+    context: Sequence[int]
+    continuation: Sequence[int]
 
 
 class Score(NamedTuple):
-    """Of a stretch."""
+    """How probable a continuation is, in nats."""
 
     log_prob: float
     greedy: bool
-    """Whether each token is the most probable one at its place while its block is masked."""
+    """Whether each token is the most probable one at its position while its block is masked."""
 
 
 class _Block(NamedTuple):
-    stretch: int
+    request: int
     shown: list[int]
     begin: int
     truth: list[int]
 
 
 @torch.no_grad()
-def score_stretches(model: Model, stretches: Sequence[Stretch], options: Options = Options()) -> list[Score]:  # noqa: B008 frozen
-    """Score several at once; what becomes of one does not depend on the others."""
+def score_continuations(
+    model: Model,
+    requests: Sequence[ScoringRequest],
+    options: Options = Options(),  # noqa: B008 frozen
+) -> list[Score]:
+    """Score several continuations in batches; a score does not depend on the others of its batch."""
     if model.mask_id is None:
         raise InvalidInput("this checkpoint does not say which token is the mask: codd.load(..., mask_id=...).")
     size = min(options.block_length, circuit_length(model.circuit))
-    blocks = [block for i, stretch in enumerate(stretches) for block in _blocks(i, stretch, size, model.mask_id)]
-    totals, greedy = [0.0] * len(stretches), [True] * len(stretches)
-    at_once = max(1, len(stretches))
+    blocks = [block for i, request in enumerate(requests) for block in _blocks(i, request, size, model.mask_id)]
+    totals, greedy = [0.0] * len(requests), [True] * len(requests)
+    at_once = max(1, len(requests))
     for begin in range(0, len(blocks), at_once):
         some = blocks[begin : begin + at_once]
         for block, score in zip(some, _scored(model, some, options), strict=True):
-            totals[block.stretch] += score.log_prob
-            greedy[block.stretch] &= score.greedy
+            totals[block.request] += score.log_prob
+            greedy[block.request] &= score.greedy
     return [Score(total, sure) for total, sure in zip(totals, greedy, strict=True)]
 
 
-def _blocks(number: int, stretch: Stretch, size: int, mask_id: int) -> list[_Block]:
-    given, written = list(stretch.given), list(stretch.written)
-    found = []
-    for start in range(0, len(written), size):
-        left = given + written[:start]
-        shown = left + [mask_id] * (len(written) - start)
-        found.append(_Block(number, shown, len(left), written[start : start + size]))
-    return found
+def _blocks(number: int, request: ScoringRequest, size: int, mask_id: int) -> list[_Block]:
+    context, continuation = list(request.context), list(request.continuation)
+    blocks = []
+    for start in range(0, len(continuation), size):
+        left = context + continuation[:start]
+        shown = left + [mask_id] * (len(continuation) - start)
+        blocks.append(_Block(number, shown, len(left), continuation[start : start + size]))
+    return blocks
 
 
 def _scored(model: Model, blocks: Sequence[_Block], options: Options) -> list[Score]:
@@ -75,13 +79,13 @@ def _scored(model: Model, blocks: Sequence[_Block], options: Options) -> list[Sc
     pad = backbone.special.pad if backbone.special.pad is not None else 0
     ids, valid = pad_left([block.shown for block in blocks], pad, backbone.device)
     states = backbone.states(ids, valid)
-    found = []
+    scores = []
     for row, block in enumerate(blocks):
         at = ids.shape[1] - len(block.shown) + block.begin
         own = states[row : row + 1, at : at + len(block.truth)]
         logits = backbone.masked_logits_from_states(own, mask_id=mask_id)
-        found.append(_score(model, logits, own, torch.tensor([block.truth], device=ids.device), options))
-    return found
+        scores.append(_score(model, logits, own, torch.tensor([block.truth], device=ids.device), options))
+    return scores
 
 
 def _score(

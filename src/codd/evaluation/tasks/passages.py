@@ -1,13 +1,12 @@
-"""Beginnings of texts to be continued, and how they really go on; drawn by chance, the same for every model."""
+"""Random passages of a corpus: a prefix to be continued and its true continuation, the same for every model."""
 
 import re
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
+from codd.data.sources import Source, read_documents
 from codd.errors import FormatError
-from codd.training import corpus
-from codd.training.recipe import Source
 
 SOURCES = {
     ("books", "test"): Source("text", "books", path="books/test.jsonl.xz", fields=("text",)),
@@ -16,48 +15,49 @@ SOURCES = {
     ("wikitext", "validation"): Source("text", "wikitext103", path="wikitext103/valid.txt.xz"),
 }
 FEWEST, MOST, CONTINUED = 20, 80, 120
-"""Words of a beginning, and of what follows it."""
+"""The fewest and most words of a prefix, and the words of a continuation."""
 _WORD = re.compile(r"\S+")
 
 
 class Passage(NamedTuple):
-    """A beginning ends after a word; what follows begins with the space after it."""
+    """A prefix that ends after a word; the continuation begins with the space after it."""
 
     prefix: str
     continuation: str
 
 
 def passages(corpus_name: str, root: Path, count: int, *, split: str = "test", seed: int = 0) -> list[Passage]:
-    """Truncated at random: paragraphs by chance, of each a number of words by chance.
+    """Random paragraphs, cut after a random number of words; FormatError if the corpus has fewer than ``count``.
 
-    The first passages are the same whatever the count. None overlaps another's paragraph.
+    ``corpus_name`` is one of `SOURCES`, or the name of a file of prose in the folder ``root``. The first passages are
+    the same whatever the count. None overlaps another's paragraph.
     """
-    source = SOURCES[corpus_name, split]
-    documents = list(corpus.texts(source, root))
+    source = SOURCES.get((corpus_name, split)) or Source("text", corpus_name, path=corpus_name, fields=("text",))
+    documents = list(read_documents(source, root))
     starts = [(d, m.end()) for d, text in enumerate(documents) for m in re.finditer(r"\n\s*\n|\n (?=[^=\s])", text)]
     rng = Random(f"codd-passages/{corpus_name}/{split}/{seed}")
     rng.shuffle(starts)
-    found: list[Passage] = []
+    chosen: list[Passage] = []
     for document, place in starts:
-        if len(found) == count:
-            return found
+        if len(chosen) == count:
+            return chosen
         passage = _passage(documents[document], place, rng.randint(FEWEST, MOST))
         if passage is not None:
-            found.append(passage)
-    raise FormatError(f"{root / str(source.path)}: has only {len(found)} passages, fewer than the {count} asked for.")
+            chosen.append(passage)
+    raise FormatError(f"{root / str(source.path)}: has only {len(chosen)} passages, fewer than the {count} asked for.")
 
 
 def _passage(text: str, place: int, words: int) -> Passage | None:
     """None where the text ends too early, or is a heading."""
     window = text[place : place + 40 * (MOST + CONTINUED)]
-    found = list(_WORD.finditer(window))
-    if len(found) < MOST + CONTINUED or window.startswith(("=", "#")) or "\n" in window[: found[FEWEST].end()]:
+    spans = list(_WORD.finditer(window))
+    if len(spans) < MOST + CONTINUED or window.startswith(("=", "#")) or "\n" in window[: spans[FEWEST].end()]:
         return None
-    middle, end = found[words - 1].end(), found[words + CONTINUED - 1].end()
-    begin = found[0].start()
+    middle, end = spans[words - 1].end(), spans[words + CONTINUED - 1].end()
+    begin = spans[0].start()
     return Passage(window[begin:middle], window[middle:end])
 
 
-def as_documents(found: list[Passage]) -> list[dict[str, Any]]:
-    """For a data set."""
-    return [passage._asdict() for passage in found]
+def as_documents(chosen: list[Passage]) -> list[dict[str, Any]]:
+    """Passages as rows of a task: the prefix is what is asked, the continuation the true answer."""
+    return [{"question": passage.prefix, "answer": passage.continuation} for passage in chosen]

@@ -1,4 +1,4 @@
-"""One cell through the harness: what is asked, what counts as right, and all that is needed to repeat it."""
+"""One configuration through the harness: its requests, its samples and scores."""
 
 import logging
 import random
@@ -6,36 +6,36 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import fmean, median
 from typing import Any
 
+import numpy
+import torch
+
 from codd.decoding import Model
+from codd.distributed import DistributedContext
 from codd.errors import CircuitSteppedAside, InvalidInput
-from codd.evaluation.runs import Result, Sample
-from codd.evaluation.tasks.answering import Request
-from codd.evaluation.tasks.catalogue import harness_task, task_of
-from codd.evaluation.tasks.cells import Cell
-from codd.evaluation.tasks.harness import CoddLM, chats, request_of
+from codd.evaluation.runs import Sample
+from codd.evaluation.tasks.answering import Answerer, Request, Scored
+from codd.evaluation.tasks.catalogue import HARNESS_SEEDS, converses, harness_task, system_of, task_of
+from codd.evaluation.tasks.configs import EvalConfig
+from codd.evaluation.tasks.harness import CoddLM, request_of
 from codd.evaluation.tasks.sandbox import Limits
 
-SEEDS = {"random_seed": 0, "numpy_random_seed": 1234, "torch_random_seed": 1234, "fewshot_random_seed": 1234}
-"""The harness's own, which order GPQA's choices."""
 
-
-def requests_of(cell: Cell, model: Model, data: Path | None) -> list[Request]:
-    """What a cell asks, for a machine that has no harness."""
+def requests_of(config: EvalConfig, model: Model, data: Path | None) -> list[Request]:
+    """The requests of a configuration; InvalidInput for a task that asks for likelihoods instead of answers."""
     lm = CoddLM(model)
     with _quiet():
-        task = _task(cell, data, Limits())
+        task = harness_task(config, data, Limits())
         if task.OUTPUT_TYPE != "generate_until":
-            raise InvalidInput(f"the task {cell.task} asks for likelihoods: it cannot be prepared, only run.")
+            raise InvalidInput(f"the task {config.task} asks for likelihoods: it cannot be prepared, only run.")
         task.set_config(key="num_fewshot", value=0)
-        chat = _converses(model, cell.task)
+        chat = converses(model, config.task)
         task.build_all_requests(
-            limit=cell.problems,
+            limit=config.problems,
             rank=0,
             world_size=1,
-            system_instruction=_system(cell.task),
+            system_instruction=system_of(config),
             apply_chat_template=chat,
             fewshot_as_multiturn=True,
             chat_template=lm.apply_chat_template if chat else None,
@@ -44,45 +44,57 @@ def requests_of(cell: Cell, model: Model, data: Path | None) -> list[Request]:
     return [request_of(instance) for instance in task.instances]
 
 
-def evaluated(lm: CoddLM, cell: Cell, data: Path | None, limits: Limits) -> Any:
-    """What the harness finds; None on the processes that do not lead."""
-    from lm_eval import simple_evaluate
+def evaluate(
+    config: EvalConfig, answerer: Answerer, context: DistributedContext, data: Path | None, limits: Limits
+) -> Scored | None:
+    """Ask and score all problems; None on all processes but the main one.
+
+    The harness's `simple_evaluate` would do the same, and then ask git and pip about the folder that it is run in.
+    """
+    from lm_eval import evaluate
     from lm_eval.tasks import TaskManager
 
+    lm = CoddLM(answerer=answerer, context=context)
     with _quiet():
-        return simple_evaluate(
+        task = harness_task(config, data, limits)
+        random.seed(HARNESS_SEEDS["random_seed"])
+        numpy.random.seed(HARNESS_SEEDS["numpy_random_seed"])
+        torch.manual_seed(HARNESS_SEEDS["torch_random_seed"])
+        task.set_config(key="num_fewshot", value=0)
+        task.set_fewshot_seed(seed=HARNESS_SEEDS["fewshot_random_seed"])
+        scored = evaluate(
             lm,
-            tasks=[_task(cell, data, limits)],
-            task_manager=TaskManager(include_defaults=False),  # the task is loaded: none need be looked for
-            num_fewshot=0,
-            limit=cell.problems,
-            apply_chat_template=_converses(lm.model, cell.task),
-            system_instruction=_system(cell.task),
+            TaskManager(include_defaults=False).load([task]),  # it is loaded: none need be looked for
+            limit=config.problems,
+            apply_chat_template=converses(lm.model, config.task),
+            fewshot_as_multiturn=True,
+            system_instruction=system_of(config),
             bootstrap_iters=0,
             log_samples=True,
             confirm_run_unsafe_code=not limits.confined,
-            **SEEDS,
         )
+    costs = context.gather(lm.costs)
+    if scored is None or costs is None:
+        return None
+    return _scored(config, scored, {key: line for each in costs for key, line in each.items()})
 
 
-def _task(cell: Cell, data: Path | None, limits: Limits) -> Any:
-    random.seed(SEEDS["random_seed"])  # as the harness does before it loads tasks: GPQA's draw
-    return harness_task(cell.task, data, cell.split, cell.problems, limits)
-
-
-def _system(task: str) -> str | None:
-    known = task_of(task)
-    return None if known is None else known.system
-
-
-def _converses(model: Model, task: str) -> bool:
-    known = task_of(task)
-    return chats(model) and (known is None or known.chat)
+def _scored(config: EvalConfig, scored: Mapping[str, Any], costs: Mapping[str, Mapping[str, Any]]) -> Scored:
+    """The samples from the harness's scores and the log lines of the answers."""
+    task = task_of(config.task)
+    groups: dict[int, list[dict[str, Any]]] = {}
+    for line in scored["samples"][config.task]:
+        groups.setdefault(line["doc_id"], []).append(line)
+    metrics = _metrics(scored["results"][config.task])
+    metric = task.metric if task else next(iter(metrics), None)
+    by_problem = _by_problem(costs)
+    samples = [_sample(doc, lines, by_problem.get(doc, {}), metric) for doc, lines in sorted(groups.items())]
+    return Scored(metric, metrics, samples)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The harness talks a lot, and so do the libraries it brings; the loop's own warnings are kept."""
+    """Silence loggers, progress bars and warnings of the harness and its libraries; our own warnings are kept."""
     loggers = [logging.getLogger(name) for name in ("lm_eval", "lm-eval", "datasets")]
     levels = [logger.level for logger in loggers]
     import datasets
@@ -111,64 +123,21 @@ def _quiet() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def result_of(
-    cell: Cell,
-    lm: CoddLM,
-    found: Mapping[str, Any],
-    costs: Mapping[str, Mapping[str, Any]],
-    *,
-    folder: Path,
-    settings: Mapping[str, Any],
-    provenance: Mapping[str, Any],
-) -> tuple[Result, list[Sample]]:
-    """The figures of a cell and its samples, from what the harness found and what the answers cost."""
-    known = task_of(cell.task)
-    groups: dict[int, list[dict[str, Any]]] = {}
-    for line in found["samples"][cell.task]:
-        groups.setdefault(line["doc_id"], []).append(line)
-    metrics = _metrics(found["results"][cell.task])
-    metric = known.metric if known else next(iter(metrics), None)
-    by_problem = _by_problem(costs)
-    samples = [_sample(doc, lines, by_problem.get(doc, {}), metric) for doc, lines in sorted(groups.items())]
-    correct = [sample.correct for sample in samples if sample.correct is not None]
-    result = Result(
-        cell=cell,
-        metric=metric,
-        accuracy=fmean(correct) if correct else None,
-        metrics=metrics,
-        problems=len(samples),
-        calls=fmean(sample.calls for sample in samples),
-        tokens=fmean(sample.tokens for sample in samples),
-        seconds=median(sample.seconds for sample in samples),
-        settings={
-            **settings,
-            "options": {**lm.options.as_json(), "seed": cell.seed},
-            "system": _system(cell.task),
-            "chat": _converses(lm.model, cell.task),
-            "chat_template": lm.tokenizer.chat_template,
-            "harness_seeds": SEEDS,
-        },
-        provenance=provenance,
-        folder=folder,
-    )
-    return result, samples
-
-
-def _metrics(found: Mapping[str, Any]) -> dict[str, float]:
-    """Without the harness's alias and its errors, which we do not ask for."""
+def _metrics(results: Mapping[str, Any]) -> dict[str, float]:
+    """The means of all metrics; the harness's alias and its standard errors are left out."""
     return {
         name: float(value)
-        for name, value in found.items()
+        for name, value in results.items()
         if isinstance(value, int | float) and "," in name and not name.startswith("bypass") and "_stderr" not in name
     }
 
 
 def _by_problem(costs: Mapping[str, Mapping[str, Any]]) -> dict[int, Mapping[str, Any]]:
-    """The first request of each problem, by its number."""
-    found: dict[int, Mapping[str, Any]] = {}
+    """The log line of the first request of each problem, by the problem's number."""
+    first: dict[int, Mapping[str, Any]] = {}
     for key, line in sorted(costs.items()):
-        found.setdefault(int(key.split("/")[-3]), line)
-    return found
+        first.setdefault(int(key.split("/")[-3]), line)
+    return first
 
 
 def _sample(doc_id: int, lines: Sequence[Mapping[str, Any]], cost: Mapping[str, Any], metric: str | None) -> Sample:
@@ -190,8 +159,8 @@ def _sample(doc_id: int, lines: Sequence[Mapping[str, Any]], cost: Mapping[str, 
     )
 
 
-def _text(found: Sequence[Any]) -> str:
-    """What a filter gave, whatever it wrapped it into."""
-    while isinstance(found, list | tuple) and len(found) == 1:
-        found = found[0]
-    return str(found)
+def _text(filtered: Any) -> str:
+    """The answer that a filter extracted, without the lists around it."""
+    while isinstance(filtered, list | tuple) and len(filtered) == 1:
+        filtered = filtered[0]
+    return str(filtered)

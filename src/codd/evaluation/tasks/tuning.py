@@ -4,23 +4,25 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from codd.evaluation.runs import Result
-from codd.evaluation.tasks.cells import CONTROLS, NULL, Cell
+from codd.evaluation.tasks.configs import CONTROLS, NULL, EvalConfig
 
 
-def chosen(results: Sequence[Result], tuned: Sequence[str], *, problems: int | None, split: str = "test") -> list[Cell]:
-    """For each circuit and pace the cell that got most right, to be run on another split, with its control beside it.
+def chosen(
+    results: Sequence[Result], tuned: Sequence[str], *, problems: int | None, split: str = "test"
+) -> list[EvalConfig]:
+    """The most accurate configuration of each circuit and budget, moved to another split, with its control.
 
-    The null circuit is tuned like every other, since temperature alone can help: the best of it is a rival of its own.
-    Ties go to what comes first.
+    ``tuned`` are the options that were varied. The null circuit is tuned by itself too, since temperature alone can
+    help. Ties go to the first.
     """
-    groups: dict[Cell, list[Result]] = {}
+    groups: dict[EvalConfig, list[Result]] = {}
     for result in results:
-        options = {name: value for name, value in result.cell.options.items() if name not in tuned}
-        groups.setdefault(replace(result.cell, options=options), []).append(result)
-    found: list[Cell] = []
+        options = {name: value for name, value in result.config.options.items() if name not in tuned}
+        groups.setdefault(replace(result.config, options=options), []).append(result)
+    best_configs: list[EvalConfig] = []
     for group in groups.values():
-        best = max(group, key=lambda result: result.accuracy or 0.0).cell  # of equals the first
-        found.append(best)
+        best = max(group, key=lambda result: result.accuracy or 0.0).config
+        best_configs.append(best)
         if best.circuit not in CONTROLS:
-            found.append(best.with_circuit(NULL))
-    return [replace(cell, split=split, problems=problems) for cell in dict.fromkeys(found)]
+            best_configs.append(best.with_circuit(NULL))
+    return [replace(config, split=split, problems=problems) for config in dict.fromkeys(best_configs)]

@@ -22,13 +22,13 @@ from codd.errors import InvalidInput, MissingDependency
 SCALE = 5.0
 """The constant c; the authors' choice."""
 TEXTS_PER_CLUSTER = 10
-"""Of the smaller set; the authors' choice."""
+"""Texts of the smaller set per cluster; the authors' choice."""
 FEWEST = 2 * TEXTS_PER_CLUSTER
 """Texts on each side, for two clusters."""
 VARIANCE = 0.9
 """Share that the principal components keep; the authors' choice."""
 POINTS = 1001
-"""Of the curve."""
+"""Points of the curve."""
 SEEDS = (0, 1, 2, 3, 4)
 RESTARTS = 5
 
@@ -71,11 +71,11 @@ def _histogram(labels: Int[np.ndarray, " n"], count: int) -> NDArray[np.float64]
 
 
 def _rows(features: Tensor) -> NDArray[np.float64]:
-    found = features.double().numpy(force=True)
-    if not np.isfinite(found).all():
+    rows = features.double().numpy(force=True)
+    if not np.isfinite(rows).all():
         raise InvalidInput("features must be finite numbers; found NaN or infinity.")
-    norms = np.linalg.norm(found, axis=1, keepdims=True)
-    return np.asarray(found / np.where(norms > 0, norms, 1.0))
+    norms = np.linalg.norm(rows, axis=1, keepdims=True)
+    return np.asarray(rows / np.where(norms > 0, norms, 1.0))
 
 
 def _reduced(points: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -90,8 +90,8 @@ def _labels(points: NDArray[np.float64], clusters: int, seed: int) -> NDArray[np
     """The cluster of each point, by k-means; equal points make no more clusters than they are different."""
     library = _library("sklearn.cluster")
     clusters = min(clusters, len(np.unique(points.round(12), axis=0)))
-    found = library.KMeans(clusters, n_init=RESTARTS, max_iter=500, random_state=seed).fit_predict(points)
-    return np.asarray(found, np.int64)
+    labels = library.KMeans(clusters, n_init=RESTARTS, max_iter=500, random_state=seed).fit_predict(points)
+    return np.asarray(labels, np.int64)
 
 
 def _library(name: str) -> Any:
@@ -124,7 +124,7 @@ class Compared:
     """A second sample of the reference against it, with the same sizes."""
     ceiling_deviation: float
     texts: int
-    """In each set."""
+    """Texts in each set."""
 
 
 def compare(

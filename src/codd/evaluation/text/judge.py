@@ -49,7 +49,7 @@ def load_judge(name: str | os.PathLike[str], device: str | torch.device | None =
     folder = files.local_folder(name, MODEL_FILES)
     if mini.recognises(Config.read(folder)):
         return _ours(folder, str(name), where)
-    model, tokenizer = _from_pretrained(folder)
+    model, tokenizer = from_pretrained(folder)
     described = f"{_bare(name)}, {_size(model)}, float32{_tuned(_bare(name))}"
     return _judge(str(name), described, model, tokenizer, where)
 
@@ -82,7 +82,7 @@ def _unpacked(wheel: Path) -> Iterator[Path]:
 
 
 def _from_gguf(file: Path, name: str, device: torch.device) -> Judge:
-    model, tokenizer = _from_pretrained(file.parent, gguf_file=file.name)
+    model, tokenizer = from_pretrained(file.parent, gguf_file=file.name)
     base, _, stored = file.stem.rpartition(".")
     bits = re.search(r"Q(\d)", stored)
     precision = f"{stored} ({bits[1]}-bit)" if bits else (stored or "GGUF")
@@ -90,14 +90,14 @@ def _from_gguf(file: Path, name: str, device: torch.device) -> Judge:
 
 
 def _ours(folder: Path, name: str, device: torch.device) -> Judge:
-    found = load_checkpoint(folder, device=device, dtype=torch.float32)
-    if not found.backbone.config.causal:
+    checkpoint = load_checkpoint(folder, device=device, dtype=torch.float32)
+    if not checkpoint.backbone.config.causal:
         raise InvalidInput(f"{folder}: is a denoiser; a judge is a causal model (`causal: true`).")
-    if found.tokenizer is None:
+    if checkpoint.tokenizer is None:
         raise FormatError(f"{folder}: has no tokenizer files, and a judge reads text.")
-    described = f"{_bare(name)}, a causal model of codd, {_size(found.backbone)}"
-    network, limit = OwnNetwork(found.backbone), found.backbone.max_length
-    return Judge(name, described, _literal(found.tokenizer.backend), network, limit, device)
+    described = f"{_bare(name)}, a causal model of codd, {_size(checkpoint.backbone)}"
+    network, limit = OwnNetwork(checkpoint.backbone), checkpoint.backbone.max_length
+    return Judge(name, described, _literal(checkpoint.tokenizer.backend), network, limit, device)
 
 
 def _judge(name: str, description: str, model: Any, tokenizer: Any, device: torch.device) -> Judge:
@@ -120,12 +120,12 @@ def _literal(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     return copy
 
 
-def _from_pretrained(folder: Path, **where: str) -> tuple[Any, Any]:
+def from_pretrained(folder: Path, **where: str) -> tuple[Any, Any]:
     """Model and tokenizer from files that are here; weights that the files lack are an error, not noise."""
     try:
         library = importlib.import_module("transformers")
     except ImportError as error:
-        raise MissingDependency("a judge needs the package transformers: pip install codd[eval]") from error
+        raise MissingDependency("causal models need the package transformers: pip install codd[eval]") from error
     options = {"local_files_only": True, "trust_remote_code": False, **where}
     if not where:
         options["use_safetensors"] = True

@@ -23,7 +23,7 @@ NUMBERS = 2**27
 
 
 class Score(NamedTuple):
-    """Of one continuation given its prompt."""
+    """How probable a continuation is to a judge, given its prompt."""
 
     nats: float
     """Negative log-likelihood of the tokens that were scored, in all."""
@@ -34,16 +34,16 @@ class Score(NamedTuple):
 
 
 class Read(NamedTuple):
-    """What a network says of texts."""
+    """The outputs of a network for a batch of texts."""
 
     logits: Float[Tensor, "B L V"]
-    """Of the token that follows each position."""
+    """Logits of the token that follows each position."""
     states: Float[Tensor, "B L d"]
-    """The last hidden ones."""
+    """The last hidden states."""
 
 
 class Assessed(NamedTuple):
-    """A text before a judge."""
+    """A text's score and its feature."""
 
     score: Score
     feature: Float[Tensor, " d"]
@@ -57,7 +57,7 @@ class Network(Protocol):
     vocab_size: int
 
     def read(self, ids: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"]) -> Read:
-        """One pass over some texts."""
+        """The outputs for a batch of texts, in one forward pass."""
 
 
 class TransformersNetwork:
@@ -69,35 +69,35 @@ class TransformersNetwork:
         self.vocab_size = int(model.config.vocab_size)
 
     def read(self, ids: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"]) -> Read:
-        """Nothing is cached."""
-        found = self.model(
+        """The outputs for a batch of texts; no KV cache is kept."""
+        output = self.model(
             input_ids=ids, attention_mask=valid.long(), use_cache=False, output_hidden_states=True, return_dict=True
         )
-        return Read(found.logits, found.hidden_states[-1])
+        return Read(output.logits, output.hidden_states[-1])
 
 
 class OwnNetwork:
-    """A causal checkpoint of ours."""
+    """A causal checkpoint of codd as a judge's network."""
 
     def __init__(self, backbone: Backbone):
-        """One with ``causal: true``."""
+        """``backbone`` is one with ``causal: true`` in its configuration."""
         self.backbone = backbone
         self.vocab_size = backbone.vocab_size
 
     def read(self, ids: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"]) -> Read:
-        """Zero at padding."""
+        """The outputs for a batch of texts; states are zero at padding."""
         states = self.backbone.states(ids, valid, fill_padding=False)
         return Read(self.backbone.logits(states, ids), states)
 
 
 class _Reading(NamedTuple):
-    """A text in the judge's tokens."""
+    """A prompt with its continuation in the judge's tokens."""
 
     ids: list[int]
     first: int
     """The first token that is scored; all after it are, too."""
     size: int
-    """Bytes from there on."""
+    """Bytes of the text that is scored."""
 
     @property
     def scored(self) -> int:
@@ -151,7 +151,7 @@ class Judge:
         self, prompts: Sequence[str], continuations: Sequence[str], progress: Progress | None = None
     ) -> list[Score]:
         """Negative log-likelihood of each continuation given its prompt, as `assess` finds it."""
-        return [found.score for found in self.assess(prompts, continuations, progress)]
+        return [assessed.score for assessed in self.assess(prompts, continuations, progress)]
 
     def _read(self, prompt: str, text: str, where: str, most: int | None) -> _Reading:
         encoding = self.tokenizer.encode(prompt + text, add_special_tokens=True)
@@ -168,16 +168,16 @@ class Judge:
 
     @torch.no_grad()
     def _each(self, readings: Sequence[_Reading], progress: Progress | None) -> list[Assessed]:
-        """Texts of similar length go together."""
-        found: dict[int, Assessed] = {}
+        """Score texts in batches of similar length."""
+        assessed: dict[int, Assessed] = {}
         for batch in self._batches([len(reading.ids) for reading in readings]):
             ids, valid = _padded([readings[i].ids for i in batch], self.device)
             read = self.network.read(ids, valid)
             for i, logits, states, given in zip(batch, read.logits, read.states, ids, strict=True):
-                found[i] = _assessed(readings[i], logits, states, given)
+                assessed[i] = _assessed(readings[i], logits, states, given)
             if progress is not None:
-                progress(len(found), len(readings))
-        return [found[i] for i in range(len(readings))]
+                progress(len(assessed), len(readings))
+        return [assessed[i] for i in range(len(readings))]
 
     def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
         """Longest first, so that what does not fit into memory fails at once."""
@@ -200,7 +200,7 @@ def _assessed(
 
 
 def _padded(rows: Sequence[list[int]], device: torch.device) -> tuple[Int[Tensor, "B L"], Bool[Tensor, "B L"]]:
-    """On the right: a causal model does not see what follows."""
+    """Ids padded on the right, which a causal model does not see, and which of them are valid."""
     length = max(map(len, rows))
     ids = torch.tensor([row + [0] * (length - len(row)) for row in rows], device=device)
     valid = torch.tensor([[True] * len(row) + [False] * (length - len(row)) for row in rows], device=device)

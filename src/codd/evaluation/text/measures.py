@@ -79,18 +79,18 @@ def measures(
     """
     _check_lengths(tokens, nats, counts, sizes)
     totals, judged = _array(nats), _array(counts)
-    found = {"nll": _ratio(totals, judged, seed)}
-    found["ppl"] = {name: None if value is None else _exp(value) for name, value in found["nll"].items()}
+    figures = {"nll": _ratio(totals, judged, seed)}
+    figures["ppl"] = {name: None if value is None else _exp(value) for name, value in figures["nll"].items()}
     if sizes is not None:
-        found["nats_per_byte"] = _ratio(totals, _array(sizes), seed)
+        figures["nats_per_byte"] = _ratio(totals, _array(sizes), seed)
     repeated = {n: _array([rep_n(text, n) for text in tokens]) for n in (2, 3, 4)}
     for n, values in repeated.items():
-        found[f"rep_{n}"] = _mean(values, seed)
-    found["distinct_2"] = _mean(1 - repeated[2], seed)
-    found["diversity"] = _mean(_array([diversity(text) for text in tokens]), seed)
-    found["pooled_distinct_2"] = {"value": _finite(pooled_distinct_n(tokens, 2)), "low": None, "high": None}
-    found["length"] = _mean(_array([len(text) for text in tokens]), seed)
-    return found
+        figures[f"rep_{n}"] = _mean(values, seed)
+    figures["distinct_2"] = _mean(1 - repeated[2], seed)
+    figures["diversity"] = _mean(_array([diversity(text) for text in tokens]), seed)
+    figures["pooled_distinct_2"] = {"value": _finite(pooled_distinct_n(tokens, 2)), "low": None, "high": None}
+    figures["length"] = _mean(_array([len(text) for text in tokens]), seed)
+    return figures
 
 
 def _check_lengths(tokens: Sequence[Any], *others: Sequence[Any] | None) -> None:
@@ -106,7 +106,7 @@ def _array(values: Sequence[float] | Sequence[int]) -> NDArray[np.float64]:
 
 
 def _mean(values: NDArray[np.float64], seed: int) -> Figure:
-    """Over the texts that have a value."""
+    """The mean over the texts that have a value."""
     known = ~np.isnan(values)
     return _ratio(np.where(known, values, 0.0), known.astype(np.float64), seed)
 
@@ -119,7 +119,7 @@ def _ratio(totals: NDArray[np.float64], counts: NDArray[np.float64], seed: int) 
 
 
 def _exp(value: float) -> float | None:
-    """None where it is too large to be a number."""
+    """None where the result is too large for a float."""
     return math.exp(value) if value < 700 else None
 
 

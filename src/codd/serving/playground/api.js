@@ -54,6 +54,16 @@ export async function inspect(body, signal) {
 }
 
 /**
+ * How large a constraint is: its states, and the fewest tokens of a text.
+ * @param {object} body
+ * @param {AbortSignal} signal
+ * @returns {Promise<{states: number, shortest: number}>}
+ */
+export async function compile(body, signal) {
+  return (await post("v1/constraint", body, signal)).json();
+}
+
+/**
  * The events of a run; an error among them is thrown.
  * @param {object} body
  * @param {AbortSignal} signal

@@ -3,7 +3,7 @@
 import { inspect } from "./api.js";
 import { drawArcs } from "./arcs.js";
 import { el } from "./dom.js";
-import { bars, heading, tied } from "./panel.js";
+import { bars, heading, tied, untied } from "./panel.js";
 import { cellOf } from "./view.js";
 
 const PATIENCE = 150; // milliseconds that the pointer rests before anything is asked
@@ -106,7 +106,7 @@ export class Inspector {
     this.asking = asking;
     this.asked = id;
     try {
-      const body = { ids, window, circuit_temperature, tempering, ban, cfg_scale, written, candidates: this.candidates() };
+      const body = { ids, window, circuit_temperature, tempering, ban, cfg_scale, written, candidates: this.candidates(), ...column.run?.constraint };
       this.answers.set(id, await inspect(body, asking.signal));
     } catch (error) {
       if (asking.signal.aborted) return;
@@ -137,9 +137,11 @@ export class Inspector {
       const writer = step === null ? null : run.steps[step];
       const chosen = writer && writer.tokens[writer.positions.indexOf(position)];
       const beliefs = { network: answer.network[row], joint: answer.joint[row], network_entropy: answer.network_entropy[row], joint_entropy: answer.joint_entropy[row] };
-      const ties = strongest(answer, row).filter((tie) => tie.position < cells.length);
+      const constrained = answer.mutual_information === null;
+      const ties = constrained ? [] : strongest(answer, row).filter((tie) => tie.position < cells.length);
       if (answer.aside) parts.push(el("p", "facts", "Here the circuit steps aside: it excludes what is written."));
-      parts.push(bars(beliefs, chosen), tied(ties.slice(0, LISTED).map((tie) => ({ ...tie, piece: run.pieceAt(tie.position), later: cells[tie.position].kind === "masked", distance: tie.position - position }))));
+      const listed = ties.slice(0, LISTED).map((tie) => ({ ...tie, piece: run.pieceAt(tie.position), later: cells[tie.position].kind === "masked", distance: tie.position - position }));
+      parts.push(bars(beliefs, chosen, constrained), constrained ? untied() : tied(listed));
       ties.forEach((tie) => column.cells[tie.position].classList.add("tied"));
       drawArcs(column.arcs, column.cells[position], ties.map((tie) => ({ cell: column.cells[tie.position], nats: tie.nats })));
     } else if (wrong) parts.push(el("p", "wrong", wrong));

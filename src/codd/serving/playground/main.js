@@ -1,12 +1,13 @@
 /** Two runs of one prompt, side by side: the network alone, and with the circuit. */
 
 import { Problem, denoise, models } from "./api.js";
+import { ConstraintField } from "./constraint.js";
 import { byId, calm, el } from "./dom.js";
 import { Inspector } from "./inspect.js";
 import { Notices } from "./notices.js";
 import { Player } from "./player.js";
 import { Run } from "./run.js";
-import { EXAMPLES, FIRST, field, fromHash, pace, preview, readForm, toHash, toRequest, writeForm } from "./settings.js";
+import { EXAMPLES, FIRST, field, fromHash, pace, preview, readForm, toConstraint, toHash, toRequest, writeForm } from "./settings.js";
 import { Column } from "./view.js";
 
 const CANDIDATES = 8;
@@ -16,6 +17,7 @@ const left = new Column(byId("left"), "Network alone");
 const right = new Column(byId("right"), "With the circuit");
 const columns = [left, right];
 const inspector = new Inspector(byId("panel"), columns, () => CANDIDATES);
+const constraintField = new ConstraintField(form);
 const player = new Player((k) => {
   columns.forEach((column) => column.show(k));
   inspector.refresh();
@@ -42,7 +44,7 @@ async function go() {
   showRunning(true);
   byId("copy").disabled = false;
   announce("Running.");
-  const fresh = { begun: false }; // what is shown stays until the first of the two has something else
+  const fresh = { begun: false, constraint: toConstraint(settings) }; // what is shown stays until the first of the two has something else
   await Promise.all([follow(left, toRequest(settings, "factorized"), mine, fresh), follow(right, toRequest(settings, settings.sampler), mine, fresh)]);
   if (running !== mine) return;
   running = null;
@@ -54,7 +56,7 @@ async function go() {
  * @param {Column} column
  * @param {object} body
  * @param {AbortController} mine
- * @param {{begun: boolean}} fresh
+ * @param {{begun: boolean, constraint: object}} fresh
  */
 async function follow(column, body, mine, fresh) {
   column.say("asking", "busy");
@@ -75,7 +77,7 @@ async function follow(column, body, mine, fresh) {
  * @param {Column} column
  * @param {string} event
  * @param {any} data
- * @param {{begun: boolean}} fresh
+ * @param {{begun: boolean, constraint: object}} fresh
  */
 function take(column, event, data, fresh) {
   if (event === "start") {
@@ -85,9 +87,10 @@ function take(column, event, data, fresh) {
       player.reset();
       if (byId("notice").hidden === false) notices.clear();
       byId("results").classList.add("begun");
+      byId("left-constraint").hidden = !Object.keys(fresh.constraint).length;
       if (matchMedia("(max-width: 860px)").matches) byId("results").scrollIntoView({ behavior: calm() ? "auto" : "smooth" });
     }
-    column.begin(new Run(data));
+    column.begin(new Run(data, fresh.constraint));
     column.say(data.ahead ? `waiting, ${data.ahead} ahead` : "running", "busy");
   } else if (event === "step" && column.run) {
     column.run.add(data);
@@ -145,7 +148,8 @@ async function pause(column, seconds, signal) {
 
 /** @param {string} param may name an item of a field: "prompt.0", "body.steps" */
 function markField(param) {
-  const name = param.split(/[.[]/).find((part) => part in FIRST);
+  const parts = param.split(/[.[]/).map((part) => (part.startsWith("guided_") ? "pattern" : part));
+  const name = parts.find((part) => part in FIRST);
   const input = name && field(form, name);
   if (!input) return;
   input.setAttribute("aria-invalid", "true");
@@ -205,6 +209,7 @@ async function connect() {
 function showPace() {
   const limit = model?.max_length ? `, up to ${model.max_length} tokens with the prompt` : "";
   const settings = readForm(form);
+  constraintField.refresh(settings);
   const given = /** @type {const} */ ([settings, model?.defaults ?? {}, model?.mask_token ?? null]);
   byId("pace").textContent = pace(...given) + limit;
   columns.forEach((column) => column.preview(preview(...given)));

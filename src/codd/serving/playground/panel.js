@@ -7,7 +7,7 @@ const ROWS = 5;
 const SEEN = 0.001; // a bar of less is no bar
 
 /**
- * @typedef {{token: number, piece: string, probability: number}} Candidate
+ * @typedef {{token: number, piece: string, probability: number, allowed: boolean}} Candidate `allowed` by the constraint, if any
  * @typedef {{network: Candidate[], joint: Candidate[], network_entropy: number, joint_entropy: number}} Beliefs
  * @typedef {{piece: string|null, later: boolean, distance: number, nats: number}} Named `later`: still masked there
  */
@@ -22,8 +22,8 @@ const SEEN = 0.001; // a bar of less is no bar
 export function paired(network, joint, chosen) {
   const rows = new Map();
   for (const [side, list] of /** @type {[string, Candidate[]][]} */ ([["network", network], ["joint", joint]])) {
-    for (const { token, piece, probability } of list) {
-      if (!rows.has(token)) rows.set(token, { token, piece, network: null, joint: null });
+    for (const { token, piece, probability, allowed } of list) {
+      if (!rows.has(token)) rows.set(token, { token, piece, allowed, network: null, joint: null });
       rows.get(token)[side] = probability;
     }
   }
@@ -50,20 +50,24 @@ export function heading({ piece, position, step, steps, score }) {
 /**
  * @param {Beliefs} beliefs
  * @param {number|null} chosen
+ * @param {boolean} constrained
  * @returns {HTMLElement}
  */
-export function bars(beliefs, chosen) {
-  const key = el("p", "bar-key", el("span", "swatch network"), "network alone", el("span", "swatch joint"), "joint, with the circuit");
+export function bars(beliefs, chosen, constrained) {
+  const [alone, joint] = constrained ? ["network alone, free", "joint, with circuit and constraint"] : ["network alone", "joint, with the circuit"];
+  const key = el("p", "bar-key", el("span", "swatch network"), alone, el("span", "swatch joint"), joint);
   const list = el("ul", "bars");
   const least = { network: beliefs.network.at(-1)?.probability ?? 0, joint: beliefs.joint.at(-1)?.probability ?? 0 };
-  for (const row of paired(beliefs.network, beliefs.joint, chosen)) {
-    const item = el("li", row.token === chosen ? "chosen" : "", el("span", "candidate", label(row.piece)));
+  const rows = paired(beliefs.network, beliefs.joint, chosen);
+  for (const row of rows) {
+    const item = el("li", row.token === chosen ? "chosen" : row.allowed ? "" : "excluded", el("span", "candidate", label(row.piece)));
     if (row.token === chosen) item.append(el("span", "sr", "chosen"));
-    item.append(bar("network", row.network, least.network), bar("joint", row.joint, least.joint));
+    item.append(bar("network", row.network, least.network), row.allowed ? bar("joint", row.joint, least.joint) : excluded());
     list.append(item);
   }
   const nats = `uncertainty ${beliefs.network_entropy.toFixed(2)} nats alone, ${beliefs.joint_entropy.toFixed(2)} in the joint`;
-  return el("div", "beliefs", key, list, el("p", "facts", nats));
+  const legend = rows.every((row) => row.allowed) ? [] : [el("p", "facts", el("s", "", "struck through"), ": the constraint excludes it here")];
+  return el("div", "beliefs", key, list, ...legend, el("p", "facts", nats));
 }
 
 /**
@@ -81,6 +85,11 @@ export function tied(ties) {
     list.append(item);
   }
   return el("div", "ties", el("p", "facts", "coupled to (nats)"), list);
+}
+
+/** In place of the ties, which the server does not compute under a constraint. */
+export function untied() {
+  return el("p", "ties facts", "Couplings are not computed under a constraint: too costly.");
 }
 
 /**
@@ -107,4 +116,9 @@ function bar(side, probability, least) {
   fill.style.width = `${100 * (probability ?? 0)}%`;
   const words = probability === null ? `<${percent(least).replace(/^</, "")}` : percent(probability);
   return el("span", `bar ${side}`, el("span", "track", fill), el("span", "number", words));
+}
+
+/** In place of the joint's bar: the token is impossible. */
+function excluded() {
+  return el("span", "bar joint", el("span", "track"), el("span", "number", "excluded"));
 }

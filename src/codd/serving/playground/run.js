@@ -14,9 +14,13 @@
 
 /** A run in progress or complete. */
 export class Run {
-  /** @param {Start} start */
-  constructor(start) {
+  /**
+   * @param {Start} start
+   * @param {object} [constraint] the field of the request that says what the text must be
+   */
+  constructor(start, constraint = {}) {
     this.start = start;
+    this.constraint = constraint;
     /** @type {Step[]} */
     this.steps = [];
     /** @type {Done|null} */

@@ -15,6 +15,8 @@ export const FIRST = Object.freeze({
   seed: "",
   cache: "",
   chat: "",
+  constraint: "",
+  pattern: "",
 });
 
 const NUMBERS = ["steps", "threshold", "gen_length", "block_length", "temperature", "seed"];
@@ -34,6 +36,11 @@ export const EXAMPLES = [
     title: "Fill the masks",
     prompt: `Once upon a time there was a${"{mask}".repeat(8)} who lived in${"{mask}".repeat(6)}.`,
     changes: { gen_length: "0" },
+  },
+  {
+    title: "By a pattern",
+    prompt: FIRST.prompt,
+    changes: { constraint: "guided_regex", pattern: String.raw`([^\n]+\n){2}There are \d+ ounces left in the bag\.` },
   },
 ];
 
@@ -107,7 +114,17 @@ export function toRequest(settings, sampler) {
   }
   if (settings.cache) body.cache = settings.cache === "none" ? null : settings.cache;
   if (settings.chat) body.chat = settings.chat === "on";
-  return body;
+  return { ...body, ...toConstraint(settings) };
+}
+
+/**
+ * The field of a request that says what the text must be, by its name; none without a pattern.
+ * @param {Settings} settings
+ * @returns {Record<string, string|string[]>}
+ */
+export function toConstraint({ constraint, pattern }) {
+  if (!constraint || !pattern) return {};
+  return { [constraint]: constraint === "guided_choice" ? pattern.split("\n").filter((line) => line !== "") : pattern };
 }
 
 /**

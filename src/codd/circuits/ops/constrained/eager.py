@@ -196,6 +196,12 @@ class Linear:
         scale = torch.cat([rows.log, rows.log.new_full((1, count), -torch.inf)]).to(self.dtype)
         return out.log_() + scale[atom].T
 
+    def listed(self, columns: Float[Tensor, "R K N"], rows: Rows, atoms: Int[Tensor, "R K"]) -> Float[Tensor, "R K"]:
+        """log sum over latents of rows[a] E[:, v] for some tokens v of each row, of atom a; -inf for those of none."""
+        at, here = atoms.clamp_min(0), torch.arange(len(atoms), device=atoms.device)[:, None]
+        log = (rows.values[at, here] * columns).sum(-1).log() + rows.log[at, here].to(self.dtype)
+        return torch.where(atoms >= 0, log, -torch.inf)
+
     def leaving(self, transition: Transition, t: int, latents: Int[Tensor, "S B"]) -> Float[Tensor, "S B N"]:
         """Log-weights of the latents that follow at t + 1."""
         return leaving(transition, t, latents).double().log()

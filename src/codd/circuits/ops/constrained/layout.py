@@ -5,9 +5,10 @@ the chain moves along pairs of states, each with its group, and many pairs share
 apart are one *atom*: the leaf values are computed by atom, those of a group are sums of them.
 """
 
+from collections.abc import Callable
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -21,6 +22,7 @@ from codd.constraints import Automaton
 
 Ids = NDArray[np.int64]
 Mask = NDArray[np.bool_]
+_Made = TypeVar("_Made")
 
 
 class Pairs(NamedTuple):
@@ -62,6 +64,7 @@ class Structure:
         self.classes = classes
         self._next = torch.from_numpy(table)
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self._device: dict[torch.device, Any] = {}
         self._columns: WeakKeyDictionary[Emission, SortedColumns] = WeakKeyDictionary()
         self.order = np.argsort(classes, kind="stable")
         """Tokens sorted by class."""
@@ -81,6 +84,13 @@ class Structure:
         if device not in self._tables:
             self._tables[device] = (self._next.to(device), torch.from_numpy(self.classes).to(device))
         return self._tables[device]
+
+    def on_device(self, device: torch.device, make: Callable[["Structure", torch.device], _Made]) -> _Made:
+        """What the kernels of a device need, made once."""
+        if device not in self._device:
+            self._device[device] = make(self, device)
+        made: _Made = self._device[device]
+        return made
 
     def sorted_columns(self, table: Emission) -> "SortedColumns":
         """The emission in the order of classes: a copy that is made once."""
@@ -143,7 +153,7 @@ class Atoms:
     def __init__(self, structure: Structure, of_class: Ids, count: int, group: Ids, atom: Ids) -> None:
         """``of_class``: the atom of each class, or -1; ``group``, ``atom``: which group holds which atom."""
         order = np.argsort(group, kind="stable")
-        self.count, self.group, self.atom = count, group[order], atom[order]
+        self.count, self.group, self.atom, self.of_class = count, group[order], atom[order], of_class
         starts = np.flatnonzero(np.diff(of_class, prepend=-2))
         ends = np.append(starts[1:], len(of_class))
         self.runs = [

@@ -7,6 +7,8 @@
 Written once, for numbers (`eager.Linear`) and for logarithms (`reference.LogSpace`).
 """
 
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -47,8 +49,52 @@ class Paths(NamedTuple):
     states: Int[Tensor, "M B L"]
 
 
-class Passes:
+class WindowPasses(ABC):
     """The messages of B windows, computed as they are asked for; tokens may be added."""
+
+    tokens: Int[Tensor, "B L"]
+    observed: Bool[Tensor, "B L"]
+
+    @property
+    def length(self) -> int:
+        """L, the number of positions."""
+        return self.observed.shape[1]
+
+    @property
+    @abstractmethod
+    def faint(self) -> Bool[Tensor, " B"] | None:
+        """The sequences in which log Z may be wrong; None: nobody looked."""
+
+    @abstractmethod
+    def log_partition(self) -> Float[Tensor, " B"]:
+        """log Z."""
+
+    @abstractmethod
+    def posterior(self, t: int) -> Any:
+        """p(z_t, evidence): one row, whose entries sum to Z."""
+
+    @abstractmethod
+    def marginals(self, positions: Int[Tensor, " T"] | None = None) -> tuple[Float[Tensor, "B T V"], Tensor | None]:
+        """log p(x_t) at some positions (None: all) in the order given, and sequences in doubt; -inf if impossible."""
+
+    @abstractmethod
+    def paths(self, uniforms: Float[Tensor, "M B L"]) -> Paths:
+        """Draw latents and automaton states together, each from one uniform number a position."""
+
+    @abstractmethod
+    def scores(self, paths: Paths) -> Float[Tensor, "M B L V"]:
+        """log E[z_t, v] + log w_t(v) of the tokens that lead from s_t to s_{t+1} (at the end: weighted by where to).
+
+        An observed position has 0 at its token and -inf elsewhere.
+        """
+
+    @abstractmethod
+    def commit(self, b: int, t: int, token: int) -> None:
+        """Observe one more token."""
+
+
+class Passes(WindowPasses):
+    """The same for the states that can occur, which the host works out; any circuit, any evidence."""
 
     def __init__(self, chain: Chain, ev: Evidence, algebra: Algebra) -> None:
         """Compute the leaf values; InvalidEvidence if the potentials hold NaN or +inf (looked for on a CPU only)."""
@@ -69,11 +115,6 @@ class Passes:
         self._forward: list[Any] = [None] * ev.shape[1]
         self._backward: list[Any] = [None] * ev.shape[1]
         self._joint: list[Any] = [None] * ev.shape[1]
-
-    @property
-    def length(self) -> int:
-        """L, the number of positions."""
-        return self.observed.shape[1]
 
     def _laid_out(self) -> Layout:
         start, end = (w.cpu().numpy() > -np.inf for w in (self.chain.log_start, self.chain.log_end))
@@ -235,29 +276,60 @@ class Passes:
     def marginals(self, positions: Int[Tensor, " T"] | None = None) -> tuple[Float[Tensor, "B T V"], Tensor | None]:
         """log p(x_t) at some positions (None: all) in the order given, and sequences in doubt; -inf if impossible."""
         wanted = range(self.length) if positions is None else positions.tolist()
+        vocab, emission, device = self.chain.emission.stored.shape[-1], self.chain.emission, self._given.device
+        out = torch.full((len(self.observed), len(wanted), vocab), -torch.inf, dtype=self.algebra.dtype, device=device)
+        place, faint = {t: i for i, t in enumerate(wanted)}, None
+        for index, b, t, whole, doubt in self._by_atom(list(place)):
+            faint = _either(faint, [doubt])
+            columns = self.chain.structure.sorted_columns(table := emission.at(int(t[0])))
+            log_p = torch.empty(len(index), vocab, dtype=self.algebra.dtype, device=device)
+            log_p[:, columns.order] = self.algebra.tokens(table, columns, whole, self._atoms)
+            places = torch.tensor([place[at] for at in t.tolist()], device=device)
+            out[b, places] = log_softmax(log_p + self.log_weights[index])
+        return self._with_observed(out, wanted), faint
+
+    def list_candidates(self, ids: Int[Tensor, "B L K"]) -> None:
+        """Prepare `candidate_marginals` of these tokens."""
+        b, t = (torch.from_numpy(x) for x in (self._batch, self._row))
+        self._ids = ids
+        rows = self.chain.emission.columns
+        listed = ids[b, t]
+        self._listed = rows[t[:, None], listed] if self.chain.emission.per_position else rows[listed]
+        self._listed_weights = self.log_weights.gather(-1, listed)
+        self._listed_atoms = torch.from_numpy(self._atoms.of_class[self.chain.structure.classes])[listed]
+
+    def candidate_marginals(self) -> tuple[Float[Tensor, "B L K"], Tensor | None]:
+        """log p(x_t) of the listed tokens at all positions, and sequences in doubt; -inf if impossible."""
+        out, faint = torch.full(self._ids.shape, -torch.inf, dtype=self.algebra.dtype), None
+        total = self.log_partition()
+        for index, b, t, whole, doubt in self._by_atom(list(range(self.length))):
+            faint = _either(faint, [doubt])
+            log = self.algebra.listed(self._listed[index], whole, self._listed_atoms[index])
+            out[b, t] = (log + self._listed_weights[index] - total[b][:, None]).to(out.dtype)
+        certain = torch.where(self._ids == self.tokens[..., None], 0.0, -torch.inf).to(out.dtype)
+        out = torch.where(self.observed[..., None], certain, out)
+        return out.masked_fill_((total == -torch.inf)[:, None, None], -torch.inf), faint
+
+    def _by_atom(self, positions: list[int]) -> Iterator[tuple[Tensor, Tensor, Tensor, Any, Tensor | None]]:
+        """Of some positions that are not observed: rows of the log-weights, sequences, positions, a_t times c_t, doubt.
+
+        All together, or position by position if each has an emission of its own.
+        """
         device, batch, width = self._given.device, len(self.observed), len(self.chain.initial)
-        vocab, emission = self.chain.emission.stored.shape[-1], self.chain.emission
-        out = torch.full((batch, len(wanted), vocab), -torch.inf, dtype=self.algebra.dtype, device=device)
-        rows, faint = self._by_position(), None
-        place = {t: i for i, t in enumerate(wanted) if not bool(self.observed[:, t].all())}
-        for some in _together(list(place), 1 if emission.per_position else self.length):
+        rows = self._by_position()
+        hidden = [t for t in positions if self._atoms.count and not bool(self.observed[:, t].all())]
+        for some in _together(hidden, 1 if self.chain.emission.per_position else self.length):
             parts = []
             sizes = [len(self.layout.pairs[t].source) for t in some]
             for few in _together(some, max(1, _BLOCK // (batch * width * max(sizes, default=1) + 1))):
                 parts += self._cavities(few)
-            faint = _either(faint, [part.faint for part in parts])
             index = np.concatenate([np.arange(rows[t].start, rows[t].stop) for t in some])
             t, b = (torch.from_numpy(x[index]).to(device) for x in (self._row, self._batch))
             members = [part.at(torch.from_numpy(self._batch[rows[at]])) for part, at in zip(parts, some, strict=True)]
             whole = self.algebra.beside(np.arange(self._atoms.count), members)
             if self._given.latent_log_potentials is not None:
                 whole = self.algebra.times(whole, self._given.latent_log_potentials[b, t])
-            columns = self.chain.structure.sorted_columns(table := emission.at(some[0]))
-            log_p = torch.empty(len(index), vocab, dtype=self.algebra.dtype, device=device)
-            log_p[:, columns.order] = self.algebra.tokens(table, columns, whole, self._atoms)
-            places = torch.tensor([place[int(at)] for at in self._row[index]], device=device)
-            out[b, places] = log_softmax(log_p + self.log_weights[torch.from_numpy(index).to(device)])
-        return self._with_observed(out, wanted), faint
+            yield torch.from_numpy(index).to(device), b, t, whole, _either(None, [part.faint for part in parts])
 
     def _cavities(self, positions: list[int]) -> list[Any]:
         """a_t times c_t by atom, some positions at once: with latent potentials, E and w_t it is Z p(z_t, x_t)."""
@@ -277,9 +349,7 @@ class Passes:
 
     def _with_observed(self, out: Float[Tensor, "B T V"], wanted: Any) -> Float[Tensor, "B T V"]:
         """Certainty at the observed positions of sequences that are possible."""
-        observed = self.observed[:, list(wanted)].to(out.device)
-        known = torch.full_like(out, -torch.inf).scatter_(-1, self.tokens[:, list(wanted), None].to(out.device), 0.0)
-        out = torch.where(observed[..., None], known, out)
+        out = known(out, self.tokens[:, list(wanted)], self.observed[:, list(wanted)])
         return out.masked_fill_((self.log_partition() == -torch.inf)[:, None, None], -torch.inf)
 
     @property
@@ -309,7 +379,7 @@ class Passes:
         width, sequences = len(self.chain.initial), torch.arange(shape[1], device=device)[None, :, None]
         first = self.joint(0)
         logs = self.algebra.advance(self.forward(0), first, first.ids, first.ids, first.ids).logs()
-        choice = _drawn(logs.transpose(0, 1).flatten(1), uniforms[..., 0].T).T
+        choice = drawn(logs.transpose(0, 1).flatten(1), uniforms[..., 0].T).T
         for t in range(shape[2]):
             here, latent = choice // width, choice % width
             rows = self.joint(t)
@@ -329,7 +399,7 @@ class Passes:
                 leaving = self.algebra.leaving(self.steps, t, latent[some])
                 log = leaf[..., None] + after + leaving[:, :, None]
                 flat = log.flatten(2)
-                picked = _drawn(flat.flatten(0, 1), uniforms[some, :, t + 1].reshape(-1, 1)).reshape(flat.shape[:2])
+                picked = drawn(flat.flatten(0, 1), uniforms[some, :, t + 1].reshape(-1, 1)).reshape(flat.shape[:2])
                 parts.append(ways.next[way].gather(-1, (picked // width)[..., None])[..., 0] * width + picked % width)
             choice = torch.cat(parts)
         return paths
@@ -355,21 +425,15 @@ class Passes:
 
         An observed position has 0 at its token and -inf elsewhere.
         """
-        chain, device = self.chain, self._given.device
-        vocab, emission = chain.emission.stored.shape[-1], chain.emission
-        out = torch.full((*paths.latents.shape, vocab), -torch.inf, dtype=self.algebra.dtype, device=device)
+        device = self._given.device
         t, b = (torch.from_numpy(x).to(device) for x in (self._row, self._batch))
-        table, classes = chain.structure.tables(device)
-        end = torch.cat([chain.log_end, chain.log_end.new_full((1,), -torch.inf)])  # -1: no way on
-        after = torch.cat([paths.states[..., 1:], torch.full_like(paths.states[..., :1], -1)], -1)
-        latents, states, after = (x[:, b, t] for x in (*paths, after))
-        next_ = table[states]  # (M, R, C)
-        leads = torch.where((next_ == after[..., None]) & (next_ >= 0), 0.0, -torch.inf)
-        leads = torch.where((t == self.length - 1)[:, None], end[next_], leads).to(out.dtype)
-        emitted = emission.log_rows(latents.flatten(), t.expand_as(latents).flatten()).view(*latents.shape, vocab)
-        out[:, b, t] = emitted.to(out.dtype) + self.log_weights + leads[..., classes]
-        known = torch.full_like(out[0], -torch.inf).scatter_(-1, self.tokens[..., None].to(device), 0.0)
-        return torch.where(self.observed[..., None].to(device), known, out)
+        latents = paths.latents[:, b, t]
+        emitted = self.chain.emission.log_rows(latents.flatten(), t.expand_as(latents).flatten())
+        rows = emitted.view(*latents.shape, emitted.shape[-1]).to(self.algebra.dtype) + self.log_weights
+        rows += leading(self.chain, paths, b, t).to(rows.dtype)
+        out = rows.new_full((*paths.latents.shape, rows.shape[-1]), -torch.inf)
+        out[:, b, t] = rows
+        return known(out, self.tokens, self.observed)
 
     def best(self) -> tuple[Paths, Float[Tensor, " B"]]:
         """The path of the largest weight, from an algebra of maxima, and the logarithm of the weight."""
@@ -395,6 +459,25 @@ class Passes:
         return Paths(latents, states), value
 
 
+def leading(chain: Chain, paths: Paths, b: Int[Tensor, " R"], t: Int[Tensor, " R"]) -> Float[Tensor, "M R V"]:
+    """0 for the tokens that lead from s_t to s_{t+1} (after the last: the log-weight of where they lead), else -inf."""
+    table, classes = chain.structure.tables(t.device)
+    end = torch.cat([chain.log_end, chain.log_end.new_full((1,), -torch.inf)])  # -1: no way on
+    after = torch.cat([paths.states[..., 1:], torch.full_like(paths.states[..., :1], -1)], -1)[:, b, t]
+    next_ = table[paths.states[:, b, t]]  # (M, R, C)
+    leads = torch.where((next_ == after[..., None]) & (next_ >= 0), 0.0, -torch.inf)
+    return torch.where((t == paths.states.shape[-1] - 1)[:, None], end[next_], leads)[..., classes]
+
+
+def known(
+    out: Float[Tensor, "*M B L V"], tokens: Int[Tensor, "B L"], observed: Bool[Tensor, "B L"]
+) -> Float[Tensor, "*M B L V"]:
+    """The same with 0 at the token of an observed position, and -inf at all others there."""
+    tokens, observed = tokens.to(out.device)[..., None], observed.to(out.device)[..., None]
+    certain = torch.full(out.shape[-3:], -torch.inf, dtype=out.dtype, device=out.device).scatter_(-1, tokens, 0.0)
+    return torch.where(observed, certain, out)
+
+
 def _together(positions: list[int], count: int) -> list[list[int]]:
     """The positions in lists of so many."""
     return [positions[i : i + count] for i in range(0, len(positions), count)]
@@ -413,7 +496,7 @@ class _Ways(NamedTuple):
     there: Bool[Tensor, "n K"]
 
 
-def _drawn(logs: Float[Tensor, "rows K"], uniforms: Float[Tensor, "rows S"]) -> Int[Tensor, "rows S"]:
+def drawn(logs: Float[Tensor, "rows K"], uniforms: Float[Tensor, "rows S"]) -> Int[Tensor, "rows S"]:
     """Inverse-CDF samples from weights in logarithms, as `ops.path` draws them."""
     cumulative = logs.softmax(-1).nan_to_num_(0.0).cumsum(-1)
     threshold = uniforms.double() * cumulative[:, -1:] * (1 - 2**-23)

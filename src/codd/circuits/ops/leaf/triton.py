@@ -37,7 +37,7 @@ class Tiling(NamedTuple):
 
 
 def tiling_for(rows: int, states: int, vocab: int, itemsize: int, chip: int = 132) -> Tiling:
-    """One wave of programs, with wider tiles of states once there are many rows (measured: docs/results.md)."""
+    """One wave of programs, with wider tiles of states once there are many rows (measured: docs/results/kernels.md)."""
     tile_rows = min(max(16, triton.next_power_of_2(rows)), 128)
     many = tile_rows > 32
     tile_states = min(256 if many else 128, max(16, triton.next_power_of_2(states)))

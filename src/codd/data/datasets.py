@@ -1,0 +1,130 @@
+"""Datasets of windows. One of hidden states: the network is evaluated once, and its last states stay in memory.
+
+From a hidden state the head makes all logits again, exactly and in one product. For a small network that is far less to
+keep than the logits themselves, and costs less than to run its layers again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from codd.backbones.backbone import Backbone
+from codd.data.packing import SequenceDataset, narrow, widen
+from codd.data.windows import (
+    WindowBatch,
+    WindowRecipe,
+    choose_windows,
+    gather_windows,
+    window_states,
+)
+from codd.errors import InvalidInput
+
+STRATA = 8
+"""Parts of the data that a batch takes the same number of windows from. Processes share the strata, so that one, two,
+four or eight of them see the same batches."""
+LONGEST_SEARCH = 200
+"""Batches of rows in a row without a single window, after which there are none."""
+
+
+@runtime_checkable
+class WindowDataset(Protocol):
+    """Windows by number, from hidden states in memory or from a logit cache."""
+
+    def __len__(self) -> int:
+        """How many windows there are."""
+
+    def windows(self, index: Int[Tensor, " n"]) -> WindowBatch:
+        """Some of them. Nothing here waits for the device if ``index`` is on it."""
+
+
+@dataclass(frozen=True, eq=False)
+class HiddenStateDataset:
+    """W windows of S positions, on the network's device."""
+
+    backbone: Backbone
+    mask_id: int
+    tokens: Int[Tensor, "W S"]
+    """In few bytes, see `narrow`."""
+    masked: Bool[Tensor, "W S"]
+    level: Float[Tensor, " W"]
+    """The probability with which the tokens of a window were masked."""
+    features: Float[Tensor, "W S d"]
+    """On a GPU in bfloat16, in which the layers compute anyway."""
+
+    def __len__(self) -> int:
+        """How many windows there are."""
+        return len(self.tokens)
+
+    def windows(self, index: Int[Tensor, " n"]) -> WindowBatch:
+        """Some windows with all their logits."""
+        tokens, masked, features = widen(self.tokens[index]), self.masked[index], self.features[index]
+        features = features.to(self.backbone.dtype)
+        with torch.no_grad():
+            shown = torch.where(masked, self.mask_id, tokens)
+            logits = self.backbone.masked_logits_from_states(features, shown, mask_id=self.mask_id)
+        return WindowBatch(tokens, masked, logits=logits, features=features, level=self.level[index])
+
+
+def concatenate(parts: Sequence[HiddenStateDataset], count: int) -> HiddenStateDataset:
+    """The first ``count`` windows of several datasets of one network."""
+    first = parts[0]
+    columns = ("tokens", "masked", "level", "features")
+    tokens, masked, level, features = (torch.cat([getattr(p, name) for p in parts])[:count] for name in columns)
+    return HiddenStateDataset(first.backbone, first.mask_id, tokens, masked, level, features)
+
+
+@torch.no_grad()
+def evaluate_rows(
+    backbone: Backbone, mask_id: int, source: SequenceDataset, rows: tuple[int, int], recipe: WindowRecipe, seed: int
+) -> HiddenStateDataset:
+    """Mask some rows (the first, how many), choose windows, evaluate the network; fillers are left out."""
+    device, size = backbone.device, recipe.length
+    generator = torch.Generator(device).manual_seed(seed % 2**63)
+    drawn = choose_windows(source.take(*rows), recipe, generator, absolute=backbone.block_size is not None)
+    states = window_states(backbone, mask_id, drawn.rows, drawn.starts, size)
+    valid = drawn.starts.valid.flatten()
+    tokens, masked = (gather_windows(x, drawn.starts, size)[valid] for x in (drawn.rows.tokens, drawn.rows.hidden))
+    kept = states.reshape(len(valid), size, -1)[valid].to(torch.bfloat16 if device.type == "cuda" else states.dtype)
+    return HiddenStateDataset(backbone, mask_id, narrow(tokens, backbone.vocab_size), masked, drawn.level[valid], kept)
+
+
+def build_hidden_states(
+    backbone: Backbone,
+    mask_id: int,
+    sources: Sequence[tuple[SequenceDataset, float]],
+    recipe: WindowRecipe,
+    *,
+    windows: int,
+    rows_at_once: int,
+    seed: int,
+    strata: range,
+) -> HiddenStateDataset:
+    """The part of a dataset of so many ``windows`` that lies in some strata: of every (source, weight) its share.
+
+    Rows and noise are a function of the seed and the stratum, whichever process computes it. InvalidInput if there are
+    fewer windows than sources, or a source has none.
+    """
+    each, total = windows // STRATA, sum(weight for _, weight in sources)
+    shares = [max(1, round(each * weight / total)) for _, weight in sources]
+    shares[0] += each - sum(shares)
+    if shares[0] < 1:
+        raise InvalidInput(f"bank.windows {windows} is too few for {len(sources)} sources.")
+    parts = []
+    for stratum in strata:
+        for number, ((source, _), share) in enumerate(zip(sources, shares, strict=True)):
+            source_seed, have, empty, batch = seed * 1009 + number, 0, 0, stratum
+            while have < share:
+                rows = (batch * rows_at_once, rows_at_once)
+                part = evaluate_rows(backbone, mask_id, source, rows, recipe, source_seed * 1_000_003 + batch)
+                batch += STRATA
+                empty = 0 if len(part) else empty + 1
+                rounds = 4 * len(source) / (rows_at_once * STRATA) + LONGEST_SEARCH / STRATA
+                if empty > min(LONGEST_SEARCH, rounds):
+                    raise InvalidInput(f"no window of {recipe.length} tokens with a mask was found in the data.")
+                parts.append(concatenate([part], share - have))
+                have += len(part)
+    return concatenate(parts, each * len(strata))

@@ -1,0 +1,184 @@
+"""Entries of data: objects of JSON files, rows of parquet files and of datasets on the hub, one after the other.
+
+Files may be anyone's. What is in memory at a time is one line or object of JSON, one batch of rows of a parquet file; a
+dataset of the hub lies on the disk, where the package datasets keeps it.
+"""
+
+import importlib
+import itertools
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from codd import files
+from codd.data import text_files
+from codd.errors import FormatError, MissingDependency
+
+LINES, ARRAY, PARQUET, PROSE = ".jsonl", ".json", ".parquet", (".txt", ".md")
+ENDINGS = (LINES, f"{LINES}.xz", ARRAY, f"{ARRAY}.xz", PARQUET, *PROSE, *(f"{ending}.xz" for ending in PROSE))
+"""Of the files that codd reads."""
+BATCH_ROWS = 1024
+"""Rows of a parquet file that are in memory at a time."""
+_AT_ONCE = 2**16
+_SIGN = re.compile(r"\S")
+_DECODER = json.JSONDecoder()
+_HUB = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w.-]+)(?=:))?(?::(\w[\w.+-]*(?:\[[^][]*\])?))?")
+
+Entry = tuple[str, dict[str, Any]]
+"""Where it stands, for messages, and its fields."""
+
+
+class HubDataset(NamedTuple):
+    """A split of a dataset on the hub, written ``owner/name``, ``owner/name:split`` or ``owner/name:config:split``."""
+
+    repo: str
+    config: str | None
+    split: str
+    """As the package datasets takes it, with a slice or without: ``train``, ``test[:100]``."""
+
+    def __str__(self) -> str:
+        """As it is written."""
+        return ":".join(part for part in self if part is not None)
+
+    def load(self) -> Any:
+        """The rows, downloaded if they were not before; FormatError if there are none of this name."""
+        library = _library("datasets", str(self))
+        try:
+            return library.load_dataset(self.repo, self.config, split=self.split)
+        except Exception as error:  # the hub's own errors, those of the package, and those of whatever reads the files
+            raise FormatError(
+                f"{self}: there is no such file, and the hub gave no such dataset ({files.brief(error)}). Check the "
+                "name, or the connection; a dataset is named owner/name, owner/name:split or owner/name:config:split."
+            ) from error
+
+
+Place = Path | HubDataset
+
+
+def locate(name: str, root: Path) -> Place | None:
+    """The file of this name under ``root``, else the dataset of the hub that it names; None if it is neither."""
+    path = root / name
+    if os.path.isfile(path):  # unlike Path.is_file, not an error for a name that is too long
+        return path
+    match = _HUB.fullmatch(name)
+    return None if match is None or match[1].endswith(ENDINGS) else HubDataset(match[1], match[2], match[3] or "train")
+
+
+def content_digest(place: Place) -> str:
+    """Names what a file or dataset holds: the sha256 of a file, the fingerprint of a dataset."""
+    return files.sha256(place) if isinstance(place, Path) else f"{place} {place.load()._fingerprint}"
+
+
+def ending(path: Path) -> str:
+    """A file's ending in small letters, without that of its compression."""
+    return Path(path.name.removesuffix(".xz")).suffix.lower()
+
+
+def is_prose(place: Place) -> bool:
+    """Whether a file holds prose instead of entries; FormatError for one that codd does not read."""
+    if isinstance(place, HubDataset) or ending(place) in (LINES, ARRAY, PARQUET):
+        return False
+    if ending(place) in (*PROSE, ""):
+        return True
+    raise FormatError(
+        f"{place}: codd does not read {ending(place)} files. Give .jsonl (one JSON object a line), .json (an array of "
+        "them), .parquet, .txt (prose), or a dataset of the hub such as TIGER-Lab/MathInstruct."
+    )
+
+
+def read_entries(place: Place, most: int | None = None) -> Iterator[Entry]:
+    """The entries of a file or dataset, or ``most`` of them; FormatError for one that holds none."""
+    return itertools.islice(_entries(place), most)
+
+
+def _entries(place: Place) -> Iterator[Entry]:
+    if isinstance(place, HubDataset):
+        return ((f"{place}: row {number}", row) for number, row in enumerate(place.load(), start=1))
+    if is_prose(place):
+        raise FormatError(
+            f"{place}: has no fields to find questions and answers in. Give .jsonl, .json, .parquet or a dataset."
+        )
+    if ending(place) == PARQUET:
+        return _parquet_rows(place)
+    return text_files.json_lines(place) if ending(place) == LINES else _objects(place)
+
+
+def _objects(path: Path) -> Iterator[Entry]:
+    """The objects of a JSON array, or objects one after the other, without the whole of them in memory."""
+    with text_files.open_text(path) as file:
+        buffer, number = _Buffer(file.read), 0
+        array = buffer.next_sign() == "["
+        buffer.at += array
+        while sign := buffer.next_sign():
+            where = f"{path}: entry {number + 1}"
+            if array and sign == "]":
+                return
+            if sign != "{":
+                raise FormatError(f"{where} is not a JSON object. Give an array of objects, or one object a line.")
+            yield where, buffer.next_object(where)
+            number += 1
+            if array:
+                if (sign := buffer.next_sign()) not in (",", "]"):
+                    raise FormatError(f"{where} is followed by neither a comma nor the end of the array.")
+                buffer.at += sign == ","
+        if array:
+            raise FormatError(f"{path}: ends before its array does. Download it again.")
+
+
+class _Buffer:
+    """What was read of a JSON text and not used yet."""
+
+    def __init__(self, read: Callable[[int], str]):
+        """``read`` gives so many further characters, or fewer at the end."""
+        self.read, self.text, self.at = read, "", 0
+
+    def next_sign(self) -> str:
+        """The next character that is no space, where the buffer then is; none at the end of the text."""
+        while (match := _SIGN.search(self.text, self.at)) is None:
+            if not self._more(_AT_ONCE):
+                return ""
+        self.at = match.start()
+        return match[0]
+
+    def next_object(self, where: str) -> dict[str, Any]:
+        """The object that begins here; FormatError if it is none."""
+        size = _AT_ONCE
+        while True:
+            try:
+                entry, self.at = _DECODER.raw_decode(self.text, self.at)
+            except (ValueError, RecursionError) as error:  # it may go on in what was not read yet
+                if len(self.text) - self.at > text_files.LONGEST_LINE or not self._more(size):
+                    raise FormatError(f"{where} is not JSON ({files.brief(error)}).") from error
+                size *= 2
+            else:
+                return entry  # type: ignore[no-any-return]  # it begins with a brace
+
+    def _more(self, size: int) -> bool:
+        """Forget what was used and read on; whether there was more."""
+        more = self.read(size)
+        self.text, self.at = self.text[self.at :] + more, 0
+        return bool(more)
+
+
+def _parquet_rows(path: Path) -> Iterator[Entry]:
+    library = _library("pyarrow.parquet", str(path))
+    with files.open_regular(path) as raw:
+        try:
+            rows = (row for batch in library.ParquetFile(raw).iter_batches(BATCH_ROWS) for row in batch.to_pylist())
+            for number, row in enumerate(rows, start=1):
+                yield f"{path}: row {number}", row
+        except (OSError, ValueError, NotImplementedError) as error:  # pyarrow's own are among them
+            raise FormatError(
+                f"{path}: cannot be read as parquet ({files.brief(error)}). Download it again."
+            ) from error
+
+
+def _library(name: str, wanted_for: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
+        raise MissingDependency(f"{wanted_for}: needs the package {package}: pip install 'codd[eval]'") from error

@@ -1,0 +1,258 @@
+"""Sources of text: files of prose, of questions and answers, and codd's own word problems."""
+
+import itertools
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from pydantic.dataclasses import dataclass
+
+from codd.data import text_files
+from codd.data.entries import ENDINGS, Place, ending, is_prose, locate, read_entries
+from codd.data.problems import problems
+from codd.errors import FormatError
+from codd.validation import LONGEST_NAME, Count, FolderName, List, Natural, Positive, Section
+
+CALCULATOR = re.compile(r"<<[^<>]*>>")
+"""GSM8K's marks for a calculator, such as <<48/2=24>>: not part of what is said. Code has shifts that look alike."""
+CHUNK_CHARACTERS = 2**20
+"""Characters that a text file is read by."""
+MOST_CHARACTERS = 2**27
+"""Of all documents, where they must be in memory together."""
+PARAGRAPH = re.compile(r"(?<=\n\n)(?=\S)")
+LINE = re.compile(r"(?<=\n)(?=[^\S\n]*\S)")
+SURROGATE = re.compile(r"[\ud800-\udfff]")
+KNOWN_FIELDS = (
+    ("question", "answer"),
+    ("query", "response"),
+    ("instruction", "output"),
+    ("problem", "solution"),
+    ("prompt", "completion"),
+)
+"""Keys under which entries are looked through for questions and answers."""
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Source(Section):
+    """One set of data. Paths are relative to the folder given by ``--data``."""
+
+    kind: Literal["text", "qa", "problems"]
+    """text: files of prose, packed into full rows. qa: questions and answers. problems: codd's own generator."""
+    name: FolderName
+    weight: Positive = 1.0
+    """Share of the rows of a batch, relative to the other sources."""
+    path: str | None = None
+    """A file (.jsonl, .json, .parquet, .txt), or a dataset of the hub (`codd.data.entries.HubDataset`)."""
+    fields: List[str] = ("question", "answer")
+    """Of a JSON object: the question's and the answer's key, or for text the one key."""
+    count: Count | None = None
+    """How many problems to generate, or how many entries of a file to use at most."""
+    split: Literal["train", "test"] = "train"
+    """Of the problem generator: the two never meet."""
+    seed: Natural = 0
+    rows: Count | None = None
+    """Use at most this many rows: for validation."""
+    strip: Literal["gsm8k"] | None = None
+    """gsm8k: leave out that dataset's marks for a calculator, such as <<48/2=24>>, in answers."""
+
+    def __post_init__(self) -> None:
+        """Problems are counted, everything else is in files."""
+        needed = "count" if self.kind == "problems" else "path"
+        if not getattr(self, needed):
+            raise ValueError(f"source {self.name} needs a {needed}")
+
+
+class TextChunk(NamedTuple):
+    """A part of a document: a whole one, or what is between two paragraphs of a long one."""
+
+    text: str
+    ends: bool
+    """Whether the document ends here."""
+
+
+class QuestionAnswer(NamedTuple):
+    """A question and its answer."""
+
+    question: str
+    answer: str
+
+
+def read_chunks(source: Source, root: Path, most: int | None = None) -> Iterator[TextChunk]:
+    """Read the documents of a text source chunk by chunk, so that no long one is whole in memory.
+
+    Reading ends with the chunk that reaches ``most`` characters. FormatError if the file or an entry is unusable.
+    """
+    place = source_place(source, root)
+    if isinstance(place, Path) and is_prose(place):
+        return take_until(_file_chunks(place), chunk_size, most)
+    key = source.fields[0] if len(source.fields) == 1 else "text"
+    entries = read_entries(place, source.count)
+    return take_until((TextChunk(_field(entry, key, where), True) for where, entry in entries), chunk_size, most)
+
+
+def chunk_size(chunk: TextChunk) -> int:
+    """Characters of a chunk."""
+    return len(chunk.text)
+
+
+def _file_chunks(path: Path) -> Iterator[TextChunk]:
+    with text_files.open_text(path) as file:
+        rest = ""
+        while more := file.read(CHUNK_CHARACTERS - len(rest)):
+            rest += more
+            if len(rest) == CHUNK_CHARACTERS:
+                at = _cut_at(rest)
+                yield TextChunk(rest[:at], False)
+                rest = rest[at:]
+        yield TextChunk(rest, True)
+
+
+def _cut_at(text: str) -> int:
+    """The last place that no token crosses: before a paragraph, else a line, else a word; the end if there is none."""
+    for boundary in (PARAGRAPH, LINE):
+        if ends := [match.end() for match in boundary.finditer(text)]:
+            return ends[-1]
+    return max(text.rfind(" "), 0) or len(text)
+
+
+def take_until(items: Iterator[Item], size: Callable[[Item], int], most: int | None) -> Iterator[Item]:
+    """Items up to the one with which their sizes reach ``most``; None: all."""
+    taken = 0
+    for item in items:
+        yield item
+        taken += size(item)
+        if most is not None and taken >= most:
+            return
+
+
+def read_documents(source: Source, root: Path) -> Iterator[str]:
+    """Whole documents of a text source; FormatError if they are more than `MOST_CHARACTERS` together."""
+    document: list[str] = []
+    taken = 0
+    for text, ends in read_chunks(source, root):
+        document.append(text)
+        taken += len(text)
+        if taken > MOST_CHARACTERS:
+            raise FormatError(
+                f"{source_place(source, root)}: holds more than {MOST_CHARACTERS:,} characters, too many to choose "
+                "passages from. Give a part of it."
+            )
+        if ends:
+            yield "".join(document)
+            document = []
+
+
+def read_pairs(source: Source, root: Path, most: int | None = None) -> Iterator[QuestionAnswer]:
+    """The pairs of a qa or problems source; of a file, up to the one that reaches ``most`` characters."""
+    if source.kind == "problems":
+        for problem in problems(source.count or 0, split=source.split, seed=source.seed):
+            yield QuestionAnswer(problem.question, problem.solution)
+        return
+    place = source_place(source, root)
+    if len(source.fields) != 2:
+        raise FormatError(f"source {source.name}: fields must name the question's and the answer's key.")
+    yield from take_until(_pairs(place, source), lambda pair: len(pair.question) + len(pair.answer), most)
+
+
+def _pairs(place: Place, source: Source) -> Iterator[QuestionAnswer]:
+    for where, entry in read_entries(place, source.count):
+        question, answer = (_field(entry, key, where) for key in source.fields)
+        if source.strip == "gsm8k":
+            answer = CALCULATOR.sub("", answer)
+        yield QuestionAnswer(question.strip(), answer.strip())
+
+
+def _field(entry: dict[str, Any], key: str, where: str) -> str:
+    value = entry.get(key)
+    if not isinstance(value, str):
+        keys = ", ".join(name[:40] for name in itertools.islice(entry, 8))
+        raise FormatError(f"{where}: expected a text under {key!r}, found the keys {keys}.")
+    if not value.isascii() and SURROGATE.search(value):
+        raise FormatError(f"{where}: {key!r} holds half a character (a surrogate), which is no text.")
+    return value
+
+
+def source_place(source: Source, root: Path) -> Place:
+    """The file of a source, or its dataset on the hub; FormatError if there is none."""
+    if (place := locate(source.path or "", root)) is None:
+        path = root / (source.path or "")
+        raise FormatError(f"{path}: there is no such file (source {source.name}). Give the data's folder with --data.")
+    return place
+
+
+def sample_texts(sources: Sequence[Source], root: Path, megabytes: int) -> Iterator[str]:
+    """Text for training a tokenizer: of each source its share of so many megabytes, spread over all of it."""
+    whole = sum(source.weight for source in sources)
+    for source in sources:
+        budget = int(megabytes * 1e6 * source.weight / whole)
+        if source.kind == "text":
+            share = min(1.0, budget / max(1, sum(map(chunk_size, read_chunks(source, root)))))
+            for chunk in read_chunks(source, root):
+                yield chunk.text[: int(len(chunk.text) * share)]
+            continue
+        for pair in read_pairs(source, root):
+            text = f"{pair.question}\n{pair.answer}"
+            budget -= len(text)
+            if budget < 0:
+                break
+            yield text
+
+
+def find_sources(
+    paths: Sequence[Path],
+    fields: Sequence[str] | None,
+    problems: int | None,
+    seed: int,
+    strip: Literal["gsm8k"] | None = None,
+) -> list[Source]:
+    """A source for each file or dataset of the hub; of a folder, its files whose names begin with train, or all if none
+    does.
+    """
+    sources: list[Source] = []
+    for path in _data_files(paths):
+        place = locate(str(path), Path()) or path
+        kind, keys = _detect_kind(place, fields)
+        short = re.sub(r"[^\w.-]", "_", path.name)[-40:].encode()[-LONGEST_NAME // 2 :].decode(errors="ignore")
+        name = f"{len(sources)}-{short}"  # numbered: two folders may hold files of one name
+        where = str(place.resolve() if isinstance(place, Path) else place)
+        sources.append(Source(kind, name, path=where, fields=tuple(keys), strip=strip if kind == "qa" else None))
+    if problems is not None:
+        sources.append(Source("problems", f"{len(sources)}-problems", count=problems, seed=seed))
+    return sources
+
+
+def _data_files(paths: Sequence[Path]) -> Iterable[Path]:
+    for path in paths:
+        if not os.path.isdir(path):  # unlike Path.is_dir, not an error for a name that is too long
+            yield path
+            continue
+        inside = sorted(each for each in path.iterdir() if each.is_file() and each.name.endswith(ENDINGS))
+        if not inside:
+            raise FormatError(f"{path}: holds no {', '.join(ENDINGS)} file. Give a folder with data, or files.")
+        yield from [each for each in inside if each.name.startswith("train")] or inside
+
+
+def _detect_kind(place: Place, fields: Sequence[str] | None) -> tuple[Literal["text", "qa"], Sequence[str]]:
+    """What a file or dataset holds, by its ending and by its first entry."""
+    if isinstance(place, Path) and not ending(place) and os.path.isfile(place):
+        raise FormatError(
+            f"{place}: its name does not say what it holds. Rename it to .txt, .jsonl, .json or .parquet."
+        )
+    if isinstance(place, Path) and is_prose(place):
+        return "text", ("text",)
+    if fields is not None:
+        return ("qa" if len(fields) == 2 else "text"), tuple(fields)
+    first = next(read_entries(place, 1), None)
+    if first is None:
+        raise FormatError(f"{place}: is empty. Give a file with JSON objects, or rows.")
+    for keys in KNOWN_FIELDS:
+        if all(key in first[1] for key in keys):
+            return "qa", keys
+    if "text" in first[1]:
+        return "text", ("text",)
+    known = ", ".join(key[:40] for key in itertools.islice(first[1], 8))
+    raise FormatError(f"{place}: has the keys {known}; say with --fields which of them to use.")

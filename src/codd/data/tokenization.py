@@ -1,0 +1,257 @@
+"""From sources to packed sequences of tokens: encoding (in several processes), packing, and a copy on disk."""
+
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from codd import files
+from codd.backbones.tokenizer import Tokenizer
+from codd.data.entries import content_digest
+from codd.data.packing import (
+    MAX_TEXTS_PER_ROW,
+    Example,
+    PackedDataset,
+    PackedSequences,
+    SequenceDataset,
+    StreamDataset,
+    Tokens,
+    pack,
+    token_dtype,
+)
+from codd.data.problems import problems
+from codd.data.sources import (
+    PARAGRAPH,
+    QuestionAnswer,
+    Source,
+    TextChunk,
+    chunk_size,
+    read_chunks,
+    read_pairs,
+    source_place,
+    take_until,
+)
+from codd.errors import FormatError
+
+TAILS = (0.6, 0.25, 0.15)
+"""By default: answers end before their room does."""
+PROBLEMS_PER_JOB = 2000
+MANY_CHARACTERS = 4_000_000
+"""From which on starting several processes pays."""
+
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
+
+class PackingConfig(NamedTuple):
+    """What packed sequences look like, whatever is in them. Its values, in this order, are part of names on disk."""
+
+    row_length: int
+    block_length: int
+    seed: int
+    texts_per_row: int = MAX_TEXTS_PER_ROW
+    """How many questions with their answers may share a row: one, for networks that cannot keep them apart."""
+    tails: tuple[float, ...] = TAILS
+    """How often an answer is followed by no, one, two ... further blocks of end marks."""
+    characters: int | None = None
+    """Of each file no more than about so many are read; None: all."""
+
+
+def load_source(
+    source: Source, root: Path, tokenizer: Tokenizer, config: PackingConfig, cache: Path | None
+) -> SequenceDataset:
+    """The packed sequences of a source; what took work is kept in the folder ``cache`` for the next time."""
+    make = _make_stream if source.kind == "text" else _make_packed
+    arrays = _cached(cache, source, root, tokenizer, config, lambda: make(source, root, tokenizer, config))
+    if source.kind == "text":
+        return StreamDataset(arrays["stream"], config.row_length, config.seed)
+    return PackedDataset(PackedSequences(**arrays), config.seed)
+
+
+def _make_stream(source: Source, root: Path, tokenizer: Tokenizer, config: PackingConfig) -> dict[str, NDArray[Any]]:
+    tokens = token_stream(source, root, tokenizer, config.characters)
+    if len(tokens) < config.row_length:
+        raise FormatError(f"source {source.name}: {len(tokens)} tokens do not fill a row of {config.row_length}.")
+    return {"stream": tokens}
+
+
+def token_stream(source: Source, root: Path, tokenizer: Tokenizer, most: int | None = None) -> Tokens:
+    """All documents (or ``most`` characters of them), one after the other, each followed by the end mark."""
+    cores = os.cpu_count() or 1
+    batches = _batches(read_chunks(source, root, most), MANY_CHARACTERS * min(cores, 16))
+    first = next(batches, [])
+    if sum(map(chunk_size, first)) > MANY_CHARACTERS and cores > 1:
+        parts = list(_in_processes(_encode_in_process, itertools.chain([first], batches), tokenizer))
+    else:
+        parts = [_encode_chunk(chunk, tokenizer) for batch in itertools.chain([first], batches) for chunk in batch]
+    return np.concatenate(parts) if parts else np.empty(0, token_dtype(tokenizer.vocab_size))
+
+
+def _batches(chunks: Iterator[TextChunk], characters: int) -> Iterator[list[TextChunk]]:
+    """So many characters at a time, so that no more of them are in memory."""
+    while batch := list(take_until(chunks, chunk_size, characters)):
+        yield batch
+
+
+def _encode_chunk(chunk: TextChunk, tokenizer: Tokenizer) -> Tokens:
+    # Cut at paragraphs, which no token crosses: the library is slow on one text of many megabytes.
+    encoded = tokenizer.encode_batch(PARAGRAPH.split(chunk.text), parse_special=False)
+    end = [_required(tokenizer.eos_id, "eos")] if chunk.ends else []
+    dtype = token_dtype(tokenizer.vocab_size)
+    return np.concatenate([np.asarray(ids, dtype=dtype) for ids in (*encoded, end)])
+
+
+def _make_packed(source: Source, root: Path, tokenizer: Tokenizer, config: PackingConfig) -> dict[str, NDArray[Any]]:
+    if source.kind == "problems" and (source.count or 0) > PROBLEMS_PER_JOB and (os.cpu_count() or 1) > 1:
+        encoded = _generate_in_parallel(source, tokenizer)
+    else:
+        encoded = encode_pairs(list(read_pairs(source, root, config.characters)), tokenizer)
+    generator = np.random.default_rng((config.seed, 1))
+    eos = _required(tokenizer.eos_id, "eos")
+    tails = np.asarray(config.tails) / np.sum(config.tails)
+    extra = generator.choice(len(tails), size=len(encoded), p=tails)
+    examples = [pad_answer(*pair, int(more), eos, config) for pair, more in zip(encoded, extra, strict=True)]
+    pad = eos if tokenizer.pad_id is None else tokenizer.pad_id  # what stands at padding is not looked at
+    rows = pack(examples, config.row_length, pad, config.texts_per_row)
+    if not len(rows.tokens):
+        raise FormatError(f"source {source.name}: no question with its answer fits {config.row_length} tokens.")
+    return rows._asdict()
+
+
+EncodedPair = tuple[Tokens, Tokens]
+"""A question, with all that a conversation puts around it up to the answer, and the answer."""
+
+
+def encode_pairs(pairs: Sequence[QuestionAnswer], tokenizer: Tokenizer) -> list[EncodedPair]:
+    """Questions, in the tokenizer's chat template, and answers as tokens."""
+    questions = [tokenizer.encode_chat(pair.question) for pair in pairs]
+    answers = tokenizer.encode_batch([pair.answer for pair in pairs], parse_special=False)
+    dtype = token_dtype(tokenizer.vocab_size)
+    return [
+        (np.asarray(question, dtype), np.asarray(answer, dtype))
+        for question, answer in zip(questions, answers, strict=True)
+    ]
+
+
+def pad_answer(question: Tokens, answer: Tokens, extra: int, eos: int, config: PackingConfig) -> Example:
+    """Fill the answer's last block with end marks, and up to ``extra`` further blocks of them where there is room."""
+    size = config.block_length
+    blocks = len(answer) // size + 1
+    while extra and len(question) + (blocks + extra) * size > config.row_length:
+        extra -= 1
+    room = min((blocks + extra) * size, max(len(answer) + 1, config.row_length - len(question)))
+    end = np.full(room - len(answer), eos, answer.dtype)
+    return Example(np.concatenate((question, answer, end)), len(question))
+
+
+def _generate_in_parallel(source: Source, tokenizer: Tokenizer) -> list[EncodedPair]:
+    count, size = source.count or 0, PROBLEMS_PER_JOB
+    jobs = [(begin, min(size, count - begin), source.split, source.seed) for begin in range(0, count, size)]
+    made = _in_processes(_generate_in_process, [jobs], tokenizer)
+    return [pair for sizes, tokens in made for pair in _split_pairs(sizes, tokens)]
+
+
+def _in_processes(
+    function: Callable[[Job], Result], batches: Iterable[Sequence[Job]], tokenizer: Tokenizer
+) -> Iterator[Result]:
+    """Do one batch of jobs after the other in as many processes as there are cores, each with the tokenizer at hand."""
+    with ProcessPoolExecutor(
+        os.cpu_count() or 1, mp_context=get_context("spawn"), initializer=_prepare_process, initargs=(tokenizer,)
+    ) as pool:
+        for jobs in batches:
+            yield from pool.map(function, jobs)
+
+
+_process_tokenizer: Tokenizer | None = None
+
+
+def _prepare_process(tokenizer: Tokenizer) -> None:
+    global _process_tokenizer
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # this process is one of many already
+    _process_tokenizer = tokenizer
+
+
+def _encode_in_process(chunk: TextChunk) -> Tokens:
+    assert _process_tokenizer is not None
+    return _encode_chunk(chunk, _process_tokenizer)
+
+
+def _generate_in_process(
+    job: tuple[int, int, Literal["train", "test"], int],
+) -> tuple[NDArray[np.int64], Tokens]:
+    """Lengths and tokens as two arrays, since thousands would take long to hand over."""
+    start, count, split, seed = job
+    assert _process_tokenizer is not None
+    made = [QuestionAnswer(p.question, p.solution) for p in problems(count, split=split, seed=seed, start=start)]
+    parts = [part for pair in encode_pairs(made, _process_tokenizer) for part in pair]
+    return np.asarray([len(part) for part in parts]), np.concatenate(parts)
+
+
+def _split_pairs(sizes: NDArray[np.int64], tokens: Tokens) -> Iterator[EncodedPair]:
+    """Undo `_generate_in_process`: questions and answers in turns."""
+    parts = iter(np.split(tokens, np.cumsum(sizes)[:-1]))
+    return zip(parts, parts, strict=True)
+
+
+def _cached(
+    cache: Path | None,
+    source: Source,
+    root: Path,
+    tokenizer: Tokenizer,
+    config: PackingConfig,
+    make: Callable[[], dict[str, NDArray[Any]]],
+) -> dict[str, NDArray[Any]]:
+    """The arrays of a source: read if they were made before from the same things, else made and written."""
+    if cache is None:
+        return make()
+    digest = dataset_digest(source, root, tokenizer, config)
+    folder = cache / f"{source.name}-{digest}"
+    if not folder.is_dir():
+        arrays = make()
+        partial = cache / f".{source.name}-{digest}.{os.getpid()}"
+        shutil.rmtree(partial, ignore_errors=True)  # of a process with the same number that was killed
+        partial.mkdir(parents=True)
+        try:
+            for name, array in arrays.items():
+                np.save(partial / f"{name}.npy", array)
+            if not folder.is_dir():  # another process of the run may have been faster
+                os.replace(partial, folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    try:
+        return {path.stem: np.load(path, mmap_mode="r") for path in sorted(folder.glob("*.npy"))}
+    except (ValueError, EOFError, OSError) as error:
+        raise FormatError(f"{folder}: is damaged ({files.brief(error)}). Remove it: it is made again.") from error
+
+
+def dataset_digest(source: Source, root: Path, tokenizer: Tokenizer, config: PackingConfig) -> str:
+    """12 hex digits that name the rows of a source: the same digest means the same rows."""
+    content = None if source.kind == "problems" else content_digest(source_place(source, root))
+    # Fields that came later: what is kept under the old names stays good.
+    later = {"texts_per_row": MAX_TEXTS_PER_ROW, "tails": TAILS, "characters": None}
+    shown = [value for name, value in config._asdict().items() if value != later.get(name)]
+    fields = {**asdict(source), "weight": None, "layout": shown, "content": content, "tokenizer": _digest(tokenizer)}
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _digest(tokenizer: Tokenizer) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(folder)
+        return "".join(files.sha256(path) for path in sorted(Path(folder).iterdir()))
+
+
+def _required(token: int | None, name: str) -> int:
+    if token is None:
+        raise FormatError(f"the tokenizer has no {name} token, which training needs.")
+    return token

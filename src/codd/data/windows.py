@@ -1,0 +1,318 @@
+"""Windows for circuits: rows are masked, windows chosen in them, and the network evaluated there."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int, Shaped
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from codd.backbones import mini
+from codd.backbones.backbone import Backbone, take_positions
+from codd.circuits.evidence import Evidence, SparsePotentials
+from codd.data.noise import NoiseRecipe, add_noise, positions_in
+from codd.data.packing import PADDING, PackedSequences, SequenceDataset
+from codd.errors import InvalidInput
+from codd.validation import BetweenZeroAndOne, Count, Section, Share
+
+CPU = torch.device("cpu")
+ALL = slice(None)
+ROWS_AT_ONCE = 1024
+"""Rows that are looked through at a time for one that holds a window."""
+
+
+@dataclass(frozen=True)
+class WindowRecipe(Section):
+    """Which windows a circuit is trained on."""
+
+    length: Count = 32
+    per_row: Count = 2
+    """At most so many of each row."""
+    block_share: Share = 0.5
+    """Share of rows with one partly masked block a text, given what is left of it; the others are masked anywhere."""
+    minimum: BetweenZeroAndOne = 1e-3
+    """The smallest masking probability."""
+
+
+class WindowBatch(NamedTuple):
+    """W windows of S positions with what the network says of them: what a circuit is trained and scored on."""
+
+    tokens: Int[Tensor, "W S"]
+    """The truth, masked or not."""
+    masked: Bool[Tensor, "W S"]
+    """A window that is there only to fill the batch has none."""
+    logits: Float[Tensor, "W S V"] | None = None
+    """The network's, with the mask excluded; None if they come as ``sparse``."""
+    sparse: SparsePotentials | None = None
+    """The largest of its probabilities: what a cache keeps."""
+    features: Float[Tensor, "W S d"] | None = None
+    """The network's last states, for circuits that are modulated."""
+    level: Float[Tensor, " W"] | None = None
+    """t, the probability with which the tokens were masked."""
+
+    def evidence(
+        self,
+        latent_log_potentials: Float[Tensor, "W S N"] | None = None,
+        step_log_gates: Float[Tensor, "W T R"] | None = None,
+    ) -> Evidence:
+        """The observed tokens, and the network's distribution of each masked one."""
+        return Evidence(
+            tokens=torch.where(self.masked, 0, self.tokens),
+            observed=~self.masked,
+            logits=self.logits,
+            sparse=self.sparse,
+            latent_log_potentials=latent_log_potentials,
+            step_log_gates=step_log_gates,
+        )
+
+    def factorized_log_prob(self) -> Float[Tensor, " W"]:
+        """The log-probability of the masked tokens of each window under the network alone, each token for itself."""
+        if self.sparse is not None:
+            hit = self.sparse.ids == self.tokens[..., None]  # the truth is always listed
+            truth = torch.where(hit, self.sparse.log_weights, -torch.inf).amax(-1)
+        else:
+            assert self.logits is not None
+            truth = self.logits.log_softmax(-1).gather(-1, self.tokens[..., None])[..., 0]
+        return torch.where(self.masked, truth, 0).sum(-1)
+
+
+def concatenate_windows(parts: Sequence[WindowBatch], order: Int[Tensor, " n"] | slice = ALL) -> WindowBatch:
+    """The windows of several batches of the same kind, one batch after the other, or those of all in some order."""
+
+    def join(columns: Sequence[Any]) -> Any:
+        if columns[0] is None:
+            return None
+        if isinstance(columns[0], SparsePotentials):
+            lists = ([getattr(x, name) for x in columns] for name in ("ids", "log_weights", "log_tail"))
+            return SparsePotentials(*map(join, lists))
+        return torch.cat(list(columns))[order]
+
+    return WindowBatch(*map(join, zip(*parts, strict=True)))
+
+
+class MaskedInput(NamedTuple):
+    """Rows of tokens, and which of them the network sees as masks."""
+
+    tokens: Int[Tensor, "B L"]
+    segments: Int[Tensor, "B L"]
+    hidden: Bool[Tensor, "B L"]
+
+
+class WindowStarts(NamedTuple):
+    """Where k windows begin in each row."""
+
+    first: Int[Tensor, "B k"]
+    valid: Bool[Tensor, "B k"]
+    """False for the fillers of a row with fewer than k windows."""
+
+
+class RowNoise(NamedTuple):
+    """Masks of rows, and the windows that they allow."""
+
+    hidden: Bool[Tensor, "B L"]
+    candidates: Bool[Tensor, "B n"]
+    """Where windows may begin."""
+    level: Float[Tensor, "B L"]
+    """The masking probability of each hidden token that is asked; 0 elsewhere."""
+
+
+class DrawnWindows(NamedTuple):
+    """Masked rows, and windows chosen in them."""
+
+    rows: MaskedInput
+    starts: WindowStarts
+    level: Float[Tensor, " W"]
+    """The masking probability in each window, fillers included."""
+
+
+def choose_windows(
+    rows: PackedSequences, recipe: WindowRecipe, generator: torch.Generator, *, absolute: bool
+) -> DrawnWindows:
+    """Mask rows and choose windows in them, on the generator's device; ``absolute`` as for `mask_rows`."""
+    tokens, segments, scored = rows.tensors(generator.device)
+    noise = mask_rows(segments, scored, int(rows.segments.max()) + 1, recipe, generator, absolute=absolute)
+    starts = sample_starts(noise.candidates, recipe.per_row, generator)
+    level = gather_windows(noise.level, starts, recipe.length).amax(-1)
+    return DrawnWindows(MaskedInput(tokens, segments, noise.hidden), starts, level)
+
+
+def draw_windows(
+    backbone: Backbone, mask_id: int, rows: PackedSequences, recipe: WindowRecipe, generator: torch.Generator
+) -> WindowBatch:
+    """Mask the rows, choose windows, evaluate the network. Nothing here waits for the device."""
+    drawn = choose_windows(rows, recipe, generator, absolute=backbone.block_size is not None)
+    return predict_windows(backbone, mask_id, drawn.rows, drawn.starts, recipe.length)._replace(level=drawn.level)
+
+
+def mask_rows(
+    segments: Int[Tensor, "B L"],
+    scored: Bool[Tensor, "B L"],
+    texts: int,
+    recipe: WindowRecipe,
+    generator: torch.Generator,
+    *,
+    absolute: bool = False,
+) -> RowNoise:
+    """What is hidden, and where windows may begin: in some rows on a grid, in others at the noised block of a text.
+
+    ``absolute``: where those of a block-causal network begin, counted from a text's first token.
+    """
+    size = recipe.length
+    _check_length(segments.shape[1], size)
+    anywhere, in_block = (
+        add_noise(
+            segments,
+            scored,
+            texts,
+            NoiseRecipe(minimum=recipe.minimum, block_share=share, block_length=size, block_weight=1.0),
+            generator,
+            absolute=absolute,
+        )
+        for share in (0.0, 1.0)
+    )
+    blockwise = torch.rand(len(segments), 1, generator=generator, device=segments.device) < recipe.block_share
+    hidden = torch.where(blockwise, in_block.hidden, anywhere.hidden)
+    weights = torch.where(blockwise, in_block.weights, anywhere.weights)
+    asked = weights > 0
+    blocks = _block_ends(segments, hidden & ~asked)[:, size - 1 :]
+    grid = _grid(segments, scored, size, generator, absolute)
+    if absolute:  # the last block of a text may be cut, and its window begin left of it
+        blocks = blocks & grid
+    candidates = torch.where(blockwise, blocks, grid) & _inside(segments, scored, asked, size)
+    return RowNoise(hidden, candidates, torch.where(asked, 1 / weights, 0))
+
+
+def _check_length(length: int, size: int) -> None:
+    if length < size:
+        raise InvalidInput(f"rows of {length} tokens hold no window of {size}. Use longer rows.")
+
+
+def _inside(
+    segments: Int[Tensor, "B L"], scored: Bool[Tensor, "B L"], asked: Bool[Tensor, "B L"], size: int
+) -> Bool[Tensor, "B n"]:
+    """Where a window may begin so that it lies inside the scored tokens of one text and something in it is asked."""
+    length = segments.shape[1]
+    _check_length(length, size)
+    one_text = segments[:, : length - size + 1] == segments[:, size - 1 :]
+    whole = (scored & (segments != PADDING)).unfold(1, size, 1).all(-1)
+    return one_text & whole & asked.unfold(1, size, 1).any(-1)
+
+
+def _grid(
+    segments: Int[Tensor, "B L"], scored: Bool[Tensor, "B L"], size: int, generator: torch.Generator, absolute: bool
+) -> Bool[Tensor, "B n"]:
+    """Non-overlapping window starts: aligned to the answer, randomly offset for prose; or all to the text."""
+    rank = positions_in(2 * segments + scored)  # of a scored token among those of its text
+    prose = rank == positions_in(segments)
+    phase = torch.randint(size, (len(segments), 1), generator=generator, device=segments.device)
+    at = positions_in(segments) if absolute else rank + phase * prose
+    return (at % size == 0)[:, : segments.shape[1] - size + 1]
+
+
+def _block_ends(segments: Int[Tensor, "B L"], beyond: Bool[Tensor, "B L"]) -> Bool[Tensor, "B L"]:
+    """The last token of the noised block: what follows is hidden without being asked, or another text.
+
+    The first block of a prose, cut by the row's beginning, is so without a window.
+    """
+    ends = ~beyond
+    ends[:, :-1] &= beyond[:, 1:] | (segments[:, 1:] != segments[:, :-1])
+    return ends
+
+
+def sample_starts(candidates: Bool[Tensor, "B n"], most: int, generator: torch.Generator) -> WindowStarts:
+    """Up to ``most`` random windows of each row, without replacement."""
+    keys = torch.rand(candidates.shape, generator=generator, device=candidates.device)
+    best = torch.where(candidates, keys, -1.0).topk(min(most, candidates.shape[1]), dim=1)
+    return WindowStarts(best.indices, best.values >= 0)
+
+
+def window_positions(starts: WindowStarts, size: int) -> Int[Tensor, "B m"]:
+    """The positions of windows of ``size`` tokens, one window after the other."""
+    steps = torch.arange(size, device=starts.first.device)
+    return (starts.first[..., None] + steps).flatten(1)
+
+
+def gather_windows(x: Shaped[Tensor, "B L"], starts: WindowStarts, size: int) -> Shaped[Tensor, "W S"]:
+    """The values of rows in windows of ``size`` tokens."""
+    return x.gather(1, window_positions(starts, size)).reshape(-1, size)
+
+
+def supports_packing(backbone: Backbone) -> bool:
+    """Whether rows may hold several texts: mini takes segment numbers, other families do not."""
+    return backbone.family == mini.NAME
+
+
+def window_states(
+    backbone: Backbone, mask_id: int, rows: MaskedInput, starts: WindowStarts, size: int
+) -> Float[Tensor, "B m d"]:
+    """The network's last hidden states in some windows. On a GPU its layers compute in bfloat16.
+
+    Mini takes the segment numbers as they are, and nothing waits for the device. Other families get one text a row.
+    """
+    tokens, segments, hidden = rows
+    shown, device = torch.where(hidden, mask_id, tokens), tokens.device
+    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        if supports_packing(backbone):
+            states = backbone.network.states(shown, positions_in(segments), segments=segments)
+        else:
+            states = backbone.states(shown, segments != PADDING, fill_padding=False)
+    return take_positions(states, window_positions(starts, size)).to(backbone.dtype)
+
+
+def predict_windows(
+    backbone: Backbone, mask_id: int, rows: MaskedInput, starts: WindowStarts, size: int
+) -> WindowBatch:
+    """Logits and states in some windows. The head, evaluated there alone, keeps the weights' own precision."""
+    tokens, _, hidden = rows
+    states = window_states(backbone, mask_id, rows, starts, size)
+    at = window_positions(starts, size)
+    shown = torch.where(hidden, mask_id, tokens).gather(1, at)
+    logits = backbone.masked_logits_from_states(states, shown, mask_id=mask_id)
+    masked = hidden.gather(1, at) & starts.valid.repeat_interleave(size, dim=1)
+    truth, masked, logits, features = (
+        x.reshape(-1, size, *x.shape[2:]) for x in (tokens.gather(1, at), masked, logits, states)
+    )
+    return WindowBatch(truth, masked, logits=logits, features=features)
+
+
+def holds_window(rows: PackedSequences, size: int, *, absolute: bool = False) -> bool:
+    """Whether any text of the rows has room for a window of ``size`` scored tokens; ``absolute`` as for `mask_rows`."""
+    _, segments, scored = rows.tensors(CPU)
+    inside = _inside(segments, scored, scored, size)
+    if absolute:
+        inside &= positions_in(segments)[:, : inside.shape[1]] % size == 0
+    return bool(inside.any())
+
+
+def check_lengths(name: str, rows: SequenceDataset, size: int, *, absolute: bool = False) -> None:
+    """Refuse a source whose texts are all shorter than a window: nothing of it would be trained on."""
+    for begin in range(0, len(rows), ROWS_AT_ONCE):
+        if holds_window(rows.take(begin, min(ROWS_AT_ONCE, len(rows) - begin)), size, absolute=absolute):
+            return
+    raise InvalidInput(
+        f"source {name}: none of the texts in its {len(rows)} rows has the {size} tokens of a window, so that nothing "
+        "of it would be trained on: choose shorter windows, or give longer texts."
+    )
+
+
+def sample_blocks(
+    rows: PackedSequences, size: int, generator: torch.Generator, *, absolute: bool = False
+) -> tuple[tuple[Tensor, Tensor, Tensor], WindowStarts, Int[Tensor, "B S"]]:
+    """Tokens, segments and scored of some rows, one block of each, and the order in which its tokens are masked.
+
+    ``absolute`` as for `mask_rows`.
+    """
+    tokens, segments, scored = rows.tensors(CPU)
+    blocks = _grid(segments, scored, size, generator, absolute) & _inside(segments, scored, scored, size)
+    starts = sample_starts(blocks, 1, generator)
+    return (tokens, segments, scored), starts, torch.rand(len(tokens), size, generator=generator).argsort(dim=1)
+
+
+def mask_block(
+    segments: Int[Tensor, "B L"], scored: Bool[Tensor, "B L"], starts: Int[Tensor, "B 1"], chosen: Bool[Tensor, "B S"]
+) -> Bool[Tensor, "B L"]:
+    """Hide the chosen tokens of a block and all of its text to its right."""
+    places = torch.arange(segments.shape[1])
+    right = (places >= starts + chosen.shape[1]) & (segments == segments.gather(1, starts)) & scored
+    return right.scatter(1, starts + torch.arange(chosen.shape[1]), chosen)

@@ -1,0 +1,101 @@
+"""One process, or several that torchrun started: the few words of torch.distributed that we use."""
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from codd.backbones.loading import choose_device
+from codd.errors import InvalidInput
+
+Scalar = TypeVar("Scalar", bool, float)
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class DistributedContext:
+    """The rank of this process, how many processes there are, and the device of this one."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process (rank 0) writes files and prints."""
+        return self.rank == 0
+
+    def shard(self, rows: int) -> tuple[int, int]:
+        """The first row and the one after the last of a batch that are this process's; InvalidInput if uneven."""
+        if rows % self.world_size:
+            raise InvalidInput(f"batch_rows {rows} is not a multiple of the {self.world_size} processes.")
+        each = rows // self.world_size
+        return self.rank * each, (self.rank + 1) * each
+
+    def all_reduce(self, tensors: Sequence[Tensor]) -> None:
+        """Replace each tensor by its sum over the processes, in one exchange."""
+        if self.world_size == 1:
+            return
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        dist.all_reduce(flat)
+        at = 0
+        for tensor in tensors:
+            tensor.copy_(flat[at : at + tensor.numel()].view_as(tensor))
+            at += tensor.numel()
+
+    def broadcast(self, value: Scalar) -> Scalar:
+        """The main process's value, so that all decide alike even where clocks and disks differ."""
+        if self.world_size == 1:
+            return value
+        shared = torch.tensor([value], dtype=torch.float64, device=self.device)
+        dist.broadcast(shared, 0)
+        return type(value)(shared.item())
+
+    def gather(self, value: Value) -> list[Value] | None:
+        """The values of all processes by rank, on the main one; None on the others."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.world_size if self.is_main else None
+        dist.gather_object(value, values)
+        return values
+
+    def barrier(self) -> None:
+        """Wait until all processes are here."""
+        if self.world_size > 1:
+            dist.barrier()
+
+    @contextmanager
+    def main_first(self) -> Iterator[None]:
+        """Run a block in the main process before the others run it, which then find what it kept on disk."""
+        if not self.is_main:
+            self.barrier()
+        yield
+        if self.is_main:
+            self.barrier()
+
+
+@contextmanager
+def distributed(device: str | None = None, *, alone: bool = False) -> Iterator[DistributedContext]:
+    """Join the processes of this run, as torchrun's environment variables say; leave them at the end.
+
+    ``alone``: share no work with them: they compute parts of this one's network (`codd.backbones.tensor_parallel`).
+    """
+    world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    place = choose_device(device)
+    if place.type == "cuda":
+        local = int(os.environ.get("LOCAL_RANK", place.index or 0))
+        place = torch.device("cuda", local % torch.cuda.device_count())  # Ray shows every process its own GPU only
+        torch.cuda.set_device(place)
+    if world_size == 1 or alone:
+        yield DistributedContext(0, 1, place)
+        return
+    dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
+    try:
+        yield DistributedContext(rank, world_size, place)
+    finally:
+        dist.destroy_process_group()

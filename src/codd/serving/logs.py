@@ -1,0 +1,58 @@
+"""The server's log: lines for people or JSON objects for collectors, each with the id of its request."""
+
+import json
+import logging
+import sys
+from datetime import UTC, datetime
+from typing import Literal
+
+from codd.serving.requests import REQUEST_ID
+
+LogFormat = Literal["text", "json"]
+FIELDS = ("method", "route", "status", "seconds")
+"""What the line of a request has beside its message, for those who read JSON."""
+
+
+class TextFormatter(logging.Formatter):
+    """Time, level, id of the request ("-": of none) and message."""
+
+    def __init__(self) -> None:
+        """One line a record, and a traceback where there is one."""
+        super().__init__("%(asctime)s %(levelname)s %(request_id)s %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        """As `logging` does, with the id."""
+        record.request_id = _request_id(record)
+        return super().format(record)
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time (UTC), level, logger, request_id (or null), message; of a request also `FIELDS`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """A traceback is the field ``exception``, so that a record is always one line."""
+        id = _request_id(record)
+        body = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "logger": record.name,
+            "request_id": None if id == "-" else id,
+            "message": record.getMessage(),
+            **{name: getattr(record, name) for name in FIELDS if hasattr(record, name)},
+        }
+        if record.exc_info:
+            body["exception"] = self.formatException(record.exc_info)
+        return json.dumps(body)
+
+
+def _request_id(record: logging.LogRecord) -> str:
+    """The one that the record was given, as the model's thread does, or that of the request being answered."""
+    return getattr(record, "request_id", REQUEST_ID.get())
+
+
+def configure_logs(log_format: LogFormat, *, quiet: bool) -> None:
+    """Log to stderr; of other libraries only what goes wrong, with ``quiet`` of this one, too."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.getLogger("codd.serving").setLevel(logging.WARNING if quiet else logging.INFO)

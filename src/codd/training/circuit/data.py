@@ -1,0 +1,223 @@
+"""What a circuit is trained on: windows of hidden states in memory, of a logit cache, or of a changing network."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from codd.backbones import Tokenizer, load_checkpoint, mini
+from codd.backbones.backbone import Backbone
+from codd.data.datasets import STRATA, WindowDataset, build_hidden_states
+from codd.data.packing import MAX_TEXTS_PER_ROW, PackedSequences, SequenceDataset, concatenate
+from codd.data.sources import Source
+from codd.data.tokenization import PackingConfig, load_source
+from codd.data.windows import WindowBatch, check_lengths, concatenate_windows, draw_windows, supports_packing
+from codd.distributed import DistributedContext
+from codd.errors import Diverged, InvalidInput
+from codd.training.circuit import joint
+from codd.training.circuit.initial import CircuitSpec
+from codd.training.circuit.validation import HeldOut
+from codd.training.circuit_recipe import CircuitRecipe
+from codd.training.logit_cache.entries import CachedWindows
+from codd.training.logit_cache.reader import LogitCache
+from codd.training.run import VALIDATION_SEED, step_seed
+
+Draw = Callable[[int], WindowBatch]
+"""The windows of a step that are this process's."""
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """What a circuit is trained on, and the held-out text that it is scored on."""
+
+    spec: CircuitSpec
+    dataset: WindowDataset | None
+    """None: the network is evaluated at each step, since it changes."""
+    draw: Draw
+    held_out: dict[str, HeldOut]
+    tokenizer: Tokenizer | None = None
+    evaluate_again: Callable[[], dict[str, HeldOut]] | None = None
+    """Held-out text as the network sees it now, where it changes."""
+
+
+def prepare(recipe: CircuitRecipe, root: Path, out: Path, context: DistributedContext) -> TrainingData:
+    """Load the network, read the data or the cache, evaluate the network on it."""
+    strata = strata_of(context)
+    entries = None
+    if recipe.cache is not None:
+        entries, vocab_size = _from_cache(LogitCache.open(root / recipe.cache), recipe, strata, context.device)
+        if not recipe.validation:
+            spec = CircuitSpec(vocab_size, _width(entries), context.device)
+            return TrainingData(spec, entries, _picking(recipe, entries, strata), {})
+    opened = _open(recipe, root, out, context)
+    backbone, mask_id = opened.backbone, opened.mask_id
+    spec = CircuitSpec(backbone.vocab_size, backbone.config.width, context.device)
+    if entries is not None:
+        _check_belongs(recipe, vocab_size, _width(entries), spec)
+        held_out = opened.held_out(opened.validation())
+        spec = spec._replace(features=_width(entries))
+        return TrainingData(spec, entries, _picking(recipe, entries, strata), held_out, opened.tokenizer)
+    validation, sources = opened.validation(), opened.sources(recipe.data)
+    held_out = opened.held_out(validation)
+    for source, rows in zip(recipe.data, sources, strict=True):
+        check_lengths(source.name, rows, recipe.windows.length, absolute=backbone.block_size is not None)
+    if recipe.joint.weights != "none":
+        draw, spec = _online(recipe, backbone, mask_id, sources, strata), spec._replace(backbone=backbone)
+        return TrainingData(spec, None, draw, held_out, opened.tokenizer, lambda: opened.held_out(validation))
+    states = build_hidden_states(
+        backbone,
+        mask_id,
+        [(rows, source.weight) for rows, source in zip(sources, recipe.data, strict=True)],
+        recipe.windows,
+        windows=recipe.bank.windows,
+        rows_at_once=recipe.bank.rows_at_once,
+        seed=recipe.seed,
+        strata=strata,
+    )
+    _check_numbers(recipe, bool(states.features.isfinite().all()))
+    return TrainingData(spec, states, _picking(recipe, states, strata), held_out, opened.tokenizer)
+
+
+def _open(recipe: CircuitRecipe, root: Path, out: Path, context: DistributedContext) -> "_Opened":
+    source = None if recipe.backbone == "bundled" else recipe.backbone
+    if recipe.dtype != "float32" and context.device.type != "cuda":
+        raise InvalidInput(f"dtype {recipe.dtype} is for GPUs, this is {context.device}: --set dtype=float32.")
+    sharded = recipe.joint.shard and context.world_size > 1
+    backbone, tokenizer, _ = load_checkpoint(
+        source,
+        device="cpu" if sharded else context.device,  # which may not hold the whole of it
+        dtype=getattr(torch, recipe.dtype),
+        adapter=recipe.adapter,
+    )
+    backbone.batch_invariant = False
+    mask_id = backbone.special.mask if backbone.special.mask is not None else getattr(tokenizer, "mask_id", None)
+    if tokenizer is None or mask_id is None:
+        raise InvalidInput(f"{recipe.backbone}: training needs a checkpoint with a tokenizer and a mask token.")
+    if recipe.joint.weights == "all" and backbone.family != mini.NAME:
+        raise InvalidInput(
+            f"{recipe.backbone}: joint training writes checkpoints of the family {mini.NAME} alone, this one is of "
+            f"{backbone.family}: train it with joint.weights lora, which writes an adapter, or its circuit with none."
+        )
+    if sharded:
+        joint.shard(backbone, context)
+    return _Opened(recipe, root, out, tokenizer, backbone, mask_id, context)
+
+
+def _check_numbers(recipe: CircuitRecipe, good: bool) -> None:
+    if not good:
+        raise Diverged(
+            f"{recipe.backbone}: what the network says of the text is not numbers (NaN or infinite): check its weights "
+            "and precision. No circuit was trained on it."
+        )
+
+
+def _check_belongs(recipe: CircuitRecipe, vocab_size: int, features: int, spec: CircuitSpec) -> None:
+    """Refuse a cache that another network has made."""
+    if vocab_size != spec.vocab_size or features not in (0, spec.features):
+        raise InvalidInput(
+            f"cache: {recipe.cache} is over {vocab_size} tokens"
+            + (f" and hidden states of {features} numbers" if features else "")
+            + f", the backbone {recipe.backbone} over {spec.vocab_size} and of {spec.features}: they do not belong "
+            "together."
+        )
+
+
+def strata_of(context: DistributedContext) -> range:
+    """The strata of the data that are this process's; InvalidInput if they cannot be shared evenly."""
+    if STRATA % context.world_size:
+        raise InvalidInput(f"{context.world_size} processes cannot share {STRATA} strata: use 1, 2, 4 or 8.")
+    each = STRATA // context.world_size
+    return range(context.rank * each, (context.rank + 1) * each)
+
+
+def _from_cache(
+    cache: LogitCache, recipe: CircuitRecipe, strata: range, device: torch.device
+) -> tuple[CachedWindows, int]:
+    """The windows of some strata of a cache, and the size of its vocabulary."""
+    each = len(cache) // STRATA
+    if not each:
+        raise InvalidInput(f"{cache.folder}: has {len(cache)} windows; there must be at least {STRATA}.")
+    if cache.window != recipe.windows.length:
+        raise InvalidInput(
+            f"{cache.folder}: has windows of {cache.window} tokens, the recipe of {recipe.windows.length}: set "
+            "windows.length, or make another cache with --window."
+        )
+    return cache.load(device, range(strata.start * each, strata.stop * each)), cache.vocab_size
+
+
+def _width(entries: CachedWindows) -> int:
+    return 0 if entries.features is None else entries.features.shape[-1]
+
+
+def _picking(recipe: CircuitRecipe, dataset: WindowDataset, strata: range) -> Draw:
+    return lambda step: dataset.windows(batch_index(recipe, step, strata, len(dataset)))
+
+
+def batch_index(recipe: CircuitRecipe, step: int, strata: range, held: int) -> Int[Tensor, " n"]:
+    """Which of the windows at hand a step takes: the same number from each stratum."""
+    each, size = recipe.batch_windows // STRATA, held // len(strata)
+    parts = []
+    for place, stratum in enumerate(strata):
+        generator = torch.Generator().manual_seed(step_seed(recipe.seed, step) * STRATA + stratum)
+        parts.append(torch.randint(size, (each,), generator=generator) + place * size)
+    return torch.cat(parts)
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A network, and how its data is read."""
+
+    recipe: CircuitRecipe
+    root: Path
+    out: Path
+    tokenizer: Tokenizer
+    backbone: Backbone
+    mask_id: int
+    context: DistributedContext
+
+    def sources(self, wanted: Sequence[Source]) -> list[SequenceDataset]:
+        """The rows of sources; the main process makes them, the others find what it kept."""
+        recipe = self.recipe
+        texts = MAX_TEXTS_PER_ROW if supports_packing(self.backbone) else 1
+        packing = PackingConfig(recipe.row_length, recipe.windows.length, recipe.seed, texts, tuple(recipe.tails))
+        with self.context.main_first():
+            return [load_source(s, self.root, self.tokenizer, packing, self.out / "data") for s in wanted]
+
+    def validation(self) -> dict[str, PackedSequences]:
+        """The rows that are scored during the run."""
+        wanted = self.recipe.validation
+        loaded = zip(wanted, self.sources(wanted), strict=True)
+        return {source.name: rows.take(0, min(len(rows), source.rows or len(rows))) for source, rows in loaded}
+
+    def held_out(self, validation: Mapping[str, PackedSequences]) -> dict[str, HeldOut]:
+        """The network's states of them; Diverged if they are no numbers."""
+        recipe, prepared = self.recipe, {}
+        for name, rows in validation.items():
+            size, seed = recipe.windows.length, VALIDATION_SEED
+            prepared[name] = HeldOut.prepare(self.backbone, self.mask_id, rows, size, recipe.ratios, seed)
+            _check_numbers(recipe, not any(map(math.isnan, prepared[name].sequential.values())))
+        return prepared
+
+
+def _online(
+    recipe: CircuitRecipe, backbone: Backbone, mask_id: int, sources: list[SequenceDataset], strata: range
+) -> Draw:
+    """Windows of fresh rows, through which gradients reach the network."""
+    weights = [source.weight for source in recipe.data]
+    rows = max(1, recipe.batch_windows // STRATA // recipe.windows.per_row)
+    shares = [max(1, round(rows * weight / sum(weights))) for weight in weights]
+
+    def draw(step: int) -> WindowBatch:
+        parts = []
+        for stratum in strata:
+            number = step * STRATA + stratum
+            taken = concatenate([source.take(number * n, n) for source, n in zip(sources, shares, strict=True)])
+            generator = torch.Generator(backbone.device).manual_seed(step_seed(recipe.seed, number))
+            parts.append(draw_windows(backbone, mask_id, taken, recipe.windows, generator))
+        return concatenate_windows(parts)
+
+    return draw

@@ -1,0 +1,66 @@
+"""Training the backbone along with its circuit: all of its weights, or low-rank additions to them (LoRA)."""
+
+from collections.abc import Iterator
+from typing import Literal
+
+import torch
+from torch import nn
+
+from codd.backbones.adapters import LowRank
+from codd.backbones.backbone import Backbone
+from codd.distributed import DistributedContext
+
+
+def trainable(
+    backbone: Backbone, weights: Literal["none", "lora", "all"], rank: int, seed: int
+) -> dict[str, nn.Parameter]:
+    """Make some weights of a backbone trainable, and the rest not.
+
+    Additions of low rank start at zero. They are in float32 even if the backbone is in bfloat16, which would round the
+    small steps of an optimizer away.
+    """
+    backbone.requires_grad_(False)
+    if weights == "lora":
+        generator = torch.Generator().manual_seed(seed)
+        for parent, name, layer in list(_linears(backbone)):
+            down = torch.randn(rank, layer.in_features, generator=generator) * layer.in_features**-0.5
+            precise = torch.promote_types(layer.weight.dtype, torch.float32)
+            added = LowRank(layer, down, torch.zeros(layer.out_features, rank), precise)
+            added.down.requires_grad_(True)
+            added.up.requires_grad_(True)
+            setattr(parent, name, added)
+    elif weights == "all":
+        backbone.requires_grad_(True)
+    return {name: parameter for name, parameter in backbone.named_parameters() if parameter.requires_grad}
+
+
+def shard(backbone: Backbone, context: DistributedContext) -> None:
+    """Divide the layers of a frozen backbone among the processes, by PyTorch's fully sharded data parallelism.
+
+    A process holds its part of every layer, and the whole of one while it is computed. Embedding and head, which are
+    used outside of any layer, stay whole in each. What is trained is added later and whole, so that gradients are
+    summed and adapters saved as without it. All processes must evaluate the network equally often.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard  # takes a second, for the few runs that need it
+
+    mesh = init_device_mesh(context.device.type, (context.world_size,))
+    for block in backbone.network.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=True)  # moves it to the device, one after the other
+    backbone.to(context.device)
+
+
+def merge(backbone: Backbone) -> None:
+    """Put low-rank additions into the layers that they were added to."""
+    for parent in list(backbone.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, LowRank):
+                setattr(parent, name, child.merged())
+
+
+def _linears(backbone: Backbone) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
+    """The linear layers of the blocks."""
+    for parent in backbone.network.blocks.modules():
+        for name, child in parent.named_children():
+            if isinstance(child, nn.Linear):
+                yield parent, name, child

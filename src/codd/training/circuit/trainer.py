@@ -1,0 +1,194 @@
+"""The trainer of circuits: updates on windows, scores of held-out text, and the best circuit so far on disk."""
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from codd.backbones import adapters, mini
+from codd.circuits import HMM, Modulated
+from codd.data.datasets import STRATA
+from codd.distributed import DistributedContext
+from codd.errors import Diverged, InvalidCircuit, InvalidEvidence
+from codd.training.circuit import joint
+from codd.training.circuit.data import TrainingData, batch_index, strata_of
+from codd.training.circuit.initial import state_usage
+from codd.training.circuit.updaters import CapturedUpdater, GradientUpdater, make_updater
+from codd.training.circuit.validation import Score
+from codd.training.circuit_recipe import CircuitRecipe
+from codd.training.curve import write_curve
+from codd.training.run import METRICS, Progress, run, step_seed
+
+CURVE, CIRCUIT, MODEL, ADAPTER = "curve.png", "circuit", "model", "adapter"
+SUMS = "run.sums"
+WORST = 100.0
+"""Nats per token beyond which a loss is a sign of divergence: to know nothing of a token costs about ten."""
+LOWER = (
+    "Lower optimizer.lr (of EM: optimizer.step_size) or raise optimizer.warmup, and start again with --fresh; the last "
+    "checkpoint and the circuit of the last validation are whole."
+)
+
+
+def train(recipe: CircuitRecipe, data: TrainingData, out: Path, context: DistributedContext) -> Iterator[Progress]:
+    """Run the recipe to its end, from the last checkpoint in ``out`` if there is one; yields after every step.
+
+    ``out/circuit`` holds the best circuit so far by held-out text, or that of the last validation if there is none.
+    """
+    return run(CircuitTrainer(recipe, data, out, context), recipe, out, context)
+
+
+class EarlyStopping:
+    """The best validation so far, and how many there were since."""
+
+    def __init__(self, patience: int | None):
+        """``patience``: validations without a better one after which to stop; None: never."""
+        self.patience, self.best, self.stale = patience, -math.inf, 0
+
+    def update(self, score: float) -> bool:
+        """Count a validation; whether it is the best."""
+        better = score > self.best
+        self.best, self.stale = (score, 0) if better else (self.best, self.stale + 1)
+        return better
+
+    @property
+    def finished(self) -> bool:
+        """Whether the patience is at its end."""
+        return self.patience is not None and self.stale >= self.patience
+
+
+class CircuitTrainer:
+    """A circuit in training, with the backbone if the recipe says so."""
+
+    unit = "windows"
+
+    def __init__(self, recipe: CircuitRecipe, data: TrainingData, out: Path, context: DistributedContext):
+        """Start at step 0, from the recipe's initial circuit."""
+        self.recipe, self.data, self.out, self.context = recipe, data, out, context
+        self.per_step, self.rate = recipe.batch_windows, 0.0
+        usage = functools.partial(state_usage, draw=data.draw, all_reduce=context.all_reduce)
+        self.updater = make_updater(recipe, data.spec, usage)
+        self.stopping = EarlyStopping(recipe.patience)
+        self.sums = torch.zeros(3, device=context.device)
+        """Log-likelihood, the network's own, and tokens, of the steps since the last that was logged."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether the recipe's patience is at its end."""
+        return self.stopping.finished
+
+    def step(self, step: int, progress: float) -> None:
+        """One update; Diverged if the chain refuses the parameters."""
+        self.rate = cosine_rate(step, progress, self.recipe.optimizer.warmup)
+        try:
+            self.sums += self._update(step, self.rate)
+        except (InvalidEvidence, InvalidCircuit) as error:  # what a chain says of parameters that are no numbers
+            raise Diverged(f"step {step + 1}: {error}: the training has diverged. {LOWER}") from error
+
+    @functools.cached_property
+    def _update(self) -> Callable[[int, float], Float[Tensor, " 3"]]:
+        """One update. On a GPU its first half is a CUDA graph, if the windows lie there."""
+        recipe, dataset, updater, context = self.recipe, self.data.dataset, self.updater, self.context
+        strata = strata_of(context)
+        if isinstance(updater, GradientUpdater) and dataset is not None and context.device.type == "cuda":
+            captured = CapturedUpdater(updater, dataset, recipe.batch_windows // context.world_size)
+            return lambda step, rate: captured.update(
+                batch_index(recipe, step, strata, len(dataset)), rate, context.all_reduce
+            )
+
+        def update(step: int, rate: float) -> Float[Tensor, " 3"]:
+            with torch.random.fork_rng(devices=[]):  # of dropout; no two processes drop alike
+                torch.manual_seed(step_seed(recipe.seed, step) * STRATA + strata.start)
+                return updater.update(self.data.draw(step), rate, context.all_reduce)
+
+        return update
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """Since the last call: the loss and that of the network alone, in nats per masked token; the learning rate."""
+        coupled, factorized, tokens = self.sums.tolist()
+        if math.isnan(factorized):
+            raise Diverged("the network's own log-likelihood is no number: check the backbone's weights and precision.")
+        self._check_loss(step)
+        self.sums = torch.zeros_like(self.sums)
+        return {"loss": -coupled / max(tokens, 1), "factorized": -factorized / max(tokens, 1), "rate": self.rate}
+
+    def _check_loss(self, step: int) -> None:
+        coupled, _, tokens = self.sums.tolist()
+        loss = -coupled / max(tokens, 1)
+        if not loss < WORST:
+            raise Diverged(f"the loss is {loss:g} nats per token at step {step}: the training has diverged. {LOWER}")
+
+    def check(self, step: int) -> None:
+        """Raise Diverged if the loss or a parameter is no number."""
+        self._check_loss(step)
+        if any(bool(x.isnan().any()) for x in self.updater.tensors().values()):
+            raise Diverged(f"parameters are no numbers after step {step}: the training has diverged. {LOWER}")
+
+    def validate(self, step: int) -> dict[str, float]:
+        """Scores of held-out text, the same in every process; a circuit that is better than all before is saved."""
+        self.check(step)
+        circuit = self.updater.circuit()
+        figures: dict[str, float] = {}
+        scores = []
+        again = self.data.evaluate_again
+        for name, held_out in (self.data.held_out if again is None else again()).items():
+            for ratio, score in held_out.scores(circuit).items():
+                figures |= _figures(name, ratio, score)
+                scores.append(score.coupled)
+        if not all(map(math.isfinite, scores)):
+            raise Diverged(f"held-out text has no probability after step {step}: the training has diverged. {LOWER}")
+        better = self.stopping.update(self.context.broadcast(sum(scores) / len(scores))) if scores else True
+        if better and self.context.is_main and self.data.spec.backbone is None:
+            self._save(circuit, self.out / CIRCUIT)
+        return figures
+
+    def _save(self, circuit: HMM | Modulated, folder: Path) -> None:
+        circuit.save(folder, half=self.recipe.half)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Parameters, the optimizer's state, and the sums that were not logged yet."""
+        return {**self.updater.tensors(), SUMS: self.sums}
+
+    def notes(self) -> dict[str, Any]:
+        """The best validation so far, and how many there were since."""
+        return {"best": self.stopping.best, "stale": self.stopping.stale}
+
+    def restore(self, tensors: Mapping[str, Tensor], notes: Mapping[str, Any]) -> None:
+        """Go on from a checkpoint; an error if it is of another circuit."""
+        self.updater.restore(tensors)
+        self.stopping.best, self.stopping.stale = float(notes["best"]), int(notes["stale"])
+        self.sums = tensors[SUMS]
+
+    def export(self) -> None:
+        """The curve; and of a backbone that was trained along, LoRA as an adapter, and a network of ours as a whole
+        unless its layers are divided among the processes.
+        """
+        backbone, recipe = self.data.spec.backbone, self.recipe
+        if backbone is not None and recipe.joint.weights == "lora":
+            adapters.save(backbone, self.out / ADAPTER, recipe.backbone)
+            self._save(self.updater.circuit(), self.out / ADAPTER / CIRCUIT)
+        sharded = recipe.joint.shard and self.context.world_size > 1
+        if backbone is not None and backbone.family == mini.NAME and not sharded:
+            joint.merge(backbone)
+            mini.save(backbone, self.out / MODEL, notes={"recipe": recipe.name, "recipe_digest": recipe.digest()})
+            if self.data.tokenizer is not None:
+                self.data.tokenizer.save(self.out / MODEL)
+            self._save(self.updater.circuit(), self.out / MODEL / CIRCUIT)
+        if (self.out / METRICS).stat().st_size:
+            write_curve(self.out / METRICS, self.out / CURVE)
+
+
+def _figures(name: str, ratio: float, score: Score) -> dict[str, float]:
+    """Figures for the log; where there is no gap to close, no share of it."""
+    start = f"held_out/{name}@{ratio:g}"
+    closed = {} if math.isnan(score.gap_closed) else {f"{start}/gap_closed": score.gap_closed}
+    return {**closed, f"{start}/log_likelihood": score.coupled}
+
+
+def cosine_rate(step: int, progress: float, warmup: int) -> float:
+    """A factor from 0 to 1: linear warm-up over the first steps, under a cosine that ends with the run."""
+    return min(1.0, (step + 1) / max(1, warmup)) * 0.5 * (1 + math.cos(math.pi * min(progress, 1.0)))

@@ -1,0 +1,265 @@
+"""Making a cache: each shard is a function of the settings and its number, so that any of them can be made again.
+
+Rows and noise of a shard are drawn on the CPU from (seed, number). The frozen network is evaluated once. Finished
+shards stay: a run that was killed goes on with the shards that are missing or damaged.
+"""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from codd.backbones.backbone import Backbone
+from codd.circuits import HMM
+from codd.data.packing import PackedSequences, narrow
+from codd.data.windows import (
+    CPU,
+    MaskedInput,
+    WindowBatch,
+    WindowStarts,
+    choose_windows,
+    predict_windows,
+    window_positions,
+    window_states,
+)
+from codd.distributed import DistributedContext
+from codd.errors import Diverged, InvalidInput
+from codd.training.logit_cache import storage
+from codd.training.logit_cache.entries import CachedWindows, TopK, keep_top_k
+from codd.training.logit_cache.storage import CacheSettings, Index
+from codd.training.logit_cache.top_k import choose_top_k, random_circuit
+
+SAMPLE = 64
+"""Windows that the length of the lists is measured on."""
+ELEMENTS = 2**25
+"""Logits that are held at once."""
+
+HALF = 65504.0
+"""The largest number in float16."""
+
+RowsAt = Callable[[int], PackedSequences]
+"""The rows of a shard."""
+
+
+class Progress(NamedTuple):
+    """How much of its part of a cache a process has made."""
+
+    rows: int
+    """Rows done, those of shards that were finished before included."""
+    windows: int
+    """Windows made in this run."""
+    note: str | None = None
+    """A message for the user, such as that a damaged shard is made again."""
+
+
+class ShardWindows(NamedTuple):
+    """The rows of a shard after noise, those without a window left out."""
+
+    shown: MaskedInput
+    starts: WindowStarts
+    level: Float[Tensor, "B k"]
+    """The masking probability in each window."""
+    row: Int[Tensor, "B k"]
+    """Which row of the shard each window is of."""
+
+    def each(self, function: Callable[[Tensor], Tensor]) -> "ShardWindows":
+        """Apply a function to every tensor."""
+        shown, starts = MaskedInput(*map(function, self.shown)), WindowStarts(*map(function, self.starts))
+        return ShardWindows(shown, starts, function(self.level), function(self.row))
+
+
+def draw_shard(rows: PackedSequences, settings: CacheSettings, number: int, *, absolute: bool = False) -> ShardWindows:
+    """Mask the rows of a shard and choose windows, without the network; ``absolute``: for a block-causal one."""
+    generator = torch.Generator().manual_seed((settings.seed * 1_000_003 + number) % 2**63)
+    shown, starts, level = choose_windows(rows, settings.window, generator, absolute=absolute)
+    row = torch.arange(len(shown.tokens))[:, None].expand_as(starts.first)
+    use = starts.valid.any(-1)
+    if not use.any():
+        use[0] = True  # a batch of no rows is nothing that networks are made for
+    return ShardWindows(shown, starts, level.view_as(starts.first), row).each(lambda x: x[use])
+
+
+def windows_per_row(rows: PackedSequences, settings: CacheSettings) -> float:
+    """How many windows a row gives; none at all is an error."""
+    windows = int(draw_shard(rows, settings, 0).starts.valid.sum())
+    if not windows:
+        raise InvalidInput(
+            f"{len(rows.tokens)} rows hold no window of {settings.window.length} tokens with a masked one: the texts "
+            "are too short. Give other data or a smaller window."
+        )
+    return windows / len(rows.tokens)
+
+
+def build(
+    backbone: Backbone,
+    rows_at: RowsAt,
+    settings: CacheSettings,
+    folder: Path,
+    context: DistributedContext,
+    *,
+    circuit: HMM | None = None,
+    batch_rows: int = 32,
+    fresh: bool = False,
+) -> Iterator[Progress]:
+    """Make the shards that are missing. ``circuit`` is what the length of the lists is measured with."""
+    rows_at = functools.lru_cache(maxsize=1)(rows_at)  # those of the first shard are looked at twice
+    if context.is_main:
+        storage.claim(folder, fresh=fresh)
+        open_index(backbone, rows_at, settings, folder, circuit)
+    context.barrier()
+    index = storage.read_index(folder)
+    assert index is not None, "it was just written"
+    known = storage.records(folder, index)
+    own = range(context.rank, settings.shards, context.world_size)
+    rows, windows = 0, 0
+    yield Progress(rows, windows)
+    for number in own:
+        record = known[number]
+        wrong = None if record is None else storage.damage(folder, number, record)
+        if record is None or wrong is not None:
+            if wrong is not None:
+                yield Progress(rows, windows, f"{wrong}; it is made again")
+            parts = []
+            for entries in evaluate_shard(backbone, rows_at(number), settings, number, index.top_k, batch_rows):
+                parts.append(entries)
+                windows += len(entries)
+                yield Progress(min(rows + batch_rows * len(parts), rows + settings.shard_rows), windows)
+            finish_shard(folder, number, parts, index)
+        rows += settings.shard_rows
+        yield Progress(rows, windows)
+    context.barrier()
+    if context.is_main:
+        finish_index(folder, index)
+    context.barrier()
+
+
+def open_index(
+    backbone: Backbone, rows_at: RowsAt, settings: CacheSettings, folder: Path, circuit: HMM | None
+) -> Index:
+    """Write the index of a new cache, or read that of an older run, which must be of the same settings."""
+    index = storage.read_index(folder)
+    if index is None:
+        check(backbone, circuit, settings)
+        batches = sample_windows(backbone, rows_at, settings)
+        circuit = circuit or random_circuit(backbone.vocab_size, backbone.device)
+        top_k, measured = choose_top_k(batches, circuit, top_k=settings.top_k, tolerance=settings.tolerance)
+        index = Index(settings, top_k, measured)
+        storage.write_index(folder, index)
+    elif index.settings != settings:
+        raise InvalidInput(
+            f"{folder}: is a cache of other settings ({_difference(index.settings, settings)}). Give another --out, or "
+            "--fresh to begin again."
+        )
+    return index
+
+
+def check(backbone: Backbone, circuit: HMM | None, settings: CacheSettings) -> None:
+    """Refuse what cannot give a cache, before any work."""
+    if backbone.config.causal:
+        raise InvalidInput("this backbone is a causal model; a cache needs a denoiser. Draw samples from it instead.")
+    if settings.vocab_size != backbone.vocab_size:
+        raise InvalidInput(
+            f"the settings are for {settings.vocab_size} tokens, the backbone has {backbone.vocab_size}: they do not "
+            "belong together."
+        )
+    if circuit is not None and circuit.vocab_size != backbone.vocab_size:
+        raise InvalidInput(
+            f"the circuit is over {circuit.vocab_size} tokens, the backbone over {backbone.vocab_size}: they do not "
+            "belong together."
+        )
+    if settings.top_k is not None and not 1 <= settings.top_k <= backbone.vocab_size:
+        raise InvalidInput(f"top_k must be from 1 to the {backbone.vocab_size} tokens, found {settings.top_k}.")
+
+
+def _difference(old: CacheSettings, new: CacheSettings) -> str:
+    was, now = (json.loads(json.dumps(dataclasses.asdict(each))) for each in (old, new))
+    return ", ".join(f"{name} was {was[name]}, is {now[name]}" for name in now if was[name] != now[name])
+
+
+@torch.no_grad()
+def sample_windows(backbone: Backbone, rows_at: RowsAt, settings: CacheSettings) -> list[WindowBatch]:
+    """Some windows of the first shards with the network's whole answer."""
+    many = max(1, ELEMENTS // (settings.window.per_row * settings.window.length * backbone.vocab_size))
+    batches, sampled = [], 0
+    for number in range(settings.shards):
+        drawn = draw_shard(rows_at(number), settings, number, absolute=backbone.block_size is not None)
+        for part in _parts(drawn, many, backbone.device):
+            if not bool(part.starts.valid.any()):
+                continue
+            windows = predict_windows(backbone, settings.mask_id, part.shown, part.starts, settings.window.length)
+            assert windows.logits is not None
+            bad = windows.logits.logsumexp(-1).isnan() & windows.masked
+            _check_numbers(bad.any(-1), part.row.flatten(), number)
+            batches.append(windows)
+            sampled += int(part.starts.valid.sum())
+            if sampled >= SAMPLE:
+                return batches
+    return batches
+
+
+def _parts(drawn: ShardWindows, rows: int, device: torch.device) -> Iterator[ShardWindows]:
+    for begin in range(0, len(drawn.level), rows):
+        yield drawn.each(lambda x, begin=begin: x[begin : begin + rows].to(device))  # type: ignore[misc]  # mypy and defaults
+
+
+def _check_numbers(bad: Bool[Tensor, " W"], rows: Int[Tensor, " W"], number: int) -> None:
+    if bool(bad.any()):
+        raise Diverged(
+            f"the network's logits are not numbers in row {int(rows[bad][0])} of shard {number}: check the backbone's "
+            "weights and precision. Finished shards are kept."
+        )
+
+
+@torch.no_grad()
+def evaluate_shard(
+    backbone: Backbone, rows: PackedSequences, settings: CacheSettings, number: int, k: int, batch_rows: int
+) -> Iterator[CachedWindows]:
+    """The windows of a shard, some rows at a time."""
+    size = settings.window.length
+    drawn = draw_shard(rows, settings, number, absolute=backbone.block_size is not None)
+    for part in _parts(drawn, batch_rows, backbone.device):
+        use, at = part.starts.valid.flatten(), window_positions(part.starts, size)
+        states = window_states(backbone, settings.mask_id, part.shown, part.starts, size)
+        states = states.view(-1, size, states.shape[-1])[use]
+        tokens, masked = (x.gather(1, at).view(-1, size)[use] for x in (part.shown.tokens, part.shown.hidden))
+        lists = _lists(backbone, settings.mask_id, states[masked], tokens[masked], k)
+        of_row = part.row.flatten()[use].repeat_interleave(masked.sum(-1))
+        _check_numbers(lists.truth.isnan(), of_row, number)
+        features = states.clamp(-HALF, HALF).half() if settings.features else None
+        level = part.level.flatten()[use]
+        yield CachedWindows.of(narrow(tokens, backbone.vocab_size), masked, level, lists, features).to(CPU)
+
+
+def _lists(backbone: Backbone, mask_id: int, states: Float[Tensor, "M d"], truth: Int[Tensor, " M"], k: int) -> TopK:
+    """The head, at masked positions alone and not at all of them at once."""
+    many, parts = max(1, ELEMENTS // backbone.vocab_size), []
+    for begin in range(0, max(1, len(truth)), many):
+        logits = backbone.masked_logits_from_states(states[None, begin : begin + many], mask_id=mask_id)
+        parts.append(keep_top_k(logits[0], truth[begin : begin + many], k))
+    return TopK(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def finish_shard(folder: Path, number: int, parts: list[CachedWindows], index: Index) -> None:
+    """Write a shard; an error says what is finished nevertheless."""
+    entries = CachedWindows.joined(parts)
+    try:
+        storage.write_shard(folder, number, entries, index.settings)
+    except OSError as error:
+        done = sum(record is not None for record in storage.records(folder, index))
+        raise OSError(
+            f"{folder / storage.shard_name(number)}: could not be written ({error.strerror or error}). {done} of "
+            f"{index.settings.shards} shards are finished and kept: make room and run the same command to go on."
+        ) from error
+
+
+def finish_index(folder: Path, index: Index) -> None:
+    """All shards are there: the index takes their records over."""
+    known = [record for record in storage.records(folder, index) if record is not None]
+    assert len(known) == index.settings.shards
+    storage.write_index(folder, dataclasses.replace(index, shards=tuple(known)))

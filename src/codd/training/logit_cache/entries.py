@@ -1,0 +1,150 @@
+"""Windows as a cache keeps them: the network's distribution of each masked token, cut to the top k and a tail.
+
+The first of a list is always the truth, in float32; the others are the most probable ones beside it, in float16, the
+largest first. The tail is the mass of all that are not listed. The lists of masked positions stand one after the
+other, and a window knows where its own begin.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from codd.circuits.evidence import SparsePotentials
+from codd.data.packing import narrow, widen
+from codd.data.windows import WindowBatch
+
+
+class TopK(NamedTuple):
+    """The top K entries of M distributions over the tokens, the truth first, and the mass of the rest."""
+
+    ids: Int[Tensor, "M K"]
+    log_probs: Float[Tensor, "M K"]
+    truth: Float[Tensor, " M"]
+    """The log-probability of the truth, NaN if the network gave no numbers."""
+    tail: Float[Tensor, " M"]
+    """The log-probability of all tokens that are not listed, together."""
+
+
+def keep_top_k(logits: Float[Tensor, "M V"], truth: Int[Tensor, " M"], k: int) -> TopK:
+    """The truth, the k - 1 most probable others, and the mass of the rest."""
+    log_probs = logits.float().log_softmax(-1)
+    ids = log_probs.scatter(-1, truth[:, None], torch.inf).topk(k, dim=-1).indices
+    tail = log_probs.scatter(-1, ids, -torch.inf).logsumexp(-1)
+    kept = log_probs.gather(-1, ids)
+    return TopK(narrow(ids, logits.shape[-1]), kept.half(), kept[:, 0].clone(), tail)
+
+
+@dataclass(frozen=True, eq=False)
+class CachedWindows:
+    """A dataset of W windows of S positions, M of which are masked."""
+
+    tokens: Int[Tensor, "W S"]
+    """In few bytes, see `codd.data.packing.narrow`."""
+    masked: Bool[Tensor, "W S"]
+    level: Float[Tensor, " W"]
+    begins: Int[Tensor, " W"]
+    """The number of the first list of each window."""
+    lists: TopK
+    """Of the masked positions, one after the other."""
+    features: Float[Tensor, "W S d"] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        tokens: Int[Tensor, "W S"],
+        masked: Bool[Tensor, "W S"],
+        level: Float[Tensor, " W"],
+        lists: TopK,
+        features: Float[Tensor, "W S d"] | None = None,
+    ) -> "CachedWindows":
+        """Build from columns; where the lists of each window begin is counted."""
+        counts = masked.sum(-1)
+        return cls(tokens, masked, level, counts.cumsum(0) - counts, lists, features)
+
+    def __len__(self) -> int:
+        """How many windows there are."""
+        return len(self.tokens)
+
+    def windows(self, index: Int[Tensor, " n"]) -> WindowBatch:
+        """Some windows with their top-k distributions. Nothing here waits for the device if ``index`` is on it.
+
+        At positions that are not masked stand lists of others, which nobody reads.
+        """
+        masked = self.masked[index]
+        entry = torch.where(masked, self.begins[index][:, None] + masked.cumsum(-1) - 1, 0)
+        ids, log_probs, truth, tail = (x[entry] for x in self.lists)
+        log_weights = log_probs.float()
+        log_weights[..., 0] = truth
+        return WindowBatch(
+            widen(self.tokens[index]),
+            masked,
+            sparse=SparsePotentials(widen(ids), log_weights, tail),
+            features=None if self.features is None else self.features[index].float(),
+            level=self.level[index],
+        )
+
+    def part(self, begin: int, end: int) -> "CachedWindows":
+        """The windows from ``begin`` to before ``end``."""
+        here, ends = slice(begin, end), [0, *self.masked.sum(-1).cumsum(0).tolist()]
+        lists = TopK(*(x[ends[begin] : ends[min(end, len(self))]] for x in self.lists))
+        features = None if self.features is None else self.features[here]
+        return CachedWindows.of(self.tokens[here], self.masked[here], self.level[here], lists, features)
+
+    def to(self, device: torch.device | str) -> "CachedWindows":
+        """A copy on another device."""
+        lists = TopK(*(x.to(device) for x in self.lists))
+        features = None if self.features is None else self.features.to(device)
+        tokens, masked, level, begins = (x.to(device) for x in (self.tokens, self.masked, self.level, self.begins))
+        return CachedWindows(tokens, masked, level, begins, lists, features)
+
+    @staticmethod
+    def joined(parts: Sequence["CachedWindows"]) -> "CachedWindows":
+        """Concatenate several datasets."""
+        buffer = Buffer(parts[0], sum(map(len, parts)), sum(len(part.lists.truth) for part in parts), "cpu")
+        for part in parts:
+            buffer.add(part)
+        return buffer.entries()
+
+
+class Buffer:
+    """Memory for windows that come part by part, allocated once: torch.cat at the end would take it twice."""
+
+    def __init__(self, like: CachedWindows, windows: int, lists: int, device: torch.device | str):
+        """For at most so many windows and lists, of the shapes and types of ``like``."""
+
+        def empty(rows: int, x: Tensor) -> Tensor:
+            return torch.empty(rows, *x.shape[1:], dtype=x.dtype, device=device)
+
+        self._whole = CachedWindows(
+            tokens=empty(windows, like.tokens),
+            masked=empty(windows, like.masked),
+            level=empty(windows, like.level),
+            begins=empty(windows, like.begins),
+            lists=TopK(*(empty(lists, x) for x in like.lists)),
+            features=None if like.features is None else empty(windows, like.features),
+        )
+        self._windows, self._lists = 0, 0
+
+    def add(self, part: CachedWindows) -> None:
+        """Append a part."""
+        here, there = (
+            slice(at, at + n) for at, n in ((self._windows, len(part)), (self._lists, len(part.lists.truth)))
+        )
+        whole = self._whole
+        for old, new in ((whole.tokens, part.tokens), (whole.masked, part.masked), (whole.level, part.level)):
+            old[here] = new.to(old.device)
+        whole.begins[here] = part.begins.to(whole.begins.device) + self._lists
+        for old, new in zip(whole.lists, part.lists, strict=True):
+            old[there] = new.to(old.device)
+        if whole.features is not None and part.features is not None:
+            whole.features[here] = part.features.to(whole.features.device)
+        self._windows, self._lists = here.stop, there.stop
+
+    def entries(self) -> CachedWindows:
+        """All parts as one dataset."""
+        assert self._windows == len(self._whole)
+        return replace(self._whole, lists=TopK(*(x[: self._lists] for x in self._whole.lists)))

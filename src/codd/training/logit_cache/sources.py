@@ -1,0 +1,80 @@
+"""What a cache is made of: files of questions or prose, generated problems, samples of a causal model."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from codd import files
+from codd.backbones.tokenizer import Tokenizer
+from codd.data.packing import Mixture, SequenceDataset
+from codd.data.samples import SampledDataset, load_causal
+from codd.data.sources import Source
+from codd.data.tokenization import PackingConfig, dataset_digest, load_source
+from codd.errors import InvalidInput
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What to draw from a causal model."""
+
+    folder: Path
+    count: int
+    prompt: str = ""
+
+
+class NamedDataset(NamedTuple):
+    """A dataset of rows under a name."""
+
+    name: str
+    """What it is, and a digest of all that its rows depend on."""
+    rows: SequenceDataset
+
+
+def open_datasets(
+    sources: Sequence[Source],
+    samples: Samples | None,
+    tokenizer: Tokenizer,
+    packing: PackingConfig,
+    *,
+    kept: Path,
+    device: torch.device,
+) -> list[NamedDataset]:
+    """Read and tokenize; what took work is kept in a folder and found there the next time."""
+    datasets = []
+    for source in sources:
+        rows = load_source(source, Path(), tokenizer, packing, kept)
+        datasets.append(NamedDataset(f"{source.name} {dataset_digest(source, Path(), tokenizer, packing)}", rows))
+    if samples is not None:
+        datasets.append(_sampled(samples, tokenizer, packing, device))
+    if not datasets:
+        raise InvalidInput("there is no data: give files with --data, --problems or --samples-from.")
+    return datasets
+
+
+def _sampled(samples: Samples, tokenizer: Tokenizer, packing: PackingConfig, device: torch.device) -> NamedDataset:
+    model = load_causal(samples.folder, device)
+    rows = SampledDataset(
+        model, tokenizer, count=samples.count, length=packing.row_length, seed=packing.seed, prompt=samples.prompt
+    )
+    identity = [digest_of(samples.folder), str(samples.count), samples.prompt, *map(str, packing)]
+    digest = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:12]
+    return NamedDataset(f"samples of {samples.folder.name} {digest}", rows)
+
+
+def digest_of(checkpoint: Path, config_name: str = "config.json") -> str:
+    """Names the weights of a checkpoint: of every file that a network (or an adapter) is read from."""
+    parts = [f"{path.name} {files.sha256(path)}" for path in sorted(checkpoint.glob("*.safetensors"))]
+    return hashlib.sha256("\n".join([*parts, files.sha256(checkpoint / config_name)]).encode()).hexdigest()[:16]
+
+
+def mix_datasets(datasets: Sequence[NamedDataset], weights: Sequence[float] | None, rows: int) -> Mixture:
+    """So many rows at a time; by default each source as often as it has rows, so that all are read once."""
+    shares = [float(len(dataset.rows)) for dataset in datasets] if weights is None else list(weights)
+    if len(shares) != len(datasets) or min(shares) <= 0:
+        names = ", ".join(dataset.name for dataset in datasets)
+        raise InvalidInput(f"weights must be {len(datasets)} numbers above zero, one for each of: {names}.")
+    return Mixture([dataset.rows for dataset in datasets], shares, rows)

@@ -1,0 +1,306 @@
+"""The folder of a cache: index.json, and shards that take their place only when they are whole.
+
+While a cache is made, each finished shard has a record (its checksum and sizes) in a file of its own, so that several
+processes need not share one. The index takes the records over at the end. Shard and record are renamed in this order:
+a shard without a record, or with one that does not fit it, is not finished and is made again.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load
+
+from codd import files, folders, validation
+from codd.data import text_files
+from codd.data.packing import NARROW, widen
+from codd.data.windows import WindowRecipe
+from codd.errors import FormatError, InvalidInput
+from codd.training.logit_cache.entries import CachedWindows, TopK
+from codd.validation import List, Section, Whole
+
+FORMAT, VERSION = "codd logit cache", 2
+INDEX, ROWS = "index.json", "rows"
+
+
+@dataclass(frozen=True)
+class CacheSettings(Section):
+    """Everything that makes a cache what it is: two with the same digest hold the same windows."""
+
+    vocab_size: Whole
+    mask_id: Whole
+    shards: Whole
+    shard_rows: Whole
+    window: WindowRecipe
+    top_k: Whole | None = None
+    """How long the lists are; None: as long as the tolerance needs."""
+    tolerance: float = 1e-3
+    """By how many nats a masked token the conditional log-likelihood may change."""
+    features: bool = False
+    """Whether the network's last states are kept, at all positions."""
+    seed: Whole = 0
+    backbone: str = ""
+    """Family and digest of the network."""
+    data: List[str] = ()
+    """Name, digest and share of each source of rows."""
+
+    def digest(self) -> str:
+        """16 hex digits that name the settings, and so the cache."""
+        return hashlib.sha256(json.dumps(dataclasses.asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+
+
+class Change(NamedTuple):
+    """What lists of k tokens do to the conditional log-likelihood, in nats a masked token."""
+
+    k: Whole
+    change: float
+
+
+class Record(NamedTuple):
+    """Checksum and sizes of a finished shard."""
+
+    sha256: str
+    bytes: Whole
+    windows: Whole
+    masked: Whole
+
+
+class _Noted(NamedTuple):
+    """A record while the cache is made."""
+
+    record: Record
+    digest: str
+    """Of the settings."""
+
+
+@dataclass(frozen=True)
+class Index(Section):
+    """The contents of index.json."""
+
+    settings: CacheSettings
+    top_k: Whole
+    measured: List[Change]
+    shards: List[Record] = ()
+    """Empty until all are finished."""
+
+    def counts(self) -> dict[str, int]:
+        """Windows, masked tokens and bytes of all shards."""
+        return {name: sum(getattr(shard, name) for shard in self.shards) for name in ("windows", "masked", "bytes")}
+
+
+def shard_name(number: int) -> str:
+    """The file name of a shard."""
+    return f"shard-{number:05d}.safetensors"
+
+
+def record_name(number: int) -> str:
+    """The file of its record, while the cache is made."""
+    return f"shard-{number:05d}.json"
+
+
+@contextmanager
+def claimed(folder: Path, *, fresh: bool) -> Iterator[None]:
+    """`claim` a folder and have it to ourselves; if nothing was asked of the network in it yet, an error empties it."""
+    _check_folder(folder)
+    with folders.exclusive(folder):
+        claim(folder, fresh=fresh)
+        try:
+            yield
+        except BaseException:
+            if read_index(folder) is None:
+                folders.discard_if_bare(folder, INDEX, ROWS)
+            raise
+
+
+def _check_folder(folder: Path) -> None:
+    if os.path.exists(folder) and not folder.is_dir():
+        raise InvalidInput(f"{folder}: is a file; a cache is a folder.")
+    if _fields(folder) is None and folders.is_occupied(folder):
+        raise InvalidInput(f"{folder}: holds something else than a cache; give an empty or new folder.")
+
+
+def claim(folder: Path, *, fresh: bool) -> None:
+    """Make the folder recognisable as a cache; refuse one that holds something else, so that nothing of it is lost."""
+    _check_folder(folder)
+    fields = _fields(folder)
+    for remains in folder.glob(".*.tmp"):  # of processes that were killed while writing
+        remains.unlink()
+    for remains in (folder / ROWS).glob(".*"):
+        shutil.rmtree(remains, ignore_errors=True)
+    if fresh and fields is not None:
+        shutil.rmtree(folder / ROWS, ignore_errors=True)
+        for path in folder.glob("shard-*"):
+            path.unlink()
+    if fresh or fields is None:
+        _write(folder, {"format": FORMAT, "version": VERSION})
+
+
+def write_index(folder: Path, index: Index) -> None:
+    """Write index.json; the records that it takes over are removed."""
+    settings = index.settings
+    fields: dict[str, Any] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "digest": settings.digest(),
+        "settings": dataclasses.asdict(settings),
+        "top_k": index.top_k,
+        "measured": [change._asdict() for change in index.measured],
+        **index.counts(),
+        "shards": [record._asdict() for record in index.shards],
+    }
+    _write(folder, {**fields, "sha256": _digest(fields)})
+    if index.shards:
+        for path in folder.glob("shard-*.json"):
+            path.unlink()
+
+
+def read_index(folder: Path) -> Index | None:
+    """What index.json says; None if its cache was begun and no more."""
+    where, fields = folder / INDEX, _fields(folder)
+    if fields is None:
+        raise FormatError(f"{where}: there is no cache. Make one with `codd cache --out {folder}`.")
+    if "settings" not in fields:
+        return None
+    if fields.pop("sha256", None) != _digest(fields):
+        raise FormatError(f"{where}: does not have its checksum: it was changed. Make the cache again.")
+    said = {field.name: fields.get(field.name) for field in dataclasses.fields(Index)}
+    index: Index = validation.build(Index, said, str(where))
+    if fields.get("digest") != index.settings.digest() or len(index.shards) not in (0, index.settings.shards):
+        raise FormatError(f"{where}: its settings do not have its digest: it was changed. Make the cache again.")
+    return index
+
+
+def _digest(fields: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
+def _fields(folder: Path) -> dict[str, Any] | None:
+    """The object in index.json; None where there is none."""
+    where = folder / INDEX
+    if not where.is_file():
+        return None
+    fields = text_files.read_json(where)
+    if not isinstance(fields, dict) or fields.get("format") != FORMAT:
+        raise FormatError(f"{where}: is not the index of a cache.")
+    if fields.get("version") != VERSION:
+        raise FormatError(f"{where}: is of version {fields.get('version')}, this codd reads {VERSION}. Make it again.")
+    return fields
+
+
+def _write(folder: Path, fields: dict[str, Any]) -> None:
+    with files.replacing(folder, INDEX) as (path,):
+        files.write_text(path, json.dumps(fields, indent=1) + "\n")
+
+
+def records(folder: Path, index: Index) -> list[Record | None]:
+    """Of each shard: its own record, if it has one, else the index's."""
+    known: list[Record | None] = [*index.shards] or [None] * index.settings.shards
+    for number in range(len(known)):
+        path = folder / record_name(number)
+        if path.is_file():
+            known[number] = None  # if it cannot be read, the shard is made again
+            with contextlib.suppress(FormatError):
+                noted = validation.build(_Noted, text_files.read_json(path), str(path))
+                known[number] = noted.record if noted.digest == index.settings.digest() else None
+    return known
+
+
+def write_shard(folder: Path, number: int, entries: CachedWindows, settings: CacheSettings) -> Record:
+    """Shard and record, both on the disk when this returns."""
+    tensors = {
+        "tokens": _unsigned(entries.tokens, settings),
+        "masked": entries.masked,
+        "level": entries.level,
+        "offsets": torch.cat((entries.begins, torch.tensor([len(entries.lists.truth)]))),
+        **entries.lists._asdict(),
+        "ids": _unsigned(entries.lists.ids, settings),
+        **({} if entries.features is None else {"features": entries.features}),
+    }
+    with files.replacing(folder, shard_name(number), record_name(number)) as (shard, note):
+        # One word of metadata only: safetensors writes several in any order, and shards are the same to the byte.
+        files.write_weights(shard, files.standalone(tensors), {FORMAT: settings.digest()})
+        record = Record(files.sha256(shard), shard.stat().st_size, len(entries), len(entries.lists.truth))
+        files.write_text(note, json.dumps({"record": record._asdict(), "digest": settings.digest()}) + "\n")
+    return record
+
+
+def damage(folder: Path, number: int, record: Record) -> str | None:
+    """What is wrong with a finished shard."""
+    path = folder / shard_name(number)
+    if not path.is_file():
+        return f"{path}: is missing"
+    if (size := path.stat().st_size) != record.bytes:
+        return f"{path}: has {size} bytes instead of {record.bytes}"
+    if files.sha256(path) != record.sha256:
+        return f"{path}: does not have its checksum"
+    return None
+
+
+def read_shard(folder: Path, number: int, index: Index) -> CachedWindows:
+    """Read a shard whole, and check it against its record."""
+    path, record = folder / shard_name(number), index.shards[number]
+    advice = "Run `codd cache` with the same arguments again: it makes this shard anew and no other."
+    try:
+        if not path.is_file() or path.stat().st_size != record.bytes:
+            raise FormatError(f"{path}: is damaged, it is no file of {record.bytes} bytes. {advice}")
+        content = path.read_bytes()
+    except OSError as error:
+        raise FormatError(f"{path}: cannot be read ({error.strerror}). {advice}") from error
+    if hashlib.sha256(content).hexdigest() != record.sha256:
+        raise FormatError(f"{path}: is damaged, its checksum is not the index's. {advice}")
+    try:
+        tensors = load(content)
+        lists = TopK(*(_signed(tensors[name]) for name in TopK._fields))
+        begins = tensors["offsets"][:-1]
+        tokens = _signed(tensors["tokens"])
+    except (KeyError, SafetensorError) as error:
+        raise FormatError(f"{path}: is not a shard ({files.brief(error)}). {advice}") from error
+    if not _fits(tensors, lists, index, record):
+        raise FormatError(f"{path}: holds other windows than the index says. {advice}")
+    return CachedWindows(tokens, tensors["masked"], tensors["level"], begins, lists, tensors.get("features"))
+
+
+def _fits(tensors: dict[str, torch.Tensor], lists: TopK, index: Index, record: Record) -> bool:
+    """Whether the tensors of a shard are of the shapes that the index says, and all ids tokens."""
+    settings, (windows, masked) = index.settings, (record.windows, record.masked)
+    shapes = {
+        "tokens": (windows, settings.window.length),
+        "masked": (windows, settings.window.length),
+        "level": (windows,),
+        "offsets": (windows + 1,),
+        "ids": (masked, index.top_k),
+        "log_probs": (masked, index.top_k),
+        "truth": (masked,),
+        "tail": (masked,),
+    }
+    features = tensors.get("features")
+    return (
+        all(tuple(tensors[name].shape) == shape for name, shape in shapes.items())
+        and tensors["masked"].dtype == torch.bool
+        and torch.equal(tensors["offsets"], torch.nn.functional.pad(tensors["masked"].sum(-1).cumsum(0), (1, 0)))
+        and all(
+            not x.numel() or 0 <= int(x.min()) <= int(x.max()) < settings.vocab_size
+            for x in map(widen, (_signed(tensors["tokens"]), lists.ids))
+        )
+        and (features is None or features.shape[:-1] == tensors["tokens"].shape)
+        and settings.features == (features is not None)
+    )
+
+
+def _unsigned(ids: torch.Tensor, settings: CacheSettings) -> torch.Tensor:
+    """Files say what they hold: ids of two bytes are whole numbers from 0 to 65,535."""
+    return ids.view(torch.uint16) if settings.vocab_size <= NARROW else ids
+
+
+def _signed(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.int16) if x.dtype == torch.uint16 else x

@@ -1,0 +1,79 @@
+"""Choosing k for the top-k lists of a cache: by what they change in the likelihood that a circuit is trained for.
+
+Both sides are log p(masked | observed) of the product of network and circuit: once with the network's whole answer,
+once with the lists and the tail exactly as a shard would keep them, their rounding included.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from codd.circuits import HMM, Evidence
+from codd.data.packing import narrow
+from codd.data.windows import WindowBatch
+from codd.errors import InvalidInput
+from codd.training.logit_cache.entries import CachedWindows, keep_top_k
+from codd.training.logit_cache.storage import Change
+
+SMALLEST = 16
+
+
+def random_circuit(vocab_size: int, device: torch.device | str) -> HMM:
+    """A circuit for networks that have none: random, and far from neutral, so that the tail matters to it."""
+    return HMM.random(64, vocab_size, scale=2.0).to(device)
+
+
+def candidates(vocab_size: int, last: int | None = None) -> list[int]:
+    """16, 32, ... and at the end ``last``, by default the whole vocabulary."""
+    end = min(last or vocab_size, vocab_size)
+    doubled = [SMALLEST << i for i in range(end.bit_length()) if SMALLEST << i < end]
+    return [*doubled, end]
+
+
+@torch.no_grad()
+def measure_change(batches: Sequence[WindowBatch], circuit: HMM, ks: Sequence[int]) -> Iterator[Change]:
+    """The mean absolute change a masked token, for one length of the lists after the other."""
+    dense = [_log_likelihood(circuit, windows) for windows in batches]
+    tokens = sum(int(windows.masked.sum()) for windows in batches)
+    for k in ks:
+        moved = [
+            (_log_likelihood(circuit, truncated(windows, k)) - whole).abs().sum()
+            for windows, whole in zip(batches, dense, strict=True)
+        ]
+        yield Change(k, float(torch.stack(moved).double().sum()) / max(1, tokens))
+
+
+def choose_top_k(
+    batches: Sequence[WindowBatch], circuit: HMM, *, top_k: int | None, tolerance: float
+) -> tuple[int, tuple[Change, ...]]:
+    """The shortest lists within the tolerance, or those that were asked for; and what was measured on the way."""
+    ks = candidates(circuit.vocab_size, top_k)
+    if top_k is not None:
+        return ks[-1], tuple(measure_change(batches, circuit, ks))
+    seen: list[Change] = []
+    for measured in measure_change(batches, circuit, ks):
+        seen.append(measured)
+        if measured.change < tolerance:
+            return measured.k, tuple(seen)
+    raise InvalidInput(
+        f"even lists of all {circuit.vocab_size} tokens change the likelihood by {seen[-1].change:.1e} nats a token, "
+        f"more than the tolerance {tolerance:g}: it is below the rounding. Raise it."
+    )
+
+
+def truncated(windows: WindowBatch, k: int) -> WindowBatch:
+    """The same windows as a cache would give them back."""
+    assert windows.logits is not None
+    truth = windows.tokens[windows.masked]
+    lists = keep_top_k(windows.logits[windows.masked], truth, k)
+    level = torch.zeros(len(windows.tokens), device=truth.device)
+    kept = CachedWindows.of(narrow(windows.tokens, windows.logits.shape[-1]), windows.masked, level, lists)
+    return kept.windows(torch.arange(len(kept), device=truth.device))
+
+
+def _log_likelihood(circuit: HMM, windows: WindowBatch) -> Float[Tensor, " W"]:
+    tokens, observed = torch.where(windows.masked, 0, windows.tokens), ~windows.masked
+    known = Evidence(tokens=tokens, observed=observed, logits=windows.logits, sparse=windows.sparse)
+    return circuit.conditional_log_prob(windows.tokens, known)

@@ -1,0 +1,126 @@
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from codd.data.datasets import (
+    STRATA,
+    HiddenStateDataset,
+    WindowDataset,
+    build_hidden_states,
+    concatenate,
+    evaluate_rows,
+)
+from codd.data.packing import Example, PackedDataset, pack
+from codd.data.windows import WindowRecipe
+from codd.errors import InvalidInput
+from codd.training.circuit.data import batch_index
+from codd.training.circuit_recipe import BankRecipe, CircuitRecipe
+from small_windows import MASK, VOCAB, WINDOW, network, prose, recipe_of, rows_of_pairs
+
+RECIPE = recipe_of(bank=BankRecipe(windows=96, rows_at_once=8), windows=WindowRecipe(WINDOW, per_row=2))
+COLUMNS = ("tokens", "masked", "level", "features")
+
+
+def whole_answers(count: int = 30) -> PackedDataset:
+    """Rows of one token, and an answer of one window which begins with the same token."""
+    random = np.random.default_rng(4)
+    tokens = random.integers(0, MASK, (count, WINDOW)).astype(np.uint16)
+    return PackedDataset(pack([Example(np.concatenate((x[:1], x)), 1) for x in tokens], WINDOW + 1, MASK), 0)
+
+
+def sources() -> list[tuple[PackedDataset, float]]:
+    """Two that have no token in common."""
+    low, high = rows_of_pairs(1, 30), rows_of_pairs(2, 30)
+    low.tokens[:] %= 2
+    high.tokens[:] = 4 + high.tokens % 4
+    return [(PackedDataset(low, 0), 1.0), (PackedDataset(high, 0), 2.0)]
+
+
+def fill(sources: list[tuple[PackedDataset, float]], recipe: CircuitRecipe, strata: range) -> HiddenStateDataset:
+    sizes = {"windows": recipe.bank.windows, "rows_at_once": recipe.bank.rows_at_once}
+    return build_hidden_states(network(), MASK, sources, recipe.windows, **sizes, seed=recipe.seed, strata=strata)
+
+
+def filled(strata: range, **changes) -> HiddenStateDataset:
+    return fill(sources(), dataclasses.replace(RECIPE, **changes), strata)
+
+
+def test_strata_do_not_depend_on_who_fills_them():
+    whole = filled(range(STRATA))
+    assert len(whole) == 96
+    assert isinstance(whole, WindowDataset)
+    for count in (2, 4):
+        each = STRATA // count
+        parts = [filled(range(i * each, (i + 1) * each)) for i in range(count)]
+        for name in COLUMNS:
+            assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name))
+    other = filled(range(STRATA), seed=1)
+    assert not torch.equal(other.masked, whole.masked)
+
+
+def test_processes_share_a_batch():
+    whole = filled(range(STRATA))
+    for step in (0, 1, 7):
+        batch = whole.windows(batch_index(RECIPE, step, range(STRATA), len(whole)))
+        assert len(batch.tokens) == RECIPE.batch_windows
+        for count in (2, 4):
+            each = STRATA // count
+            strata = [range(i * each, (i + 1) * each) for i in range(count)]
+            banks = [filled(some) for some in strata]
+            parts = [b.windows(batch_index(RECIPE, step, s, len(b))) for b, s in zip(banks, strata, strict=True)]
+            for name in ("tokens", "masked", "level", "features"):
+                assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(batch, name))
+    first, second = (batch_index(RECIPE, step, range(STRATA), len(whole)) for step in (0, 1))
+    assert not torch.equal(first, second)
+
+
+def test_each_source_has_its_share_of_every_stratum():
+    whole = filled(range(STRATA))
+    low = (whole.tokens.long() < 2).all(-1).reshape(STRATA, -1)
+    high = (whole.tokens.long() >= 4).all(-1).reshape(STRATA, -1)
+    assert torch.equal(low, ~high)
+    assert low.sum(1).tolist() == [4] * STRATA
+
+
+def test_windows_are_as_the_network_says_them():
+    bank = fill([(whole_answers(), 1.0)], RECIPE, range(2))
+    windows = bank.windows(torch.tensor([3, 0, 11, 3]))
+    assert windows.tokens.dtype == torch.int64
+    assert bool(windows.masked.any(-1).all())
+    shown = torch.where(windows.masked, MASK, windows.tokens)
+    ids = torch.cat((windows.tokens[:, :1], shown), 1)
+    wanted, states = network()(ids)[:, 1:], network().states(ids)[:, 1:]
+    torch.testing.assert_close(windows.logits[..., :MASK], wanted[..., :MASK], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(windows.features, states, atol=1e-5, rtol=1e-5)
+    assert bool((windows.logits[..., MASK] == -torch.inf).all())
+    assert torch.equal(windows.level, bank.level[[3, 0, 11, 3]])
+    assert bool((windows.level > 0).all())
+
+
+def test_only_windows_that_count_are_kept():
+    source = PackedDataset(prose(6, 20), 0)
+    found = evaluate_rows(network(), MASK, source, (0, 6), WindowRecipe(WINDOW, per_row=9), 1)
+    assert 0 < len(found) < 6 * 9
+    assert bool(found.masked.any(-1).all())
+    more = concatenate([found, found], len(found) + 1)
+    assert len(more) == len(found) + 1
+    assert torch.equal(more.tokens[-1], found.tokens[0])
+
+
+def test_data_without_a_window_are_refused():
+    rows = PackedDataset(pack([Example(np.arange(6, dtype=np.uint16), 2)] * 3, 20, MASK), 0)
+    with pytest.raises(InvalidInput, match="no window of 8 tokens with a mask was found"):
+        fill([(rows, 1.0)], RECIPE, range(STRATA))
+
+
+def test_a_bank_that_is_too_small_for_its_sources_is_refused():
+    recipe = dataclasses.replace(RECIPE, bank=BankRecipe(windows=STRATA, rows_at_once=8))
+    with pytest.raises(InvalidInput, match=r"bank.windows 8 is too few for 2 sources"):
+        fill(sources(), recipe, range(STRATA))
+
+
+def test_tokens_are_kept_narrow():
+    assert filled(range(1)).tokens.dtype.itemsize <= 2
+    assert network().vocab_size == VOCAB

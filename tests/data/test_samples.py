@@ -1,0 +1,178 @@
+import importlib.util
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from codd.backbones import Backbone, mini
+from codd.backbones.config import Config
+from codd.backbones.transformer import initialise
+from codd.data.samples import CausalModel, MiniReader, SampledDataset, load_causal, sample
+from codd.errors import FormatError, InvalidInput, MissingDependency
+from small_runs import CPU, small_tokenizer
+
+TOKENIZER = small_tokenizer()
+OTHER = small_tokenizer(300)
+PROMPT = "Tom has 12 apples."
+
+
+def network(*, vocab_size: int = TOKENIZER.vocab_size, causal: bool = True, **changes) -> Backbone:
+    special = {"mask_token_id": TOKENIZER.mask_id, "pad_token_id": TOKENIZER.pad_id, "eos_token_id": TOKENIZER.eos_id}
+    sizes = {"vocab_size": vocab_size, "width": 16, "layers": 2, "heads": 4, "mlp_width": 24, "max_length": 48}
+    built = mini.build(Config({**sizes, **special, "causal": causal, **changes}, "a test"))
+    initialise(built.network, generator=torch.Generator().manual_seed(1), std=0.4)
+    return built.eval().requires_grad_(False)
+
+
+def model(**changes) -> CausalModel:
+    special = network().special
+    given = {"begin": special.eos, "eos": special.eos, "never": (special.mask, special.pad), "max_length": 48}
+    return CausalModel(network().network, TOKENIZER, device=CPU, **{**given, **changes})
+
+
+def rows(tokenizer=TOKENIZER, *, count: int = 6, length: int = 24, seed: int = 0, **more) -> SampledDataset:
+    return SampledDataset(model(), tokenizer, count=count, length=length, seed=seed, **more)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_reading_on_is_reading_all(kv_heads):
+    backbone = network(kv_heads=kv_heads)
+    ids = torch.randint(TOKENIZER.vocab_size, (3, 12), generator=torch.Generator().manual_seed(0))
+    wanted = backbone(ids)
+    reader = MiniReader(backbone.network, 3, 12)
+    torch.testing.assert_close(reader.read(ids[:, :5]), wanted[:, 4], atol=1e-5, rtol=1e-5)
+    for at in range(5, 12):
+        torch.testing.assert_close(reader.read(ids[:, at : at + 1]), wanted[:, at], atol=1e-5, rtol=1e-5)
+
+
+def test_samples_have_the_models_probabilities():
+    drawn = sample(model(), [5], 4000, 2, torch.Generator().manual_seed(0))
+    assert drawn.shape == (4000, 2)
+    logits = network()(torch.tensor([[5]]))[0, 0].index_fill(0, torch.tensor(model().never), -torch.inf)
+    probs = logits.softmax(-1)
+    counts = torch.bincount(drawn[:, 0], minlength=len(probs))
+    assert ((counts / 4000 - probs).abs() < 5 * (probs / 4000).sqrt() + 1e-3).all()
+    # The second token is drawn given the first.
+    first = int(counts.argmax())
+    after = drawn[drawn[:, 0] == first, 1]
+    given = network()(torch.tensor([[5, first]]))[0, 1].index_fill(0, torch.tensor(model().never), -torch.inf)
+    best = int(given.argmax())
+    expected = float(given.softmax(-1)[best])
+    assert float((after == best).float().mean()) == pytest.approx(expected, abs=5 * (expected / len(after)) ** 0.5)
+
+
+def test_what_is_no_text_is_never_drawn():
+    drawn = sample(model(never=tuple(range(2, 400))), [5], 50, 20, torch.Generator().manual_seed(0))
+    assert set(drawn.flatten().tolist()) == {0, 1}
+
+
+def test_a_row_is_a_function_of_its_number():
+    source = rows(count=5)
+    everything = source.take(0, 13)
+    assert everything.tokens.shape == (13, 24)
+    for start, count in ((0, 5), (3, 4), (4, 1), (9, 4)):
+        for one, two in zip(rows(count=5).take(start, count), everything, strict=True):
+            assert np.array_equal(one, two[start : start + count])
+    assert len(source) == 5
+    assert len({tuple(row) for row in everything.tokens.tolist()}) == 13
+    assert not np.array_equal(rows(count=5, seed=1).take(0, 5).tokens, everything.tokens[:5])
+
+
+def test_rows_are_full_and_scored():
+    found = rows().take(0, 6)
+    assert found.tokens.dtype == np.uint16
+    assert (found.segments == 1).all()
+    assert found.scored.all()
+    assert not np.isin(found.tokens, [TOKENIZER.mask_id, TOKENIZER.pad_id]).any()
+
+
+def test_a_prompt_begins_every_row_and_is_not_scored():
+    found = rows(prompt=PROMPT).take(0, 6)
+    ids = TOKENIZER.encode(PROMPT)
+    assert (found.tokens[:, : len(ids)] == ids).all()
+    assert not found.scored[:, : len(ids)].any()
+    assert found.scored[:, len(ids) :].all()
+    with pytest.raises(InvalidInput, match=r"the prompt has \d+ tokens and leaves no room in 24. Shorten it"):
+        rows(prompt=PROMPT * 9)
+
+
+def test_a_model_that_reads_less_gives_shorter_texts():
+    found = rows(length=60).take(0, 2)
+    assert (found.segments.sum(axis=1) == 48).all()
+    assert not found.scored[:, 48:].any()
+
+
+@pytest.mark.parametrize("prompt", ["", PROMPT])
+def test_another_tokenizer_gets_the_same_text(prompt):
+    ours, theirs = rows(prompt=prompt), rows(OTHER, length=90, prompt=prompt)
+    assert ours.same
+    assert not theirs.same
+    plain = SampledDataset(model(), TOKENIZER, count=6, length=48, seed=0, prompt=prompt)
+    for number, tokens in enumerate(plain.take(0, 6).tokens.tolist()):
+        found = theirs.take(number, 1)
+        ids = found.tokens[found.segments == 1].tolist()
+        assert OTHER.decode(ids)[:20] == TOKENIZER.decode(tokens)[:20]
+        assert len(ids) == 90 or OTHER.decode(ids) == TOKENIZER.decode(tokens)
+        assert ids.count(OTHER.eos_id) <= tokens.count(TOKENIZER.eos_id)
+
+
+def test_a_text_may_begin_after_another():
+    drawn = rows(OTHER)._encode([*TOKENIZER.encode("one"), TOKENIZER.eos_id, *TOKENIZER.encode("two")])
+    assert drawn == [*OTHER.encode("one"), OTHER.eos_id, *OTHER.encode("two")]
+
+
+def test_a_model_without_a_beginning_needs_a_prompt():
+    with pytest.raises(InvalidInput, match="no token to begin a text with"):
+        SampledDataset(model(begin=None), TOKENIZER, count=1, length=8, seed=0)
+
+
+def test_our_own_models_are_loaded(tmp_path):
+    mini.save(network(), tmp_path)
+    with pytest.raises(FormatError, match="has no tokenizer files"):
+        load_causal(tmp_path, CPU)
+    TOKENIZER.save(tmp_path)
+    found = load_causal(tmp_path, CPU)
+    assert (found.begin, found.max_length, set(found.never)) == (
+        TOKENIZER.eos_id,
+        48,
+        {TOKENIZER.mask_id, TOKENIZER.pad_id},
+    )
+    again = SampledDataset(found, TOKENIZER, count=6, length=24, seed=0)
+    assert np.array_equal(again.take(0, 6).tokens, rows().take(0, 6).tokens)
+
+
+def test_models_that_cannot_be_drawn_from(tmp_path):
+    with pytest.raises(FormatError, match="there is no such folder"):
+        load_causal(tmp_path / "no", CPU)
+    mini.save(network(causal=False), tmp_path / "denoiser")
+    with pytest.raises(InvalidInput, match=r"is a denoiser; samples are drawn from a causal model"):
+        load_causal(tmp_path / "denoiser", CPU)
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    if importlib.util.find_spec("transformers") is None:
+        with pytest.raises(MissingDependency, match="pip install transformers"):
+            load_causal(tmp_path / "gpt2", CPU)
+
+
+def test_a_model_of_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="it is no dependency")
+    config = transformers.GPT2Config(
+        vocab_size=TOKENIZER.vocab_size, n_positions=32, n_embd=16, n_layer=1, n_head=2, eos_token_id=TOKENIZER.eos_id
+    )
+    config.bos_token_id = TOKENIZER.eos_id
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    TOKENIZER.save(tmp_path)
+    found = load_causal(tmp_path, CPU)
+    ids = torch.randint(TOKENIZER.vocab_size, (2, 9), generator=torch.Generator().manual_seed(0))
+    reader = found.reader(2, 9)
+    with torch.no_grad():
+        wanted = found.network(input_ids=ids).logits
+        torch.testing.assert_close(reader.read(ids[:, :4]), wanted[:, 3], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(reader.read(ids[:, 4:5]), wanted[:, 4], atol=1e-4, rtol=1e-4)
+    source = SampledDataset(found, TOKENIZER, count=4, length=40, seed=0)
+    drawn = source.take(0, 4)
+    assert (drawn.segments.sum(axis=1) == 32).all()
+    assert np.array_equal(
+        SampledDataset(found, TOKENIZER, count=4, length=40, seed=0).take(2, 2).tokens, drawn.tokens[2:]
+    )

@@ -1,0 +1,480 @@
+import dataclasses
+import hashlib
+import json
+import lzma
+import os
+import subprocess
+import sys
+import tracemalloc
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+
+from codd import files
+from codd.backbones.tokenizer import Tokenizer
+from codd.data import sources, tokenization
+from codd.data.bpe import train_bpe
+from codd.data.packing import PackedDataset, StreamDataset
+from codd.data.problems import problems
+from codd.data.sources import (
+    CALCULATOR,
+    CHUNK_CHARACTERS,
+    QuestionAnswer,
+    Source,
+    read_chunks,
+    read_documents,
+    read_pairs,
+    sample_texts,
+)
+from codd.data.text_files import LONGEST_LINE
+from codd.data.tokenization import (
+    TAILS,
+    PackingConfig,
+    dataset_digest,
+    encode_pairs,
+    load_source,
+    pad_answer,
+    token_stream,
+)
+from codd.errors import FormatError
+from small_runs import small_tokenizer
+
+LAYOUT = PackingConfig(row_length=64, block_length=8, seed=0)
+TEXT = Source("text", "prose", path="prose.txt")
+QA = Source("qa", "questions", path="qa.jsonl", strip="gsm8k")
+DOCUMENTS = ["A first paragraph.\n\nAnd a second one, with 12 apples.\n", "Another document: ünïcode too."]
+CUT_SHORT = lzma.compress(b'{"question": "q", "answer": "a"}\n' * 99)[:-20]
+ZEROS = lzma.compress(b"0" * 10_000_000)
+
+
+def with_dictionary(content: bytes, code: int) -> bytes:
+    """An xz file that asks for another dictionary; 40 is 4 GiB."""
+    size = (content[12] + 1) * 4
+    head = bytearray(content[12 : 12 + size - 4])
+    head[head.index(b"\x21\x01") + 2] = code
+    return content[:12] + head + zlib.crc32(head).to_bytes(4, "little") + content[12 + size :]
+
+
+WIDE = with_dictionary(lzma.compress(b'{"question": "q", "answer": "a"}'), 40)
+PAIRS = [("How many?", "4 + 5 = <<4+5=9>>9\n#### 9"), ("And then? ", " 12"), ("Why " + "so " * 60, "because")]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return small_tokenizer()
+
+
+@pytest.fixture
+def root(tmp_path):
+    (tmp_path / "prose.txt").write_text("".join(DOCUMENTS) * 10, encoding="utf-8")
+    write_lines(tmp_path / "qa.jsonl", [{"question": q, "answer": a} for q, a in PAIRS])
+    return tmp_path
+
+
+def write_lines(path, objects) -> None:
+    text = "".join(json.dumps(each) + "\n" for each in objects)
+    if path.suffix == ".xz":
+        with lzma.open(path, "wt") as file:
+            file.write(text)
+    else:
+        path.write_text(text)
+
+
+def examples(source: PackedDataset) -> list[tuple[list[int], list[int]]]:
+    """The question and the scored tokens of each text."""
+    found = []
+    for tokens, segments, scored in zip(*source.rows, strict=True):
+        for segment in range(1, int(segments.max()) + 1):
+            at = segments == segment
+            found.append((tokens[at & ~scored].tolist(), tokens[at & scored].tolist()))
+    return found
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.xz", "version-1.2.jsonl", "v1.2.jsonl.xz"])
+@pytest.mark.parametrize(("key", "fields"), [("text", None), ("body", ["body"])])
+def test_documents_from_lines_of_json(tmp_path, name, key, fields):
+    write_lines(tmp_path / name, [{key: text, "more": 1} for text in DOCUMENTS])
+    source = Source("text", "a", path=name, **({"fields": fields} if fields else {}))
+    assert list(read_documents(source, tmp_path)) == DOCUMENTS
+    assert list(read_documents(Source("text", "a", path=name, fields=[key], count=1), tmp_path)) == DOCUMENTS[:1]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.xz", "notes"])
+def test_one_document_from_a_text_file(tmp_path, name):
+    data = DOCUMENTS[1].encode()
+    (tmp_path / name).write_bytes(lzma.compress(data) if name.endswith(".xz") else data)
+    assert list(read_documents(Source("text", "a", path=name), tmp_path)) == DOCUMENTS[1:]
+
+
+def test_questions_without_calculator_marks(root):
+    assert list(read_pairs(QA, root)) == [
+        QuestionAnswer("How many?", "4 + 5 = 9\n#### 9"),
+        QuestionAnswer("And then?", "12"),
+        QuestionAnswer(("Why " + "so " * 60).strip(), "because"),
+    ]
+
+
+def test_shifts_of_code_are_no_calculator_marks(tmp_path):
+    code = "return (x << 3) | (y >> 2)"
+    write_lines(tmp_path / "code.jsonl", [{"question": "Mix x and y.", "answer": code}])
+    source = Source("qa", "code", path="code.jsonl")
+    assert list(read_pairs(source, tmp_path)) == [QuestionAnswer("Mix x and y.", code)]
+    stripped = dataclasses.replace(source, strip="gsm8k")
+    assert list(read_pairs(stripped, tmp_path)) == [QuestionAnswer("Mix x and y.", "return (x  2)")]
+
+
+def test_questions_under_other_names_and_not_all_of_them(tmp_path):
+    write_lines(tmp_path / "m.jsonl", [{"problem": "p", "solution": "s", "level": 3}] * 5)
+    source = Source("qa", "m", path="m.jsonl", fields=("problem", "solution"), count=2)
+    assert list(read_pairs(source, tmp_path)) == [QuestionAnswer("p", "s")] * 2
+
+
+def test_marks_that_never_end_are_passed_over_at_once():
+    code = "import re, sys; assert len(re.sub(sys.argv[1], '', '<' * 10**6)) == 10**6"
+    subprocess.run([sys.executable, "-c", code, CALCULATOR.pattern], check=True, timeout=100)  # else an hour
+
+
+def test_problems_are_the_generators():
+    source = Source("problems", "p", count=3, split="test", seed=4)
+    expected = [QuestionAnswer(each.question, each.solution) for each in problems(3, split="test", seed=4)]
+    assert list(read_pairs(source, Path())) == expected
+
+
+def test_prose_is_one_stream_with_end_marks(tmp_path, tokenizer):
+    write_lines(tmp_path / "a.jsonl", [{"text": text} for text in [*DOCUMENTS, "<|mask|> is only text"]])
+    source = load_source(Source("text", "a", path="a.jsonl"), tmp_path, tokenizer, PackingConfig(8, 4, 0), None)
+    assert isinstance(source, StreamDataset)
+    ids = source.stream.tolist()
+    ends = [i for i, id in enumerate(ids) if id == tokenizer.eos_id]
+    assert len(ends) == 3
+    assert ends[-1] == len(ids) - 1
+    assert tokenizer.mask_id not in ids
+    assert tokenizer.decode(ids[: ends[0]]) == DOCUMENTS[0]
+    assert tokenizer.decode(ids[ends[0] + 1 : ends[1]]) == DOCUMENTS[1]
+
+
+def test_answers_end_with_their_block_and_too_long_ones_are_left_out(root, tokenizer):
+    source = load_source(QA, root, tokenizer, LAYOUT, None)
+    found = {tokenizer.decode(answer): (question, answer) for question, answer in examples(source)}
+    assert set(found) == {"4 + 5 = 9\n#### 9", "12"}
+    for text, (question, answer) in found.items():
+        ids = tokenizer.encode(text)
+        assert question == tokenizer.encode_chat("How many?" if "9" in text else "And then?")
+        assert answer[: len(ids)] == ids
+        assert set(answer[len(ids) :]) == {tokenizer.eos_id}
+        assert len(answer) % LAYOUT.block_length == 0
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "extra", "scored"),
+    [
+        (10, 0, 0, 8),
+        (10, 7, 0, 8),
+        (10, 8, 0, 16),  # an end mark always follows
+        (10, 7, 2, 24),
+        (40, 7, 2, 24),
+        (41, 7, 2, 16),  # as many further blocks as there is room for
+        (57, 3, 2, 7),  # the last block ends with the row
+        (57, 6, 0, 7),
+        (57, 7, 0, 8),  # too long: no place for the end mark
+        (70, 2, 1, 3),
+    ],
+)
+def test_room_of_an_answer(question, answer, extra, scored):
+    found = pad_answer(np.full(question, 1, np.uint16), np.full(answer, 2, np.uint16), extra, 9, LAYOUT)
+    assert found.prompt == question
+    assert found.tokens.tolist() == [1] * question + [2] * answer + [9] * (scored - answer)
+
+
+def test_answers_sometimes_have_further_blocks_of_end_marks(tmp_path, tokenizer):
+    write_lines(tmp_path / "qa.jsonl", [{"question": "q", "answer": "12"}] * 400)
+    rows = load_source(QA, tmp_path, tokenizer, LAYOUT, None)
+    sizes = [len(answer) for _, answer in examples(rows)]
+    assert [sizes.count(size) / 400 for size in (8, 16, 24)] == pytest.approx(TAILS, abs=0.08)
+
+
+class Made:
+    """Counts how often rows are made rather than found."""
+
+    def __init__(self, monkeypatch):
+        self.count = 0
+        for name in ("_make_packed", "token_stream"):
+            monkeypatch.setattr(tokenization, name, self.counting(getattr(tokenization, name)))
+
+    def counting(self, function):
+        def counted(*arguments):
+            self.count += 1
+            return function(*arguments)
+
+        return counted
+
+
+@pytest.mark.parametrize("source", [TEXT, QA, Source("problems", "p", count=5)], ids=lambda source: source.kind)
+def test_the_cache_is_used_the_second_time(root, tokenizer, tmp_path, monkeypatch, source):
+    made, layout = Made(monkeypatch), LAYOUT._replace(row_length=300)
+    plain = load_source(source, root, tokenizer, layout, None).take(0, 3)
+    first = load_source(source, root, tokenizer, layout, tmp_path / "cache").take(0, 3)
+    assert made.count == 2
+    other_weight = Source(**{**vars(source), "weight": 7.0})
+    second = load_source(other_weight, root, tokenizer, layout, tmp_path / "cache").take(0, 3)
+    assert made.count == 2
+    for one, two, three in zip(plain, first, second, strict=True):
+        assert np.array_equal(one, two)
+        assert np.array_equal(two, three)
+        assert two.dtype == three.dtype
+
+
+def test_the_cache_is_not_used_when_something_changed(root, tokenizer, tmp_path, monkeypatch):
+    made, cache = Made(monkeypatch), tmp_path / "cache"
+    load_source(QA, root, tokenizer, LAYOUT, cache)
+    load_source(QA, root, small_tokenizer(380), LAYOUT, cache)
+    assert made.count == 2
+    load_source(QA, root, tokenizer, LAYOUT._replace(row_length=60), cache)
+    assert made.count == 3
+    path = root / "qa.jsonl"
+    path.write_text(path.read_text().replace("How many", "How much"))  # of the same size
+    changed = load_source(QA, root, tokenizer, LAYOUT, cache)
+    assert made.count == 4
+    assert "How much" in "".join(tokenizer.decode(question) for question, _ in examples(changed))
+
+
+def test_remains_of_a_killed_process_do_not_disturb_the_cache(root, tokenizer, tmp_path, monkeypatch):
+    cache, saves = tmp_path / "cache", []
+
+    def killed(path, array):
+        saves.append(path)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "save", killed)
+        with pytest.raises(KeyboardInterrupt):
+            load_source(QA, root, tokenizer, LAYOUT, cache)
+    assert saves
+    assert len(load_source(QA, root, tokenizer, LAYOUT, cache)) > 0
+
+
+def test_several_processes_make_what_one_makes(tokenizer, monkeypatch):
+    source = Source("problems", "p", count=50, split="test", seed=3)
+    serial = tokenization._make_packed(source, Path(), tokenizer, LAYOUT._replace(row_length=400))
+    monkeypatch.setattr(tokenization, "PROBLEMS_PER_JOB", 20)
+    monkeypatch.setattr(tokenization.os, "cpu_count", lambda: 2)
+    calls = Made(monkeypatch)
+    monkeypatch.setattr(tokenization, "encode_pairs", calls.counting(encode_pairs))
+    parallel = tokenization._make_packed(source, Path(), tokenizer, LAYOUT._replace(row_length=400))
+    assert calls.count == 1  # nothing was encoded here
+    assert len(serial["tokens"]) > 10
+    for name, array in serial.items():
+        assert np.array_equal(array, parallel[name])
+
+
+def words(count: int) -> Tokenizer:
+    """A tokenizer whose tokens are numbers, with a vocabulary of any size."""
+    vocabulary = {"<|eos|>": 0, "?": 1, **{str(number): number + 2 for number in range(count - 2)}}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    return Tokenizer(backend, special={"eos_token": "<|eos|>"}, chat_template="{{ messages[0].content }}")
+
+
+@pytest.mark.parametrize(("size", "kind"), [(2**16, np.uint16), (2**16 + 1, np.uint32)])
+def test_a_large_vocabulary_needs_larger_numbers(tmp_path, size, kind):
+    tokenizer, last = words(size), size - 3
+    (tmp_path / "prose.txt").write_text(f"{last} 5 " * 100)
+    write_lines(tmp_path / "qa.jsonl", [{"question": f"7 {last}", "answer": f"{last} 8"}] * 3)
+    prose = load_source(TEXT, tmp_path, tokenizer, LAYOUT, tmp_path / "cache").take(0, 2).tokens
+    assert prose.dtype == kind
+    assert set(prose.flatten().tolist()) == {size - 1, 7}
+    answers = load_source(QA, tmp_path, tokenizer, LAYOUT, tmp_path / "cache").take(0, 1)
+    assert answers.tokens.dtype == kind
+    assert answers.tokens[0, :4].tolist() == [9, size - 1, size - 1, 10]
+    assert (answers.tokens[answers.segments == 0] == 0).all()  # it has no padding, and nobody looks
+
+
+def test_one_text_a_row(root, tokenizer):
+    several = load_source(QA, root, tokenizer, LAYOUT._replace(row_length=200), None)
+    single = load_source(QA, root, tokenizer, LAYOUT._replace(row_length=200, texts_per_row=1), None)
+    assert several.rows.segments.max() > 1
+    assert single.rows.segments.max() == 1
+    assert sorted(answer for _, answer in examples(single)) == sorted(answer for _, answer in examples(several))
+
+
+def test_what_was_kept_before_texts_could_be_kept_apart_is_found(root, tokenizer):
+    old = hashlib.sha256(
+        json.dumps(
+            {
+                **dataclasses.asdict(QA),
+                "weight": None,
+                "layout": [64, 8, 0],
+                "content": files.sha256(root / "qa.jsonl"),
+                "tokenizer": tokenization._digest(tokenizer),
+            },
+            sort_keys=True,
+        ).encode()
+    ).hexdigest()[:12]
+    assert dataset_digest(QA, root, tokenizer, LAYOUT) == old
+    assert dataset_digest(QA, root, tokenizer, LAYOUT._replace(texts_per_row=1)) != old
+
+
+def test_samples_for_a_tokenizer_follow_the_weights(root):
+    (root / "long.txt").write_text("x" * 3_000_000)
+    write_lines(root / "many.jsonl", [{"question": "q" * 99, "answer": "a" * 900}] * 3000)
+    sources = [Source("text", "t", 3.0, "long.txt"), Source("qa", "q", 1.0, "many.jsonl")]
+    sample = "".join(sample_texts(sources, root, megabytes=2))
+    assert sample.count("x") == 1_500_000
+    assert 490_000 < len(sample) - 1_500_000 <= 500_000
+    assert "".join(sample_texts([TEXT], root, megabytes=2)) == (root / "prose.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"question": "q", "answer": "a"}\n{broken', "a.jsonl: line 2 is not JSON"),
+        ("a.jsonl", b"[1, 2]\n", "a.jsonl: line 1 is not a JSON object"),
+        (
+            "a.jsonl",
+            b'{"question": "q", "answer": "a"}\n{"question": "q"}\n',
+            "a.jsonl: line 2: expected a text under 'an",
+        ),
+        (
+            "a.jsonl",
+            b'{"question": "q", "answer": 5}\n',
+            "a.jsonl: line 1: expected a text under 'answer', found the keys",
+        ),
+        ("a.jsonl", b'{"question": "\xff"}\n', "a.jsonl: cannot be read as UTF-8 text"),
+        ("a.jsonl.xz", b"this is not xz", "a.jsonl.xz: cannot be read"),
+        ("a.jsonl.xz", CUT_SHORT, "a.jsonl.xz: cannot be read"),
+        ("a.jsonl", b"", "source a: no question with its answer fits 64 tokens"),
+        ("a.jsonl", b"[" * 100_000, "a.jsonl: line 1 is not JSON (RecursionError"),
+        ("a.jsonl", b'{"question": ' + b"9" * 5000 + b"}", "a.jsonl: line 1 is not JSON (ValueError"),
+        ("a.jsonl", b'{"question": "\\ud800", "answer": "a"}', "a.jsonl: line 1: 'question' holds half a character"),
+        ("a.jsonl", b'{"question": "q\x00", "answer": "a"}', "a.jsonl: line 1 is not JSON"),
+        (
+            "a.jsonl",
+            b'{"' + b"k" * 5000 + b'": 1}',
+            "a.jsonl: line 1: expected a text under 'question', found the keys kk",
+        ),
+        ("a.jsonl", b"x" * (LONGEST_LINE + 1), "a.jsonl: line 1 is longer than 16,777,216 characters"),
+        ("a.jsonl.xz", ZEROS * 30, "expand to more than 100 times as many, which text does not"),
+        ("a.jsonl.xz", b'{"question": "' + ZEROS, "a.jsonl.xz: cannot be read"),
+        ("a.jsonl.xz", WIDE, "a.jsonl.xz: cannot be read as UTF-8 text (LZMAError: Memory usage limit exceeded)"),
+    ],
+)
+def test_bad_files_of_questions(tmp_path, tokenizer, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    refused(Source("qa", "a", path=name), tmp_path, tokenizer, message)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"\xff\xfe\x00", "a.txt: cannot be read as UTF-8 text"),
+        ("a.txt.xz", b"\xfd7zXZ\x00", "a.txt.xz: cannot be read"),
+        ("a.txt", b"short", "source a: 6 tokens do not fill a row of 64"),
+        ("a.jsonl", b'{"body": "x"}\n', "a.jsonl: line 1: expected a text under 'text', found the keys body"),
+    ],
+)
+def test_bad_files_of_prose(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    refused(Source("text", "a", path=name), tmp_path, train_bpe(["a"], vocab_size=261), message)
+
+
+def test_sources_that_cannot_be_used(root, tokenizer):
+    refused(Source("qa", "a", path="no.jsonl"), root, tokenizer, "no.jsonl: there is no such file (source a)")
+    refused(Source("text", "a", path="."), root, tokenizer, "--data")
+    refused(Source("qa", "a", path="qa.jsonl", fields=("q",)), root, tokenizer, "fields must name the question's and")
+    bare = train_bpe(DOCUMENTS, vocab_size=300, special_tokens=("<|mask|>",))
+    refused(TEXT, root, bare, "the tokenizer has no eos token")
+
+
+def refused(source: Source, root, tokenizer, message: str) -> None:
+    with pytest.raises(FormatError) as caught:
+        load_source(source, root, tokenizer, LAYOUT, root / "cache")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 1000
+    assert not (root / "cache").exists()
+
+
+@pytest.mark.parametrize("name", ["a.txt.xz", "a.jsonl.xz"])
+def test_a_file_that_expands_without_end_takes_little_memory(tmp_path, name):
+    (tmp_path / name).write_bytes(ZEROS * 30)
+    tracemalloc.start()
+    with pytest.raises(FormatError, match="If you trust the file, decompress it"):
+        sum(len(piece.text) for piece in read_chunks(Source("text", "a", path=name, fields=("text",)), tmp_path))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 100e6  # of 300 MB
+
+
+def test_streams_one_after_the_other_and_repetitive_text_are_read(tmp_path):
+    parts = [f"{number}\n" * 1000 for number in range(3)]
+    content = b"\0\0\0\0".join(lzma.compress(part.encode()) for part in parts)
+    (tmp_path / "a.txt.xz").write_bytes(content + bytes(200_000))
+    assert list(read_documents(Source("text", "a", path="a.txt.xz"), tmp_path)) == ["".join(parts)]
+
+
+def test_no_more_is_read_than_is_needed(tmp_path, tokenizer):
+    whole = b'{"question": "q", "answer": "aaaaaaaaa", "text": "0123456789"}\n' * 100
+    (tmp_path / "a.jsonl").write_bytes(whole + b"broken\n" + whole)
+    (tmp_path / "a.txt").write_bytes(b"0123456789" * CHUNK_CHARACTERS + b"\xff")
+    assert len(list(read_pairs(Source("qa", "a", path="a.jsonl"), tmp_path, most=995))) == 100
+    assert len(list(read_chunks(Source("text", "a", path="a.jsonl"), tmp_path, most=1000))) == 100
+    assert (
+        sum(len(piece.text) for piece in read_chunks(Source("text", "a", path="a.txt"), tmp_path, most=2))
+        == CHUNK_CHARACTERS
+    )
+    some = load_source(Source("qa", "a", path="a.jsonl"), tmp_path, tokenizer, LAYOUT._replace(characters=50), None)
+    assert sum(len(answer) > 0 for _, answer in examples(some)) == 5
+    refused(Source("qa", "a", path="a.jsonl"), tmp_path, tokenizer, "a.jsonl: line 101 is not JSON")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["word " * 300, "".join(DOCUMENTS) * 20, "x" * 999, "", "a\n\n" * 200, " = a = \n \n b  c \n" * 99, "\n" * 500],
+)
+def test_long_texts_are_cut_where_no_token_is(tmp_path, tokenizer, monkeypatch, text):
+    (tmp_path / "prose.txt").write_text(text)
+    monkeypatch.setattr(sources, "CHUNK_CHARACTERS", 200)
+    cut = list(read_chunks(TEXT, tmp_path))
+    assert "".join(piece.text for piece in cut) == text
+    assert [piece.ends for piece in cut] == [False] * (len(cut) - 1) + [True]
+    assert max(len(piece.text) for piece in cut) <= 200
+    if " " in text or "\n" in text.strip():
+        assert token_stream(TEXT, tmp_path, tokenizer).tolist() == [*tokenizer.encode(text), tokenizer.eos_id]
+
+
+def in_threads(count, *, mp_context, **prepared):
+    return ThreadPoolExecutor(count, **prepared)
+
+
+def test_prose_in_several_processes(root, tokenizer, monkeypatch):
+    monkeypatch.setattr(sources, "CHUNK_CHARACTERS", 100)
+    serial = token_stream(TEXT, root, tokenizer)
+    monkeypatch.setattr(tokenization, "MANY_CHARACTERS", 150)
+    monkeypatch.setattr(tokenization.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(tokenization, "ProcessPoolExecutor", in_threads)  # processes take seconds to start
+    assert token_stream(TEXT, root, tokenizer).tolist() == serial.tolist()
+
+
+def test_passages_are_not_chosen_from_more_than_fits_the_memory(root, monkeypatch):
+    monkeypatch.setattr(sources, "MOST_CHARACTERS", 500)
+    with pytest.raises(FormatError, match=r"prose\.txt: holds more than 500 characters"):
+        list(read_documents(TEXT, root))
+
+
+def test_kept_rows_that_are_damaged_say_what_to_do(root, tokenizer, tmp_path):
+    load_source(QA, root, tokenizer, LAYOUT, tmp_path / "cache")
+    (kept,) = (tmp_path / "cache").iterdir()
+    for content in (b"", b"\x93NUMPY\x01\0", (kept / "tokens.npy").read_bytes()[:-1]):
+        (kept / "tokens.npy").write_bytes(content)
+        with pytest.raises(FormatError, match=r"is damaged \(.*\)\. Remove it: it is made again"):
+            load_source(QA, root, tokenizer, LAYOUT, tmp_path / "cache")
+
+
+def test_pipes_and_impossible_names_are_no_data(tmp_path, tokenizer):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for name in ("pipe.jsonl", "n" * 300, "a\0b", "/dev/zero"):
+        refused(Source("qa", "a", path=name), tmp_path, tokenizer, "there is no such file")

@@ -1,0 +1,40 @@
+"""What several tests of training share: the tiny recipe, a vocabulary, a network with weights that say something."""
+
+import functools
+
+import numpy as np
+import torch
+
+from codd.backbones import mini
+from codd.backbones.config import Config
+from codd.backbones.tokenizer import Tokenizer
+from codd.backbones.transformer import Transformer, initialise
+from codd.data.bpe import train_bpe
+from codd.data.packing import Example, PackedSequences, pack
+from codd.data.problems import problems
+from codd.training.recipe import SHIPPED
+
+TINY = SHIPPED / "tiny.yaml"
+CPU = torch.device("cpu")
+
+
+@functools.cache
+def small_tokenizer(vocab_size: int = 400) -> Tokenizer:
+    return train_bpe([f"{p.question}\n{p.solution}" for p in problems(100)], vocab_size=vocab_size)
+
+
+def small_network(vocab_size: int, *, causal: bool = False, std: float = 0.4) -> Transformer:
+    sizes = {"width": 16, "layers": 2, "heads": 2, "mlp_width": 32}
+    config = Config({**sizes, "vocab_size": vocab_size, "causal": causal, "mask_token_id": 0}, "a test")
+    network = mini.build(config).network
+    initialise(network, generator=torch.Generator().manual_seed(1), std=std)
+    return network.requires_grad_(False)
+
+
+def packed(texts: list[tuple[int, int]], length: int, vocab_size: int = 30) -> PackedSequences:
+    """Random texts, given by the lengths of their question and answer, in rows; token 0 is the mask and the padding."""
+    random = np.random.default_rng(5)
+    examples = [
+        Example(random.integers(1, vocab_size, prompt + answer).astype(np.uint16), prompt) for prompt, answer in texts
+    ]
+    return pack(examples, length, 0)
