@@ -7,7 +7,8 @@ import jaxtyping
 import pytest
 import torch
 
-import checking
+pytest.register_assert_rewrite("tests.support")  # before anything of it is imported
+from tests.support import checking  # noqa: E402
 
 if not torch.cuda.is_available():
     # The kernels then run in Triton's interpreter; it must be chosen before they are compiled.

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import FIXTURES, backbone, cases, random_mini, stated, tensors_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -20,6 +19,7 @@ from codd.backbones.loading import load_checkpoint
 from codd.errors import FormatError, InvalidInput
 from codd.training.circuit.joint import merge as merge_trained
 from codd.training.circuit.joint import trainable
+from tests.support.checkpoints import FIXTURES, backbone, cases, random_mini, stated, tensors_of
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:::peft\.")  # of its advice on base models that it does not know
 ATTENTION = ["q_proj", "k_proj", "v_proj"]

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from checkpoints import PUBLISHED, backbone, random_mini
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from codd.backbones.backbone import Backbone
 from codd.errors import InvalidInput
+from tests.support.checkpoints import PUBLISHED, backbone, random_mini
 
 EVERY = (*PUBLISHED, "mini", "mini_causal")
 SIDES = ("left", "right")

@@ -19,8 +19,9 @@ from safetensors.torch import load_file
 import codd
 from codd.backbones.loading import BUNDLED
 from codd.data.problems import extract_answer, generate
+from tests.support import ROOT
 
-PROJECT = Path(__file__).parents[2]
+PROJECT = ROOT
 FILES = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 EASY = (4, 57, 127, 159)
 """Test problems of seed 100: two steps each, and the model solves them whatever the order of tokens."""

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import FIXTURES, MINI, backbone, cases, copy_of, edit_config, edit_weights, tensors_of
 from safetensors.torch import save_file
 
 from codd.backbones import (
@@ -29,6 +28,7 @@ from codd.backbones.config import Config
 from codd.backbones.loading import FAMILIES, load_checkpoint, read_spec
 from codd.backbones.transformer import Transformer
 from codd.errors import FormatError, InvalidInput
+from tests.support.checkpoints import FIXTURES, MINI, backbone, cases, copy_of, edit_config, edit_weights, tensors_of
 
 LLADA_8B = {
     "model_type": "llada",

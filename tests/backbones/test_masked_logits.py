@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-from checkpoints import PUBLISHED, backbone
+
+from tests.support.checkpoints import PUBLISHED, backbone
 
 pytestmark = pytest.mark.numerics
 POSITIONS = torch.tensor([[1, 4, 6], [0, 6, 2]])

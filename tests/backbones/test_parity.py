@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from checkpoints import FIXTURES, PUBLISHED, backbone, cases, stated, tensors_of
 from torch import Tensor
 
 from codd.backbones import loading
 from codd.backbones.backbone import default_positions
 from codd.backbones.kv_cache import CachedPass, KVCache
 from codd.backbones.loading import load_checkpoint
+from tests.support.checkpoints import FIXTURES, PUBLISHED, backbone, cases, stated, tensors_of
 
 TOLERANCE = 2e-4
 IMPOSSIBLE = -1e5  # the references write log 0 as about -1e6

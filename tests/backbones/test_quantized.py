@@ -7,7 +7,6 @@ from types import ModuleType
 import pytest
 import torch
 import torch.nn.functional as F
-from checkpoints import FIXTURES, PUBLISHED, backbone, cases, stated
 from torch import Tensor
 
 import codd
@@ -15,6 +14,7 @@ from codd.backbones import quantized, transformer
 from codd.backbones.loading import BUNDLED, load_checkpoint
 from codd.backbones.quantized import Int8Linear, round_rows
 from codd.errors import InvalidInput
+from tests.support.checkpoints import FIXTURES, PUBLISHED, backbone, cases, stated
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")

@@ -1,12 +1,9 @@
 """A network divided between two processes is the network."""
 
 import json
-from pathlib import Path
 
 import pytest
-import tensor_parallel_run as run
 import torch
-from checkpoints import FIXTURES, backbone
 from safetensors.torch import load_file
 
 import codd
@@ -14,14 +11,16 @@ from codd.backbones.experts import ExpertsConfig
 from codd.backbones.tensor_parallel import Partition, ShardedTransformer, misfits
 from codd.backbones.transformer import TransformerConfig
 from codd.errors import InvalidInput
-from two_processes import run_in_two_processes
+from tests.support import tensor_parallel_run as run
+from tests.support.checkpoints import FIXTURES, backbone
+from tests.support.two_processes import run_in_two_processes
 
 TOLERANCE = 1e-4
 """Float32 sums in another order; the largest difference is 1.5e-5."""
 
 
 def test_two_processes_compute_what_one_does(tmp_path):
-    stdout, _ = run_in_two_processes(str(tmp_path), program=[str(Path(run.__file__))], threads=torch.get_num_threads())
+    stdout, _ = run_in_two_processes(str(tmp_path), program=["-m", run.__name__], threads=torch.get_num_threads())
     found = load_file(tmp_path / "found.safetensors")
     for name in run.LAYOUTS:
         wanted = run.logits(name)

@@ -24,8 +24,9 @@ from codd.backbones.tokenizer import Tokenizer
 from codd.backbones.tokenizer_files import QWEN2_SPLIT, split_then_bytes
 from codd.data.bpe import MINI_SPECIAL_TOKENS, train_bpe
 from codd.errors import CoddError, FormatError
+from tests.support import ROOT
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 DREAM_ADDED = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|beginoftext|>", "<|mask|>")
 SAMPLES = [README, "I'LL say 1234 things…\n\n  e\u0301", "  \t\r\n x<|im_start|>user<|mask|><|mask|>", ""]
 FAST_TEXT = st.text(alphabet=st.one_of(st.characters(codec="utf-8"), st.sampled_from(" \n\r\t'sS1é\u0301<|>")))

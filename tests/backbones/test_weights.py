@@ -10,14 +10,6 @@ import sys
 
 import pytest
 import torch
-from checkpoints import (
-    FIXTURES,
-    copy_of,
-    edit_config,
-    edit_weights,
-    random_mini,
-    tensors_of,
-)
 from safetensors.torch import save_file
 
 from codd.backbones import loading, mini, progress, weights
@@ -26,6 +18,14 @@ from codd.backbones.transformer import Transformer
 from codd.cli import info_model
 from codd.errors import FormatError, InvalidInput
 from families import SMALL, write_checkpoint
+from tests.support.checkpoints import (
+    FIXTURES,
+    copy_of,
+    edit_config,
+    edit_weights,
+    random_mini,
+    tensors_of,
+)
 
 
 def refused(folder, **options) -> str:

@@ -12,8 +12,8 @@ import torch
 
 from codd.backbones.loading import BUNDLED
 from codd.data.problems import problems
+from tests.support import ROOT
 
-ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "benchmarks"
 PARTS = {"rivals", "structured_cases", "timing"}
 """Modules that scripts import; not run by themselves."""

@@ -4,7 +4,6 @@ import time
 
 import pytest
 import torch
-from enumeration import all_strings, enumerate_completions, log_normalise
 from jaxtyping import TypeCheckError
 from torch import Tensor
 from torch.testing import assert_close
@@ -12,6 +11,7 @@ from torch.testing import assert_close
 from codd.circuits.builders import balanced_tree, chain, independent_mixture, random_balanced_tree
 from codd.circuits.evidence import Evidence
 from codd.errors import InvalidCircuit
+from tests.support.enumeration import all_strings, enumerate_completions, log_normalise
 
 # Shape errors are ours for users, and jaxtyping's where its checks are switched on in tests: both name the argument.
 WRONG_SHAPE = (InvalidCircuit, TypeCheckError)

@@ -8,9 +8,6 @@ from functools import cached_property
 import numpy as np
 import pytest
 import torch
-from enumeration import chi_square_p_value, log_normalise
-from strategies import BACKENDS, KINDS, LAYOUTS, Truth, generator, make_evidence, make_hmm, shape_checks
-from test_gates import GatedTruth, make_gates
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -26,6 +23,9 @@ from codd.decoding.samplers.any_order import sample_any_order
 from codd.decoding.samplers.latent import sample_latent
 from codd.decoding.samplers.ranking import Noise
 from codd.errors import ImpossibleEvidence, InvalidCircuit, InvalidEvidence
+from tests.circuits.test_gates import GatedTruth, make_gates
+from tests.support.enumeration import chi_square_p_value, log_normalise
+from tests.support.strategies import BACKENDS, KINDS, LAYOUTS, Truth, generator, make_evidence, make_hmm, shape_checks
 
 CASES = int(os.environ.get("CODD_FUZZ", "120"))
 EXACT = {"rtol": 1e-9, "atol": 1e-9}

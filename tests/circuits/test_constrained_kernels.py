@@ -4,13 +4,13 @@ import warnings
 
 import pytest
 import torch
-from strategies import generator
-from test_constrained import end_weights, random_automaton
 from torch.testing import assert_close
 
 from codd.circuits import HMM, Evidence, ops
 from codd.circuits.constrained import ConstrainedHMM
 from codd.constraints import Automaton
+from tests.circuits.test_constrained import end_weights, random_automaton
+from tests.support.strategies import generator
 
 pytest.importorskip("triton")
 from codd.circuits.ops.constrained import device

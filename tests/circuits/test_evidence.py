@@ -4,13 +4,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import KINDS, generator, make_evidence, shape_checks, token_log_weights
 from torch.autograd import gradcheck
 from torch.testing import assert_close
 
 from codd.circuits import Evidence, SparsePotentials
 from codd.circuits.evidence import Kind
 from codd.errors import InvalidEvidence
+from tests.support.strategies import KINDS, generator, make_evidence, shape_checks, token_log_weights
 
 INF = math.inf
 B, L, V, N = 2, 3, 5, 4

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from strategies import generator, make_evidence, shape_checks
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -13,6 +12,7 @@ from codd.circuits import HMM, Evidence, Factors, ops
 from codd.circuits.factors import Detour, logits_of
 from codd.circuits.storage import CONFIG_FILE, WEIGHTS_FILE, write_folder
 from codd.errors import FormatError, InvalidCircuit
+from tests.support.strategies import generator, make_evidence, shape_checks
 
 N, V, INNER = 5, 7, 3
 KINDS = {

@@ -8,14 +8,14 @@ from functools import cache, cached_property
 
 import pytest
 import torch
-from enumeration import chi_square_p_value, log_normalise
-from strategies import BACKENDS, KINDS, Truth, generator, make_evidence, make_hmm, shape_checks
 from torch import Tensor
 from torch.testing import assert_close
 
 from codd.circuits import HMM, Evidence, Flows, SparsePotentials, inference, ops
 from codd.circuits.evidence import Kind
 from codd.errors import InvalidEvidence
+from tests.support.enumeration import chi_square_p_value, log_normalise
+from tests.support.strategies import BACKENDS, KINDS, Truth, generator, make_evidence, make_hmm, shape_checks
 
 LAYOUTS = ("low_rank", "low_rank_per_position")
 EXACT = {"rtol": 1e-9, "atol": 1e-9}

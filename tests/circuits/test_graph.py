@@ -7,14 +7,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from enumeration import (
-    all_strings,
-    chi_square_p_value,
-    enumerate_completions,
-    log_normalise,
-    string_log_weights,
-    token_marginals,
-)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -24,6 +16,14 @@ from codd.circuits.evidence import Evidence, SparsePotentials
 from codd.circuits.graph import Circuit
 from codd.circuits.nodes import Leaf, Mixture, Node, Product, leaf, mixture, product, topological_order
 from codd.errors import ImpossibleEvidence, InvalidCircuit, InvalidEvidence
+from tests.support.enumeration import (
+    all_strings,
+    chi_square_p_value,
+    enumerate_completions,
+    log_normalise,
+    string_log_weights,
+    token_marginals,
+)
 
 INF = math.inf
 

@@ -1,15 +1,22 @@
 import itertools
 import math
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
-from enumeration import all_strings, chi_square_p_value
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
-from strategies import (
+from torch import Tensor
+from torch.testing import assert_close
+
+from codd.circuits import HMM, Evidence, SparsePotentials, inference, ops
+from codd.circuits.evidence import Kind
+from codd.circuits.sampling import draw_token
+from codd.errors import ImpossibleEvidence, InvalidCircuit, InvalidEvidence
+from tests.support import FIXTURES
+from tests.support.enumeration import all_strings, chi_square_p_value
+from tests.support.strategies import (
     BACKENDS,
     KINDS,
     LAYOUTS,
@@ -22,16 +29,8 @@ from strategies import (
     shape_checks,
     token_log_weights,
 )
-from torch import Tensor
-from torch.testing import assert_close
-
-from codd.circuits import HMM, Evidence, SparsePotentials, inference, ops
-from codd.circuits.evidence import Kind
-from codd.circuits.sampling import draw_token
-from codd.errors import ImpossibleEvidence, InvalidCircuit, InvalidEvidence
 
 pytestmark = pytest.mark.numerics
-FIXTURES = Path(__file__).parents[1] / "fixtures" / "hmm"
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
 CLOSE = {"rtol": 1e-4, "atol": 2e-4}
@@ -52,10 +51,10 @@ def unchecked():
 # Files written by PyJuice, with the truth beside them.
 
 
-@pytest.fixture(params=sorted(FIXTURES.glob("*.jpc")), ids=lambda path: path.stem)
+@pytest.fixture(params=sorted(FIXTURES.glob("hmm/*.jpc")), ids=lambda path: path.stem)
 def stored(request):
     name = request.param.stem.removesuffix("_legacy").removesuffix("_numpy1")
-    return HMM.from_pyjuice(request.param), load_file(FIXTURES / f"{name}.safetensors")
+    return HMM.from_pyjuice(request.param), load_file(FIXTURES / "hmm" / f"{name}.safetensors")
 
 
 def fixture_evidence(truth: dict[str, Tensor]) -> Evidence:

@@ -2,15 +2,15 @@ import math
 
 import pytest
 import torch
-from enumeration import chi_square_p_value
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import BACKENDS, LAYOUTS, Truth, generator, make_evidence, make_hmm, shape_checks
 from torch import Tensor
 from torch.testing import assert_close
 
 from codd.circuits import HMM, Evidence, Flows, SparsePotentials, ops
 from codd.errors import ImpossibleEvidence, InvalidEvidence
+from tests.support.enumeration import chi_square_p_value
+from tests.support.strategies import BACKENDS, LAYOUTS, Truth, generator, make_evidence, make_hmm, shape_checks
 
 INF = math.inf
 DTYPES = (torch.float32, torch.float64)

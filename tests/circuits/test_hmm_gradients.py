@@ -6,12 +6,12 @@ from itertools import pairwise
 import pytest
 import torch
 from hypothesis import given, settings
-from strategies import KINDS, LAYOUTS, cases, generator, make_evidence, make_hmm, shape_checks
 from torch import Tensor
 from torch.autograd import gradcheck
 from torch.testing import assert_close
 
 from codd.circuits import HMM, Evidence, Factors, SparsePotentials, inference, ops
+from tests.support.strategies import KINDS, LAYOUTS, cases, generator, make_evidence, make_hmm, shape_checks
 
 B, L, N, V = 3, 3, 2, 4
 WEIGHTS = torch.tensor([1.5, -2.0, 0.0], dtype=torch.float64)

@@ -3,13 +3,13 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
-from strategies import LAYOUTS, generator, make_evidence, make_hmm
 from torch import Tensor
 from torch.testing import assert_close
 
 from codd.circuits import HMM, Evidence, Factors, ops, storage
 from codd.circuits.storage import CONFIG_FILE, WEIGHTS_FILE, write_folder
 from codd.errors import FormatError, InvalidCircuit
+from tests.support.strategies import LAYOUTS, generator, make_evidence, make_hmm
 
 
 def tensors_of(hmm: HMM) -> list[Tensor]:

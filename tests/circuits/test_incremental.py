@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from strategies import KINDS, LAYOUTS, generator, make_evidence, make_hmm, shape_checks
 from torch import Tensor
 from torch.testing import assert_close
 
 from codd.circuits import HMM, Evidence, incremental, ops
 from codd.circuits.evidence import Kind
 from codd.errors import InvalidEvidence
+from tests.support.strategies import KINDS, LAYOUTS, generator, make_evidence, make_hmm, shape_checks
 
 INF = math.inf
 CUDA = torch.cuda.is_available()

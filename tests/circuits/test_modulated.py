@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from strategies import generator, shape_checks
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -16,6 +15,7 @@ from codd.circuits import HMM, Factors, Head, HeadConfig, Modulated, load_circui
 from codd.circuits.modulated import WAVES, widened
 from codd.circuits.storage import CONFIG_FILE, WEIGHTS_FILE, write_folder
 from codd.errors import CoddError, FormatError, InvalidCircuit, InvalidEvidence
+from tests.support.strategies import generator, shape_checks
 
 N, V, R, D, B, L = 4, 6, 3, 8, 2, 5
 MASKED = torch.tensor([[True, False, True, True, False], [True, True, True, True, True]])

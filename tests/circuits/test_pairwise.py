@@ -8,13 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import BACKENDS, KINDS, LAYOUTS, Truth, generator, make_evidence, make_hmm, shape_checks
 from torch import Tensor
 from torch.testing import assert_close
 
 from codd.circuits import HMM, Circuit, Evidence, leaf, mixture, ops, pairwise, product
 from codd.circuits.evidence import Kind
 from codd.errors import InvalidEvidence
+from tests.support.strategies import BACKENDS, KINDS, LAYOUTS, Truth, generator, make_evidence, make_hmm, shape_checks
 
 N, V, L, B = 3, 4, 4, 3
 EXACT = {"rtol": 0, "atol": 1e-9}

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from strategies import generator, shape_checks
 from torch.testing import assert_close
 
 from codd.circuits import HMM, Evidence, ops
@@ -18,6 +17,7 @@ from codd.decoding.options import Options
 from codd.decoding.samplers import any_order, ranking
 from codd.decoding.samplers.ranking import Noise
 from codd.errors import InvalidEvidence
+from tests.support.strategies import generator, shape_checks
 
 pytest.importorskip("triton")
 from codd.circuits.ops.pick import triton as kernels

@@ -11,8 +11,8 @@ import torch
 import codd
 from codd.circuits.storage import WEIGHTS_FILE
 from codd.errors import CoddError, FormatError
+from tests.support import FIXTURES
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 SOURCE = FIXTURES / "hmm" / "hmm_n16.jpc"
 
 

@@ -5,7 +5,6 @@ import pickle
 import struct
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,8 +16,8 @@ from safetensors.torch import load_file
 from codd.circuits import pickles, pyjuice
 from codd.circuits.pyjuice import read_jpc
 from codd.errors import CoddError, FormatError, UnsafePickle
+from tests.support import FIXTURES
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 INDEX = json.loads((FIXTURES / "hmm" / "index.json").read_text())
 HMMS = sorted((FIXTURES / "hmm").glob("*.jpc"))
 MALICIOUS = sorted((FIXTURES / "malicious").glob("*.jpc"))

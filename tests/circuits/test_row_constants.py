@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import Truth, make_evidence, make_hmm, shape_checks
 from torch import Tensor
 
 from codd.circuits import HMM, Evidence
+from tests.support.strategies import Truth, make_evidence, make_hmm, shape_checks
 
 pytestmark = pytest.mark.numerics
 KINDS = ("log_potentials", "sparse", "sparse_tail", "latent", "observed_latent", "mixed_dense", "mixed_sparse")

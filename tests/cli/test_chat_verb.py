@@ -1,7 +1,6 @@
 import io
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,8 +12,8 @@ from codd.cli import chat, main, sampling
 from codd.cli.chat import Conversation, Screen, frame
 from codd.decoding import Options, Step
 from codd.errors import InvalidInput
+from tests.support import FIXTURES
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 FEW = ("--gen-length", "8", "--steps", "2")
 MASK, EOS = 1, 2
 END = "/help lists the commands; Ctrl-D ends."

@@ -4,15 +4,13 @@ import os
 import subprocess
 import sys
 import types
-from pathlib import Path
 
 import pytest
 
 from codd import cli
 from codd.cli import console, main
 from codd.errors import CoddError
-
-FIXTURES = Path(__file__).parents[1] / "fixtures"
+from tests.support import FIXTURES
 
 
 @pytest.fixture

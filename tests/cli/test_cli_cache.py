@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_published_causal import WORDS, gpt2
 
 from codd import folders
 from codd.backbones import mini
@@ -21,9 +20,10 @@ from codd.cli import main
 from codd.data.bpe import train_bpe
 from codd.data.problems import problems
 from codd.training.logit_cache.reader import LogitCache
-from two_processes import run_in_two_processes
+from tests.evaluation.test_published_causal import WORDS, gpt2
+from tests.support import FIXTURES
+from tests.support.two_processes import run_in_two_processes
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 pytestmark = pytest.mark.usefixtures("one_thread")  # here as in the processes that are started: the same bits
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 WINDOW = 8

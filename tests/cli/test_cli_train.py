@@ -20,7 +20,7 @@ from codd.cli.train import _gaps as gaps
 from codd.data.bpe import train_bpe
 from codd.data.problems import problems
 from codd.training.checkpoints import checkpoints
-from two_processes import run_in_two_processes
+from tests.support.two_processes import run_in_two_processes
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # here as in the processes that are started: the same bits
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -6,8 +6,8 @@ import torch
 
 from codd.circuits import HMM, Evidence
 from codd.cli import main
+from tests.support import FIXTURES
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 SOURCE = FIXTURES / "hmm" / "hmm_n16.jpc"
 
 

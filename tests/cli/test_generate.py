@@ -15,8 +15,8 @@ from codd.circuits import Head, HeadConfig, Modulated
 from codd.cli import generate, main, sampling
 from codd.decoding import Options
 from codd.errors import CircuitSteppedAside, InvalidInput
+from tests.support import FIXTURES
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 TINY = FIXTURES / "decode_llada"
 QUESTION = "Mia has 3 apples and buys 4 more. How many apples does she have?"
 FEW = ("--gen-length", "8", "--steps", "2")

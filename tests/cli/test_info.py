@@ -1,5 +1,4 @@
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -7,8 +6,7 @@ import torch
 from codd import files
 from codd.circuits import HMM, Factors, Head, HeadConfig, Modulated, storage
 from codd.cli import main
-
-FIXTURES = Path(__file__).parents[1] / "fixtures"
+from tests.support import FIXTURES
 
 
 def described(capsys, path: object, *options: str, code: int = 0) -> dict[str, object]:

@@ -18,8 +18,8 @@ from codd.backbones.config import Config
 from codd.backbones.transformer import initialise
 from codd.circuits import HMM, Head, HeadConfig, Modulated
 from codd.cli import info_model, main
+from tests.support import FIXTURES
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 ROTARY = "rotary_emb.inv_freq"
 
 # Of each fixture: the fields of config.json that hold family, layers, width, heads and maximal length.

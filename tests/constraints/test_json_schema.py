@@ -5,11 +5,11 @@ import random
 
 import jsonschema_rs
 import pytest
-from generators import walk
 
 from codd.constraints import JsonSchema
 from codd.errors import EmptyLanguage, InvalidConstraint
 from structured_cases import random_schema
+from tests.support.generators import walk
 
 COUNT = int(os.environ.get("CODD_FUZZ", "30"))
 TREE = {

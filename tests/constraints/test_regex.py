@@ -4,11 +4,11 @@ import random
 import re
 
 import pytest
-from generators import walk
 
 from codd.constraints import Choice, Regex
 from codd.errors import EmptyLanguage, InvalidConstraint
 from structured_cases import random_regex
+from tests.support.generators import walk
 
 COUNT = int(os.environ.get("CODD_FUZZ", "30"))
 POINTS = sorted(

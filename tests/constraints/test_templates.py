@@ -2,10 +2,10 @@ import random
 import re
 
 import pytest
-from generators import walk
 
 from codd.constraints import Choice, Regex, Template, Vocabulary
 from codd.errors import EmptyLanguage, InvalidConstraint
+from tests.support.generators import walk
 
 
 def test_slots_are_bounded_and_fixed_text_stands(bundled, mini):

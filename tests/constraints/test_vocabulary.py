@@ -3,7 +3,6 @@ import re
 
 import pytest
 import tokenizers
-from generators import walk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
@@ -12,6 +11,7 @@ from codd.backbones import Tokenizer
 from codd.backbones.loading import BUNDLED
 from codd.constraints import Choice, Regex, Vocabulary
 from codd.errors import InvalidConstraint
+from tests.support.generators import walk
 
 TEXT = ["the cat sat on the mat. The Cat's 42 hats: naïve 日本語 🙂!", "a  b   c\n\tif x == 1:\n        return 'y'"] * 4
 

@@ -1,5 +1,4 @@
 import json
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -9,8 +8,9 @@ from codd.backbones import chat
 from codd.backbones.tokenizer import Tokenizer
 from codd.data.bpe import MINI_SPECIAL_TOKENS, train_bpe
 from codd.errors import CoddError
+from tests.support import ROOT
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 TEXTS = [README, "What is 12 + 345? It's 357.\n\nDon't we'll they've"] * 2
 
 

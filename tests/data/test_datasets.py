@@ -17,7 +17,7 @@ from codd.data.windows import WindowRecipe
 from codd.errors import InvalidInput
 from codd.training.circuit.data import batch_index
 from codd.training.circuit_recipe import BankRecipe, CircuitRecipe
-from small_windows import MASK, VOCAB, WINDOW, network, prose, recipe_of, rows_of_pairs
+from tests.support.small_windows import MASK, VOCAB, WINDOW, network, prose, recipe_of, rows_of_pairs
 
 RECIPE = recipe_of(bank=BankRecipe(windows=96, rows_at_once=8), windows=WindowRecipe(WINDOW, per_row=2))
 COLUMNS = ("tokens", "masked", "level", "features")

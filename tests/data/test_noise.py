@@ -6,7 +6,7 @@ import torch
 from codd.data import noise
 from codd.data.noise import Noise, NoiseRecipe, add_noise, positions_in, segment_starts, stratified
 from codd.data.packing import PackedSequences
-from small_runs import CPU, packed
+from tests.support.small_runs import CPU, packed
 
 UNIFORM = NoiseRecipe(minimum=0.05, block_share=0.0)
 BLOCKS = NoiseRecipe(minimum=0.05, block_share=1.0, block_length=4, block_weight=3.0)

@@ -10,7 +10,7 @@ from codd.backbones.config import Config
 from codd.backbones.transformer import initialise
 from codd.data.samples import CausalModel, MiniReader, SampledDataset, load_causal, sample
 from codd.errors import FormatError, InvalidInput, MissingDependency
-from small_runs import CPU, small_tokenizer
+from tests.support.small_runs import CPU, small_tokenizer
 
 TOKENIZER = small_tokenizer()
 OTHER = small_tokenizer(300)

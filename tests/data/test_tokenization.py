@@ -41,7 +41,7 @@ from codd.data.tokenization import (
     token_stream,
 )
 from codd.errors import FormatError
-from small_runs import small_tokenizer
+from tests.support.small_runs import small_tokenizer
 
 LAYOUT = PackingConfig(row_length=64, block_length=8, seed=0)
 TEXT = Source("text", "prose", path="prose.txt")

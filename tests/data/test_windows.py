@@ -18,7 +18,7 @@ from codd.data.windows import (
     sample_starts,
 )
 from codd.errors import InvalidInput
-from small_windows import CPU, MASK, QUESTIONS, WINDOW, network, prose, recipe_of
+from tests.support.small_windows import CPU, MASK, QUESTIONS, WINDOW, network, prose, recipe_of
 
 BOTH = pytest.mark.parametrize("rows", [QUESTIONS, prose(40, 45)], ids=["questions", "prose"])
 

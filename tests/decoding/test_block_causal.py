@@ -2,12 +2,10 @@
 
 import functools
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import MASK, VOCAB, filled_in, last, modulated, of, random_hmm, run, stated, tiny
 
 import codd
 from codd.circuits import HMM
@@ -18,8 +16,9 @@ from codd.decoding.network import FullRecompute, StateRequest
 from codd.decoding.start import start_sequences
 from codd.decoding.state import HiddenStates, Step, StopCondition
 from codd.errors import InvalidInput
+from tests.support import FIXTURES
+from tests.support.tiny_models import MASK, VOCAB, filled_in, last, modulated, of, random_hmm, run, stated, tiny
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 FAMILIES = ("sdar", "fastdllm_v2", "llada2")
 SIZE = 4
 PROMPTS = [[1, 2, 3, 4, 5, 6], [7, 8, 9], [10, 11, 12, 13], [14]]

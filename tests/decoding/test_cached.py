@@ -2,12 +2,10 @@
 
 import functools
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_models import MASK, modulated, random_hmm, tiny
 from torch import Tensor
 
 import codd
@@ -20,8 +18,9 @@ from codd.decoding.network import FullRecompute, NetworkRunner
 from codd.decoding.start import start_sequences
 from codd.decoding.state import Step, StopCondition
 from codd.errors import InvalidInput
+from tests.support import FIXTURES
+from tests.support.tiny_models import MASK, modulated, random_hmm, tiny
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 BLOCK_CAUSAL = ("sdar", "fastdllm_v2", "llada2")
 BIDIRECTIONAL = ("llada_mha", "llada_gqa_sharded", "dream_tied", "illada", "llada_moe", "bert", "modernbert")
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2], [6, 5], [35, 8, 9, 7, 9, 3, 2, 3, 8, 4]]

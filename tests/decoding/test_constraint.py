@@ -5,13 +5,13 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from tiny_models import EOS, MASK, PAD, VOCAB, modulated, tiny
 
 import codd
 from codd.circuits import HMM
 from codd.constraints import Automaton
 from codd.decoding import Step
 from codd.errors import InvalidInput
+from tests.support.tiny_models import EOS, MASK, PAD, VOCAB, modulated, tiny
 
 WORDS = [token for token in range(VOCAB) if token not in (EOS, MASK, PAD)]
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_models import MASK, VOCAB, detouring, modulated, random_hmm, tiny
 from torch import Tensor
 
 import codd
@@ -21,6 +20,7 @@ from codd.decoding.start import new_sequence
 from codd.decoding.state import HiddenStates, SequenceState, StepInputs, StepResult
 from codd.decoding.step import masked_positions, run_step
 from codd.errors import InvalidInput
+from tests.support.tiny_models import MASK, VOCAB, detouring, modulated, random_hmm, tiny
 
 needs_library = pytest.mark.skipif(native.library() is None, reason="without a compiler nothing is shared")
 PACES = {

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_models import MASK, VOCAB, detouring, modulated, random_hmm
 
 import codd
 from codd.backbones.kv_cache import CachedPass, KVCache
@@ -16,6 +15,7 @@ from codd.decoding.accelerate.gpu_sampling import sample_captured
 from codd.decoding.options import Options
 from codd.decoding.samplers.ranking import Noise, Ranking
 from codd.decoding.samplers.window import WindowInputs, sample_window
+from tests.support.tiny_models import MASK, VOCAB, detouring, modulated, random_hmm
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
 

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import tokenizers
 import torch
-from tiny_models import EOS, MASK, VOCAB, detouring, modulated, random_hmm, tiny
 from tokenizers import models, pre_tokenizers
 
 import codd
@@ -16,6 +15,7 @@ from codd.decoding.network import FullRecompute, StateRequest
 from codd.decoding.options import DEFAULT_COUNTED, DEFAULT_GREEDY, DEFAULT_SAMPLED, DEFAULTS, Options
 from codd.decoding.state import HiddenStates, StopCondition, first_stop
 from codd.errors import InvalidInput
+from tests.support.tiny_models import EOS, MASK, VOCAB, detouring, modulated, random_hmm, tiny
 
 SIZES = {"gen_length": 12, "block_length": 6}
 PROMPTS = [[1, 2, 3], [4]]

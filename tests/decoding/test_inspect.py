@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 from jaxtyping import config
-from tiny_models import MASK, VOCAB, biased, modulated, of, random_hmm, run, stated, tiny
 from torch import Tensor
 from torch.testing import assert_close
 
@@ -16,6 +15,7 @@ from codd.circuits import HMM, Circuit, Factors, leaf, mixture, product
 from codd.decoding.inspect import LONGEST, MOST, Inspection, inspect
 from codd.decoding.options import Options
 from codd.errors import InvalidInput
+from tests.support.tiny_models import MASK, VOCAB, biased, modulated, of, random_hmm, run, stated, tiny
 
 PROMPT = [3, 1, 4, 1, 5]
 IDS = [*PROMPT, *[MASK] * 8]

@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import EOS, MASK, PAD, VOCAB, biased, filled_in, fixture, last, of, random_hmm, run, stated, tiny
 
 import codd
 from codd.backbones import mini
@@ -19,6 +18,21 @@ from codd.decoding.options import Options, Order
 from codd.decoding.start import start_sequences
 from codd.decoding.state import HiddenStates, SequenceState, Step, generator_for
 from codd.errors import CircuitSteppedAside, InvalidInput
+from tests.support.tiny_models import (
+    EOS,
+    MASK,
+    PAD,
+    VOCAB,
+    biased,
+    filled_in,
+    fixture,
+    last,
+    of,
+    random_hmm,
+    run,
+    stated,
+    tiny,
+)
 
 prompts_of_any_length = st.lists(st.lists(st.integers(0, MASK - 1), max_size=5), min_size=1, max_size=3)
 

@@ -13,8 +13,8 @@ import codd
 from codd.backbones import load_checkpoint
 from codd.circuits import Head, HeadConfig, Modulated
 from codd.errors import FormatError, InvalidInput
+from tests.support import FIXTURES
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 MASKS = {
     "llada_mha": 129,
     "llada_gqa_sharded": 110,

@@ -8,7 +8,6 @@ from types import MappingProxyType
 
 import pytest
 import torch
-from tiny_models import FIXTURES, MASK, VOCAB, detouring, last, modulated, of, random_hmm, run, tiny
 from torch import Tensor
 
 import codd
@@ -22,6 +21,7 @@ from codd.decoding.accelerate.gpu_sampling import sample_captured, sample_eagerl
 from codd.decoding.samplers.ranking import Noise, Ranking
 from codd.decoding.samplers.window import WindowInputs
 from codd.decoding.state import generator_for
+from tests.support.tiny_models import FIXTURES, MASK, VOCAB, detouring, last, modulated, of, random_hmm, run, tiny
 
 PROMPTS = [[1, 2, 3], [4]]
 SIZES = MappingProxyType({"gen_length": 12, "block_length": 6, "steps": 4})

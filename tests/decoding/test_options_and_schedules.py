@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from published_oracle import fits, target_window
 
 from codd.decoding import Options, schedule
 from codd.decoding.options import Keywords
@@ -27,6 +26,7 @@ from codd.decoding.samplers.ranking import (
 )
 from codd.decoding.schedule import best_window
 from codd.errors import InvalidInput, shown
+from tests.support.published_oracle import fits, target_window
 
 MANY = settings(max_examples=150, deadline=None)
 dues = st.lists(st.booleans(), min_size=1, max_size=24)

@@ -5,18 +5,13 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import published_oracle as oracle
 import pytest
 import torch
-from published_oracle import Chain, Settings, Turn, fits
 from safetensors.torch import load_file
-from tiny_models import run as denoised
-from tiny_models import tiny
 from torch import Tensor
 
 import codd
@@ -26,8 +21,12 @@ from codd.decoding.published.steps import block_step, coupled_logits, full_step
 from codd.decoding.start import new_sequence
 from codd.decoding.state import StepInputs, StepPlan, generator_for
 from codd.errors import InvalidInput
+from tests.support import FIXTURES
+from tests.support import published_oracle as oracle
+from tests.support.published_oracle import Chain, Settings, Turn, fits
+from tests.support.tiny_models import run as denoised
+from tests.support.tiny_models import tiny
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 VOCAB, MASK = 96, 95
 SURE = 1e-4
 """How far from the border every decision of a case must be; float32 moves probabilities by a hundredth of that."""

@@ -2,20 +2,19 @@
 
 import functools
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_models import of
-from tiny_models import run as denoised
 from torch import Tensor
 
 import codd
 from codd.errors import InvalidInput
+from tests.support import FIXTURES
+from tests.support.tiny_models import of
+from tests.support.tiny_models import run as denoised
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 FAMILIES = ("sdar", "fastdllm_v2", "llada2")
 DENOISE = (1, 3)
 """Calls of these kinds write tokens; a prefill (0) and one that stores a block (2) may add Fast-dLLM's next token."""

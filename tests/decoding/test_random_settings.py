@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import EOS, MASK, PAD, detouring, modulated, random_hmm, tiny
 
 from codd.backbones import Backbone
 from codd.circuits import HMM
@@ -21,6 +20,7 @@ from codd.decoding.options import OPTIONS, Options
 from codd.decoding.start import start_sequences
 from codd.decoding.state import SequenceState, StopCondition
 from codd.errors import CircuitSteppedAside, CoddError
+from tests.support.tiny_models import EOS, MASK, PAD, detouring, modulated, random_hmm, tiny
 
 COUNT = int(os.environ.get("CODD_FUZZ", "120"))
 BATCHES = 6

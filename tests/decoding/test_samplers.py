@@ -4,8 +4,6 @@ import itertools
 
 import pytest
 import torch
-from published_oracle import fits
-from tiny_models import random_hmm
 from torch import Tensor
 
 from codd.circuits import HMM
@@ -17,6 +15,8 @@ from codd.decoding.samplers.factorized import sample_factorized
 from codd.decoding.samplers.latent import sample_latent
 from codd.decoding.samplers.ranking import Noise, Ranking
 from codd.decoding.samplers.window import sample_whole_window
+from tests.support.published_oracle import fits
+from tests.support.tiny_models import random_hmm
 
 V, L = 4, 3
 OBSERVED = 1

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tiny_models import MASK, tiny
 
 import codd
 from codd.decoding import Options, Step
@@ -10,6 +9,7 @@ from codd.decoding.loop import advance
 from codd.decoding.network import FullRecompute
 from codd.decoding.state import SequenceState
 from codd.errors import CoddError, InvalidInput
+from tests.support.tiny_models import MASK, tiny
 
 VOCAB = tiny().vocab_size
 CIRCUIT = codd.HMM.random(num_states=5, vocab_size=VOCAB, seed=3)

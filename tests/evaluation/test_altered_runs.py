@@ -1,12 +1,12 @@
 import json
 
 import pytest
-from small_evaluations import add, judge, pattern, studies
 
-from altered_texts import failures
 from codd.evaluation.report import figures
 from codd.evaluation.report.render import make_report, render
 from codd.evaluation.runs import Log, Run
+from tests.support.altered_texts import failures
+from tests.support.small_evaluations import add, judge, pattern, studies
 
 
 @pytest.fixture

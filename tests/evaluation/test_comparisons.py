@@ -3,7 +3,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from small_evaluations import add, judge, pattern
 
 from codd.decoding.options import DEFAULT_GREEDY, DEFAULT_THRESHOLD
 from codd.evaluation.report.comparisons import Comparison, comparisons, few, findings, unpaired
@@ -12,6 +11,7 @@ from codd.evaluation.report.labels import budget, kind, p_value, plain, varying
 from codd.evaluation.report.quality import ACCURACY, NLL
 from codd.evaluation.runs import Run
 from codd.evaluation.statistics import SWAPS, holm, swap_test
+from tests.support.small_evaluations import add, judge, pattern
 
 
 @pytest.fixture

@@ -2,13 +2,13 @@ import itertools
 
 import pytest
 import torch
-from small_denoisers import MASK, VOCAB, causal_log_prob, log_probs, network
 from torch import Tensor
 
 from codd.circuits import HMM
 from codd.errors import InvalidInput
 from codd.evaluation.gap import block_scores, reveal_order
 from codd.evaluation.likelihood.continuations import continuation_scores
+from tests.support.small_denoisers import MASK, VOCAB, causal_log_prob, log_probs, network
 
 LENGTH, CONTEXT, CONTINUATION = 2, 5, 6
 

@@ -1,17 +1,16 @@
 import math
-from pathlib import Path
 
 import pytest
 import torch
-from small_denoisers import MASK, VOCAB, causal_log_prob, flat, log_probs, network, without
 from torch import Tensor
 
 from codd.backbones import Backbone, load_checkpoint
 from codd.errors import InvalidInput
 from codd.evaluation.gap import block_scores, reveal_order, rows_at_once
 from codd.evaluation.likelihood.copula import dcd_scores
+from tests.support import FIXTURES
+from tests.support.small_denoisers import MASK, VOCAB, causal_log_prob, flat, log_probs, network, without
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 LENGTH = 6
 RATIOS = (0.17, 0.5, 0.84, 1.0)
 SETTINGS = {"mask_id": MASK, "block_length": LENGTH, "ratios": RATIOS}

@@ -3,7 +3,6 @@ import itertools
 import math
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,8 +19,8 @@ from codd.decoding import Model
 from codd.errors import InvalidEvidence, InvalidInput
 from codd.evaluation import gap, misspecification
 from codd.evaluation.gap import block_scores, circuit_length, reveal_order, rows_at_once, summary
+from tests.support import FIXTURES
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 VOCAB, MASK, PAD = 7, 5, 6
 LENGTH = 4
 RATIOS = (0.25, 0.5, 1.0)

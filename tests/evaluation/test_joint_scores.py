@@ -4,12 +4,12 @@ import itertools
 
 import pytest
 import torch
-from small_denoisers import MASK, VOCAB, network
 
 from codd.circuits import HMM
 from codd.coupling import Coupled
 from codd.decoding import Model, Options
 from codd.evaluation.tasks.joint import ScoringRequest, score_continuations
+from tests.support.small_denoisers import MASK, VOCAB, network
 
 GIVEN, WRITTEN = [3, 6, 1], [2, 0, 4, 4, 0]
 

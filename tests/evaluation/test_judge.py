@@ -17,10 +17,11 @@ from codd.backbones.loading import BUNDLED
 from codd.errors import FormatError, InvalidInput, MissingDependency
 from codd.evaluation.text import judging
 from codd.evaluation.text.judge import Judge, Score, load_judge
+from tests.support import ROOT
 
 transformers = pytest.importorskip("transformers", reason="judges need transformers: pip install codd[eval]")
 
-CAUSAL = Path(__file__).parents[2] / "models" / "causal"
+CAUSAL = ROOT / "models" / "causal"
 PROMPTS = ["The cat sat", "Under the old bridge, where the water was slow, the", "A"]
 TEXTS = [" on the mat.", " boat waited; nobody came for it until the evening of the third day.", " café"]
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from small_denoisers import network
 from torch import Tensor
 
 from codd.backbones import Tokenizer, load_checkpoint, mini
@@ -26,6 +25,7 @@ from codd.evaluation.likelihood.studies import (
     mean_interval,
     shared_length,
 )
+from tests.support.small_denoisers import network
 
 TEXT = "the old man went down to the sea and looked at the ships that came from far away ."
 LENGTH, ROW = 8, 48

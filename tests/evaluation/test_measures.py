@@ -4,7 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from small_evaluations import whole_run
 
 from codd.cli import main
 from codd.errors import InvalidInput
@@ -19,6 +18,7 @@ from codd.evaluation.report.render import make_report, render
 from codd.evaluation.runs import Result, Run, Sample
 from codd.evaluation.tasks.configs import EvalConfig
 from codd.evaluation.tasks.templates import PromptTemplate
+from tests.support.small_evaluations import whole_run
 
 
 def sample(tokens: int, calls: int, seconds: float, correct: float = 1.0) -> Sample:

@@ -4,21 +4,20 @@ import copy
 import math
 import random
 from dataclasses import replace
-from pathlib import Path
 
-import oracles
 import pytest
 import torch
-from small_data import data
 
 from codd.backbones.chat import CHATML
 from codd.evaluation.runs import Run
 from codd.evaluation.tasks import sandbox
-from two_processes import run_in_two_processes
+from tests.support import oracles
+from tests.support.small_data import data
+from tests.support.two_processes import run_in_two_processes
 
 pytest.importorskip("lm_eval")
 ROWS = 12
-PROGRAM = [str(Path(oracles.__file__))]
+PROGRAM = ["-m", oracles.__name__]
 TASKS = [*oracles.PUBLISHED, "word_problems"]
 if sandbox.unavailable() is not None:
     TASKS.remove("mbpp_instruct")

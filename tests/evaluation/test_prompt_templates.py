@@ -4,10 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import oracles
 import pytest
-from small_data import data
-from small_evaluations import add, pattern
 
 from codd.cli import main
 from codd.errors import FormatError, InvalidInput
@@ -17,6 +14,9 @@ from codd.evaluation.spread import template_spreads
 from codd.evaluation.tasks import catalogue, sandbox
 from codd.evaluation.tasks.configs import EvalConfig
 from codd.evaluation.tasks.templates import BUILT_IN, PromptTemplate, built_in, chosen_templates, read_templates
+from tests.support import oracles
+from tests.support.small_data import data
+from tests.support.small_evaluations import add, pattern
 
 SMALL = ["--gen-length", "16", "--steps", "2", "--device", "cpu", "--problems", "3"]
 MINE = """

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import tokenizers
 import torch
-from small_denoisers import network
 from tokenizers import models, pre_tokenizers
 from torch import Tensor
 
@@ -18,8 +17,9 @@ from codd.evaluation.likelihood.causal import CausalModel, load_causal
 from codd.evaluation.likelihood.corpora import draw_continuations
 from codd.evaluation.likelihood.studies import continuation_study, mask_ratio_study
 from codd.evaluation.runs import Run
+from tests.support import FIXTURES
+from tests.support.small_denoisers import network
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 TOKENS, MASK = 101, 101
 """Of the SEDD and MDLM fixtures: the mask stands behind the tokens, as with GPT-2's 50,257."""
 WORDS = ["<|endoftext|>", *(f"w{number}" for number in range(1, TOKENS))]

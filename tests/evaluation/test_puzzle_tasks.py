@@ -2,13 +2,13 @@
 
 import re
 
-import oracles
 import pytest
-from small_data import data
 
 from codd.data.puzzles import KINDS, puzzles
 from codd.evaluation.runs import Run
 from codd.evaluation.tasks.catalogue import PROBLEM_SEED
+from tests.support import oracles
+from tests.support.small_data import data
 
 SMALL = ["--circuit", "none", "--gen-length", "16", "--steps", "2", "--device", "cpu", "--problems", "6"]
 

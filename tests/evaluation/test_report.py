@@ -4,13 +4,13 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
-from small_evaluations import add, pattern, whole_run
 
 from codd.evaluation.report.page import cut, visible
 from codd.evaluation.report.quality import ACCURACY
 from codd.evaluation.report.render import make_report, render, write_pictures
 from codd.evaluation.report.tables import best, differing, on_test
 from codd.evaluation.runs import Run
+from tests.support.small_evaluations import add, pattern, whole_run
 
 EVIL = "</td></svg><script>alert('x')</script>\x1b[2J\x00\u202e & \"<b>\""
 

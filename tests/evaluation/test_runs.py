@@ -1,12 +1,12 @@
 import json
 
 import pytest
-from small_evaluations import add, pattern
 
 from codd.errors import FormatError, InvalidInput
 from codd.evaluation.provenance import provenance
 from codd.evaluation.runs import Log, Run, compared, control_of
 from codd.evaluation.tasks.configs import EvalConfig
+from tests.support.small_evaluations import add, pattern
 
 
 def test_a_folder_that_holds_something_else_is_refused(tmp_path):

@@ -4,12 +4,12 @@ import json
 import subprocess
 import sys
 
-import oracles
 import pytest
-from small_data import data
 
 from codd.cli import main
 from codd.evaluation.runs import Run
+from tests.support import oracles
+from tests.support.small_data import data
 
 SMALL = ["--circuit", "none", "--gen-length", "16", "--steps", "2", "--device", "cpu"]
 LINES = [{"question": f"What is {n} times {n}?", "answer": n * n, "source": "me"} for n in range(2, 8)]

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from small_tasks import ASKED, TINY, config, data, session
 
 import codd
 from codd.backbones import chat
@@ -21,7 +20,8 @@ from codd.evaluation.tasks.catalogue import TASKS
 from codd.evaluation.tasks.harness import CoddLM, request_key
 from codd.evaluation.tasks.joint import ScoringRequest, score_continuations
 from codd.evaluation.tasks.runner import answer_config, default_length, prepare_config, run_config
-from two_processes import run_in_two_processes
+from tests.support.small_tasks import ASKED, TINY, config, data, session
+from tests.support.two_processes import run_in_two_processes
 
 lm_eval = pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance  # noqa: E402 only where it is installed

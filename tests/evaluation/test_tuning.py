@@ -1,7 +1,6 @@
-from small_evaluations import add, pattern
-
 from codd.evaluation.runs import Run
 from codd.evaluation.tasks.tuning import chosen
+from tests.support.small_evaluations import add, pattern
 
 TUNED = ("circuit_temperature", "activation")
 

@@ -1,15 +1,14 @@
 """Texts of a run before a judge: our own causal model, which is small and here."""
 
-from pathlib import Path
-
 import pytest
-from small_evaluations import add
 
 from codd.evaluation.runs import Run
 from codd.evaluation.text.judge import load_judge
 from codd.evaluation.text.verdicts import MOST, judge_run, to_be_judged
+from tests.support import ROOT
+from tests.support.small_evaluations import add
 
-CAUSAL = Path(__file__).parents[2] / "models" / "causal"
+CAUSAL = ROOT / "models" / "causal"
 SENTENCES = ["He went out to the garden and sat down.", "She did not know what to say to him.", "The night was dark."]
 TEXTS = SENTENCES * 7
 JUMBLED = [" ".join(sorted(text.split(), key=len)) for text in TEXTS]

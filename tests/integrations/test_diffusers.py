@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_networks import EOS, MASK, SIZE, VOCAB, circuit, our_own, tiny
 
 from codd.errors import InvalidInput, MissingDependency
+from tests.support.tiny_networks import EOS, MASK, SIZE, VOCAB, circuit, our_own, tiny
 
 diffusers = pytest.importorskip("diffusers")
 

@@ -3,15 +3,15 @@
 import importlib.metadata
 
 import pytest
-import sglang_contract
 import torch
-from sglang_contract import DllmConfig, ForwardBatch
-from tiny_networks import MASK, SIZE, VOCAB, circuit, our_own, tiny
 
 from codd.circuits import HMM, Head, HeadConfig, Modulated
 from codd.decoding.samplers.ranking import Noise
 from codd.errors import InvalidInput
 from codd.integrations import sglang as plugin
+from tests.support import sglang_contract
+from tests.support.sglang_contract import DllmConfig, ForwardBatch
+from tests.support.tiny_networks import MASK, SIZE, VOCAB, circuit, our_own, tiny
 
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [5, 4, 3]]
 WAYS = [

@@ -6,8 +6,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-import checking
 from codd.circuits import HMM
+from tests.support import checking
 
 beartype = pytest.importorskip("beartype")  # not on every machine with a GPU
 

@@ -1,12 +1,11 @@
 """What other programs read about the project: who to cite, and the forms of issues."""
 
 import tomllib
-from pathlib import Path
 
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[2]
+from tests.support import ROOT
 
 
 def test_the_citation_is_of_this_version():

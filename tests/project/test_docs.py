@@ -3,13 +3,12 @@
 import importlib
 import math
 import re
-from pathlib import Path
 
 import pytest
 
 from codd.decoding.options import DEFAULTS, OPTIONS, PACES, OptionInfo, default_in_words
+from tests.support import ROOT
 
-ROOT = Path(__file__).parents[2]
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks" / "README.md"]
 NAME = re.compile(r"\bcodd(?:\.[A-Za-z_]\w*)+")
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)")

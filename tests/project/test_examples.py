@@ -3,9 +3,10 @@
 import json
 import runpy
 import sys
-from pathlib import Path
 
-EXTRACT = Path(__file__).parents[2] / "examples" / "extract.py"
+from tests.support import ROOT
+
+EXTRACT = ROOT / "examples" / "extract.py"
 
 
 def extracted(monkeypatch, capsys, *arguments: object) -> str:

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 import codd
+from tests.support import ROOT
 
-ROOT = Path(codd.__file__).parent
+PACKAGE = Path(codd.__file__).parent
 LEVELS = [
     {"_threads", "errors"},
     {"files", "folders", "validation"},
@@ -30,7 +31,7 @@ FACES = {"__init__", "__main__"}  # the public face and the entry point may impo
 
 def rooms_imported(path: Path) -> set[str]:
     """The rooms of codd that a file imports, at any depth of nesting, relative imports included."""
-    package = ("codd", *path.relative_to(ROOT).parent.parts)
+    package = ("codd", *path.relative_to(PACKAGE).parent.parts)
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -48,24 +49,24 @@ def rooms_imported(path: Path) -> set[str]:
 
 
 def test_every_room_is_in_the_plan():
-    rooms = {p.name.removesuffix(".py") for p in ROOT.iterdir() if p.name != "__pycache__" and p.name != "py.typed"}
+    rooms = {p.name.removesuffix(".py") for p in PACKAGE.iterdir() if p.name != "__pycache__" and p.name != "py.typed"}
     assert rooms - FACES <= set(LEVEL)
 
 
 def test_imports_point_one_way():
     wrong = []
-    for path in ROOT.rglob("*.py"):
-        room = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    for path in PACKAGE.rglob("*.py"):
+        room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
         if room in FACES:
             continue
         for other in rooms_imported(path) - {room}:
             if other not in LEVEL or LEVEL[other] >= LEVEL[room]:
-                wrong.append(f"{path.relative_to(ROOT)} imports codd.{other}")
+                wrong.append(f"{path.relative_to(PACKAGE)} imports codd.{other}")
     assert not wrong, "\n".join(wrong)
 
 
 def test_the_picture_shows_these_levels():
-    picture = (Path(__file__).parents[2] / "docs" / "figures" / "rooms.svg").read_text()
+    picture = (ROOT / "docs" / "figures" / "rooms.svg").read_text()
     rows: dict[int, set[str]] = {}
     for height, room in re.findall(r'<text [^>]*y="(\d+)">(\w+)</text>', picture):
         rows.setdefault(int(height), set()).add(room)
@@ -76,10 +77,10 @@ def test_the_picture_shows_these_levels():
 @pytest.mark.parametrize(("room", "other"), [("evaluation", "training"), ("training", "evaluation")])
 def test_neither_loads_the_other(room, other):
     """Not by an import within a function either, of their own or of what they use: all their modules are loaded."""
-    paths = sorted((ROOT / room).rglob("*.py"))
+    paths = sorted((PACKAGE / room).rglob("*.py"))
     assert len(paths) > 10
     modules = [
-        ".".join(path.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__") for path in paths
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__") for path in paths
     ]
     modules = [name for name in modules if name != "codd.evaluation.tasks.harness"]  # it needs lm-eval
     code = f"import importlib, sys\nfor name in {modules}: importlib.import_module(name)\n"
@@ -89,6 +90,6 @@ def test_neither_loads_the_other(room, other):
 
 
 def test_the_checker_sees_a_forbidden_import(tmp_path):
-    file = ROOT / "circuits" / "hmm.py"
+    file = PACKAGE / "circuits" / "hmm.py"
     assert "errors" in rooms_imported(file)
     assert "cli" not in rooms_imported(file)

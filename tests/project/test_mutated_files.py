@@ -28,10 +28,10 @@ from codd.circuits.pyjuice import read_jpc
 from codd.data.bpe import train_bpe
 from codd.errors import CoddError
 from codd.training.circuit.joint import trainable
-from mutations import mutated
+from tests.support import FIXTURES, ROOT
+from tests.support.mutations import mutated
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 MUTATIONS = int(os.environ.get("CODD_FUZZ", "150"))
 ROOM = 2 << 30
 """Bytes of address space that reading damaged files may take."""

@@ -13,10 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from small_circuits import save_published
-from small_data import data
-from test_published_causal import FIXTURES, TOKENS, WORDS, gpt2
-from test_pyjuice import chain
 
 from codd.backbones import adapters, load_checkpoint
 from codd.cli import main
@@ -24,9 +20,14 @@ from codd.data.problems import problems
 from codd.evaluation.runs import Run
 from codd.training.circuit.joint import trainable
 from codd.training.logit_cache.reader import LogitCache
+from tests.circuits.test_pyjuice import chain
+from tests.evaluation.test_published_causal import FIXTURES, TOKENS, WORDS, gpt2
+from tests.support import ROOT
+from tests.support.small_circuits import save_published
+from tests.support.small_data import data
 
 pytest.importorskip("lm_eval")
-PAGE = Path(__file__).parents[2] / "docs" / "reproduce.md"
+PAGE = ROOT / "docs" / "reproduce.md"
 BACKBONES = {"llada": "GSAI-ML/LLaDA-8B-Instruct", "dream": "Dream-org/Dream-v0-Instruct-7B"}
 VOCABULARY, WINDOW = 400, 32
 SMALL = {

@@ -24,8 +24,8 @@ import codd
 from codd.backbones import adapters
 from codd.cli import load, main
 from codd.training.circuit.joint import trainable
+from tests.support import ROOT
 
-ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", *(str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("docs/**/*.md")))]
 LANGUAGES = {"python", "bash", "yaml", "json", "text", ""}
 FENCE = re.compile(r'^```(\w*)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)

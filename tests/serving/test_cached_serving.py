@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from live import PATIENCE, live, until
-from small_models import FIXTURES, Gate, small
 
 import codd
 from codd.cli import main
@@ -22,6 +20,8 @@ from codd.serving.app import Settings
 from codd.serving.engine import Engine
 from codd.serving.prompts import Limits
 from codd.serving.requests import DeadlineExceeded, ModelFailure, SequenceRequest, ShuttingDown
+from tests.support.live import PATIENCE, live, until
+from tests.support.small_models import FIXTURES, Gate, small
 
 PROMPT = [3, 1, 4, 1, 5]
 STATM = Path("/proc/self/statm")

@@ -4,17 +4,17 @@ import argparse
 import json
 import re
 import shlex
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from live import live
-from small_models import small
 
 from codd.cli import serve
+from tests.support import ROOT
+from tests.support.live import live
+from tests.support.small_models import small
 
-DEPLOY = Path(__file__).parents[2] / "deploy"
+DEPLOY = ROOT / "deploy"
 
 
 def parsed(arguments: list[str]) -> argparse.Namespace:

@@ -3,7 +3,6 @@
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import tokenizers
@@ -17,13 +16,13 @@ from codd.decoding.options import Options
 from codd.decoding.state import first_stop
 from codd.serving.detokenizer import Detokenizer
 from codd.serving.prompts import GenerationRequest
+from tests.support import FIXTURES
 
 MODEL = codd.load(device="cpu")
 assert MODEL.tokenizer is not None
 assert MODEL.mask_id is not None
 EOS = MODEL.backbone.special.eos
 assert EOS is not None
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 QUICK = settings(max_examples=80, deadline=None)
 ODD = "ab .,'👩\u200d🚀🇨🇭日本語é\u0301\ufffd"
 TEXTS = st.text(alphabet=st.one_of(st.characters(codec="utf-8"), st.sampled_from(ODD)), max_size=20)

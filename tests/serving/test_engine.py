@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import Gate, small
 
 from codd.decoding import Options
 from codd.errors import InvalidInput
@@ -23,6 +22,7 @@ from codd.serving.requests import (
     SequenceRequest,
     ShuttingDown,
 )
+from tests.support.small_models import Gate, small
 
 PROMPT = [3, 1, 4, 1, 5]
 SHORT: dict[str, Any] = {"gen_length": 8, "block_length": 8, "steps": 4}

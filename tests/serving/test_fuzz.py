@@ -11,11 +11,10 @@ import re
 import socket
 from concurrent.futures import ThreadPoolExecutor
 
-from live import PATIENCE, Live, live
-from small_models import small
-
 from codd.serving.app import Settings
 from codd.serving.middleware import Security
+from tests.support.live import PATIENCE, Live, live
+from tests.support.small_models import small
 
 COUNT = int(os.environ.get("CODD_FUZZ", "200"))
 RUN = {"prompt": [3, 1, 4], "gen_length": 8, "block_length": 8, "steps": 4, "stop": False}

@@ -1,7 +1,6 @@
 """Requests as sequences for the loop, compared with `codd.Model.generate` on the bundled model."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +18,8 @@ from codd.serving.prompts import (
     inspect_arguments,
 )
 from codd.serving.schemas import ChatRequest, CompletionRequest, DenoiseRequest, InspectRequest
+from tests.support import FIXTURES
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 MODEL = codd.load(device="cpu")
 assert MODEL.tokenizer is not None
 MASK = MODEL.mask_id

@@ -14,14 +14,14 @@ from typing import Any
 
 import httpx
 import pytest
-from live import PATIENCE, Live, bundled, live, until
-from small_models import Gate, small
 
 from codd.decoding import Options
 from codd.serving.app import Settings
 from codd.serving.connection import EventStream
 from codd.serving.middleware import Security
 from codd.serving.prompts import Limits
+from tests.support.live import PATIENCE, Live, bundled, live, until
+from tests.support.small_models import Gate, small
 
 PROMPT = "What is 7 + 8?"
 QUICK: dict[str, Any] = {"prompt": PROMPT, "gen_length": 8, "steps": 2}

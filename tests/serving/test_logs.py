@@ -6,12 +6,12 @@ import logging
 from collections.abc import Iterator
 
 import pytest
-from live import Live, live, until
-from small_models import small
 
 from codd.serving.app import Settings
 from codd.serving.logs import JsonFormatter, TextFormatter
 from codd.serving.middleware import Security
+from tests.support.live import Live, live, until
+from tests.support.small_models import small
 
 IDS = {"prompt": [3, 1, 4], "gen_length": 4, "stream": False}
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import openai
 import pytest
-from live import Live, bundled, live
 
 from codd.decoding import Options
 from codd.serving.app import Settings
+from tests.support.live import Live, bundled, live
 
 QUESTION = "Mia has 84 stamps. She gives half of them to Tom. How many does she keep?"
 STORY = "It was a dark night, and the old man"

@@ -9,12 +9,12 @@ import pydantic
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
-from live import PATIENCE, Live, bundled, live
 from schemathesis import GenerationMode
 
 from codd.decoding import Options
 from codd.serving.app import Settings
 from codd.serving.prompts import Limits
+from tests.support.live import PATIENCE, Live, bundled, live
 
 QUESTION = "Mia has 84 stamps. She gives half of them to Tom. How many does she keep?"
 HOW: dict[str, Any] = {"steps": 8, "block_length": 16, "seed": 7}

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, given, settings
-from live import PATIENCE, Live, live
 from schemathesis import GenerationMode
 
 from codd.decoding import Options
 from codd.decoding.options import OPTIONS
 from codd.serving.app import Settings
 from codd.serving.prompts import Limits
+from tests.support.live import PATIENCE, Live, live
 
 EXAMPLES = int(os.environ.get("CODD_FUZZ", "12"))
 STATUSES = {200, 400, 404, 405, 406, 413, 415, 422, 429, 504}

@@ -15,14 +15,14 @@ from typing import Any
 
 import httpx
 import pytest
-from live import PATIENCE, live, until
-from small_models import Gate, small
 
 from codd.decoding import Options
 from codd.serving.app import Settings
 from codd.serving.engine import MAX_RETRY_AFTER
 from codd.serving.middleware import Security
 from codd.serving.prompts import Limits
+from tests.support.live import PATIENCE, live, until
+from tests.support.small_models import Gate, small
 
 PROBES = ("/health/live", "/health/ready")
 IDS: dict[str, Any] = {"prompt": [3, 1, 4], "gen_length": 8, "block_length": 8, "steps": 4, "stop": False}

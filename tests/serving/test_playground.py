@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from browser import Relay, Server, Visit, launched, serving
 
 import codd
 from codd.cli import sampling
+from tests.support.browser import Relay, Server, Visit, launched, serving
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Locator, Route

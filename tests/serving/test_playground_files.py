@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from browser import launched
 
 import codd
+from tests.support.browser import launched
 
 if TYPE_CHECKING:
     from playwright.sync_api import Route

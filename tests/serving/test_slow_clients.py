@@ -12,8 +12,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
-from live import PATIENCE, Live, bundled, live, until
-from small_models import Gate, small
 
 from codd.decoding import Options
 from codd.serving.app import Settings
@@ -21,6 +19,8 @@ from codd.serving.middleware import Security
 from codd.serving.prompts import Limits
 from codd.serving.protocol import OncePerMinute
 from codd.serving.requests import DeadlineExceeded, before
+from tests.support.live import PATIENCE, Live, bundled, live, until
+from tests.support.small_models import Gate, small
 
 POST = "POST /v1/denoise HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 SHORT = Settings(io_timeout=0.3, connections=8, security=Security(api_key="sesame"))

@@ -19,7 +19,6 @@ from typing import Any
 import jsonschema_rs
 import openai
 import pytest
-from live import PATIENCE, Live, bundled, live, until
 from pydantic import BaseModel
 
 from codd.constraints import Regex
@@ -29,6 +28,7 @@ from codd.serving.compiler import Compiler
 from codd.serving.errors import APIError
 from codd.serving.prompts import Compiled, Limits
 from codd.serving.schemas import Constraint
+from tests.support.live import PATIENCE, Live, bundled, live, until
 
 QUICK = {"sampler": "latent", "steps": 4}
 ASKED: dict[str, Any] = {"model": "mini", "messages": [{"role": "user", "content": "Is 3 more than 2?"}]}

@@ -24,8 +24,8 @@ from codd.training.checkpoints import checkpoints, read_checkpoint, write_checkp
 from codd.training.ema import update_ema
 from codd.training.recipe import OptimizerRecipe, Recipe, read_recipe
 from codd.training.run import Trainer
-from small_runs import CPU, TINY
-from two_processes import run_in_two_processes
+from tests.support.small_runs import CPU, TINY
+from tests.support.two_processes import run_in_two_processes
 
 ALONE = DistributedContext(0, 1, CPU)
 STEPS = 12

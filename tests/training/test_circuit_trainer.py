@@ -11,21 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_circuits import (
-    ALONE,
-    CPU,
-    EM,
-    HEAD,
-    PUBLISHED,
-    STEPS,
-    circuit_of,
-    make_root,
-    metrics_of,
-    run,
-    save_network,
-    save_published,
-    small,
-)
 
 import codd
 from codd import files
@@ -42,6 +27,22 @@ from codd.training.circuit.data import batch_index, prepare, strata_of
 from codd.training.circuit.trainer import CircuitTrainer, EarlyStopping, train
 from codd.training.circuit.validation import HeldOut
 from codd.training.run import VALIDATION_SEED, Clock, Trainer, check_recipe
+from tests.support import PYTHONPATH, small_circuits
+from tests.support.small_circuits import (
+    ALONE,
+    CPU,
+    EM,
+    HEAD,
+    PUBLISHED,
+    STEPS,
+    circuit_of,
+    make_root,
+    metrics_of,
+    run,
+    save_network,
+    save_published,
+    small,
+)
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
 KINDS = {"static": [], "modulated": HEAD, "em": EM}
@@ -493,10 +494,9 @@ def test_two_processes_train_what_one_trains(whole, root, tmp_path):
     bases["mini"] = lora
     jobs |= {f"shard-{name}": ([*changes, "joint.shard=true"], 99) for name, changes in bases.items()}
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    program = Path(__file__).with_name("small_circuits.py")
     done = subprocess.run(
-        [sys.executable, *launch, str(program), str(root), str(tmp_path), json.dumps(jobs)],
-        env={**ENVIRONMENT, "PYTHONPATH": os.pathsep.join((str(program.parents[1]), os.environ.get("PYTHONPATH", "")))},
+        [sys.executable, *launch, "-m", small_circuits.__name__, str(root), str(tmp_path), json.dumps(jobs)],
+        env={**ENVIRONMENT, "PYTHONPATH": PYTHONPATH},
         capture_output=True,
         text=True,
     )

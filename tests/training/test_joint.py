@@ -14,7 +14,7 @@ from codd.training.circuit.joint import LowRank, merge, trainable
 from codd.training.circuit.trainer import cosine_rate
 from codd.training.circuit.updaters import GradientUpdater, make_updater
 from codd.training.circuit_recipe import CircuitRecipe, HeadRecipe, JointRecipe, RuleRecipe, TablesRecipe
-from small_windows import (
+from tests.support.small_windows import (
     CPU,
     MASK,
     VOCAB,

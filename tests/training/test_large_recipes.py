@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_circuits import save_published
 
 import codd
 from codd.circuits import HMM, Modulated
@@ -17,6 +16,7 @@ from codd.data.problems import problems
 from codd.training.circuit_recipe import read_circuit_recipe
 from codd.training.logit_cache.reader import LogitCache
 from codd.training.recipe import SHIPPED
+from tests.support.small_circuits import save_published
 
 MODELS = {"llada": "GSAI-ML/LLaDA-8B-Instruct", "dream": "Dream-org/Dream-v0-Instruct-7B"}
 HELD_OUT = "validation=[{kind: qa, name: held-out, path: valid.json, fields: [instruction, output], rows: 4}]"

@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from small_caches import ALONE, CPU, MASK, VOCAB, WINDOW, made, network, rows_at, rows_of, settings_of, shards, steps
 
 from codd import files
 from codd.backbones.loading import load_checkpoint
@@ -25,8 +24,21 @@ from codd.training.logit_cache import storage, top_k
 from codd.training.logit_cache.build import build, draw_shard, windows_per_row
 from codd.training.logit_cache.entries import CachedWindows, keep_top_k
 from codd.training.logit_cache.reader import LogitCache
-
-FIXTURES = Path(__file__).parents[1] / "fixtures"
+from tests.support import FIXTURES
+from tests.support.small_caches import (
+    ALONE,
+    CPU,
+    MASK,
+    VOCAB,
+    WINDOW,
+    made,
+    network,
+    rows_at,
+    rows_of,
+    settings_of,
+    shards,
+    steps,
+)
 
 
 @pytest.fixture(scope="module")

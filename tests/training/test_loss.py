@@ -9,7 +9,7 @@ import torch
 from codd.data.noise import NoiseRecipe
 from codd.data.packing import PackedSequences
 from codd.training.backbone.loss import Batch, causal_batch, diffusion_batch, loss_sum, mean_loss
-from small_runs import CPU, packed, small_network
+from tests.support.small_runs import CPU, packed, small_network
 
 VOCAB = 30
 TEXTS = [(3, 9), (7, 4), (1, 1), (0, 15), (2, 2)]

@@ -2,7 +2,6 @@ import itertools
 
 import pytest
 import torch
-from window_truth import LENGTH, VOCAB, circuit, draw, known, log_prob, logits_of, path_terms
 
 from codd.circuits import HMM, SparsePotentials
 from codd.data.windows import WindowBatch
@@ -16,6 +15,7 @@ from codd.training.circuit.objectives import (
     weights_of,
     with_tables,
 )
+from tests.support.window_truth import LENGTH, VOCAB, circuit, draw, known, log_prob, logits_of, path_terms
 
 OBJECTIVES = ["conditional", "local", "generative"]
 LAYOUTS = [(None, None), (2, None), (None, 2), (2, 3)]

@@ -3,13 +3,13 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from window_truth import LENGTH, VOCAB, circuit, draw, known, path_terms
 
 from codd.circuits import HMM, SparsePotentials
 from codd.data.windows import WindowBatch
 from codd.errors import InvalidInput
 from codd.training.circuit.objectives import Signed, flow_tables, log_tables, signed_flows, weights_of, with_tables
 from codd.training.circuit.optimizers import Adam, Anemone, Optimizer, expected_visits
+from tests.support.window_truth import LENGTH, VOCAB, circuit, draw, known, path_terms
 
 MAKERS = {
     "anemone": lambda: Anemone(),

@@ -23,7 +23,7 @@ from codd.training.recipe import (
     find_recipe,
     read_recipe,
 )
-from small_runs import TINY
+from tests.support.small_runs import TINY
 
 SMALLEST = """
 name: x

@@ -14,7 +14,7 @@ from codd.training.circuit.trainer import cosine_rate
 from codd.training.circuit.updaters import FlowUpdater, GradientUpdater, make_updater
 from codd.training.circuit.validation import HeldOut
 from codd.training.circuit_recipe import HeadRecipe, RuleRecipe, TablesRecipe
-from small_windows import (
+from tests.support.small_windows import (
     CPU,
     MASK,
     PAIRS,

@@ -12,8 +12,8 @@ from codd.errors import InvalidInput
 from codd.evaluation import gap
 from codd.training.circuit import validation as module
 from codd.training.circuit.validation import HeldOut, coupled_log_prob
-from small_runs import packed
-from small_windows import WIDTH, WINDOW, flat, network, prose
+from tests.support.small_runs import packed
+from tests.support.small_windows import WIDTH, WINDOW, flat, network, prose
 
 VOCAB, MASK, SEED = 31, 30, 4
 RATIOS = (0.1, 0.5, 1.0)

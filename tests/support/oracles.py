@@ -1,6 +1,7 @@
 """Models that know the answers, or guess, in the place of the bundled one; all else is the path of ``codd eval``.
 
-``python oracles.py KIND FOLDER eval ...`` is ``codd eval ...`` with such a model, for tests in other processes.
+``python -m tests.support.oracles KIND FOLDER eval ...`` is ``codd eval ...`` with such a model, for tests in other
+processes.
 """
 
 import csv

@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from codd.errors import CoddError
-from mutations import BYTES
+from tests.support.mutations import BYTES
 
 COUNT = max(1, int(os.environ.get("CODD_FUZZ", "100")) // 14)
 """Mutations of each of the fourteen files."""

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from enumeration import all_strings, log_normalise
 from hypothesis import strategies as st
 from jaxtyping import config
 from torch import Tensor
 
 from codd.circuits import HMM, Evidence, SparsePotentials
+from tests.support.enumeration import all_strings, log_normalise
 
 BACKENDS = ("reference", "eager")
 LAYOUTS = ("dense", "per_position", "low_rank", "low_rank_per_position", "per_step", "per_emission")

@@ -20,7 +20,8 @@ from codd.training.circuit.data import TrainingData, prepare
 from codd.training.circuit.trainer import train
 from codd.training.circuit_recipe import CircuitRecipe, read_circuit_recipe
 from codd.training.run import Progress
-from small_runs import CPU, small_tokenizer
+from tests.support import FIXTURES
+from tests.support.small_runs import CPU, small_tokenizer
 
 ALONE = DistributedContext(0, 1, CPU)
 WINDOW, WIDTH, STEPS = 8, 16, 8
@@ -57,7 +58,6 @@ def save_network(folder: Path, vocab_size: int = 400, **changes: Any) -> Path:
     return folder
 
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 PUBLISHED = {"llada": "llada_mha", "dream": "dream_untied_sharded", "sdar": "sdar", "llada2": "llada2_moe"}
 
 

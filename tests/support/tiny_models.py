@@ -1,7 +1,6 @@
 """Small networks for the tests of decoding."""
 
 import functools
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,8 +15,8 @@ from codd.decoding.loop import denoise
 from codd.decoding.options import Options
 from codd.decoding.start import start_sequences
 from codd.decoding.state import StopCondition
+from tests.support import FIXTURES
 
-FIXTURES = Path(__file__).parents[1] / "fixtures"
 VOCAB, MASK, PAD, EOS = 23, 21, 22, 20
 
 

@@ -1,7 +1,7 @@
 """What tests/backbones/test_tensor_parallel.py runs in two processes: networks that are divided between them.
 
-Usage: tensor_parallel_run.py OUT_DIR. The main process writes what it found into OUT_DIR/found.safetensors. At last
-both run ``codd generate --tensor-parallel``.
+Usage: python -m tests.support.tensor_parallel_run OUT_DIR. The main process writes what it found into
+OUT_DIR/found.safetensors. At last both run ``codd generate --tensor-parallel``.
 """
 
 import json
@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import FIXTURES, cases, stated
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -24,6 +23,7 @@ from codd.backbones.tensor_parallel import ShardedTransformer
 from codd.cli import main
 from codd.decoding import Model
 from codd.errors import CoddError, InvalidInput
+from tests.support.checkpoints import FIXTURES, cases, stated
 
 LAYOUTS = (
     "llada_mha",

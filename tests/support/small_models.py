@@ -2,13 +2,11 @@
 
 import threading
 from functools import cache
-from pathlib import Path
 
 import torch
 
 import codd
-
-FIXTURES = Path(__file__).parent.parent / "fixtures"
+from tests.support import FIXTURES
 
 
 @cache

@@ -15,8 +15,8 @@ from codd.backbones.backbone import Backbone
 from codd.backbones.config import Config
 from codd.backbones.loading import load_checkpoint
 from codd.backbones.transformer import initialise
+from tests.support import FIXTURES
 
-FIXTURES = Path(__file__).parent.parent / "fixtures"
 PUBLISHED = (
     "llada_mha",
     "llada_gqa_sharded",

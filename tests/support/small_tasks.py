@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import torch
-from small_data import data as data
 
 import codd
 from codd.distributed import DistributedContext
 from codd.evaluation.runs import Run
 from codd.evaluation.tasks.configs import EvalConfig
 from codd.evaluation.tasks.runner import EvalSession
+from tests.support.small_data import data as data
 
 TINY = {"gen_length": 16, "block_length": 16, "steps": 2}
 ASKED = 4

@@ -15,7 +15,7 @@ from codd.data.packing import Example, PackedSequences, pack
 from codd.data.sources import Source
 from codd.data.windows import WindowBatch, WindowRecipe
 from codd.training.circuit_recipe import CircuitRecipe
-from small_runs import packed
+from tests.support.small_runs import packed
 
 CPU = torch.device("cpu")
 PAIRS = 4
