@@ -12,7 +12,8 @@ from codd.circuits.evidence import Evidence, Kind
 from codd.circuits.ops.constrained import triton as kernels
 from codd.circuits.ops.constrained.eager import Rows
 from codd.circuits.ops.constrained.passes import Chain, Paths, WindowPasses, drawn, known, leading
-from codd.circuits.ops.constrained.triton import DeviceRows, Messages, Place, Tables
+from codd.circuits.ops.constrained.tables import Tables
+from codd.circuits.ops.constrained.triton import DeviceRows, Messages, Place
 
 _MOST = 2**31
 """Bytes of messages and leaf values of a window from which on only the states that can occur are kept."""
