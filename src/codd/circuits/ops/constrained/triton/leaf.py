@@ -10,7 +10,8 @@ from torch import Tensor
 
 from codd.circuits.evidence import Evidence, Kind, row_max
 from codd.circuits.ops.constrained.tables import Tables
-from codd.circuits.ops.constrained.triton.rows import INTERPRETED, DeviceRows, stride_of
+from codd.circuits.ops.constrained.triton.rows import DeviceRows, stride_of
+from codd.circuits.ops.gpu import INTERPRETED
 from codd.circuits.ops.leaf.triton import _nearest, unit_stride
 
 _DENSE = tl.constexpr(int(Kind.DENSE))

@@ -7,8 +7,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from codd.circuits.ops.constrained.tables import Tables
-from codd.circuits.ops.constrained.triton.rows import INTERPRETED, LINE, DeviceRows, Place, stride_of
+from codd.circuits.ops.constrained.triton.rows import LINE, DeviceRows, Place, stride_of
 from codd.circuits.ops.constrained.triton.sweep import SweepTiling, _sweep, sweep_tiling
+from codd.circuits.ops.gpu import INTERPRETED, multiprocessors
 
 
 @triton.jit
@@ -141,7 +142,7 @@ class Messages:
         counters = torch.zeros(self.batch, 2, dtype=torch.int32, device=device)
         begins = torch.tensor(begin, dtype=torch.int32).to(device, non_blocking=True)
         for b in range(self.batch):
-            _sweep[(1 if INTERPRETED else min(tiling.programs * _chip(device) // 2, work), 2)](
+            _sweep[(1 if INTERPRETED else min(tiling.programs * multiprocessors(device) // 2, work), 2)](
                 self.forward.values[b],
                 self._reached[b],
                 self.forward.log[b],
@@ -220,7 +221,3 @@ class Messages:
             N=triton.next_power_of_2(self.states),
             num_warps=4,
         )
-
-
-def _chip(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

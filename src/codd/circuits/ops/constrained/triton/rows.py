@@ -1,6 +1,5 @@
 """Rows of latents with their scales, and sums over pairs of them."""
 
-import os
 from typing import NamedTuple
 
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from codd.circuits.ops.constrained.tables import Edges
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 LINE = 32
 """Numbers of a cache line: rows begin at one, so that no two programs write to the same."""
 _WIDE = tl.constexpr(64)
