@@ -78,7 +78,7 @@ class LowRank(nn.Module):
 
     @torch.no_grad()
     def merged(self) -> nn.Linear:
-        """One layer that does the same."""
+        """Add the low-rank product to the base layer's weight, in place, and return that layer."""
         self.base.weight += self.up @ self.down
         return self.base
 

@@ -54,12 +54,12 @@ class KVCache:
 
     @property
     def slots(self) -> int:
-        """Sequences that it holds."""
+        """How many sequences it has room for."""
         return self.memory.shape[2]
 
     @property
     def length(self) -> int:
-        """Positions of a sequence that it holds."""
+        """How many positions of each sequence it has room for."""
         return self.memory.shape[4]
 
     def clear(self, slot: int) -> None:
@@ -91,7 +91,7 @@ class CachedPass(NamedTuple):
         return tuple(each for each in (self.slots, self.positions, self.ends) if each is not None)
 
     def at(self, slots: Int[Tensor, " B"], positions: Int[Tensor, "B R"], *ends: Int[Tensor, " B"]) -> "CachedPass":
-        """The same with other places."""
+        """The same cache and number of seen positions with other slots, positions and ends."""
         return CachedPass(self.cache, slots, positions, self.seen, *ends)
 
     def to(self, device: torch.device) -> "CachedPass":

@@ -38,7 +38,7 @@ class Rules:
         self._spent = 0.0
 
     def targets(self, module: str) -> bool:
-        """Whether there is a part for a module."""
+        """Whether the adapter has a low-rank addition for a module."""
         saved = self._strings("modules_to_save")
         whole = any(self._match("modules_to_save", r"(^|.*\.)@($|\..*)", name, module) is not None for name in saved)
         if whole or self._named("exclude_modules", module):
@@ -58,7 +58,7 @@ class Rules:
         return found in (layers if isinstance(layers, list) else [layers])
 
     def rank_and_scaling(self, module: str) -> tuple[int, float]:
-        """Of a module's part."""
+        """The rank of a module's low-rank addition, and the factor that it is scaled with."""
         rank = self._setting("rank_pattern", "r", module).count("r", 8)
         alpha = self._setting("alpha_pattern", "lora_alpha", module).number("lora_alpha", 8.0)
         return rank, alpha / (math.sqrt(rank) if self.config.flag("use_rslora", False) else rank)

@@ -133,7 +133,7 @@ class IncrementalConditioner:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Sequences, and positions of each."""
+        """(B, L): the numbers of sequences and of positions."""
         return self._given.shape
 
     @property
@@ -227,7 +227,7 @@ class IncrementalConditioner:
 
     @property
     def proposes(self) -> bool:
-        """Whether `propose` is to be had."""
+        """Whether `propose` can be called: on a GPU, with dense evidence and one emission table."""
         return self._totals is not None and self._backend.propose is not None
 
     @torch.no_grad()
@@ -543,7 +543,7 @@ class RecomputingConditioner:
     """`codd.circuits.protocol.Conditioner` by asking again after every token: for any circuit, and for comparison."""
 
     candidates: Int[Tensor, "B L K"] | None = None
-    """None: it is about all tokens."""
+    """Always None: `log_marginals` covers all V tokens."""
 
     def __init__(self, circuit: ProbabilisticCircuit, ev: Evidence) -> None:
         """Start from evidence; nothing is computed yet."""

@@ -18,7 +18,7 @@ class DFA(NamedTuple):
     """(states, symbols): the next state, or -1."""
     start: int
     accepting: NDArray[np.bool_]
-    """(states,)"""
+    """(states,): whether a text may end in each state."""
 
 
 def edges(table: NDArray[np.integer]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -47,7 +47,7 @@ class Beliefs:
     probabilities: Float[Tensor, "M K"]
     """Descending, among all tokens: they sum to less than one."""
     entropies: Float[Tensor, " M"]
-    """Of all tokens, in nats."""
+    """The entropy of each position's distribution over all tokens, in nats."""
     allowed: Bool[Tensor, "M K"]
     """Whether the constraint, if there is one, allows each there: some text of the language has it, and what is
     written."""
@@ -68,7 +68,7 @@ class Inspection:
 
     None under a constraint, where it would take a pass for every class of tokens at every position."""
     circuit: bool
-    """Whether a circuit had a say."""
+    """Whether the joint distribution of a circuit was used, not the network's alone."""
     aside: bool
     """Whether the circuit would step aside, because it excludes what is written or all that the network allows."""
 

@@ -57,7 +57,7 @@ class FullRecompute:
         self.backbone, self.one_by_one = backbone, one_by_one
 
     def __call__(self, requests: Sequence[StateRequest]) -> list[HiddenStates]:
-        """All states of each sequence."""
+        """The hidden states of all positions of each request's ids."""
         sequences = [request.ids for request in requests]
         if not self.one_by_one:
             found = self._batch(sequences)
@@ -79,11 +79,11 @@ class FullRecompute:
         return self.backbone.masked_logits_from_states(rows[None], mask_id=mask_id, exclude_mask=False)[0]
 
     def admit(self, state: SequenceState) -> bool:
-        """Always: it keeps nothing."""
+        """True: without a cache a sequence needs no memory between steps."""
         return True
 
     def release(self, state: SequenceState) -> None:
-        """Nothing to give back."""
+        """Do nothing: without a cache a sequence holds no memory."""
 
     def _batch(self, sequences: Sequence[Int[Tensor, " _"]]) -> list[Float[Tensor, "_ d"]]:
         pad = self.backbone.special.pad if self.backbone.special.pad is not None else 0

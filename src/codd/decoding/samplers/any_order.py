@@ -247,7 +247,7 @@ def _pick_rule(options: Options, noise: Noise) -> tuple[str, Float[Tensor, "1 R"
 
 
 def _nothing(rows: Int[Tensor, " R"]) -> Ranking:
-    """An empty ranking that is void."""
+    """An empty ranking whose ``valid`` is false."""
     none = rows[:0]
     return Ranking(none, none, none.float(), none.bool(), torch.zeros((), dtype=torch.bool, device=rows.device))
 

@@ -124,7 +124,7 @@ def _messages(
     ROWS: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Messages of one direction."""
+    """One launch for one direction: forward, or with ``REVERSE`` backward."""
     _pass(
         matrix,
         start,

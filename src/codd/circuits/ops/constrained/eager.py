@@ -40,17 +40,17 @@ class Rows:
         return self.values.double().log() + self.log[..., None]
 
     def logs_at(self, rows: Int[Tensor, "..."], sequences: Int[Tensor, "..."]) -> Float[Tensor, "... N"]:
-        """Those of some rows."""
+        """The logarithms of row ``rows[i]`` of sequence ``sequences[i]``, for every index i; in float64."""
         return self.values[rows, sequences].double().log() + self.log[rows, sequences][..., None]
 
     def log_entries(
         self, rows: Int[Tensor, "..."], sequences: Int[Tensor, "..."], latents: Int[Tensor, "..."]
     ) -> Float[Tensor, "..."]:
-        """Those of some latents of some rows."""
+        """The logarithms of single entries: latent ``latents[i]`` of row ``rows[i]`` of sequence ``sequences[i]``."""
         return self.values[rows, sequences, latents].double().log() + self.log[rows, sequences]
 
     def at(self, sequences: slice | Int[Tensor, " k"]) -> "Rows":
-        """Those of some sequences."""
+        """The same rows of a subset of the sequences."""
         faint = None if self.faint is None else self.faint[sequences]
         return Rows(self.ids, self.values[:, sequences], self.log[:, sequences], faint)
 
@@ -68,7 +68,7 @@ class Linear:
     """The operations on ordinary numbers, in the type of the circuit."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        """``dtype``: float32 or float64."""
+        """``dtype``: the type of the values, float32 or float64; scales are always in float64."""
         self.dtype = dtype
 
     def rows(
@@ -88,13 +88,13 @@ class Linear:
         return Rows(ids, values / top.clamp_min(torch.finfo(self.dtype).tiny)[..., None], log, faint)
 
     def from_logs(self, ids: Ids, logs: Float[Tensor, "n B N"]) -> Rows:
-        """Rows of logarithms."""
+        """Rows, one for each of ``ids``, from the logarithms of their entries."""
         top = logs.amax(-1).double()
         shift = torch.where(top > -torch.inf, top, 0)
         return Rows(ids, (logs - shift[..., None]).exp().to(self.dtype), top, _never(logs))
 
     def times(self, rows: Rows, logs: Float[Tensor, "B N"]) -> Rows:
-        """Rows times what is given for each latent in logarithms."""
+        """Every row times one factor for each latent; ``logs``: the logarithms of the factors."""
         top = logs.amax(-1, keepdim=True).double()
         top = torch.where(top > -torch.inf, top, 0)
         return self.rows(rows.ids, rows.values * (logs - top).exp().to(self.dtype), rows.log + top[:, 0], rows.faint)
@@ -233,7 +233,7 @@ class Linear:
         return Rows(ids, torch.cat([part.values for part in parts]), torch.cat([part.log for part in parts]), faint)
 
     def unstacked(self, rows: Rows, count: int, period: int) -> list[Rows]:
-        """The inverse."""
+        """The inverse of `stacked`: the rows of each of ``count`` positions, with their own ids again."""
         bounds = np.searchsorted(rows.ids, np.arange(count + 1) * period)
         return [
             Rows(rows.ids[a:b] - i * period, rows.values[a:b], rows.log[a:b], rows.faint)

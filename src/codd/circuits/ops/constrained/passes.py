@@ -28,7 +28,7 @@ _BLOCK = 2**22
 
 
 Algebra: TypeAlias = Linear | LogSpace
-"""Numbers or logarithms."""
+"""The operations on messages: on scaled numbers, or on float64 logarithms."""
 
 
 class Chain(NamedTuple):
@@ -67,7 +67,7 @@ class WindowPasses(ABC):
 
     @abstractmethod
     def log_partition(self) -> Float[Tensor, " B"]:
-        """log Z."""
+        """log Z of each window; -inf if its evidence or the automaton excludes every text."""
 
     @abstractmethod
     def posterior(self, t: int) -> Any:
@@ -90,7 +90,7 @@ class WindowPasses(ABC):
 
     @abstractmethod
     def commit(self, b: int, t: int, token: int) -> None:
-        """Observe one more token."""
+        """Observe ``token`` at position t of sequence b, which was not observed before."""
 
 
 class Passes(WindowPasses):
@@ -211,7 +211,7 @@ class Passes(WindowPasses):
     # Messages.
 
     def forward(self, t: int) -> Any:
-        """a_t: by state."""
+        """a_t: a row for each live state before position t."""
         known = t
         while known >= 0 and self._forward[known] is None:
             known -= 1
@@ -225,12 +225,12 @@ class Passes(WindowPasses):
         return self._forward[t]
 
     def reached(self, t: int) -> Any:
-        """a_t times leaf values: by the state after t."""
+        """a_t times the leaf values of t: a row for each live state after position t."""
         pairs = self.layout.pairs[t]
         return self.algebra.advance(self.forward(t), self._leaf[t], pairs.source, pairs.group, pairs.target)
 
     def backward(self, t: int) -> Any:
-        """c_t: by the state after t."""
+        """c_t: a row for each live state after position t."""
         known = t
         while known < self.length and self._backward[known] is None:
             known += 1
@@ -246,7 +246,7 @@ class Passes(WindowPasses):
         return self._backward[t]
 
     def joint(self, t: int) -> Any:
-        """b_t: by state."""
+        """b_t: a row for each live state before position t."""
         if self._joint[t] is None:
             pairs = self.layout.pairs[t]
             arguments = (self.backward(t), self._leaf[t], pairs.target, pairs.group, pairs.source)

@@ -69,4 +69,4 @@ class Tables:
         self.member, self.class_of = torch.from_numpy(member).to(device), structure.tables(device)[1]
         """Which group holds which class, and the class of each token."""
         self.widest = int(np.bincount(pairs.source, minlength=1).max(initial=1))
-        """The most ways on from a state."""
+        """The largest number of pairs that leave one state."""

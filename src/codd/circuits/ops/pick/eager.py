@@ -44,7 +44,7 @@ class Offers(NamedTuple):
     tokens: Int[Tensor, "B L"]
     probabilities: Float[Tensor, "B L"]
     order: Float[Tensor, "B L"]
-    """Larger is earlier."""
+    """Sort key of each position: the largest is taken first."""
     entropies: Float[Tensor, "B L"]
     """Of the distribution that the token is from, in nats; all zero where there is no budget."""
 

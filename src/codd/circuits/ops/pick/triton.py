@@ -29,7 +29,7 @@ LARGEST = 128
 
 
 class Tiling(NamedTuple):
-    """Candidates and states a tile."""
+    """How many candidates and states one program reads at a time."""
 
     candidates: int
     states: int
@@ -559,7 +559,7 @@ def take(
 
 
 class _Made:
-    """Room for what a launch picks."""
+    """Output buffers of a launch that picks one token for each sequence."""
 
     def __init__(self, batch: int, device: torch.device):
         positions, tokens = torch.empty(2, batch, dtype=torch.int64, device=device)

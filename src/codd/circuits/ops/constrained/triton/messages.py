@@ -118,7 +118,7 @@ class Messages:
         return Place((self.length + 1) * self.padded, 0, self.padded)
 
     def begin(self, initial: Float[Tensor, " N"], log_start: Tensor, log_end: Tensor) -> None:
-        """Set both ends."""
+        """Write the messages at both ends, from log-weights of latents and of the automaton's states."""
         top = initial.max()
         self.forward.values[:, 0, :, : self.states] = (initial - top).exp()
         self.forward.values[:, 0, :, self.states :] = 0
@@ -173,7 +173,7 @@ class Messages:
             )
 
     def log_partition(self) -> Float[Tensor, " B"]:
-        """log Z."""
+        """log Z of each window, in float32; -inf if it is impossible."""
         out = torch.empty(self.batch, device=self.backward.log.device)
         _partition[(self.batch,)](
             self.forward.values,
@@ -199,7 +199,7 @@ class Messages:
         states: Int[Tensor, "M B L"],
         latents: Int[Tensor, "M B L"],
     ) -> None:
-        """Draw paths, whose first pairs are given, to their ends."""
+        """Complete sampled paths in place: ``states`` and ``latents`` hold each path's first pair already."""
         _paths[(uniforms.shape[0] * uniforms.shape[1],)](
             matrix,
             leaf.values,
