@@ -262,12 +262,12 @@ def _pieces(
 ) -> dict[str, list[tuple[tuple[slice, ...], Tensor]]]:
     """Which parts of each tensor of the files are read (none named: all of it), and what each fills."""
     parameters = {name: parameter.detach() for name, parameter in network.named_parameters()}
-    found = {}
+    pieces = {}
     for name, slot in slots.items():
         cut = cuts.get(slot.target)
         parts = [((), slot)] if cut is None else cut.pieces(slot)
-        found[name] = [(index, own.part(parameters[own.target])) for index, own in parts]
-    return found
+        pieces[name] = [(index, own.part(parameters[own.target])) for index, own in parts]
+    return pieces
 
 
 def _copy(shard: Path, name: str, index: tuple[slice, ...], file: Any, target: Tensor, check: bool) -> None:

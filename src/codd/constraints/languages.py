@@ -174,9 +174,9 @@ class After(Language):
         free = byte_dfa(anything, max_states)
         ways, offset = len(free.table), len(wanted) * len(free.table)
         prefix = np.full((len(wanted), ways, 256), -1, dtype=np.int32)
-        for found, row in enumerate(_progress(wanted)):
+        for seen, row in enumerate(_progress(wanted)):
             on = np.where(row == len(wanted), offset + inner.start, row * ways + free.table)
-            prefix[found] = np.where(free.table < 0, -1, on)
+            prefix[seen] = np.where(free.table < 0, -1, on)
         later = np.where(inner.table < 0, -1, inner.table + offset)
         accepting = np.append(np.zeros(offset, dtype=bool), inner.accepting)
         return DFA(np.vstack([prefix.reshape(offset, 256), later]).astype(np.int32), free.start, accepting)
@@ -187,8 +187,8 @@ def _progress(wanted: bytes) -> "np.ndarray[Any, np.dtype[np.int64]]":
     table = np.zeros((len(wanted), 256), dtype=np.int64)
     table[0, wanted[0]] = 1
     fallback = 0
-    for found in range(1, len(wanted)):
-        table[found] = table[fallback]
-        table[found, wanted[found]] = found + 1
-        fallback = table[fallback, wanted[found]]
+    for seen in range(1, len(wanted)):
+        table[seen] = table[fallback]
+        table[seen, wanted[seen]] = seen + 1
+        fallback = table[fallback, wanted[seen]]
     return table

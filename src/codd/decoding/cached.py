@@ -194,11 +194,11 @@ class CachedRunner:
         for number, each in enumerate(passes):
             own = number if self.whole.one_by_one else 0
             batches.setdefault((_rounded(each.end - each.begin), own), []).append(number)
-        found: dict[int, HiddenStates] = {}
+        states_of: dict[int, HiddenStates] = {}
         for (rows, _), numbers in batches.items():
             states = self._batch([passes[number] for number in numbers], rows)
-            found |= {n: self._aligned(passes[n], own) for n, own in zip(numbers, states, strict=True)}
-        return [found[number] for number in range(len(passes))]
+            states_of |= {n: self._aligned(passes[n], own) for n, own in zip(numbers, states, strict=True)}
+        return [states_of[number] for number in range(len(passes))]
 
     def _batch(self, passes: Sequence[Pass], rows: int) -> Float[Tensor, "B R d"]:
         ids = torch.zeros(len(passes), rows, dtype=torch.long)

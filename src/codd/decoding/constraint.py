@@ -147,6 +147,6 @@ def constrain(
             "Give gen_length=0 to fill the prompt's own."
         )
     span = (min(inside), max(inside) + 1) if inside else (prompt_length, len(ids))
-    found = SequenceConstraint(automaton, span, mask_id, alone)
-    found.check(ids, number)
-    return found
+    constraint = SequenceConstraint(automaton, span, mask_id, alone)
+    constraint.check(ids, number)
+    return constraint

@@ -137,13 +137,13 @@ def _allowed(constraint: SequenceConstraint, ids: Sequence[int], positions: Sequ
     for place in range(end - 1, begin, -1):
         after[place] = np.append(after[place + 1][table[:, columns(place)]].any(1), False)
     before = np.arange(len(table)) == constraint.automaton.start
-    found = {}
+    allowed = {}
     for place in range(begin, end):
-        found[place] = after[place + 1][table[before]].any(0)
+        allowed[place] = after[place + 1][table[before]].any(0)
         reached = np.zeros(len(table) + 1, dtype=bool)
         reached[table[before][:, columns(place)]] = True
         before = reached[:-1]
-    return torch.from_numpy(np.stack([found[place] for place in positions]))[:, classes]
+    return torch.from_numpy(np.stack([allowed[place] for place in positions]))[:, classes]
 
 
 def _inputs(model: Model, state: SequenceState, window: Window) -> StepInputs:

@@ -173,9 +173,9 @@ class Model:
             raise InvalidInput(
                 f"the automaton is over {constraint.vocab_size} tokens, the model over {self.backbone.vocab_size}."
             )
-        found = constraint if isinstance(constraint, Automaton) else constraint.compile(self.vocabulary)
+        automaton = constraint if isinstance(constraint, Automaton) else constraint.compile(self.vocabulary)
         pad = self.backbone.special.pad
-        return found.with_end(self.stop_ids, () if pad is None else (pad,)) if self.stop_ids else found
+        return automaton.with_end(self.stop_ids, () if pad is None else (pad,)) if self.stop_ids else automaton
 
     def _stop_condition(self, options: Options) -> StopCondition:
         if not options.stop_strings:
@@ -262,8 +262,8 @@ def _resolve_circuit(
     if source == "null":
         circuit = HMM.neutral(num_states=1, vocab_size=backbone.vocab_size)
     elif isinstance(source, str | os.PathLike):
-        found = _own_circuit(str(source), folder) if source in CIRCUIT_FOLDERS else source
-        circuit = load_circuit(found, check=check)
+        folder_or_id = _own_circuit(str(source), folder) if source in CIRCUIT_FOLDERS else source
+        circuit = load_circuit(folder_or_id, check=check)
     else:
         circuit = source
     _check_fits(circuit, backbone)

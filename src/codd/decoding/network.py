@@ -60,14 +60,14 @@ class FullRecompute:
         """The hidden states of all positions of each request's ids."""
         sequences = [request.ids for request in requests]
         if not self.one_by_one:
-            found = self._batch(sequences)
+            hidden = self._batch(sequences)
         else:  # cloned: the next call overwrites what a graph gave
-            found = [self._states(ids[None], None)[0].clone() for ids in sequences]
+            hidden = [self._states(ids[None], None)[0].clone() for ids in sequences]
         for request in requests:
             request.state.computed = request.state.cached = 0
         for request in requests:  # with guidance there are two of a sequence
             request.state.computed += len(request.ids)
-        return [HiddenStates(request.begin, states) for request, states in zip(requests, found, strict=True)]
+        return [HiddenStates(request.begin, states) for request, states in zip(requests, hidden, strict=True)]
 
     def logits(self, rows: Sequence[Float[Tensor, "_ d"]], mask_id: int) -> list[Float[Tensor, "_ V"]]:
         """What the head makes of hidden states: of all sequences together where the network is evaluated so."""

@@ -324,9 +324,9 @@ def pick(
     forward, backward, work = room[:length], room[length : 2 * length], room[2 * length :]
     leaf, candidates = chain.leaf.clone(memory_format=torch.contiguous_format), chain.candidates.contiguous()
     uniforms, by_id = (None, None) if draw is None else (draw.uniforms.contiguous(), candidates.argsort(-1))
-    found = torch.empty(length, width)
+    marginals = torch.empty(length, width)
     tables = (chain.matrix, chain.columns, chain.latent, leaf, forward, backward, work, candidates)
-    kept = (*tables, chain.weights.clone(), open_.clone(), given, uniforms, by_id, found)
+    kept = (*tables, chain.weights.clone(), open_.clone(), given, uniforms, by_id, marginals)
     sizes = (length, states, width, chain.matrix.dtype == torch.int16, rule)
     power = 1.0 if draw is None else 1 / draw.temperature
     window = _Window(*(None if x is None else x.data_ptr() for x in kept), *sizes, power)
