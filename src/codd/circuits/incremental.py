@@ -27,6 +27,7 @@ from codd.circuits.evidence import Evidence, Kind, log_softmax, tempered
 from codd.circuits.ops import native
 from codd.circuits.ops.backend import EAGER, REFERENCE, backend_for, use
 from codd.circuits.ops.chain import eager as chain_eager
+from codd.circuits.ops.doubt import Doubt
 from codd.circuits.ops.draw.eager import Draw, Marginals
 from codd.circuits.ops.leaf.eager import FLUSH
 from codd.circuits.ops.pick import eager as pick_eager
@@ -379,7 +380,7 @@ class IncrementalConditioner:
 
     # What no later token changes.
 
-    def _leaves(self) -> tuple[Scaled, inference.Doubt, Float[Tensor, "2 B L"] | None]:
+    def _leaves(self) -> tuple[Scaled, Doubt, Float[Tensor, "2 B L"] | None]:
         """Leaf values, and the normalisers of the dense rows where the backend has them from the same pass."""
         hmm, ev, backend, totals = self._hmm, self._given, self._backend, None
         fits = ev.potentials is not None and ev.sparse is None and not hmm.emission.per_position

@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from codd.circuits.ops.constrained.layout import Atoms, Ids, SortedColumns
+from codd.circuits.ops.doubt import either
 from codd.circuits.ops.path.eager import leaving
 from codd.circuits.parameters import Emission, Transition
 
@@ -112,7 +113,7 @@ class Linear:
         log = x.log.index_select(0, xi).add_(y.log.index_select(0, yi))
         if len(ids) == len(place):
             product = x.values.index_select(0, xi).mul_(y.values.index_select(0, yi))
-            return self.rows(ids, product, log, _either(x.faint, y.faint))
+            return self.rows(ids, product, log, either(x.faint, y.faint))
         out = torch.from_numpy(place[order]).to(device, non_blocking=True)
         top, weight = _shares(log, out, len(ids))
         weight = weight.to(self.dtype)[..., None]
@@ -122,7 +123,7 @@ class Linear:
             some = slice(begin, begin + size)
             product = x.values.index_select(0, xi[some]).mul_(y.values.index_select(0, yi[some]))
             values.index_add_(0, out[some], product.mul_(weight[some]))
-        return self.rows(ids, values, top, _either(x.faint, y.faint))
+        return self.rows(ids, values, top, either(x.faint, y.faint))
 
     def sums(self, x: Rows, x_ids: Ids, out_ids: Ids) -> Rows:
         """For each of the distinct ``out_ids``: the sum of x[x_ids] over the entries that name it."""
@@ -227,9 +228,7 @@ class Linear:
         if len(parts) == 1:
             return parts[0]
         ids = np.concatenate([part.ids + i * period for i, part in enumerate(parts)])
-        faint = None
-        for part in parts:
-            faint = _either(faint, part.faint)
+        faint = either(*(part.faint for part in parts))
         return Rows(ids, torch.cat([part.values for part in parts]), torch.cat([part.log for part in parts]), faint)
 
     def unstacked(self, rows: Rows, count: int, period: int) -> list[Rows]:
@@ -253,7 +252,3 @@ def _shares(
 def _never(like: Tensor) -> Bool[Tensor, " B"] | None:
     on_host = like.device.type == "cpu"
     return torch.zeros(like.shape[1], dtype=torch.bool) if on_host else None
-
-
-def _either(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return b if a is None else a if b is None else a | b

@@ -20,6 +20,7 @@ from codd.circuits.evidence import Evidence, Kind, log_softmax, tempered
 from codd.circuits.ops.constrained.eager import Linear
 from codd.circuits.ops.constrained.layout import Ids, Layout, Structure
 from codd.circuits.ops.constrained.reference import LogSpace
+from codd.circuits.ops.doubt import either
 from codd.circuits.parameters import Emission, Transition
 from codd.errors import InvalidEvidence
 
@@ -280,7 +281,7 @@ class Passes(WindowPasses):
         out = torch.full((len(self.observed), len(wanted), vocab), -torch.inf, dtype=self.algebra.dtype, device=device)
         place, faint = {t: i for i, t in enumerate(wanted)}, None
         for index, b, t, whole, doubt in self._by_atom(list(place)):
-            faint = _either(faint, [doubt])
+            faint = either(faint, doubt)
             columns = self.chain.structure.sorted_columns(table := emission.at(int(t[0])))
             log_p = torch.empty(len(index), vocab, dtype=self.algebra.dtype, device=device)
             log_p[:, columns.order] = self.algebra.tokens(table, columns, whole, self._atoms)
@@ -303,7 +304,7 @@ class Passes(WindowPasses):
         out, faint = torch.full(self._ids.shape, -torch.inf, dtype=self.algebra.dtype), None
         total = self.log_partition()
         for index, b, t, whole, doubt in self._by_atom(list(range(self.length))):
-            faint = _either(faint, [doubt])
+            faint = either(faint, doubt)
             log = self.algebra.listed(self._listed[index], whole, self._listed_atoms[index])
             out[b, t] = (log + self._listed_weights[index] - total[b][:, None]).to(out.dtype)
         certain = torch.where(self._ids == self.tokens[..., None], 0.0, -torch.inf).to(out.dtype)
@@ -329,7 +330,7 @@ class Passes(WindowPasses):
             whole = self.algebra.beside(np.arange(self._atoms.count), members)
             if self._given.latent_log_potentials is not None:
                 whole = self.algebra.times(whole, self._given.latent_log_potentials[b, t])
-            yield torch.from_numpy(index).to(device), b, t, whole, _either(None, [part.faint for part in parts])
+            yield torch.from_numpy(index).to(device), b, t, whole, either(*(part.faint for part in parts))
 
     def _cavities(self, positions: list[int]) -> list[Any]:
         """a_t times c_t by atom, some positions at once: with latent potentials, E and w_t it is Z p(z_t, x_t)."""
@@ -481,11 +482,6 @@ def known(
 def _together(positions: list[int], count: int) -> list[list[int]]:
     """The positions in lists of so many."""
     return [positions[i : i + count] for i in range(0, len(positions), count)]
-
-
-def _either(doubt: Tensor | None, others: list[Tensor | None]) -> Tensor | None:
-    given = [one for one in (doubt, *others) if one is not None]
-    return torch.stack(given).any(0) if given else None
 
 
 class _Ways(NamedTuple):
