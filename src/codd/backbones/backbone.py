@@ -124,7 +124,7 @@ class Backbone(nn.Module):
         """Whether a CPU evaluates the sequences of a batch one after the other: a sequence's result is then the same
         to the bit in any batch, but many short ones take longer."""
         self.adapters: dict[str, dict[str, LowRank]] = {}
-        """Those that were loaded with ``merge=False``: the layers that each puts in the place of the network's."""
+        """Adapters loaded with ``merge=False``, by name: the layers that each puts in the place of the network's."""
         self.adapter: str | None = None
         """The name of the adapter that is switched on; None: none is."""
 

@@ -37,7 +37,7 @@ class ExpertsConfig:
     scale: float = 1.0
     """What the weights of a sigmoid router are multiplied with."""
     shared_width: int = 0
-    """Of an MLP that every position passes; 0: none."""
+    """The width of a shared MLP that every position passes; 0: there is none."""
 
 
 class Router(nn.Module):

@@ -80,7 +80,7 @@ class CachedPass(NamedTuple):
     cache: KVCache
     slots: Int[Tensor, " B"]
     positions: Int[Tensor, "B R"]
-    """Of the rows that are computed: consecutive ones, and where ``ends`` are given -1 at padding that follows them."""
+    """Positions of the rows that are computed: consecutive, followed by -1 at padding where ``ends`` are given."""
     seen: int
     """Positions from 0 on that are attended to; those of each sequence end at ``ends``, if they differ."""
     ends: Int[Tensor, " B"] | None = None
@@ -95,7 +95,7 @@ class CachedPass(NamedTuple):
         return CachedPass(self.cache, slots, positions, self.seen, *ends)
 
     def to(self, device: torch.device) -> "CachedPass":
-        """The same with copies of its places on a device."""
+        """The same pass with copies of slots, positions and ends on a device."""
         return self.at(*(each.to(device, non_blocking=True, copy=True) for each in self.places))
 
     def update(

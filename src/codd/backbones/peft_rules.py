@@ -31,7 +31,7 @@ class Rules:
     """PEFT's rules: which modules an adapter has low-rank parts for, and of which rank and scaling."""
 
     def __init__(self, config: Config, modules: Iterable[str]):
-        """Of an adapter_config.json, for modules of the base."""
+        """``config``: an adapter_config.json; ``modules``: the names of the base network's modules."""
         self.config, self.modules = config, sorted(modules)
         self._lists: dict[str, frozenset[str]] = {}
         self._matchers: dict[str, Callable[[str], str | None]] = {}

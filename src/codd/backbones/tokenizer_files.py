@@ -249,7 +249,7 @@ def _read_backend(
 
 
 def _max_bytes(most: int) -> int:
-    """Of a file with a vocabulary: published ones take up to 130 for each token, merges included."""
+    """The largest size of a vocabulary file, in bytes: published ones take up to 130 a token, merges included."""
     return (1 << 20) + 512 * most
 
 

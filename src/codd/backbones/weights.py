@@ -60,7 +60,7 @@ class Slot:
     target: str
     rows: tuple[int, int] | None
     expert: int | None = None
-    """Whose part of a parameter that stacks all experts; None: the parameter is no such stack."""
+    """The index of an expert in a parameter that stacks all experts; None: the parameter is no such stack."""
 
     def part(self, parameter: Tensor) -> Tensor:
         """What the tensor fills of the parameter that is its target."""

@@ -128,7 +128,7 @@ class ConstrainedHMM:
         return self.hmm.dtype
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "ConstrainedHMM":
-        """The same elsewhere, or in another type."""
+        """The same constrained circuit on another device, or in another type (float32 or float64)."""
         return ConstrainedHMM(self.hmm.to(device, dtype), self.automaton, self._chain.log_start, self._chain.log_end)
 
     def save(self, folder: str | PathLike[str]) -> Path:
@@ -360,7 +360,7 @@ class ConstrainedConditioner:
 
     @torch.no_grad()
     def dense_log_marginals(self, positions: Int[Tensor, " B"] | None = None) -> Float[Tensor, "B *L V"]:
-        """The same: (B, L, V), or (B, V) at one position of each sequence."""
+        """Log-probabilities of all tokens: (B, L, V), or (B, V) at one position of each sequence."""
         wanted = None if positions is None else torch.tensor(sorted(set(positions.tolist())), device=positions.device)
         out, faint = self._passes.marginals(wanted)
         if _some(faint):

@@ -185,7 +185,7 @@ def _under_joint(
 
 
 def _log_probabilities(inputs: StepInputs) -> Float[Tensor, "R V"]:
-    """Of the network alone, as it weighs tokens without a circuit."""
+    """Log-probabilities of all tokens under the network alone; InvalidInput if the logits leave no token possible."""
     log_p = inputs.logits.float().log_softmax(-1)
     wrong = log_p.isnan().any(-1).cpu()
     if bool(wrong.any()):

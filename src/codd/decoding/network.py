@@ -19,7 +19,7 @@ class StateRequest(NamedTuple):
     """The hidden states that a step needs: of some positions of a sequence, as it is or with its prompt hidden."""
 
     state: SequenceState
-    """Whose they are: what a cache would be keyed by."""
+    """The sequence that the ids are of; a cache is keyed by it."""
     ids: Int[Tensor, " L"]
     """All that the network is to see: of a block-causal one nothing beyond the blocks of the span."""
     span: Window

@@ -35,7 +35,7 @@ LARGEST = 2**31 - 1
 MOST_EDIT_STEPS = 1000
 """Edits may go round in circles: nobody should be able to ask a server for that without end."""
 MOST_BITS = 1024
-"""Of a seed or an id: Python refuses to write very long numbers."""
+"""The most bits of a seed or an id: Python refuses to print very long numbers."""
 HOTTEST = 1000.0
 """The highest temperature and guidance: beyond it, all tokens are alike, or logits overflow."""
 COLDEST = 0.001

@@ -185,7 +185,7 @@ class Writes(NamedTuple):
 
     @classmethod
     def of(cls, ranking: Ranking) -> "Writes":
-        """Those that a ranking keeps; its scores are probabilities up to rounding."""
+        """The rows that a ranking keeps; its scores are probabilities up to rounding, and are clamped to 1."""
         chosen = ranking.chosen()
         return cls(chosen.rows, chosen.tokens, chosen.scores.clamp(max=1))
 
@@ -209,7 +209,7 @@ class HiddenStates(NamedTuple):
     values: Float[Tensor, "P d"]
 
     def at(self, window: Window) -> Float[Tensor, "w d"]:
-        """Those of a window, which must lie within."""
+        """The states of a window, which must lie within the positions held."""
         return self.values[window[0] - self.begin : window[1] - self.begin]
 
 
@@ -255,7 +255,7 @@ class StepResult:
     circuit: bool
     """Whether the circuit acted."""
     again: Callable[[], Float[Tensor, "4 more"]] | None = None
-    """The same from all tokens, for a ranking that is void because candidates did not suffice."""
+    """Computes ``packed`` again from all tokens, for a ranking that is void because candidates did not suffice."""
     edits: Float[Tensor, "4 others"] | None = None
     """A packed `Ranking` of positions of the sequence whose tokens are replaced."""
     joint: "Callable[[], Coupled] | None" = None

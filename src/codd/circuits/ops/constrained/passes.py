@@ -95,7 +95,7 @@ class WindowPasses(ABC):
 
 
 class Passes(WindowPasses):
-    """The same for the states that can occur, which the host works out; any circuit, any evidence."""
+    """`WindowPasses` over only the states that can occur, which the host works out; any circuit, any evidence."""
 
     def __init__(self, chain: Chain, ev: Evidence, algebra: Algebra) -> None:
         """Compute the leaf values; InvalidEvidence if the potentials hold NaN or +inf (looked for on a CPU only)."""
@@ -108,7 +108,7 @@ class Passes(WindowPasses):
         self.layout = self._laid_out()
         self._row, self._batch = self.layout.hidden
         self.log_weights = self._log_weights()
-        """Of the tokens of positions that were not observed at first, in the order of ``layout.hidden``."""
+        """Log-weights of all tokens at the positions not observed at first, in the order of ``layout.hidden``."""
         self._atoms = self.layout.atoms
         self._leaf = self._leaves()
         self._meeting = 0
@@ -473,7 +473,7 @@ def leading(chain: Chain, paths: Paths, b: Int[Tensor, " R"], t: Int[Tensor, " R
 def known(
     out: Float[Tensor, "*M B L V"], tokens: Int[Tensor, "B L"], observed: Bool[Tensor, "B L"]
 ) -> Float[Tensor, "*M B L V"]:
-    """The same with 0 at the token of an observed position, and -inf at all others there."""
+    """``out`` with 0 at the token of each observed position, and -inf at all other tokens there."""
     tokens, observed = tokens.to(out.device)[..., None], observed.to(out.device)[..., None]
     certain = torch.full(out.shape[-3:], -torch.inf, dtype=out.dtype, device=out.device).scatter_(-1, tokens, 0.0)
     return torch.where(observed, certain, out)

@@ -99,7 +99,7 @@ class Messages:
     """Forward and backward messages of B windows, all boundaries between positions, all states of the automaton."""
 
     def __init__(self, batch: int, length: int, automaton: int, states: int, device: torch.device) -> None:
-        """Room for them: 16 bytes times (L + 1) S N a window."""
+        """Allocate the messages: 16 bytes times (L + 1) S N a window."""
         self.batch, self.length, self.automaton, self.states = batch, length, automaton, states
         self.padded = triton.cdiv(automaton, LINE) * LINE
         shape = (batch, length + 1, self.padded, stride_of(states))
@@ -108,7 +108,7 @@ class Messages:
         self.forward.log.fill_(-torch.inf)
         self.backward.log.fill_(-torch.inf)
         self.joint = DeviceRows(torch.empty(shape, device=device), self.backward.log)
-        """Of the state before a position, its leaf values included; the scale is that of ``backward``."""
+        """Backward messages by the state before a position, times its leaf values; scaled as ``backward``."""
         # Of each position by itself: a multiprocessor may keep what it read until the launch ends.
         self._reached = torch.empty(shape, device=device)
 
