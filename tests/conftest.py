@@ -30,9 +30,9 @@ if importlib.util.find_spec("hypothesis"):  # it and beartype are not on every m
 # the hook would change.
 SOURCE = Path(__file__).parent.parent / "src"
 MODULES = [
-    ".".join(path.relative_to(SOURCE).with_suffix("").parts)
-    for path in SOURCE.rglob("*.py")
-    if path.stem not in ("__init__", "__main__", "triton")
+    ".".join(parts)
+    for parts in (path.relative_to(SOURCE).with_suffix("").parts for path in SOURCE.rglob("*.py"))
+    if not {"__init__", "__main__", "triton"} & set(parts)
 ]
 if importlib.util.find_spec("beartype"):
     jaxtyping.jaxtyped = checking.first_calls

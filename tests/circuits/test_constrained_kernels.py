@@ -14,7 +14,6 @@ from tests.support.strategies import generator
 
 pytest.importorskip("triton")
 from codd.circuits.ops.constrained import device
-from codd.circuits.ops.constrained import triton as kernels
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -35,7 +34,7 @@ def poisoned(monkeypatch):
         return EMPTY(*size, **options).fill_(float("nan"))
 
     EMPTY = torch.empty
-    monkeypatch.setattr(kernels.torch, "empty", empty)
+    monkeypatch.setattr(torch, "empty", empty)
     with warnings.catch_warnings():  # numpy under the interpreter warns of the infinities that the kernels allow for
         warnings.simplefilter("ignore", RuntimeWarning)
         with ops.use("triton"):

@@ -212,13 +212,12 @@ def test_every_tensor_is_replaced(factors):
     assert doubled.named().keys() == factors.named().keys()
 
 
-def test_training_reaches_every_tensor_and_detached_ends_it(factors):
+def test_training_reaches_every_tensor(factors):
     free = factors.map(lambda x: x.clone().requires_grad_())
     gates = torch.randn(2, 3, N + INNER, generator=generator(1)) if factors.detour is not None else None
     ev = Evidence(logits=torch.randn(2, 4, V, generator=generator(0)), step_log_gates=gates)
     HMM.from_factors(free).log_partition(ev).sum().backward()
     assert all(x.grad is not None and bool((x.grad != 0).any()) for x in free)
-    assert not any(x.requires_grad for x in free.detached())
 
 
 @pytest.mark.parametrize("name", Factors.near_neutral(N, V, **KINDS["all"]).named())

@@ -78,7 +78,7 @@ class LowRank(nn.Module):
 
     @torch.no_grad()
     def merged(self) -> nn.Linear:
-        """One layer that does the same."""
+        """Add the low-rank product to the base layer's weight, in place, and return that layer."""
         self.base.weight += self.up @ self.down
         return self.base
 
@@ -239,8 +239,8 @@ class _Adapter:
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         part = self.handle.get_slice(name)
-        if (found := tuple(part.get_shape())) != shape:
-            raise self._wrong(f"{name} has shape {found}, but this base and {CONFIG} ask for {shape}")
+        if (actual := tuple(part.get_shape())) != shape:
+            raise self._wrong(f"{name} has shape {actual}, but this base and {CONFIG} ask for {shape}")
         if part.get_dtype() not in ("F64", "F32", "F16", "BF16"):
             raise self._wrong(f"{name} is of type {part.get_dtype()}; expected floating-point weights")
         tensor: Tensor = self.handle.get_tensor(name)

@@ -57,7 +57,7 @@ class ModelSpec:
     backbone: "type[Backbone] | None" = None
     """The subclass with the family's quirks; None: `Backbone` itself."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of that subclass."""
+    """Settings that this subclass reads from ``spec.options``."""
 
 
 class NetworkInputs(NamedTuple):
@@ -124,9 +124,9 @@ class Backbone(nn.Module):
         """Whether a CPU evaluates the sequences of a batch one after the other: a sequence's result is then the same
         to the bit in any batch, but many short ones take longer."""
         self.adapters: dict[str, dict[str, LowRank]] = {}
-        """Those that were loaded with ``merge=False``: the layers that each puts in the place of the network's."""
+        """Adapters loaded with ``merge=False``, by name: the layers that each puts in the place of the network's."""
         self.adapter: str | None = None
-        """The one that is switched on."""
+        """The name of the adapter that is switched on; None: none is."""
 
     def set_adapter(self, name: str | None) -> None:
         """Switch to an adapter that was loaded with ``merge=False``; None: to the network without any.
@@ -145,17 +145,17 @@ class Backbone(nn.Module):
 
     @property
     def family(self) -> str:
-        """The name of the family."""
+        """The name of the model family, such as "llada"."""
         return self.spec.family
 
     @property
     def config(self) -> TransformerConfig:
-        """What the network is made of."""
+        """The sizes and parts of the transformer."""
         return self.network.config
 
     @property
     def vocab_size(self) -> int:
-        """Columns of the logits."""
+        """V, the number of columns of the logits: tokens, and padding of the output layer if there is any."""
         return self.config.vocab_size
 
     @property
@@ -175,7 +175,7 @@ class Backbone(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
+        """The device of the weights."""
         return self.network.embedding.tokens.weight.device
 
     @property

@@ -122,9 +122,9 @@ def _serve() -> None:
     for line in sys.stdin.buffer:
         seconds, template, variables = json.loads(line)
         faulthandler.dump_traceback_later(seconds, exit=True)
-        found = json.dumps(render(template, variables))
+        answer = json.dumps(render(template, variables))
         faulthandler.cancel_dump_traceback_later()
-        print(found, flush=True)
+        print(answer, flush=True)
 
 
 if __name__ == "__main__":

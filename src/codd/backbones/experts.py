@@ -20,9 +20,9 @@ class ExpertsConfig:
 
     count: int
     chosen: int
-    """Experts of one position."""
+    """How many experts each position is routed to."""
     width: int
-    """Between the two products of one expert."""
+    """The width of an expert's hidden layer."""
     layers: tuple[bool, ...]
     """Which layers have experts; the others have an MLP."""
     score: Literal["softmax", "sigmoid"] = "softmax"
@@ -37,14 +37,14 @@ class ExpertsConfig:
     scale: float = 1.0
     """What the weights of a sigmoid router are multiplied with."""
     shared_width: int = 0
-    """Of an MLP that every position passes; 0: none."""
+    """The width of a shared MLP that every position passes; 0: there is none."""
 
 
 class Router(nn.Module):
     """Scores the experts of each position."""
 
     def __init__(self, width: int, config: ExpertsConfig):
-        """``width``: of the network."""
+        """``width``: that of the network's hidden states."""
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.count, width))

@@ -11,7 +11,7 @@ from codd.backbones.dream import Dream
 
 NAME = "fast_dllm"
 MASK_ID = 151665
-"""Of the published checkpoints: no field of theirs states it."""
+"""The mask token of the published checkpoints: no field of theirs states it."""
 BLOCK_SIZE = 32
 
 

@@ -6,7 +6,7 @@ from codd.backbones.config import Config
 
 NAME = "illada"
 MASK_ID = 5
-"""Of the published checkpoint: none of its files states it."""
+"""The mask token of the published checkpoint: none of its files states it."""
 
 
 def recognises(config: Config) -> bool:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 @cache
 def _triton() -> ModuleType | None:
-    found = importlib.util.find_spec("triton") is not None
-    return importlib.import_module("codd.backbones.triton") if found else None
+    installed = importlib.util.find_spec("triton") is not None
+    return importlib.import_module("codd.backbones.triton") if installed else None
 
 
 def kernels_for(x: Tensor, weight: Tensor | None = None) -> ModuleType | None:

@@ -54,12 +54,12 @@ class KVCache:
 
     @property
     def slots(self) -> int:
-        """Sequences that it holds."""
+        """How many sequences it has room for."""
         return self.memory.shape[2]
 
     @property
     def length(self) -> int:
-        """Positions of a sequence that it holds."""
+        """How many positions of each sequence it has room for."""
         return self.memory.shape[4]
 
     def clear(self, slot: int) -> None:
@@ -80,7 +80,7 @@ class CachedPass(NamedTuple):
     cache: KVCache
     slots: Int[Tensor, " B"]
     positions: Int[Tensor, "B R"]
-    """Of the rows that are computed: consecutive ones, and where ``ends`` are given -1 at padding that follows them."""
+    """Positions of the rows that are computed: consecutive, followed by -1 at padding where ``ends`` are given."""
     seen: int
     """Positions from 0 on that are attended to; those of each sequence end at ``ends``, if they differ."""
     ends: Int[Tensor, " B"] | None = None
@@ -91,11 +91,11 @@ class CachedPass(NamedTuple):
         return tuple(each for each in (self.slots, self.positions, self.ends) if each is not None)
 
     def at(self, slots: Int[Tensor, " B"], positions: Int[Tensor, "B R"], *ends: Int[Tensor, " B"]) -> "CachedPass":
-        """The same with other places."""
+        """The same cache and number of seen positions with other slots, positions and ends."""
         return CachedPass(self.cache, slots, positions, self.seen, *ends)
 
     def to(self, device: torch.device) -> "CachedPass":
-        """The same with copies of its places on a device."""
+        """The same pass with copies of slots, positions and ends on a device."""
         return self.at(*(each.to(device, non_blocking=True, copy=True) for each in self.places))
 
     def update(

@@ -18,7 +18,7 @@ LAYERS = (
     Key(_LAYER + "post_attention_layernorm.weight", "blocks.{i}.mlp_norm.weight"),
     Key("model.norm.weight", "final_norm.weight"),
 )
-"""All but the MLPs."""
+"""The keys of embedding, norms and attention: all weights but those of MLPs, experts and head."""
 QKV_BIASES = tuple(
     Key(_LAYER + f"self_attn.{part}_proj.bias", "blocks.{i}.attention.qkv.bias", rows=part) for part in ("q", "k", "v")
 )

@@ -8,7 +8,7 @@ from codd.backbones.weights import Key
 
 NAME = "llada"
 MASK_ID = 126336
-"""Of the published checkpoints; their config.json states it, older copies do not."""
+"""The mask token of the published checkpoints; their config.json states it, older copies do not."""
 
 _BLOCK = "model.transformer.blocks.{i}."
 KEYS = (

@@ -10,7 +10,7 @@ from codd.backbones.weights import Key
 
 NAME = "llada2"
 MASK_ID = 156895
-"""Of the published checkpoints: their config.json does not state it."""
+"""The mask token of the published checkpoints: their config.json does not state it."""
 BLOCK_SIZE = 32
 
 _ATTENTION, _OURS = "model.layers.{i}.attention.", "blocks.{i}.attention."

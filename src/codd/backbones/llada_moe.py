@@ -8,7 +8,7 @@ from codd.backbones.experts import ExpertsConfig
 NAME = "llada_moe"
 ARCHITECTURE = "LLaDAMoEModelLM"
 MASK_ID = 156895
-"""Of the published checkpoints: their config.json does not state it."""
+"""The mask token of the published checkpoints: their config.json does not state it."""
 
 
 def recognises(config: Config) -> bool:

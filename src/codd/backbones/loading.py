@@ -78,7 +78,7 @@ MODEL_FILES = (
 )
 """What is downloaded of a checkpoint in the hub's layout: no pickled weights, no code."""
 CHECKPOINT_FILES = (*MODEL_FILES, "chat_template.jinja", "circuit/*", "circuit-static/*")
-"""The same of a checkpoint with a circuit of ours beside it."""
+"""What is downloaded of a checkpoint for `codd.load`: these, its chat template, and circuits in its folder."""
 BUNDLED = Path(__file__).parent / "bundled"
 
 

@@ -13,7 +13,7 @@ from codd.backbones.config import Config
 NAME = "mdlm"
 KEYS = dit.KEYS
 PREFIX = "backbone."
-"""Of every name in the files on the hub; those of a training run lack it."""
+"""The prefix of every tensor's name in the files on the hub; those of a training run lack it."""
 
 
 class MDLM(dit.NoiseConditioned):

@@ -31,14 +31,14 @@ class Rules:
     """PEFT's rules: which modules an adapter has low-rank parts for, and of which rank and scaling."""
 
     def __init__(self, config: Config, modules: Iterable[str]):
-        """Of an adapter_config.json, for modules of the base."""
+        """``config``: an adapter_config.json; ``modules``: the names of the base network's modules."""
         self.config, self.modules = config, sorted(modules)
         self._lists: dict[str, frozenset[str]] = {}
-        self._found: dict[str, Callable[[str], str | None]] = {}
+        self._matchers: dict[str, Callable[[str], str | None]] = {}
         self._spent = 0.0
 
     def targets(self, module: str) -> bool:
-        """Whether there is a part for a module."""
+        """Whether the adapter has a low-rank addition for a module."""
         saved = self._strings("modules_to_save")
         whole = any(self._match("modules_to_save", r"(^|.*\.)@($|\..*)", name, module) is not None for name in saved)
         if whole or self._named("exclude_modules", module):
@@ -54,11 +54,11 @@ class Rules:
         if not patterns:
             start, patterns = r".*?\.", ["[^.]*"]
         numbers = (self._match("layers_pattern", start + r"@\.(?P<layer>\d+)\.", name, module) for name in patterns)
-        found = next((int(number) for number in numbers if number), None)
-        return found in (layers if isinstance(layers, list) else [layers])
+        layer = next((int(number) for number in numbers if number), None)
+        return layer in (layers if isinstance(layers, list) else [layers])
 
     def rank_and_scaling(self, module: str) -> tuple[int, float]:
-        """Of a module's part."""
+        """The rank of a module's low-rank addition, and the factor that it is scaled with."""
         rank = self._setting("rank_pattern", "r", module).count("r", 8)
         alpha = self._setting("alpha_pattern", "lora_alpha", module).number("lora_alpha", 8.0)
         return rank, alpha / (math.sqrt(rank) if self.config.flag("use_rslora", False) else rank)
@@ -81,10 +81,10 @@ class Rules:
 
     def _strings(self, field: str) -> list[str]:
         value = self.config.get(field) or []
-        found = [value] if isinstance(value, str) else value
-        if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        names = [value] if isinstance(value, str) else value
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise FormatError(f"{self.config.where}: {field} must be a list of names, found {value!r:.200}.")
-        return found
+        return names
 
     def _match(self, field: str, around: str, own: str, module: str) -> str | None:
         """What a pattern calls ``layer`` in a module's name ("" if nothing); None if it does not match.
@@ -93,9 +93,9 @@ class Rules:
         """
         pattern, begun = around.replace("@", own), time.monotonic()
         try:
-            if pattern not in self._found:
-                self._found[pattern] = self._matcher(pattern, own)
-            found = self._found[pattern](module)
+            if pattern not in self._matchers:
+                self._matchers[pattern] = self._matcher(pattern, own)
+            layer = self._matchers[pattern](module)
         except (re.error, OverflowError, RecursionError) as error:
             raise self._wrong(field, own, f"which is no regular expression ({files.brief(error)})") from error
         except subprocess.SubprocessError as error:
@@ -103,7 +103,7 @@ class Rules:
         self._spent += time.monotonic() - begun
         if self._spent > PATIENCE:
             raise self._wrong(field, own, f"and more, which together take more than {PATIENCE} s")
-        return found
+        return layer
 
     def _matcher(self, pattern: str, own: str) -> Callable[[str], str | None]:
         """What finds a pattern in a name. A stranger's can take for ever: another process tries it, and is ended."""
@@ -120,8 +120,8 @@ class Rules:
             check=True,
             encoding="utf-8",
         )
-        found: dict[str, str] = json.loads(done.stdout)
-        return found.get
+        layers: dict[str, str] = json.loads(done.stdout)
+        return layers.get
 
     def _wrong(self, field: str, own: str, why: str) -> FormatError:
         return FormatError(f"{self.config.where}: {field} has {own!r:.100}, {why}. Correct it or use another adapter.")

@@ -6,9 +6,9 @@ from codd.backbones.config import Config
 
 NAME = "sdar"
 MASK_ID = 151669
-"""Of the published checkpoints, whose config.json does not state it."""
+"""The mask token of the published checkpoints, whose config.json does not state it."""
 BLOCK_SIZE = 4
-"""The same; models with larger blocks have it in their names (-b8 to -b64)."""
+"""Positions of a block in the published checkpoints; larger blocks are in the models' names (-b8 to -b64)."""
 
 
 def recognises(config: Config) -> bool:

@@ -216,8 +216,8 @@ def _added_by_config(path: Path, entries: object) -> dict[int, AddedToken]:
     for key, entry in entries.items():
         known = key.isascii() and key.isdigit() and len(key) < 10
         if not known or not isinstance(entry, dict) or not _is_token(entry):
-            found = f"{key!r:.80}: {entry!r:.80}"
-            raise FormatError(f'{path}: added_tokens_decoder must map ids to {{"content": ...}}, found {found}.')
+            wrong = f"{key!r:.80}: {entry!r:.80}"
+            raise FormatError(f'{path}: added_tokens_decoder must map ids to {{"content": ...}}, found {wrong}.')
         id, token = int(key), added_token(entry, special=False)
         if token.content in seen or id in added:
             raise FormatError(
@@ -249,7 +249,7 @@ def _read_backend(
 
 
 def _max_bytes(most: int) -> int:
-    """Of a file with a vocabulary: published ones take up to 130 for each token, merges included."""
+    """The largest size of a vocabulary file, in bytes: published ones take up to 130 a token, merges included."""
     return (1 << 20) + 512 * most
 
 
@@ -377,8 +377,9 @@ def _read_byte_level(
     path = folder / VOCABULARY_FILE
     vocabulary = read_json_object(path, _max_bytes(most))
     if wrong := [text for text, id in vocabulary.items() if not _is_id(id)]:
-        found = f"the id of {wrong[0]!r:.80} must be a whole number from 0, found"
-        raise FormatError(f"{path}: {found} {vocabulary[wrong[0]]!r:.80}.")
+        raise FormatError(
+            f"{path}: the id of {wrong[0]!r:.80} must be a whole number from 0, found {vocabulary[wrong[0]]!r:.80}."
+        )
     merges = _read_merges(folder / MERGES_FILE, vocabulary, _max_bytes(most))
     whole = _with_added(path, vocabulary, added, most)
     backend = tokenizers.Tokenizer(models.BPE(vocab=whole, merges=merges))

@@ -51,7 +51,7 @@ class TransformerConfig:
     rotary_width: int | None = None
     """How many of a head's columns are rotated, the first ones; None: all."""
     head_width: int | None = None
-    """Of one attention head; None: the network's width over the heads."""
+    """The width of one attention head; None: the network's width over the number of heads."""
     local: LocalLayers | None = None
     causal: bool = False
     block_size: int | None = None

@@ -60,7 +60,7 @@ class Slot:
     target: str
     rows: tuple[int, int] | None
     expert: int | None = None
-    """Whose part of a parameter that stacks all experts; None: the parameter is no such stack."""
+    """The index of an expert in a parameter that stacks all experts; None: the parameter is no such stack."""
 
     def part(self, parameter: Tensor) -> Tensor:
         """What the tensor fills of the parameter that is its target."""
@@ -262,12 +262,12 @@ def _pieces(
 ) -> dict[str, list[tuple[tuple[slice, ...], Tensor]]]:
     """Which parts of each tensor of the files are read (none named: all of it), and what each fills."""
     parameters = {name: parameter.detach() for name, parameter in network.named_parameters()}
-    found = {}
+    pieces = {}
     for name, slot in slots.items():
         cut = cuts.get(slot.target)
         parts = [((), slot)] if cut is None else cut.pieces(slot)
-        found[name] = [(index, own.part(parameters[own.target])) for index, own in parts]
-    return found
+        pieces[name] = [(index, own.part(parameters[own.target])) for index, own in parts]
+    return pieces
 
 
 def _copy(shard: Path, name: str, index: tuple[slice, ...], file: Any, target: Tensor, check: bool) -> None:

@@ -4,7 +4,6 @@ In all of them leaf k of every position belongs to latent state (or component) k
 by position or component by component in the order of the states.
 """
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
@@ -67,17 +66,6 @@ def balanced_tree(
         return [product(pair) for pair in below]
 
     return Circuit(mixture(subtree(0, length, 0), log_weights=log_root))
-
-
-def random_balanced_tree(num_states: int, vocab_size: int, length: int, seed: int = 0) -> Circuit:
-    """A balanced tree whose edges and positions all have random parameters of their own, fixed by the seed."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def rows(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).log_softmax(-1)
-
-    transition = rows(2 * length - 2, num_states, num_states)
-    return balanced_tree(rows(num_states), transition, rows(length, num_states, vocab_size), length)
 
 
 def independent_mixture(weights: Float[Tensor, " K"], probs: Float[Tensor, "K L V"]) -> Circuit:

@@ -24,6 +24,7 @@ from codd.circuits.ops.constrained.eager import Linear
 from codd.circuits.ops.constrained.layout import Structure
 from codd.circuits.ops.constrained.passes import Algebra, Chain, Passes, Paths, WindowPasses
 from codd.circuits.ops.constrained.reference import LogSpace
+from codd.circuits.ops.doubt import either
 from codd.circuits.protocol import ProbabilisticCircuit
 from codd.circuits.results import BestPath, JointStep, Samples
 from codd.circuits.sampling import draw_token
@@ -127,7 +128,7 @@ class ConstrainedHMM:
         return self.hmm.dtype
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "ConstrainedHMM":
-        """The same elsewhere, or in another type."""
+        """The same constrained circuit on another device, or in another type (float32 or float64)."""
         return ConstrainedHMM(self.hmm.to(device, dtype), self.automaton, self._chain.log_start, self._chain.log_end)
 
     def save(self, folder: str | PathLike[str]) -> Path:
@@ -182,7 +183,7 @@ class ConstrainedHMM:
             rows = [passes.posterior(t) for t in range(passes.length)]
             log = torch.stack([row.logs().logsumexp(0) for row in rows], 1)
             total = log.logsumexp(-1, keepdim=True)
-            return (log - torch.where(total > -torch.inf, total, 0),), _any([row.faint for row in rows])
+            return (log - torch.where(total > -torch.inf, total, 0),), either(*(row.faint for row in rows))
 
         (out,) = self._exactly(self.hmm.centred(ev)[0], query)
         return out.to(self.dtype)
@@ -359,7 +360,7 @@ class ConstrainedConditioner:
 
     @torch.no_grad()
     def dense_log_marginals(self, positions: Int[Tensor, " B"] | None = None) -> Float[Tensor, "B *L V"]:
-        """The same: (B, L, V), or (B, V) at one position of each sequence."""
+        """Log-probabilities of all tokens: (B, L, V), or (B, V) at one position of each sequence."""
         wanted = None if positions is None else torch.tensor(sorted(set(positions.tolist())), device=positions.device)
         out, faint = self._passes.marginals(wanted)
         if _some(faint):
@@ -373,18 +374,13 @@ class ConstrainedConditioner:
 
 def _marginals(passes: WindowPasses, pick: Callable[[Tensor], Tensor]) -> tuple[tuple[Tensor, ...], Tensor | None]:
     out, faint = passes.marginals()
-    return (out,), _any([faint, passes.faint])
+    return (out,), either(faint, passes.faint)
 
 
 def _tokens(passes: WindowPasses, paths: Paths, uniforms: Float[Tensor, "M B L"]) -> Int[Tensor, "M B L"]:
     """One token a position, given the paths."""
     weights = passes.scores(paths).softmax(-1).nan_to_num_(0.0)
     return draw_token(weights.flatten(0, 2), uniforms.flatten()).view(uniforms.shape)
-
-
-def _any(doubts: list[Tensor | None]) -> Tensor | None:
-    some = [doubt for doubt in doubts if doubt is not None]
-    return torch.stack(some).any(0) if some else None
 
 
 def _some(doubt: Tensor | None) -> bool:

@@ -184,7 +184,3 @@ class Factors:
         if bool((torch.cat((made.initial[None], logits_of(made.transition))).amax(-1) == -torch.inf).any()):
             raise InvalidCircuit("a state that is kept, or the beginning, leads to none that is kept: keep more states")
         return made
-
-    def detached(self) -> "Factors":
-        """The same tensors, detached from the autograd graph."""
-        return self.map(lambda x: x.detach())

@@ -287,13 +287,8 @@ class Circuit(storage.HubMixin):
 
         ``check``: compare the stated digests, too.
         """
-        config, tensors = storage.read_folder(source, device=device, revision=revision, check=check)
-        if config.get("circuit") != "graph":
-            raise FormatError(
-                f"{source} holds a circuit of type {config.get('circuit')!r:.60}, expected 'graph': "
-                "use codd.load_circuit"
-            )
-        return cls.from_stored(config, tensors, str(source))
+        stored = storage.read_folder(source, device=device, revision=revision, check=check, kind="graph")
+        return cls.from_stored(*stored, str(source))
 
     @classmethod
     def from_stored(cls, config: dict[str, Any], tensors: dict[str, Tensor], source: str) -> "Circuit":

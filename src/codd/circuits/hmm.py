@@ -446,12 +446,8 @@ class HMM(storage.HubMixin):
         check: bool = True,
     ) -> "HMM":
         """Read a folder or a hub id written by ``save`` or ``push_to_hub``; ``check``: compare the stated digests."""
-        config, tensors = storage.read_folder(source, device=device, revision=revision, check=check)
-        if config.get("circuit") != "hmm":
-            raise FormatError(
-                f"{source} holds a circuit of type {config.get('circuit')!r:.60}, expected 'hmm': use codd.load_circuit"
-            )
-        return cls.from_stored(config, tensors, str(source))
+        stored = storage.read_folder(source, device=device, revision=revision, check=check, kind="hmm")
+        return cls.from_stored(*stored, str(source))
 
     @classmethod
     def from_stored(cls, config: dict[str, Any], tensors: dict[str, Tensor], source: str) -> "HMM":

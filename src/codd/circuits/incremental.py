@@ -27,6 +27,7 @@ from codd.circuits.evidence import Evidence, Kind, log_softmax, tempered
 from codd.circuits.ops import native
 from codd.circuits.ops.backend import EAGER, REFERENCE, backend_for, use
 from codd.circuits.ops.chain import eager as chain_eager
+from codd.circuits.ops.doubt import Doubt
 from codd.circuits.ops.draw.eager import Draw, Marginals
 from codd.circuits.ops.leaf.eager import FLUSH
 from codd.circuits.ops.pick import eager as pick_eager
@@ -133,7 +134,7 @@ class IncrementalConditioner:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Sequences, and positions of each."""
+        """(B, L): the numbers of sequences and of positions."""
         return self._given.shape
 
     @property
@@ -227,7 +228,7 @@ class IncrementalConditioner:
 
     @property
     def proposes(self) -> bool:
-        """Whether `propose` is to be had."""
+        """Whether `propose` can be called: on a GPU, with dense evidence and one emission table."""
         return self._totals is not None and self._backend.propose is not None
 
     @torch.no_grad()
@@ -300,7 +301,7 @@ class IncrementalConditioner:
         return self._surely(out, lambda ev, index: inference.marginals(self._hmm, ev, candidates[index]))
 
     def _candidate_marginals(self, open_: Bool[Tensor, "B L"] | None) -> Float[Tensor, "B L K"]:
-        """The same on a device; anything in sequences with no position in ``open_``."""
+        """Log-probabilities of the candidates by the kernels; anything in sequences with no position in ``open_``."""
         forward, backward = self._messages(open_)
         messages = (forward.values, backward.values, self._leaf.values)
         cached = (*self._prepared, self.candidates)
@@ -317,7 +318,7 @@ class IncrementalConditioner:
 
     @torch.no_grad()
     def dense_log_marginals(self, positions: Int[Tensor, " B"] | None = None) -> Float[Tensor, "B *L V"]:
-        """The same for all tokens: (B, L, V), or (B, V) at one position of each sequence."""
+        """Log-probabilities of all tokens: (B, L, V), or (B, V) at one position of each sequence."""
         batch, length = self._given.shape
         if positions is not None:
             self._check("positions", positions, length)
@@ -379,7 +380,7 @@ class IncrementalConditioner:
 
     # What no later token changes.
 
-    def _leaves(self) -> tuple[Scaled, inference.Doubt, Float[Tensor, "2 B L"] | None]:
+    def _leaves(self) -> tuple[Scaled, Doubt, Float[Tensor, "2 B L"] | None]:
         """Leaf values, and the normalisers of the dense rows where the backend has them from the same pass."""
         hmm, ev, backend, totals = self._hmm, self._given, self._backend, None
         fits = ev.potentials is not None and ev.sparse is None and not hmm.emission.per_position
@@ -414,7 +415,7 @@ class IncrementalConditioner:
         return (~self._observed).any(0).nonzero()[:, 0]
 
     def _ends(self) -> tuple[Scaled, Scaled]:
-        """Room for all messages, with the two that are known from the start."""
+        """Buffers for all messages, with the first forward and the last backward one filled in."""
         values, scale = self._leaf.values.transpose(0, 1), self._leaf.log_scale
         forward, backward = (
             Scaled(torch.zeros_like(values).transpose(0, 1), torch.zeros_like(scale, dtype=torch.float64))
@@ -510,7 +511,7 @@ class IncrementalConditioner:
         return log_softmax(tempered(x, ev.heat(dtype), dtype)) if ev.normalised else x.to(dtype)
 
     def _log_weights_of(self, ids: Int[Tensor, "B R K"], places: _Places) -> Float[Tensor, "B R K"]:
-        """The same for some tokens of each place."""
+        """The log-weights of some tokens of each place."""
         ev, dtype = self._given, self._hmm.dtype
         kind = places.take(ev.kind)[..., None]
         out = torch.where(kind == Kind.DENSE, self._dense_log_weights(places).gather(-1, ids), 0)
@@ -543,7 +544,7 @@ class RecomputingConditioner:
     """`codd.circuits.protocol.Conditioner` by asking again after every token: for any circuit, and for comparison."""
 
     candidates: Int[Tensor, "B L K"] | None = None
-    """None: it is about all tokens."""
+    """Always None: `log_marginals` covers all V tokens."""
 
     def __init__(self, circuit: ProbabilisticCircuit, ev: Evidence) -> None:
         """Start from evidence; nothing is computed yet."""
@@ -561,7 +562,7 @@ class RecomputingConditioner:
         return self._circuit.marginals(self.evidence)
 
     def dense_log_marginals(self, positions: Int[Tensor, " B"] | None = None) -> Float[Tensor, "B *L V"]:
-        """The same: (B, L, V), or (B, V) at one position of each sequence."""
+        """Log-probabilities of all tokens: (B, L, V), or (B, V) at one position of each sequence."""
         log_p = self.log_marginals()
         return log_p if positions is None else log_p[torch.arange(len(log_p), device=log_p.device), positions]
 

@@ -10,12 +10,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from codd.circuits.evidence import Evidence
 from codd.circuits.ops.backend import EAGER, REFERENCE, Backend, backend_for
 from codd.circuits.ops.chain import eager as chain_eager
+from codd.circuits.ops.doubt import Doubt, either
 from codd.circuits.ops.leaf import eager as leaf_eager
 from codd.circuits.ops.path import eager as path_eager
 from codd.circuits.ops.path import reference as path_reference
@@ -26,7 +27,6 @@ from codd.errors import InvalidEvidence
 if TYPE_CHECKING:
     from codd.circuits.hmm import HMM
 
-Doubt: TypeAlias = Bool[Tensor, " B"] | None
 Answer: TypeAlias = tuple[tuple[Tensor, ...], Doubt]
 Pick: TypeAlias = Callable[[Tensor], Tensor]
 Query: TypeAlias = Callable[[Evidence, Backend, Pick], Answer]
@@ -98,14 +98,6 @@ def _faint(q: Scaled, log_partition: Float[Tensor, " B"], backend: Backend) -> D
     return faint if bool(faint.any()) else None
 
 
-def _either(*doubts: Doubt) -> Doubt:
-    out: Doubt = None
-    for doubt in doubts:
-        if doubt is not None:
-            out = doubt if out is None else out | doubt
-    return out
-
-
 def _root(hmm: "HMM", target: Scaled) -> Float[Tensor, " B"]:
     """log Z from leaf times backward message at the first position."""
     # Through logarithms: an improbable start times an improbable leaf would leave the range of float32.
@@ -151,7 +143,7 @@ def backward_pass(hmm: "HMM", ev: Evidence, backend: Backend) -> tuple[Scaled, F
     """Leaf times backward message at every position, log Z, and the sequences in doubt."""
     leaf, doubt = _leaf(hmm, ev, backend, each=False)
     target = backend.messages(steps_of(hmm, ev), None, leaf, True, absorb=True)
-    doubt = _either(doubt, _doubt(hmm, ev, leaf, target, True, backend, each=False))
+    doubt = either(doubt, _doubt(hmm, ev, leaf, target, True, backend, each=False))
     return target, _root(hmm, target), _outweighed(hmm, ev, leaf, doubt, backend)
 
 
@@ -174,10 +166,10 @@ def smooth(hmm: "HMM", ev: Evidence, backend: Backend, *, each: bool = True) -> 
     backward = backend.messages(steps, None, leaf, True)
     target = leaf * backward
     products = ((source, False), (target, True))
-    doubt = _either(doubt, *(_doubt(hmm, ev, leaf, x, reverse, backend, each=each) for x, reverse in products))
+    doubt = either(doubt, *(_doubt(hmm, ev, leaf, x, reverse, backend, each=each) for x, reverse in products))
     doubt = doubt if each else _outweighed(hmm, ev, leaf, doubt, backend)
     q, value = source * backward, _root(hmm, target)
-    return Smoothed(leaf, source, target, q, value, _either(doubt, _faint(q, value, backend)))
+    return Smoothed(leaf, source, target, q, value, either(doubt, _faint(q, value, backend)))
 
 
 def log_partition(hmm: "HMM", ev: Evidence) -> Float[Tensor, " B"]:
@@ -196,7 +188,7 @@ def filtered(hmm: "HMM", ev: Evidence) -> Float[Tensor, "B L N"]:
     def query(ev: Evidence, backend: Backend, pick: Pick) -> Answer:
         leaf, doubt = _leaf(hmm, ev, backend)
         alpha = backend.messages(steps_of(hmm, ev), hmm.log_initial, leaf, False, absorb=True)
-        return (alpha.log_normalised(),), _either(doubt, _doubt(hmm, ev, leaf, alpha, False, backend))
+        return (alpha.log_normalised(),), either(doubt, _doubt(hmm, ev, leaf, alpha, False, backend))
 
     return exactly(hmm, ev, query)[0].to(hmm.dtype)
 
@@ -307,10 +299,10 @@ def _bounds(hmm: "HMM", ev: Evidence, backend: Backend) -> tuple[tuple[Tensor, T
     upper = exponentials(log_upper) if backend.checked else Scaled.from_log(log_upper)
     if backend.checked and upper.values.device.type == "cpu":
         faint = ((upper.values < leaf_eager.FLUSH) & (log_upper > -torch.inf)).flatten(1).any(-1)
-        doubt = _either(doubt, faint if bool(faint.any()) else None)
+        doubt = either(doubt, faint if bool(faint.any()) else None)
     ends = []
     for leaf in (lower, upper):
         target = backend.messages(steps_of(hmm, ev), None, leaf, True, absorb=True)
-        doubt = _either(doubt, _doubt(hmm, ev, leaf, target, True, backend))
+        doubt = either(doubt, _doubt(hmm, ev, leaf, target, True, backend))
         ends.append(_root(hmm, target))
     return (ends[0], ends[1]), doubt

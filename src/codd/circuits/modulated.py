@@ -274,14 +274,12 @@ class Modulated(storage.HubMixin):
         check: bool = True,
     ) -> "Modulated":
         """Read a folder or a hub id written by ``save``; ``check``: compare the stated digests."""
-        config, tensors = storage.read_folder(source, device=device, revision=revision, check=check)
-        return cls.from_stored(config, tensors, str(source))
+        stored = storage.read_folder(source, device=device, revision=revision, check=check, kind="modulated")
+        return cls.from_stored(*stored, str(source))
 
     @classmethod
     def from_stored(cls, config: dict[str, Any], tensors: dict[str, Tensor], source: str) -> "Modulated":
         """The circuit that a configuration and tensors describe; `FormatError` if they do not fit together."""
-        if config.get("circuit") != "modulated":
-            raise FormatError(f"{source} holds a circuit of type {config.get('circuit')!r:.60}, expected 'modulated'")
         try:
             with torch.device("meta"):  # no memory for sizes that the tensors do not have
                 head = Head(HeadConfig(**config["head"]))

@@ -24,6 +24,7 @@ from codd.circuits import inference
 from codd.circuits.evidence import Evidence, Kind
 from codd.circuits.inference import Answer, Pick, Smoothed
 from codd.circuits.ops.backend import REFERENCE, Backend
+from codd.circuits.ops.doubt import either
 from codd.circuits.parameters import Emission, Transition
 from codd.circuits.protocol import ProbabilisticCircuit
 from codd.errors import InvalidEvidence
@@ -91,7 +92,7 @@ def tables(hmm: "HMM", ev: Evidence, candidates: Int[Tensor, "B L K"]) -> Float[
         doubt = smoothed.doubt
         if backend.checked and ev.device.type == "cpu":
             faint = ~(lost <= LOST[dtype])
-            doubt = inference._either(doubt, faint if bool(faint.any()) else None)
+            doubt = either(doubt, faint if bool(faint.any()) else None)
         return (out,), doubt
 
     return inference.exactly(hmm, ev, query)[0].to(hmm.dtype)

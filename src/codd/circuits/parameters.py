@@ -137,7 +137,7 @@ class Transition:
     log_gates: Float[Tensor, "B T R"] | None = None
 
     def gated(self, log_gates: Float[Tensor, "B T R"] | None) -> "Transition":
-        """The same with gates between its two factors; what was computed of the factors is kept."""
+        """This transition with gates between its two factors; what was computed of the factors is kept."""
         if log_gates is None:
             return self
         made = Transition(self.log_factors, log_gates.detach())

@@ -91,12 +91,13 @@ def read_folder(
     revision: str | None = None,
     device: str | torch.device = "cpu",
     check: bool = True,
+    kind: str | None = None,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read a circuit from a local folder, or from the hub if there is no such folder and the text is like "user/name".
 
     Returns the configuration and the tensors as they were given to ``write_folder``. ``revision`` (a branch, tag or
-    commit) applies to the hub only. FormatError if the files are damaged; changed values are noticed by the digests
-    that the files state, unless ``check`` is false.
+    commit) applies to the hub only. FormatError if the circuit is not of this ``kind`` (None: any), or if the files are
+    damaged; changed values are noticed by the digests that the files state, unless ``check`` is false.
     """
     folder = local_folder(path_or_hub_id, revision)
     config = _read_config(folder)
@@ -105,6 +106,10 @@ def read_folder(
     if check:
         _check_digests(folder, config, described, tensors)
     given = {key: value for key, value in described.items() if key not in _RESERVED}
+    if kind is not None and (stated := given.get("circuit")) != kind:
+        raise FormatError(
+            f"{path_or_hub_id} holds a circuit of type {stated!r:.60}, expected {kind!r}: use codd.load_circuit"
+        )
     return given, {name: tensor.to(device) for name, tensor in tensors.items()}
 
 

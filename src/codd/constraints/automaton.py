@@ -68,21 +68,21 @@ class Automaton:
 
     @property
     def num_states(self) -> int:
-        """S."""
+        """S, the number of states."""
         return self.table.shape[0]
 
     @property
     def num_classes(self) -> int:
-        """C."""
+        """C, the number of classes of tokens that no state tells apart."""
         return self.table.shape[1]
 
     @property
     def vocab_size(self) -> int:
-        """V."""
+        """V, the number of tokens."""
         return self.classes.shape[0]
 
     def __repr__(self) -> str:
-        """Its sizes."""
+        """The numbers of states, classes and tokens in one line."""
         return f"Automaton(states={self.num_states}, classes={self.num_classes}, vocab_size={self.vocab_size})"
 
     def after(self, tokens: Sequence[int] | Int[Tensor, " length"], state: int | None = None) -> int:

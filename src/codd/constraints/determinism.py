@@ -14,7 +14,7 @@ from codd.constraints.tables import DFA, Table, minimal, trimmed, unique_rows
 from codd.errors import EmptyLanguage, InvalidConstraint
 
 MAX_STATES = 4096
-"""Of a compiled automaton, unless the caller says otherwise."""
+"""The largest number of states of a compiled automaton, unless the caller gives another."""
 _MAX_COPIES = 100_000  # states of the nondeterministic automaton
 _MAX_WORK = 10_000_000  # moves looked at while subsets are built: some seconds
 _MAX_ENTRIES = 8_000_000  # of a table over characters: 32 MB

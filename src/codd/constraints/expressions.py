@@ -11,7 +11,7 @@ _SURROGATES = (0xD800, 0xDFFF)  # no characters, and UTF-8 has no bytes for them
 
 @dataclass(frozen=True)
 class Chars:
-    """One character of a set."""
+    """Exactly one character, which is in the set ``ranges``."""
 
     ranges: Ranges
 
@@ -63,7 +63,7 @@ def _without_surrogates(ranges: Iterable[tuple[int, int]]) -> Iterable[tuple[int
 
 
 def complement(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """All other characters."""
+    """The characters, surrogates aside, that are in none of the ranges."""
     gaps, after = [], 0
     for first, last in sorted(ranges):
         if first > after:
@@ -73,17 +73,17 @@ def complement(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def intersection(one: Ranges, other: Ranges) -> Ranges:
-    """The characters in both."""
+    """The characters that are in both sets."""
     return complement((*complement(one), *complement(other)))
 
 
 def text(string: str) -> Then:
-    """Exactly this text."""
+    """The expression that matches this string and nothing else."""
     return Then(tuple(chars(c) for c in string))
 
 
 def chars(characters: str) -> Chars:
-    """One of these characters."""
+    """The expression that matches any one of these characters."""
     return Chars(union((ord(c), ord(c)) for c in characters))
 
 
@@ -93,11 +93,11 @@ def then(*parts: Expression | str) -> Then:
 
 
 def optional(part: Expression) -> Repeat:
-    """The part, or nothing."""
+    """The expression that matches the part once, or the empty text."""
     return Repeat(part, 0, 1)
 
 
 ANY = Chars(complement(()))
-"""One character, whichever."""
+"""Any one character, newlines included."""
 EMPTY = Then(())
 NOTHING = Either(())

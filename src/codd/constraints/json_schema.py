@@ -144,13 +144,13 @@ class _Schemas:
     def _resolved(self, reference: Any, path: str) -> Any:
         if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
             raise _wrong(path, f"only references within the schema (#/...) are supported, found {shown(reference)}")
-        found = self._root
+        target = self._root
         for step in reference.split("/")[1:]:
             step = step.replace("~1", "/").replace("~0", "~")
-            if not isinstance(found, dict) or step not in found:
+            if not isinstance(target, dict) or step not in target:
                 raise _wrong(path, f"{shown(reference)} is not in the schema")
-            found = found[step]
-        return found
+            target = target[step]
+        return target
 
     def _disjoint(self, one: Any, other: Any, depth: int = 0) -> bool:
         """Whether it is plain that no value is valid for both: other types, other constants, or such a property."""

@@ -51,7 +51,7 @@ class Expressed(Language):
 
     @abstractmethod
     def expression(self) -> Expression:
-        """The texts as a tree."""
+        """The language as a tree of `Chars`, `Then`, `Either` and `Repeat`."""
 
     def dfa(self, max_states: int) -> DFA:
         """The texts as an automaton over the bytes of UTF-8."""
@@ -78,7 +78,7 @@ class Regex(Expressed):
         self.expression()
 
     def expression(self) -> Expression:
-        """The pattern as a tree."""
+        """The pattern as a tree; InvalidConstraint for one that is wrong or not supported."""
         return syntax.parse(self.pattern, self.unicode)
 
 
@@ -93,7 +93,7 @@ class Choice(Expressed):
     texts: tuple[str, ...]
 
     def __init__(self, texts: Iterable[str]):
-        """At least one text."""
+        """``texts``: at least one; InvalidConstraint otherwise, or for a string with half a surrogate pair."""
         listed = [] if isinstance(texts, str) else list(texts)
         if not listed or not all(isinstance(option, str) for option in listed):
             raise InvalidConstraint(f"a choice is a list of texts, at least one of them, found {shown(texts)}.")
@@ -103,7 +103,7 @@ class Choice(Expressed):
         object.__setattr__(self, "texts", tuple(listed))
 
     def expression(self) -> Expression:
-        """One of the texts."""
+        """The texts as alternatives."""
         return Either(tuple(text(option) for option in self.texts))
 
 
@@ -119,10 +119,10 @@ class JsonSchema(Expressed):
     """
 
     source: str
-    """The schema as JSON."""
+    """The schema as a JSON string: hashable, and compared by content."""
 
     def __init__(self, schema: dict[str, Any] | bool | str):
-        """A schema, or its JSON text."""
+        """``schema``: a dict or bool, or its JSON text; InvalidConstraint if it is wrong or not supported."""
         try:
             parsed = json.loads(schema) if isinstance(schema, str) else schema
             source = json.dumps(parsed, ensure_ascii=False, allow_nan=False)
@@ -136,11 +136,11 @@ class JsonSchema(Expressed):
 
     @property
     def schema(self) -> Any:
-        """The schema: a dict or bool."""
+        """The schema as Python values: a dict or a bool."""
         return json.loads(self.source)
 
     def expression(self) -> Expression:
-        """The valid texts."""
+        """The JSON texts that are valid under the schema, as a tree."""
         return json_schema.expression(self.schema)
 
 
@@ -174,9 +174,9 @@ class After(Language):
         free = byte_dfa(anything, max_states)
         ways, offset = len(free.table), len(wanted) * len(free.table)
         prefix = np.full((len(wanted), ways, 256), -1, dtype=np.int32)
-        for found, row in enumerate(_progress(wanted)):
+        for seen, row in enumerate(_progress(wanted)):
             on = np.where(row == len(wanted), offset + inner.start, row * ways + free.table)
-            prefix[found] = np.where(free.table < 0, -1, on)
+            prefix[seen] = np.where(free.table < 0, -1, on)
         later = np.where(inner.table < 0, -1, inner.table + offset)
         accepting = np.append(np.zeros(offset, dtype=bool), inner.accepting)
         return DFA(np.vstack([prefix.reshape(offset, 256), later]).astype(np.int32), free.start, accepting)
@@ -187,8 +187,8 @@ def _progress(wanted: bytes) -> "np.ndarray[Any, np.dtype[np.int64]]":
     table = np.zeros((len(wanted), 256), dtype=np.int64)
     table[0, wanted[0]] = 1
     fallback = 0
-    for found in range(1, len(wanted)):
-        table[found] = table[fallback]
-        table[found, wanted[found]] = found + 1
-        fallback = table[fallback, wanted[found]]
+    for seen in range(1, len(wanted)):
+        table[seen] = table[fallback]
+        table[seen, wanted[seen]] = seen + 1
+        fallback = table[fallback, wanted[seen]]
     return table

@@ -72,12 +72,12 @@ def parse_search(pattern: str) -> Expression:
         raise InvalidConstraint(f"the pattern {shown(pattern)} sets flags, which JSON schemas do not have.")
     branches = tree[0][1][1] if len(tree) == 1 and tree[0][0] is op.BRANCH else [tree]
     reader, around = _Reader(pattern, narrow=True, ecma=True), Repeat(ANY, 0, None)
-    found = []
+    alternatives = []
     for branch in branches:
         begins, ends = (len(branch) > 0 and branch[i][0] is op.AT and branch[i][1] in at for i, at in _EDGES)
         inner = reader.sequence(branch, flags, begins, ends)
-        found.append(Then((EMPTY if begins else around, inner, EMPTY if ends else around)))
-    return Either(tuple(found))
+        alternatives.append(Then((EMPTY if begins else around, inner, EMPTY if ends else around)))
+    return Either(tuple(alternatives))
 
 
 _EDGES = ((0, _BEGINS), (-1, _ENDS))
@@ -153,10 +153,10 @@ class _Reader:
     def of_set(self, items: list[Any], flags: int) -> Ranges:
         """A set in brackets, or a single character."""
         negated = items[0][0] is op.NEGATE
-        found = union(
+        members = union(
             span for kind, value in items[negated:] for span in self.of_member(kind, value, flags, bool(negated))
         )
-        return complement(found) if negated else found
+        return complement(members) if negated else members
 
     def of_member(self, kind: Any, value: Any, flags: int, negated: bool) -> Ranges:
         if kind is op.CATEGORY:

@@ -18,7 +18,7 @@ class DFA(NamedTuple):
     """(states, symbols): the next state, or -1."""
     start: int
     accepting: NDArray[np.bool_]
-    """(states,)"""
+    """(states,): whether a text may end in each state."""
 
 
 def edges(table: NDArray[np.integer]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -33,14 +33,14 @@ def distances(source: NDArray[np.int64], target: NDArray[np.int64], seeds: NDArr
     order = np.argsort(source, kind="stable")
     target = target[order]
     first = np.searchsorted(source[order], np.arange(len(seeds) + 1))
-    found = np.where(seeds, 0, FAR).astype(np.int32)
+    distance = np.where(seeds, 0, FAR).astype(np.int32)
     frontier, depth = np.flatnonzero(seeds), 0
     while len(frontier):
         depth += 1
         reached = np.unique(np.concatenate([target[first[state] : first[state + 1]] for state in frontier]))
-        frontier = reached[found[reached] == FAR]
-        found[frontier] = depth
-    return found
+        frontier = reached[distance[reached] == FAR]
+        distance[frontier] = depth
+    return distance
 
 
 def trimmed(dfa: DFA) -> DFA | None:

@@ -35,9 +35,9 @@ class Template:
     texts: tuple[str, ...]
     """What stands before, between and after the slots."""
     slots: tuple[int, ...]
-    """The most tokens of each slot."""
+    """The largest number of tokens of each slot."""
     languages: tuple[Language, ...]
-    """Of each slot."""
+    """The language of each slot."""
 
     def __init__(self, template: str, patterns: Sequence[Language | None] | Mapping[int, Language] = ()):
         """``patterns``: languages by the number of their slot, from 0, or in order (None: one line)."""

@@ -63,12 +63,12 @@ class Vocabulary:
         return replace(self, tokens=tuple(token if _is_utf8(token) else b"" for token in self.tokens))
 
     def __len__(self) -> int:
-        """The number of ids."""
+        """V, the number of token ids."""
         return len(self.tokens)
 
     @cached_property
     def digest(self) -> str:
-        """A name for the content."""
+        """SHA-256 of all tokens and of how they are joined: the key of compiled automata."""
         digest = hashlib.sha256(b"space" if self.strips_space else b"")
         for token in self.tokens:
             digest.update(len(token).to_bytes(4, "little") + token)

@@ -41,13 +41,13 @@ class Slot:
     stored: int = 0
     """Of a block-causal network: positions from 0 on whose keys and values are final."""
     block: Window | None = None
-    """Whose beginning was the latest full pass, or that of its whole block."""
+    """The block at whose beginning the latest full pass, or pass over the whole block, was made."""
     age: int = 0
-    """Passes since then."""
+    """How many passes there were since that one."""
     step: int = -1
     """The number of the latest step, which after an error of a neighbour is made once more, alike."""
     rows: tuple[int, int] = (0, 0)
-    """What it computed."""
+    """The first position, and one beyond the last, that the latest step computed, counted as in `Rows`."""
 
 
 class Pass(NamedTuple):
@@ -60,7 +60,7 @@ class Pass(NamedTuple):
 
     @property
     def ids(self) -> Int[Tensor, " R"]:
-        """The tokens there."""
+        """The tokens at positions ``begin`` to ``end``."""
         return self.request.ids[self.begin : self.end]
 
 
@@ -121,7 +121,7 @@ class CachedRunner:
 
     @property
     def free(self) -> int:
-        """Slots that nobody holds."""
+        """How many slots no sequence holds."""
         return len(self._free)
 
     def lacking(self, state: SequenceState) -> int:
@@ -194,11 +194,11 @@ class CachedRunner:
         for number, each in enumerate(passes):
             own = number if self.whole.one_by_one else 0
             batches.setdefault((_rounded(each.end - each.begin), own), []).append(number)
-        found: dict[int, HiddenStates] = {}
+        states_of: dict[int, HiddenStates] = {}
         for (rows, _), numbers in batches.items():
             states = self._batch([passes[number] for number in numbers], rows)
-            found |= {n: self._aligned(passes[n], own) for n, own in zip(numbers, states, strict=True)}
-        return [found[number] for number in range(len(passes))]
+            states_of |= {n: self._aligned(passes[n], own) for n, own in zip(numbers, states, strict=True)}
+        return [states_of[number] for number in range(len(passes))]
 
     def _batch(self, passes: Sequence[Pass], rows: int) -> Float[Tensor, "B R d"]:
         ids = torch.zeros(len(passes), rows, dtype=torch.long)

@@ -28,7 +28,7 @@ Weights = Mapping[int, NDArray[np.float64]]
 
 
 class Edges(NamedTuple):
-    """From which state a token of which class leads where."""
+    """Transitions: a token of class ``token_class[i]`` leads from state ``source[i]`` to ``target[i]``."""
 
     source: NDArray[np.int64]
     token_class: NDArray[np.int64]
@@ -48,7 +48,7 @@ class SequenceConstraint:
 
     @cached_property
     def edges(self) -> Edges:
-        """All ways on."""
+        """All transitions of the automaton, one for each state and class of tokens that has a next state."""
         table = self.automaton.table.numpy()
         source, token_class = np.nonzero(table >= 0)
         return Edges(source, token_class, table[source, token_class])
@@ -147,6 +147,6 @@ def constrain(
             "Give gen_length=0 to fill the prompt's own."
         )
     span = (min(inside), max(inside) + 1) if inside else (prompt_length, len(ids))
-    found = SequenceConstraint(automaton, span, mask_id, alone)
-    found.check(ids, number)
-    return found
+    constraint = SequenceConstraint(automaton, span, mask_id, alone)
+    constraint.check(ids, number)
+    return constraint

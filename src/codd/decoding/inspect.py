@@ -47,7 +47,7 @@ class Beliefs:
     probabilities: Float[Tensor, "M K"]
     """Descending, among all tokens: they sum to less than one."""
     entropies: Float[Tensor, " M"]
-    """Of all tokens, in nats."""
+    """The entropy of each position's distribution over all tokens, in nats."""
     allowed: Bool[Tensor, "M K"]
     """Whether the constraint, if there is one, allows each there: some text of the language has it, and what is
     written."""
@@ -68,7 +68,7 @@ class Inspection:
 
     None under a constraint, where it would take a pass for every class of tokens at every position."""
     circuit: bool
-    """Whether a circuit had a say."""
+    """Whether the joint distribution of a circuit was used, not the network's alone."""
     aside: bool
     """Whether the circuit would step aside, because it excludes what is written or all that the network allows."""
 
@@ -137,13 +137,13 @@ def _allowed(constraint: SequenceConstraint, ids: Sequence[int], positions: Sequ
     for place in range(end - 1, begin, -1):
         after[place] = np.append(after[place + 1][table[:, columns(place)]].any(1), False)
     before = np.arange(len(table)) == constraint.automaton.start
-    found = {}
+    allowed = {}
     for place in range(begin, end):
-        found[place] = after[place + 1][table[before]].any(0)
+        allowed[place] = after[place + 1][table[before]].any(0)
         reached = np.zeros(len(table) + 1, dtype=bool)
         reached[table[before][:, columns(place)]] = True
         before = reached[:-1]
-    return torch.from_numpy(np.stack([found[place] for place in positions]))[:, classes]
+    return torch.from_numpy(np.stack([allowed[place] for place in positions]))[:, classes]
 
 
 def _inputs(model: Model, state: SequenceState, window: Window) -> StepInputs:
@@ -185,7 +185,7 @@ def _under_joint(
 
 
 def _log_probabilities(inputs: StepInputs) -> Float[Tensor, "R V"]:
-    """Of the network alone, as it weighs tokens without a circuit."""
+    """Log-probabilities of all tokens under the network alone; InvalidInput if the logits leave no token possible."""
     log_p = inputs.logits.float().log_softmax(-1)
     wrong = log_p.isnan().any(-1).cpu()
     if bool(wrong.any()):

@@ -79,10 +79,10 @@ def _head(
 ) -> list[list[Tensor] | Exception]:
     """The logits of all sequences' rows, or the error that one of them has, or all."""
     wanted = [row for each in rows if not isinstance(each, Exception) for row in each]
-    found = _caught(runner.logits, wanted, sequences[0].mask_id)
-    if isinstance(found, Exception):
-        return [each if isinstance(each, Exception) else found for each in rows]
-    logits = iter(found)
+    outputs = _caught(runner.logits, wanted, sequences[0].mask_id)
+    if isinstance(outputs, Exception):
+        return [each if isinstance(each, Exception) else outputs for each in rows]
+    logits = iter(outputs)
     return [each if isinstance(each, Exception) else [next(logits) for _ in each] for each in rows]
 
 

@@ -43,11 +43,11 @@ class Generation:
     sequences: list[Int[Tensor, "..."]]
     """Ids of prompt and continuation, up to and including the end-of-text."""
     prompt_lengths: list[int]
-    """Tokens of each prompt."""
+    """The number of tokens of each prompt."""
     steps: list[int]
-    """Network evaluations."""
+    """The number of network evaluations of each sequence."""
     circuit_steps: list[int]
-    """Those in which the circuit acted."""
+    """In how many of them the circuit acted."""
     positions: list[Int[Tensor, "..."]]
     """Where tokens were written, ascending: the continuation, and the masks of the prompt if it had any."""
     scores: list[Float[Tensor, "..."]]
@@ -69,7 +69,7 @@ class Model:
     """None where the checkpoint has none: give ids then."""
     mask_id: int | None
     folder: Path | None = None
-    """Where it was loaded from."""
+    """The folder that it was loaded from; None: it was made in memory."""
 
     def with_circuit(self, circuit: CircuitSource) -> "Model":
         """The same network with another circuit, named as for `load`; the weights are shared."""
@@ -77,7 +77,7 @@ class Model:
 
     @property
     def stop_ids(self) -> frozenset[int]:
-        """The tokens that end an answer."""
+        """The ids of the tokens that end an answer: end-of-text and ends of a turn."""
         ids = {self.backbone.special.eos, *self.backbone.spec.stop_ids}
         if self.tokenizer is not None:
             ids |= {self.tokenizer.eos_id, *map(self.tokenizer.token_to_id, TURN_ENDS)}
@@ -159,7 +159,7 @@ class Model:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """What each token writes."""
+        """The bytes that each token writes; InvalidInput if the model has no tokenizer."""
         if self.tokenizer is None:
             raise InvalidInput("this checkpoint has no tokenizer: of constraints it knows Automaton alone.")
         return Vocabulary.of(self.tokenizer, self.backbone.vocab_size)
@@ -173,9 +173,9 @@ class Model:
             raise InvalidInput(
                 f"the automaton is over {constraint.vocab_size} tokens, the model over {self.backbone.vocab_size}."
             )
-        found = constraint if isinstance(constraint, Automaton) else constraint.compile(self.vocabulary)
+        automaton = constraint if isinstance(constraint, Automaton) else constraint.compile(self.vocabulary)
         pad = self.backbone.special.pad
-        return found.with_end(self.stop_ids, () if pad is None else (pad,)) if self.stop_ids else found
+        return automaton.with_end(self.stop_ids, () if pad is None else (pad,)) if self.stop_ids else automaton
 
     def _stop_condition(self, options: Options) -> StopCondition:
         if not options.stop_strings:
@@ -195,7 +195,7 @@ class Model:
 
 
 def _options(options: Options | None, overrides: Keywords) -> Options:
-    """Keywords on top of an object."""
+    """The options of an object with keywords on top; InvalidInput if it is no `Options`."""
     if options is None:
         return Options.of(**overrides)
     if not isinstance(options, Options):
@@ -262,8 +262,8 @@ def _resolve_circuit(
     if source == "null":
         circuit = HMM.neutral(num_states=1, vocab_size=backbone.vocab_size)
     elif isinstance(source, str | os.PathLike):
-        found = _own_circuit(str(source), folder) if source in CIRCUIT_FOLDERS else source
-        circuit = load_circuit(found, check=check)
+        folder_or_id = _own_circuit(str(source), folder) if source in CIRCUIT_FOLDERS else source
+        circuit = load_circuit(folder_or_id, check=check)
     else:
         circuit = source
     _check_fits(circuit, backbone)

@@ -19,7 +19,7 @@ class StateRequest(NamedTuple):
     """The hidden states that a step needs: of some positions of a sequence, as it is or with its prompt hidden."""
 
     state: SequenceState
-    """Whose they are: what a cache would be keyed by."""
+    """The sequence that the ids are of; a cache is keyed by it."""
     ids: Int[Tensor, " L"]
     """All that the network is to see: of a block-causal one nothing beyond the blocks of the span."""
     span: Window
@@ -57,17 +57,17 @@ class FullRecompute:
         self.backbone, self.one_by_one = backbone, one_by_one
 
     def __call__(self, requests: Sequence[StateRequest]) -> list[HiddenStates]:
-        """All states of each sequence."""
+        """The hidden states of all positions of each request's ids."""
         sequences = [request.ids for request in requests]
         if not self.one_by_one:
-            found = self._batch(sequences)
+            hidden = self._batch(sequences)
         else:  # cloned: the next call overwrites what a graph gave
-            found = [self._states(ids[None], None)[0].clone() for ids in sequences]
+            hidden = [self._states(ids[None], None)[0].clone() for ids in sequences]
         for request in requests:
             request.state.computed = request.state.cached = 0
         for request in requests:  # with guidance there are two of a sequence
             request.state.computed += len(request.ids)
-        return [HiddenStates(request.begin, states) for request, states in zip(requests, found, strict=True)]
+        return [HiddenStates(request.begin, states) for request, states in zip(requests, hidden, strict=True)]
 
     def logits(self, rows: Sequence[Float[Tensor, "_ d"]], mask_id: int) -> list[Float[Tensor, "_ V"]]:
         """What the head makes of hidden states: of all sequences together where the network is evaluated so."""
@@ -79,11 +79,11 @@ class FullRecompute:
         return self.backbone.masked_logits_from_states(rows[None], mask_id=mask_id, exclude_mask=False)[0]
 
     def admit(self, state: SequenceState) -> bool:
-        """Always: it keeps nothing."""
+        """True: without a cache a sequence needs no memory between steps."""
         return True
 
     def release(self, state: SequenceState) -> None:
-        """Nothing to give back."""
+        """Do nothing: without a cache a sequence holds no memory."""
 
     def _batch(self, sequences: Sequence[Int[Tensor, " _"]]) -> list[Float[Tensor, "_ d"]]:
         pad = self.backbone.special.pad if self.backbone.special.pad is not None else 0

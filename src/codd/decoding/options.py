@@ -35,7 +35,7 @@ LARGEST = 2**31 - 1
 MOST_EDIT_STEPS = 1000
 """Edits may go round in circles: nobody should be able to ask a server for that without end."""
 MOST_BITS = 1024
-"""Of a seed or an id: Python refuses to write very long numbers."""
+"""The most bits of a seed or an id: Python refuses to print very long numbers."""
 HOTTEST = 1000.0
 """The highest temperature and guidance: beyond it, all tokens are alike, or logits overflow."""
 COLDEST = 0.001
@@ -48,9 +48,9 @@ DEFAULT_THRESHOLD = 0.97
 DEFAULT_GREEDY: Mapping[str, float] = {"threshold": DEFAULT_THRESHOLD}
 """The pace of a run that is told none, at temperature 0; chosen by measurement (docs/results/default.md)."""
 DEFAULT_SAMPLED: Mapping[str, float] = {"threshold": 0.95}
-"""The same above temperature 0."""
+"""The pace of a run that is told none, above temperature 0."""
 DEFAULT_COUNTED: Mapping[str, float] = {"steps": 32}
-"""The same for those who cannot tell how sure a token is: the latent sampler and the published implementation."""
+"""The pace where nobody can tell how sure a token is: the latent sampler and the published implementation."""
 _UNSET: Any = type("Unset", (), {"__repr__": lambda self: "unset"})()
 
 
@@ -68,7 +68,7 @@ class OptionInfo:
     """Whether ``high`` itself is excluded."""
     choices: tuple[str, ...] = ()
     optional: bool = False
-    """Whether None means something."""
+    """Whether None is a valid value."""
     circuit: bool = False
     """Whether it concerns the circuit only: the network alone ignores it."""
     metavar: str = ""

@@ -76,11 +76,11 @@ class Algorithm(NamedTuple):
     """How a sequence is decoded: by our own schedule and steps, or by the published implementation's."""
 
     schedule: "Callable[[SequenceState], Iterator[StepPlan]]"
-    """The plans of its steps."""
+    """Yields the plan of each step; reads the sequence as it is by then."""
     positions: "Callable[[SequenceState, StepPlan], Int[Tensor, ' R']]"
     """The masked positions whose logits a step needs, ascending."""
     step: "Callable[[StepInputs], StepResult]"
-    """Which tokens to commit."""
+    """Decides which tokens a step commits."""
 
 
 @dataclass(eq=False)
@@ -101,10 +101,10 @@ class SequenceState:
     generator: torch.Generator
     """The sequence's own random numbers, on the host whatever the network's device."""
     number: int = 0
-    """Its index among the prompts."""
+    """Its index in the list of prompts."""
     circuit: ProbabilisticCircuit | None = None
     constraint: "SequenceConstraint | None" = None
-    """The language that it is to be in."""
+    """The language that its text must be in; None: any text."""
     banned: Int[Tensor, " n"] | None = None
     """Tokens that are never written: on the host at first, so that a sequence can be made while a device captures."""
     block_size: int | None = None
@@ -185,13 +185,13 @@ class Writes(NamedTuple):
 
     @classmethod
     def of(cls, ranking: Ranking) -> "Writes":
-        """Those that a ranking keeps; its scores are probabilities up to rounding."""
+        """The rows that a ranking keeps; its scores are probabilities up to rounding, and are clamped to 1."""
         chosen = ranking.chosen()
         return cls(chosen.rows, chosen.tokens, chosen.scores.clamp(max=1))
 
     @classmethod
     def none(cls) -> "Writes":
-        """Nothing."""
+        """No writes: three empty tensors."""
         return cls(torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.long), torch.zeros(0))
 
 
@@ -209,7 +209,7 @@ class HiddenStates(NamedTuple):
     values: Float[Tensor, "P d"]
 
     def at(self, window: Window) -> Float[Tensor, "w d"]:
-        """Those of a window, which must lie within."""
+        """The states of a window, which must lie within the positions held."""
         return self.values[window[0] - self.begin : window[1] - self.begin]
 
 
@@ -255,7 +255,7 @@ class StepResult:
     circuit: bool
     """Whether the circuit acted."""
     again: Callable[[], Float[Tensor, "4 more"]] | None = None
-    """The same from all tokens, for a ranking that is void because candidates did not suffice."""
+    """Computes ``packed`` again from all tokens, for a ranking that is void because candidates did not suffice."""
     edits: Float[Tensor, "4 others"] | None = None
     """A packed `Ranking` of positions of the sequence whose tokens are replaced."""
     joint: "Callable[[], Coupled] | None" = None
@@ -269,7 +269,7 @@ class StepResult:
         return ranking._replace(rows=ranking.rows + self.origin)
 
     def edited(self) -> Writes:
-        """The tokens that are replaced."""
+        """The tokens that the step replaces, on the host; waits for the device."""
         return Writes.none() if self.edits is None else Writes.of(Ranking.unpacked(self.edits.cpu()))
 
 

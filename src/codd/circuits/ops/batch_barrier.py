@@ -94,7 +94,7 @@ class BatchBarrier:
             _BARRIER.reset(token)
 
     def leave(self) -> None:
-        """Wait for one member less."""
+        """Leave for good: the others no longer wait for this member."""
         self._working_changed(-1, None)
 
     def run_passes(self, passes: Sequence[ChainPass]) -> None:

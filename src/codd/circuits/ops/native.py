@@ -33,7 +33,7 @@ _SIZE, _REAL, _DATA = ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 _SMALLEST = 2.0**-62
 """The smallest number that 16 bits hold as `narrowed` makes them."""
 PANEL = 32
-"""Columns of a panel."""
+"""Columns of the matrix that lie together in memory in the layout that `product` reads."""
 MAX_ROWS = 64
 """Rows up to which `product` is worth its while."""
 FEW = 4
@@ -151,7 +151,7 @@ def _declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
 
 
 class _ChainPass(ctypes.Structure):
-    """``chain_pass`` of native.c."""
+    """The C struct ``chain_pass`` of native.c, field by field."""
 
     _fields_ = (
         *((name, _DATA) for name in ("leaf", "products", "messages", "norms")),
@@ -252,7 +252,7 @@ def product(rows: Float[Tensor, "R K"], panels: Float[Tensor, "P K 32"]) -> Floa
 
 
 class _Window(ctypes.Structure):
-    """``window`` of native.c."""
+    """The C struct ``window`` of native.c, field by field."""
 
     _tables = ("matrix", "columns", "latent", "leaf", "forward", "backward", "work", "candidates", "weights")
     _fields_ = (
@@ -274,13 +274,13 @@ class Chain:
     """What of a window of a chain does not depend on how it is picked from."""
 
     matrix: Float[Tensor, "N N"] | Int[Tensor, "N N"]
-    """As floats, or `narrowed`."""
+    """The transition as float32, or in 16 bits as `narrowed` makes it."""
     initial: Float[Tensor, " N"]
     columns: Float[Tensor, "V N"]
     latent: Float[Tensor, "L N"] | None
     leaf: Float[Tensor, "L N"]
     candidates: Int[Tensor, "L K"]
-    """The heaviest tokens first."""
+    """Token ids of each position, by descending weight."""
     weights: Float[Tensor, "L K"]
     """p = weight * sum(cavity latent column) / sum(cavity leaf)."""
 
@@ -324,9 +324,9 @@ def pick(
     forward, backward, work = room[:length], room[length : 2 * length], room[2 * length :]
     leaf, candidates = chain.leaf.clone(memory_format=torch.contiguous_format), chain.candidates.contiguous()
     uniforms, by_id = (None, None) if draw is None else (draw.uniforms.contiguous(), candidates.argsort(-1))
-    found = torch.empty(length, width)
+    marginals = torch.empty(length, width)
     tables = (chain.matrix, chain.columns, chain.latent, leaf, forward, backward, work, candidates)
-    kept = (*tables, chain.weights.clone(), open_.clone(), given, uniforms, by_id, found)
+    kept = (*tables, chain.weights.clone(), open_.clone(), given, uniforms, by_id, marginals)
     sizes = (length, states, width, chain.matrix.dtype == torch.int16, rule)
     power = 1.0 if draw is None else 1 / draw.temperature
     window = _Window(*(None if x is None else x.data_ptr() for x in kept), *sizes, power)

@@ -39,7 +39,7 @@ class GraphCache(Generic[Arguments, Result]):
 
     @cached_property
     def pool(self) -> Any:  # PyTorch has no public name for its type
-        """Memory that the graphs share."""
+        """The memory pool that all captured graphs share."""
         return torch.cuda.graph_pool_handle()
 
     def find(
@@ -134,7 +134,7 @@ class _Weights:
         return not all(map(operator.is_, map(dict.get, self.tables, self.names), self.held))
 
     def addresses(self) -> tuple[int, ...]:
-        """Where the weights are now."""
+        """The addresses of all weights: a captured graph is valid while they stay the same."""
         return tuple(map(Tensor.data_ptr, self.weights))
 
 

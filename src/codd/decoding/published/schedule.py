@@ -16,7 +16,7 @@ def plan_steps(state: SequenceState) -> Iterator[StepPlan]:
 
 
 def _block_schedule(state: SequenceState) -> Iterator[StepPlan]:
-    """The appended blocks only."""
+    """The steps of the blocks appended to the prompt; each block's masks are spread over its share of the steps."""
     options = state.options
     blocks, steps = options.gen_length // options.block_length, options.steps or options.gen_length
     for block in range(blocks):

@@ -94,8 +94,8 @@ def sample_any_order(
     spent, done, left = 0.0, len(picks), int(open_rows.sum())
     most = left + done if count is None else min(count, len(rows))
     while done < most and left > 0:
-        found = conditioner.dense_log_marginals() if dense else conditioner.log_marginals()
-        exact = found[0] if len(rows) == len(found[0]) else found[0].index_select(0, rows)
+        log_marginals = conditioner.dense_log_marginals() if dense else conditioner.log_marginals()
+        exact = log_marginals[0] if len(rows) == len(log_marginals[0]) else log_marginals[0].index_select(0, rows)
         log_p = temper_conditional(exact, options)
         candidates = None if dense else conditioner.candidates
         free = count is not None and constrained
@@ -160,14 +160,14 @@ def _pick_natively(
         uniforms = torch.zeros(length).scatter(0, rows, noise.tokens.float())
         draw = Drawing(uniforms, max(options.temperature, COLDEST))
     threshold = options.threshold if count is None else None
-    found = conditioner.picks(rule, open_, given, length if count is None else count, threshold, draw)
-    if found is None:
+    native = conditioner.picks(rule, open_, given, length if count is None else count, threshold, draw)
+    if native is None:
         return [], False
     numbers = torch.zeros(length, dtype=torch.int64).scatter(0, rows, torch.arange(len(rows)))
     sure = torch.ones((), dtype=torch.bool)
-    parts = (numbers[found.positions], found.tokens, found.probabilities)
-    picks = [_Pick(*(x[i : i + 1] for x in parts), None, sure) for i in range(len(found.positions))]  # type: ignore[call-arg]
-    return picks, found.complete
+    parts = (numbers[native.positions], native.tokens, native.probabilities)
+    picks = [_Pick(*(x[i : i + 1] for x in parts), None, sure) for i in range(len(native.positions))]  # type: ignore[call-arg]
+    return picks, native.complete
 
 
 def _sample_on_device(
@@ -247,7 +247,7 @@ def _pick_rule(options: Options, noise: Noise) -> tuple[str, Float[Tensor, "1 R"
 
 
 def _nothing(rows: Int[Tensor, " R"]) -> Ranking:
-    """An empty ranking that is void."""
+    """An empty ranking whose ``valid`` is false."""
     none = rows[:0]
     return Ranking(none, none, none.float(), none.bool(), torch.zeros((), dtype=torch.bool, device=rows.device))
 

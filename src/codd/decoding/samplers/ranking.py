@@ -36,7 +36,7 @@ class Noise(NamedTuple):
         return cls(*torch.zeros(3, size))
 
     def at(self, positions: Int[Tensor, " R"] | slice) -> "Noise":
-        """The numbers of some positions."""
+        """The random numbers of some of the positions, in the order given."""
         return Noise(*(part[positions] for part in self))
 
     def to(self, device: torch.device) -> "Noise":

@@ -9,7 +9,6 @@ cooperative: the device starts all of it or nothing, also when another stream ho
 Triton's interpreter, which runs programs one after the other, the grid is one program.
 """
 
-import os
 from typing import NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from codd.circuits.ops.chain import eager
+from codd.circuits.ops.gpu import INTERPRETED, multiprocessors
 from codd.circuits.ops.scaled import Scaled
 from codd.circuits.parameters import Transition
 
@@ -124,7 +124,7 @@ def _messages(
     ROWS: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Messages of one direction."""
+    """One launch for one direction: forward, or with ``REVERSE`` backward."""
     _pass(
         matrix,
         start,
@@ -248,15 +248,6 @@ def plan_for(batch: int, states: int, chip: int, rows: int | None = None, warps:
     return Plan(programs, triton.cdiv(batch, sequences), sequences, tiles, rows, warps, stages)
 
 
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-
-
-def _chip(device: torch.device) -> int:
-    if _INTERPRETED:
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def messages(
     transition: Transition,
     start: Float[Tensor, " N"] | None,
@@ -274,7 +265,7 @@ def messages(
         return eager.messages(transition, start, leaf, reverse, absorb)
     values = leaf.values.contiguous()
     # The interpreter gets small tiles, so that small shapes meet both kinds of tiles.
-    plan = plan or plan_for(batch, states, _chip(values.device), rows=8 if _INTERPRETED else None)
+    plan = plan or plan_for(batch, states, multiprocessors(values.device), rows=8 if INTERPRETED else None)
     out = torch.full_like(values, -1.0)
     scale = torch.empty(batch, length, 1, device=values.device)
     _messages[(plan.programs, plan.groups)](
@@ -295,7 +286,7 @@ def messages(
         ROWS=plan.rows,
         N=triton.next_power_of_2(states),
         num_warps=plan.warps,
-        **({} if _INTERPRETED else {"launch_cooperative_grid": True}),
+        **({} if INTERPRETED else {"launch_cooperative_grid": True}),
     )
     return Scaled(out, scale) * leaf if absorb else Scaled(out, scale)
 
@@ -318,8 +309,8 @@ def forward_backward(
     batch, length, states = leaf.values.shape
     served = not (transition.per_position or transition.low_rank) and batch <= MAX_BATCH
     if served and plan is None:
-        half = max(1, _chip(leaf.values.device) // 2)
-        plan = plan_for(batch, states, half, rows=8 if _INTERPRETED else None)
+        half = max(1, multiprocessors(leaf.values.device) // 2)
+        plan = plan_for(batch, states, half, rows=8 if INTERPRETED else None)
     if not served or plan is None or plan.stages > 1:
         return messages(transition, start, leaf, False), messages(transition, None, leaf, True)
     values = leaf.values.contiguous()
@@ -346,6 +337,6 @@ def forward_backward(
         ROWS=plan.rows,
         N=triton.next_power_of_2(states),
         num_warps=plan.warps,
-        **({} if _INTERPRETED else {"launch_cooperative_grid": True}),
+        **({} if INTERPRETED else {"launch_cooperative_grid": True}),
     )
     return Scaled(out[0], scale[0]), Scaled(out[1], scale[1])

@@ -12,7 +12,8 @@ from codd.circuits.evidence import Evidence, Kind
 from codd.circuits.ops.constrained import triton as kernels
 from codd.circuits.ops.constrained.eager import Rows
 from codd.circuits.ops.constrained.passes import Chain, Paths, WindowPasses, drawn, known, leading
-from codd.circuits.ops.constrained.triton import DeviceRows, Messages, Place, Tables
+from codd.circuits.ops.constrained.tables import Tables
+from codd.circuits.ops.constrained.triton import DeviceRows, Messages, Place
 
 _MOST = 2**31
 """Bytes of messages and leaf values of a window from which on only the states that can occur are kept."""
@@ -28,12 +29,12 @@ def served(chain: Chain, ev: Evidence) -> bool:
 
 
 class DevicePasses(WindowPasses):
-    """The same in a few launches. Nobody looks for what float32 loses."""
+    """`WindowPasses` by the GPU kernels, in a few launches. Nobody looks for what float32 loses."""
 
     faint: Bool[Tensor, " B"] | None = None
 
     def __init__(self, chain: Chain, ev: Evidence) -> None:
-        """Compute the leaf values."""
+        """Compute the leaf values; messages are computed when a query needs them."""
         self.chain, self._given = chain, ev
         self.observed, self.tokens = ev.rows(Kind.OBSERVED).clone(), torch.zeros_like(ev.kind, dtype=torch.int64)
         if ev.tokens is not None:
@@ -87,7 +88,7 @@ class DevicePasses(WindowPasses):
         kernels.commit(*given, place, token)
 
     def commit(self, b: int, t: int, token: int) -> None:
-        """Observe one more token."""
+        """Observe ``token`` at position t of sequence b; messages that depend on it are made again later."""
         self._commit(self._leaf, b * self.length + t, token)
         backward, forward = self._stale[b]
         self._stale[b] = (max(backward, t), min(forward, t))
@@ -102,11 +103,11 @@ class DevicePasses(WindowPasses):
         return self._messages
 
     def log_partition(self) -> Float[Tensor, " B"]:
-        """log Z."""
+        """log Z of each window, in float64."""
         return self._made(forward=False).log_partition().double()
 
     def posterior(self, t: int) -> Rows:
-        """p(z_t, evidence): one row."""
+        """p(z_t, evidence): one row, whose entries sum to Z."""
         made, states = self._made(), len(self.chain.initial)
         log = (made.forward.log[:, t] + made.backward.log[:, t]).double()
         live = torch.where((log > -torch.inf)[..., None], made.forward.values[:, t] * made.joint.values[:, t], 0)
@@ -138,7 +139,7 @@ class DevicePasses(WindowPasses):
 
     @property
     def log_weights(self) -> Float[Tensor, "B L V"]:
-        """Of all tokens, computed once; 0 where there are no potentials."""
+        """Log-weights of all tokens, computed once; 0 where there are no potentials."""
         if self._log_weights is None:
             ev, vocab = self._given, self._emission.shape[0]
             self._log_weights = torch.zeros(*ev.shape, vocab, device=ev.device)

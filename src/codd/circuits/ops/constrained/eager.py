@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from codd.circuits.ops.constrained.layout import Atoms, Ids, SortedColumns
+from codd.circuits.ops.doubt import either
 from codd.circuits.ops.path.eager import leaving
 from codd.circuits.parameters import Emission, Transition
 
@@ -40,17 +41,17 @@ class Rows:
         return self.values.double().log() + self.log[..., None]
 
     def logs_at(self, rows: Int[Tensor, "..."], sequences: Int[Tensor, "..."]) -> Float[Tensor, "... N"]:
-        """Those of some rows."""
+        """The logarithms of row ``rows[i]`` of sequence ``sequences[i]``, for every index i; in float64."""
         return self.values[rows, sequences].double().log() + self.log[rows, sequences][..., None]
 
     def log_entries(
         self, rows: Int[Tensor, "..."], sequences: Int[Tensor, "..."], latents: Int[Tensor, "..."]
     ) -> Float[Tensor, "..."]:
-        """Those of some latents of some rows."""
+        """The logarithms of single entries: latent ``latents[i]`` of row ``rows[i]`` of sequence ``sequences[i]``."""
         return self.values[rows, sequences, latents].double().log() + self.log[rows, sequences]
 
     def at(self, sequences: slice | Int[Tensor, " k"]) -> "Rows":
-        """Those of some sequences."""
+        """The same rows of a subset of the sequences."""
         faint = None if self.faint is None else self.faint[sequences]
         return Rows(self.ids, self.values[:, sequences], self.log[:, sequences], faint)
 
@@ -68,7 +69,7 @@ class Linear:
     """The operations on ordinary numbers, in the type of the circuit."""
 
     def __init__(self, dtype: torch.dtype) -> None:
-        """``dtype``: float32 or float64."""
+        """``dtype``: the type of the values, float32 or float64; scales are always in float64."""
         self.dtype = dtype
 
     def rows(
@@ -88,13 +89,13 @@ class Linear:
         return Rows(ids, values / top.clamp_min(torch.finfo(self.dtype).tiny)[..., None], log, faint)
 
     def from_logs(self, ids: Ids, logs: Float[Tensor, "n B N"]) -> Rows:
-        """Rows of logarithms."""
+        """Rows, one for each of ``ids``, from the logarithms of their entries."""
         top = logs.amax(-1).double()
         shift = torch.where(top > -torch.inf, top, 0)
         return Rows(ids, (logs - shift[..., None]).exp().to(self.dtype), top, _never(logs))
 
     def times(self, rows: Rows, logs: Float[Tensor, "B N"]) -> Rows:
-        """Rows times what is given for each latent in logarithms."""
+        """Every row times one factor for each latent; ``logs``: the logarithms of the factors."""
         top = logs.amax(-1, keepdim=True).double()
         top = torch.where(top > -torch.inf, top, 0)
         return self.rows(rows.ids, rows.values * (logs - top).exp().to(self.dtype), rows.log + top[:, 0], rows.faint)
@@ -112,7 +113,7 @@ class Linear:
         log = x.log.index_select(0, xi).add_(y.log.index_select(0, yi))
         if len(ids) == len(place):
             product = x.values.index_select(0, xi).mul_(y.values.index_select(0, yi))
-            return self.rows(ids, product, log, _either(x.faint, y.faint))
+            return self.rows(ids, product, log, either(x.faint, y.faint))
         out = torch.from_numpy(place[order]).to(device, non_blocking=True)
         top, weight = _shares(log, out, len(ids))
         weight = weight.to(self.dtype)[..., None]
@@ -122,7 +123,7 @@ class Linear:
             some = slice(begin, begin + size)
             product = x.values.index_select(0, xi[some]).mul_(y.values.index_select(0, yi[some]))
             values.index_add_(0, out[some], product.mul_(weight[some]))
-        return self.rows(ids, values, top, _either(x.faint, y.faint))
+        return self.rows(ids, values, top, either(x.faint, y.faint))
 
     def sums(self, x: Rows, x_ids: Ids, out_ids: Ids) -> Rows:
         """For each of the distinct ``out_ids``: the sum of x[x_ids] over the entries that name it."""
@@ -227,13 +228,11 @@ class Linear:
         if len(parts) == 1:
             return parts[0]
         ids = np.concatenate([part.ids + i * period for i, part in enumerate(parts)])
-        faint = None
-        for part in parts:
-            faint = _either(faint, part.faint)
+        faint = either(*(part.faint for part in parts))
         return Rows(ids, torch.cat([part.values for part in parts]), torch.cat([part.log for part in parts]), faint)
 
     def unstacked(self, rows: Rows, count: int, period: int) -> list[Rows]:
-        """The inverse."""
+        """The inverse of `stacked`: the rows of each of ``count`` positions, with their own ids again."""
         bounds = np.searchsorted(rows.ids, np.arange(count + 1) * period)
         return [
             Rows(rows.ids[a:b] - i * period, rows.values[a:b], rows.log[a:b], rows.faint)
@@ -253,7 +252,3 @@ def _shares(
 def _never(like: Tensor) -> Bool[Tensor, " B"] | None:
     on_host = like.device.type == "cpu"
     return torch.zeros(like.shape[1], dtype=torch.bool) if on_host else None
-
-
-def _either(a: Tensor | None, b: Tensor | None) -> Tensor | None:
-    return b if a is None else a if b is None else a | b

@@ -33,7 +33,7 @@ class Pairs(NamedTuple):
     group: Ids
 
     def select(self, which: Mask) -> "Pairs":
-        """Some of them."""
+        """The pairs for which ``which`` is true."""
         return Pairs(*(part[which] for part in self))
 
 
@@ -50,7 +50,7 @@ class Structure:
     """An automaton by pairs of states, and its tokens sorted by class. Made once for each automaton."""
 
     def __init__(self, automaton: Automaton) -> None:
-        """Group the edges of the automaton."""
+        """Read the automaton's table: pairs of states, their groups of classes, and tokens by class."""
         table, classes = np.asarray(automaton.table), np.asarray(automaton.classes)
         self.pairs, members = _grouped(table)
         self.num_states, self.num_groups, self.num_classes = len(table), len(members), table.shape[1]
@@ -101,11 +101,11 @@ class Structure:
         return self._columns[table]
 
     def groups_of(self, one: int) -> Ids:
-        """The groups that a class is in."""
+        """The numbers of the groups that hold a class of tokens."""
         return self.entry_group[self.entry_start[one] : self.entry_start[one + 1]]
 
     def atoms(self, groups: Ids) -> "Atoms":
-        """The atoms of some groups."""
+        """The atoms when only these groups are live: classes that none of them tells apart."""
         live = np.zeros(self.num_groups, dtype=bool)
         live[groups] = True
         marks = np.where(live, self._marks, np.uint64(0))[self.entry_group]
@@ -178,7 +178,7 @@ class Atoms:
 
     @cached_property
     def longer(self) -> list[Run]:
-        """The runs of all other atoms."""
+        """The runs of the atoms that have more than one token; see `single`."""
         return self._split[1]
 
     @cached_property
@@ -237,7 +237,7 @@ class Layout:
         return groups[self.structure.pairs.group]
 
     def groups(self, t: int) -> Ids:
-        """The live groups of a position."""
+        """The sorted numbers of the groups that live pairs of position t have."""
         return np.unique(self.pairs[t].group)
 
     @cached_property

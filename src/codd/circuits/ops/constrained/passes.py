@@ -20,6 +20,7 @@ from codd.circuits.evidence import Evidence, Kind, log_softmax, tempered
 from codd.circuits.ops.constrained.eager import Linear
 from codd.circuits.ops.constrained.layout import Ids, Layout, Structure
 from codd.circuits.ops.constrained.reference import LogSpace
+from codd.circuits.ops.doubt import either
 from codd.circuits.parameters import Emission, Transition
 from codd.errors import InvalidEvidence
 
@@ -28,7 +29,7 @@ _BLOCK = 2**22
 
 
 Algebra: TypeAlias = Linear | LogSpace
-"""Numbers or logarithms."""
+"""The operations on messages: on scaled numbers, or on float64 logarithms."""
 
 
 class Chain(NamedTuple):
@@ -67,7 +68,7 @@ class WindowPasses(ABC):
 
     @abstractmethod
     def log_partition(self) -> Float[Tensor, " B"]:
-        """log Z."""
+        """log Z of each window; -inf if its evidence or the automaton excludes every text."""
 
     @abstractmethod
     def posterior(self, t: int) -> Any:
@@ -90,11 +91,11 @@ class WindowPasses(ABC):
 
     @abstractmethod
     def commit(self, b: int, t: int, token: int) -> None:
-        """Observe one more token."""
+        """Observe ``token`` at position t of sequence b, which was not observed before."""
 
 
 class Passes(WindowPasses):
-    """The same for the states that can occur, which the host works out; any circuit, any evidence."""
+    """`WindowPasses` over only the states that can occur, which the host works out; any circuit, any evidence."""
 
     def __init__(self, chain: Chain, ev: Evidence, algebra: Algebra) -> None:
         """Compute the leaf values; InvalidEvidence if the potentials hold NaN or +inf (looked for on a CPU only)."""
@@ -107,7 +108,7 @@ class Passes(WindowPasses):
         self.layout = self._laid_out()
         self._row, self._batch = self.layout.hidden
         self.log_weights = self._log_weights()
-        """Of the tokens of positions that were not observed at first, in the order of ``layout.hidden``."""
+        """Log-weights of all tokens at the positions not observed at first, in the order of ``layout.hidden``."""
         self._atoms = self.layout.atoms
         self._leaf = self._leaves()
         self._meeting = 0
@@ -211,7 +212,7 @@ class Passes(WindowPasses):
     # Messages.
 
     def forward(self, t: int) -> Any:
-        """a_t: by state."""
+        """a_t: a row for each live state before position t."""
         known = t
         while known >= 0 and self._forward[known] is None:
             known -= 1
@@ -225,12 +226,12 @@ class Passes(WindowPasses):
         return self._forward[t]
 
     def reached(self, t: int) -> Any:
-        """a_t times leaf values: by the state after t."""
+        """a_t times the leaf values of t: a row for each live state after position t."""
         pairs = self.layout.pairs[t]
         return self.algebra.advance(self.forward(t), self._leaf[t], pairs.source, pairs.group, pairs.target)
 
     def backward(self, t: int) -> Any:
-        """c_t: by the state after t."""
+        """c_t: a row for each live state after position t."""
         known = t
         while known < self.length and self._backward[known] is None:
             known += 1
@@ -246,7 +247,7 @@ class Passes(WindowPasses):
         return self._backward[t]
 
     def joint(self, t: int) -> Any:
-        """b_t: by state."""
+        """b_t: a row for each live state before position t."""
         if self._joint[t] is None:
             pairs = self.layout.pairs[t]
             arguments = (self.backward(t), self._leaf[t], pairs.target, pairs.group, pairs.source)
@@ -280,7 +281,7 @@ class Passes(WindowPasses):
         out = torch.full((len(self.observed), len(wanted), vocab), -torch.inf, dtype=self.algebra.dtype, device=device)
         place, faint = {t: i for i, t in enumerate(wanted)}, None
         for index, b, t, whole, doubt in self._by_atom(list(place)):
-            faint = _either(faint, [doubt])
+            faint = either(faint, doubt)
             columns = self.chain.structure.sorted_columns(table := emission.at(int(t[0])))
             log_p = torch.empty(len(index), vocab, dtype=self.algebra.dtype, device=device)
             log_p[:, columns.order] = self.algebra.tokens(table, columns, whole, self._atoms)
@@ -303,7 +304,7 @@ class Passes(WindowPasses):
         out, faint = torch.full(self._ids.shape, -torch.inf, dtype=self.algebra.dtype), None
         total = self.log_partition()
         for index, b, t, whole, doubt in self._by_atom(list(range(self.length))):
-            faint = _either(faint, [doubt])
+            faint = either(faint, doubt)
             log = self.algebra.listed(self._listed[index], whole, self._listed_atoms[index])
             out[b, t] = (log + self._listed_weights[index] - total[b][:, None]).to(out.dtype)
         certain = torch.where(self._ids == self.tokens[..., None], 0.0, -torch.inf).to(out.dtype)
@@ -329,7 +330,7 @@ class Passes(WindowPasses):
             whole = self.algebra.beside(np.arange(self._atoms.count), members)
             if self._given.latent_log_potentials is not None:
                 whole = self.algebra.times(whole, self._given.latent_log_potentials[b, t])
-            yield torch.from_numpy(index).to(device), b, t, whole, _either(None, [part.faint for part in parts])
+            yield torch.from_numpy(index).to(device), b, t, whole, either(*(part.faint for part in parts))
 
     def _cavities(self, positions: list[int]) -> list[Any]:
         """a_t times c_t by atom, some positions at once: with latent potentials, E and w_t it is Z p(z_t, x_t)."""
@@ -472,7 +473,7 @@ def leading(chain: Chain, paths: Paths, b: Int[Tensor, " R"], t: Int[Tensor, " R
 def known(
     out: Float[Tensor, "*M B L V"], tokens: Int[Tensor, "B L"], observed: Bool[Tensor, "B L"]
 ) -> Float[Tensor, "*M B L V"]:
-    """The same with 0 at the token of an observed position, and -inf at all others there."""
+    """``out`` with 0 at the token of each observed position, and -inf at all other tokens there."""
     tokens, observed = tokens.to(out.device)[..., None], observed.to(out.device)[..., None]
     certain = torch.full(out.shape[-3:], -torch.inf, dtype=out.dtype, device=out.device).scatter_(-1, tokens, 0.0)
     return torch.where(observed, certain, out)
@@ -481,11 +482,6 @@ def known(
 def _together(positions: list[int], count: int) -> list[list[int]]:
     """The positions in lists of so many."""
     return [positions[i : i + count] for i in range(0, len(positions), count)]
-
-
-def _either(doubt: Tensor | None, others: list[Tensor | None]) -> Tensor | None:
-    given = [one for one in (doubt, *others) if one is not None]
-    return torch.stack(given).any(0) if given else None
 
 
 class _Ways(NamedTuple):

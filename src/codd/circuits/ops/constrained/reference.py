@@ -21,21 +21,21 @@ class LogRows:
     faint: None = None
 
     def logs(self) -> Float[Tensor, "n B N"]:
-        """The logarithms of all entries."""
+        """The logarithms of all entries, in float64."""
         return self.values
 
     def logs_at(self, rows: Int[Tensor, "..."], sequences: Int[Tensor, "..."]) -> Float[Tensor, "... N"]:
-        """Those of some rows."""
+        """The logarithms of row ``rows[i]`` of sequence ``sequences[i]``, for every index i."""
         return self.values[rows, sequences]
 
     def log_entries(
         self, rows: Int[Tensor, "..."], sequences: Int[Tensor, "..."], latents: Int[Tensor, "..."]
     ) -> Float[Tensor, "..."]:
-        """Those of some latents of some rows."""
+        """The logarithms of single entries: latent ``latents[i]`` of row ``rows[i]`` of sequence ``sequences[i]``."""
         return self.values[rows, sequences, latents]
 
     def at(self, sequences: slice | Int[Tensor, " k"]) -> "LogRows":
-        """Those of some sequences."""
+        """The same rows of a subset of the sequences."""
         return LogRows(self.ids, self.values[:, sequences])
 
     def log_total(self) -> Float[Tensor, " B"]:
@@ -49,7 +49,7 @@ class LogSpace:
     dtype = torch.float64
 
     def __init__(self, best: bool = False) -> None:
-        """Sums or maxima."""
+        """``best``: every sum becomes a maximum, which gives the most probable path (Viterbi)."""
         self.best = best
 
     def _sum(self, x: Float[Tensor, "..."], dim: int) -> Float[Tensor, "..."]:
@@ -58,11 +58,11 @@ class LogSpace:
         return x.amax(dim) if self.best else x.logsumexp(dim)
 
     def from_logs(self, ids: Ids, logs: Float[Tensor, "n B N"]) -> LogRows:
-        """Rows of logarithms."""
+        """Rows, one for each of ``ids``, from the logarithms of their entries."""
         return LogRows(ids, logs.double())
 
     def times(self, rows: LogRows, logs: Float[Tensor, "B N"]) -> LogRows:
-        """Rows times what is given for each latent in logarithms."""
+        """Every row times one factor for each latent; ``logs``: the logarithms of the factors."""
         return LogRows(rows.ids, rows.values + logs.double())
 
     def advance(self, x: LogRows, y: LogRows, x_ids: Ids, y_ids: Ids, out_ids: Ids) -> LogRows:
@@ -131,7 +131,7 @@ class LogSpace:
         return LogRows(ids, torch.cat([part.values for part in parts]))
 
     def unstacked(self, rows: LogRows, count: int, period: int) -> list[LogRows]:
-        """The inverse."""
+        """The inverse of `stacked`: the rows of each of ``count`` positions, with their own ids again."""
         bounds = np.searchsorted(rows.ids, np.arange(count + 1) * period)
         return [
             LogRows(rows.ids[a:b] - i * period, rows.values[a:b]) for i, (a, b) in enumerate(pairwise(bounds.tolist()))

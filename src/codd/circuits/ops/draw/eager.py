@@ -11,7 +11,7 @@ sharpened, or how small the entropy is."""
 
 
 class Draw(NamedTuple):
-    """What is wanted of every position."""
+    """How a token is drawn at every position, and what orders the positions."""
 
     temperature: float = 1.0
     """Divides the log-probabilities before a token is drawn."""

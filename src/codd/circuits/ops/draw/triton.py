@@ -5,7 +5,6 @@ cores, a strip of the vocabulary a program, and keeps of each strip what draws a
 strips of a position and finds the drawn token in the only strip that can hold it.
 """
 
-import os
 from typing import NamedTuple
 
 import torch
@@ -16,13 +15,13 @@ from torch import Tensor
 
 from codd.circuits.evidence import Evidence, Kind
 from codd.circuits.ops.draw.eager import RULES, Draw, Marginals
+from codd.circuits.ops.gpu import INTERPRETED
 from codd.circuits.ops.leaf.triton import unit_stride
 from codd.circuits.ops.pick.eager import Offers
 from codd.circuits.ops.scaled import Scaled
 from codd.circuits.parameters import Emission
 
 _DENSE = tl.constexpr(int(Kind.DENSE))
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _MARGIN, _SHARPENED = tl.constexpr(RULES.index("margin")), tl.constexpr(RULES.index("sharpened"))
 _ENTROPY = tl.constexpr(RULES.index("entropy"))
 _SUMS = 4
@@ -263,7 +262,7 @@ class Tiling(NamedTuple):
 
 def tiling_for(rows: int, itemsize: int) -> Tiling:
     """Strips that keep the emission flowing; the interpreter gets small ones, so that small shapes have several."""
-    if _INTERPRETED:
+    if INTERPRETED:
         return Tiling(16, 16, 16, 4, 1)
     tile = min(32, max(16, triton.next_power_of_2(rows)))
     return Tiling(128, tile, 64 if itemsize == 2 else 32, 4, 2)
@@ -310,7 +309,7 @@ def dense_marginals(
         OPEN=open_ is not None,
         LATENT=latent is not None,
         SPLIT=split,
-        N=16 if _INTERPRETED else min(1024, triton.next_power_of_2(states)),
+        N=16 if INTERPRETED else min(1024, triton.next_power_of_2(states)),
         num_warps=4,
     )
     out = torch.empty(batch, length, vocab, device=device)
@@ -346,7 +345,7 @@ def dense_marginals(
         NORMALISED=ev.normalised,
         LATENT=latent is not None,
         SPLIT=split,
-        UPCAST=_INTERPRETED,
+        UPCAST=INTERPRETED,
         R=plan.rows,
         V=plan.tokens,
         K=plan.states,

@@ -110,7 +110,7 @@ def _observed(table: Emission, ev: Evidence, rows: Rows) -> Float[Tensor, "R N"]
 
 
 def _mixed(weights: Float[Tensor, "R V"], table: Emission) -> Float[Tensor, "R N"]:
-    """sum_v w(v) E[:, v]."""
+    """The leaf values of each row of weights: the sum over tokens v of w(v) E[:, v]."""
     panels = table.panels if len(weights) <= native.MAX_ROWS else None
     return weights @ table.columns if panels is None else native.product(weights, panels)
 

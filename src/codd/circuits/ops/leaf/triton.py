@@ -6,7 +6,6 @@ running maximum, as attention kernels do, and multiplies them with its tile of t
 ``_finish`` joins the strips, looks up observed tokens, and multiplies latent potentials in.
 """
 
-import os
 from typing import NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from codd.circuits.evidence import Evidence, Kind
+from codd.circuits.ops.gpu import INTERPRETED
 from codd.circuits.ops.leaf import eager
 from codd.circuits.ops.scaled import Scaled
 from codd.circuits.parameters import Emission
@@ -257,7 +257,7 @@ def fused(
             N=plan.states,
             K=plan.tokens,
             PRECISION=precision if table.dtype == torch.float32 else "ieee",
-            UPCAST=os.environ.get("TRITON_INTERPRET") == "1",
+            UPCAST=INTERPRETED,
             num_warps=plan.warps,
             num_stages=plan.stages,
         )

@@ -29,7 +29,7 @@ class Picked(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """The same with the number of a candidate instead of a token."""
+    """As `Picked`, with the index of a candidate instead of a token id."""
 
     positions: Int[Tensor, " B"]
     numbers: Int[Tensor, " B"]
@@ -44,9 +44,9 @@ class Offers(NamedTuple):
     tokens: Int[Tensor, "B L"]
     probabilities: Float[Tensor, "B L"]
     order: Float[Tensor, "B L"]
-    """Larger is earlier."""
+    """Sort key of each position: the largest is taken first."""
     entropies: Float[Tensor, "B L"]
-    """Of the distribution that the token is from, in nats; all zero where there is no budget."""
+    """Entropy of the distribution that each token is from, in nats; all zero where there is no budget."""
 
 
 class Limits(NamedTuple):

@@ -5,7 +5,6 @@ the longest chain of dependent loads in each.
 """
 
 import math
-import os
 from typing import NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from codd.circuits.evidence import Evidence, Kind
+from codd.circuits.ops.gpu import INTERPRETED
 from codd.circuits.ops.leaf.triton import unit_stride
 from codd.circuits.ops.pick import eager
 from codd.circuits.ops.pick.eager import ROUNDING, RULES, Limits, Offers, Picked
@@ -24,13 +24,12 @@ from codd.circuits.parameters import Emission
 _DENSE = tl.constexpr(int(Kind.DENSE))
 _MARGIN, _GIVEN = tl.constexpr(RULES.index("margin")), tl.constexpr(RULES.index("given"))
 _ROUNDING = tl.constexpr(ROUNDING)
-_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 LARGEST = 128
 """Positions, and candidates, of a sequence that one program chooses from: a tile that registers hold."""
 
 
 class Tiling(NamedTuple):
-    """Candidates and states a tile."""
+    """How many candidates and states one program reads at a time."""
 
     candidates: int
     states: int
@@ -38,7 +37,7 @@ class Tiling(NamedTuple):
 
 def tiling_for(rows: int, count: int, states: int, chip: int = 128) -> Tiling:
     """About one program a multiprocessor; the interpreter gets small tiles, so that small shapes have several."""
-    if _INTERPRETED:
+    if INTERPRETED:
         return Tiling(8, 16)
     each = triton.next_power_of_2(max(1, rows * count // chip))
     return Tiling(min(16, each), min(1024, triton.next_power_of_2(states)))
@@ -400,7 +399,7 @@ def prepare(
         dtype = torch.bfloat16
     columns = torch.empty(batch, length, count, states, dtype=dtype, device=device)
     weights = torch.empty(batch, length, count, device=device)
-    wide, deep = (8, 16) if _INTERPRETED else (16, 128)
+    wide, deep = (8, 16) if INTERPRETED else (16, 128)
     _prepare[(batch * length, triton.cdiv(count, wide), triton.cdiv(states, deep))](
         emission.linear,
         candidates.contiguous(),
@@ -510,7 +509,7 @@ def pick(
         SCALED=column_scale is not None,
         L=triton.next_power_of_2(length),
         K=triton.next_power_of_2(count),
-        N=16 if _INTERPRETED else min(4096, triton.next_power_of_2(states)),
+        N=16 if INTERPRETED else min(4096, triton.next_power_of_2(states)),
         num_warps=8,
     )
     return made.picked()
@@ -553,14 +552,14 @@ def take(
         math.inf if limits.first or limits.budget is None else limits.budget,
         LATENT=latent is not None,
         L=triton.next_power_of_2(length),
-        N=16 if _INTERPRETED else min(1024, triton.next_power_of_2(states)),
+        N=16 if INTERPRETED else min(1024, triton.next_power_of_2(states)),
         num_warps=8,
     )
     return made.picked()
 
 
 class _Made:
-    """Room for what a launch picks."""
+    """Output buffers of a launch that picks one token for each sequence."""
 
     def __init__(self, batch: int, device: torch.device):
         positions, tokens = torch.empty(2, batch, dtype=torch.int64, device=device)

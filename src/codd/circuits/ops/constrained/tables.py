@@ -1,0 +1,72 @@
+"""An automaton as tables on a device, for the kernels of `triton`."""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from codd.circuits.ops.constrained.layout import Ids, Structure
+
+LEAF_TOKENS, MARGINAL_TOKENS = 1024, 128
+"""Tokens of one class that a program sums over, or whose marginals it computes."""
+
+
+class Edges(NamedTuple):
+    """Lists of pairs: those of row r are ``x[ptr[r]:ptr[r + 1]]`` and ``y`` likewise."""
+
+    ptr: Int[Tensor, " rows"]
+    x: Int[Tensor, " P"]
+    y: Int[Tensor, " P"]
+
+    @classmethod
+    def of(cls, rows: int, key: Ids, x: Ids, y: Ids, device: torch.device) -> "Edges":
+        """Pairs sorted by the row that they belong to."""
+        order = np.argsort(key, kind="stable")
+        ptr = np.searchsorted(key[order], np.arange(rows + 1))
+        return cls(*(torch.from_numpy(part.astype(np.int32)).to(device) for part in (ptr, x[order], y[order])))
+
+
+class Pieces(NamedTuple):
+    """Stretches of the tokens sorted by class, each of one class."""
+
+    begin: Int[Tensor, " pieces"]
+    end: Int[Tensor, " pieces"]
+    owner: Int[Tensor, " pieces"]
+
+    @classmethod
+    def of(cls, offsets: Ids, size: int, device: torch.device) -> "Pieces":
+        """The classes in stretches of at most so many tokens."""
+        counts = -(-np.diff(offsets) // size)
+        owner = np.repeat(np.arange(len(counts)), counts)
+        first = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+        begin = offsets[owner] + first * size
+        end = np.minimum(begin + size, offsets[owner + 1])
+        return cls(*(torch.from_numpy(part.astype(np.int32)).to(device) for part in (begin, end, owner)))
+
+
+class Tables:
+    """An automaton as the kernels read it."""
+
+    def __init__(self, structure: Structure, device: torch.device) -> None:
+        """Sort its pairs of states in the three ways that they are met, and its tokens by class."""
+        pairs, entry_class, entry_group = structure.pairs, structure.entry_class, structure.entry_group
+        states, self.groups, self.classes = structure.num_states, structure.num_groups, structure.num_classes
+        self.states = states
+        self.into = Edges.of(states, pairs.target, pairs.source, pairs.group, device)
+        self.leaving = Edges.of(states, pairs.source, pairs.target, pairs.group, device)
+        self.between = Edges.of(self.groups, pairs.group, pairs.source, pairs.target, device)
+        self.members = Edges.of(self.groups, entry_group, entry_class, entry_class, device)
+        self.holders = Edges.of(self.classes, entry_class, entry_group, entry_group, device)
+        self.leaf_pieces = Pieces.of(structure.offsets, LEAF_TOKENS, device)
+        self.marginal_pieces = Pieces.of(structure.offsets, MARGINAL_TOKENS, device)
+        number = np.arange(len(self.leaf_pieces.owner))
+        self.parts = Edges.of(self.classes, self.leaf_pieces.owner.cpu().numpy(), number, number, device)
+        self.order = torch.from_numpy(structure.order.astype(np.int32)).to(device)
+        member = np.zeros((self.groups, self.classes), dtype=bool)
+        member[entry_group, entry_class] = True
+        self.member, self.class_of = torch.from_numpy(member).to(device), structure.tables(device)[1]
+        """Which group holds which class, and the class of each token."""
+        self.widest = int(np.bincount(pairs.source, minlength=1).max(initial=1))
+        """The largest number of pairs that leave one state."""
