@@ -37,6 +37,7 @@ UNCHECKED = {"pip", "uv", "git", "mkdir", "for", "export", "docker", "kubectl"}
 HERE = "http://127.0.0.1:8000"
 SHORTER = {
     "README.md": {
+        "generate(question)": "generate(question, gen_length=64)",
         "--data . --out runs/mine": "--data . --out runs/mine --set steps=1 --set row_length=64 --set batch_windows=8"
         " --set bank.windows=8 --set bank.rows_at_once=1 --set ratios=[0.05] --set validate_every=1",
         "--gen-length 32 --steps 8": "--gen-length 4 --steps 1",
@@ -76,6 +77,7 @@ SHORTER = {
 }
 """What is replaced, so that a page's snippets take a second."""
 PRINTED = {
+    "README.md": ["#### 336", "San Diego 0.5", "San York 0.0"],
     "docs/index.md": ["#### 336", "trained\n[8]\nOn Friday the shop", "null\n[8]\nOn number for Friday"],
     "docs/how.md": ["San Diego 0.5", "San York 0.0"],
     "docs/tutorials/circuit.md": ["mine {", "null {"],

@@ -35,13 +35,17 @@ class Coupled:
         hidden: Bool[Tensor, "B L"] | None = None,
         constraint: Automaton | WindowConstraint | None = None,
     ):
-        """``tokens`` count where ``masked`` is false; ``temperature`` divides the logits before the product.
+        """Multiply the network's distribution (``logits``) at the ``masked`` positions by the circuit.
 
-        ``latent_log_potentials`` and ``step_log_gates`` are weights on the circuit's latents and on the inner states
-        of its steps, from whatever else knows about the window. A circuit with a ``feature_width`` adds its own, from
-        ``features``, the network's last hidden states in the window, and ``hidden``, what was masked when they were
-        computed: by default what is masked now. Other circuits ignore the two. With a ``constraint``, everything is
-        given that an automaton accepts the window, read from its first position, or as a `WindowConstraint` says.
+        - ``tokens`` are given where ``masked`` is False, and ignored elsewhere.
+        - ``temperature`` divides the logits before the product.
+        - ``latent_log_potentials``, ``step_log_gates``: additional weights on the circuit's latents, and on the inner
+          states of its low-rank transitions.
+        - ``features``: the network's last hidden states in the window, for circuits with a ``feature_width``;
+          ``hidden``: what was masked when they were computed, by default what is masked now. Other circuits ignore
+          both.
+        - ``constraint``: everything is conditioned on this automaton accepting the window, read from its first
+          position, or as a `WindowConstraint` says.
         """
         _check(circuit, logits, tokens, masked)
         self.circuit, modulation = circuit.condition_on(features, masked if hidden is None else hidden)

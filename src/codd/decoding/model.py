@@ -220,17 +220,20 @@ def load(
 ) -> Model:
     """Load a checkpoint of any known family with its circuit; without ``source``, the bundled model.
 
-    ``source``: a folder or a hub id. ``circuit``: a folder, a hub id or a circuit; "null" for the circuit that changes
-    nothing, None for none, "trained" for the one in the checkpoint's own folder (circuit/), if any, "static" for the
-    one beside it that is not modulated by the network (circuit-static/). ``device`` and ``dtype``: by default a GPU if
-    there is one, and float32 on the CPU. ``block_size`` (of block-causal networks) and ``mask_id``: for checkpoints
-    whose files do not say them, or not the ones to use. ``check`` refuses weights with NaN, and files that are not what
-    the sha256 beside them says; false spares the time for it. ``adapter``: a PEFT LoRA checkpoint for the network, a
-    folder or a hub id, merged into its weights; ``merge=False`` keeps it apart, or several given as {name: folder}, to
-    switch with ``model.backbone.set_adapter(name)``. ``quantize="int8"``: 8-bit weights in the network's layers and
-    its head, which take less time and memory and cost a little precision. ``tensor_parallel`` divides the network among
-    the processes that torchrun started; the first of them gets the model, in the others this does not return: they
-    compute their parts until the first one exits, and exit.
+    - ``source``: a folder or a hub id.
+    - ``circuit``: a folder, a hub id or a circuit; "trained": the one in the checkpoint's own folder (circuit/), if
+      any; "static": the one beside it without a head (circuit-static/); "null": the control, which changes nothing;
+      None: no circuit.
+    - ``device``, ``dtype``: by default a GPU if there is one, and float32 on the CPU.
+    - ``block_size`` (of block-causal networks), ``mask_id``: for checkpoints whose files do not give them, or to use
+      others.
+    - ``check``: refuse weights with NaN, and files that do not match the sha256 beside them; False saves the time.
+    - ``adapter``: a PEFT LoRA checkpoint (folder or hub id), merged into the weights. With ``merge=False`` it is kept
+      apart; several, as {name: folder}, are switched with ``model.backbone.set_adapter(name)``.
+    - ``quantize="int8"``: 8-bit weights in the network's layers and head: less time and memory, at slightly less
+      precision.
+    - ``tensor_parallel``: divide the network among the processes that torchrun started. The call returns in the first
+      process only; the others compute their parts until that one exits, and then exit.
     """
     backbone, tokenizer, folder = load_checkpoint(
         source,

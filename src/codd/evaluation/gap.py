@@ -56,9 +56,9 @@ def misspecification(
 
     ``ids`` are texts, ``starts`` the first position of a block in each; a block has the circuit's length (or
     ``block_length``; by default that of a block-causal network's blocks, else 32). Blocks of a block-causal network
-    must stand on its grid, counted from the text's first token. Left of the block all is given, in it the ratio is
-    masked (rounded, at least one token), right of it all is masked: what stands there, padding for example, is seen by
-    nobody.
+    must begin at multiples of its block size, counted from the text's first token. Everything left of the block is
+    given, the ratio says which share of the block is masked (rounded, at least one token), and everything right of it
+    is masked, so that padding there has no effect.
 
     For each ratio: ``factorized``, ``coupled``, ``sequential``; ``gap_closed`` is (coupled - factorized) / (sequential
     - factorized), NaN if there is no gap to close, i.e. less than 0.005 nats a token, and ``gap_closed_error`` its

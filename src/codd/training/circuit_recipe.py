@@ -21,26 +21,26 @@ Ratio = Annotated[float, Field(gt=0, le=1)]
 
 @dataclass(frozen=True)
 class TablesRecipe(Section):
-    """The HMM."""
+    """The tables of the HMM."""
 
     num_states: Count = 256
     transition_rank: Count | None = None
-    """Of the logits, which then are a product of two thin matrices; None: free ones."""
+    """Rank of the logits, which are then a product of two thin matrices; None: full tables."""
     emission_rank: Count | None = None
     noise: Positive = 0.5
-    """Deviation of the logits at the start."""
+    """Standard deviation of the initial logits."""
 
 
 @dataclass(frozen=True)
 class HeadRecipe(Section):
-    """What listens to the network; with neither latents nor steps the circuit is static."""
+    """The head that conditions the circuit on hidden states; with neither latents nor inner states it is static."""
 
     latents: bool = False
     """Modulate the latents at each position."""
     inner_states: Natural = 0
-    """Modulate transitions, through a detour of so many inner states."""
+    """Modulate transitions as well, through so many inner states; 0: do not."""
     hidden: Natural = 0
-    """Width of a layer between; 0: none."""
+    """Width of a hidden layer; 0: none."""
     dropout: BelowOne = 0.0
 
     @property
@@ -51,7 +51,7 @@ class HeadRecipe(Section):
 
 @dataclass(frozen=True)
 class RuleRecipe(Section):
-    """How parameters move."""
+    """The optimizer: how parameters are updated."""
 
     rule: Literal["adam", "em", "ratio", "baum-welch"] = "adam"
     """adam: on logits. The others are mini-batch EM (anemone) with that update, for static circuits of free logits."""
@@ -70,7 +70,7 @@ class RuleRecipe(Section):
 
 @dataclass(frozen=True)
 class JointRecipe(Section):
-    """Training the backbone along."""
+    """Training the backbone together with the circuit."""
 
     weights: Literal["none", "lora", "all"] = "none"
     lr: Positive = 1e-4
@@ -82,11 +82,11 @@ class JointRecipe(Section):
 
 @dataclass(frozen=True)
 class BankRecipe(Section):
-    """Windows that the network is asked about once, and that stay in memory."""
+    """Windows on which the network is evaluated once; their hidden states stay in memory."""
 
     windows: Strata = 20_000
     rows_at_once: Count = 128
-    """How many rows the network is given at a time."""
+    """How many rows the network evaluates at a time."""
 
 
 @dataclass(frozen=True)
@@ -101,11 +101,11 @@ class CircuitRecipe(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the backbone's weights: bfloat16 takes half the memory, on a GPU."""
     start: str | None = None
-    """A circuit to be trained on, instead of a new one; its sizes are then its own."""
+    """A circuit to continue training from, instead of a new one, with the sizes that it has."""
     keep_states: Count | None = None
-    """Of the start circuit: so many, those that the windows use most; None: all."""
+    """How many states of the start circuit are kept, those that the windows use most; None: all."""
     cache: str | None = None
-    """A folder that `codd cache` wrote: then there is no data, and the network is not asked."""
+    """A folder that `codd cache` wrote, used instead of data; the network is then not evaluated."""
     data: List[Source] = ()
     validation: List[Source] = ()
     seed: Natural = 0
