@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -284,7 +285,7 @@ def test_two_processes_speak_with_one_voice(tmp_path):
         (["--device=tpu9"], "there is no device 'tpu9'"),
         (["--set=backbone=nowhere"], "nowhere: there is no such folder"),
         (["--set=start=nowhere"], "nowhere: there is no such folder"),
-        (["--set=row_length=16"], "no question with its answer fits 16 tokens"),
+        (["--set=row_length=16"], "row_length is 16 tokens"),
         (["--set=windows.length=380"], "rows has the 380 tokens of a window"),
         (["--set=data=[{kind: qa, name: q, path: no.jsonl}]"], "no.jsonl: there is no such file (source q)"),
     ],
@@ -300,7 +301,7 @@ def test_data_that_cannot_be_used(tmp_path, capsys):
     (tmp_path / "short.txt").write_text("A few words.")
     out, data = tmp_path / "out", f"--data={tmp_path}"
     for name, kind, message in (
-        ("empty.jsonl", "qa", "no question with its answer fits 384 tokens"),
+        ("empty.jsonl", "qa", "holds no questions with answers"),
         ("empty.txt", "text", "do not fill a row of 384"),
         ("short.txt", "text", "do not fill a row of 384"),
     ):
@@ -310,6 +311,15 @@ def test_data_that_cannot_be_used(tmp_path, capsys):
         assert "source mine" in found
         assert not out.exists()
     assert train(out, "--set=validation=[]") == 0  # what failed is no obstacle
+
+
+def test_questions_that_are_longer_than_a_row_are_counted_once(tmp_path, capsys):
+    assert train(tmp_path / "out", "--set=row_length=200") == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
+    begin = r"codd: source (\w+): \d+ of 20 questions with their answers are longer than row_length, 200 tokens"
+    assert sorted(re.match(begin, line)[1] for line in said) == ["held", "questions"]
+    assert train(tmp_path / "out", "--set=row_length=200") == 0  # from the rows that were kept
+    assert "left out" not in capsys.readouterr().err
 
 
 def test_held_out_text_without_a_block_is_refused(tmp_path, capsys):

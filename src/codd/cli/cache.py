@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
     ):
         source = None if args.backbone == "bundled" else args.backbone
         checkpoint = load_checkpoint(source, device=context.device, adapter=args.adapter)
-        with console.working("reading the data", shown=context.is_main):
+        with console.working("reading the data", shown=context.is_main), console.one_line_warnings():
             circuit = _circuit(args.circuit, checkpoint)
             settings, rows_at = _prepare(args, checkpoint, context)
             check(checkpoint.backbone, circuit, settings)

@@ -241,7 +241,7 @@ def _each(
         if not session.context.is_main:
             work(config, session, lambda count: None)
             continue
-        with console.bar(name, math.ceil(total / session.context.world_size)) as bar, sampling.one_line_warnings():
+        with console.bar(name, math.ceil(total / session.context.world_size)) as bar, console.one_line_warnings():
             work(config, session, bar.advance)
 
 
