@@ -12,7 +12,7 @@ import torch
 
 import codd
 from codd import folders
-from codd.backbones import mini
+from codd.backbones import adapters, load_checkpoint, mini
 from codd.backbones.config import Config
 from codd.backbones.transformer import initialise
 from codd.circuits import HMM, Modulated, load_circuit
@@ -21,6 +21,7 @@ from codd.cli.train import _gaps as gaps
 from codd.data.bpe import train_bpe
 from codd.data.problems import problems
 from codd.training.checkpoints import checkpoints
+from codd.training.circuit.joint import trainable
 from two_processes import run_in_two_processes
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # here as in the processes that are started: the same bits
@@ -204,6 +205,30 @@ def test_every_rule_learns_from_a_cache(tmp_path, rule, objective, monkeypatch):
     losses = [line["loss"] for line in metrics_of(tmp_path)]
     assert losses[-1] < losses[0]
     assert isinstance(load_circuit(tmp_path / "circuit"), HMM)
+
+
+def test_a_cache_is_of_the_adapter_that_the_recipe_names(tmp_path, capsys, monkeypatch):
+    for number, name in enumerate(("a", "b")):
+        network = load_checkpoint("mini", device="cpu").backbone
+        for parameter in trainable(network, "lora", 2, 0).values():
+            parameter.data.normal_(0, 0.3, generator=torch.Generator().manual_seed(number))
+        adapters.save(network, tmp_path / name, "mini")
+    made = ["--data=train.jsonl", "--window=8", "--windows=40", "--top-k=16", f"--adapter={tmp_path / 'a'}"]
+    assert main(["cache", "--backbone=mini", f"--out={tmp_path / 'cache'}", "--device=cpu", *made]) == 0
+    adapted = [*CACHED, f"--set=cache={tmp_path / 'cache'}"]
+    (tmp_path / "a").rename(tmp_path / "moved")  # the weights count, not the folder's name
+    assert train(tmp_path / "right", *adapted, f"--set=adapter={tmp_path / 'moved'}") == 0
+    begin, end = "was made with an adapter (digest ", "set adapter to that of the cache, or make the cache again "
+    message = refused(capsys, tmp_path / "out", *adapted)
+    assert begin in message
+    assert f"the recipe's adapter is none: {end}without --adapter." in message
+    other = f"--set=adapter={tmp_path / 'b'}"
+    message = refused(capsys, tmp_path / "out", *adapted, other)
+    assert begin in message
+    assert f"the recipe's adapter is {tmp_path / 'b'}: {end}with --adapter {tmp_path / 'b'}." in message
+    assert "plain: was made without an adapter, the rec" in refused(
+        capsys, tmp_path / "out", *CACHED, "--set=cache=plain", other
+    )
 
 
 def test_caches_with_and_without_features(tmp_path, capsys, monkeypatch):

@@ -24,6 +24,7 @@ from codd.training.circuit.validation import HeldOut
 from codd.training.circuit_recipe import CircuitRecipe
 from codd.training.logit_cache.entries import CachedWindows
 from codd.training.logit_cache.reader import LogitCache
+from codd.training.logit_cache.sources import adapter_digest
 from codd.training.run import VALIDATION_SEED, step_seed
 
 Draw = Callable[[int], WindowBatch]
@@ -49,7 +50,9 @@ def prepare(recipe: CircuitRecipe, root: Path, out: Path, context: DistributedCo
     strata = strata_of(context)
     entries = None
     if recipe.cache is not None:
-        entries, vocab_size = _from_cache(LogitCache.open(root / recipe.cache), recipe, strata, context.device)
+        cache = LogitCache.open(root / recipe.cache)
+        _check_adapter(recipe, cache)
+        entries, vocab_size = _from_cache(cache, recipe, strata, context.device)
         if not recipe.validation:
             spec = CircuitSpec(vocab_size, _width(entries), context.device)
             return TrainingData(spec, entries, _picking(recipe, entries, strata), {})
@@ -113,6 +116,19 @@ def _check_numbers(recipe: CircuitRecipe, good: bool) -> None:
             f"{recipe.backbone}: what the network says of the text is not numbers (NaN or infinite): check its weights "
             "and precision. No circuit was trained on it."
         )
+
+
+def _check_adapter(recipe: CircuitRecipe, cache: LogitCache) -> None:
+    """Refuse a cache of the same network with another adapter, or with one where the recipe has none."""
+    made_with, wanted = cache.settings.adapter, recipe.adapter
+    if made_with == (None if wanted is None else adapter_digest(wanted)):
+        return
+    had = "without an adapter" if made_with is None else f"with an adapter (digest {made_with})"
+    has, again = ("none", "without --adapter") if wanted is None else (wanted, f"with --adapter {wanted}")
+    raise InvalidInput(
+        f"{cache.folder}: was made {had}, the recipe's adapter is {has}: set adapter to that of the cache, or make the "
+        f"cache again {again}."
+    )
 
 
 def _check_belongs(recipe: CircuitRecipe, vocab_size: int, features: int, spec: CircuitSpec) -> None:

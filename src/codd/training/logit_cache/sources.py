@@ -9,12 +9,14 @@ from typing import NamedTuple
 import torch
 
 from codd import files
+from codd.backbones import adapters
 from codd.backbones.tokenizer import Tokenizer
 from codd.data.packing import Mixture, SequenceDataset
 from codd.data.samples import SampledDataset, load_causal
 from codd.data.sources import Source
 from codd.data.tokenization import PackingConfig, dataset_digest, load_source
 from codd.errors import InvalidInput
+from codd.training.logit_cache.storage import WITH_ADAPTER
 
 
 @dataclass(frozen=True)
@@ -60,12 +62,23 @@ def _sampled(samples: Samples, tokenizer: Tokenizer, packing: PackingConfig, dev
     rows = SampledDataset(
         model, tokenizer, count=samples.count, length=packing.row_length, seed=packing.seed, prompt=samples.prompt
     )
-    identity = [digest_of(samples.folder), str(samples.count), samples.prompt, *map(str, packing)]
+    identity = [checkpoint_digest(samples.folder), str(samples.count), samples.prompt, *map(str, packing)]
     digest = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:12]
     return NamedDataset(f"samples of {samples.folder.name} {digest}", rows)
 
 
-def digest_of(checkpoint: Path, config_name: str = "config.json") -> str:
+def network_name(family: str, checkpoint: Path, adapter: str | None) -> str:
+    """What a cache notes of the network that made it: family, digest of the checkpoint, and that of its adapter."""
+    name = f"{family} {checkpoint_digest(checkpoint)}"
+    return name if adapter is None else f"{name}{WITH_ADAPTER}{adapter_digest(adapter)}"
+
+
+def adapter_digest(adapter: str) -> str:
+    """Names the weights of an adapter, given by its folder or hub id."""
+    return checkpoint_digest(files.local_folder(adapter, adapters.FILES), adapters.CONFIG)
+
+
+def checkpoint_digest(checkpoint: Path, config_name: str = "config.json") -> str:
     """Names the weights of a checkpoint: of every file that a network (or an adapter) is read from."""
     parts = [f"{path.name} {files.sha256(path)}" for path in sorted(checkpoint.glob("*.safetensors"))]
     return hashlib.sha256("\n".join([*parts, files.sha256(checkpoint / config_name)]).encode()).hexdigest()[:16]

@@ -31,6 +31,8 @@ from codd.validation import List, Section, Whole
 
 FORMAT, VERSION = "codd logit cache", 2
 INDEX, ROWS = "index.json", "rows"
+WITH_ADAPTER = " + "
+"""What stands between the digests of a network and of its adapter."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,14 @@ class CacheSettings(Section):
     """Whether the network's last states are kept, at all positions."""
     seed: Whole = 0
     backbone: str = ""
-    """Family and digest of the network."""
+    """Family and digest of the network, and that of the adapter merged into it, if any."""
     data: List[str] = ()
     """Name, digest and share of each source of rows."""
+
+    @property
+    def adapter(self) -> str | None:
+        """The digest of the adapter that the network was evaluated with; None if there was none."""
+        return self.backbone.partition(WITH_ADAPTER)[2] or None
 
     def digest(self) -> str:
         """16 hex digits that name the settings, and so the cache."""
