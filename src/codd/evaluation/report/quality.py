@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, NamedTuple
 
 from codd.evaluation.runs import Result
@@ -39,6 +40,11 @@ class Quality:
     def digits(self) -> int:
         """Decimals to show."""
         return 1 if self.name == "accuracy" else 3
+
+    def worth(self, result: Result) -> float:
+        """A number that is greater for a better result; minus infinity where nothing was measured."""
+        estimate = self.of(result)
+        return -inf if estimate is None else estimate.value if self.higher else -estimate.value
 
     def better(self, one: float, other: float) -> bool:
         """Whether the first is at least as good, up to rounding."""

@@ -20,6 +20,7 @@ from codd.evaluation.report.page import template
 from codd.evaluation.report.tables import CONTINUATIONS, COST, GAP, Likelihood
 from codd.evaluation.runs import Result, Run
 from codd.evaluation.tasks.configs import CONTROLS, EvalConfig
+from codd.evaluation.tasks.tuning import TUNED
 from codd.evaluation.text.measures import MEANINGS
 
 VALIDATION = "validation"
@@ -184,7 +185,7 @@ def render(report: Report, advance: Callable[[int], None] = lambda count: None) 
         return panels
 
     return template("report.html").render(
-        vars(report), draw=draw, labels=labels, qualities=quality, meanings=MEANINGS, no_gap=NO_GAP, tuned=tables.TUNED
+        vars(report), draw=draw, labels=labels, qualities=quality, meanings=MEANINGS, no_gap=NO_GAP, tuned=TUNED
     )
 
 
