@@ -131,7 +131,12 @@ def _stored(name: str, study: Mapping[str, Any], why: str) -> Section:
 
 def _readable(run: Run) -> tuple[list[Result], list[str]]:
     """Results with problems whose samples can be read, and a note on each of the others."""
-    kept, notes = [], []
+    kept = []
+    notes = [
+        f"{result.folder.name}: left out, an earlier codd graded it against other choices than the model was shown. "
+        "Run the task again."
+        for result in run.meaningless_results()
+    ]
     for result in run.results():
         try:
             count = len(result.samples)
