@@ -175,7 +175,9 @@ def test_built_in_wordings_say_how_the_answer_must_end():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("[", "is neither YAML nor JSON"),
+        ("[", "is not YAML"),
+        ("[&a {name: a, text: '{question}'}, *a]", "is not YAML: aliases such as *name are not taken"),
+        ("[" + " " * 2**17 + "]", "is longer than 131,072 characters"),
         ("{}", "expected a list of templates"),
         ("[]", "expected a list of templates"),
         ("[{name: a, text: b}]", "template 1: the template 'a' lacks {question}"),

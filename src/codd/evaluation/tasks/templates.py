@@ -4,12 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from codd import validation
-from codd.data.text_files import open_text
+from codd.data.yaml_files import read_yaml
 from codd.errors import FormatError, InvalidInput
-from codd.files import brief
 from codd.validation import FolderName, Section
 
 QUESTION = "{question}"
@@ -79,12 +76,7 @@ def read_templates(path: Path) -> list[PromptTemplate]:
 
     FormatError if it is none, or if a template has no place for the question.
     """
-    with open_text(path) as file:
-        text = file.read()
-    try:
-        content = yaml.safe_load(text)
-    except Exception as error:  # of a value that is no date, number or base64 this parser raises whatever it met
-        raise FormatError(f"{path}: is neither YAML nor JSON ({brief(error)}).") from error
+    content = read_yaml(path)
     if not isinstance(content, list) or not content:
         raise FormatError(
             f"{path}: expected a list of templates, such as [{{name: short, text: '{QUESTION} Be brief.'}}]."
