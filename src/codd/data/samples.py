@@ -5,7 +5,6 @@ they are first asked for. The model is one of ours, or any that the package tran
 """
 
 import functools
-import importlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +26,8 @@ from codd.backbones.tensor_parallel import ShardedTransformer
 from codd.backbones.tokenizer import Tokenizer
 from codd.backbones.transformer import Attention, Block, Transformer, apply_rotary, rotary_angles
 from codd.data.packing import PADDING, PackedSequences, concatenate, token_dtype
-from codd.errors import FormatError, InvalidInput, MissingDependency
+from codd.data.pretrained import load_causal_lm
+from codd.errors import FormatError, InvalidInput
 
 BATCH = 128
 """Rows that are drawn together. Another number would give other rows."""
@@ -165,17 +165,7 @@ def _required(tokenizer: Tokenizer | None, folder: Path) -> Tokenizer:
 
 
 def _load_other(folder: Path, device: torch.device) -> CausalModel:
-    try:
-        library = importlib.import_module("transformers")
-    except ImportError as error:
-        raise MissingDependency(
-            f"{folder}: is no causal model of ours; any other needs the package transformers: pip install transformers"
-        ) from error
-    try:
-        model = library.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise FormatError(f"{folder}: transformers cannot load it ({files.brief(error)}).") from error
-    model = (model.float() if device.type == "cpu" else model).to(device).eval()
+    model = load_causal_lm(folder, dtype=torch.float32 if device.type == "cpu" else "auto").to(device)
     config = model.config
     eos = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
     begin = eos if config.bos_token_id is None else config.bos_token_id
