@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from codd.backbones.backbone import Backbone
-from codd.data.packing import SequenceDataset, narrow, widen
+from codd.data.packing import SequenceDataset, narrow, numbered_seed, widen
 from codd.data.windows import (
     WindowBatch,
     WindowRecipe,
@@ -83,7 +83,7 @@ def evaluate_rows(
 ) -> HiddenStateDataset:
     """Mask some rows (the first, how many), choose windows, evaluate the network; fillers are left out."""
     device, size = backbone.device, recipe.length
-    generator = torch.Generator(device).manual_seed(seed % 2**63)
+    generator = torch.Generator(device).manual_seed(seed)
     drawn = choose_windows(source.take(*rows), recipe, generator, absolute=backbone.block_size is not None)
     states = window_states(backbone, mask_id, drawn.rows, drawn.starts, size)
     valid = drawn.starts.valid.flatten()
@@ -119,7 +119,7 @@ def build_hidden_states(
             source_seed, have, empty, batch = seed * 1009 + number, 0, 0, stratum
             while have < share:
                 rows = (batch * rows_at_once, rows_at_once)
-                part = evaluate_rows(backbone, mask_id, source, rows, recipe, source_seed * 1_000_003 + batch)
+                part = evaluate_rows(backbone, mask_id, source, rows, recipe, numbered_seed(source_seed, batch))
                 batch += STRATA
                 empty = 0 if len(part) else empty + 1
                 rounds = 4 * len(source) / (rows_at_once * STRATA) + LONGEST_SEARCH / STRATA

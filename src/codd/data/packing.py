@@ -40,6 +40,11 @@ def widen(ids: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
     return ids.long() & 0xFFFF if ids.dtype == torch.int16 else ids.long()
 
 
+def numbered_seed(seed: int, number: int) -> int:
+    """A seed of its own for every step, shard or batch of rows of a run with this seed."""
+    return (seed * 1_000_003 + number) % 2**63
+
+
 class PackedSequences(NamedTuple):
     """Some rows. Texts that share a row have different segment numbers, from 1 on, and do not see each other."""
 

@@ -25,7 +25,7 @@ from codd.backbones.loading import MODEL_FILES, load_checkpoint
 from codd.backbones.tensor_parallel import ShardedTransformer
 from codd.backbones.tokenizer import Tokenizer
 from codd.backbones.transformer import Attention, Block, Transformer, apply_rotary, rotary_angles
-from codd.data.packing import PADDING, PackedSequences, concatenate, token_dtype
+from codd.data.packing import PADDING, PackedSequences, concatenate, numbered_seed, token_dtype
 from codd.data.pretrained import load_causal_lm
 from codd.errors import FormatError, InvalidInput
 
@@ -225,7 +225,7 @@ class SampledDataset:
         return concatenate(parts)
 
     def _draw(self, number: int) -> PackedSequences:
-        generator = torch.Generator(self.model.device).manual_seed((self.seed * 1_000_003 + number) % 2**63)
+        generator = torch.Generator(self.model.device).manual_seed(numbered_seed(self.seed, number))
         drawn = sample(self.model, self.prompt, min(BATCH, self.count), self.drawn, generator).tolist()
         texts = drawn if self.same else [self._encode(ids) for ids in drawn]
         shape = (len(texts), self.length)

@@ -217,8 +217,3 @@ class Clock:
         self.spent = float(notes.get("seconds", 0.0))
         step, seconds = notes.get("since", (notes["step"], 0.0))
         self.read_at, self.since = (int(step), float(seconds)), time.perf_counter()
-
-
-def step_seed(seed: int, step: int) -> int:
-    """A seed of its own for every step of a run."""
-    return (seed * 1_000_003 + step) % 2**63

@@ -90,11 +90,6 @@ class EvalConfig(Section):
         """The same configuration with another circuit."""
         return replace(self, circuit=circuit)
 
-    @property
-    def family(self) -> "EvalConfig":
-        """Equal for configurations that differ in the circuit only."""
-        return self.with_circuit(NULL)
-
     def as_json(self) -> dict[str, Any]:
         """The fields as JSON can write them; those of task files and templates only where there are any.
 

@@ -16,6 +16,7 @@ from codd.backbones.config import Config
 from codd.backbones.loading import check_dtype
 from codd.backbones.tokenizer import Tokenizer
 from codd.backbones.transformer import Transformer, initialise
+from codd.data.packing import numbered_seed
 from codd.distributed import DistributedContext
 from codd.errors import Diverged, FormatError
 from codd.training.backbone.data import BackboneData
@@ -23,7 +24,7 @@ from codd.training.backbone.loss import Maker, causal_batch, diffusion_batch, lo
 from codd.training.checkpoints import adam_tensors, restore_adam
 from codd.training.ema import update_ema
 from codd.training.recipe import OptimizerRecipe, Recipe
-from codd.training.run import VALIDATION_SEED, Progress, run, step_seed
+from codd.training.run import VALIDATION_SEED, Progress, run
 
 
 def train(recipe: Recipe, data: BackboneData, out: Path, context: DistributedContext) -> Iterator[Progress]:
@@ -71,7 +72,7 @@ class BackboneTrainer:
     def step(self, step: int, progress: float) -> None:
         """One AdamW update; processes share the rows of the batch."""
         recipe, device, parameters = self.recipe, self.context.device, list(self.parameters.values())
-        generator = torch.Generator(device).manual_seed(step_seed(recipe.seed, step))
+        generator = torch.Generator(device).manual_seed(numbered_seed(recipe.seed, step))
         batch = self._make_batch(self.data.training.batch_at(step), generator)
         rate = learning_rate(step, recipe.steps, recipe.optimizer)
         for group in self.optimizer.param_groups:

@@ -12,7 +12,7 @@ from torch import Tensor
 from codd.backbones import Tokenizer, load_checkpoint, mini
 from codd.backbones.backbone import Backbone
 from codd.data.datasets import STRATA, WindowDataset, build_hidden_states
-from codd.data.packing import MAX_TEXTS_PER_ROW, PackedSequences, SequenceDataset, concatenate
+from codd.data.packing import MAX_TEXTS_PER_ROW, PackedSequences, SequenceDataset, concatenate, numbered_seed
 from codd.data.sources import Source
 from codd.data.tokenization import PackingConfig, load_source
 from codd.data.windows import WindowBatch, check_lengths, concatenate_windows, draw_windows, supports_packing
@@ -25,7 +25,7 @@ from codd.training.circuit_recipe import CircuitRecipe
 from codd.training.logit_cache.entries import CachedWindows
 from codd.training.logit_cache.reader import LogitCache
 from codd.training.logit_cache.sources import adapter_digest
-from codd.training.run import VALIDATION_SEED, step_seed
+from codd.training.run import VALIDATION_SEED
 
 Draw = Callable[[int], WindowBatch]
 """The windows of a step that are this process's."""
@@ -178,7 +178,7 @@ def batch_index(recipe: CircuitRecipe, step: int, strata: range, held: int) -> I
     each, size = recipe.batch_windows // STRATA, held // len(strata)
     parts = []
     for place, stratum in enumerate(strata):
-        generator = torch.Generator().manual_seed(step_seed(recipe.seed, step) * STRATA + stratum)
+        generator = torch.Generator().manual_seed(numbered_seed(recipe.seed, step) * STRATA + stratum)
         parts.append(torch.randint(size, (each,), generator=generator) + place * size)
     return torch.cat(parts)
 
@@ -232,7 +232,7 @@ def _online(
         for stratum in strata:
             number = step * STRATA + stratum
             taken = concatenate([source.take(number * n, n) for source, n in zip(sources, shares, strict=True)])
-            generator = torch.Generator(backbone.device).manual_seed(step_seed(recipe.seed, number))
+            generator = torch.Generator(backbone.device).manual_seed(numbered_seed(recipe.seed, number))
             parts.append(draw_windows(backbone, mask_id, taken, recipe.windows, generator))
         return concatenate_windows(parts)
 
