@@ -38,7 +38,7 @@ class WindowDataset(Protocol):
         """How many windows there are."""
 
     def windows(self, index: Int[Tensor, " n"]) -> WindowBatch:
-        """Some of them. Nothing here waits for the device if ``index`` is on it."""
+        """The windows of these numbers. Nothing here waits for the device if ``index`` is on it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +48,7 @@ class HiddenStateDataset:
     backbone: Backbone
     mask_id: int
     tokens: Int[Tensor, "W S"]
-    """In few bytes, see `narrow`."""
+    """The true tokens, stored in two or four bytes each; see `narrow`."""
     masked: Bool[Tensor, "W S"]
     level: Float[Tensor, " W"]
     """The probability with which the tokens of a window were masked."""
@@ -60,7 +60,7 @@ class HiddenStateDataset:
         return len(self.tokens)
 
     def windows(self, index: Int[Tensor, " n"]) -> WindowBatch:
-        """Some windows with all their logits."""
+        """The windows of these numbers, with logits over the whole vocabulary."""
         tokens, masked, features = widen(self.tokens[index]), self.masked[index], self.features[index]
         features = features.to(self.backbone.dtype)
         with torch.no_grad():

@@ -40,7 +40,7 @@ class HubDataset(NamedTuple):
     """As the package datasets takes it, with a slice or without: ``train``, ``test[:100]``."""
 
     def __str__(self) -> str:
-        """As it is written."""
+        """The name in the form that `locate` reads."""
         return ":".join(part for part in self if part is not None)
 
     def load(self) -> Any:

@@ -16,7 +16,7 @@ NAMES = """Ada Alan Amir Anna Ben Bill Cara Chen Clara Dan David Diana Emma Eric
 Ida Ivan Jack James Jane John Julia Karl Kate Laura Leo Lily Lucas Maria Mark Mina Nina Noah Oscar Paul Peter Rosa Ruth
 Sam Sara Sofia Tom Vera Will""".split()  # noqa: SIM905 a list of literals would take fifty lines
 FEWEST, MOST = 4, 7
-"""Names in a line."""
+"""The smallest and largest number of names in a line."""
 SIZE = 4
 """Rows and columns of a square."""
 LETTERS = "ABCDEFGHJKLMNPRSTUVWXYZ"

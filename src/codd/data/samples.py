@@ -58,7 +58,7 @@ class MiniReader:
         self.kept = torch.empty(shape, dtype=torch.bfloat16 if half else weight.dtype, device=weight.device)
 
     def read(self, ids: Int[Tensor, "B n"]) -> Float[Tensor, "B V"]:
-        """One pass over the new tokens alone."""
+        """Logits of the next token, by one pass over the new tokens alone."""
         network, config = self.network, self.network.config
         assert config.rope_theta is not None, "mini has rotary positions"
         begin, end = self.length, self.length + ids.shape[1]
@@ -114,7 +114,7 @@ class TransformersReader:
         self.model, self.past = model, None
 
     def read(self, ids: Int[Tensor, "B n"]) -> Float[Tensor, "B V"]:
-        """One pass over the new tokens alone."""
+        """Logits of the next token, by one pass over the new tokens alone."""
         out = self.model(input_ids=ids, past_key_values=self.past, use_cache=True)
         self.past = out.past_key_values
         logits: Tensor = out.logits[:, -1].float()
@@ -215,7 +215,7 @@ class SampledDataset:
         return self.count
 
     def take(self, start: int, count: int) -> PackedSequences:
-        """Rows number start, start + 1, ..."""
+        """``count`` rows, from row number ``start`` on."""
         size = min(BATCH, self.count)
         parts = []
         for number in range(start // size, (start + count - 1) // size + 1):

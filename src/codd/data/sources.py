@@ -95,7 +95,7 @@ def read_chunks(source: Source, root: Path, most: int | None = None) -> Iterator
 
 
 def chunk_size(chunk: TextChunk) -> int:
-    """Characters of a chunk."""
+    """How many characters a chunk has."""
     return len(chunk.text)
 
 

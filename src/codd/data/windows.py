@@ -39,7 +39,7 @@ class WindowBatch(NamedTuple):
     """W windows of S positions with what the network says of them: what a circuit is trained and scored on."""
 
     tokens: Int[Tensor, "W S"]
-    """The truth, masked or not."""
+    """The true tokens, also where they are masked."""
     masked: Bool[Tensor, "W S"]
     """A window that is there only to fill the batch has none."""
     logits: Float[Tensor, "W S V"] | None = None
@@ -100,7 +100,7 @@ class MaskedInput(NamedTuple):
 
 
 class WindowStarts(NamedTuple):
-    """Where k windows begin in each row."""
+    """The first positions of k windows in each row."""
 
     first: Int[Tensor, "B k"]
     valid: Bool[Tensor, "B k"]
@@ -112,9 +112,9 @@ class RowNoise(NamedTuple):
 
     hidden: Bool[Tensor, "B L"]
     candidates: Bool[Tensor, "B n"]
-    """Where windows may begin."""
+    """At which positions a window may begin."""
     level: Float[Tensor, "B L"]
-    """The masking probability of each hidden token that is asked; 0 elsewhere."""
+    """The masking probability of each masked token that is to be predicted; 0 elsewhere."""
 
 
 class DrawnWindows(NamedTuple):

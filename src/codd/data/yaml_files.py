@@ -17,7 +17,7 @@ class _Loader(yaml.SafeLoader):
     """Plain values alone. With aliases, a few lines stand for billions of values."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Refuses aliases."""
+        """As of the base class, but an alias is an error."""
         if self.check_event(yaml.AliasEvent):
             raise yaml.YAMLError("aliases such as *name are not taken: write the value out")
         return super().compose_node(parent, index)

@@ -182,7 +182,7 @@ class Blocks(NamedTuple):
     order: Int[Tensor, "B S"]
 
     def window(self) -> Int[Tensor, "B S"]:
-        """The positions of the block."""
+        """The positions of each text's block."""
         return self.starts[:, None] + torch.arange(self.order.shape[1], device=self.ids.device)
 
     def turns(self) -> Int[Tensor, "B T"]:

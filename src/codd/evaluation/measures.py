@@ -78,7 +78,7 @@ class Parallelism(NamedTuple):
     """AUP of one way: configurations that differ in their budget (steps, threshold, entropy_budget) and seed only."""
 
     config: EvalConfig
-    """The first of them."""
+    """The first of these configurations in the run."""
     points: list[tuple[float, float]]
     """TPF and accuracy in per cent, ascending."""
     best: float

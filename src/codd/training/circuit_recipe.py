@@ -21,26 +21,26 @@ Ratio = Annotated[float, Field(gt=0, le=1)]
 
 @dataclass(frozen=True)
 class TablesRecipe(Section):
-    """The HMM."""
+    """The HMM: its number of states, and whether its tables are factored."""
 
     num_states: Count = 256
     transition_rank: Count | None = None
-    """Of the logits, which then are a product of two thin matrices; None: free ones."""
+    """Rank of the transition logits, a product of two thin matrices; None: free logits."""
     emission_rank: Count | None = None
     noise: Positive = 0.5
-    """Deviation of the logits at the start."""
+    """Standard deviation of the initial logits."""
 
 
 @dataclass(frozen=True)
 class HeadRecipe(Section):
-    """What listens to the network; with neither latents nor steps the circuit is static."""
+    """The head that modulates the circuit by the network's hidden states; none without latents and inner states."""
 
     latents: bool = False
     """Modulate the latents at each position."""
     inner_states: Natural = 0
     """Modulate transitions, through a detour of so many inner states."""
     hidden: Natural = 0
-    """Width of a layer between; 0: none."""
+    """Width of the head's hidden layer; 0: none."""
     dropout: BelowOne = 0.0
 
     @property
@@ -51,16 +51,16 @@ class HeadRecipe(Section):
 
 @dataclass(frozen=True)
 class RuleRecipe(Section):
-    """How parameters move."""
+    """The optimizer: update rule, learning rates, momentum."""
 
     rule: Literal["adam", "em", "ratio", "baum-welch"] = "adam"
     """adam: on logits. The others are mini-batch EM (anemone) with that update, for static circuits of free logits."""
     lr: Positive = 1.5e-2
-    """Of Adam; EM has a step_size."""
+    """Learning rate of Adam; EM has a step_size."""
     head_lr: Positive = 1e-3
     betas: Betas = (0.9, 0.99)
     weight_decay: NotNegative = 0.0
-    """Of the head."""
+    """Weight decay of the head's parameters."""
     warmup: Natural = 50
     step_size: Ratio = 0.4
     momentum: BelowOne | None = None
@@ -70,12 +70,12 @@ class RuleRecipe(Section):
 
 @dataclass(frozen=True)
 class JointRecipe(Section):
-    """Training the backbone along."""
+    """Joint training of the backbone: which of its weights, and how."""
 
     weights: Literal["none", "lora", "all"] = "none"
     lr: Positive = 1e-4
     rank: Count = 8
-    """Of LoRA."""
+    """The rank of LoRA's matrices."""
     shard: bool = False
     """With LoRA: divide the layers among the processes, for a backbone that one device does not hold."""
 
@@ -91,7 +91,7 @@ class BankRecipe(Section):
 
 @dataclass(frozen=True)
 class CircuitRecipe(Section):
-    """The training of a circuit."""
+    """A training run of a circuit."""
 
     name: FolderName
     backbone: str = "bundled"
@@ -157,7 +157,7 @@ def read_circuit_recipe(path: Path, changes: Sequence[str] = ()) -> CircuitRecip
 
 
 def _broken_rules(recipe: CircuitRecipe) -> Iterator[str]:
-    """What is wrong with fields together."""
+    """The rules between several fields that a recipe breaks, in words."""
     if recipe.cache is None and not recipe.data:
         yield "there is neither data nor a cache"
     if recipe.cache is not None and recipe.data:

@@ -75,7 +75,7 @@ class OptimizerRecipe(Section):
 
 @dataclass(frozen=True)
 class Recipe(Section):
-    """A training run."""
+    """A training run of a backbone."""
 
     name: FolderName
     data: Annotated[List[Source], Field(min_length=1)]

@@ -67,7 +67,7 @@ class Trainer(Protocol):
         """All tensors that a checkpoint keeps."""
 
     def notes(self) -> dict[str, Any]:
-        """All else that it keeps, for JSON."""
+        """All other values that a checkpoint keeps, for JSON."""
 
     def restore(self, tensors: Mapping[str, Tensor], notes: Mapping[str, Any]) -> None:
         """Go on from a checkpoint; KeyError and the like if it does not fit."""
@@ -155,7 +155,7 @@ class Log:
             files.write_text(temporary, "".join(json.dumps(line) + "\n" for line in kept))
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        """Append one line."""
+        """Append the metrics of a step as one line."""
         with self.path.open("a") as file:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
 

@@ -186,7 +186,7 @@ def closed_interval(scores: BlockScores, coupled: Float[Tensor, " B"], seed: int
 def _entry(
     ratio: float, scores: BlockScores, copula: Float[Tensor, " B"] | None, sequential: bool, seed: int
 ) -> dict[str, Any]:
-    """All figures at one ratio."""
+    """The scores and gaps at one mask ratio, as the study stores them."""
     by_label = {"factorized": scores.factorized}
     by_label |= {f"circuit:{name}": values for name, values in scores.coupled.items()}
     by_label |= {"sequential": scores.sequential} if sequential else {}

@@ -62,7 +62,7 @@ class Curve:
 
     @property
     def xs(self) -> list[float]:
-        """Where its points are."""
+        """The x values of the points."""
         return [x for x, _ in self.points]
 
     @property

@@ -17,7 +17,7 @@ class Estimate(NamedTuple):
     high: float | None = None
 
     def in_percent(self) -> "Estimate":
-        """A share times 100."""
+        """The same estimate in per cent, if this is a share."""
         low, high = (None if value is None else 100 * value for value in self[1:])
         return Estimate(100 * self.value, low, high)
 
@@ -38,7 +38,7 @@ class Quality:
 
     @property
     def digits(self) -> int:
-        """Decimals to show."""
+        """How many decimals a report shows."""
         return 1 if self.name == "accuracy" else 3
 
     def worth(self, result: Result) -> float:

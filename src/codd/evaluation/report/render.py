@@ -38,7 +38,7 @@ class Section(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """What there is to say about a run."""
+    """All figures of a run that its page shows."""
 
     title: str
     findings: Sequence[str]

@@ -53,7 +53,7 @@ class PromptTemplate(Section):
             raise InvalidInput(f"the template {self.name!r} lacks {QUESTION}, the place for the question.")
 
     def fill(self, question: str) -> str:
-        """The prompt that asks a question."""
+        """The text with a question in its place."""
         return self.text.replace(QUESTION, question)
 
 

@@ -53,7 +53,7 @@ def load_judge(name: str | os.PathLike[str], device: str | torch.device | None =
 
 
 def _installed() -> Path:
-    """The file in the installed package."""
+    """The .gguf file of the installed package; MissingDependency if it is not installed."""
     try:
         listed = importlib.metadata.distribution(PACKAGE).files or []
     except importlib.metadata.PackageNotFoundError as error:

@@ -57,7 +57,7 @@ class BackboneTrainer:
 
     @property
     def network(self) -> Transformer:
-        """The weights that are trained."""
+        """The network whose weights are trained."""
         return self.backbone.network
 
     def _adam(self) -> torch.optim.AdamW:
@@ -130,7 +130,7 @@ class BackboneTrainer:
         return {**weights, **average, **adam_tensors(self.optimizer, self.parameters)}
 
     def notes(self) -> dict[str, Any]:
-        """Nothing: the tensors say all."""
+        """Empty: a checkpoint's tensors hold the whole state."""
         return {}
 
     @torch.no_grad()

@@ -185,7 +185,7 @@ def batch_index(recipe: CircuitRecipe, step: int, strata: range, held: int) -> I
 
 @dataclass(frozen=True)
 class _Opened:
-    """A network, and how its data is read."""
+    """A loaded backbone, and all that is needed to read data for it."""
 
     recipe: CircuitRecipe
     root: Path

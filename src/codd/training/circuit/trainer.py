@@ -58,7 +58,7 @@ class EarlyStopping:
 
     @property
     def finished(self) -> bool:
-        """Whether the patience is at its end."""
+        """Whether so many validations in a row (``patience``) were no better than the best."""
         return self.patience is not None and self.stale >= self.patience
 
 

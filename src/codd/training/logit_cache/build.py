@@ -44,7 +44,7 @@ HALF = 65504.0
 """The largest number in float16."""
 
 RowsAt = Callable[[int], PackedSequences]
-"""The rows of a shard."""
+"""Gives the rows of the shard of a number."""
 
 
 class Progress(NamedTuple):

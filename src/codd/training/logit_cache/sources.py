@@ -21,7 +21,7 @@ from codd.training.logit_cache.storage import WITH_ADAPTER
 
 @dataclass(frozen=True)
 class Samples:
-    """What to draw from a causal model."""
+    """Samples of a causal model: its folder, how many, and the prompt that they begin with."""
 
     folder: Path
     count: int

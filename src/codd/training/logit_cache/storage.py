@@ -83,11 +83,11 @@ class Record(NamedTuple):
 
 
 class _Noted(NamedTuple):
-    """A record while the cache is made."""
+    """The file of a shard's record while the cache is made."""
 
     record: Record
     digest: str
-    """Of the settings."""
+    """The digest of the cache's settings."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def shard_name(number: int) -> str:
 
 
 def record_name(number: int) -> str:
-    """The file of its record, while the cache is made."""
+    """The file name of a shard's record while the cache is made."""
     return f"shard-{number:05d}.json"
 
 
@@ -242,7 +242,7 @@ def write_shard(folder: Path, number: int, entries: CachedWindows, settings: Cac
 
 
 def damage(folder: Path, number: int, record: Record) -> str | None:
-    """What is wrong with a finished shard."""
+    """What is wrong with a finished shard; None if its size and checksum are right."""
     path = folder / shard_name(number)
     if not path.is_file():
         return f"{path}: is missing"
