@@ -48,7 +48,7 @@ LINES: dict[str, tuple[str, Callable[[Words, int, str], Sequence[Words]]]] = {
     "lines_replace": ("{name} takes the place of number {number}.", lambda line, i, new: [_changed(line, i, new, 1)]),
     "lines_replace_any": ("{name} takes the place of one of them.", lambda line, i, new: _anywhere(line, new, 1)),
 }
-"""How a change of a line is told, and all lines that it may lead to, given the line, a place from 0 and a new name."""
+"""The sentence that states a change, and all lines that it may lead to, given line, place (from 0) and new name."""
 _FILL = "in a square of 4 by 4 with the letters {letters}, so that every row"
 SQUARES = {
     "latin_square": "Fill the fields with a point " + _FILL + " and every column has each letter once:\n{given}",

@@ -46,7 +46,7 @@ from codd.data.sources import (
 from codd.errors import FormatError, TextsLeftOut
 
 TAILS = (0.6, 0.25, 0.15)
-"""By default: answers end before their room does."""
+"""Default shares of answers followed by no, one or two further blocks of end marks."""
 PROBLEMS_PER_JOB = 2000
 MANY_CHARACTERS = 4_000_000
 """From which on starting several processes pays."""
@@ -66,7 +66,7 @@ class PackingConfig(NamedTuple):
     tails: tuple[float, ...] = TAILS
     """How often an answer is followed by no, one, two ... further blocks of end marks."""
     characters: int | None = None
-    """Of each file no more than about so many are read; None: all."""
+    """About how many characters of each file are read at most; None: all."""
 
 
 def load_source(
@@ -100,7 +100,7 @@ def token_stream(source: Source, root: Path, tokenizer: Tokenizer, most: int | N
 
 
 def _batches(chunks: Iterator[TextChunk], characters: int) -> Iterator[list[TextChunk]]:
-    """So many characters at a time, so that no more of them are in memory."""
+    """Lists of chunks with about so many characters each, so that no more are in memory."""
     while batch := list(take_until(chunks, chunk_size, characters)):
         yield batch
 

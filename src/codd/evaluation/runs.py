@@ -152,7 +152,7 @@ class Run:
         return [result for result in self._results() if not result.meaningless]
 
     def meaningless_results(self) -> list[Result]:
-        """Those that `results` leaves out, see `Result.meaningless`."""
+        """The results that `results` leaves out: see `Result.meaningless`."""
         return [result for result in self._results() if result.meaningless]
 
     def _results(self) -> list[Result]:

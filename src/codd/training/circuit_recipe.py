@@ -64,7 +64,7 @@ class RuleRecipe(Section):
     warmup: Natural = 50
     step_size: Ratio = 0.4
     momentum: BelowOne | None = None
-    """Of EM's flows; null: 0.9 for the rule em, 0 for the others, which are unstable with it."""
+    """Momentum of EM's flows; null: 0.9 for the rule em, 0 for the others, which are unstable with it."""
     pseudocount: Positive = 1e-6
 
 
@@ -82,7 +82,7 @@ class JointRecipe(Section):
 
 @dataclass(frozen=True)
 class BankRecipe(Section):
-    """Windows that the network is asked about once, and that stay in memory."""
+    """Windows on which the network is evaluated once, and whose hidden states stay in memory."""
 
     windows: Strata = 20_000
     rows_at_once: Count = 128
@@ -99,13 +99,13 @@ class CircuitRecipe(Section):
     adapter: str | None = None
     """A LoRA adapter of PEFT that is merged into the backbone first: its folder or hub id."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the backbone's weights: bfloat16 takes half the memory, on a GPU."""
+    """Precision of the backbone's weights: bfloat16 takes half the memory, on a GPU."""
     start: str | None = None
     """A circuit to be trained on, instead of a new one; its sizes are then its own."""
     keep_states: Count | None = None
-    """Of the start circuit: so many, those that the windows use most; None: all."""
+    """How many states of the start circuit are kept, those that the windows use most; None: all."""
     cache: str | None = None
-    """A folder that `codd cache` wrote: then there is no data, and the network is not asked."""
+    """A folder that `codd cache` wrote, in the place of data: the network is then not evaluated."""
     data: List[Source] = ()
     validation: List[Source] = ()
     seed: Natural = 0

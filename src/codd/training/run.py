@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # it brings all of circuits along, which a backbone needs not
 CHECKPOINTS, METRICS = "checkpoints", "metrics.jsonl"
 AnyRecipe: TypeAlias = "Recipe | CircuitRecipe"
 VALIDATION_SEED = 20_000
-"""Of the masks of validation, the same in every run."""
+"""The seed of the masks of validation, the same in every run."""
 
 
 class Progress(NamedTuple):

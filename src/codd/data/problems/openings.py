@@ -59,7 +59,7 @@ def shuffled(*names: str) -> Parties:
 
 
 PARTIES: dict[str, Callable[..., Parties]] = {"people": lambda: people, "in_order": in_order, "shuffled": shuffled}
-"""The ways to draw parties, by the names that stories.yaml has for them."""
+"""Functions that draw names of parties, by the words that stories.yaml has for them."""
 
 
 @dataclass(frozen=True, slots=True)

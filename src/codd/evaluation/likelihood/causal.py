@@ -102,7 +102,7 @@ def check_shared(causal: CausalModel, vocab_size: int, mask_id: int) -> None:
 
 
 def check_tokenizers(causal: CausalModel, tokenizer: Tokenizer) -> None:
-    """Raise InvalidInput if a token that both know has two ids: one model would read what the other never said."""
+    """Raise InvalidInput if a token that both know has two ids: the models would read different texts."""
     if causal.tokenizer is None or causal.tokenizer is tokenizer:
         return
     theirs = causal.tokenizer.backend.get_vocab(with_added_tokens=True)

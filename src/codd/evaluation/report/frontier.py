@@ -61,7 +61,7 @@ class Saving(NamedTuple):
     way: str
     """The label of the circuit's line."""
     calls: float | None
-    """Of the circuit; None: not reached at any budget that was measured."""
+    """Calls of the circuit; None: not reached at any budget that was measured."""
     bound: bool
     """Whether the circuit's fastest budget is good enough already, so that fewer calls might do."""
     null: float | None

@@ -175,7 +175,7 @@ def _missing(tests: Sequence[Result], validation: Sequence[Result], studies: Map
 
 
 def _notes(run: Run) -> list[str]:
-    """The paragraphs of notes.txt: what whoever made the run wants its readers to know."""
+    """The paragraphs of notes.txt, a file that the maker of a run may add for its readers."""
     path = run.folder / NOTES
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     return [" ".join(part.split()) for part in text.split("\n\n") if part.strip()]

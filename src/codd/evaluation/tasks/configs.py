@@ -113,7 +113,7 @@ class EvalConfig(Section):
         return config
 
     def __hash__(self) -> int:
-        """Of the JSON: a dictionary of options has no hash."""
+        """The hash of the JSON form: a dictionary of options has none."""
         return hash(json.dumps(self.as_json(), sort_keys=True))
 
 

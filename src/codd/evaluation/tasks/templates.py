@@ -30,7 +30,7 @@ FINISHES = {
     "letter": "write the letter of the right choice in brackets, as in (A)",
     "exact": "write the answer and nothing else",
 }
-"""By task, and by answer rule for task files."""
+"""How an answer must end, by task, and by answer rule for task files."""
 OTHERWISE = "write the final answer"
 SUFFIXES = (".yaml", ".yml", ".json")
 

@@ -114,7 +114,7 @@ def average_distance(
 
 @dataclass(frozen=True)
 class Compared:
-    """A score, and what it would be for texts that are as they should be."""
+    """MAUVE of samples, and the ceiling: MAUVE of a second sample of the reference."""
 
     mauve: float
     """Samples against the reference, mean over the clusterings' seeds."""

@@ -93,7 +93,7 @@ class BackboneTrainer:
         self._last = {"loss": lost, "gradient_norm": norm, "lr": torch.tensor(rate)}
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Of the last step: the loss in nats per token, the norm of the gradient before clipping, the learning rate."""
+        """Figures of the last step: loss in nats per token, norm of the gradient before clipping, learning rate."""
         figures = {name: float(value) for name, value in self._last.items()}
         _check_finite(figures["loss"], "the loss", step)
         return figures

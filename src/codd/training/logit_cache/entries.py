@@ -43,13 +43,13 @@ class CachedWindows:
     """A dataset of W windows of S positions, M of which are masked."""
 
     tokens: Int[Tensor, "W S"]
-    """In few bytes, see `codd.data.packing.narrow`."""
+    """The true tokens, stored in two or four bytes each; see `codd.data.packing.narrow`."""
     masked: Bool[Tensor, "W S"]
     level: Float[Tensor, " W"]
     begins: Int[Tensor, " W"]
     """The number of the first list of each window."""
     lists: TopK
-    """Of the masked positions, one after the other."""
+    """The lists of the masked positions, one after the other."""
     features: Float[Tensor, "W S d"] | None = None
 
     @classmethod

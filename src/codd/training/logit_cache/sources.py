@@ -85,7 +85,7 @@ def checkpoint_digest(checkpoint: Path, config_name: str = "config.json") -> str
 
 
 def mix_datasets(datasets: Sequence[NamedDataset], weights: Sequence[float] | None, rows: int) -> Mixture:
-    """So many rows at a time; by default each source as often as it has rows, so that all are read once."""
+    """A mixture with batches of ``rows`` rows; by default sources weigh as many rows as they have."""
     shares = [float(len(dataset.rows)) for dataset in datasets] if weights is None else list(weights)
     if len(shares) != len(datasets) or min(shares) <= 0:
         names = ", ".join(dataset.name for dataset in datasets)

@@ -32,7 +32,7 @@ from codd.validation import List, Section, Whole
 FORMAT, VERSION = "codd logit cache", 2
 INDEX, ROWS = "index.json", "rows"
 WITH_ADAPTER = " + "
-"""What stands between the digests of a network and of its adapter."""
+"""The separator between the digests of a network and of its adapter in `CacheSettings.backbone`."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class CacheSettings(Section):
     top_k: Whole | None = None
     """How long the lists are; None: as long as the tolerance needs."""
     tolerance: float = 1e-3
-    """By how many nats a masked token the conditional log-likelihood may change."""
+    """The largest change of the conditional log-likelihood by the lists, in nats per masked token."""
     features: bool = False
     """Whether the network's last states are kept, at all positions."""
     seed: Whole = 0
@@ -117,7 +117,7 @@ def record_name(number: int) -> str:
 
 @contextmanager
 def claimed(folder: Path, *, fresh: bool) -> Iterator[None]:
-    """`claim` a folder and have it to ourselves; if nothing was asked of the network in it yet, an error empties it."""
+    """`claim` a folder and lock it; an error empties it again if the network was not evaluated yet."""
     _check_folder(folder)
     with folders.exclusive(folder):
         claim(folder, fresh=fresh)
@@ -210,7 +210,7 @@ def _write(folder: Path, fields: dict[str, Any]) -> None:
 
 
 def records(folder: Path, index: Index) -> list[Record | None]:
-    """Of each shard: its own record, if it has one, else the index's."""
+    """The record of each shard: in a file of its own, if there is one, else the index's; None if it is not finished."""
     known: list[Record | None] = [*index.shards] or [None] * index.settings.shards
     for number in range(len(known)):
         path = folder / record_name(number)
