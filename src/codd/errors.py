@@ -70,3 +70,7 @@ class MissingDependency(CoddError, ImportError):
 
 class CircuitSteppedAside(UserWarning):
     """The circuit excludes what is already written, so a step was made without it."""
+
+
+class TextsLeftOut(UserWarning):
+    """Some questions are, with their answers, longer than a row, and were left out of the training data."""

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import AfterValidator, ConfigDict, Field, GetCoreSchemaHandler, Strict, TypeAdapter, ValidationError
 from pydantic_core import CoreSchema
 
-from codd.errors import FormatError, shown
+from codd.errors import FormatError, InvalidInput, shown
 
 LARGEST = 2**63
 """Whole numbers from here on are refused: nothing that we count comes near, and little else can hold them."""
@@ -52,7 +52,18 @@ FolderName = Annotated[str, AfterValidator(_check_folder_name)]
 """A name that becomes a folder's, or part of one."""
 
 
-class Section:
+class _SectionType(type):
+    """Lets a section that is made in Python raise our error in the place of pydantic's."""
+
+    def __call__(cls, *args: Any, **fields: Any) -> Any:
+        """An instance; InvalidInput, in the words that a file's FormatError has, if the fields are not right."""
+        try:
+            return super().__call__(*args, **fields)
+        except ValidationError as error:
+            raise InvalidInput(f"{cls.__name__}: {one_line(error, cls)}.") from error
+
+
+class Section(metaclass=_SectionType):
     """A base for dataclasses that are read from a mapping of a file, with `STRICT` fields."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -86,7 +97,8 @@ def one_line(error: ValidationError, kind: Any) -> str:
     named: dict[tuple[str, tuple[int | str, ...]], list[str]] = {}
     others = []
     for detail in error.errors(include_url=False):
-        *section, last = detail["loc"] or ("",)
+        place = _by_name(kind, detail["loc"])
+        *section, last = place or ("",)
         if detail["type"] == "too_short" and len(detail["input"]) >= detail["ctx"]["min_length"]:
             continue  # pydantic counts the items that are right: the wrong ones have errors of their own
         if is_missing(detail):
@@ -95,9 +107,9 @@ def one_line(error: ValidationError, kind: Any) -> str:
             name = detail["input"] if detail["type"] == "invalid_key" else last
             named.setdefault(("unknown field", tuple(section)), []).append(_printable(name))
         elif detail["type"] == "value_error":  # the message has the value, if it is about one
-            others.append(_at(detail["loc"], explain(detail)))
+            others.append(_at(place, explain(detail)))
         else:
-            others.append(_at(detail["loc"], f"{explain(detail)}, found {shown(detail['input'])}"))
+            others.append(_at(place, f"{explain(detail)}, found {shown(detail['input'])}"))
     lines = []
     for (what, path), names in sorted(named.items(), key=lambda each: each[0][0], reverse=True):  # a slip comes first
         there = f"; there are {', '.join(_names(kind, path))}" if what == "unknown field" else ""
@@ -105,6 +117,14 @@ def one_line(error: ValidationError, kind: Any) -> str:
     lines += others
     rest = len(lines) - MOST_ERRORS
     return "; ".join([*lines[:MOST_ERRORS], *([f"and {rest} more"] if rest > 0 else [])])
+
+
+def _by_name(kind: Any, path: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """A path whose first part is the name of a field, also where its value was given without it, by its place."""
+    if not path or not isinstance(path[0], int) or not dataclasses.is_dataclass(kind):
+        return path
+    names = [field.name for field in dataclasses.fields(kind)]
+    return (names[path[0]], *path[1:]) if path[0] < len(names) else path
 
 
 def is_missing(detail: Mapping[str, Any]) -> bool:

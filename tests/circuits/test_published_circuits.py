@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import codd
-from codd.circuits.storage import WEIGHTS_FILE
+from codd.circuits.storage import CONFIG_FILE, WEIGHTS_FILE
 from codd.errors import CoddError, FormatError
 from tests.support import FIXTURES
 
@@ -49,6 +49,24 @@ def test_a_folder_is_converted_once(published, cache, name):
     assert_same(codd.load_circuit(published / name), expected)
     assert [kept] == list(cache.iterdir())
     assert (kept / WEIGHTS_FILE).stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("name", [WEIGHTS_FILE, CONFIG_FILE])
+@pytest.mark.parametrize("content", [None, b"", b"{}", "half", "flipped", "edited"])
+def test_a_damaged_conversion_is_made_again(published, cache, name, content):
+    expected = codd.load_circuit(published)
+    [kept] = cache.iterdir()
+    good = {path.name: path.read_bytes() for path in kept.iterdir()}
+    bytes_of = {
+        "half": good[name][: len(good[name]) // 2],
+        "flipped": good[name][:-3] + b"\1" + good[name][-2:],
+        "edited": good[name].replace(b"hmm", b"hmn"),
+    }
+    (kept / name).unlink()
+    if content is not None:
+        (kept / name).write_bytes(bytes_of.get(content, content) if isinstance(content, str) else content)
+    assert_same(codd.load_circuit(published), expected)
+    assert {path.name: path.read_bytes() for path in kept.iterdir()} == good
 
 
 def test_a_repository(published, monkeypatch):

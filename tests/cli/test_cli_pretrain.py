@@ -147,7 +147,7 @@ def test_a_run_that_failed_early_can_be_started_again(tmp_path, capsys):
         (["--seed=-1"], "seed must be at least 0, found -1"),
         (["--device=tpu9"], "there is no device 'tpu9'"),
         (["--set=tokenizer.vocab_size=100"], "vocab_size is 100"),
-        (["--set=row_length=16"], "no question with its answer fits 16 tokens"),
+        (["--set=row_length=16"], "row_length is 16 tokens"),
     ],
 )
 def test_errors_are_one_line(tmp_path, capsys, more, message):

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import torch
 
 import codd
 from codd import folders
-from codd.backbones import mini
+from codd.backbones import adapters, load_checkpoint, mini
 from codd.backbones.config import Config
 from codd.backbones.transformer import initialise
 from codd.circuits import HMM, Modulated, load_circuit
@@ -20,6 +21,7 @@ from codd.cli.train import _gaps as gaps
 from codd.data.bpe import train_bpe
 from codd.data.problems import problems
 from codd.training.checkpoints import checkpoints
+from codd.training.circuit.joint import trainable
 from tests.support.two_processes import run_in_two_processes
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # here as in the processes that are started: the same bits
@@ -205,6 +207,30 @@ def test_every_rule_learns_from_a_cache(tmp_path, rule, objective, monkeypatch):
     assert isinstance(load_circuit(tmp_path / "circuit"), HMM)
 
 
+def test_a_cache_is_of_the_adapter_that_the_recipe_names(tmp_path, capsys, monkeypatch):
+    for number, name in enumerate(("a", "b")):
+        network = load_checkpoint("mini", device="cpu").backbone
+        for parameter in trainable(network, "lora", 2, 0).values():
+            parameter.data.normal_(0, 0.3, generator=torch.Generator().manual_seed(number))
+        adapters.save(network, tmp_path / name, "mini")
+    made = ["--data=train.jsonl", "--window=8", "--windows=40", "--top-k=16", f"--adapter={tmp_path / 'a'}"]
+    assert main(["cache", "--backbone=mini", f"--out={tmp_path / 'cache'}", "--device=cpu", *made]) == 0
+    adapted = [*CACHED, f"--set=cache={tmp_path / 'cache'}"]
+    (tmp_path / "a").rename(tmp_path / "moved")  # the weights count, not the folder's name
+    assert train(tmp_path / "right", *adapted, f"--set=adapter={tmp_path / 'moved'}") == 0
+    begin, end = "was made with an adapter (digest ", "set adapter to that of the cache, or make the cache again "
+    message = refused(capsys, tmp_path / "out", *adapted)
+    assert begin in message
+    assert f"the recipe's adapter is none: {end}without --adapter." in message
+    other = f"--set=adapter={tmp_path / 'b'}"
+    message = refused(capsys, tmp_path / "out", *adapted, other)
+    assert begin in message
+    assert f"the recipe's adapter is {tmp_path / 'b'}: {end}with --adapter {tmp_path / 'b'}." in message
+    assert "plain: was made without an adapter, the rec" in refused(
+        capsys, tmp_path / "out", *CACHED, "--set=cache=plain", other
+    )
+
+
 def test_caches_with_and_without_features(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("codd.training.circuit.trainer.write_curve", lambda *_: None)
     assert train(tmp_path / "a", *CACHED, "--set=cache=full", *SOFT) == 0
@@ -284,7 +310,7 @@ def test_two_processes_speak_with_one_voice(tmp_path):
         (["--device=tpu9"], "there is no device 'tpu9'"),
         (["--set=backbone=nowhere"], "nowhere: there is no such folder"),
         (["--set=start=nowhere"], "nowhere: there is no such folder"),
-        (["--set=row_length=16"], "no question with its answer fits 16 tokens"),
+        (["--set=row_length=16"], "row_length is 16 tokens"),
         (["--set=windows.length=380"], "rows has the 380 tokens of a window"),
         (["--set=data=[{kind: qa, name: q, path: no.jsonl}]"], "no.jsonl: there is no such file (source q)"),
     ],
@@ -300,7 +326,7 @@ def test_data_that_cannot_be_used(tmp_path, capsys):
     (tmp_path / "short.txt").write_text("A few words.")
     out, data = tmp_path / "out", f"--data={tmp_path}"
     for name, kind, message in (
-        ("empty.jsonl", "qa", "no question with its answer fits 384 tokens"),
+        ("empty.jsonl", "qa", "holds no questions with answers"),
         ("empty.txt", "text", "do not fill a row of 384"),
         ("short.txt", "text", "do not fill a row of 384"),
     ):
@@ -310,6 +336,15 @@ def test_data_that_cannot_be_used(tmp_path, capsys):
         assert "source mine" in found
         assert not out.exists()
     assert train(out, "--set=validation=[]") == 0  # what failed is no obstacle
+
+
+def test_questions_that_are_longer_than_a_row_are_counted_once(tmp_path, capsys):
+    assert train(tmp_path / "out", "--set=row_length=200") == 0
+    said = [line for line in capsys.readouterr().err.splitlines() if "left out" in line]
+    begin = r"codd: source (\w+): \d+ of 20 questions with their answers are longer than row_length, 200 tokens"
+    assert sorted(re.match(begin, line)[1] for line in said) == ["held", "questions"]
+    assert train(tmp_path / "out", "--set=row_length=200") == 0  # from the rows that were kept
+    assert "left out" not in capsys.readouterr().err
 
 
 def test_held_out_text_without_a_block_is_refused(tmp_path, capsys):

@@ -12,7 +12,7 @@ import torch
 
 import codd
 from codd.circuits import Head, HeadConfig, Modulated
-from codd.cli import generate, main, sampling
+from codd.cli import console, generate, main, sampling
 from codd.decoding import Options
 from codd.errors import CircuitSteppedAside, InvalidInput
 from tests.support import FIXTURES
@@ -295,7 +295,7 @@ def test_the_circuits_that_belong_to_a_model(ids_file, tmp_path, capsys):
 def test_the_warning_of_the_loop_is_one_line(capsys):
     import warnings
 
-    with sampling.one_line_warnings():
+    with console.one_line_warnings():
         warnings.warn("a\nb", CircuitSteppedAside, stacklevel=1)
     assert capsys.readouterr().err == "codd: a b\n"
 

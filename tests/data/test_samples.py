@@ -1,12 +1,15 @@
 import importlib.util
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from codd.backbones import Backbone, mini
 from codd.backbones.config import Config
+from codd.backbones.tensor_parallel import Partition, ShardedTransformer
 from codd.backbones.transformer import initialise
 from codd.data.samples import CausalModel, MiniReader, SampledDataset, load_causal, sample
 from codd.errors import FormatError, InvalidInput, MissingDependency
@@ -60,6 +63,14 @@ def test_samples_have_the_models_probabilities():
     best = int(given.argmax())
     expected = float(given.softmax(-1)[best])
     assert float((after == best).float().mean()) == pytest.approx(expected, abs=5 * (expected / len(after)) ** 0.5)
+
+
+def test_a_part_of_a_network_is_refused_instead_of_waiting_for_the_others():
+    part = ShardedTransformer(network().config, Partition(0, 2))
+    with pytest.raises(
+        InvalidInput, match="drawn by one process: load the causal model whole, without tensor_parallel"
+    ):
+        sample(replace(model(), network=part), [5], 2, 2, torch.Generator())
 
 
 def test_what_is_no_text_is_never_drawn():
@@ -151,11 +162,12 @@ def test_models_that_cannot_be_drawn_from(tmp_path):
     (tmp_path / "gpt2").mkdir()
     (tmp_path / "gpt2" / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     if importlib.util.find_spec("transformers") is None:
-        with pytest.raises(MissingDependency, match="pip install transformers"):
+        with pytest.raises(MissingDependency, match=r"pip install codd\[eval\]"):
             load_causal(tmp_path / "gpt2", CPU)
 
 
-def test_a_model_of_transformers(tmp_path):
+@pytest.fixture
+def gpt2(tmp_path):
     transformers = pytest.importorskip("transformers", reason="it is no dependency")
     config = transformers.GPT2Config(
         vocab_size=TOKENIZER.vocab_size, n_positions=32, n_embd=16, n_layer=1, n_head=2, eos_token_id=TOKENIZER.eos_id
@@ -163,7 +175,19 @@ def test_a_model_of_transformers(tmp_path):
     config.bos_token_id = TOKENIZER.eos_id
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
     TOKENIZER.save(tmp_path)
-    found = load_causal(tmp_path, CPU)
+    return tmp_path
+
+
+def test_weights_that_are_missing_are_no_noise_to_draw_from(gpt2):
+    tensors = load_file(gpt2 / "model.safetensors")
+    del tensors["transformer.h.0.mlp.c_fc.weight"]
+    save_file(tensors, gpt2 / "model.safetensors", {"format": "pt"})
+    with pytest.raises(FormatError, match=r"1 weights are missing, transformer.h.0.mlp.c_fc.weight for one"):
+        load_causal(gpt2, CPU)
+
+
+def test_a_model_of_transformers(gpt2):
+    found = load_causal(gpt2, CPU)
     ids = torch.randint(TOKENIZER.vocab_size, (2, 9), generator=torch.Generator().manual_seed(0))
     reader = found.reader(2, 9)
     with torch.no_grad():

@@ -40,7 +40,7 @@ from codd.data.tokenization import (
     pad_answer,
     token_stream,
 )
-from codd.errors import FormatError
+from codd.errors import FormatError, TextsLeftOut
 from tests.support.small_runs import small_tokenizer
 
 LAYOUT = PackingConfig(row_length=64, block_length=8, seed=0)
@@ -157,8 +157,14 @@ def test_prose_is_one_stream_with_end_marks(tmp_path, tokenizer):
     assert tokenizer.decode(ids[ends[0] + 1 : ends[1]]) == DOCUMENTS[1]
 
 
-def test_answers_end_with_their_block_and_too_long_ones_are_left_out(root, tokenizer):
-    source = load_source(QA, root, tokenizer, LAYOUT, None)
+def test_answers_end_with_their_block_and_too_long_ones_are_left_out_with_a_warning(root, tokenizer):
+    with pytest.warns(TextsLeftOut) as caught:
+        source = load_source(QA, root, tokenizer, LAYOUT, None)
+    longest = len(encode_pairs([QuestionAnswer(*PAIRS[2])], tokenizer)[0][0]) + len(tokenizer.encode("because")) + 1
+    assert [str(each.message) for each in caught] == [
+        "source questions: 1 of 3 questions with their answers are longer than row_length, 64 tokens, and were left "
+        f"out; the longest takes {longest}. Raise row_length to keep them."
+    ]
     found = {tokenizer.decode(answer): (question, answer) for question, answer in examples(source)}
     assert set(found) == {"4 + 5 = 9\n#### 9", "12"}
     for text, (question, answer) in found.items():
@@ -228,6 +234,7 @@ def test_the_cache_is_used_the_second_time(root, tokenizer, tmp_path, monkeypatc
         assert two.dtype == three.dtype
 
 
+@pytest.mark.filterwarnings("ignore::codd.errors.TextsLeftOut")
 def test_the_cache_is_not_used_when_something_changed(root, tokenizer, tmp_path, monkeypatch):
     made, cache = Made(monkeypatch), tmp_path / "cache"
     load_source(QA, root, tokenizer, LAYOUT, cache)
@@ -242,6 +249,7 @@ def test_the_cache_is_not_used_when_something_changed(root, tokenizer, tmp_path,
     assert "How much" in "".join(tokenizer.decode(question) for question, _ in examples(changed))
 
 
+@pytest.mark.filterwarnings("ignore::codd.errors.TextsLeftOut")
 def test_remains_of_a_killed_process_do_not_disturb_the_cache(root, tokenizer, tmp_path, monkeypatch):
     cache, saves = tmp_path / "cache", []
 
@@ -346,7 +354,7 @@ def test_samples_for_a_tokenizer_follow_the_weights(root):
         ("a.jsonl", b'{"question": "\xff"}\n', "a.jsonl: cannot be read as UTF-8 text"),
         ("a.jsonl.xz", b"this is not xz", "a.jsonl.xz: cannot be read"),
         ("a.jsonl.xz", CUT_SHORT, "a.jsonl.xz: cannot be read"),
-        ("a.jsonl", b"", "source a: no question with its answer fits 64 tokens"),
+        ("a.jsonl", b"", "source a: holds no questions with answers"),
         ("a.jsonl", b"[" * 100_000, "a.jsonl: line 1 is not JSON (RecursionError"),
         ("a.jsonl", b'{"question": ' + b"9" * 5000 + b"}", "a.jsonl: line 1 is not JSON (ValueError"),
         ("a.jsonl", b'{"question": "\\ud800", "answer": "a"}', "a.jsonl: line 1: 'question' holds half a character"),
@@ -379,6 +387,17 @@ def test_bad_files_of_questions(tmp_path, tokenizer, name, content, message):
 def test_bad_files_of_prose(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     refused(Source("text", "a", path=name), tmp_path, train_bpe(["a"], vocab_size=261), message)
+
+
+def test_a_source_of_which_nothing_fits_names_row_length(root, tokenizer):
+    encoded = encode_pairs(list(read_pairs(QA, root)), tokenizer)
+    sizes = [len(question) + len(answer) + 1 for question, answer in encoded]
+    with pytest.raises(FormatError) as caught:
+        load_source(QA, root, tokenizer, LAYOUT._replace(row_length=min(sizes) - 1), None)
+    assert str(caught.value) == (
+        f"source questions: none of its 3 questions fits a row with its answer: row_length is {min(sizes) - 1} tokens, "
+        f"and the shortest takes {min(sizes)}. Raise row_length."
+    )
 
 
 def test_sources_that_cannot_be_used(root, tokenizer):
@@ -465,6 +484,7 @@ def test_passages_are_not_chosen_from_more_than_fits_the_memory(root, monkeypatc
         list(read_documents(TEXT, root))
 
 
+@pytest.mark.filterwarnings("ignore::codd.errors.TextsLeftOut")
 def test_kept_rows_that_are_damaged_say_what_to_do(root, tokenizer, tmp_path):
     load_source(QA, root, tokenizer, LAYOUT, tmp_path / "cache")
     (kept,) = (tmp_path / "cache").iterdir()

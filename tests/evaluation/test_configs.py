@@ -91,7 +91,7 @@ def test_a_change_of_anything_is_another_config():
         EvalConfig("gsm8k", options={"steps": 8}, problems=5),
     ]
     assert len({config.slug, *(other.slug for other in others)}) == 8
-    assert config.family == others[1]
+    assert config.with_circuit(NULL) == others[1]
 
 
 def test_options_are_checked_before_anything_is_computed():

@@ -8,8 +8,9 @@ import pytest
 from codd.evaluation.report.page import cut, visible
 from codd.evaluation.report.quality import ACCURACY
 from codd.evaluation.report.render import make_report, render, write_pictures
-from codd.evaluation.report.tables import best, differing, on_test
+from codd.evaluation.report.tables import differing, on_test
 from codd.evaluation.runs import Run
+from codd.evaluation.tasks.tuning import best
 from tests.support.small_evaluations import add, pattern, whole_run
 
 EVIL = "</td></svg><script>alert('x')</script>\x1b[2J\x00\u202e & \"<b>\""
@@ -188,7 +189,7 @@ def test_the_ablation_is_chosen_on_validation_and_measured_on_test(run, reader):
     assert not any("validation" in each for each in reader.tables["word_problems"][1])
     results = run.results()
     tuned = [each for each in results if each.config.split == "validation" and each.config.circuit == "trained"]
-    chosen = best(tuned, ACCURACY)
+    chosen = best(tuned, ACCURACY.worth)
     assert chosen.config.options["circuit_temperature"] == 1.0
     match = on_test(chosen, [each for each in results if each.config.split == "test"])
     assert match is not None

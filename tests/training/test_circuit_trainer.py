@@ -412,6 +412,7 @@ def test_a_network_that_gives_no_numbers_is_said_before_training(root, tmp_path,
     assert not (tmp_path / "out" / "circuit").exists()
 
 
+@pytest.mark.filterwarnings("ignore::codd.errors.TextsLeftOut")
 @pytest.mark.parametrize("weights", ["none", "lora"])
 def test_texts_that_are_all_shorter_than_a_window_are_refused(root, tmp_path, weights):
     long = ["windows.length=190", "row_length=200", "validation=[]", f"joint.weights={weights}"]

@@ -7,13 +7,12 @@ import typing
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
 from codd.cli import main, pretrain, train
 from codd.data.noise import NoiseRecipe
 from codd.data.sources import Source
 from codd.errors import FormatError, InvalidInput
-from codd.training.circuit_recipe import read_circuit_recipe
+from codd.training.circuit_recipe import CircuitRecipe, read_circuit_recipe
 from codd.training.recipe import (
     SHIPPED,
     ModelRecipe,
@@ -320,8 +319,31 @@ def changed(section, name, value):
     """The section with another value in a field; None if that is not valid."""
     try:
         return dataclasses.replace(section, **{name: value})
-    except ValidationError:
+    except InvalidInput:
         return None
+
+
+PROSE = {"kind": "text", "name": "a", "path": "a.txt"}
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ModelRecipe(widht=3), "ModelRecipe: unknown field widht; there are width, layers, heads"),
+        (lambda: ModelRecipe("3"), "ModelRecipe: width must be a whole number, found '3'."),
+        (lambda: ModelRecipe(width=7), "ModelRecipe: width must be an even multiple of heads, found 7 and 8."),
+        (lambda: Source("text"), "Source: lacks the field name."),
+        (lambda: Source("text", "a"), "Source: source a needs a path."),
+        (lambda: Recipe("x", [{**PROSE, "paht": 1}]), "Recipe: data[0]: unknown field paht; there are kind, name"),
+        (lambda: Recipe("x", [PROSE, PROSE]), "Recipe: two sources of data have the same name."),
+        (lambda: dataclasses.replace(ModelRecipe(), heads=-1), "ModelRecipe: heads must be above 0, found -1."),
+        (lambda: CircuitRecipe("x"), "CircuitRecipe: there is neither data nor a cache."),
+    ],
+)
+def test_recipes_made_in_python_have_our_errors_in_the_words_of_a_file(make, message):
+    with pytest.raises(InvalidInput) as caught:
+        make()
+    assert str(caught.value).startswith(message)
 
 
 def test_the_digest_changes_with_every_field():

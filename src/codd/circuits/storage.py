@@ -6,6 +6,7 @@ Digests are stored twice as well: ``config.json`` has that of the weights' file,
 holds, so that a circuit whose ``config.json`` could not be replaced any more is told from a damaged one.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -170,25 +171,26 @@ def local_folder(path_or_hub_id: str | os.PathLike[str], revision: str | None = 
 
 
 def _converted(path: Path) -> Path:
-    """The folder that a PyJuice file was converted into, found by the file's content; CoddError if none can be made."""
+    """The folder that a PyJuice file was converted into, found by the file's content; CoddError if none can be made.
+
+    A folder that is damaged is written again.
+    """
     from codd.circuits.hmm import HMM  # which is kept by this module
 
     with files.open_regular(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     folder = files.cache_folder() / "circuits" / digest[:32]
-    if (folder / WEIGHTS_FILE).is_file():
+    with contextlib.suppress(OSError, FormatError):  # there is none yet, or it is damaged
+        read_folder(folder)
         return folder
     hmm = HMM.from_pyjuice(path)
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent) as work:
-            Path(hmm.save(Path(work) / "circuit")).replace(folder)
+        hmm.save(folder)
     except OSError as error:
-        if not (folder / WEIGHTS_FILE).is_file():  # else another process was faster
-            raise CoddError(
-                f"{path}: the converted circuit cannot be kept in {folder} ({error.strerror}). Set XDG_CACHE_HOME to a "
-                "folder that can be written, or run `codd convert` and give its folder."
-            ) from error
+        raise CoddError(
+            f"{path}: the converted circuit cannot be kept in {folder} ({error.strerror}). Set XDG_CACHE_HOME to a "
+            "folder that can be written, or run `codd convert` and give its folder."
+        ) from error
     return folder
 
 

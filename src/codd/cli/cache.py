@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from codd import files
-from codd.backbones import adapters
 from codd.backbones.loading import MODEL_FILES, Checkpoint, load_checkpoint
 from codd.backbones.tokenizer import Tokenizer
 from codd.circuits import HMM
@@ -27,7 +26,7 @@ from codd.errors import FormatError, InvalidInput
 from codd.training.logit_cache import storage
 from codd.training.logit_cache.build import Progress, RowsAt, build, check, windows_per_row
 from codd.training.logit_cache.reader import LogitCache
-from codd.training.logit_cache.sources import NamedDataset, Samples, digest_of, mix_datasets, open_datasets
+from codd.training.logit_cache.sources import NamedDataset, Samples, mix_datasets, network_name, open_datasets
 from codd.training.logit_cache.storage import ROWS, CacheSettings
 from codd.validation import LARGEST
 
@@ -118,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
     ):
         source = None if args.backbone == "bundled" else args.backbone
         checkpoint = load_checkpoint(source, device=context.device, adapter=args.adapter)
-        with console.working("reading the data", shown=context.is_main):
+        with console.working("reading the data", shown=context.is_main), console.one_line_warnings():
             circuit = _circuit(args.circuit, checkpoint)
             settings, rows_at = _prepare(args, checkpoint, context)
             check(checkpoint.backbone, circuit, settings)
@@ -171,7 +170,7 @@ def _prepare(
         tolerance=args.tolerance,
         features=args.features,
         seed=args.seed,
-        backbone=f"{backbone.family} {digest_of(checkpoint.folder)}{_adapter(args.adapter)}",
+        backbone=network_name(backbone.family, checkpoint.folder, args.adapter),
         data=tuple(f"{name} x {share:g}" for name, share in _shares(datasets, args.weights)),
     )
     settings = _divide(first, args, datasets)
@@ -211,13 +210,6 @@ def _tokenizer(checkpoint: Checkpoint, samples: Samples | None) -> Tokenizer:
             "together."
         )
     return found
-
-
-def _adapter(given: str | None) -> str:
-    """The digest of an adapter, as part of the backbone's name."""
-    if given is None:
-        return ""
-    return f" + {digest_of(files.local_folder(given, adapters.FILES), adapters.CONFIG)}"
 
 
 def _mask_id(given: int | None, checkpoint: Checkpoint) -> int:

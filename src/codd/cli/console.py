@@ -4,10 +4,13 @@ import argparse
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from codd.errors import CircuitSteppedAside, TextsLeftOut
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -80,6 +83,20 @@ def one_line(text: object) -> str:
     """Text on one line without control characters: names and messages may come from files that are not trusted."""
     joined = " ".join(line.strip() for line in str(text).splitlines())
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in joined)
+
+
+@contextmanager
+def one_line_warnings() -> Iterator[None]:
+    """Show warnings in one line each, without the source line that Python puts below it."""
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        err().print(f"codd: {one_line(message)}", style="yellow", soft_wrap=True)
+
+    with warnings.catch_warnings():
+        for category in (CircuitSteppedAside, TextsLeftOut):
+            warnings.simplefilter("always", category)
+        warnings.showwarning = show
+        yield
 
 
 def fields(title: str, values: Mapping[str, object], bad: tuple[str, ...] = ()) -> None:

@@ -47,7 +47,6 @@ exact test, network calls, TPF (tokens per forward, that is per network call) an
 under parallelism), where several budgets were run, and the spread over prompt templates. `codd report OUT_DIR` makes a
 page of it."""
 STAGES = ("all", "prepare", "answer", "score")
-TUNED = ("circuit_temperature", "activation")
 FIXED = ("ban", "seed", "stop", "tokens_per_step")
 AXES = tuple(name for name in sampling.SAMPLING if name not in (*PACES, *FIXED))
 
@@ -224,7 +223,7 @@ def _tasks(args: argparse.Namespace, run: "Run", model: "Model", context: Distri
     from codd.evaluation.tasks.tuning import chosen
 
     context.barrier()
-    tested = chosen([result for config in wanted if (result := run.result(config))], TUNED, problems=args.problems)
+    tested = chosen([result for config in wanted if (result := run.result(config))], problems=args.problems)
     return _each(tested, session, "test", run_config)
 
 
@@ -241,7 +240,7 @@ def _each(
         if not session.context.is_main:
             work(config, session, lambda count: None)
             continue
-        with console.bar(name, math.ceil(total / session.context.world_size)) as bar, sampling.one_line_warnings():
+        with console.bar(name, math.ceil(total / session.context.world_size)) as bar, console.one_line_warnings():
             work(config, session, bar.advance)
 
 

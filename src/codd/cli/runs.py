@@ -73,7 +73,7 @@ def run(args: argparse.Namespace, verb: TrainingVerb) -> int:
     if not args.fresh:
         check_recipe(recipe, out)
     with distributed(args.device) as context, _claimed(out, context, verb, fresh=args.fresh):
-        with console.working(verb.preparing, shown=context.is_main):
+        with console.working(verb.preparing, shown=context.is_main), console.one_line_warnings():
             data = verb.prepare(recipe, args.data, out, context)
         if context.is_main:
             processes = f", {context.world_size} processes" if context.world_size > 1 else ""

@@ -3,9 +3,7 @@
 import argparse
 import math
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,7 +12,7 @@ import torch
 from codd.cli import console, lists
 from codd.decoding import Model, Options, Step, load
 from codd.decoding.options import DEFAULTS, OPTIONS, PACES, default_in_words
-from codd.errors import CircuitSteppedAside, InvalidInput
+from codd.errors import InvalidInput
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 ABOUT = (
@@ -216,7 +214,7 @@ def answer(
     sequences = [torch.tensor(list(prompt), dtype=torch.long) for prompt in prompts]
     seconds = [0.0] * len(prompts)
     steps: list[list[bool]] = [[] for _ in prompts]
-    with one_line_warnings():
+    with console.one_line_warnings():
         for step in model.denoise([list(prompt) for prompt in prompts], options):
             sequences[step.sequence] = step.ids
             steps[step.sequence].append(step.circuit)
@@ -243,16 +241,3 @@ def summary(answers: Sequence[Answer], model: Model, seconds: float) -> str:
 def printable(text: str) -> str:
     """Text with its lines, but without control characters: a model may write anything."""
     return "".join(c if c.isprintable() or c in "\n\t" else console.one_line(f"{c}x")[:-1] for c in text)
-
-
-@contextmanager
-def one_line_warnings() -> Iterator[None]:
-    """Say what the loop warns of in one line, without the source line that Python puts below it."""
-
-    def show(message: Warning | str, *_: Any, **__: Any) -> None:
-        console.err().print(f"codd: {console.one_line(message)}", style="yellow", soft_wrap=True)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("always", CircuitSteppedAside)
-        warnings.showwarning = show
-        yield

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from codd.backbones.backbone import Backbone
-from codd.data.packing import SequenceDataset, narrow, widen
+from codd.data.packing import SequenceDataset, narrow, numbered_seed, widen
 from codd.data.windows import (
     WindowBatch,
     WindowRecipe,
@@ -38,7 +38,7 @@ class WindowDataset(Protocol):
         """How many windows there are."""
 
     def windows(self, index: Int[Tensor, " n"]) -> WindowBatch:
-        """Some of them. Nothing here waits for the device if ``index`` is on it."""
+        """The windows of these numbers. Nothing here waits for the device if ``index`` is on it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +48,7 @@ class HiddenStateDataset:
     backbone: Backbone
     mask_id: int
     tokens: Int[Tensor, "W S"]
-    """In few bytes, see `narrow`."""
+    """The true tokens, stored in two or four bytes each; see `narrow`."""
     masked: Bool[Tensor, "W S"]
     level: Float[Tensor, " W"]
     """The probability with which the tokens of a window were masked."""
@@ -60,7 +60,7 @@ class HiddenStateDataset:
         return len(self.tokens)
 
     def windows(self, index: Int[Tensor, " n"]) -> WindowBatch:
-        """Some windows with all their logits."""
+        """The windows of these numbers, with logits over the whole vocabulary."""
         tokens, masked, features = widen(self.tokens[index]), self.masked[index], self.features[index]
         features = features.to(self.backbone.dtype)
         with torch.no_grad():
@@ -83,7 +83,7 @@ def evaluate_rows(
 ) -> HiddenStateDataset:
     """Mask some rows (the first, how many), choose windows, evaluate the network; fillers are left out."""
     device, size = backbone.device, recipe.length
-    generator = torch.Generator(device).manual_seed(seed % 2**63)
+    generator = torch.Generator(device).manual_seed(seed)
     drawn = choose_windows(source.take(*rows), recipe, generator, absolute=backbone.block_size is not None)
     states = window_states(backbone, mask_id, drawn.rows, drawn.starts, size)
     valid = drawn.starts.valid.flatten()
@@ -119,7 +119,7 @@ def build_hidden_states(
             source_seed, have, empty, batch = seed * 1009 + number, 0, 0, stratum
             while have < share:
                 rows = (batch * rows_at_once, rows_at_once)
-                part = evaluate_rows(backbone, mask_id, source, rows, recipe, source_seed * 1_000_003 + batch)
+                part = evaluate_rows(backbone, mask_id, source, rows, recipe, numbered_seed(source_seed, batch))
                 batch += STRATA
                 empty = 0 if len(part) else empty + 1
                 rounds = 4 * len(source) / (rows_at_once * STRATA) + LONGEST_SEARCH / STRATA

@@ -19,7 +19,7 @@ from codd.errors import FormatError, MissingDependency
 
 LINES, ARRAY, PARQUET, PROSE = ".jsonl", ".json", ".parquet", (".txt", ".md")
 ENDINGS = (LINES, f"{LINES}.xz", ARRAY, f"{ARRAY}.xz", PARQUET, *PROSE, *(f"{ending}.xz" for ending in PROSE))
-"""Of the files that codd reads."""
+"""Endings of the names of files that codd reads as data."""
 BATCH_ROWS = 1024
 """Rows of a parquet file that are in memory at a time."""
 _AT_ONCE = 2**16
@@ -28,7 +28,7 @@ _DECODER = json.JSONDecoder()
 _HUB = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w.-]+)(?=:))?(?::(\w[\w.+-]*(?:\[[^][]*\])?))?")
 
 Entry = tuple[str, dict[str, Any]]
-"""Where it stands, for messages, and its fields."""
+"""Where the entry is (file and line, for messages), and its fields."""
 
 
 class HubDataset(NamedTuple):
@@ -40,7 +40,7 @@ class HubDataset(NamedTuple):
     """As the package datasets takes it, with a slice or without: ``train``, ``test[:100]``."""
 
     def __str__(self) -> str:
-        """As it is written."""
+        """The name in the form that `locate` reads."""
         return ":".join(part for part in self if part is not None)
 
     def load(self) -> Any:

@@ -20,7 +20,7 @@ from codd.validation import BetweenZeroAndOne, Count, Positive, Section, Share
 
 @dataclass(frozen=True)
 class NoiseRecipe(Section):
-    """How tokens are masked."""
+    """The masking of training rows: noise levels, and the share of block noise."""
 
     minimum: BetweenZeroAndOne = 1e-3
     """The smallest masking probability; its inverse bounds the weight of a token."""
@@ -36,7 +36,7 @@ class Noise(NamedTuple):
 
     hidden: Bool[Tensor, "B L"]
     weights: Float[Tensor, "B L"]
-    """Zero where nothing is asked."""
+    """The weight of each token's loss; zero where nothing is predicted."""
     total: Float[Tensor, ""]
     """The weighted number of tokens that were at stake: what a loss is divided by."""
 

@@ -40,6 +40,11 @@ def widen(ids: Int[Tensor, "*shape"]) -> Int[Tensor, "*shape"]:
     return ids.long() & 0xFFFF if ids.dtype == torch.int16 else ids.long()
 
 
+def numbered_seed(seed: int, number: int) -> int:
+    """A seed of its own for every step, shard or batch of rows of a run with this seed."""
+    return (seed * 1_000_003 + number) % 2**63
+
+
 class PackedSequences(NamedTuple):
     """Some rows. Texts that share a row have different segment numbers, from 1 on, and do not see each other."""
 
@@ -66,13 +71,13 @@ def concatenate(parts: Sequence[PackedSequences]) -> PackedSequences:
 
 @runtime_checkable
 class SequenceDataset(Protocol):
-    """Rows without end, epoch after epoch."""
+    """A dataset of packed rows, numbered on without end from epoch to epoch."""
 
     def __len__(self) -> int:
-        """Rows in an epoch."""
+        """How many rows an epoch has."""
 
     def take(self, start: int, count: int) -> PackedSequences:
-        """Rows number start, start + 1, ..."""
+        """``count`` rows, from row number ``start`` on."""
 
 
 def _by_epoch(start: int, count: int, size: int, epoch_values: Callable[[int], NDArray[np.int64]]) -> NDArray[np.int64]:
@@ -99,7 +104,7 @@ class StreamDataset:
         return max(1, len(self.stream) // self.length - 1)
 
     def take(self, start: int, count: int) -> PackedSequences:
-        """Rows number start, start + 1, ...; each is full, and one segment."""
+        """``count`` rows, from row number ``start`` on; each is full, and one segment."""
         starts = _by_epoch(start, count, len(self), self._starts)
         tokens = self.stream[starts[:, None] + np.arange(self.length)]
         return PackedSequences(tokens, np.ones(tokens.shape, np.uint8), np.ones(tokens.shape, np.bool_))
@@ -120,11 +125,11 @@ class PackedDataset:
         self._order = functools.lru_cache(maxsize=2)(self._draw_order)  # for a million rows it takes as long as a step
 
     def __len__(self) -> int:
-        """Rows in an epoch."""
+        """How many rows an epoch has."""
         return len(self.rows.tokens)
 
     def take(self, start: int, count: int) -> PackedSequences:
-        """Rows number start, start + 1, ..."""
+        """``count`` rows, from row number ``start`` on."""
         chosen = _by_epoch(start, count, len(self), self._order)
         return PackedSequences(self.rows.tokens[chosen], self.rows.segments[chosen], self.rows.scored[chosen])
 

@@ -16,7 +16,7 @@ NAMES = """Ada Alan Amir Anna Ben Bill Cara Chen Clara Dan David Diana Emma Eric
 Ida Ivan Jack James Jane John Julia Karl Kate Laura Leo Lily Lucas Maria Mark Mina Nina Noah Oscar Paul Peter Rosa Ruth
 Sam Sara Sofia Tom Vera Will""".split()  # noqa: SIM905 a list of literals would take fifty lines
 FEWEST, MOST = 4, 7
-"""Names in a line."""
+"""The smallest and largest number of names in a line."""
 SIZE = 4
 """Rows and columns of a square."""
 LETTERS = "ABCDEFGHJKLMNPRSTUVWXYZ"
@@ -48,7 +48,7 @@ LINES: dict[str, tuple[str, Callable[[Words, int, str], Sequence[Words]]]] = {
     "lines_replace": ("{name} takes the place of number {number}.", lambda line, i, new: [_changed(line, i, new, 1)]),
     "lines_replace_any": ("{name} takes the place of one of them.", lambda line, i, new: _anywhere(line, new, 1)),
 }
-"""How a change of a line is told, and all lines that it may lead to, given the line, a place from 0 and a new name."""
+"""The sentence that states a change, and all lines that it may lead to, given line, place (from 0) and new name."""
 _FILL = "in a square of 4 by 4 with the letters {letters}, so that every row"
 SQUARES = {
     "latin_square": "Fill the fields with a point " + _FILL + " and every column has each letter once:\n{given}",

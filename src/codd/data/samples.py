@@ -5,7 +5,6 @@ they are first asked for. The model is one of ours, or any that the package tran
 """
 
 import functools
-import importlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,10 +22,12 @@ from codd import files
 from codd.backbones import mini
 from codd.backbones.config import Config
 from codd.backbones.loading import MODEL_FILES, load_checkpoint
+from codd.backbones.tensor_parallel import ShardedTransformer
 from codd.backbones.tokenizer import Tokenizer
 from codd.backbones.transformer import Attention, Block, Transformer, apply_rotary, rotary_angles
-from codd.data.packing import PADDING, PackedSequences, concatenate, token_dtype
-from codd.errors import FormatError, InvalidInput, MissingDependency
+from codd.data.packing import PADDING, PackedSequences, concatenate, numbered_seed, token_dtype
+from codd.data.pretrained import load_causal_lm
+from codd.errors import FormatError, InvalidInput
 
 BATCH = 128
 """Rows that are drawn together. Another number would give other rows."""
@@ -44,7 +45,11 @@ class MiniReader:
     """One of our causal networks with the keys and values of what it has read."""
 
     def __init__(self, network: Transformer, rows: int, length: int):
-        """For so many texts of at most so many tokens."""
+        """For so many texts of at most so many tokens; InvalidInput for a part of a network (tensor parallel)."""
+        if isinstance(network, ShardedTransformer):  # its layers wait for other processes, which nobody calls here
+            raise InvalidInput(
+                "samples are drawn by one process: load the causal model whole, without tensor_parallel."
+            )
         config = network.config
         self.network, self.length = network, 0
         weight = network.embedding.tokens.weight
@@ -53,7 +58,7 @@ class MiniReader:
         self.kept = torch.empty(shape, dtype=torch.bfloat16 if half else weight.dtype, device=weight.device)
 
     def read(self, ids: Int[Tensor, "B n"]) -> Float[Tensor, "B V"]:
-        """One pass over the new tokens alone."""
+        """Logits of the next token, by one pass over the new tokens alone."""
         network, config = self.network, self.network.config
         assert config.rope_theta is not None, "mini has rotary positions"
         begin, end = self.length, self.length + ids.shape[1]
@@ -109,7 +114,7 @@ class TransformersReader:
         self.model, self.past = model, None
 
     def read(self, ids: Int[Tensor, "B n"]) -> Float[Tensor, "B V"]:
-        """One pass over the new tokens alone."""
+        """Logits of the next token, by one pass over the new tokens alone."""
         out = self.model(input_ids=ids, past_key_values=self.past, use_cache=True)
         self.past = out.past_key_values
         logits: Tensor = out.logits[:, -1].float()
@@ -160,17 +165,7 @@ def _required(tokenizer: Tokenizer | None, folder: Path) -> Tokenizer:
 
 
 def _load_other(folder: Path, device: torch.device) -> CausalModel:
-    try:
-        library = importlib.import_module("transformers")
-    except ImportError as error:
-        raise MissingDependency(
-            f"{folder}: is no causal model of ours; any other needs the package transformers: pip install transformers"
-        ) from error
-    try:
-        model = library.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise FormatError(f"{folder}: transformers cannot load it ({files.brief(error)}).") from error
-    model = (model.float() if device.type == "cpu" else model).to(device).eval()
+    model = load_causal_lm(folder, dtype=torch.float32 if device.type == "cpu" else "auto").to(device)
     config = model.config
     eos = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
     begin = eos if config.bos_token_id is None else config.bos_token_id
@@ -220,7 +215,7 @@ class SampledDataset:
         return self.count
 
     def take(self, start: int, count: int) -> PackedSequences:
-        """Rows number start, start + 1, ..."""
+        """``count`` rows, from row number ``start`` on."""
         size = min(BATCH, self.count)
         parts = []
         for number in range(start // size, (start + count - 1) // size + 1):
@@ -230,7 +225,7 @@ class SampledDataset:
         return concatenate(parts)
 
     def _draw(self, number: int) -> PackedSequences:
-        generator = torch.Generator(self.model.device).manual_seed((self.seed * 1_000_003 + number) % 2**63)
+        generator = torch.Generator(self.model.device).manual_seed(numbered_seed(self.seed, number))
         drawn = sample(self.model, self.prompt, min(BATCH, self.count), self.drawn, generator).tolist()
         texts = drawn if self.same else [self._encode(ids) for ids in drawn]
         shape = (len(texts), self.length)

@@ -20,7 +20,7 @@ CALCULATOR = re.compile(r"<<[^<>]*>>")
 CHUNK_CHARACTERS = 2**20
 """Characters that a text file is read by."""
 MOST_CHARACTERS = 2**27
-"""Of all documents, where they must be in memory together."""
+"""The most characters of a source whose documents must be in memory together."""
 PARAGRAPH = re.compile(r"(?<=\n\n)(?=\S)")
 LINE = re.compile(r"(?<=\n)(?=[^\S\n]*\S)")
 SURROGATE = re.compile(r"[\ud800-\udfff]")
@@ -48,11 +48,11 @@ class Source(Section):
     path: str | None = None
     """A file (.jsonl, .json, .parquet, .txt), or a dataset of the hub (`codd.data.entries.HubDataset`)."""
     fields: List[str] = ("question", "answer")
-    """Of a JSON object: the question's and the answer's key, or for text the one key."""
+    """Keys of a JSON object: the question's and the answer's, or for text the one key."""
     count: Count | None = None
     """How many problems to generate, or how many entries of a file to use at most."""
     split: Literal["train", "test"] = "train"
-    """Of the problem generator: the two never meet."""
+    """Split of the problem generator; no problem is in both."""
     seed: Natural = 0
     rows: Count | None = None
     """Use at most this many rows: for validation."""
@@ -95,7 +95,7 @@ def read_chunks(source: Source, root: Path, most: int | None = None) -> Iterator
 
 
 def chunk_size(chunk: TextChunk) -> int:
-    """Characters of a chunk."""
+    """How many characters a chunk has."""
     return len(chunk.text)
 
 

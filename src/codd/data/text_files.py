@@ -46,17 +46,17 @@ class _Xz(io.RawIOBase):
     """What an xz file of one or several streams holds. The standard library's reader sets no limit to its memory."""
 
     def __init__(self, file: BinaryIO, path: Path):
-        """The file is at its beginning."""
+        """Decompress ``file``, which must be at its beginning; ``path`` is for messages."""
         self._file, self._path = file, path
         self._stream = lzma.LZMADecompressor(memlimit=DICTIONARY)
         self._given, self._read, self._made = b"", 0, 0
 
     def readable(self) -> bool:
-        """True, so that it can be buffered."""
+        """True: `io.BufferedReader` asks for it."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """The next bytes; 0 at the end."""
+        """Fill ``buffer`` with the next bytes and give their number; 0 at the end."""
         content = b""
         while not content:
             if self._stream.eof and not self._begin_next():

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
@@ -42,10 +43,10 @@ from codd.data.sources import (
     source_place,
     take_until,
 )
-from codd.errors import FormatError
+from codd.errors import FormatError, TextsLeftOut
 
 TAILS = (0.6, 0.25, 0.15)
-"""By default: answers end before their room does."""
+"""Default shares of answers followed by no, one or two further blocks of end marks."""
 PROBLEMS_PER_JOB = 2000
 MANY_CHARACTERS = 4_000_000
 """From which on starting several processes pays."""
@@ -65,7 +66,7 @@ class PackingConfig(NamedTuple):
     tails: tuple[float, ...] = TAILS
     """How often an answer is followed by no, one, two ... further blocks of end marks."""
     characters: int | None = None
-    """Of each file no more than about so many are read; None: all."""
+    """About how many characters of each file are read at most; None: all."""
 
 
 def load_source(
@@ -99,7 +100,7 @@ def token_stream(source: Source, root: Path, tokenizer: Tokenizer, most: int | N
 
 
 def _batches(chunks: Iterator[TextChunk], characters: int) -> Iterator[list[TextChunk]]:
-    """So many characters at a time, so that no more of them are in memory."""
+    """Lists of chunks with about so many characters each, so that no more are in memory."""
     while batch := list(take_until(chunks, chunk_size, characters)):
         yield batch
 
@@ -123,10 +124,27 @@ def _make_packed(source: Source, root: Path, tokenizer: Tokenizer, config: Packi
     extra = generator.choice(len(tails), size=len(encoded), p=tails)
     examples = [pad_answer(*pair, int(more), eos, config) for pair, more in zip(encoded, extra, strict=True)]
     pad = eos if tokenizer.pad_id is None else tokenizer.pad_id  # what stands at padding is not looked at
-    rows = pack(examples, config.row_length, pad, config.texts_per_row)
-    if not len(rows.tokens):
-        raise FormatError(f"source {source.name}: no question with its answer fits {config.row_length} tokens.")
-    return rows._asdict()
+    _check_fit(source.name, [len(example.tokens) for example in examples], config.row_length)
+    return pack(examples, config.row_length, pad, config.texts_per_row)._asdict()
+
+
+def _check_fit(name: str, lengths: Sequence[int], row_length: int) -> None:
+    """Warn of pairs of a source that are longer than a row, since `pack` leaves them out; FormatError if all are."""
+    if not lengths:
+        raise FormatError(f"source {name}: holds no questions with answers.")
+    too_long = sum(length > row_length for length in lengths)
+    if too_long == len(lengths):
+        raise FormatError(
+            f"source {name}: none of its {too_long} questions fits a row with its answer: row_length is {row_length} "
+            f"tokens, and the shortest takes {min(lengths)}. Raise row_length."
+        )
+    if too_long:
+        warnings.warn(
+            f"source {name}: {too_long} of {len(lengths)} questions with their answers are longer than row_length, "
+            f"{row_length} tokens, and were left out; the longest takes {max(lengths)}. Raise row_length to keep them.",
+            TextsLeftOut,
+            stacklevel=2,
+        )
 
 
 EncodedPair = tuple[Tokens, Tokens]

@@ -39,7 +39,7 @@ class WindowBatch(NamedTuple):
     """W windows of S positions with what the network says of them: what a circuit is trained and scored on."""
 
     tokens: Int[Tensor, "W S"]
-    """The truth, masked or not."""
+    """The true tokens, also where they are masked."""
     masked: Bool[Tensor, "W S"]
     """A window that is there only to fill the batch has none."""
     logits: Float[Tensor, "W S V"] | None = None
@@ -100,7 +100,7 @@ class MaskedInput(NamedTuple):
 
 
 class WindowStarts(NamedTuple):
-    """Where k windows begin in each row."""
+    """The first positions of k windows in each row."""
 
     first: Int[Tensor, "B k"]
     valid: Bool[Tensor, "B k"]
@@ -112,9 +112,9 @@ class RowNoise(NamedTuple):
 
     hidden: Bool[Tensor, "B L"]
     candidates: Bool[Tensor, "B n"]
-    """Where windows may begin."""
+    """At which positions a window may begin."""
     level: Float[Tensor, "B L"]
-    """The masking probability of each hidden token that is asked; 0 elsewhere."""
+    """The masking probability of each masked token that is to be predicted; 0 elsewhere."""
 
 
 class DrawnWindows(NamedTuple):
@@ -191,7 +191,7 @@ def _check_length(length: int, size: int) -> None:
 def _inside(
     segments: Int[Tensor, "B L"], scored: Bool[Tensor, "B L"], asked: Bool[Tensor, "B L"], size: int
 ) -> Bool[Tensor, "B n"]:
-    """Where a window may begin so that it lies inside the scored tokens of one text and something in it is asked."""
+    """Where a window may begin so that it lies inside the scored tokens of one text and has one that is predicted."""
     length = segments.shape[1]
     _check_length(length, size)
     one_text = segments[:, : length - size + 1] == segments[:, size - 1 :]
@@ -211,9 +211,9 @@ def _grid(
 
 
 def _block_ends(segments: Int[Tensor, "B L"], beyond: Bool[Tensor, "B L"]) -> Bool[Tensor, "B L"]:
-    """The last token of the noised block: what follows is hidden without being asked, or another text.
+    """The last token of each noised block: what follows is masked without being predicted, or another text.
 
-    The first block of a prose, cut by the row's beginning, is so without a window.
+    The first block of a prose may be cut by the beginning of the row, and then has no window.
     """
     ends = ~beyond
     ends[:, :-1] &= beyond[:, 1:] | (segments[:, 1:] != segments[:, :-1])

@@ -182,7 +182,7 @@ class Blocks(NamedTuple):
     order: Int[Tensor, "B S"]
 
     def window(self) -> Int[Tensor, "B S"]:
-        """The positions of the block."""
+        """The positions of each text's block."""
         return self.starts[:, None] + torch.arange(self.order.shape[1], device=self.ids.device)
 
     def turns(self) -> Int[Tensor, "B T"]:
@@ -211,9 +211,10 @@ def _reveal(
     mask_id: int,
     advance: Callable[[int], None],
 ) -> dict[int, BlockScores]:
-    """Reveal the blocks token by token, and stop to score where as many are masked as is asked for.
+    """Reveal the blocks token by token, and score them whenever the number of masked tokens is one of ``counts``.
 
-    ``numbers`` are those of masked tokens that are visited; unless all below the highest are, sequential means nothing.
+    ``numbers`` are the numbers of masked tokens to visit, descending; the sequential score means something only if all
+    from the highest down to 1 are among them.
     """
     window, turns = blocks.window(), blocks.turns()
     truth, rank = blocks.ids.gather(1, window), turns.gather(1, window)

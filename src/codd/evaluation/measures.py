@@ -75,10 +75,10 @@ def accuracy_under_parallelism(
 
 
 class Parallelism(NamedTuple):
-    """AUP of one way: configurations that differ in their budget (steps, threshold, entropy_budget) and seed only."""
+    """AUP of a group of configurations that differ in their budget (steps, threshold, entropy_budget) and seed only."""
 
     config: EvalConfig
-    """The first of them."""
+    """The first of these configurations in the run."""
     points: list[tuple[float, float]]
     """TPF and accuracy in per cent, ascending."""
     best: float
@@ -102,7 +102,7 @@ class Parallelism(NamedTuple):
 
 
 def parallelism(results: Sequence[Result]) -> list[Parallelism]:
-    """AUP of every way, in the order of the results; continued text, which has no accuracy, has none."""
+    """AUP of every group of configurations, in the order of the results; continued text has none."""
     configs: dict[str, EvalConfig] = {}
     points: dict[str, list[tuple[float, float]]] = {}
     best: dict[tuple[str, str], float] = {}
@@ -133,7 +133,7 @@ def _way(config: EvalConfig) -> str:
 
 
 def summary(results: Sequence[Result]) -> dict[str, Any]:
-    """TPF and TPS of every result, and AUP of every way; for JSON."""
+    """TPF and TPS of every result, and AUP of every group of configurations; for JSON."""
     return {
         "speed": [
             {

@@ -99,6 +99,17 @@ class Result:
         """The score of every problem: 1 is right, 0 is wrong."""
         return [float(sample.correct or 0) for sample in self.samples]
 
+    @property
+    def meaningless(self) -> bool:
+        """Whether the answers were graded against other choices than the model was shown.
+
+        lm-eval shuffles the choices of GPQA whenever it looks at its problems. Results from before they were frozen
+        (`tasks.catalogue`) lack the seed that freezes them.
+        """
+        shuffled = self.config.questions is None and "gpqa" in self.config.task
+        seeds = self.settings.get("harness_seeds")
+        return shuffled and not (isinstance(seeds, Mapping) and "document_seed" in seeds)
+
 
 class Run:
     """A run folder: configurations, their results, and studies."""
@@ -131,12 +142,20 @@ class Run:
         return [EvalConfig.from_json(_read_object(path), str(path)) for path in paths]
 
     def result(self, config: EvalConfig) -> Result | None:
-        """The result of a configuration; None if it is not done."""
+        """The result of a configuration; None if it is not done, or `Result.meaningless`, so that it is done again."""
         path = self.folder / CONFIGS / config.slug / "result.json"
-        return _read_result(path) if path.exists() else None
+        result = _read_result(path) if path.exists() else None
+        return None if result is None or result.meaningless else result
 
     def results(self) -> list[Result]:
         """The results of all configurations that are done, by task, split and folder name."""
+        return [result for result in self._results() if not result.meaningless]
+
+    def meaningless_results(self) -> list[Result]:
+        """The results that `results` leaves out: see `Result.meaningless`."""
+        return [result for result in self._results() if result.meaningless]
+
+    def _results(self) -> list[Result]:
         results = [_read_result(path) for path in (self.folder / CONFIGS).glob("*/result.json")]
         return sorted(results, key=lambda result: (result.config.task, result.config.split, result.folder.name))
 

@@ -15,7 +15,7 @@ class TemplateSpread:
     """One configuration under two or more templates."""
 
     config: EvalConfig
-    """Without a template."""
+    """The configuration, with its template left out."""
     accuracies: Mapping[str, float]
     """Right answers in per cent, by the name of the template."""
     differences: Mapping[str, float]

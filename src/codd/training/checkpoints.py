@@ -99,7 +99,7 @@ def restore_adam(
 
 
 def below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those tensors whose names begin with a prefix, under the rest of their names."""
+    """The tensors whose names begin with a prefix, under the rest of their names."""
     return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
 
 

@@ -56,15 +56,15 @@ class RuleRecipe(Section):
     rule: Literal["adam", "em", "ratio", "baum-welch"] = "adam"
     """adam: on logits. The others are mini-batch EM (anemone) with that update, for static circuits of free logits."""
     lr: Positive = 1.5e-2
-    """Of Adam; EM has a step_size."""
+    """Learning rate of Adam; EM has a step_size."""
     head_lr: Positive = 1e-3
     betas: Betas = (0.9, 0.99)
     weight_decay: NotNegative = 0.0
-    """Of the head."""
+    """Weight decay of the head's parameters."""
     warmup: Natural = 50
     step_size: Ratio = 0.4
     momentum: BelowOne | None = None
-    """Of EM's flows; null: 0.9 for the rule em, 0 for the others, which are unstable with it."""
+    """Momentum of EM's flows; null: 0.9 for the rule em, 0 for the others, which are unstable with it."""
     pseudocount: Positive = 1e-6
 
 
@@ -75,7 +75,7 @@ class JointRecipe(Section):
     weights: Literal["none", "lora", "all"] = "none"
     lr: Positive = 1e-4
     rank: Count = 8
-    """Of LoRA."""
+    """The rank of LoRA's matrices."""
     shard: bool = False
     """With LoRA: divide the layers among the processes, for a backbone that one device does not hold."""
 
@@ -91,7 +91,7 @@ class BankRecipe(Section):
 
 @dataclass(frozen=True)
 class CircuitRecipe(Section):
-    """The training of a circuit."""
+    """A training run of a circuit."""
 
     name: FolderName
     backbone: str = "bundled"
@@ -99,7 +99,7 @@ class CircuitRecipe(Section):
     adapter: str | None = None
     """A LoRA adapter of PEFT that is merged into the backbone first: its folder or hub id."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the backbone's weights: bfloat16 takes half the memory, on a GPU."""
+    """Precision of the backbone's weights: bfloat16 takes half the memory, on a GPU."""
     start: str | None = None
     """A circuit to continue training from, instead of a new one, with the sizes that it has."""
     keep_states: Count | None = None
@@ -157,7 +157,7 @@ def read_circuit_recipe(path: Path, changes: Sequence[str] = ()) -> CircuitRecip
 
 
 def _broken_rules(recipe: CircuitRecipe) -> Iterator[str]:
-    """What is wrong with fields together."""
+    """The rules between several fields that a recipe breaks, in words."""
     if recipe.cache is None and not recipe.data:
         yield "there is neither data nor a cache"
     if recipe.cache is not None and recipe.data:

@@ -18,7 +18,7 @@ FEW = 40
 
 Curve = list[tuple[float, float]]
 Panels = dict[str, dict[str, Curve]]
-"""Of each panel the curves by name."""
+"""The curves of each panel, by name."""
 
 
 def write_curve(metrics_jsonl: Path, out: Path) -> None:
@@ -64,7 +64,7 @@ def _place(name: str) -> tuple[str, str] | None:
 
 
 def _few(curves: dict[str, Curve]) -> dict[str, Curve]:
-    """Those of the largest ratio of each text and of the one nearest to half of it."""
+    """The curves of each text at its largest mask ratio, and at the one nearest to half of that."""
     ratios: dict[str, list[float]] = {}
     for text, ratio in map(_parts, curves):
         ratios.setdefault(text, []).append(ratio)

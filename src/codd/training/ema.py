@@ -21,7 +21,7 @@ class EMA:
     """Averages under names, corrected for their start at zero, and the number of updates that they have seen."""
 
     def __init__(self) -> None:
-        """Start without averages."""
+        """No averages and no updates yet."""
         self.updates = 0
         self._kept: dict[str, Tensor] = {}
 

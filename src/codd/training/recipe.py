@@ -8,27 +8,22 @@ import dataclasses
 import hashlib
 import json
 import os
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-import yaml
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from codd import validation
-from codd.data import text_files
 from codd.data.noise import NoiseRecipe
 from codd.data.sources import Source
+from codd.data.yaml_files import parse_yaml, read_yaml
 from codd.errors import FormatError, InvalidInput, shown
 from codd.validation import BelowOne, Count, FolderName, List, Natural, NotNegative, Positive, Section
 
 SHIPPED = Path(__file__).with_name("recipes")
 """Recipes that come with codd, each named after its file."""
-LONGEST = 2**17
-"""Characters of a recipe: fifty times the longest of ours."""
-
 
 Betas = Annotated[List[BelowOne], Field(min_length=2, max_length=2)]
 
@@ -80,7 +75,7 @@ class OptimizerRecipe(Section):
 
 @dataclass(frozen=True)
 class Recipe(Section):
-    """A training run."""
+    """A training run of a backbone."""
 
     name: FolderName
     data: Annotated[List[Source], Field(min_length=1)]
@@ -157,11 +152,7 @@ Kind = TypeVar("Kind")
 
 def read_fields(kind: type[Kind], path: Path, changes: Sequence[str]) -> Kind:
     """A recipe of some kind from a YAML file; FormatError with everything that is wrong."""
-    with text_files.open_text(path) as file:
-        text = file.read(LONGEST + 1)
-    if len(text) > LONGEST:
-        raise FormatError(f"{path}: is longer than {LONGEST:,} characters, which no recipe is.")
-    fields = _parse(text, f"{path}: is not YAML")
+    fields = read_yaml(path)
     if not isinstance(fields, dict):
         raise FormatError(f"{path}: expected fields like `name: mini`, found {type(fields).__name__}.")
     for change in changes:
@@ -179,28 +170,4 @@ def _change(fields: dict[str, Any], change: str) -> None:
         fields = fields.setdefault(part, {})
         if not isinstance(fields, dict):
             raise FormatError(f"--set {change}: {part} is not a section of the recipe.")
-    fields[last] = _parse(text, f"--set {change}: the value is not YAML")
-
-
-class _Loader(yaml.SafeLoader):
-    """Plain values alone. With aliases, a few lines stand for billions of values."""
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Refuses aliases."""
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("aliases such as *name are not taken: write the value out")
-        return super().compose_node(parent, index)
-
-
-_Loader.add_implicit_resolver(  # before YAML 1.2 a number needed a point, and 1e-3 was a text
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+"), list("-+0123456789")
-)
-
-
-def _parse(text: str, wrong: str) -> Any:
-    """The value of a YAML text; ``wrong`` begins the message of an error."""
-    try:
-        return yaml.load(text, _Loader)
-    except Exception as error:  # of a value that is no date, number or base64 this parser raises whatever it met
-        message = "it is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
-        raise FormatError(f"{wrong}: {message[:300]}") from error
+    fields[last] = parse_yaml(text, f"--set {change}: the value is not YAML")

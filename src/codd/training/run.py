@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # it brings all of circuits along, which a backbone needs not
 CHECKPOINTS, METRICS = "checkpoints", "metrics.jsonl"
 AnyRecipe: TypeAlias = "Recipe | CircuitRecipe"
 VALIDATION_SEED = 20_000
-"""Of the masks of validation, the same in every run."""
+"""The seed of the masks of validation, the same in every run."""
 
 
 class Progress(NamedTuple):
@@ -67,7 +67,7 @@ class Trainer(Protocol):
         """All tensors that a checkpoint keeps."""
 
     def notes(self) -> dict[str, Any]:
-        """All else that it keeps, for JSON."""
+        """All other values that a checkpoint keeps, for JSON."""
 
     def restore(self, tensors: Mapping[str, Tensor], notes: Mapping[str, Any]) -> None:
         """Go on from a checkpoint; KeyError and the like if it does not fit."""
@@ -155,7 +155,7 @@ class Log:
             files.write_text(temporary, "".join(json.dumps(line) + "\n" for line in kept))
 
     def write(self, step: int, metrics: dict[str, float]) -> None:
-        """Append one line."""
+        """Append the metrics of a step as one line."""
         with self.path.open("a") as file:
             file.write(json.dumps({"step": step, **metrics}) + "\n")
 
@@ -217,8 +217,3 @@ class Clock:
         self.spent = float(notes.get("seconds", 0.0))
         step, seconds = notes.get("since", (notes["step"], 0.0))
         self.read_at, self.since = (int(step), float(seconds)), time.perf_counter()
-
-
-def step_seed(seed: int, step: int) -> int:
-    """A seed of its own for every step of a run."""
-    return (seed * 1_000_003 + step) % 2**63

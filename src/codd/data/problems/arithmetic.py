@@ -36,7 +36,7 @@ def spread(rng: Random, low: int, high: int) -> int:
 
 
 def add(rng: Random, value: int, low: int, high: int, limit: int) -> Move | None:
-    """Value + n."""
+    """Add a number n to the running quantity; None if no n fits the limits."""
     high = min(high, limit - value)
     if high < low:
         return None
@@ -47,7 +47,7 @@ def add(rng: Random, value: int, low: int, high: int, limit: int) -> Move | None
 
 
 def subtract(rng: Random, value: int, low: int, high: int, limit: int) -> Move | None:
-    """Value - n."""
+    """Subtract a number n from the running quantity; None if no n fits the limits."""
     low = max(low, value - limit)
     high = min(high, value - 2)
     if high < low:
@@ -59,7 +59,7 @@ def subtract(rng: Random, value: int, low: int, high: int, limit: int) -> Move |
 
 
 def reach(rng: Random, value: int, low: int, high: int, limit: int) -> Move | None:
-    """What is missing to a goal: n - value."""
+    """Replace the quantity by what it lacks to a goal n, n - value; None if no n fits."""
     low = max(low, value + 2)
     high = min(high, value + limit, value + 60 + value // 2)
     if high < low:
@@ -70,7 +70,7 @@ def reach(rng: Random, value: int, low: int, high: int, limit: int) -> Move | No
 
 
 def multiply(rng: Random, value: int, low: int, high: int, limit: int) -> Move | None:
-    """Value * k."""
+    """Multiply the running quantity by k; None if no k fits the limits."""
     high = min(high, LARGEST_FACTOR, limit // value)
     if high < low:
         return None
@@ -79,7 +79,7 @@ def multiply(rng: Random, value: int, low: int, high: int, limit: int) -> Move |
 
 
 def divide(rng: Random, value: int, low: int, high: int, limit: int) -> Move | None:
-    """Value / k, exactly."""
+    """Divide the running quantity by one of its divisors k; None if it has none that fits."""
     high = min(high, LARGEST_FACTOR, value // 2)
     divisors = [k for k in range(low, high + 1) if value % k == 0 and value // k <= limit]
     if not divisors:
@@ -89,7 +89,7 @@ def divide(rng: Random, value: int, low: int, high: int, limit: int) -> Move | N
 
 
 def part(rng: Random, value: int, low: int, high: int, limit: int) -> Move | None:
-    """Value / k for a k that has an everyday name (half, a third, ...)."""
+    """Divide the running quantity by a k that has an everyday name (half, a third, ...); None if none fits."""
     parts = [k for k in NAMED_PARTS if low <= k <= high and value % k == 0 and 2 <= value // k <= limit]
     if not parts:
         return None
@@ -125,13 +125,13 @@ def subtract_groups(rng: Random, value: int, low: int, high: int, limit: int) ->
 
 
 def start(rng: Random, value: int, low: int, high: int, limit: int) -> Move | None:
-    """A story begins with n."""
+    """Begin a story with the quantity n."""
     n = spread(rng, low, min(high, limit))
     return Move(n, (), n=n)
 
 
 def groups(rng: Random, value: int, low: int, high: int, limit: int) -> Move | None:
-    """A story begins with k groups of m, m in [low, high]."""
+    """Begin a story with k groups of m, m in [low, high]; None if no m fits."""
     high = min(high, limit // 2)
     if high < low:
         return None
@@ -141,7 +141,7 @@ def groups(rng: Random, value: int, low: int, high: int, limit: int) -> Move | N
 
 
 def pair(rng: Random, value: int, low: int, high: int, limit: int) -> Move | None:
-    """A story begins with n of one kind and m of another."""
+    """Begin a story with n of one kind and m of another."""
     n, m = spread(rng, low, min(high, limit // 2)), spread(rng, low, min(high, limit // 2))
     return Move(n + m, (f"{n} + {m} = {n + m}",), n=n, m=m)
 

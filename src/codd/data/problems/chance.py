@@ -22,6 +22,6 @@ def between(rng: Random, low: int, high: int) -> int:
 
 
 def distinct(rng: Random, options: Sequence[T], count: int) -> list[T]:
-    """So many different options, in random order."""
+    """``count`` different options, in random order."""
     left = list(options)
     return [left.pop(int(rng.random() * len(left))) for _ in range(count)]

@@ -35,12 +35,12 @@ AFFORDABLE = {budget: tuple(plan for plan in PLANS if _cost(plan) <= budget) for
 
 
 def people(rng: Random, count: int) -> list[str]:
-    """So many different first names."""
+    """Draw ``count`` different first names."""
     return distinct(rng, FEMALE + MALE, count)
 
 
 def in_order(*names: str) -> Parties:
-    """Parties that always come in the same order, such as the days of a week; they begin anywhere."""
+    """A function that draws neighbours of these names in their order, such as days of a week, beginning anywhere."""
 
     def draw(rng: Random, count: int) -> list[str]:
         begin = between(rng, 0, len(names) - count)
@@ -50,7 +50,7 @@ def in_order(*names: str) -> Parties:
 
 
 def shuffled(*names: str) -> Parties:
-    """Parties in any order."""
+    """A function that draws some of these names (of people, days, shops, ...) in random order."""
 
     def draw(rng: Random, count: int) -> list[str]:
         return distinct(rng, names, count)
@@ -59,7 +59,7 @@ def shuffled(*names: str) -> Parties:
 
 
 PARTIES: dict[str, Callable[..., Parties]] = {"people": lambda: people, "in_order": in_order, "shuffled": shuffled}
-"""The ways to draw parties, by the names that stories.yaml has for them."""
+"""Functions that draw names of parties, by the words that stories.yaml has for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class Bill:
     high: int
 
     def begin(self, draft: Draft, budget: int) -> bool:
-        """Write the list and its sum."""
+        """Write the items of the bill and their sum; False if it does not fit."""
         rng, words = draft.rng, draft.words
         count = pick(rng, [n for n in (1, 2, 2, 3, 3) if 2 * n - 1 <= budget])
         moves = [arithmetic.groups(rng, 0, self.low, self.high, 330) for _ in range(count)]

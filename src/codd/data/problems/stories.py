@@ -16,7 +16,7 @@ _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 @cache
 def stories() -> tuple[Story, ...]:
-    """All stories, read once."""
+    """All stories of stories.yaml; the file is read once."""
     data = yaml.load(files(__package__).joinpath("stories.yaml").read_text(encoding="utf-8"), _Loader)
     return tuple(_story(each, data) for each in data["stories"])
 

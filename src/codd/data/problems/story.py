@@ -94,7 +94,7 @@ class Event:
 
     @property
     def cost(self) -> int:
-        """The number of equations that it adds."""
+        """How many equations the event adds to the solution."""
         return arithmetic.COST[self.kind]
 
     def happen(self, draft: Draft) -> bool:

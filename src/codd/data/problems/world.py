@@ -2,7 +2,7 @@
 
 
 def words(text: str) -> tuple[str, ...]:
-    """The words of a list with commas."""
+    """Split a text at its commas."""
     return tuple(text.split(","))
 
 

@@ -17,12 +17,9 @@ from codd.backbones import Backbone, Tokenizer, load_checkpoint, mini
 from codd.backbones.backbone import take_positions
 from codd.backbones.config import Config
 from codd.backbones.loading import MODEL_FILES, choose_device
+from codd.data.pretrained import load_causal_lm
 from codd.errors import InvalidInput
-from codd.evaluation.text.judge import from_pretrained
-from codd.evaluation.text.judging import Network, TransformersNetwork
-
-NUMBERS = 2**27
-"""The most logits that are held at a time: half a gigabyte in float32."""
+from codd.evaluation.text.judging import NUMBERS, Network, TransformersNetwork
 
 
 @dataclass(frozen=True)
@@ -77,8 +74,8 @@ def load_causal(name: str | os.PathLike[str], device: str | torch.device | None 
     if mini.recognises(Config.read(folder)):
         found = load_checkpoint(folder, device=where)
         return CausalModel(found.backbone, found.tokenizer, where, found.backbone.max_length)
-    model, _ = from_pretrained(folder)
-    network = TransformersNetwork(model.to(where).eval().requires_grad_(False))
+    model = load_causal_lm(folder)
+    network = TransformersNetwork(model.to(where))
     tokenizer = Tokenizer.from_folder(folder, vocab_size=network.vocab_size)
     return CausalModel(network, tokenizer, where, getattr(model.config, "max_position_embeddings", None))
 
@@ -105,7 +102,7 @@ def check_shared(causal: CausalModel, vocab_size: int, mask_id: int) -> None:
 
 
 def check_tokenizers(causal: CausalModel, tokenizer: Tokenizer) -> None:
-    """Raise InvalidInput if a token that both know has two ids: one model would read what the other never said."""
+    """Raise InvalidInput if a token that both know has two ids: the models would read different texts."""
     if causal.tokenizer is None or causal.tokenizer is tokenizer:
         return
     theirs = causal.tokenizer.backend.get_vocab(with_added_tokens=True)

@@ -88,5 +88,5 @@ def blocks_of(continuation: int, block_length: int) -> int:
 
 
 def part(progress: PartProgress | None, what: str) -> Progress | None:
-    """The progress of one part; None if nobody listens."""
+    """A progress callback for one part of the work; None if the caller wants none."""
     return None if progress is None else functools.partial(progress, what)

@@ -149,9 +149,9 @@ def continuation_study(
 
 
 def shared_length(circuits: Circuits, block_size: int | None = None) -> int:
-    """The length of the blocks that all circuits are for; those that serve any length are not asked.
+    """The block length that all circuits were trained for; InvalidInput if they differ.
 
-    Where none says, that of a block-causal network's blocks, or 32.
+    If the circuits fit any length, it is that of a block-causal network's blocks, or 32.
     """
     lengths = {name: circuit.window for name, circuit in circuits.items() if circuit.window is not None}
     if len(set(lengths.values())) > 1:
@@ -160,7 +160,7 @@ def shared_length(circuits: Circuits, block_size: int | None = None) -> int:
 
 
 def mean_interval(values: Float[Tensor, " B"], tokens: int, seed: int) -> Figures:
-    """Per token of texts that have so many each."""
+    """The mean per token, with its interval, of texts that have ``tokens`` tokens each."""
     each = values.numpy() / tokens
     if not np.isfinite(each).all():
         return {"mean": None, "low": None, "high": None}
@@ -186,7 +186,7 @@ def closed_interval(scores: BlockScores, coupled: Float[Tensor, " B"], seed: int
 def _entry(
     ratio: float, scores: BlockScores, copula: Float[Tensor, " B"] | None, sequential: bool, seed: int
 ) -> dict[str, Any]:
-    """All figures at one ratio."""
+    """The scores and gaps at one mask ratio, as the study stores them."""
     by_label = {"factorized": scores.factorized}
     by_label |= {f"circuit:{name}": values for name, values in scores.coupled.items()}
     by_label |= {"sequential": scores.sequential} if sequential else {}

@@ -1,1 +1,1 @@
-"""A run as one page."""
+"""An evaluation as one HTML page: tables, figures, comparisons."""

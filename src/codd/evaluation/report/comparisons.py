@@ -42,7 +42,7 @@ class Comparison:
 
     @property
     def verdict(self) -> str:
-        """By the corrected p value; by the interval where there is no test."""
+        """The verdict by the corrected p value; by the interval where there is no test."""
         up = (self.difference > 0) == (self.unit == "points")
         if self.p is None or self.adjusted is None:
             return NO_DIFFERENCE if self.low <= 0 <= self.high else GAIN if up else LOSS

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#808080")
-"""Of Okabe and Ito; the last is grey, for what others are compared with."""
+"""The palette of Okabe and Ito; the last is grey, for the baseline."""
 _COLOUR_OF = {"trained": 0, "null": 1, "static": 2, "dcd": 3, "sequential": 4, "left_to_right": 4}
 OTHER = 5
 """The colour of circuits that have none of their own."""
@@ -62,7 +62,7 @@ class Curve:
 
     @property
     def xs(self) -> list[float]:
-        """Where its points are."""
+        """The x values of the points."""
         return [x for x, _ in self.points]
 
     @property
@@ -95,7 +95,7 @@ class Chart:
 
 
 def look(name: str, marker: int = 0, dash: int = 0) -> Look:
-    """The look of a circuit or of a way of scoring: one colour in all figures."""
+    """The look of a circuit or of a score; a circuit has one colour in all figures."""
     if name in ("none", "factorized"):
         return Look(len(COLOURS) - 1, marker, dash, wide=True)
     return Look(_COLOUR_OF.get(name, OTHER), marker, dash)

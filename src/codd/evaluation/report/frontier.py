@@ -33,17 +33,17 @@ class Line:
 
     @property
     def kind(self) -> str:
-        """The kind of its budget."""
+        """The kind of budget, one of `labels.KINDS`."""
         return labels.kind(self.config)
 
     @property
     def label(self) -> str:
-        """Its name in a legend."""
+        """The line's name in a legend."""
         name = labels.label(self.config, [], with_budget=False)
         return ", ".join(filter(None, [name, f"by {self.kind}", self.settings]))
 
     def costs(self, name: str) -> list[float]:
-        """Calls or seconds of its points."""
+        """The cost of each point; ``name`` is "calls" or "seconds" per problem."""
         return [float(getattr(result, name)) for result in self.results]
 
 
@@ -61,7 +61,7 @@ class Saving(NamedTuple):
     way: str
     """The label of the circuit's line."""
     calls: float | None
-    """Of the circuit; None: not reached at any budget that was measured."""
+    """Calls of the circuit; None: not reached at any budget that was measured."""
     bound: bool
     """Whether the circuit's fastest budget is good enough already, so that fewer calls might do."""
     null: float | None
@@ -78,7 +78,7 @@ class Saving(NamedTuple):
 
 
 class Frontier(NamedTuple):
-    """One task by one quality."""
+    """Charts and calls saved of one task, by one measure of quality."""
 
     task: str
     quality: Quality

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, NamedTuple
 
 from codd.evaluation.runs import Result
@@ -16,7 +17,7 @@ class Estimate(NamedTuple):
     high: float | None = None
 
     def in_percent(self) -> "Estimate":
-        """A share times 100."""
+        """The same estimate in per cent, if this is a share."""
         low, high = (None if value is None else 100 * value for value in self[1:])
         return Estimate(100 * self.value, low, high)
 
@@ -37,8 +38,13 @@ class Quality:
 
     @property
     def digits(self) -> int:
-        """Decimals to show."""
+        """How many decimals a report shows."""
         return 1 if self.name == "accuracy" else 3
+
+    def worth(self, result: Result) -> float:
+        """A number that is greater for a better result; minus infinity where nothing was measured."""
+        estimate = self.of(result)
+        return -inf if estimate is None else estimate.value if self.higher else -estimate.value
 
     def better(self, one: float, other: float) -> bool:
         """Whether the first is at least as good, up to rounding."""

@@ -20,6 +20,7 @@ from codd.evaluation.report.page import template
 from codd.evaluation.report.tables import CONTINUATIONS, COST, GAP, Likelihood
 from codd.evaluation.runs import Result, Run
 from codd.evaluation.tasks.configs import CONTROLS, EvalConfig
+from codd.evaluation.tasks.tuning import TUNED
 from codd.evaluation.text.measures import MEANINGS
 
 VALIDATION = "validation"
@@ -37,7 +38,7 @@ class Section(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """What there is to say about a run."""
+    """All figures of a run that its page shows."""
 
     title: str
     findings: Sequence[str]
@@ -130,7 +131,12 @@ def _stored(name: str, study: Mapping[str, Any], why: str) -> Section:
 
 def _readable(run: Run) -> tuple[list[Result], list[str]]:
     """Results with problems whose samples can be read, and a note on each of the others."""
-    kept, notes = [], []
+    kept = []
+    notes = [
+        f"{result.folder.name}: left out, an earlier codd graded it against other choices than the model was shown. "
+        "Run the task again."
+        for result in run.meaningless_results()
+    ]
     for result in run.results():
         try:
             count = len(result.samples)
@@ -169,7 +175,7 @@ def _missing(tests: Sequence[Result], validation: Sequence[Result], studies: Map
 
 
 def _notes(run: Run) -> list[str]:
-    """The paragraphs of notes.txt: what whoever made the run wants its readers to know."""
+    """The paragraphs of notes.txt, a file that the maker of a run may add for its readers."""
     path = run.folder / NOTES
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     return [" ".join(part.split()) for part in text.split("\n\n") if part.strip()]
@@ -184,7 +190,7 @@ def render(report: Report, advance: Callable[[int], None] = lambda count: None) 
         return panels
 
     return template("report.html").render(
-        vars(report), draw=draw, labels=labels, qualities=quality, meanings=MEANINGS, no_gap=NO_GAP, tuned=tables.TUNED
+        vars(report), draw=draw, labels=labels, qualities=quality, meanings=MEANINGS, no_gap=NO_GAP, tuned=TUNED
     )
 
 

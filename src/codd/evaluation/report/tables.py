@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 from codd.evaluation import measures
 from codd.evaluation.report.comparisons import Comparison
 from codd.evaluation.report.figures import Chart, Curve, Panel, look
-from codd.evaluation.report.labels import by_task, circuit_label, grouped, label, option, order, rest, shared, varying
+from codd.evaluation.report.labels import by_task, circuit_label, grouped, label, order, rest, shared, varying
 from codd.evaluation.report.quality import Estimate, Quality, measured, quality_of
 from codd.evaluation.runs import Result, Sample
 from codd.evaluation.spread import TemplateSpread, template_spreads
 from codd.evaluation.tasks.configs import NONE, NULL, EvalConfig
+from codd.evaluation.tasks.tuning import TUNED, best, tuned_values
 
-TUNED = ("activation", "circuit_temperature")
 HEAT = 6
 """How many colours a map has: the classes heat0 to heat5 of the style sheet."""
 GAP, CONTINUATIONS, COST = "gap", "continuations", "cost"
@@ -61,33 +61,17 @@ def _fixed(config: EvalConfig) -> str:
     return json.dumps([fixed, label(config, [])], sort_keys=True)
 
 
-def _tuned(result: Result) -> tuple[float, float]:
-    """Activation (infinite: always) and circuit temperature."""
-    activation = option(result.config, "activation")
-    return inf if activation is None else float(activation), float(option(result.config, "circuit_temperature"))
-
-
-def best(results: Sequence[Result], quality: Quality) -> Result:
-    """The best result; of equals the one with the temperature nearest to 1, then that of the highest activation."""
-    sign = -1 if quality.higher else 1
-
-    def rank(result: Result) -> tuple[float, float, float]:
-        estimate, (activation, temperature) = quality.of(result), _tuned(result)
-        return inf if estimate is None else sign * estimate.value, abs(temperature - 1), -activation
-
-    return min(results, key=rank)
-
-
 def _map(grid: Sequence[Result], quality: Quality) -> HeatMap:
-    values = {_tuned(each): estimate.value for each in grid if (estimate := quality.of(each))}
+    results = {tuned_values(each.config): each for each in grid}
+    values = {place: estimate.value for place, each in results.items() if (estimate := quality.of(each))}
     low, high = min(values.values()), max(values.values())
     shares = {place: (value - low) / (high - low) if high > low else 0.0 for place, value in values.items()}
     heats = {place: round((HEAT - 1) * (each if quality.higher else 1 - each)) for place, each in shares.items()}
     activations, temperatures = (
         {"always" if value == inf else f"{value:g}": value for value in sorted(set(axis))}
-        for axis in zip(*map(_tuned, grid), strict=True)
+        for axis in zip(*results, strict=True)
     )
-    return HeatMap({_tuned(each): each for each in grid}, heats, activations, temperatures, best(grid, quality))
+    return HeatMap(results, heats, activations, temperatures, best(grid, quality.worth))
 
 
 def on_test(result: Result, tests: Sequence[Result]) -> Result | None:

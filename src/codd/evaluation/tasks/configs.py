@@ -90,11 +90,6 @@ class EvalConfig(Section):
         """The same configuration with another circuit."""
         return replace(self, circuit=circuit)
 
-    @property
-    def family(self) -> "EvalConfig":
-        """Equal for configurations that differ in the circuit only."""
-        return self.with_circuit(NULL)
-
     def as_json(self) -> dict[str, Any]:
         """The fields as JSON can write them; those of task files and templates only where there are any.
 
@@ -118,7 +113,7 @@ class EvalConfig(Section):
         return config
 
     def __hash__(self) -> int:
-        """Of the JSON: a dictionary of options has no hash."""
+        """The hash of the JSON form: a dictionary of options has none."""
         return hash(json.dumps(self.as_json(), sort_keys=True))
 
 

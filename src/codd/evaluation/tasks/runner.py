@@ -31,7 +31,7 @@ ANSWERED = "answered.json"
 
 
 def quietly(count: int) -> None:
-    """Show no progress."""
+    """A progress callback that does nothing."""
 
 
 @dataclass(frozen=True)

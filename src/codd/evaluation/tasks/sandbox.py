@@ -266,7 +266,7 @@ START_SECONDS = 60
 """How long the interpreter may take to start; the program's own time begins after that."""
 REASON_CHARACTERS = 200
 MOST_BYTES = 2**14
-"""Of a report; a program that writes more into its pipe is ended."""
+"""Bytes of a report; a program that writes more into its pipe is ended."""
 TRIAL = "import socket\ntry:\n    socket.socket()\nexcept PermissionError:\n    pass\nelse:\n    raise SystemExit"
 
 
@@ -275,9 +275,9 @@ class Limits:
     """The limits of a program: time, memory and output."""
 
     seconds: float = 10.0
-    """By the clock, from when the program begins."""
+    """Seconds by the clock, from when the program begins."""
     cpu_seconds: float = 10.0
-    """Of all its threads together; rounded up."""
+    """Processor seconds of all its threads together; rounded up."""
     memory: int = 2**30
     """Bytes of address space, the interpreter's own included: not below 64 MiB."""
     confined: bool = True

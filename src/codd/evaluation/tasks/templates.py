@@ -4,12 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from codd import validation
-from codd.data.text_files import open_text
+from codd.data.yaml_files import read_yaml
 from codd.errors import FormatError, InvalidInput
-from codd.files import brief
 from codd.validation import FolderName, Section
 
 QUESTION = "{question}"
@@ -33,7 +30,7 @@ FINISHES = {
     "letter": "write the letter of the right choice in brackets, as in (A)",
     "exact": "write the answer and nothing else",
 }
-"""By task, and by answer rule for task files."""
+"""How an answer must end, by task, and by answer rule for task files."""
 OTHERWISE = "write the final answer"
 SUFFIXES = (".yaml", ".yml", ".json")
 
@@ -56,7 +53,7 @@ class PromptTemplate(Section):
             raise InvalidInput(f"the template {self.name!r} lacks {QUESTION}, the place for the question.")
 
     def fill(self, question: str) -> str:
-        """The prompt that asks a question."""
+        """The text with a question in its place."""
         return self.text.replace(QUESTION, question)
 
 
@@ -79,12 +76,7 @@ def read_templates(path: Path) -> list[PromptTemplate]:
 
     FormatError if it is none, or if a template has no place for the question.
     """
-    with open_text(path) as file:
-        text = file.read()
-    try:
-        content = yaml.safe_load(text)
-    except Exception as error:  # of a value that is no date, number or base64 this parser raises whatever it met
-        raise FormatError(f"{path}: is neither YAML nor JSON ({brief(error)}).") from error
+    content = read_yaml(path)
     if not isinstance(content, list) or not content:
         raise FormatError(
             f"{path}: expected a list of templates, such as [{{name: short, text: '{QUESTION} Be brief.'}}]."

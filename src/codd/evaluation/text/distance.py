@@ -28,7 +28,7 @@ FEWEST = 2 * TEXTS_PER_CLUSTER
 VARIANCE = 0.9
 """Share that the principal components keep; the authors' choice."""
 POINTS = 1001
-"""Points of the curve."""
+"""Points of the divergence curve whose area is MAUVE."""
 SEEDS = (0, 1, 2, 3, 4)
 RESTARTS = 5
 
@@ -114,7 +114,7 @@ def average_distance(
 
 @dataclass(frozen=True)
 class Compared:
-    """A score, and what it would be for texts that are as they should be."""
+    """MAUVE of samples, and the ceiling: MAUVE of a second sample of the reference."""
 
     mauve: float
     """Samples against the reference, mean over the clusterings' seeds."""
@@ -124,7 +124,7 @@ class Compared:
     """A second sample of the reference against it, with the same sizes."""
     ceiling_deviation: float
     texts: int
-    """Texts in each set."""
+    """How many texts of each set were compared."""
 
 
 def compare(

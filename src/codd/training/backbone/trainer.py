@@ -16,6 +16,7 @@ from codd.backbones.config import Config
 from codd.backbones.loading import check_dtype
 from codd.backbones.tokenizer import Tokenizer
 from codd.backbones.transformer import Transformer, initialise
+from codd.data.packing import numbered_seed
 from codd.distributed import DistributedContext
 from codd.errors import Diverged, FormatError
 from codd.training.backbone.data import BackboneData
@@ -23,7 +24,7 @@ from codd.training.backbone.loss import Maker, causal_batch, diffusion_batch, lo
 from codd.training.checkpoints import adam_tensors, restore_adam
 from codd.training.ema import update_ema
 from codd.training.recipe import OptimizerRecipe, Recipe
-from codd.training.run import VALIDATION_SEED, Progress, run, step_seed
+from codd.training.run import VALIDATION_SEED, Progress, run
 
 
 def train(recipe: Recipe, data: BackboneData, out: Path, context: DistributedContext) -> Iterator[Progress]:
@@ -56,7 +57,7 @@ class BackboneTrainer:
 
     @property
     def network(self) -> Transformer:
-        """The weights that are trained."""
+        """The network whose weights are trained."""
         return self.backbone.network
 
     def _adam(self) -> torch.optim.AdamW:
@@ -71,7 +72,7 @@ class BackboneTrainer:
     def step(self, step: int, progress: float) -> None:
         """One AdamW update; processes share the rows of the batch."""
         recipe, device, parameters = self.recipe, self.context.device, list(self.parameters.values())
-        generator = torch.Generator(device).manual_seed(step_seed(recipe.seed, step))
+        generator = torch.Generator(device).manual_seed(numbered_seed(recipe.seed, step))
         batch = self._make_batch(self.data.training.batch_at(step), generator)
         rate = learning_rate(step, recipe.steps, recipe.optimizer)
         for group in self.optimizer.param_groups:
@@ -92,7 +93,7 @@ class BackboneTrainer:
         self._last = {"loss": lost, "gradient_norm": norm, "lr": torch.tensor(rate)}
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Of the last step: the loss in nats per token, the norm of the gradient before clipping, the learning rate."""
+        """Figures of the last step: loss in nats per token, norm of the gradient before clipping, learning rate."""
         figures = {name: float(value) for name, value in self._last.items()}
         _check_finite(figures["loss"], "the loss", step)
         return figures
@@ -129,7 +130,7 @@ class BackboneTrainer:
         return {**weights, **average, **adam_tensors(self.optimizer, self.parameters)}
 
     def notes(self) -> dict[str, Any]:
-        """Nothing: the tensors say all."""
+        """Empty: a checkpoint's tensors hold the whole state."""
         return {}
 
     @torch.no_grad()

@@ -12,7 +12,7 @@ from torch import Tensor
 from codd.backbones import Tokenizer, load_checkpoint, mini
 from codd.backbones.backbone import Backbone
 from codd.data.datasets import STRATA, WindowDataset, build_hidden_states
-from codd.data.packing import MAX_TEXTS_PER_ROW, PackedSequences, SequenceDataset, concatenate
+from codd.data.packing import MAX_TEXTS_PER_ROW, PackedSequences, SequenceDataset, concatenate, numbered_seed
 from codd.data.sources import Source
 from codd.data.tokenization import PackingConfig, load_source
 from codd.data.windows import WindowBatch, check_lengths, concatenate_windows, draw_windows, supports_packing
@@ -24,7 +24,8 @@ from codd.training.circuit.validation import HeldOut
 from codd.training.circuit_recipe import CircuitRecipe
 from codd.training.logit_cache.entries import CachedWindows
 from codd.training.logit_cache.reader import LogitCache
-from codd.training.run import VALIDATION_SEED, step_seed
+from codd.training.logit_cache.sources import adapter_digest
+from codd.training.run import VALIDATION_SEED
 
 Draw = Callable[[int], WindowBatch]
 """The windows of a step that are this process's."""
@@ -49,7 +50,9 @@ def prepare(recipe: CircuitRecipe, root: Path, out: Path, context: DistributedCo
     strata = strata_of(context)
     entries = None
     if recipe.cache is not None:
-        entries, vocab_size = _from_cache(LogitCache.open(root / recipe.cache), recipe, strata, context.device)
+        cache = LogitCache.open(root / recipe.cache)
+        _check_adapter(recipe, cache)
+        entries, vocab_size = _from_cache(cache, recipe, strata, context.device)
         if not recipe.validation:
             spec = CircuitSpec(vocab_size, _width(entries), context.device)
             return TrainingData(spec, entries, _picking(recipe, entries, strata), {})
@@ -115,6 +118,19 @@ def _check_numbers(recipe: CircuitRecipe, good: bool) -> None:
         )
 
 
+def _check_adapter(recipe: CircuitRecipe, cache: LogitCache) -> None:
+    """Refuse a cache of the same network with another adapter, or with one where the recipe has none."""
+    made_with, wanted = cache.settings.adapter, recipe.adapter
+    if made_with == (None if wanted is None else adapter_digest(wanted)):
+        return
+    had = "without an adapter" if made_with is None else f"with an adapter (digest {made_with})"
+    has, again = ("none", "without --adapter") if wanted is None else (wanted, f"with --adapter {wanted}")
+    raise InvalidInput(
+        f"{cache.folder}: was made {had}, the recipe's adapter is {has}: set adapter to that of the cache, or make the "
+        f"cache again {again}."
+    )
+
+
 def _check_belongs(recipe: CircuitRecipe, vocab_size: int, features: int, spec: CircuitSpec) -> None:
     """Refuse a cache that another network has made."""
     if vocab_size != spec.vocab_size or features not in (0, spec.features):
@@ -162,14 +178,14 @@ def batch_index(recipe: CircuitRecipe, step: int, strata: range, held: int) -> I
     each, size = recipe.batch_windows // STRATA, held // len(strata)
     parts = []
     for place, stratum in enumerate(strata):
-        generator = torch.Generator().manual_seed(step_seed(recipe.seed, step) * STRATA + stratum)
+        generator = torch.Generator().manual_seed(numbered_seed(recipe.seed, step) * STRATA + stratum)
         parts.append(torch.randint(size, (each,), generator=generator) + place * size)
     return torch.cat(parts)
 
 
 @dataclass(frozen=True)
 class _Opened:
-    """A network, and how its data is read."""
+    """A loaded backbone, and all that is needed to read data for it."""
 
     recipe: CircuitRecipe
     root: Path
@@ -216,7 +232,7 @@ def _online(
         for stratum in strata:
             number = step * STRATA + stratum
             taken = concatenate([source.take(number * n, n) for source, n in zip(sources, shares, strict=True)])
-            generator = torch.Generator(backbone.device).manual_seed(step_seed(recipe.seed, number))
+            generator = torch.Generator(backbone.device).manual_seed(numbered_seed(recipe.seed, number))
             parts.append(draw_windows(backbone, mask_id, taken, recipe.windows, generator))
         return concatenate_windows(parts)
 

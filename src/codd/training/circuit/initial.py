@@ -14,7 +14,7 @@ from codd.errors import InvalidInput
 from codd.training.circuit_recipe import CircuitRecipe
 
 USAGE_BATCHES = 22
-"""Those of the first steps: 8,448 windows where a batch has 384."""
+"""How many batches, those of the first steps, usage is measured on: 8,448 windows where a batch has 384."""
 
 AllReduce = Callable[[list[Tensor]], None]
 """Replaces each tensor by its sum over the processes."""
@@ -30,7 +30,7 @@ class CircuitSpec(NamedTuple):
     """Numbers in a hidden state; 0 if there are none that a head could take."""
     device: torch.device
     backbone: Backbone | None = None
-    """If it is trained along."""
+    """The backbone, if it is trained jointly with the circuit."""
 
 
 @torch.no_grad()

@@ -59,7 +59,7 @@ def merge(backbone: Backbone) -> None:
 
 
 def _linears(backbone: Backbone) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
-    """The linear layers of the blocks."""
+    """All linear layers of the network's blocks: their parent module, name and layer."""
     for parent in backbone.network.blocks.modules():
         for name, child in parent.named_children():
             if isinstance(child, nn.Linear):

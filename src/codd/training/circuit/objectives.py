@@ -48,7 +48,7 @@ class Signed:
     one. ``value / tokens`` is a log-likelihood per token."""
     objective: Objective
     length: int
-    """Positions of a window."""
+    """How many positions a window has."""
 
     def __add__(self, other: "Signed") -> "Signed":
         """What both parts of a batch give together."""

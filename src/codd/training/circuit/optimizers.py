@@ -36,7 +36,7 @@ class Optimizer(abc.ABC):
         return self._averages.tensors()
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from what `tensors` gave."""
+        """Restore the state that `tensors` gave."""
         self._averages.restore(tensors)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from codd.backbones import adapters, mini
 from codd.circuits import HMM, Modulated
 from codd.data.datasets import STRATA
+from codd.data.packing import numbered_seed
 from codd.distributed import DistributedContext
 from codd.errors import Diverged, InvalidCircuit, InvalidEvidence
 from codd.training.circuit import joint
@@ -22,7 +23,7 @@ from codd.training.circuit.updaters import CapturedUpdater, GradientUpdater, mak
 from codd.training.circuit.validation import Score
 from codd.training.circuit_recipe import CircuitRecipe
 from codd.training.curve import write_curve
-from codd.training.run import METRICS, Progress, run, step_seed
+from codd.training.run import METRICS, Progress, run
 
 CURVE, CIRCUIT, MODEL, ADAPTER = "curve.png", "circuit", "model", "adapter"
 SUMS = "run.sums"
@@ -57,7 +58,7 @@ class EarlyStopping:
 
     @property
     def finished(self) -> bool:
-        """Whether the patience is at its end."""
+        """Whether so many validations in a row (``patience``) were no better than the best."""
         return self.patience is not None and self.stale >= self.patience
 
 
@@ -102,7 +103,7 @@ class CircuitTrainer:
 
         def update(step: int, rate: float) -> Float[Tensor, " 3"]:
             with torch.random.fork_rng(devices=[]):  # of dropout; no two processes drop alike
-                torch.manual_seed(step_seed(recipe.seed, step) * STRATA + strata.start)
+                torch.manual_seed(numbered_seed(recipe.seed, step) * STRATA + strata.start)
                 return updater.update(self.data.draw(step), rate, context.all_reduce)
 
         return update

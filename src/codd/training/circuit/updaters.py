@@ -69,7 +69,7 @@ class FlowUpdater:
         return torch.stack([x.float() for x in (signed.value, alone, signed.tokens)])
 
     def circuit(self) -> HMM:
-        """A copy of the circuit."""
+        """The circuit after the last update; the next one makes another."""
         return self.hmm
 
     def tensors(self) -> dict[str, Tensor]:
@@ -80,7 +80,7 @@ class FlowUpdater:
         return kept | {f"optimizer.{name}": x for name, x in self.optimizer.tensors().items()}
 
     def restore(self, kept: Mapping[str, Tensor]) -> None:
-        """Go on from what `tensors` gave."""
+        """Restore the state that `tensors` gave."""
         tables = (kept[f"table.{name}"] for name in ("initial", "transition", "emission"))
         self.hmm = HMM(*tables, window=self.recipe.windows.length, validate=False)
         self.optimizer.restore(below("optimizer.", kept))
@@ -174,7 +174,7 @@ class GradientUpdater:
         return sums
 
     def circuit(self) -> HMM | Modulated:
-        """A copy of the circuit."""
+        """A copy of the circuit as it is now, without gradients."""
         with torch.no_grad():
             kept = Factors.from_named({name: x.detach().clone() for name, x in self.factors.items()})
             hmm = HMM.from_factors(kept, window=self.recipe.windows.length)
@@ -191,7 +191,7 @@ class GradientUpdater:
 
     @torch.no_grad()
     def restore(self, kept: Mapping[str, Tensor]) -> None:
-        """Go on from what `tensors` gave."""
+        """Restore the state that `tensors` gave."""
         for name, parameter in self.parameters.items():
             parameter.copy_(kept[name])
         restore_adam(self.optimizer, self.parameters, kept)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from codd.backbones.backbone import Backbone
 from codd.circuits import HMM
-from codd.data.packing import PackedSequences, narrow
+from codd.data.packing import PackedSequences, narrow, numbered_seed
 from codd.data.windows import (
     CPU,
     MaskedInput,
@@ -44,7 +44,7 @@ HALF = 65504.0
 """The largest number in float16."""
 
 RowsAt = Callable[[int], PackedSequences]
-"""The rows of a shard."""
+"""Gives the rows of the shard of a number."""
 
 
 class Progress(NamedTuple):
@@ -76,7 +76,7 @@ class ShardWindows(NamedTuple):
 
 def draw_shard(rows: PackedSequences, settings: CacheSettings, number: int, *, absolute: bool = False) -> ShardWindows:
     """Mask the rows of a shard and choose windows, without the network; ``absolute``: for a block-causal one."""
-    generator = torch.Generator().manual_seed((settings.seed * 1_000_003 + number) % 2**63)
+    generator = torch.Generator().manual_seed(numbered_seed(settings.seed, number))
     shown, starts, level = choose_windows(rows, settings.window, generator, absolute=absolute)
     row = torch.arange(len(shown.tokens))[:, None].expand_as(starts.first)
     use = starts.valid.any(-1)

@@ -43,13 +43,13 @@ class CachedWindows:
     """A dataset of W windows of S positions, M of which are masked."""
 
     tokens: Int[Tensor, "W S"]
-    """In few bytes, see `codd.data.packing.narrow`."""
+    """The true tokens, stored in two or four bytes each; see `codd.data.packing.narrow`."""
     masked: Bool[Tensor, "W S"]
     level: Float[Tensor, " W"]
     begins: Int[Tensor, " W"]
     """The number of the first list of each window."""
     lists: TopK
-    """Of the masked positions, one after the other."""
+    """The lists of the masked positions, one after the other."""
     features: Float[Tensor, "W S d"] | None = None
 
     @classmethod
@@ -95,7 +95,7 @@ class CachedWindows:
         return CachedWindows.of(self.tokens[here], self.masked[here], self.level[here], lists, features)
 
     def to(self, device: torch.device | str) -> "CachedWindows":
-        """A copy on another device."""
+        """The same windows on another device."""
         lists = TopK(*(x.to(device) for x in self.lists))
         features = None if self.features is None else self.features.to(device)
         tokens, masked, level, begins = (x.to(device) for x in (self.tokens, self.masked, self.level, self.begins))
@@ -130,7 +130,7 @@ class Buffer:
         self._windows, self._lists = 0, 0
 
     def add(self, part: CachedWindows) -> None:
-        """Append a part."""
+        """Append the windows of a part to those before."""
         here, there = (
             slice(at, at + n) for at, n in ((self._windows, len(part)), (self._lists, len(part.lists.truth)))
         )

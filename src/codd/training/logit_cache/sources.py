@@ -9,17 +9,19 @@ from typing import NamedTuple
 import torch
 
 from codd import files
+from codd.backbones import adapters
 from codd.backbones.tokenizer import Tokenizer
 from codd.data.packing import Mixture, SequenceDataset
 from codd.data.samples import SampledDataset, load_causal
 from codd.data.sources import Source
 from codd.data.tokenization import PackingConfig, dataset_digest, load_source
 from codd.errors import InvalidInput
+from codd.training.logit_cache.storage import WITH_ADAPTER
 
 
 @dataclass(frozen=True)
 class Samples:
-    """What to draw from a causal model."""
+    """Samples of a causal model: its folder, how many, and the prompt that they begin with."""
 
     folder: Path
     count: int
@@ -60,19 +62,30 @@ def _sampled(samples: Samples, tokenizer: Tokenizer, packing: PackingConfig, dev
     rows = SampledDataset(
         model, tokenizer, count=samples.count, length=packing.row_length, seed=packing.seed, prompt=samples.prompt
     )
-    identity = [digest_of(samples.folder), str(samples.count), samples.prompt, *map(str, packing)]
+    identity = [checkpoint_digest(samples.folder), str(samples.count), samples.prompt, *map(str, packing)]
     digest = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:12]
     return NamedDataset(f"samples of {samples.folder.name} {digest}", rows)
 
 
-def digest_of(checkpoint: Path, config_name: str = "config.json") -> str:
+def network_name(family: str, checkpoint: Path, adapter: str | None) -> str:
+    """What a cache notes of the network that made it: family, digest of the checkpoint, and that of its adapter."""
+    name = f"{family} {checkpoint_digest(checkpoint)}"
+    return name if adapter is None else f"{name}{WITH_ADAPTER}{adapter_digest(adapter)}"
+
+
+def adapter_digest(adapter: str) -> str:
+    """Names the weights of an adapter, given by its folder or hub id."""
+    return checkpoint_digest(files.local_folder(adapter, adapters.FILES), adapters.CONFIG)
+
+
+def checkpoint_digest(checkpoint: Path, config_name: str = "config.json") -> str:
     """Names the weights of a checkpoint: of every file that a network (or an adapter) is read from."""
     parts = [f"{path.name} {files.sha256(path)}" for path in sorted(checkpoint.glob("*.safetensors"))]
     return hashlib.sha256("\n".join([*parts, files.sha256(checkpoint / config_name)]).encode()).hexdigest()[:16]
 
 
 def mix_datasets(datasets: Sequence[NamedDataset], weights: Sequence[float] | None, rows: int) -> Mixture:
-    """So many rows at a time; by default each source as often as it has rows, so that all are read once."""
+    """A mixture with batches of ``rows`` rows; by default sources weigh as many rows as they have."""
     shares = [float(len(dataset.rows)) for dataset in datasets] if weights is None else list(weights)
     if len(shares) != len(datasets) or min(shares) <= 0:
         names = ", ".join(dataset.name for dataset in datasets)

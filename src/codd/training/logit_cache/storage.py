@@ -31,6 +31,8 @@ from codd.validation import List, Section, Whole
 
 FORMAT, VERSION = "codd logit cache", 2
 INDEX, ROWS = "index.json", "rows"
+WITH_ADAPTER = " + "
+"""The separator between the digests of a network and of its adapter in `CacheSettings.backbone`."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +47,19 @@ class CacheSettings(Section):
     top_k: Whole | None = None
     """How long the lists are; None: as long as the tolerance needs."""
     tolerance: float = 1e-3
-    """By how many nats a masked token the conditional log-likelihood may change."""
+    """The largest change of the conditional log-likelihood by the lists, in nats per masked token."""
     features: bool = False
     """Whether the network's last states are kept, at all positions."""
     seed: Whole = 0
     backbone: str = ""
-    """Family and digest of the network."""
+    """Family and digest of the network, and that of the adapter merged into it, if any."""
     data: List[str] = ()
     """Name, digest and share of each source of rows."""
+
+    @property
+    def adapter(self) -> str | None:
+        """The digest of the adapter that the network was evaluated with; None if there was none."""
+        return self.backbone.partition(WITH_ADAPTER)[2] or None
 
     def digest(self) -> str:
         """16 hex digits that name the settings, and so the cache."""
@@ -76,11 +83,11 @@ class Record(NamedTuple):
 
 
 class _Noted(NamedTuple):
-    """A record while the cache is made."""
+    """The file of a shard's record while the cache is made."""
 
     record: Record
     digest: str
-    """Of the settings."""
+    """The digest of the cache's settings."""
 
 
 @dataclass(frozen=True)
@@ -104,13 +111,13 @@ def shard_name(number: int) -> str:
 
 
 def record_name(number: int) -> str:
-    """The file of its record, while the cache is made."""
+    """The file name of a shard's record while the cache is made."""
     return f"shard-{number:05d}.json"
 
 
 @contextmanager
 def claimed(folder: Path, *, fresh: bool) -> Iterator[None]:
-    """`claim` a folder and have it to ourselves; if nothing was asked of the network in it yet, an error empties it."""
+    """`claim` a folder and lock it; an error empties it again if the network was not evaluated yet."""
     _check_folder(folder)
     with folders.exclusive(folder):
         claim(folder, fresh=fresh)
@@ -203,7 +210,7 @@ def _write(folder: Path, fields: dict[str, Any]) -> None:
 
 
 def records(folder: Path, index: Index) -> list[Record | None]:
-    """Of each shard: its own record, if it has one, else the index's."""
+    """The record of each shard: in a file of its own, if there is one, else the index's; None if it is not finished."""
     known: list[Record | None] = [*index.shards] or [None] * index.settings.shards
     for number in range(len(known)):
         path = folder / record_name(number)
@@ -235,7 +242,7 @@ def write_shard(folder: Path, number: int, entries: CachedWindows, settings: Cac
 
 
 def damage(folder: Path, number: int, record: Record) -> str | None:
-    """What is wrong with a finished shard."""
+    """What is wrong with a finished shard; None if its size and checksum are right."""
     path = folder / shard_name(number)
     if not path.is_file():
         return f"{path}: is missing"
