@@ -12,7 +12,7 @@ from codd.backbones.config import Config
 from codd.backbones.kv_cache import CachedPass
 from codd.backbones.transformer import Transformer, TransformerConfig
 from codd.backbones.weights import Key
-from codd.errors import InvalidInput
+from codd.errors import InvalidInput, shown
 
 if TYPE_CHECKING:
     from codd.backbones.adapters import LowRank
@@ -321,8 +321,12 @@ class Backbone(nn.Module):
         return states
 
     def _check(self, ids: Tensor, attention_mask: Tensor | None) -> None:
-        if ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
-            raise InvalidInput(f"ids must be whole numbers of shape (B, L), found {ids.dtype} {tuple(ids.shape)}.")
+        if not isinstance(ids, Tensor):
+            raise InvalidInput(f"ids must be a torch tensor, found {shown(ids)}: torch.as_tensor makes one.")
+        if ids.ndim != 2 or not ids.numel() or ids.is_floating_point() or ids.dtype == torch.bool:
+            raise InvalidInput(
+                f"ids must be whole numbers of shape (B, L), at least one, found {ids.dtype} {tuple(ids.shape)}."
+            )
         if attention_mask is not None and attention_mask.shape != ids.shape:
             raise InvalidInput(
                 f"attention_mask has shape {tuple(attention_mask.shape)}, but ids have {tuple(ids.shape)}."
@@ -333,7 +337,7 @@ class Backbone(nn.Module):
                 "Cut the text."
             )
         # On an accelerator a look at the values would wait for the device.
-        if ids.device.type == "cpu" and ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
+        if ids.device.type == "cpu" and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
             wrong = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
             raise InvalidInput(
                 f"id {wrong} is not in the vocabulary of {self.vocab_size} tokens (0 to {self.vocab_size - 1})."

@@ -17,13 +17,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from typing import NamedTuple
+from numbers import Real
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from codd.errors import InvalidEvidence
+from codd.errors import InvalidEvidence, shown
 
 
 class Kind(IntEnum):
@@ -59,13 +60,28 @@ def tempered(
     return (logits - row_max(logits)).div_(temperature).to(dtype)
 
 
-def _check_temperatures(temperatures: Sequence[float]) -> None:
+def _check_temperatures(temperatures: Sequence[Any]) -> None:
     least = torch.finfo(torch.float32).tiny
     for t in temperatures:
-        if not least <= t <= 1 / least:
+        number: Any = t if isinstance(t, Real) else math.nan
+        if not least <= number <= 1 / least:
             raise InvalidEvidence(
-                f"temperature must be positive and finite, found {t} (in float32: {least:.2g} to {1 / least:.2g})"
+                f"temperature must be positive and finite, found {shown(t)} (in float32: {least:.2g} to "
+                f"{1 / least:.2g})"
             )
+
+
+def check_evidence(ev: object) -> None:
+    """Raise InvalidEvidence for anything else."""
+    if not isinstance(ev, Evidence):
+        raise InvalidEvidence(f"expected codd.Evidence, found a {type(ev).__name__}: codd.Evidence(logits=...), say")
+
+
+def check_tensors(**given: object) -> None:
+    """Raise InvalidEvidence for whatever is no tensor, by its name."""
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            raise InvalidEvidence(f"{name} must be a torch tensor, found {shown(value)}: torch.as_tensor makes one")
 
 
 def row_max(x: Float[Tensor, "*rows V"]) -> Float[Tensor, "*rows 1"]:
@@ -144,6 +160,12 @@ class Modulation(NamedTuple):
     step_log_gates: Float[Tensor, "B T R"] | None = None
 
 
+_TENSORS = (
+    *("tokens", "observed", "log_potentials", "latent_log_potentials"),
+    *("logits", "missing", "dense", "step_log_gates"),
+)
+
+
 @dataclass(frozen=True, eq=False)
 class Evidence:
     """What is known about B windows of L positions; see the module for the kinds of evidence.
@@ -169,6 +191,7 @@ class Evidence:
 
     def __post_init__(self) -> None:
         """Check shapes, types and devices, and decide the kind of every position."""
+        check_tensors(**{name: value for name in _TENSORS if (value := getattr(self, name)) is not None})
         shape, device = self._frame()
         self._check_members(shape, device)
         if self.tokens is not None:
@@ -274,17 +297,7 @@ class Evidence:
         return self._map(lambda x: x.to(device))
 
     def _map(self, f) -> "Evidence":  # type: ignore[no-untyped-def]  # a tensor function, local to this file
-        names = (
-            "tokens",
-            "observed",
-            "log_potentials",
-            "latent_log_potentials",
-            "logits",
-            "missing",
-            "dense",
-            "step_log_gates",
-        )
-        changes = {n: f(v) for n in names if (v := getattr(self, n)) is not None}
+        changes = {n: f(v) for n in _TENSORS if (v := getattr(self, n)) is not None}
         if isinstance(self.temperature, Tensor):
             changes["temperature"] = f(self.temperature)
         if self.sparse is not None:

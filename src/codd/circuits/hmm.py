@@ -9,15 +9,15 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from codd.circuits import gradients, inference, pairwise, sampling, storage
-from codd.circuits.evidence import Evidence, Kind, Modulation
+from codd.circuits.evidence import Evidence, Kind, Modulation, check_evidence
 from codd.circuits.factors import Factors
 from codd.circuits.incremental import IncrementalConditioner
 from codd.circuits.ops import native
 from codd.circuits.ops.backend import backend_for
-from codd.circuits.parameters import Emission, Transition, check_rows
+from codd.circuits.parameters import Emission, Transition, check_rows, seeded
 from codd.circuits.pyjuice import read_jpc
 from codd.circuits.results import BestPath, Flows, JointStep, Samples
-from codd.errors import FormatError, ImpossibleEvidence, InvalidCircuit, InvalidEvidence
+from codd.errors import FormatError, ImpossibleEvidence, InvalidCircuit, InvalidEvidence, shown
 
 if TYPE_CHECKING:
     from codd.circuits.graph import Circuit
@@ -81,7 +81,7 @@ class HMM(storage.HubMixin):
     ) -> "HMM":
         """Rows are softmaxes of normal numbers times ``scale``; ``rank`` and ``length`` choose the other layouts."""
         _check_sizes(num_states, vocab_size)
-        generator = torch.Generator().manual_seed(seed)
+        generator = seeded(seed)
 
         def table(*shape: int) -> Tensor:
             return (torch.randn(*shape, generator=generator, dtype=torch.float64) * scale).log_softmax(-1).to(dtype)
@@ -477,6 +477,9 @@ class HMM(storage.HubMixin):
     # Checks.
 
     def _check_shapes(self) -> None:
+        for table in (self.log_initial, *self.transition.log_factors, self.emission.stored):
+            if not isinstance(table, Tensor):
+                raise InvalidCircuit(f"parameters must be torch tensors, found {shown(table)}")
         n = self.log_initial.shape[0] if self.log_initial.ndim == 1 else -1
         if n < 1:
             raise InvalidCircuit(f"log_initial must be (N,) with N >= 1, found shape {tuple(self.log_initial.shape)}")
@@ -521,6 +524,7 @@ class HMM(storage.HubMixin):
         return centred.evidence, centred.tokens.sum(-1) + centred.latents
 
     def _check(self, ev: Evidence) -> None:
+        check_evidence(ev)
         if ev.device != self.device:
             raise InvalidEvidence(f"the evidence is on {ev.device}, the circuit on {self.device}: move one of them")
         if ev.shape[0] < 1:
@@ -549,8 +553,9 @@ class HMM(storage.HubMixin):
 
 
 def _check_sizes(num_states: int, vocab_size: int) -> None:
-    if num_states < 1 or vocab_size < 1:
-        raise InvalidCircuit(f"num_states and vocab_size must be positive, found {num_states} and {vocab_size}")
+    if not all(isinstance(size, int) and size > 0 for size in (num_states, vocab_size)):
+        found = f"{shown(num_states)} and {shown(vocab_size)}"
+        raise InvalidCircuit(f"num_states and vocab_size must be positive, found {found}: give whole numbers")
 
 
 def _check_ids(name: str, ids: Int[Tensor, "..."], vocab_size: int) -> None:

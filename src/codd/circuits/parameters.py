@@ -8,12 +8,19 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from codd.circuits.ops import native
-from codd.errors import InvalidCircuit
+from codd.errors import InvalidCircuit, InvalidInput, shown
 
 WIDEST = 256
 """Up to so many states the matrix fits the cache of a core in float32."""
 _TOLERANCE, _COMPACT_TOLERANCE = 1e-4, 4e-3
 """How far a row's sum may be from one; float32 rows of 150,000 entries, or rows rounded to bfloat16, stay inside."""
+
+
+def seeded(seed: int) -> torch.Generator:
+    """A generator on the CPU. Any whole number is a seed; two that differ by a multiple of 2**64 are the same one."""
+    if not isinstance(seed, int):
+        raise InvalidInput(f"seed must be a whole number, found {shown(seed)}.")
+    return torch.Generator().manual_seed(seed % 2**64)
 
 
 def check_rows(name: str, log_table: Float[Tensor, "*rows K"], compact: bool = False) -> None:

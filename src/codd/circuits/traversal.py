@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from codd.circuits.evidence import Evidence, Kind
+from codd.circuits.evidence import Evidence, Kind, check_evidence
 from codd.errors import InvalidEvidence
 
 Reduce = Callable[[Tensor, int], Tensor]
@@ -214,6 +214,7 @@ def _edges(step: Step, slots: Float[Tensor, "M B"]) -> Float[Tensor, "C B"]:
 
 
 def _check_shapes(program: Program, ev: Evidence) -> None:
+    check_evidence(ev)
     length, num_leaves, vocab_size = program.leaf_log_probs.shape
     if ev.device.type != "cpu":
         raise InvalidEvidence(

@@ -54,7 +54,8 @@ class Automaton:
             raise InvalidConstraint(f"an automaton needs a state and a token, found {states} and {len(classes)}.")
         _check_range(table, "next states", -1, states)
         _check_range(classes, "classes of tokens", 0, columns)
-        listed = _whole(accepting if isinstance(accepting, Tensor) else list(accepting), "accepting", 1)
+        plain = isinstance(accepting, Iterable) and not isinstance(accepting, Tensor)
+        listed = _whole(list(accepting) if plain else accepting, "accepting", 1)
         _check_range(listed, "accepting states", 0, states)
         try:
             self.start = operator.index(start)

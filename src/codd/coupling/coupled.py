@@ -11,11 +11,12 @@ from torch import Tensor
 
 from codd.circuits import Evidence, pairwise
 from codd.circuits.constrained import ConstrainedHMM, WindowConstraint
+from codd.circuits.evidence import check_tensors
 from codd.circuits.protocol import Conditioner as Conditioner
 from codd.circuits.protocol import ProbabilisticCircuit
 from codd.circuits.results import JointStep, Samples
 from codd.constraints import Automaton
-from codd.errors import InvalidEvidence
+from codd.errors import InvalidConstraint, InvalidEvidence, shown
 
 
 class Coupled:
@@ -47,7 +48,7 @@ class Coupled:
         - ``constraint``: everything is conditioned on this automaton accepting the window, read from its first
           position, or as a `WindowConstraint` says.
         """
-        _check(circuit, logits, tokens, masked)
+        _check(circuit, logits, tokens, masked, constraint)
         self.circuit, modulation = circuit.condition_on(features, masked if hidden is None else hidden)
         if constraint is not None:
             given = constraint if isinstance(constraint, WindowConstraint) else WindowConstraint(constraint)
@@ -79,6 +80,7 @@ class Coupled:
 
     def log_prob(self, x0: Int[Tensor, "B L"]) -> Float[Tensor, " B"]:
         """log p(x0 at the masked positions | the observed ones); what x0 says elsewhere is ignored."""
+        check_tensors(x0=x0)
         return self.circuit.conditional_log_prob(x0, self.evidence)
 
     def marginals(self) -> Float[Tensor, "B L V"]:
@@ -143,11 +145,26 @@ def _added(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     return b if a is None else a if b is None else a + b
 
 
-def _check(circuit: ProbabilisticCircuit, logits: Tensor, tokens: Tensor, masked: Tensor) -> None:
+def _check(circuit: ProbabilisticCircuit, logits: Tensor, tokens: Tensor, masked: Tensor, constraint: object) -> None:
+    if not hasattr(circuit, "condition_on"):  # isinstance would look at every member of the protocol, in every step
+        raise InvalidEvidence(f"circuit must be a circuit, such as codd.HMM, found {shown(circuit)}.")
+    if not isinstance(constraint, Automaton | WindowConstraint | None):
+        raise InvalidConstraint(
+            f"constraint must be an Automaton over the circuit's tokens, found {shown(constraint)}: "
+            "model.automaton(...) makes one of a Regex, JsonSchema, Choice or Template."
+        )
+    check_tensors(logits=logits, tokens=tokens, masked=masked)
     if logits.ndim != 3 or logits.shape[:2] != tokens.shape or masked.shape != tokens.shape:
         raise InvalidEvidence(
             "logits must be (B, L, V), tokens and masked (B, L), found "
             f"{tuple(logits.shape)}, {tuple(tokens.shape)} and {tuple(masked.shape)}."
+        )
+    if masked.dtype != torch.bool:
+        raise InvalidEvidence(f"masked must be a boolean mask, found {masked.dtype}.")
+    if not logits.device == tokens.device == masked.device:
+        raise InvalidEvidence(
+            "logits, tokens and masked must be on one device, found "
+            f"{logits.device}, {tokens.device} and {masked.device}: move them."
         )
     if logits.shape[-1] != circuit.vocab_size:
         raise InvalidEvidence(

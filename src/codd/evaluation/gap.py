@@ -15,10 +15,11 @@ from torch import Tensor
 
 from codd.backbones.backbone import Backbone, MaskedOutput
 from codd.circuits import ProbabilisticCircuit
+from codd.circuits.parameters import seeded
 from codd.coupling import Coupled
 from codd.coupling.gap import gap_closed
 from codd.decoding.model import Model
-from codd.errors import InvalidInput
+from codd.errors import InvalidInput, shown
 
 RATIOS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 BLOCK_LENGTH = 32
@@ -151,8 +152,7 @@ def masked_counts(ratios: Sequence[float], block_length: int) -> dict[float, int
 
 def reveal_order(blocks: int, length: int, seed: int) -> Int[Tensor, "B S"]:
     """The order in which the tokens of each block are revealed: a ratio masks those that come last."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(blocks, length, generator=generator, dtype=torch.float64).argsort(dim=1)
+    return torch.rand(blocks, length, generator=seeded(seed), dtype=torch.float64).argsort(dim=1)
 
 
 def rows_at_once(backbone: Backbone, block_length: int) -> int:
@@ -286,10 +286,13 @@ def check_grid(block_size: int | None, starts: Int[Tensor, " B"], block_length: 
 
 
 def _check(ids: Tensor, starts: Tensor, ratios: Sequence[float], block_length: int) -> None:
-    if ids.ndim != 2 or ids.is_floating_point() or not len(ids) or starts.shape != ids.shape[:1]:
+    if not isinstance(ids, Tensor) or not isinstance(starts, Tensor):
+        raise InvalidInput(f"ids and starts must be torch tensors, found {shown(ids)} and {shown(starts)}.")
+    floating = ids.is_floating_point() or starts.is_floating_point()
+    if ids.ndim != 2 or floating or not len(ids) or starts.shape != ids.shape[:1]:
         raise InvalidInput(
             "ids must be whole numbers of shape (B, T) and starts (B,), with at least one text, found "
-            f"{tuple(ids.shape)} and {tuple(starts.shape)}."
+            f"{tuple(ids.shape)} and {tuple(starts.shape)} of {ids.dtype} and {starts.dtype}."
         )
     if not ratios or not all(0 < ratio <= 1 for ratio in ratios):
         raise InvalidInput(f"ratios must be above 0 and at most 1, found {list(ratios)}.")

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator
 from random import Random
-from typing import Literal
+from typing import Literal, get_args
 from zlib import crc32
 
 from codd.data.problems.problem import Problem
 from codd.data.problems.stories import stories
 from codd.data.problems.writer import write
+from codd.errors import InvalidInput, shown
 
 Split = Literal["train", "test"]
 
@@ -31,6 +32,12 @@ def generate(index: int, *, split: Split = "train", seed: int = 0) -> Problem:
 
 
 def problems(count: int, *, split: Split = "train", seed: int = 0, start: int = 0) -> Iterator[Problem]:
-    """The problems with the indices from ``start`` to ``start + count - 1``, one by one."""
-    for index in range(start, start + count):
-        yield generate(index, split=split, seed=seed)
+    """The problems with the indices from ``start`` to ``start + count - 1``, one by one.
+
+    InvalidInput for a split that is neither "train" nor "test", and for a count that is no whole number from 0 on.
+    """
+    if split not in get_args(Split):
+        raise InvalidInput(f"split must be one of {', '.join(map(repr, get_args(Split)))}, found {shown(split)}.")
+    if not isinstance(count, int) or count < 0:
+        raise InvalidInput(f"count must be a whole number of at least 0, found {shown(count)}.")
+    return (generate(index, split=split, seed=seed) for index in range(start, start + count))
