@@ -85,4 +85,6 @@ def test_what_cannot_be_measured_is_named(model):
 def test_any_whole_number_is_a_seed(model):
     ids, starts = torch.full((1, 40), 5), torch.tensor([0])
     assert codd.HMM.random(num_states=2, vocab_size=V, seed=2**80).vocab_size == V
+    same = codd.HMM.random(num_states=np.int64(2), vocab_size=V, seed=np.int64(0))
+    assert same.log_prob(IDS).equal(HMM.log_prob(IDS))
     assert misspecification(model, ids, starts, ratios=(0.1,), seed=2**80)[0.1]["tokens"] == 3

@@ -14,7 +14,7 @@ from codd.circuits.factors import Factors
 from codd.circuits.incremental import IncrementalConditioner
 from codd.circuits.ops import native
 from codd.circuits.ops.backend import backend_for
-from codd.circuits.parameters import Emission, Transition, check_rows, seeded
+from codd.circuits.parameters import Emission, Transition, check_rows, is_whole, seeded
 from codd.circuits.pyjuice import read_jpc
 from codd.circuits.results import BestPath, Flows, JointStep, Samples
 from codd.errors import FormatError, ImpossibleEvidence, InvalidCircuit, InvalidEvidence, shown
@@ -553,7 +553,7 @@ class HMM(storage.HubMixin):
 
 
 def _check_sizes(num_states: int, vocab_size: int) -> None:
-    if not all(isinstance(size, int) and size > 0 for size in (num_states, vocab_size)):
+    if not all(is_whole(size) and size > 0 for size in (num_states, vocab_size)):
         found = f"{shown(num_states)} and {shown(vocab_size)}"
         raise InvalidCircuit(f"num_states and vocab_size must be positive, found {found}: give whole numbers")
 

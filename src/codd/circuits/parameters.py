@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -16,11 +17,16 @@ _TOLERANCE, _COMPACT_TOLERANCE = 1e-4, 4e-3
 """How far a row's sum may be from one; float32 rows of 150,000 entries, or rows rounded to bfloat16, stay inside."""
 
 
+def is_whole(value: object) -> bool:
+    """Whether it is a whole number: Python's or NumPy's."""
+    return isinstance(value, Integral)
+
+
 def seeded(seed: int) -> torch.Generator:
     """A generator on the CPU. Any whole number is a seed; two that differ by a multiple of 2**64 are the same one."""
-    if not isinstance(seed, int):
+    if not is_whole(seed):
         raise InvalidInput(f"seed must be a whole number, found {shown(seed)}.")
-    return torch.Generator().manual_seed(seed % 2**64)
+    return torch.Generator().manual_seed(int(seed) % 2**64)
 
 
 def check_rows(name: str, log_table: Float[Tensor, "*rows K"], compact: bool = False) -> None:

@@ -1,6 +1,7 @@
 """Problems by index: a pure function of the split, the seed and the index."""
 
 from collections.abc import Iterator
+from numbers import Integral
 from random import Random
 from typing import Literal, get_args
 from zlib import crc32
@@ -38,6 +39,7 @@ def problems(count: int, *, split: Split = "train", seed: int = 0, start: int = 
     """
     if split not in get_args(Split):
         raise InvalidInput(f"split must be one of {', '.join(map(repr, get_args(Split)))}, found {shown(split)}.")
-    if not isinstance(count, int) or count < 0:
+    number: object = count  # NumPy's whole numbers are some, too
+    if not isinstance(number, Integral) or count < 0:
         raise InvalidInput(f"count must be a whole number of at least 0, found {shown(count)}.")
     return (generate(index, split=split, seed=seed) for index in range(start, start + count))
