@@ -122,6 +122,16 @@ def test_choices_and_the_text_of_a_schema(client):
     assert {choice.text for choice in found.choices} <= {"true", "false"}
 
 
+def test_a_text_that_fills_its_length_is_complete(client):
+    """OpenAI's client takes "length" for JSON that is cut, and raises."""
+    asked = {**ASKED, "max_tokens": 1, "extra_body": {"guided_choice": ["7"]}}
+    whole = client.chat.completions.create(**asked)
+    assert (whole.choices[0].message.content, whole.choices[0].finish_reason) == ("7", "stop")
+    assert whole.usage.completion_tokens == 1
+    *_, last = client.chat.completions.create(**asked, stream=True)
+    assert last.choices[0].finish_reason == "stop"
+
+
 def tool(name: str, properties: dict[str, Any], **more: Any) -> dict[str, Any]:
     parameters = {"type": "object", "properties": properties, "required": [*properties], **more}
     return {"type": "function", "function": {"name": name, "description": "", "parameters": parameters}}
