@@ -24,6 +24,7 @@ from codd.cli import FAILED, main, serve
         (["--compile-timeout", "0"], "--compile-timeout must be more than 0"),
         (["--compile-timeout", "inf"], "--compile-timeout must be at most 3600"),
         (["--compile-memory", "nan"], "--compile-memory must be more than 0 GiB"),
+        (["--cache-memory", "inf"], "--cache-memory must be at most 1048576 GiB"),
         (["--api-key-file", "/nowhere/key"], "/nowhere/key"),
         (["--threshold", "2"], "threshold must be"),
         (["--model", "/nowhere/model"], "/nowhere/model"),
