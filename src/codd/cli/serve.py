@@ -348,8 +348,11 @@ def _name(args: argparse.Namespace) -> str:
 def _key(args: argparse.Namespace) -> str | None:
     """From a file or the environment, where no list of processes shows it."""
     if args.api_key_file is None:
-        return os.environ.get(KEY) or None
-    key = Path(args.api_key_file).read_text(encoding="utf-8").strip()
-    if not key:
-        raise InvalidInput(f"{args.api_key_file}: there is no key in it.")
-    return key
+        key = os.environ.get(KEY, "")
+    else:
+        key = Path(args.api_key_file).read_text(encoding="utf-8", errors="surrogateescape").strip()
+        if not key:
+            raise InvalidInput(f"{args.api_key_file}: there is no key in it.")
+    if not key.isprintable():  # nor are bytes that are no UTF-8
+        raise InvalidInput(f"{args.api_key_file or KEY}: a key is one line of text, which a header can hold.")
+    return key or None
