@@ -24,6 +24,7 @@ from codd.cli import FAILED, main, serve
         (["--compile-timeout", "0"], "--compile-timeout must be more than 0"),
         (["--compile-timeout", "inf"], "--compile-timeout must be at most 3600"),
         (["--compile-memory", "nan"], "--compile-memory must be more than 0 GiB"),
+        (["--cache-memory", "inf"], "--cache-memory must be at most 1048576 GiB"),
         (["--api-key-file", "/nowhere/key"], "/nowhere/key"),
         (["--threshold", "2"], "threshold must be"),
         (["--model", "/nowhere/model"], "/nowhere/model"),
@@ -51,10 +52,20 @@ def test_limits_of_constraints_are_what_the_options_say():
     assert limits(*told.split()) == wanted
 
 
-def test_an_empty_key_is_no_key(capsys, tmp_path):
-    (tmp_path / "key").write_text("\n")
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b"\n", "there is no key in it"), (b"\xff\xfe", "one line of text"), (b"one\ntwo", "one line of text")],
+)
+def test_a_file_without_a_key(capsys, tmp_path, content, words):
+    (tmp_path / "key").write_bytes(content)
     assert main(["serve", "--api-key-file", str(tmp_path / "key")]) == FAILED
-    assert "there is no key in it" in capsys.readouterr().err
+    assert words in capsys.readouterr().err
+
+
+def test_a_key_of_the_environment_that_no_client_can_send(capsys, monkeypatch):
+    monkeypatch.setenv(serve.KEY, "\udcff")
+    assert main(["serve"]) == FAILED
+    assert f"{serve.KEY}: a key is one line of text" in capsys.readouterr().err
 
 
 def test_without_its_extra_it_says_what_to_install():

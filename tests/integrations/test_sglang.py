@@ -121,6 +121,36 @@ def test_masks_of_the_prompt_stay(engine, saved):
     assert MASK not in ids[4:].tolist()
 
 
+@pytest.mark.parametrize("fdfo", [False, True])
+def test_a_block_that_fails_leaves_the_others_alone(engine, saved, caplog, fdfo):
+    """SGLang has nothing by which an algorithm fails one request; an exception would end the whole server."""
+    broken, options = 1, {"threshold": 0.3}
+    algorithm = engine["CoDD"](DllmConfig({**options, "circuit": saved}, SIZE, MASK, first_done_first_out_mode=fdfo))
+    ids, whole = blocks_of(PROMPTS), model_runner(PROMPTS)
+    given = ids != MASK
+    batch, carried = ForwardBatch(ids.view(-1), len(PROMPTS), given), None
+
+    def forward(input_ids: torch.Tensor) -> torch.Tensor:
+        logits = whole(input_ids).view(len(PROMPTS), SIZE, VOCAB)
+        logits[broken, -1] = torch.nan
+        return logits.view(-1, VOCAB)
+
+    if fdfo:
+        done = [False, False]
+        while not all(done):
+            now, carried = algorithm.run(forward, batch, carried)
+            done = [a or b for a, b in zip(done, now, strict=True)]
+    else:
+        assert algorithm.run(forward, batch)
+    fine, failed = ids.tolist()
+    assert fine == expected(PROMPTS[0], circuit(), options)[-1]
+    assert MASK not in failed
+    assert failed[: int(given[broken].sum())] == PROMPTS[broken]
+    [record] = caplog.records
+    assert "block 1 of 2" in record.getMessage()
+    assert "NaN" in record.getMessage()
+
+
 def test_padded_vocabularies_and_those_of_other_models(engine, saved):
     algorithm = engine["CoDD"](DllmConfig({"circuit": saved, "steps": 1}, SIZE, MASK))
     logits = torch.randn(SIZE, VOCAB, generator=torch.Generator().manual_seed(0))

@@ -1,6 +1,7 @@
 """OpenAI's own client and /v1/responses; and what streams of all three routes have on request."""
 
 import json
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,8 @@ from schemathesis import GenerationMode
 from codd.decoding import Options
 from codd.serving.app import Settings
 from codd.serving.prompts import Limits
-from tests.support.live import PATIENCE, Live, bundled, live
+from tests.support.live import PATIENCE, Live, bundled, live, until
+from tests.support.small_models import Gate
 
 QUESTION = "Mia has 84 stamps. She gives half of them to Tom. How many does she keep?"
 HOW: dict[str, Any] = {"steps": 8, "block_length": 16, "seed": 7}
@@ -118,6 +120,27 @@ def test_the_stream_helper_of_the_client_follows(client):
     assert "response.codd_provisional" in seen
     assert final.output_text in ("forty two", "none")
     assert final.status == "completed"
+
+
+def test_a_stream_that_breaks_off_ends_with_the_error_of_openai():
+    gate = Gate()
+    settings = Settings(name="mini", limits=Limits(Options(gen_length=8, hooks=(gate,))))
+    with (
+        live(settings=settings, drain=0) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client,
+    ):
+        stream = client.responses.create(model="mini", input=QUESTION, stream=True)
+        assert gate.reached.acquire(timeout=PATIENCE)
+        server.running.handle_exit(signal.SIGTERM, None)
+        until(lambda: server.engine._stopped)
+        gate.open.release(1000)
+        received = [line for line in stream.response.iter_lines() if line]
+    numbers = [json.loads(line.removeprefix("data: "))["sequence_number"] for line in received[1::2]]
+    assert numbers == list(range(len(numbers)))
+    assert received[-2] == "event: error"
+    event = openai.types.responses.ResponseErrorEvent.model_validate_json(received[-1].removeprefix("data: "))
+    assert (event.type, event.code, event.param) == ("error", "shutting_down", None)
+    assert event.to_dict()["error"]["message"] == event.message  # by which the client knows that it is to raise
 
 
 def test_a_schema_binds_the_text(client):

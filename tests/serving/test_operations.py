@@ -89,6 +89,9 @@ def test_while_it_drains_new_requests_are_refused_and_others_finished(clients, c
             assert (refused.status_code, refused.headers["Retry-After"]) == (503, "5")
             assert refused.headers["Connection"] == "close"
             assert refused.json()["error"]["code"] == "shutting_down"
+        for path in ("/v1/denoise", "/v1/constraint"):  # nothing is compiled for who is sent away
+            refused = server.http.post(path, json={"guided_regex": "(", **(IDS if path == "/v1/denoise" else {})})
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
         gate.open.release(1000)
         assert asked.result(PATIENCE).text.count("event: done") == 1
         until(lambda: "1 requests finished, 0 broken off" in caplog.text)

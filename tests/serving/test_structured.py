@@ -13,9 +13,11 @@ import termios
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import jsonschema_rs
 import openai
 import pytest
@@ -120,6 +122,16 @@ def test_choices_and_the_text_of_a_schema(client):
     assert {choice.text for choice in found.choices} <= {"yes", "no"}
     found = client.completions.create(**how, extra_body={**QUICK, "guided_json": '{"type": "boolean"}'})
     assert {choice.text for choice in found.choices} <= {"true", "false"}
+
+
+def test_a_text_that_fills_its_length_is_complete(client):
+    """OpenAI's client takes "length" for JSON that is cut, and raises."""
+    asked = {**ASKED, "max_tokens": 1, "extra_body": {"guided_choice": ["7"]}}
+    whole = client.chat.completions.create(**asked)
+    assert (whole.choices[0].message.content, whole.choices[0].finish_reason) == ("7", "stop")
+    assert whole.usage.completion_tokens == 1
+    *_, last = client.chat.completions.create(**asked, stream=True)
+    assert last.choices[0].finish_reason == "stop"
 
 
 def tool(name: str, properties: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -259,6 +271,21 @@ def test_time_is_limited_and_the_next_one_is_served():
         assert (param, "0.2 seconds" in message) == ("guided_regex", True)
         # On a busy machine a small one may take as long, too: but the process is there again.
         assert any(server.http.post("/v1/constraint", json={"guided_regex": "ab"}).is_success for _ in range(20))
+
+
+def test_a_server_that_ends_tells_who_still_waits_for_a_pattern():
+    def compilers() -> int:
+        return sum(thread.name.startswith("codd-compiler") for thread in threading.enumerate())
+
+    settings, before = Settings(name="mini", limits=Limits(compile_seconds=60.0)), compilers()
+    with live(settings=settings, drain=0) as server, ThreadPoolExecutor(1) as pool:
+        body = {"guided_regex": EXPENSIVE}
+        asked = pool.submit(httpx.post, f"{server.url}/v1/constraint", json=body, timeout=PATIENCE)
+        until(lambda: compilers() > before)
+        server.running.config.timeout_graceful_shutdown = 0
+        server.running.handle_exit(signal.SIGTERM, None)
+        found = asked.result(PATIENCE)
+    assert (found.status_code, found.json()["error"]["code"]) == (503, "shutting_down")
 
 
 def compiled_alone(pattern: str, limits: Limits) -> Compiled | None:

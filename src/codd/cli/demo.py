@@ -1,9 +1,6 @@
 """``codd demo``: what the circuit gains, counted on this machine; with ``--more``, how."""
 
 import argparse
-import errno
-import os
-from pathlib import Path
 from typing import Any
 
 from codd.cli import console, demo_comparison, demo_model, demo_words, sampling, tables
@@ -38,7 +35,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 examples:
   codd demo
   codd demo --problems 100 --seed 7
-  codd demo --more --html demo.html
+  codd demo --more
   codd demo --circuit static
   codd demo --json | python -m json.tool"""
     seed = console.whole_number(0, 2**63 - 1)  # what a torch generator takes
@@ -53,42 +50,26 @@ examples:
     parser.add_argument("--more", action="store_true", help="show more after that")
     sampling.add_circuit_argument(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object with all numbers instead of text")
-    parser.add_argument("--html", metavar="PATH", type=Path, help="also write it as a page, with figures")
 
 
 def run(args: argparse.Namespace) -> int:
     """Compute everything, and show it; the first screen as soon as it is known."""
-    _check(args)
+    if args.circuit == "none":
+        raise InvalidInput("the demo compares the network with and without a circuit: --circuit must not be none.")
     with console.working("loading the bundled model"):
         model = load(circuit=sampling.circuit_from(args))
     results: dict[str, Any] = {"seed": args.seed}
-    shown: list[tables.Section] = []
-
-    def show(sections: list[tables.Section]) -> None:
-        shown.extend(sections)
-        if not args.json:
-            tables.show(sections)
-
     results["comparison"] = demo_comparison.compare(model, args.seed, args.problems)
-    show(demo_comparison.sections(results["comparison"]))
+    if not args.json:
+        tables.show(demo_comparison.sections(results["comparison"]))
     if args.more:
         results["model"] = demo_model.compare(model, args.seed, own=args.circuit in CIRCUIT_FOLDERS)
         results["example"] = demo_words.example(args.seed)
-        show([*demo_model.sections(results["model"]), demo_words.section(results["example"])])
-    if args.html is not None:
-        args.html.write_text(tables.page("codd demo", shown), encoding="utf-8")
     if args.json:
         console.as_json(results)
-    else:
-        console.out().print()
-        console.fields("Next", NEXT)
+        return 0
+    if args.more:
+        tables.show([*demo_model.sections(results["model"]), demo_words.section(results["example"])])
+    console.out().print()
+    console.fields("Next", NEXT)
     return 0
-
-
-def _check(args: argparse.Namespace) -> None:
-    """Raise before a minute of work for what would fail after it."""
-    if args.circuit == "none":
-        raise InvalidInput("the demo compares the network with and without a circuit: --circuit must not be none.")
-    if args.html is not None and (args.html.is_dir() or not args.html.parent.is_dir()):
-        code = errno.EISDIR if args.html.is_dir() else errno.ENOENT
-        raise OSError(code, os.strerror(code), str(args.html))

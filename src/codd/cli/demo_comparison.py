@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from codd.cli import console, figures
+from codd.cli import console
 from codd.cli.demo_model import answer, warm_up, written
 from codd.cli.tables import Cell, Section
 from codd.data.problems import generate
@@ -43,10 +43,7 @@ def compare(model: Model, seed: int, count: int | None = None) -> dict[str, Any]
             # In turn, and each first as often as the other: both see the same load of the machine.
             order = list(models) if index % 2 == 0 else list(reversed(models))
             problem = generate(index, split="test", seed=seed)
-            runs = {
-                name: answer(models[name], problem.question, OPTIONS[name].changed(seed=seed), chat=True)
-                for name in order
-            }
+            runs = {name: answer(models[name], problem.question, OPTIONS[name].changed(seed=seed)) for name in order}
             solved.append({"question": problem.question, "right": problem.answer, "runs": runs})
             bar.advance()
     right = {name: [each["runs"][name]["answer"] == each["right"] for each in solved] for name in models}
@@ -87,19 +84,20 @@ def _in_words(ratio: float, fewer: str, more: str, same: str) -> str:
 def sections(results: dict[str, Any]) -> list[Section]:
     """The counts, and the first problem in full."""
     ways, solved = results["ways"], results["problems"]
-    first, rules = solved[0], {name: _rule(options) for name, options in OPTIONS.items()}
+    first = solved[0]
     rows = [
         [Cell(label), Cell(f"{ways[name]['right']} of {len(solved)}")]
         + [Cell(f"{ways[name][cost]:{form}}") for cost, (_, form) in COSTS.items()]
         for name, label in LABELS.items()
     ]
-    seconds = {label: [ways[name]["seconds"]] for name, label in LABELS.items()}
     counts = Section(
         title=headline(ways, results["p"]),
         before=[
             f"{len(solved)} word problems that the bundled model was not trained on, one at a time. The network alone "
-            f"writes in each call {rules['alone']}, each by itself: its own best rule. With the circuit, the default, "
-            f"it is {rules['circuit']}, given those that the call has written already.",
+            "writes in each call the surest tokens while their entropies sum to less than "
+            f"{OPTIONS['alone'].entropy_budget:g} nats, each by itself: its own best rule. With the circuit, the "
+            f"default, it is every token that is at least {OPTIONS['circuit'].threshold:.0%} probable, given those "
+            "that the call has written already.",
         ],
         header=["", "right answers", *(heading for heading, _ in COSTS.values())],
         rows=[*rows, _ratios(ways)],
@@ -107,7 +105,6 @@ def sections(results: dict[str, Any]) -> list[Section]:
             "Calls and seconds are means a problem, counted in this run; one token a call was not run. So few problems "
             f"say little of right answers (their difference: p = {results['p']:.2f}); docs/results has hundreds."
         ],
-        figure=figures.bars("Seconds a problem", ["a problem"], seconds, "{:.2f} s".format),
     )
     example = Section(
         title="The first of them",
@@ -120,17 +117,7 @@ def sections(results: dict[str, Any]) -> list[Section]:
     return [counts, example]
 
 
-def _rule(options: Options) -> str:
-    if options.threshold is not None:
-        return f"every token that is at least {options.threshold:.0%} probable"
-    if options.entropy_budget is not None:
-        return f"the surest tokens while their entropies sum to less than {options.entropy_budget:g} nats"
-    return f"as many tokens as fill {options.gen_length} places in {options.steps} calls"
-
-
 def _ratios(ways: Mapping[str, Mapping[str, Any]]) -> list[Cell]:
-    cells = []
-    for cost in COSTS:
-        ratio = ways["alone"][cost] / ways["circuit"][cost]
-        cells.append(Cell(f"x{ratio:.2f}", "good" if ratio >= 1 + SAME else "bad" if ratio <= 1 - SAME else "plain"))
-    return [Cell("ratio"), Cell(""), *cells]
+    ratios = [ways["alone"][cost] / ways["circuit"][cost] for cost in COSTS]
+    tones = ["plain" if abs(ratio - 1) < SAME else "good" if ratio > 1 else "bad" for ratio in ratios]
+    return [Cell("ratio"), Cell(""), *(Cell(f"x{r:.2f}", tone) for r, tone in zip(ratios, tones, strict=True))]

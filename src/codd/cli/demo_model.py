@@ -8,11 +8,10 @@ from typing import Any
 
 from codd.backbones import Tokenizer
 from codd.circuits import HMM
-from codd.cli import console, figures, sampling
+from codd.cli import console, sampling
 from codd.cli.tables import Cell, Section
 from codd.data.problems import Problem, extract_answer, generate
 from codd.decoding import Model, Options, Step
-from codd.decoding.options import PACES
 
 LABELS = {"factorized": "network alone", "null": "x null circuit", "circuit": "x trained circuit"}
 FOREIGN = "x given circuit"
@@ -29,7 +28,7 @@ PASSAGE_LENGTH = 32
 def tasks(tokenizer: Tokenizer, seed: int) -> list[dict[str, Any]]:
     """Short problems of the test stream, the first of them at every speed, and a passage to continue.
 
-    Each has a kind ('problem' or 'prose'), a prompt, the right answer of a problem, options, and speeds ``at_once``.
+    Each has a prompt, the right answer (None: prose), options, and speeds ``at_once``.
     """
 
     def fits(problem: Problem) -> bool:
@@ -39,13 +38,13 @@ def tasks(tokenizer: Tokenizer, seed: int) -> list[dict[str, Any]]:
     stream = filter(fits, (generate(index, split="test", seed=seed) for index in itertools.count()))
     options = {"gen_length": PROBLEM_LENGTH, "seed": seed, "sampler": "any_order"}
     found: list[dict[str, Any]] = [
-        {"kind": "problem", "prompt": each.question, "right": each.answer, "options": options, "at_once": AT_ONCE[1:]}
+        {"prompt": each.question, "right": each.answer, "options": options, "at_once": AT_ONCE[1:]}
         for each in itertools.islice(stream, NUM_PROBLEMS)
     ]
     found[0]["at_once"] = AT_ONCE
     # Drawn, because the most probable prose is repetitive, and repetition hides what goes wrong.
     drawn = {**options, "gen_length": PASSAGE_LENGTH, "temperature": 0.7, "remasking": "random"}
-    return [*found, {"kind": "prose", "prompt": PASSAGE, "right": None, "options": drawn, "at_once": AT_ONCE}]
+    return [*found, {"prompt": PASSAGE, "right": None, "options": drawn, "at_once": AT_ONCE}]
 
 
 def warm_up(models: Iterable[Model]) -> None:
@@ -55,7 +54,7 @@ def warm_up(models: Iterable[Model]) -> None:
 
 
 def answer(
-    model: Model, prompt: str, options: Options, *, chat: bool, watch: Callable[[Step], None] = lambda step: None
+    model: Model, prompt: str, options: Options, *, chat: bool = True, watch: Callable[[Step], None] = lambda step: None
 ) -> dict[str, Any]:
     """The text for a prompt, the final answer of a problem, network and circuit evaluations, and seconds."""
     cpu = time.process_time()
@@ -72,7 +71,7 @@ def answer(
 
 
 def compare(model: Model, seed: int, *, own: bool = True) -> dict[str, Any]:
-    """Every task at every speed by the network alone, with the null circuit and with the model's circuit.
+    """Every task with its ``runs``, by tokens in a step and column: alone, with the null and with the model's circuit.
 
     ``own``: whether that circuit is the one that came with the model.
     """
@@ -83,50 +82,37 @@ def compare(model: Model, seed: int, *, own: bool = True) -> dict[str, Any]:
     calls = len(models) * sum(-(-task["options"]["gen_length"] // k) for task in todo for k in task["at_once"])
     warm_up(models.values())
     with console.bar("the bundled model writes", calls) as bar:
-        done = [_attempt(task, models, lambda step: bar.advance()) for task in todo]
+        done = [attempt(task, models, lambda step: bar.advance()) for task in todo]
     return {"columns": LABELS if own else {**LABELS, "circuit": FOREIGN}, "tasks": done}
 
 
-def _attempt(task: dict[str, Any], models: Mapping[str, Model], watch: Callable[[Step], None]) -> dict[str, Any]:
-    runs = []
+def attempt(task: dict[str, Any], models: Mapping[str, Model], watch: Callable[[Step], None]) -> dict[str, Any]:
+    """The task with its runs."""
+    chat, runs = task["right"] is not None, {}
     for at_once in task["at_once"]:
         options = sampling.options_of({**task["options"], "tokens_per_step": at_once})
-        for name, model in models.items():
-            found = answer(model, task["prompt"], options, chat=task["kind"] == "problem", watch=watch)
-            runs.append({"column": name, "tokens_per_step": at_once, **found})
-    settings = sampling.options_of(task["options"]).as_json()
-    shared = {name: value for name, value in settings.items() if name not in PACES}
-    return {**{name: task[name] for name in ("kind", "prompt", "right")}, "settings": shared, "runs": runs}
+        runs[at_once] = {
+            name: answer(model, task["prompt"], options, chat=chat, watch=watch) for name, model in models.items()
+        }
+    return {**task, "runs": runs}
 
 
 def sections(results: dict[str, Any]) -> list[Section]:
     """A problem in full, how many problems were right, and the passage in full."""
     names = results["columns"]
     *solved, prose = results["tasks"]
-    by_speed, settings = _by_speed(solved[0]), prose["settings"]
-    groups = [f"{k} a step, {runs['factorized']['network_evaluations']} network calls" for k, runs in by_speed.items()]
-    series = {label: [runs[name]["seconds"] for runs in by_speed.values()] for name, label in names.items()}
-    figure = figures.bars("Seconds for this answer", groups, series, "{:.2f} s".format)
-    manner = f"Continued; drawn at temperature {settings['temperature']}, in {settings['remasking']} order."
     title = "A word problem, with 1, 4 and 8 tokens in a step of the network"
-    first = replace(_texts(title, solved[0], names, [solved[0]["prompt"]]), figure=figure)
-    last = replace(_texts(f"{prose['prompt']} ...", prose, names, [manner]), after=control(results["tasks"]))
-    return [first, _score(solved, names), last]
-
-
-def _by_speed(task: Mapping[str, Any]) -> dict[int, dict[str, dict[str, Any]]]:
-    """The runs of a task by tokens in a step and by column."""
-    found: dict[int, dict[str, dict[str, Any]]] = {}
-    for run in task["runs"]:
-        found.setdefault(run["tokens_per_step"], {})[run["column"]] = run
-    return found
-
-
-def _texts(title: str, task: dict[str, Any], names: Mapping[str, str], before: Sequence[str]) -> Section:
-    rows = [
-        [Cell(str(k)), *(written(runs[name], task["right"]) for name in names)] for k, runs in _by_speed(task).items()
+    manner = "Continued; drawn at temperature {temperature}, in {remasking} order.".format_map(prose["options"])
+    return [
+        _texts(title, solved[0], names, before=[solved[0]["prompt"]]),
+        score(solved, names),
+        _texts(f"{prose['prompt']} ...", prose, names, before=[manner], after=[control(results["tasks"])]),
     ]
-    return Section(title, before, ["a step", *names.values()], rows, prose=True)
+
+
+def _texts(title: str, task: dict[str, Any], names: Mapping[str, str], **paragraphs: Sequence[str]) -> Section:
+    rows = [[Cell(str(k)), *(written(runs[name], task["right"]) for name in names)] for k, runs in task["runs"].items()]
+    return Section(title, header=["a step", *names.values()], rows=rows, prose=True, **paragraphs)
 
 
 def written(run: dict[str, Any], right: int | None) -> Cell:
@@ -135,23 +121,20 @@ def written(run: dict[str, Any], right: int | None) -> Cell:
     text = sampling.printable(run["text"]).strip()
     if right is None:
         return Cell(text, below=[cost])
-    verdict = Cell(f"right: {right}", "good")
-    if run["answer"] != right:
-        shown = "no answer" if run["answer"] is None else run["answer"]
-        verdict = Cell(f"wrong: {shown}, not {right}", "bad")
-    return Cell(text, below=[verdict, cost])
+    shown = "no answer" if run["answer"] is None else run["answer"]
+    verdict = ("right: {1}", "good") if run["answer"] == right else ("wrong: {0}, not {1}", "bad")
+    return Cell(text, below=[Cell(verdict[0].format(shown, right), verdict[1]), cost])
 
 
-def _score(solved: Sequence[dict[str, Any]], names: Mapping[str, str]) -> Section:
+def score(solved: Sequence[dict[str, Any]], names: Mapping[str, str]) -> Section:
     """How many problems were right at each speed."""
     rows = []
-    for at_once in _by_speed(solved[0]):
-        tried = [(task["right"], runs) for task in solved if (runs := _by_speed(task).get(at_once))]
-        row = [Cell(str(at_once))]
-        for name in names:
-            count = sum(runs[name]["answer"] == right for right, runs in tried)
-            row.append(Cell(f"{count} of {len(tried)}", "good" if count == len(tried) else "plain" if count else "bad"))
-        rows.append(row)
+    for at_once in solved[0]["runs"]:
+        tried = [(task["right"], task["runs"][at_once]) for task in solved if at_once in task["runs"]]
+        counts = [sum(runs[name]["answer"] == right for right, runs in tried) for name in names]
+        tones = ["good" if count == len(tried) else "plain" if count else "bad" for count in counts]
+        cells = [Cell(f"{count} of {len(tried)}", tone) for count, tone in zip(counts, tones, strict=True)]
+        rows.append([Cell(str(at_once)), *cells])
     return Section(
         title="Problems with the right answer",
         before=[
@@ -163,10 +146,10 @@ def _score(solved: Sequence[dict[str, Any]], names: Mapping[str, str]) -> Sectio
     )
 
 
-def control(tasks: Sequence[dict[str, Any]]) -> list[str]:
+def control(tasks: Sequence[dict[str, Any]]) -> str:
     """One line on whether the null circuit changed a text. It must not: every position has its own random numbers."""
-    runs = [runs for task in tasks for runs in _by_speed(task).values()]
+    runs = [runs for task in tasks for runs in task["runs"].values()]
     changed = sum(each["factorized"]["text"] != each["null"]["text"] for each in runs)
     if changed:
-        return [f"The control fails: the null circuit changed {changed} of {len(runs)} texts."]
-    return [f"The control holds: the null circuit gave the network's own text in all {len(runs)} runs."]
+        return f"The control fails: the null circuit changed {changed} of {len(runs)} texts."
+    return f"The control holds: the null circuit gave the network's own text in all {len(runs)} runs."

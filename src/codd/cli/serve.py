@@ -10,7 +10,7 @@ import shlex
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -34,14 +34,7 @@ settings, and get what they would get alone. Options of sampling are what is use
 Prints the address once it takes requests (with --json: one object, {"url": ..., "model": ...}), and on
 stderr one line a request with its id; never a word of what was asked or answered unless --log-text is
 given. Ctrl-C or SIGTERM takes nothing new and finishes what is under way; a second one leaves at once."""
-KEY = "CODD_API_KEY"
-LOCAL = ("127.0.0.1", "localhost", "::1")
-
-
-def configure(parser: argparse.ArgumentParser) -> None:
-    """A model, how it writes by default, and who may ask it how much."""
-    parser.usage = "codd serve [options]"
-    parser.epilog = """\
+EXAMPLES = """\
 examples:
   codd serve                                   then open http://127.0.0.1:8000
   codd serve --threshold 0.9 --slots 16
@@ -49,74 +42,99 @@ examples:
   codd serve --replicas 2 --gpus-per-replica 1
   curl -N http://127.0.0.1:8000/v1/denoise -H 'Content-Type: application/json' \\
        -d '{"prompt": "What is 7 + 8?", "gen_length": 32, "steps": 8}'"""
+KEY = "CODD_API_KEY"
+LOCAL = ("127.0.0.1", "localhost", "::1")
+
+
+class Number(NamedTuple):
+    """A flag that takes a number: its default (None: worked out), its range, and what it counts."""
+
+    flag: str
+    metavar: str
+    kind: type[int] | type[float]
+    default: int | float | None
+    help: str
+    low: int = 1
+    high: int | float = math.inf
+    above: bool = False
+    """Whether it must be more than ``low``."""
+    unit: str = ""
+
+    def add_to(self, group: argparse._ArgumentGroup) -> None:
+        """Declare the flag."""
+        default = "" if self.default is None else f" (default: {self.default:{'g' if self.kind is float else ''}})"
+        group.add_argument(
+            self.flag, type=self.kind, metavar=self.metavar, default=self.default, help=self.help + default
+        )
+
+    def check(self, args: argparse.Namespace) -> None:
+        """InvalidInput for a number out of range, NaN included."""
+        value = getattr(args, self.flag.strip("-").replace("-", "_"))
+        if value is None:
+            return
+        if not (value > self.low if self.above else value >= self.low):
+            bound = f"{'more than' if self.above else 'at least'} {self.low}"
+        elif value > self.high:
+            bound = f"at most {self.high}"
+        else:
+            return
+        raise InvalidInput(f"{self.flag} must be {bound}{self.unit}, found {value}.")
+
+
+def _seconds(flag: str, default: float, text: str, high: int | float = math.inf) -> Number:
+    return Number(flag, "S", float, default, text, low=0, high=high, above=True, unit=" seconds")
+
+
+NUMBERS = (
+    Number("--port", "PORT", int, 8000, "0: one that is free", low=0, high=65535),
+    Number(
+        "--metrics-port",
+        *("PORT", int, None),
+        "serve /metrics and the probes at this port, too, without a key or a check of the host",
+        low=0,
+        high=65535,
+    ),
+    Number("--slots", "N", int, 8, "sequences that share a step"),
+    Number("--queue", "N", int, 64, "sequences that may wait", low=0),
+    _seconds("--timeout", 600.0, "seconds a request may take"),
+    Number("--drain-timeout", "S", int, 30, "seconds to finish what is under way when stopped", low=0),
+    Number(
+        "--cache-memory",
+        *("GIB", float, None),
+        "for KV caches, taken at the start; 0: none (default: 1, on a GPU half of what is free)",
+        low=0,
+        high=2**20,
+        unit=" GiB",
+    ),
+    Number("--max-length", "N", int, 4096, "tokens of a sequence"),
+    Number("--max-body", "BYTES", int, 1_000_000, "of a request"),
+    Number(
+        "--max-text",
+        *("BYTES", int, None),
+        "of a text or conversation; never more than can fit (default: 16 for each token that fits)",
+    ),
+    Number("--max-pattern", "BYTES", int, 1 << 15, "of a regular expression, JSON schema or list of choices"),
+    Number("--max-states", "N", int, 512, "of its automaton: the work of a step grows with them"),
+    _seconds("--compile-timeout", 5.0, "seconds to compile it", high=3600),
+    Number("--compile-memory", "GIB", float, 1.0, "to compile it, at most", low=0, high=1024, above=True, unit=" GiB"),
+    Number("--connections", "N", int, 256, "sockets that are held"),
+    _seconds(
+        "--io-timeout", 30.0, "seconds in which a client must send its headers, then its body, and read what it is sent"
+    ),
+)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """A model, how it writes by default, and who may ask it how much."""
+    parser.usage = "codd serve [options]"
+    parser.epilog = EXAMPLES
     group = parser.add_argument_group("server")
     group.add_argument(
         "--host", default="127.0.0.1", help="the address to listen on (default: 127.0.0.1, this machine)"
     )
-    group.add_argument("--port", type=int, default=8000, help="0: one that is free (default: 8000)")
-    group.add_argument(
-        "--metrics-port",
-        type=int,
-        metavar="PORT",
-        help="serve /metrics and the probes at this port, too, without a key or a check of the host",
-    )
     group.add_argument("--name", help="what clients call the model (default: the folder's name; codd-mini if bundled)")
-    group.add_argument("--slots", type=int, metavar="N", default=8, help="sequences that share a step (default: 8)")
-    group.add_argument("--queue", type=int, metavar="N", default=64, help="sequences that may wait (default: 64)")
-    group.add_argument(
-        "--timeout", type=float, metavar="S", default=600.0, help="seconds a request may take (default: 600)"
-    )
-    group.add_argument(
-        "--drain-timeout",
-        type=int,
-        metavar="S",
-        default=30,
-        help="seconds to finish what is under way when stopped (default: 30)",
-    )
-    group.add_argument(
-        "--cache-memory",
-        type=float,
-        metavar="GIB",
-        help="for KV caches, taken at the start; 0: none (default: 1, on a GPU half of what is free)",
-    )
-    group.add_argument("--max-length", type=int, metavar="N", default=4096, help="tokens of a sequence (default: 4096)")
-    group.add_argument(
-        "--max-body", type=int, metavar="BYTES", default=1_000_000, help="of a request (default: 1000000)"
-    )
-    group.add_argument(
-        "--max-text",
-        type=int,
-        metavar="BYTES",
-        help="of a text or conversation; never more than can fit (default: 16 for each token that fits)",
-    )
-    group.add_argument(
-        "--max-pattern",
-        type=int,
-        metavar="BYTES",
-        default=1 << 15,
-        help="of a regular expression, JSON schema or list of choices (default: 32768)",
-    )
-    group.add_argument(
-        "--max-states",
-        type=int,
-        metavar="N",
-        default=512,
-        help="of its automaton: the work of a step grows with them (default: 512)",
-    )
-    group.add_argument(
-        "--compile-timeout", type=float, metavar="S", default=5.0, help="seconds to compile it (default: 5)"
-    )
-    group.add_argument(
-        "--compile-memory", type=float, metavar="GIB", default=1.0, help="to compile it, at most (default: 1)"
-    )
-    group.add_argument("--connections", type=int, metavar="N", default=256, help="sockets that are held (default: 256)")
-    group.add_argument(
-        "--io-timeout",
-        type=float,
-        metavar="S",
-        default=30.0,
-        help="seconds in which a client must send its headers, then its body, and read what it is sent (default: 30)",
-    )
+    for number in NUMBERS:
+        number.add_to(group)
     group.add_argument("--api-key-file", metavar="PATH", help=f"clients must know the key in this file (or in ${KEY})")
     add_list(
         group,
@@ -126,6 +144,7 @@ examples:
         help="names by which clients may call the server, beside its addresses; *.NAME or * for any",
     )
     add_list(group, "--cors", metavar="ORIGIN", default=[], help="sites whose pages may call the server")
+    _add_replicas(group)
     group.add_argument(
         "--exact",
         action="store_true",
@@ -135,6 +154,13 @@ examples:
     group.add_argument(
         "--log-format", choices=("text", "json"), default="text", help="json: one object a line (default: text)"
     )
+    group.add_argument("--log-text", action="store_true", help="log what is asked")
+    group.add_argument("--quiet", action="store_true", help="log only what goes wrong")
+    parser.add_argument("--json", action="store_true", help="print the address as a JSON object")
+    sampling.add_arguments(parser, chat=False)
+
+
+def _add_replicas(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--replicas",
         type=_replicas,
@@ -149,10 +175,6 @@ examples:
         help="1, a share of a GPU, or 0: replicas on CPUs, each with OMP_NUM_THREADS threads or 1 "
         "(default: 1 if this machine has a GPU)",
     )
-    group.add_argument("--log-text", action="store_true", help="log what is asked")
-    group.add_argument("--quiet", action="store_true", help="log only what goes wrong")
-    parser.add_argument("--json", action="store_true", help="print the address as a JSON object")
-    sampling.add_arguments(parser, chat=False)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -274,36 +296,10 @@ def _tell(url: str, settings: "Settings", as_json: bool) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    least = {
-        "connections": 1,
-        "slots": 1,
-        "queue": 0,
-        "drain_timeout": 0,
-        "max_length": 1,
-        "max_body": 1,
-        "max_text": 1,
-        "max_pattern": 1,
-        "max_states": 1,
-        "port": 0,
-        "metrics_port": 0,
-    }
-    for name, value in least.items():
-        if getattr(args, name) is not None and getattr(args, name) < value:
-            raise InvalidInput(f"--{name.replace('_', '-')} must be at least {value}, found {getattr(args, name)}.")
+    for number in NUMBERS:
+        number.check(args)
     if args.replicas is not None and args.metrics_port is not None:
         raise InvalidInput("--metrics-port is of one process: with --replicas, /metrics of the address has them all.")
-    for name in ("port", "metrics_port"):
-        if (getattr(args, name) or 0) > 65535:
-            option = name.replace("_", "-")
-            raise InvalidInput(f"--{option} must be at most 65535, found {getattr(args, name)}.")
-    for name in ("timeout", "io_timeout", "compile_timeout"):
-        if not getattr(args, name) > 0:
-            option = name.replace("_", "-")
-            raise InvalidInput(f"--{option} must be more than 0 seconds, found {getattr(args, name)}.")
-    if not args.compile_timeout <= 3600:
-        raise InvalidInput(f"--compile-timeout must be at most 3600 seconds, found {args.compile_timeout}.")
-    if not 0 < args.compile_memory <= 1024:
-        raise InvalidInput(f"--compile-memory must be more than 0 GiB and at most 1024, found {args.compile_memory}.")
     if args.gpus_per_replica is not None and not 0 <= args.gpus_per_replica <= 1:
         raise InvalidInput(
             f"--gpus-per-replica must be from 0 to 1, found {args.gpus_per_replica}: a replica uses one GPU at most; "
@@ -311,8 +307,6 @@ def _check(args: argparse.Namespace) -> None:
         )
     if args.gpus_per_replica is not None and args.replicas is None:
         raise InvalidInput("--gpus-per-replica is for --replicas: give both, or --device cuda.")
-    if args.cache_memory is not None and not 0 <= args.cache_memory < math.inf:
-        raise InvalidInput(f"--cache-memory must be a number of GiB, 0 or more, found {args.cache_memory}.")
 
 
 def _settings(args: argparse.Namespace) -> "Settings":
@@ -354,8 +348,11 @@ def _name(args: argparse.Namespace) -> str:
 def _key(args: argparse.Namespace) -> str | None:
     """From a file or the environment, where no list of processes shows it."""
     if args.api_key_file is None:
-        return os.environ.get(KEY) or None
-    key = Path(args.api_key_file).read_text(encoding="utf-8").strip()
-    if not key:
-        raise InvalidInput(f"{args.api_key_file}: there is no key in it.")
-    return key
+        key = os.environ.get(KEY, "")
+    else:
+        key = Path(args.api_key_file).read_text(encoding="utf-8", errors="surrogateescape").strip()
+        if not key:
+            raise InvalidInput(f"{args.api_key_file}: there is no key in it.")
+    if not key.isprintable():  # nor are bytes that are no UTF-8
+        raise InvalidInput(f"{args.api_key_file or KEY}: a key is one line of text, which a header can hold.")
+    return key or None

@@ -1,4 +1,4 @@
-"""Sections of text with a table, shown on a terminal or as a page that needs nothing else."""
+"""Sections of text with a table, shown on a terminal."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -21,24 +21,15 @@ class Cell:
 class Section:
     """A title, paragraphs before and after, and a table whose first column holds names and the others numbers.
 
-    Without a header there is no table. ``prose``: the others hold texts instead, which are wrapped. ``figure``: trusted
-    HTML to go with it, on a page only.
+    ``prose``: the others hold texts instead, which are wrapped.
     """
 
     title: str
     before: Sequence[str]
-    header: Sequence[str] = ()
-    rows: Sequence[Sequence[Cell]] = ()
+    header: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
     after: Sequence[str] = ()
     prose: bool = False
-    figure: str = ""
-
-
-def page(title: str, sections: Iterable[Section]) -> str:
-    """All sections as one HTML page, with no outside assets and no script."""
-    from codd.evaluation.report.page import template
-
-    return template("sections.html").render(title=title, sections=list(sections))
 
 
 def show(sections: Iterable[Section]) -> None:

@@ -14,7 +14,7 @@ from codd.decoding.network import StateRequest
 from codd.decoding.options import Options
 from codd.decoding.start import STANDARD
 from codd.decoding.state import HiddenStates, SequenceState, Step
-from codd.errors import InvalidInput
+from codd.errors import CoddError, InvalidInput
 
 UNWRITTEN = -1
 """A masked position in our states. The engine's mask is a token that a prompt may hold."""
@@ -73,22 +73,34 @@ class BlockDecoder:
         """The block as the engine writes it, on the host."""
         return torch.where(state.ids == UNWRITTEN, self.mask_id, state.ids)
 
-    def step(self, states: Sequence[SequenceState], logits: Float[Tensor, "B S V"]) -> list[Step]:
-        """One step of each block, none of them finished; ``states`` are changed. Errors are raised after all steps.
+    def step(self, states: Sequence[SequenceState], logits: Float[Tensor, "B S V"]) -> list[Step | CoddError]:
+        """One step of each block, none of them finished; ``states`` are changed.
 
-        The host waits for the device once the work of all blocks is on its way.
+        A block that cannot be stepped (its logits are NaN, for instance) has an error instead, is finished and keeps
+        its masks; what is no fault of one block is raised. The host waits for the device once the work of all blocks is
+        on its way.
         """
         logits = self._fitted(logits)
         if self.circuit is not None and self.circuit.device != logits.device:
             self.circuit = self.circuit.to(logits.device)
-        banned = torch.tensor(sorted({self.mask_id, *self.options.ban}), device=logits.device)
+        banned = self._banned(logits)
         for state in states:
             state.circuit, state.banned = self.circuit, banned
         outcomes = advance(_EngineLogits(dict(zip(map(id, states), logits, strict=True))), states)
         for outcome in outcomes:
-            if isinstance(outcome, Exception):
+            if not isinstance(outcome, Step | CoddError):
                 raise outcome
-        return [outcome for outcome in outcomes if isinstance(outcome, Step)]
+        return [outcome for outcome in outcomes if isinstance(outcome, Step | CoddError)]
+
+    def give_up(self, state: SequenceState, logits: Float[Tensor, "S V"]) -> None:
+        """Fill what is open of a block that failed in `step`: each place by its most probable token, NaN the least."""
+        usable = self._fitted(logits[None])[0].float().nan_to_num(nan=torch.finfo(torch.float32).min)
+        best = usable.index_fill(1, self._banned(logits), -torch.inf).argmax(-1).cpu()
+        state.ids = torch.where(state.ids == UNWRITTEN, best, state.ids)
+
+    def _banned(self, logits: Tensor) -> Int[Tensor, " N"]:
+        """The tokens that are never written, on the logits' device."""
+        return torch.tensor(sorted({self.mask_id, *self.options.ban}), device=logits.device)
 
     def _fitted(self, logits: Float[Tensor, "B S V"]) -> Float[Tensor, "B S W"]:
         """The logits of the circuit's tokens: engines pad vocabularies at the end."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from codd.decoding.options import Options
 from codd.decoding.state import Step, StepPlan, Writes
-from codd.errors import InvalidInput, MissingDependency
+from codd.errors import CoddError, InvalidInput, MissingDependency
 from codd.integrations.blocks import BlockDecoder
 
 try:
@@ -143,8 +143,10 @@ class CoDDScheduler(BlockRefinementScheduler):  # type: ignore[misc] # diffusers
             return None
         if state.finished:
             state.plan = StepPlan(0, len(ids), 0, last=True)  # nothing is masked: only edit
-        step = mine.step([state], logits[None])[0]
+        [step] = mine.step([state], logits[None])
         decoder.circuit = mine.circuit  # on the logits' device from now on
+        if isinstance(step, CoddError):
+            raise step
         return step
 
     def _output(

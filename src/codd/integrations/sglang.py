@@ -9,13 +9,16 @@ enough. Settings come from the YAML file of ``--dllm-algorithm-config``:
 SGLang hands its algorithms logits, not hidden states: circuits must be static. `block_size` is SGLang's own setting.
 """
 
+import logging
 from typing import Any
 
 import torch
 
 from codd.decoding.state import SequenceState
-from codd.errors import MissingDependency
+from codd.errors import CoddError, MissingDependency
 from codd.integrations.blocks import BlockDecoder
+
+_log = logging.getLogger("codd.integrations.sglang")
 
 
 class BlockSteps:
@@ -44,14 +47,22 @@ class BlockSteps:
         return [self.decoder.start(*each) for each in zip(host[0], host[1].bool(), strict=True)]
 
     def step(self, forward_batch: Any, full_logits: torch.Tensor, states: list[SequenceState]) -> list[bool]:
-        """Commit tokens of all blocks in place; gives which blocks were complete when it began."""
+        """Commit tokens of all blocks in place; gives which blocks were complete when it began.
+
+        A block that fails, as by NaN logits, is filled by its network alone and logged: the others go on.
+        """
         done = [state.finished for state in states]
         going = [number for number, finished in enumerate(done) if not finished]
         if going:
             logits = full_logits.view(len(states), self.block_size, -1)
-            self.decoder.step(
+            outcomes = self.decoder.step(
                 [states[number] for number in going], logits[going] if len(going) < len(states) else logits
             )
+            for number, outcome in zip(going, outcomes, strict=True):
+                if isinstance(outcome, CoddError):
+                    # SGLang has no way to fail one request from here, and an exception ends the server with all others.
+                    _log.error("block %d of %d: %s Each place takes its likeliest token.", number, len(states), outcome)
+                    self.decoder.give_up(states[number], logits[number])
             ids = torch.stack([self.decoder.ids(state) for state in states]).to(forward_batch.input_ids.dtype)
             forward_batch.input_ids.copy_(ids.view(-1))  # in place: a captured graph reads this very tensor
         return done

@@ -27,7 +27,7 @@ from codd.serving.errors import RESPONSES, APIError, install_handlers
 from codd.serving.metrics import CONTENT_TYPE
 from codd.serving.middleware import METRICS, PROBES, RequestMetrics, Security, with_middleware
 from codd.serving.prompts import Compiled, GenerationRequest, Limits
-from codd.serving.requests import ModelCall, QueuedRequest, before
+from codd.serving.requests import ModelCall, QueuedRequest, ShuttingDown, before
 from codd.serving.responses import (
     Json,
     OpenAIFormat,
@@ -210,7 +210,9 @@ class Routes:
         form = ResponseEvents(_new_id("resp"), int(time.time()), self.settings.name, body, options)
         events = streaming.response_events(self.engine, sequence, form, self.pieces)
         if body.stream:
-            return EventStream(self.engine, [sequence.request], _encoded(events), named=True)
+            return EventStream(
+                self.engine, [sequence.request], _encoded(events), lambda e: sse_event(form.failed(e), "error")
+            )
         *_, (_, last) = await self._run([sequence.request], _collected(events), request)
         return json_response(last["response"])
 
@@ -222,24 +224,32 @@ class Routes:
         self._log_prompts([started])
         events = streaming.denoise_events(sequence, self.model, _new_id("denoise"), self.settings.name, self.pieces)
         if body.stream is not False:
-            return EventStream(self.engine, [sequence.request], _encoded(events), named=True)
+            return EventStream(
+                self.engine, [sequence.request], _encoded(events), lambda e: sse_event(e.as_json(), "error")
+            )
         start, *steps, done = await self._run([sequence.request], _collected(events), request)
         return json_response({"start": start[1], "steps": [step for _, step in steps], "done": done[1]})
 
     async def inspect(self, body: InspectRequest, request: Request) -> Response:
         """What the network and the joint say of the masks in a window."""
         deadline = self._deadline(body.timeout)
-        constraint = await self._compile(body.constraint(), _client(request), deadline)
+        constraint = await self._constraint(body, request, deadline)
         arguments = prompts.inspect_arguments(body, self.model, self.settings.limits, constraint)
         call = ModelCall(lambda: inspect(self.model, **arguments._asdict()), _client(request), deadline)
         return json_response(inspect_body(await self._run([call], call.result(), request), self.pieces))
 
     async def constraint(self, body: ConstraintRequest, request: Request) -> Response:
         """Whether a constraint can be compiled, and how large it is."""
-        found = await self._compile(body.constraint(), _client(request), self._deadline(body.timeout))
+        found = await self._constraint(body, request, self._deadline(body.timeout))
         if found is None:
             raise APIError(400, "guided_regex, guided_json or guided_choice: give one of them.", "guided_regex")
         return json_response(constraint_body(found.automaton))
+
+    async def _constraint(self, body: Guided, request: Request, deadline: float) -> Compiled | None:
+        """The compiled constraint of a request; `ShuttingDown` before that work if it would be for nothing."""
+        if self.engine.draining:
+            raise ShuttingDown
+        return await self._compile(body.constraint(), _client(request), deadline)
 
     async def _start(
         self,
@@ -253,7 +263,7 @@ class Routes:
         Its constraint is compiled by another process, its prompts are encoded in one of a few threads: neither keeps
         the event loop.
         """
-        constraint = await self._compile(body.constraint(), _client(request), deadline)
+        constraint = await self._constraint(body, request, deadline)
 
         def start() -> list[Started]:
             generations = function(body, self.model, self.settings.limits, constraint)
@@ -282,7 +292,7 @@ class Routes:
         requests: list[QueuedRequest] = [sequence.request for sequence in sequences]
         if body.stream:
             chunks = streaming.stream_chunks(self.engine, sequences, form, self.pieces)
-            return EventStream(self.engine, requests, chunks, named=False)
+            return EventStream(self.engine, requests, chunks, lambda e: sse_event(e.as_json()))
         whole = streaming.full_response(self.engine, sequences, form, self.pieces)
         return json_response(await self._run(requests, whole, request))
 

@@ -1,7 +1,7 @@
 """Client connections: work stops when the client disconnects, and event streams are kept alive."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
@@ -9,9 +9,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from codd.serving.engine import Engine
-from codd.serving.errors import log, to_api_error
+from codd.serving.errors import APIError, log, to_api_error
 from codd.serving.requests import ModelFailure, QueuedRequest
-from codd.serving.responses import SSE_HEADERS, sse_event
+from codd.serving.responses import SSE_HEADERS
 
 Result = TypeVar("Result")
 
@@ -56,11 +56,17 @@ class EventStream(Response):
     keep_alive = 15.0
     """Seconds without an event after which a comment is sent instead."""
 
-    def __init__(self, engine: Engine, requests: list[QueuedRequest], events: AsyncIterator[bytes], *, named: bool):
-        """``named``: whether events have names, as those of /v1/denoise do, and OpenAI's do not."""
+    def __init__(
+        self,
+        engine: Engine,
+        requests: list[QueuedRequest],
+        events: AsyncIterator[bytes],
+        failed: Callable[[APIError], bytes],
+    ):
+        """``failed``: makes an event of an error."""
         super().__init__(headers=SSE_HEADERS)
         del self.headers["content-length"]
-        self.engine, self.requests, self.events, self.named = engine, requests, events, named
+        self.engine, self.requests, self.events, self.failed = engine, requests, events, failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Submit the requests and send their events, until they are finished or the client disconnects."""
@@ -83,7 +89,7 @@ class EventStream(Response):
             reported = to_api_error(error)
             if reported.status == 500 and not isinstance(error, ModelFailure):  # which the engine has logged
                 log.error("a stream failed", exc_info=error)
-            yield sse_event(reported.as_json(), "error" if self.named else None)
+            yield self.failed(reported)
 
 
 async def with_keep_alive(events: AsyncIterator[bytes], seconds: float) -> AsyncIterator[bytes]:

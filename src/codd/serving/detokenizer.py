@@ -103,8 +103,13 @@ class Detokenizer:
         return new
 
     def _finish_reason(self, ids: Int[Tensor, " L"]) -> FinishReason:
-        """Whether an end-of-text token ended the sequence; it counts where the loop looks for it: after the prompt."""
+        """Whether an end-of-text token ended the sequence; it counts where the loop looks for it: after the prompt.
+
+        A text under a constraint is complete, whatever its length.
+        """
         options = self._generation.options
+        if options.constraint is not None:
+            return "stop"
         looked_for = options.stops and len(ids) > len(self._generation.ids)
         return "stop" if looked_for and int(ids[-1]) in self._model.stop_ids else "length"
 

@@ -177,9 +177,8 @@ class ResponseEvents:
         return self._event("response.codd_provisional", **self._place, codd_provisional=pieces)
 
     def end(self, text: str, logprobs: list[Json], reason: FinishReason, usage: Usage) -> list[tuple[str, Json]]:
-        """The events after the last text. A text under a constraint is complete, whatever its length."""
-        complete = reason == "stop" or self.body.constraint() is not None
-        status, part = "completed" if complete else "incomplete", _part(text, logprobs)
+        """The events after the last text."""
+        status, part = "completed" if reason == "stop" else "incomplete", _part(text, logprobs)
         item = self._item(status, [part])
         response = {**self._response(status, [item]), "usage": _usage(usage)}
         return [
@@ -188,6 +187,11 @@ class ResponseEvents:
             self._event("response.output_item.done", output_index=0, item=item),
             self._event(f"response.{status}", response=response),
         ]
+
+    def failed(self, error: APIError) -> Json:
+        """The last event of a stream that breaks off: OpenAI's fields, and the error object of all routes."""
+        _, event = self._event("error", code=error.code, message=error.message, param=error.param, **error.as_json())
+        return event
 
     @property
     def _place(self) -> Json:
