@@ -246,10 +246,15 @@ class Routes:
         return json_response(constraint_body(found.automaton))
 
     async def _constraint(self, body: Guided, request: Request, deadline: float) -> Compiled | None:
-        """The compiled constraint of a request; `ShuttingDown` before that work if it would be for nothing."""
+        """The compiled constraint of a request; `ShuttingDown` where that work would be for nothing, or is cut off."""
         if self.engine.draining:
             raise ShuttingDown
-        return await self._compile(body.constraint(), _client(request), deadline)
+        try:
+            return await self._compile(body.constraint(), _client(request), deadline)
+        except asyncio.CancelledError:
+            if self.engine.draining:  # by uvicorn, which gives up who is still there at the end
+                raise ShuttingDown from None
+            raise
 
     async def _start(
         self,

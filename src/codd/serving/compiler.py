@@ -39,12 +39,14 @@ class Compiler:
         """No process is started before the first constraint comes."""
         self._model, self._limits = model, limits
         self._process: _Process | None = None
+        self._closed = False
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="codd-compiler")
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._kept: OrderedDict[str, Automaton] = OrderedDict()
 
     def close(self) -> None:
-        """End the process."""
+        """End the process, also one that is just being started."""
+        self._closed = True
         self._thread.shutdown(wait=False, cancel_futures=True)
         if self._process is not None:
             self._process.stop()
@@ -87,6 +89,9 @@ class Compiler:
         try:
             if self._process is None or not self._process.alive:
                 self._process = _Process(self._model, self._limits)
+            if self._closed:
+                self._process.stop()
+                raise CoddError("the compiler is closed.")
             return self._process.compile(constraint)
         except CoddError as error:
             raise bad_request(error, constraint.field) from None
@@ -133,7 +138,8 @@ class _Process:
         """End it."""
         self._process.kill()
         with self._lock:
-            self._process.communicate()  # reaps it and closes the pipes
+            if self._process.stdout is not None and not self._process.stdout.closed:
+                self._process.communicate()  # reaps it and closes the pipes
 
     def compile(self, constraint: Constraint) -> Automaton:
         """The automaton; InvalidConstraint where there is none, or a limit is passed, which ends the process."""

@@ -3,7 +3,6 @@
 Plain ASGI, so that streams stream and disconnects are seen. `with_middleware` puts them in order.
 """
 
-import asyncio
 import hashlib
 import hmac
 import ipaddress
@@ -18,9 +17,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from codd.serving.errors import APIError, to_api_error
+from codd.serving.errors import APIError
 from codd.serving.metrics import Metrics
-from codd.serving.requests import REQUEST_ID, ShuttingDown
+from codd.serving.requests import REQUEST_ID
 
 _log = logging.getLogger("codd.serving")
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -306,20 +305,15 @@ class HandledErrors(HTTPMiddleware):
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass an exception on unless the response is complete."""
-        begun = complete = False
+        complete = False
 
         async def watching_send(message: Message) -> None:
-            nonlocal begun, complete
-            begun = True
+            nonlocal complete
             await send(message)
             complete = message["type"] == "http.response.body" and not message.get("more_body", False)
 
         try:
             await self.app(scope, receive, watching_send)
-        except asyncio.CancelledError:  # by the server, at its end: of a request that has not come to the engine yet
-            if begun:
-                raise
-            await to_api_error(ShuttingDown()).response()(scope, receive, send)
         except Exception:
             if not complete:
                 raise
