@@ -126,3 +126,11 @@ def test_a_second_process_is_kept_out_of_the_folder(tmp_path, capsys):
 def test_values_are_checked_while_they_are_read(tmp_path, capsys):
     assert main(["eval", "--tasks", "gsm8k", "--steps", "8,many", "--out", str(tmp_path / "run")]) == 2
     assert "steps" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seed", ["-3", str(2**63)])
+def test_a_seed_that_a_run_cannot_hold_is_refused_before_it_begins(tmp_path, capsys, seed):
+    out = tmp_path / "run"
+    assert main(["eval", *QUICK, "--circuit", "none", "--seed", seed, "--out", str(out)]) == 2
+    assert f"--seed: must be from 0 to 9223372036854775807, found {seed}" in capsys.readouterr().err
+    assert not out.exists()

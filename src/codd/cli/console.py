@@ -126,6 +126,10 @@ def whole_number(low: int, high: int | None = None) -> Callable[[str], int]:
     return parse
 
 
+seed = whole_number(0, 2**63 - 1)
+"""A type for argparse: the seeds that every generator takes, and that the files of a run can hold."""
+
+
 def as_json(value: object) -> None:
     """One JSON object on stdout."""
     json.dump(value, sys.stdout, indent=2, allow_nan=False)

@@ -38,8 +38,9 @@ examples:
   codd demo --more
   codd demo --circuit static
   codd demo --json | python -m json.tool"""
-    seed = console.whole_number(0, 2**63 - 1)  # what a torch generator takes
-    parser.add_argument("--seed", type=seed, default=0, help="of the problems and of all that is drawn (default: 0)")
+    parser.add_argument(
+        "--seed", type=console.seed, default=0, help="of the problems and of all that is drawn (default: 0)"
+    )
     parser.add_argument(
         "--problems",
         type=console.whole_number(1),

@@ -81,7 +81,7 @@ examples:
     parser.add_argument("--tune", type=_count, metavar="N", help=_TUNE)
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="where data files are (default: the hub)")
     parser.add_argument("--batch", type=_count, default=8, metavar="N", help="prompts at a time (default: 8)")
-    parser.add_argument("--seed", type=int, default=0, help="of all that is drawn (default: 0)")
+    parser.add_argument("--seed", type=console.seed, default=0, help="of all that is drawn (default: 0)")
     parser.add_argument(
         "--no-control", dest="control", action="store_false", help="no null circuit beside trained ones"
     )
