@@ -68,7 +68,9 @@ def test_usage_errors(arguments, capsys):
     assert main(arguments) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert "usage: codd" in printed.err
+    assert printed.err.startswith("codd: ")
+    assert printed.err.endswith(" --help\n")
+    assert printed.err.count("\n") == 1
 
 
 def test_no_verb_shows_the_help_but_is_no_success(capsys):

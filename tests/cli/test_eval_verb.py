@@ -103,7 +103,7 @@ def test_cost_heeds_mode_and_activation(tmp_path):
         (["--tasks", "no_such_task", "--circuit", "none", "--steps", "1"], "there is no task 'no_such_task'"),
         (["--tasks", "books_text", "--circuit", "none", "--steps", "1"], "need its texts"),
         (["--tasks", "word_problems", "--sampler", "latent", "--threshold", "0.9"], "or give steps."),
-        (["--tasks", "word_problems", "--dtype", "int3"], "--dtype must be one of"),
+        (["--tasks", "word_problems", "--dtype", "int3"], "dtype must be a floating-point type (float32,"),
         (["--stage", "answer"], "no folder of an evaluation"),
         (["--tasks", "../../../evil", "--circuit", "none"], "the task '../../../evil' can be no folder's name"),
     ],

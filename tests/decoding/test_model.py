@@ -243,11 +243,20 @@ class TestPlace:
     def test_dtype(self):
         ids = torch.tensor([[1, 2, 110, 4]])
         single = codd.load(FIXTURES / "llada_gqa_sharded", None, device="cpu").backbone(ids)
-        double = codd.load(FIXTURES / "llada_gqa_sharded", None, device=torch.device("cpu"), dtype=torch.float64)
+        double = codd.load(FIXTURES / "llada_gqa_sharded", None, device=torch.device("cpu"), dtype="float64")
         assert {parameter.dtype for parameter in double.backbone.parameters()} == {torch.float64}
         found = double.backbone(ids)
         assert found.dtype == torch.float64
         torch.testing.assert_close(found, single.double(), rtol=0, atol=1e-4)
+
+    @pytest.mark.parametrize("dtype", ["int8", "nonsense", torch.int32, 32])
+    def test_what_no_network_computes_in_is_refused(self, dtype, as_users_run_it):
+        with pytest.raises(InvalidInput, match="dtype must be a floating-point type"):
+            codd.load(FIXTURES / "llada_mha", None, dtype=dtype)
+
+    def test_what_is_no_circuit_is_refused(self, as_users_run_it):
+        with pytest.raises(InvalidInput, match="circuit must be a folder, a hub id, a circuit or None, found 5"):
+            codd.load(FIXTURES / "llada_mha", 5, device="cpu")
 
     def test_whole_numbers_are_no_dtype_for_weights(self):
         with pytest.raises(InvalidInput, match="floating-point"):

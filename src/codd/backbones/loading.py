@@ -35,7 +35,7 @@ from codd.backbones.experts import Router
 from codd.backbones.tensor_parallel import MAIN, Partition, ShardedTransformer, join
 from codd.backbones.tokenizer import Tokenizer
 from codd.backbones.transformer import Transformer
-from codd.errors import FormatError, InvalidInput
+from codd.errors import FormatError, InvalidInput, shown
 
 
 class Family(Protocol):
@@ -80,6 +80,8 @@ MODEL_FILES = (
 CHECKPOINT_FILES = (*MODEL_FILES, "chat_template.jinja", "circuit/*", "circuit-static/*")
 """What is downloaded of a checkpoint for `codd.load`: these, its chat template, and circuits in its folder."""
 BUNDLED = Path(__file__).parent / "bundled"
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+"""Names of types to compute in."""
 
 
 class Checkpoint(NamedTuple):
@@ -94,7 +96,7 @@ def load_checkpoint(
     source: str | os.PathLike[str] | None = None,
     *,
     device: str | torch.device | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     revision: str | None = None,
     block_size: int | None = None,
     check: bool = True,
@@ -105,17 +107,19 @@ def load_checkpoint(
 ) -> Checkpoint:
     """Read a checkpoint of any known family from a folder or the hub; None is the bundled model.
 
-    ``device``: by default a CUDA device if there is one, else the CPU. ``dtype``: by default float32 on the CPU and the
-    checkpoint's own elsewhere. ``block_size``: of a block-causal network, where its files do not say the right one.
-    ``check`` refuses weights that are NaN or infinite, and a file whose sha256 is not the one that config.json states.
-    ``adapter``: a PEFT LoRA checkpoint (a folder or a hub id) to add to the weights; without ``merge`` it is kept apart
-    to be switched (`Backbone.set_adapter`), and there may be several, by name. ``quantize="int8"`` rounds the weights
-    of the layers and of the head (`codd.backbones.quantized`). ``tensor_parallel`` divides the network among the
-    processes that torchrun started (`codd.backbones.tensor_parallel`): the main one gets it, the others compute their
-    parts of it and exit when that one does. Raises FormatError for files that are damaged or of an unknown family,
-    InvalidInput for a device or dtype that this machine cannot use, and for what cannot be quantized or divided.
+    ``device``: by default a CUDA device if there is one, else the CPU. ``dtype``: a type or its name; by default
+    float32 on the CPU and the checkpoint's own elsewhere. ``block_size``: of a block-causal network, where its files do
+    not say the right one. ``check`` refuses weights that are NaN or infinite, and a file whose sha256 is not the one
+    that config.json states. ``adapter``: a PEFT LoRA checkpoint (a folder or a hub id) to add to the weights; without
+    ``merge`` it is kept apart to be switched (`Backbone.set_adapter`), and there may be several, by name.
+    ``quantize="int8"`` rounds the weights of the layers and of the head (`codd.backbones.quantized`).
+    ``tensor_parallel`` divides the network among the processes that torchrun started
+    (`codd.backbones.tensor_parallel`): the main one gets it, the others compute their parts of it and exit when that
+    one does. Raises FormatError for files that are damaged or of an unknown family, InvalidInput for a device or dtype
+    that this machine cannot use, and for what cannot be quantized or divided.
     """
     quantized.check(quantize, merge=merge)
+    floating = None if dtype is None else as_dtype(dtype)
     if tensor_parallel and (adapter is not None or quantize is not None):
         given = "quantize" if adapter is None else "adapter"
         raise InvalidInput(f"{given} changes whole weights, of which tensor_parallel has parts: leave one of them out.")
@@ -124,7 +128,7 @@ def load_checkpoint(
     place, partition = choose_device(device), None
     if tensor_parallel:
         partition, place = join(spec.transformer, place)
-    backbone = _read(folder, spec, place, dtype, check, partition)
+    backbone = _read(folder, spec, place, floating, check, partition)
     if isinstance(backbone.network, ShardedTransformer) and backbone.network.partition.rank != MAIN:
         backbone.network.follow()
         raise SystemExit(0)
@@ -280,13 +284,20 @@ def _read(
     return (spec.backbone or Backbone)(spec, network).eval()
 
 
+def as_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """A floating-point type, which may be given by its name; InvalidInput for anything else."""
+    named = getattr(torch, dtype, None) if dtype in DTYPES else dtype
+    if not isinstance(named, torch.dtype) or not named.is_floating_point:
+        found = dtype if isinstance(dtype, torch.dtype) else shown(dtype)
+        raise InvalidInput(f"dtype must be a floating-point type ({', '.join(DTYPES)}), found {found}.")
+    return named
+
+
 def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
     """Raise InvalidInput for a dtype that the device cannot compute in.
 
     On some CPUs a bfloat16 product kills the process unless oneDNN's instruction set is limited, which is done here.
     """
-    if not dtype.is_floating_point:
-        raise InvalidInput(f"dtype must be a floating-point type, found {dtype}.")
     if device.type == "cpu" and dtype == torch.bfloat16 and not _bfloat16_survives():
         limit = "AVX512_CORE_BF16"
         if os.environ.get("ONEDNN_MAX_CPU_ISA") == limit:

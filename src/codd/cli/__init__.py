@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from typing import Any, NoReturn, Protocol, cast
 
 from codd.cli import console, lists, ranks
 from codd.errors import CoddError
@@ -106,11 +106,20 @@ def _compute_part(args: argparse.Namespace) -> None:
     sampling.model_from(args)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong with the arguments, without the list of all of them."""
+
+    def error(self, message: str) -> NoReturn:
+        """End with `USAGE`."""
+        console.error(f"{message}; see {self.prog} --help")
+        self.exit(USAGE)
+
+
 def _parser() -> argparse.ArgumentParser:
     """The first of two parsers: which verb. Its arguments are left to a parser that only that verb fills."""
     width = max(map(len, VERBS))
     verbs = "\n".join(f"  {name:<{width}}  {line}" for name, line in VERBS.items())
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="codd",
         usage="codd [-h] [--version] [--debug] VERB ...",
         description="A joint output distribution for any diffusion language model: exact probabilistic circuits,\n"
@@ -128,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _verb_parser(verb: Verb) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=f"codd {verb.NAME}",
         description=verb.HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,

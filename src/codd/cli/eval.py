@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from codd.backbones.loading import DTYPES
 from codd.cli import console, eval_studies, sampling, tables
 from codd.cli.lists import add_list
 from codd.cli.ranks import add_ray_argument
@@ -94,7 +95,7 @@ examples:
     sampling.add_adapter_argument(group)
     add_list(group, "--circuit", default=["trained"], metavar="NAME", help=_CIRCUIT)
     group.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
-    group.add_argument("--dtype", metavar="TYPE", help=f"{', '.join(sampling.DTYPES)} (default: float32 on a CPU)")
+    group.add_argument("--dtype", metavar="TYPE", help=f"{', '.join(DTYPES)} (default: float32 on a CPU)")
     sampling.add_quantize_argument(group)
     sampling.add_tensor_parallel_argument(group)
     group = parser.add_argument_group("sampling, several values with commas between them")
@@ -163,8 +164,6 @@ def _check(args: argparse.Namespace) -> None:
     unknown = [name for name in args.studies if name not in eval_studies.STUDIES]
     if unknown:
         raise InvalidInput(f"there is no study {unknown[0]!r}; there are {', '.join(eval_studies.STUDIES)}.")
-    if args.dtype is not None and args.dtype not in sampling.DTYPES:
-        raise InvalidInput(f"--dtype must be one of {', '.join(sampling.DTYPES)}, found {args.dtype!r}.")
     if not (args.tasks or args.task_file or args.studies or args.judge or args.stage in ("answer", "score")):
         raise InvalidInput(
             "there is nothing to do: name --tasks, --task-file, --studies, or a --judge for texts of OUT_DIR."
@@ -180,17 +179,14 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _model(args: argparse.Namespace, context: DistributedContext) -> "Model":
-    import torch
-
     from codd.decoding import load
 
-    dtype = None if args.dtype is None else getattr(torch, args.dtype)
     with console.working(f"loading {args.model or 'the bundled model'}", shown=context.is_main):
         return load(
             args.model,
             None,
             device=str(context.device),
-            dtype=dtype,
+            dtype=args.dtype,
             adapter=args.adapter,
             quantize=args.quantize,
             tensor_parallel=args.tensor_parallel,

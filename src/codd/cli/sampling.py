@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from codd.backbones.loading import DTYPES
 from codd.cli import console, lists
 from codd.decoding import Model, Options, Step, load
 from codd.decoding.options import DEFAULTS, OPTIONS, PACES, default_in_words
 from codd.errors import InvalidInput
 
-DTYPES = ("float32", "float64", "bfloat16", "float16")
 ABOUT = (
     "A small model (27 million parameters) for grade-school word problems and, without its chat template, English "
     "prose; no assistant. The final answer of a problem stands after ####."
@@ -165,14 +165,11 @@ def parse_option(name: str, text: str) -> Any:
 
 def model_from(args: argparse.Namespace) -> Model:
     """The model that was asked for, with its circuit."""
-    if args.dtype is not None and args.dtype not in DTYPES:
-        raise InvalidInput(f"--dtype must be one of {', '.join(DTYPES)}, found {args.dtype!r}.")
-    dtype = None if args.dtype is None else getattr(torch, args.dtype)
     return load(
         args.model,
         circuit_from(args),
         device=args.device,
-        dtype=dtype,
+        dtype=args.dtype,
         adapter=args.adapter,
         quantize=args.quantize,
         tensor_parallel=args.tensor_parallel,

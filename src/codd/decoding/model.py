@@ -23,7 +23,7 @@ from codd.decoding.options import Constraint, Keywords, Options
 from codd.decoding.prompts import Prompts, encode_prompts
 from codd.decoding.start import start_sequences
 from codd.decoding.state import SequenceState, Step, StopCondition, first_stop
-from codd.errors import InvalidInput
+from codd.errors import InvalidInput, shown
 
 CIRCUIT_FOLDERS = {"trained": "circuit", "static": "circuit-static"}
 """Where a checkpoint keeps the circuits that belong to it: its best one, and the best that no network modulates."""
@@ -208,7 +208,7 @@ def load(
     circuit: CircuitSource = "trained",
     *,
     device: str | torch.device | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     revision: str | None = None,
     block_size: int | None = None,
     mask_id: int | None = None,
@@ -224,7 +224,7 @@ def load(
     - ``circuit``: a folder, a hub id or a circuit; "trained": the one in the checkpoint's own folder (circuit/), if
       any; "static": the one beside it without a head (circuit-static/); "null": the control, which changes nothing;
       None: no circuit.
-    - ``device``, ``dtype``: by default a GPU if there is one, and float32 on the CPU.
+    - ``device``, ``dtype``: or their names; by default a GPU if there is one, and float32 on the CPU.
     - ``block_size`` (of block-causal networks), ``mask_id``: for checkpoints whose files do not give them, or to use
       others.
     - ``check``: refuse weights with NaN, and files that do not match the sha256 beside them; False saves the time.
@@ -267,8 +267,10 @@ def _resolve_circuit(
     elif isinstance(source, str | os.PathLike):
         folder_or_id = _own_circuit(str(source), folder) if source in CIRCUIT_FOLDERS else source
         circuit = load_circuit(folder_or_id, check=check)
-    else:
+    elif hasattr(source, "condition_on"):
         circuit = source
+    else:
+        raise InvalidInput(f"circuit must be a folder, a hub id, a circuit or None, found {shown(source)}.")
     _check_fits(circuit, backbone)
     return circuit.to(device=backbone.device)
 
