@@ -187,7 +187,7 @@ class TestAnswers:
         lost = lost_from_left_to_right(backbone, [*prompt, *answer, tokenizer().eos_id], len(prompt))
         assert found.tokens == len(answer) + 1
         assert found.nats_per_token == pytest.approx(lost / found.tokens, rel=1e-5)
-        with pytest.raises(FormatError, match="no question with its answer fits"):
+        with pytest.raises(FormatError, match="none of its 1 questions fits a row with its answer"):
             answer_likelihood(backbone, tokenizer(), ANSWERS, data, row_length=fits - 1, draws=1)
 
     def test_several_to_a_row(self, tmp_path):

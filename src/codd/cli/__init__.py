@@ -111,8 +111,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """End with `USAGE`."""
-        console.error(f"{message}; see {self.prog} --help")
-        self.exit(USAGE)
+        self.exit(USAGE, f"codd: {console.one_line(message)}; see {self.prog} --help\n")
 
 
 def _parser() -> argparse.ArgumentParser:
