@@ -88,12 +88,17 @@ def main() -> int:
     return 0
 
 
+def serve_command(replicas: int | None, slots: int, queue: int) -> list[str]:
+    """``codd serve`` with its arguments."""
+    command = ["serve", "--port", "0", "--json", "--quiet", "--device", "cpu"]
+    command += ["--slots", str(slots), "--queue", str(queue), "--drain-timeout", "5"]
+    return [*command, *([] if replicas is None else ["--replicas", str(replicas)])]
+
+
 @contextmanager
 def served(replicas: int | None, slots: int = 8, queue: int = 32) -> Iterator[Served]:
     """``codd serve`` on a Ray cluster of its own, or without Ray (None); it must stop cleanly."""
-    command = [sys.executable, "-m", "codd", "serve", "--port", "0", "--json", "--quiet", "--device", "cpu"]
-    command += ["--slots", str(slots), "--queue", str(queue), "--drain", "5"]
-    command += [] if replicas is None else ["--replicas", str(replicas)]
+    command = [sys.executable, "-m", "codd", *serve_command(replicas, slots, queue)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:

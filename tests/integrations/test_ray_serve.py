@@ -1,5 +1,6 @@
 """Replicas on Ray: the deployment's options and metrics; a real cluster of two replicas by hand (-m slow)."""
 
+import argparse
 import asyncio
 import importlib.util
 import os
@@ -16,7 +17,7 @@ import openai
 import pytest
 
 import codd
-from codd.cli import main
+from codd.cli import load, main
 from codd.cli.serve import _replicas
 
 ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="the extra ray is not installed")
@@ -100,6 +101,16 @@ def server() -> Iterator[Any]:
 
     with ray_replicas.served(2, slots=2, queue=2) as found:
         yield found
+
+
+def test_what_the_study_serves_with_is_understood():
+    """Whether Ray is here or not: the study itself is run by hand."""
+    import ray_replicas
+
+    parser, verb = argparse.ArgumentParser(), load("serve")
+    verb.configure(parser)
+    args = parser.parse_args(ray_replicas.serve_command(2, 3, 4)[1:])
+    assert (args.replicas, args.slots, args.queue) == ((2, 2), 3, 4)
 
 
 @cache
