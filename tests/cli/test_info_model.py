@@ -19,6 +19,7 @@ from codd.backbones.transformer import initialise
 from codd.circuits import HMM, Head, HeadConfig, Modulated
 from codd.cli import info_model, main
 from tests.support import FIXTURES
+from tests.support.checkpoints import MINI
 
 ROTARY = "rotary_emb.inv_freq"
 
@@ -45,18 +46,6 @@ FIELDS = {
 TIED = ("dream_tied", "bert", "modernbert", "fastdllm_v2_tied_sharded", "illada")
 BLOCKS = {"sdar": 4, "fast_dllm": 32, "llada2": 32}
 """The published ones."""
-MINI = {
-    "vocab_size": 60,
-    "width": 32,
-    "layers": 2,
-    "heads": 4,
-    "kv_heads": 2,
-    "mlp_width": 48,
-    "max_length": 64,
-    "mask_token_id": 59,
-    "eos_token_id": 57,
-    "pad_token_id": 58,
-}
 
 
 def described(capsys, *arguments: object, code: int = 0) -> dict[str, object]:
