@@ -47,7 +47,7 @@ COMMANDS = {
     "serving": [
         "load --caches --clients 4 --seconds 0.5 --leave 0.25 --mixed 0.5 --requests 2 --shorter 16 --slots 2 "
         "--plot OUT.png --json OUT",
-        "throughput --clients 1 --rounds 1 --shorter 16 --slots 2 --json OUT",
+        "throughput --clients 1 --rounds 1 --requests 3 --shorter 16 --slots 2 --json OUT",
     ],
     "ray_replicas": ["load --clients 2 --seconds 0.5 --requests 2 --shorter 16 --slots 2 --json OUT"],
     "serving_gpu": ["mini --device cpu --slots 1 2 --requests 2 --rounds 1 --gen-length 2 --steps 1 --json OUT"],
