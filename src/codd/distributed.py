@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from codd.backbones.loading import choose_device
 from codd.errors import InvalidInput
 
 Scalar = TypeVar("Scalar", bool, float)
@@ -79,6 +78,30 @@ class DistributedContext:
             self.barrier()
 
 
+def choose_device(device: str | torch.device | None) -> torch.device:
+    """The device named, or by default a CUDA device if there is one; InvalidInput if this machine does not have it."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise InvalidInput(f"there is no device {device!r}; use 'cpu' or 'cuda'.") from error
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidInput(f"device {str(chosen)!r} was asked for, but this machine has no CUDA device; use 'cpu'.")
+    return chosen
+
+
+def join_processes(device: torch.device) -> None:
+    """Meet the other processes, as torchrun's environment variables say.
+
+    Part from them with `torch.distributed.destroy_process_group`, and keep no group beyond it. A group's threads end
+    with the last reference to it. One that outlives the interpreter aborts the process if it has a tensor to drop.
+    """
+    import torch.distributed.nn.functional  # noqa: F401  # imported after the group is made, its defaults would keep it
+
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+
+
 @contextmanager
 def distributed(device: str | None = None, *, alone: bool = False) -> Iterator[DistributedContext]:
     """Join the processes of this run, as torchrun's environment variables say; leave them at the end.
@@ -94,7 +117,7 @@ def distributed(device: str | None = None, *, alone: bool = False) -> Iterator[D
     if world_size == 1 or alone:
         yield DistributedContext(0, 1, place)
         return
-    dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
+    join_processes(place)
     try:
         yield DistributedContext(rank, world_size, place)
     finally:

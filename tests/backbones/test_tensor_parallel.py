@@ -20,7 +20,7 @@ TOLERANCE = 1e-4
 
 
 def test_two_processes_compute_what_one_does(tmp_path):
-    stdout, _ = run_in_two_processes(str(tmp_path), program=["-m", run.__name__], threads=torch.get_num_threads())
+    stdout, stderr = run_in_two_processes(str(tmp_path), program=["-m", run.__name__], threads=torch.get_num_threads())
     found = load_file(tmp_path / "found.safetensors")
     for name in run.LAYOUTS:
         wanted = run.logits(name)
@@ -40,6 +40,8 @@ def test_two_processes_compute_what_one_does(tmp_path):
     sdar = codd.load(FIXTURES / "decode_sdar", device="cpu", dtype=torch.float64)
     written = sdar.generate(run.PROMPTS[:1], gen_length=8).completions[0]
     assert json.loads(stdout)["ids"] == written.tolist()  # one of the two has printed
+    assert stderr.count("left:") == 2
+    assert "gloo" not in stderr, "a thread that outlives the interpreter aborts the process when it drops a tensor"
 
 
 def test_each_process_holds_half():

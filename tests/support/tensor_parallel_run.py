@@ -4,6 +4,7 @@ Usage: python -m tests.support.tensor_parallel_run OUT_DIR. The main process wri
 OUT_DIR/found.safetensors. At last both run ``codd generate --tensor-parallel``.
 """
 
+import atexit
 import json
 import os
 import sys
@@ -109,7 +110,13 @@ def divided(function: Callable[..., dict[str, Tensor]], name: str) -> dict[str, 
         return {}
 
 
+def name_threads() -> None:
+    """Print the threads that are left, those of PyTorch included: at exit there are to be no more that hold tensors."""
+    print("left:", *(task.joinpath("comm").read_text() for task in Path("/proc/self/task").iterdir()), file=sys.stderr)
+
+
 if __name__ == "__main__":
+    atexit.register(name_threads)  # runs after what is registered later
     out = Path(sys.argv[1])
     found: dict[str, Tensor] = {}
     for name in LAYOUTS:

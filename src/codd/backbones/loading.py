@@ -35,6 +35,7 @@ from codd.backbones.experts import Router
 from codd.backbones.tensor_parallel import MAIN, Partition, ShardedTransformer, join
 from codd.backbones.tokenizer import Tokenizer
 from codd.backbones.transformer import Transformer
+from codd.distributed import choose_device
 from codd.errors import FormatError, InvalidInput, shown
 
 
@@ -139,19 +140,6 @@ def load_checkpoint(
     vocab_size = spec.transformer.vocab_size
     tokenizer = Tokenizer.from_folder(folder, chat_template=spec.chat_template, vocab_size=vocab_size)
     return Checkpoint(backbone, tokenizer, folder)
-
-
-def choose_device(device: str | torch.device | None) -> torch.device:
-    """The device named, or by default a CUDA device if there is one; InvalidInput if this machine does not have it."""
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        chosen = torch.device(device)
-    except RuntimeError as error:
-        raise InvalidInput(f"there is no device {device!r}; use 'cpu' or 'cuda'.") from error
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise InvalidInput(f"device {str(chosen)!r} was asked for, but this machine has no CUDA device; use 'cpu'.")
-    return chosen
 
 
 def read_spec(folder: Path, block_size: int | None = None) -> ModelSpec:

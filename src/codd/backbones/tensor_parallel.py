@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from codd.backbones.kv_cache import CachedPass, KVCache
 from codd.backbones.transformer import Head, Transformer, TransformerConfig
 from codd.backbones.weights import Cut
+from codd.distributed import join_processes
 from codd.errors import CoddError, InvalidInput
 
 MAIN = 0
@@ -148,8 +149,8 @@ def join(config: TransformerConfig, device: torch.device) -> tuple[Partition, to
         device = torch.device("cuda", place)
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-        atexit.register(dist.destroy_process_group)
+        join_processes(device)
+        atexit.register(_leave)
     return Partition(rank, size), device
 
 
@@ -157,6 +158,12 @@ def join(config: TransformerConfig, device: torch.device) -> tuple[Partition, to
 def _calls() -> Any:  # a ProcessGroup, which not every build of PyTorch has
     """The group through which the main process tells the others what to do; all make it together."""
     return dist.new_group(backend="gloo", timeout=IDLE)
+
+
+def _leave() -> None:
+    """Part from the other processes, with no group left."""
+    _calls.cache_clear()
+    dist.destroy_process_group()
 
 
 class Summed(nn.Module):

@@ -16,8 +16,9 @@ from codd import files
 from codd.backbones import Backbone, Tokenizer, load_checkpoint, mini
 from codd.backbones.backbone import take_positions
 from codd.backbones.config import Config
-from codd.backbones.loading import MODEL_FILES, choose_device
+from codd.backbones.loading import MODEL_FILES
 from codd.data.pretrained import load_causal_lm
+from codd.distributed import choose_device
 from codd.errors import InvalidInput
 from codd.evaluation.text.judging import NUMBERS, Network, TransformersNetwork
 

@@ -16,8 +16,9 @@ import torch
 from codd import files
 from codd.backbones import load_checkpoint, mini
 from codd.backbones.config import Config
-from codd.backbones.loading import MODEL_FILES, choose_device
+from codd.backbones.loading import MODEL_FILES
 from codd.data.pretrained import load_causal_lm, transformers_for
+from codd.distributed import choose_device
 from codd.errors import FormatError, InvalidInput, MissingDependency
 from codd.evaluation.text.judging import Judge as Judge
 from codd.evaluation.text.judging import OwnNetwork, TransformersNetwork
