@@ -1,21 +1,22 @@
 """Two processes that find each other as torchrun's do, without torchrun: it would import PyTorch a third time."""
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+
+from torch.distributed import TCPStore
 
 from tests.support import PYTHONPATH
 
 
 def run_in_two_processes(*arguments: str, threads: int = 1, program: Sequence[str] = ("-m", "codd")) -> tuple[str, str]:
     """Run a Python program with these arguments twice, as ranks 0 and 1; all that they wrote to stdout and stderr."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
-    common |= {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": PYTHONPATH}
+    # Kept here, as torchrun keeps it: a port that was free may be taken before another process opens it.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "CUDA_VISIBLE_DEVICES": ""}
+    common |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": str(threads), "PYTHONPATH": PYTHONPATH}
 
     def start(rank: int) -> subprocess.CompletedProcess[str]:
         environment = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
