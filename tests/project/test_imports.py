@@ -1,4 +1,4 @@
-"""Imports: errors, files, constraints, circuits and backbones, coupling and data, decoding, training, the faces."""
+"""Imports: errors, files, constraints and processes, circuits and backbones, coupling and data, decoding, training, the faces."""
 
 import ast
 import re
@@ -15,9 +15,9 @@ PACKAGE = Path(codd.__file__).parent
 LEVELS = [
     {"_threads", "errors"},
     {"files", "folders", "validation"},
-    {"constraints"},
+    {"constraints", "distributed"},
     {"circuits", "backbones"},
-    {"coupling", "data", "distributed"},
+    {"coupling", "data"},
     {"decoding"},
     {"training", "evaluation"},  # neither knows the other: what both need is in data
     {"serving"},

@@ -8,6 +8,7 @@ import os
 import queue
 import re
 import signal
+import subprocess
 import sys
 import termios
 import threading
@@ -269,8 +270,39 @@ def test_time_is_limited_and_the_next_one_is_served():
     with live(settings=settings) as server:
         message, param = refused(server, "/v1/constraint", guided_regex=EXPENSIVE)
         assert (param, "0.2 seconds" in message) == ("guided_regex", True)
-        # On a busy machine a small one may take as long, too: but the process is there again.
+        # On a slow machine a small one may take as long, too: but the process is there again.
         assert any(server.http.post("/v1/constraint", json={"guided_regex": "ab"}).is_success for _ in range(20))
+
+
+LIMITED = """
+import os, time
+from codd.serving.compiler_process import _limited
+
+def compute(seconds):
+    begun = time.process_time()
+    while time.process_time() < begun + seconds:
+        pass
+
+def ends_with(function, limit):
+    child = os.fork()
+    if child == 0:
+        with _limited(limit):
+            function()
+        compute(limit)  # no limit any more
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+print([ends_with(*case) for case in (
+    (lambda: time.sleep(1), 0.5), (lambda: compute(60), 0.5), (lambda: time.sleep(60), 0.05)
+)])
+"""
+
+
+@on_linux
+def test_the_time_is_the_processors():
+    """On a busy machine the process may wait for seconds before it gets a turn, but not for ever."""
+    done = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str([0, -signal.SIGPROF.value, 1])
 
 
 def test_a_server_that_ends_tells_who_still_waits_for_a_pattern():

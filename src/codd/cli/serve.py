@@ -115,7 +115,7 @@ NUMBERS = (
     ),
     Number("--max-pattern", "BYTES", int, 1 << 15, "of a regular expression, JSON schema or list of choices"),
     Number("--max-states", "N", int, 512, "of its automaton: the work of a step grows with them"),
-    _seconds("--compile-timeout", 5.0, "seconds to compile it", high=3600),
+    _seconds("--compile-timeout", 5.0, "seconds of processor time to compile it", high=3600),
     Number("--compile-memory", "GIB", float, 1.0, "to compile it, at most", low=0, high=1024, above=True, unit=" GiB"),
     Number("--connections", "N", int, 256, "sockets that are held"),
     _seconds(

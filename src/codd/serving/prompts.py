@@ -41,7 +41,7 @@ class Limits:
     states: int = 512
     """The most states of a compiled constraint: the work of a step grows with them."""
     compile_seconds: float = 5.0
-    """The most seconds for compiling one."""
+    """The most seconds of processor time for compiling one."""
     compile_memory: int = 1 << 30
     """The most bytes of memory for that, beside what the process has at its start; macOS does not enforce it."""
 
