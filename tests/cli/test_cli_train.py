@@ -1,6 +1,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -229,6 +230,20 @@ def test_a_cache_is_of_the_adapter_that_the_recipe_names(tmp_path, capsys, monke
     assert "plain: was made without an adapter, the rec" in refused(
         capsys, tmp_path / "out", *CACHED, "--set=cache=plain", other
     )
+
+
+def test_a_cache_is_of_the_network_that_the_recipe_names(tmp_path, capsys):
+    """One of the same sizes, as an instruct model has of its base, is told from it by its weights."""
+    shutil.copytree("mini", tmp_path / "same")
+    shutil.copytree("mini", tmp_path / "other")
+    tuned = load_checkpoint("mini", device="cpu").backbone
+    next(tuned.parameters()).data.mul_(1.01)
+    mini.save(tuned, tmp_path / "other")
+    cached = ["--set=data=[]", "--set=cache=plain"]
+    assert train(tmp_path / "out", *cached, f"--set=backbone={tmp_path / 'same'}") == 0
+    message = refused(capsys, tmp_path / "no", *cached, f"--set=backbone={tmp_path / 'other'}")
+    assert "plain: was made by another network (" in message
+    assert f") than {tmp_path / 'other'}: set backbone to that of the cache, or make the cache again with" in message
 
 
 def test_caches_with_and_without_features(tmp_path, capsys, monkeypatch):

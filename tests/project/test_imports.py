@@ -1,4 +1,4 @@
-"""Imports: errors, files, constraints and processes, circuits and backbones, coupling and data, decoding, training, the faces."""
+"""Imports: errors, files, constraints and processes, circuits and backbones, coupling and data, decoding, training."""
 
 import ast
 import re

@@ -24,7 +24,7 @@ from codd.training.circuit.validation import HeldOut
 from codd.training.circuit_recipe import CircuitRecipe
 from codd.training.logit_cache.entries import CachedWindows
 from codd.training.logit_cache.reader import LogitCache
-from codd.training.logit_cache.sources import adapter_digest
+from codd.training.logit_cache.sources import adapter_digest, network_name
 from codd.training.run import VALIDATION_SEED
 
 Draw = Callable[[int], WindowBatch]
@@ -48,19 +48,18 @@ class TrainingData:
 def prepare(recipe: CircuitRecipe, root: Path, out: Path, context: DistributedContext) -> TrainingData:
     """Load the network, read the data or the cache, evaluate the network on it."""
     strata = strata_of(context)
-    entries = None
-    if recipe.cache is not None:
-        cache = LogitCache.open(root / recipe.cache)
+    cache = None if recipe.cache is None else LogitCache.open(root / recipe.cache)
+    if cache is not None:
         _check_adapter(recipe, cache)
-        entries, vocab_size = _from_cache(cache, recipe, strata, context.device)
+        entries = _from_cache(cache, recipe, strata, context.device)
         if not recipe.validation:
-            spec = CircuitSpec(vocab_size, _width(entries), context.device)
+            spec = CircuitSpec(cache.vocab_size, _width(entries), context.device)
             return TrainingData(spec, entries, _picking(recipe, entries, strata), {})
     opened = _open(recipe, root, out, context)
     backbone, mask_id = opened.backbone, opened.mask_id
     spec = CircuitSpec(backbone.vocab_size, backbone.config.width, context.device)
-    if entries is not None:
-        _check_belongs(recipe, vocab_size, _width(entries), spec)
+    if cache is not None:
+        _check_belongs(cache, _width(entries), opened)
         held_out = opened.held_out(opened.validation())
         spec = spec._replace(features=_width(entries))
         return TrainingData(spec, entries, _picking(recipe, entries, strata), held_out, opened.tokenizer)
@@ -90,7 +89,7 @@ def _open(recipe: CircuitRecipe, root: Path, out: Path, context: DistributedCont
     if recipe.dtype != "float32" and context.device.type != "cuda":
         raise InvalidInput(f"dtype {recipe.dtype} is for GPUs, this is {context.device}: --set dtype=float32.")
     sharded = recipe.joint.shard and context.world_size > 1
-    backbone, tokenizer, _ = load_checkpoint(
+    backbone, tokenizer, folder = load_checkpoint(
         source,
         device="cpu" if sharded else context.device,  # which may not hold the whole of it
         dtype=getattr(torch, recipe.dtype),
@@ -107,7 +106,7 @@ def _open(recipe: CircuitRecipe, root: Path, out: Path, context: DistributedCont
         )
     if sharded:
         joint.shard(backbone, context)
-    return _Opened(recipe, root, out, tokenizer, backbone, mask_id, context)
+    return _Opened(recipe, root, out, tokenizer, backbone, folder, mask_id, context)
 
 
 def _check_numbers(recipe: CircuitRecipe, good: bool) -> None:
@@ -131,14 +130,22 @@ def _check_adapter(recipe: CircuitRecipe, cache: LogitCache) -> None:
     )
 
 
-def _check_belongs(recipe: CircuitRecipe, vocab_size: int, features: int, spec: CircuitSpec) -> None:
+def _check_belongs(cache: LogitCache, features: int, opened: "_Opened") -> None:
     """Refuse a cache that another network has made."""
-    if vocab_size != spec.vocab_size or features not in (0, spec.features):
+    network, name = opened.backbone, opened.recipe.backbone
+    if cache.vocab_size != network.vocab_size or features not in (0, network.config.width):
         raise InvalidInput(
-            f"cache: {recipe.cache} is over {vocab_size} tokens"
+            f"cache: {opened.recipe.cache} is over {cache.vocab_size} tokens"
             + (f" and hidden states of {features} numbers" if features else "")
-            + f", the backbone {recipe.backbone} over {spec.vocab_size} and of {spec.features}: they do not belong "
+            + f", the backbone {name} over {network.vocab_size} and of {network.config.width}: they do not belong "
             "together."
+        )
+    made_by, main = cache.settings.base, opened.context.is_main  # one process reads all of the weights for it
+    other = main and made_by is not None and made_by != network_name(network.family, opened.folder, None)
+    if opened.context.broadcast(other):
+        raise InvalidInput(
+            f"{cache.folder}: was made by another network ({made_by}) than {name}: set backbone to that of the cache, "
+            f"or make the cache again with --backbone {name}."
         )
 
 
@@ -150,10 +157,8 @@ def strata_of(context: DistributedContext) -> range:
     return range(context.rank * each, (context.rank + 1) * each)
 
 
-def _from_cache(
-    cache: LogitCache, recipe: CircuitRecipe, strata: range, device: torch.device
-) -> tuple[CachedWindows, int]:
-    """The windows of some strata of a cache, and the size of its vocabulary."""
+def _from_cache(cache: LogitCache, recipe: CircuitRecipe, strata: range, device: torch.device) -> CachedWindows:
+    """The windows of some strata of a cache."""
     each = len(cache) // STRATA
     if not each:
         raise InvalidInput(f"{cache.folder}: has {len(cache)} windows; there must be at least {STRATA}.")
@@ -162,7 +167,7 @@ def _from_cache(
             f"{cache.folder}: has windows of {cache.window} tokens, the recipe of {recipe.windows.length}: set "
             "windows.length, or make another cache with --window."
         )
-    return cache.load(device, range(strata.start * each, strata.stop * each)), cache.vocab_size
+    return cache.load(device, range(strata.start * each, strata.stop * each))
 
 
 def _width(entries: CachedWindows) -> int:
@@ -192,6 +197,8 @@ class _Opened:
     out: Path
     tokenizer: Tokenizer
     backbone: Backbone
+    folder: Path
+    """Of the checkpoint."""
     mask_id: int
     context: DistributedContext
 

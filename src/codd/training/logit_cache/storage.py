@@ -57,6 +57,11 @@ class CacheSettings(Section):
     """Name, digest and share of each source of rows."""
 
     @property
+    def base(self) -> str | None:
+        """Family and digest of the network without its adapter; None for a cache that does not say."""
+        return self.backbone.partition(WITH_ADAPTER)[0] or None
+
+    @property
     def adapter(self) -> str | None:
         """The digest of the adapter that the network was evaluated with; None if there was none."""
         return self.backbone.partition(WITH_ADAPTER)[2] or None
