@@ -44,6 +44,7 @@ COMMANDS = {
     "circuit_training": [
         "--windows 16 --epochs 1 --window 4 --vocab 50 --states 2 --top-k 4 --batch 8 --steps 1 --device cpu --out OUT"
     ],
+    "cache_cost": ["--tiny --device cpu --out OUT"],
     "serving": [
         "load --caches --clients 4 --seconds 0.5 --leave 0.25 --mixed 0.5 --requests 2 --shorter 16 --slots 2 "
         "--plot OUT.png --json OUT",
