@@ -1,21 +1,32 @@
-"""Draw the validation losses of training runs: python benchmarks/curves.py docs/runs/mini.jsonl ... > docs/mini.svg."""
+"""Draw the validation losses of training runs, or what optimizers reach in a time, one panel a measure:
+
+python benchmarks/curves.py docs/runs/mini.jsonl docs/runs/causal.jsonl > FILE.svg   # metrics.jsonl of runs
+python benchmarks/curves.py docs/runs/anemone.json > FILE.svg                        # reports of anemone.py
+"""
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 WIDTH, HEIGHT, MARGIN = 640, 300, 46
-COLOURS = ("#1b6ca8", "#c2571a", "#3a7d44", "#7a3b8f")
+COLOURS = ("#1b6ca8", "#c2571a", "#3a7d44", "#7a3b8f", "#8a7a1f", "#555555", "#b0305c")
+Curves = dict[str, list[tuple[float, float]]]
 
 
 def main() -> None:
-    panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    panels: dict[str, Curves] = {}
     for path in map(Path, sys.argv[1:]):
+        if path.suffix == ".json":
+            title, curves = optimizers(json.loads(path.read_text()))
+            panels[title] = curves
+            continue
         for line in path.read_text().splitlines():
             entry = json.loads(line)
             for name, value in entry.items():
                 if name.startswith("validation/"):
-                    panels.setdefault(name, {}).setdefault(path.stem, []).append((entry["step"], value))
+                    title = f"{name}, nats a token by steps"
+                    panels.setdefault(title, {}).setdefault(path.stem, []).append((entry["step"], value))
     height = HEIGHT * len(panels)
     body = "\n".join(panel(name, curves, i * HEIGHT) for i, (name, curves) in enumerate(panels.items()))
     print(
@@ -24,7 +35,18 @@ def main() -> None:
     )
 
 
-def panel(name: str, curves: dict[str, list[tuple[float, float]]], top: int) -> str:
+def optimizers(report: dict[str, Any]) -> tuple[str, Curves]:
+    """The share of the way from the network alone to the planted circuit, by seconds; not of those that diverge."""
+    floor, best = report["network alone"], report["planted"]
+    curves: Curves = {}
+    for way, readings in report["ways"].items():
+        found = [(each["seconds"], (each["value"] - floor) / (best - floor)) for each in readings if each["value"]]
+        if found[-1][1] > 0.5:
+            curves[way] = [(0.0, 0.0), *found]
+    return f"{report['settings']['states']} states: share of the way to the planted circuit, by seconds", curves
+
+
+def panel(name: str, curves: Curves, top: int) -> str:
     points = [point for curve in curves.values() for point in curve]
     last, high, low = max(p[0] for p in points), max(p[1] for p in points), min(p[1] for p in points)
     low, high = low - 0.05 * (high - low), high + 0.05 * (high - low)
@@ -34,7 +56,7 @@ def panel(name: str, curves: dict[str, list[tuple[float, float]]], top: int) -> 
         y = top + MARGIN + (HEIGHT - 2 * MARGIN) * (high - value) / (high - low)
         return f"{x:.1f},{y:.1f}"
 
-    parts = [f'<text x="{MARGIN}" y="{top + 24}" font-weight="bold">{name}, nats a token</text>']
+    parts = [f'<text x="{MARGIN}" y="{top + 24}" font-weight="bold">{name}</text>']
     for i in range(5):
         value = low + (high - low) * i / 4
         x, y = place(0, value).split(",")
@@ -47,7 +69,8 @@ def panel(name: str, curves: dict[str, list[tuple[float, float]]], top: int) -> 
         colour = COLOURS[i % len(COLOURS)]
         line = " ".join(place(*point) for point in curve)
         parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        parts.append(f'<text x="{WIDTH - MARGIN - 90}" y="{top + 24 + 16 * i}" fill="{colour}">{label}</text>')
+        place_ = f'x="{WIDTH - MARGIN}" y="{top + HEIGHT - MARGIN - 8 - 16 * i}" text-anchor="end"'
+        parts.append(f'<text {place_} fill="{colour}">{label}</text>')
     return "\n".join(parts)
 
 
