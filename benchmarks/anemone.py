@@ -30,6 +30,7 @@ from codd.training.circuit.optimizers import Adam, Anemone, Optimizer
 WAYS: dict[str, Callable[[], Optimizer]] = {
     "adam 1.5e-2": lambda: Adam(1.5e-2),
     "adam 5e-2": lambda: Adam(5e-2),
+    "adam 1.5e-1": lambda: Adam(1.5e-1),
     "ratio 0.4": lambda: Anemone(0.4, rule="ratio"),
     "ratio 0.1": lambda: Anemone(0.1, rule="ratio"),
     "baum-welch 0.4": lambda: Anemone(0.4, rule="baum-welch"),

@@ -91,7 +91,7 @@ def main() -> None:
     if args.tiny:
         args.regexes, args.schemas, args.samplers, args.temperatures = 1, 1, ["any_order"], [1.0]
         args.draws, args.languages, args.states, args.rounds = 200, ["brackets"], [8], 1
-        args.vocab, args.circuit_states, args.problems, args.tokens = 2000, 4, 1, 1
+        args.vocab, args.circuit_states, args.problems, args.tokens, args.calls = 2000, 4, 1, 1, 2
     parser.exit(0 if run_parts(args, args.parts, PARTS) else 1)
 
 
