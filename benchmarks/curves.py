@@ -4,8 +4,8 @@ python benchmarks/curves.py docs/runs/mini.jsonl docs/runs/causal.jsonl > FILE.s
 python benchmarks/curves.py docs/runs/anemone.json > FILE.svg                        # reports of anemone.py
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,12 @@ Curves = dict[str, list[tuple[float, float]]]
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", type=Path, nargs="+")
+    parser.add_argument("--out", type=Path, help="the drawing (default: printed)")
+    args = parser.parse_args()
     panels: dict[str, Curves] = {}
-    for path in map(Path, sys.argv[1:]):
+    for path in args.files:
         if path.suffix == ".json":
             title, curves = optimizers(json.loads(path.read_text()))
             panels[title] = curves
@@ -29,10 +33,14 @@ def main() -> None:
                     panels.setdefault(title, {}).setdefault(path.stem, []).append((entry["step"], value))
     height = HEIGHT * len(panels)
     body = "\n".join(panel(name, curves, i * HEIGHT) for i, (name, curves) in enumerate(panels.items()))
-    print(
+    drawing = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" font-family="sans-serif" '
         f'font-size="12"><rect width="100%" height="100%" fill="white"/>\n{body}\n</svg>'
     )
+    if args.out:
+        args.out.write_text(drawing + "\n")
+    else:
+        print(drawing)
 
 
 def optimizers(report: dict[str, Any]) -> tuple[str, Curves]:
