@@ -100,7 +100,6 @@ def test_cost_heeds_mode_and_activation(tmp_path):
         (["--studies", "weather"], "there is no study 'weather'"),
         (["--studies", "gap"], "give their folder with --data"),
         (["--tasks", "gsm8k", "--data", "/no/such"], "there is no such folder"),
-        (["--tasks", "no_such_task", "--circuit", "none", "--steps", "1"], "there is no task 'no_such_task'"),
         (["--tasks", "books_text", "--circuit", "none", "--steps", "1"], "need its texts"),
         (["--tasks", "word_problems", "--sampler", "latent", "--threshold", "0.9"], "or give steps."),
         (["--tasks", "word_problems", "--dtype", "int3"], "dtype must be a floating-point type (float32,"),
