@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -124,3 +125,5 @@ def main(root: Path, out: Path, jobs: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]))
+    # PyTorch's caches of sharded tensors keep the group, and so its threads: see `codd.distributed.join_processes`.
+    os._exit(0)
