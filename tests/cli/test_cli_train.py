@@ -243,7 +243,8 @@ def test_a_cache_is_of_the_network_that_the_recipe_names(tmp_path, capsys):
     assert train(tmp_path / "out", *cached, f"--set=backbone={tmp_path / 'same'}") == 0
     message = refused(capsys, tmp_path / "no", *cached, f"--set=backbone={tmp_path / 'other'}")
     assert "plain: was made by another network (" in message
-    assert f") than {tmp_path / 'other'}: set backbone to that of the cache, or make the cache again with" in message
+    assert f") than {tmp_path / 'other'}: set backbone to that of the cache, make the cache again with" in message
+    assert train(tmp_path / "alone", *CACHED, "--set=cache=plain", f"--set=backbone={tmp_path / 'other'}") == 0
 
 
 def test_caches_with_and_without_features(tmp_path, capsys, monkeypatch):

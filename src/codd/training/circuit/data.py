@@ -145,7 +145,7 @@ def _check_belongs(cache: LogitCache, features: int, opened: "_Opened") -> None:
     if opened.context.broadcast(other):
         raise InvalidInput(
             f"{cache.folder}: was made by another network ({made_by}) than {name}: set backbone to that of the cache, "
-            f"or make the cache again with --backbone {name}."
+            f"make the cache again with --backbone {name}, or train on the cache alone (--set validation=[])."
         )
 
 
