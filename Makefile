@@ -53,8 +53,8 @@ $(VENV)/.ready: $(VENV)/.python pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[serve]"
 	@touch $@
 
-$(VENV)/.ready-dev: $(VENV)/.python pyproject.toml
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+$(VENV)/.ready-dev: $(VENV)/.python pyproject.toml lab/pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]" -e lab
 	@touch $@ $(VENV)/.ready
 
 $(VENV)/.ready-docs: $(VENV)/.python pyproject.toml

@@ -10,9 +10,10 @@ import argparse
 import json
 import math
 import platform
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -22,16 +23,17 @@ import torch
 from codd.backbones import Backbone, Tokenizer, load_checkpoint
 from codd.data.noise import NoiseRecipe
 from codd.data.packing import PackedSequences
-from codd.data.problems import Problem, extract_answer, problems
 from codd.data.sources import Source, read_pairs
 from codd.data.tokenization import PackingConfig, encode_pairs, load_source, token_stream
 from codd.decoding import Model
 from codd.errors import FormatError, InvalidInput
-from codd.training.backbone.loss import Maker, causal_batch, diffusion_batch, mean_loss
+from codd_lab.pretraining.loss import Maker, causal_batch, diffusion_batch, mean_loss
+from codd_lab.problems import Problem, extract_answer, problems, write_problems
 
 BOOKS = Source("text", "books", path="books/test.jsonl.xz", fields=("text",))
 GSM8K = Source("qa", "gsm8k", path="gsm8k/test.jsonl", strip="gsm8k")
-PROBLEMS = Source("problems", "problems", split="test", seed=100, count=1)
+PROBLEMS = Source("qa", "problems", path="problems.jsonl")
+"""Written for the run: other problems than those that are to be solved."""
 SEED = 777
 """Of the masks: the same for all models."""
 
@@ -63,14 +65,17 @@ def main() -> None:
 def measure(folder: Path, args: argparse.Namespace) -> dict[str, object]:
     backbone, tokenizer, _ = load_checkpoint(folder, device=args.device, dtype=torch.float32, check=True)
     assert tokenizer is not None
-    bounds = {
-        source.name: asdict(score(backbone, tokenizer, source, args.data, row_length=args.row_length, draws=args.draws))
-        for source, score in (
-            (BOOKS, text_likelihood),
-            (GSM8K, answer_likelihood),
-            (replace(PROBLEMS, count=args.problems), answer_likelihood),
-        )
-    }
+    lengths = {"row_length": args.row_length, "draws": args.draws}
+    with tempfile.TemporaryDirectory() as made:
+        write_problems(Path(made, PROBLEMS.path), args.problems, split="test", seed=100)
+        bounds = {
+            source.name: asdict(score(backbone, tokenizer, source, root, **lengths))
+            for source, root, score in (
+                (BOOKS, args.data, text_likelihood),
+                (GSM8K, args.data, answer_likelihood),
+                (PROBLEMS, Path(made), answer_likelihood),
+            )
+        }
     begun = time.perf_counter()
     solved = solve_problems(
         backbone, tokenizer, args.problems, seed=args.seed, gen_length=args.gen_length, steps=args.gen_length

@@ -17,9 +17,9 @@ import torch
 import codd
 from codd.circuits.incremental import IncrementalConditioner
 from codd.circuits.ops import native
-from codd.data.problems import problems
 from codd.decoding import step
 from codd.decoding.samplers.window import WindowInputs, sample_window
+from codd_lab.problems import problems
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ from codd.backbones.backbone import Backbone
 from codd.backbones.config import Config
 from codd.backbones.transformer import Transformer
 from codd.circuits import HMM
-from codd.data.problems import problems
+from codd_lab.problems import problems
 from timing import Timing, interleaved
 
 SAMPLERS = ("factorized", "latent", "any_order")

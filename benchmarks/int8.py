@@ -33,8 +33,8 @@ from torch import Tensor
 import codd
 from codd.backbones.kernels import kernels_for
 from codd.backbones.quantized import Int8Linear
-from codd.data.problems import Problem, extract_answer, generate
 from codd.evaluation.statistics import paired
+from codd_lab.problems import Problem, extract_answer, generate
 from families import milliseconds, run_parts
 from kv_cache import captured_microseconds
 

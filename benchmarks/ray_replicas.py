@@ -76,7 +76,7 @@ def main() -> int:
     parser.add_argument("--json", metavar="FILE", help="write the result here, too")
     args = parser.parse_args()
     if importlib.util.find_spec("ray") is None:
-        print("ray_replicas.py: needs Ray: pip install 'codd[ray]'", file=sys.stderr)
+        print("ray_replicas.py: needs Ray: pip install 'codd-lm[ray]'", file=sys.stderr)
         return 2
     requests = made(codd.load(device="cpu"), args.requests, args.seed, [shortened(way, args.shorter) for way in WAYS])
     before = os.getloadavg()

@@ -356,7 +356,7 @@ class Rival:
     modules: tuple[str, ...]
     packages: tuple[str, ...]
     build: Callable[[Problem], dict[str, Contender]]
-    source: str = "'codd[bench]'"
+    source: str = "'codd-lm[bench]'"
 
 
 RIVALS: Mapping[str, Rival] = {
@@ -530,7 +530,7 @@ def machine(threads: int) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """The versions of this library, of PyTorch and of the rivals that are installed."""
-    packages = ["codd", "torch", *(p for rival in RIVALS.values() if installed(rival) for p in rival.packages)]
+    packages = ["codd-lm", "torch", *(p for rival in RIVALS.values() if installed(rival) for p in rival.packages)]
     found = {}
     for package in packages:
         try:

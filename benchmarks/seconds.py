@@ -40,17 +40,17 @@ from numpy.typing import NDArray
 
 import codd
 from codd.cli.sampling import parse_option
-from codd.data.problems import extract_answer, generate
 from codd.decoding.options import CIRCUIT_OPTIONS
-from codd.evaluation.provenance import provenance
-from codd.evaluation.report.figures import Chart, Curve, Panel, look, write_png
-from codd.evaluation.report.frontier import reached
-from codd.evaluation.report.labels import circuit_label, kind, option, rest, sampler, shared
-from codd.evaluation.report.quality import ACCURACY, Estimate
+from codd.evaluation.answering import problem_seed
 from codd.evaluation.statistics import RESAMPLES, paired, share_interval
-from codd.evaluation.tasks.answering import problem_seed
-from codd.evaluation.tasks.configs import NONE, EvalConfig
 from codd.files import replacing, write_text
+from codd_lab.problems import extract_answer, generate
+from codd_lab.provenance import provenance
+from codd_lab.report.figures import Chart, Curve, Panel, look, write_png
+from codd_lab.report.frontier import reached
+from codd_lab.report.labels import circuit_label, kind, option, rest, sampler, shared
+from codd_lab.report.quality import ACCURACY, Estimate
+from codd_lab.tasks.configs import NONE, EvalConfig
 
 WAYS = (
     "none:steps=8/16/32/64/128",

@@ -33,7 +33,7 @@ import httpx
 import torch
 
 import codd
-from codd.data.problems import problems
+from codd_lab.problems import problems
 
 NAME = "codd-mini"
 WAYS: tuple[dict[str, Any], ...] = (

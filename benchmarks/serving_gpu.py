@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 import codd
-from codd.data.problems import problems
 from codd.decoding import Options
 from codd.serving.engine import Engine
 from codd.serving.requests import SequenceRequest
+from codd_lab.problems import problems
 from decoding import add_model_arguments, model_from
 
 SAMPLERS = ("latent", "any_order", "factorized")

@@ -41,13 +41,13 @@ from codd.circuits.constrained import WindowConstraint
 from codd.constraints import Automaton, Choice, JsonSchema, Language, Regex, Vocabulary
 from codd.constraints import cache as compiled
 from codd.coupling import Coupled
-from codd.data.problems import problems
 from codd.decoding import Options
 from codd.decoding.accelerate.gpu_sampling import sample_captured
 from codd.decoding.samplers.ranking import Noise
 from codd.decoding.samplers.window import WindowInputs, sample_window
 from codd.errors import InvalidConstraint
 from codd.evaluation.statistics import paired, share_interval
+from codd_lab.problems import problems
 from decoding import SAMPLERS
 from families import run_parts, synchronize
 from structured_cases import made_vocabulary, random_regex, random_schema

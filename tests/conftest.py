@@ -28,10 +28,11 @@ if importlib.util.find_spec("hypothesis"):  # it and beartype are not on every m
 
 # Shapes and types in signatures are checked while testing, and only then. Kernels are compiled from their source, which
 # the hook would change.
-SOURCE = Path(__file__).parent.parent / "src"
+ROOT = Path(__file__).parent.parent
 MODULES = [
     ".".join(parts)
-    for parts in (path.relative_to(SOURCE).with_suffix("").parts for path in SOURCE.rglob("*.py"))
+    for source in (ROOT / "src", ROOT / "lab")
+    for parts in (path.relative_to(source).with_suffix("").parts for path in source.rglob("*.py"))
     if not {"__init__", "__main__", "triton"} & set(parts)
 ]
 if importlib.util.find_spec("beartype"):

@@ -72,7 +72,7 @@ def _version() -> str:
     from importlib.metadata import PackageNotFoundError, version  # slow to import, and seldom wanted
 
     try:
-        return version("codd")
+        return version("codd-lm")
     except PackageNotFoundError:
         return "unknown"
 

@@ -64,7 +64,7 @@ def hub() -> Any:
     try:
         import huggingface_hub
     except ImportError as error:
-        raise MissingDependency("the hub needs the package huggingface_hub: pip install codd[hub]") from error
+        raise MissingDependency("the hub needs the package huggingface_hub: pip install codd-lm[hub]") from error
     return huggingface_hub
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 import codd
 from codd.backbones.loading import BUNDLED
-from codd.data.problems import extract_answer, generate
+from codd_lab.problems import extract_answer, generate
 from tests.support import ROOT
 
 PROJECT = ROOT

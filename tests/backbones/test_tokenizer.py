@@ -22,8 +22,8 @@ from codd.backbones import chat, tokenizer_files
 from codd.backbones import tokenizer as module
 from codd.backbones.tokenizer import Tokenizer
 from codd.backbones.tokenizer_files import QWEN2_SPLIT, split_then_bytes
-from codd.data.bpe import MINI_SPECIAL_TOKENS, train_bpe
 from codd.errors import CoddError, FormatError
+from codd_lab.pretraining.bpe import MINI_SPECIAL_TOKENS, train_bpe
 from tests.support import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")

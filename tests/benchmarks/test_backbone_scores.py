@@ -13,12 +13,12 @@ from backbones import Solved, answer_likelihood, batch_maker, solve_problems, te
 from codd.backbones import Backbone, Tokenizer, mini
 from codd.backbones.config import Config
 from codd.backbones.transformer import initialise
-from codd.data.bpe import train_bpe
 from codd.data.packing import PackedSequences
-from codd.data.problems import Problem, problems
 from codd.data.sources import Source
 from codd.decoding import Model
 from codd.errors import FormatError, InvalidInput, TextsLeftOut
+from codd_lab.pretraining.bpe import train_bpe
+from codd_lab.problems import Problem, problems, write_problems
 
 DOCUMENTS = [
     "Ana has 12 apples and a café — she sells 7 of them. How many are left?",
@@ -192,7 +192,8 @@ class TestAnswers:
             answer_likelihood(backbone, tokenizer(), ANSWERS, data, row_length=fits - 1, draws=1)
 
     def test_several_to_a_row(self, tmp_path):
-        source = Source("problems", "problems", split="test", seed=5, count=6)
+        write_problems(tmp_path / "problems.jsonl", 6, split="test", seed=5)
+        source = Source("qa", "problems", path="problems.jsonl")
         found = answer_likelihood(tiny(causal=True), tokenizer(), source, tmp_path, row_length=600, draws=1)
         solutions = [problem.solution for problem in problems(6, split="test", seed=5)]
         assert found.rows < 6

@@ -50,7 +50,7 @@ def test_absence_is_reported_and_nothing_is_imported(nobody, monkeypatch):
     assert "dynamax" not in report["versions"]
     shown = text(report)
     assert all(f"{name}: not installed (pip install {rival.source})" in shown for name, rival in RIVALS.items())
-    assert "dynamax: not installed (pip install 'codd[bench]')" in shown
+    assert "dynamax: not installed (pip install 'codd-lm[bench]')" in shown
     assert len(lines) == len(QUERIES)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from codd.backbones.loading import BUNDLED
-from codd.data.problems import problems
+from codd_lab.problems import problems
 from tests.support import ROOT
 
 SCRIPTS = ROOT / "benchmarks"

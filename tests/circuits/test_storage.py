@@ -406,9 +406,9 @@ def test_a_local_folder_comes_before_the_hub(monkeypatch, tmp_path):
 
 def test_missing_hub_package(monkeypatch, folder):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(MissingDependency, match=r"pip install codd\[hub\]"):
+    with pytest.raises(MissingDependency, match=r"pip install codd-lm\[hub\]"):
         read_folder("user/name")
-    with pytest.raises(MissingDependency, match=r"pip install codd\[hub\]"):
+    with pytest.raises(MissingDependency, match=r"pip install codd-lm\[hub\]"):
         push_folder(folder, "user/name")
 
 

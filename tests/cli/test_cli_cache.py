@@ -17,10 +17,10 @@ from codd.backbones.config import Config
 from codd.backbones.transformer import initialise
 from codd.circuits import HMM
 from codd.cli import main
-from codd.data.bpe import train_bpe
-from codd.data.problems import problems
 from codd.training.logit_cache.reader import LogitCache
-from tests.evaluation.test_published_causal import WORDS, gpt2
+from codd_lab.pretraining.bpe import train_bpe
+from codd_lab.problems import problems
+from tests.lab.test_published_causal import WORDS, gpt2
 from tests.support import FIXTURES
 from tests.support.two_processes import run_in_two_processes
 

@@ -19,10 +19,10 @@ from codd.backbones.transformer import initialise
 from codd.circuits import HMM, Modulated, load_circuit
 from codd.cli import main
 from codd.cli.train import _gaps as gaps
-from codd.data.bpe import train_bpe
-from codd.data.problems import problems
 from codd.training.checkpoints import checkpoints
 from codd.training.circuit.joint import trainable
+from codd_lab.pretraining.bpe import train_bpe
+from codd_lab.problems import problems
 from tests.support.two_processes import run_in_two_processes
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # here as in the processes that are started: the same bits
@@ -297,7 +297,7 @@ def test_a_second_process_is_kept_out_of_the_folder(tmp_path, capsys):
 @pytest.mark.parametrize("verb", ["train", "pretrain"])
 def test_a_recipe_named_like_a_path_writes_nowhere(tmp_path, monkeypatch, capsys, verb):
     (tmp_path / "a" / "b").mkdir(parents=True)
-    (tmp_path / "evil.yaml").write_text("{name: ../../evil, data: [{kind: problems, name: p, count: 400}]}")
+    (tmp_path / "evil.yaml").write_text("{name: ../../evil, data: [{kind: qa, name: p, path: p.jsonl, count: 400}]}")
     monkeypatch.chdir(tmp_path / "a" / "b")
     assert main([verb, "../../evil.yaml", "--device=cpu"]) == 1
     assert "name must be of letters, digits and . _ -" in capsys.readouterr().err

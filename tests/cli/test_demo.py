@@ -9,8 +9,8 @@ import pytest
 from codd.circuits import HMM
 from codd.cli import demo, demo_comparison, demo_model, demo_words, main, tables
 from codd.cli.tables import Cell
-from codd.data.problems import problems
 from codd.decoding import Options, load
+from codd_lab.problems import problems
 
 BUNDLED = replace(load(device="cpu", circuit=None), circuit=HMM.random(4, 8192))
 """Loaded once, with a circuit that nobody trained."""

@@ -72,7 +72,7 @@ def test_without_its_extra_it_says_what_to_install():
     code = "import sys; sys.modules['fastapi'] = None; from codd.cli import main; sys.exit(main(['serve']))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
     assert found.returncode == FAILED
-    assert found.stderr.strip() == "codd: codd serve needs fastapi: pip install 'codd[serve]'."
+    assert found.stderr.strip() == "codd: codd serve needs fastapi: pip install 'codd-lm[serve]'."
 
 
 def test_a_port_that_is_taken_is_said_before_a_model_is_loaded(capsys):

@@ -5,8 +5,8 @@ import torch
 
 from codd.coupling.gap import NO_GAP, SMALLEST_GAP, gap_closed, gap_in_words
 from codd.evaluation.gap import BlockScores, summary
-from codd.evaluation.likelihood.studies import closed_interval
 from codd.training.circuit.validation import Score
+from codd_lab.likelihood.studies import closed_interval
 
 NONE = [(-1.0, -0.5, -1.0), (-1.0, -1.0135, -0.999), (-1.0, -0.9, -1.2), (-0.0003, -0.0002, -0.0003)]
 """Factorized, coupled, sequential where one token at a time is no better, or hardly, than all at once."""

@@ -34,7 +34,7 @@ def write(path: Path, rows=ROWS) -> Path:
 @pytest.mark.parametrize("name", ["lines.jsonl", "a.json", "a.JSON", "a.json.xz", "lines.json", "a.parquet"])
 def test_pairs_of_every_format(tmp_path, name, monkeypatch):
     path = write(tmp_path / name)
-    (source,) = find_sources([path], None, None, 0)
+    (source,) = find_sources([path], None)
     assert (source.kind, source.fields) == ("qa", ("instruction", "output"))
     assert list(read_pairs(source, Path())) == PAIRS
     assert list(read_pairs(Source("qa", "a", path=name, fields=("output", "source"), count=2), tmp_path)) == [
@@ -51,7 +51,7 @@ def test_pairs_of_every_format(tmp_path, name, monkeypatch):
 def test_documents_of_every_format(tmp_path, name):
     texts = ["one\n\ntwo", "three"]
     write(tmp_path / name, [{"text": text} for text in texts])
-    (source,) = find_sources([tmp_path / name], None, None, 0)
+    (source,) = find_sources([tmp_path / name], None)
     assert source.kind == "text"
     assert list(read_documents(source, Path())) == texts
 
@@ -67,9 +67,9 @@ def test_documents_of_every_format(tmp_path, name):
 )
 def test_the_fields_of_known_datasets_are_found(tmp_path, keys, known):
     write(tmp_path / "a.json", [dict.fromkeys(keys, "x")])
-    (source,) = find_sources([tmp_path / "a.json"], None, None, 0)
+    (source,) = find_sources([tmp_path / "a.json"], None)
     assert (source.kind, source.fields) == ("qa", known)
-    (source,) = find_sources([tmp_path / "a.json"], [keys[0]], None, 0)
+    (source,) = find_sources([tmp_path / "a.json"], [keys[0]])
     assert (source.kind, source.fields) == ("text", (keys[0],))
 
 
@@ -77,7 +77,7 @@ def test_the_fields_of_known_datasets_are_found(tmp_path, keys, known):
 def test_arrays_of_nothing(tmp_path, text):
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(FormatError, match=r"a\.json: is empty"):
-        find_sources([tmp_path / "a.json"], None, None, 0)
+        find_sources([tmp_path / "a.json"], None)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_an_array_is_not_in_memory_as_a_whole(tmp_path):
 def test_other_files_are_refused_in_one_line(tmp_path, name):
     (tmp_path / name).write_text("question,answer\nq,a\n")
     with pytest.raises(FormatError) as caught:
-        find_sources([tmp_path / name], None, None, 0)
+        find_sources([tmp_path / name], None)
     assert ".jsonl" in str(caught.value)
     assert "\n" not in str(caught.value)
     if name != "nothing":  # a recipe says itself that it is text
@@ -168,7 +168,7 @@ import sys
 from pathlib import Path
 from codd.data.entries import content_digest, locate
 from codd.data.sources import find_sources, read_pairs
-(source,) = find_sources([Path(sys.argv[1])], None, None, 0)
+(source,) = find_sources([Path(sys.argv[1])], None)
 print(source.kind, *source.fields)
 for pair in read_pairs(source, Path("/nowhere")):
     print(pair.question)
@@ -208,5 +208,5 @@ def test_what_is_not_installed_is_named(tmp_path, monkeypatch, name, package):
     write(tmp_path / "a.parquet")
     for module in ("pyarrow.parquet", "datasets"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(MissingDependency, match=rf"needs the package {package}: pip install 'codd\[eval\]'"):
+    with pytest.raises(MissingDependency, match=rf"needs the package {package}: pip install 'codd-lm\[data\]'"):
         list(read_entries(locate(name, tmp_path)))

@@ -8,7 +8,6 @@ import sys
 import tracemalloc
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,9 +16,7 @@ import tokenizers
 from codd import files
 from codd.backbones.tokenizer import Tokenizer
 from codd.data import sources, tokenization
-from codd.data.bpe import train_bpe
 from codd.data.packing import PackedDataset, StreamDataset
-from codd.data.problems import problems
 from codd.data.sources import (
     CALCULATOR,
     CHUNK_CHARACTERS,
@@ -41,6 +38,7 @@ from codd.data.tokenization import (
     token_stream,
 )
 from codd.errors import FormatError, TextsLeftOut
+from codd_lab.pretraining.bpe import train_bpe
 from tests.support.small_runs import small_tokenizer
 
 LAYOUT = PackingConfig(row_length=64, block_length=8, seed=0)
@@ -138,12 +136,6 @@ def test_marks_that_never_end_are_passed_over_at_once():
     subprocess.run([sys.executable, "-c", code, CALCULATOR.pattern], check=True, timeout=100)  # else an hour
 
 
-def test_problems_are_the_generators():
-    source = Source("problems", "p", count=3, split="test", seed=4)
-    expected = [QuestionAnswer(each.question, each.solution) for each in problems(3, split="test", seed=4)]
-    assert list(read_pairs(source, Path())) == expected
-
-
 def test_prose_is_one_stream_with_end_marks(tmp_path, tokenizer):
     write_lines(tmp_path / "a.jsonl", [{"text": text} for text in [*DOCUMENTS, "<|mask|> is only text"]])
     source = load_source(Source("text", "a", path="a.jsonl"), tmp_path, tokenizer, PackingConfig(8, 4, 0), None)
@@ -219,7 +211,7 @@ class Made:
         return counted
 
 
-@pytest.mark.parametrize("source", [TEXT, QA, Source("problems", "p", count=5)], ids=lambda source: source.kind)
+@pytest.mark.parametrize("source", [TEXT, QA], ids=lambda source: source.kind)
 def test_the_cache_is_used_the_second_time(root, tokenizer, tmp_path, monkeypatch, source):
     made, layout = Made(monkeypatch), LAYOUT._replace(row_length=300)
     plain = load_source(source, root, tokenizer, layout, None).take(0, 3)
@@ -263,20 +255,6 @@ def test_remains_of_a_killed_process_do_not_disturb_the_cache(root, tokenizer, t
             load_source(QA, root, tokenizer, LAYOUT, cache)
     assert saves
     assert len(load_source(QA, root, tokenizer, LAYOUT, cache)) > 0
-
-
-def test_several_processes_make_what_one_makes(tokenizer, monkeypatch):
-    source = Source("problems", "p", count=50, split="test", seed=3)
-    serial = tokenization._make_packed(source, Path(), tokenizer, LAYOUT._replace(row_length=400))
-    monkeypatch.setattr(tokenization, "PROBLEMS_PER_JOB", 20)
-    monkeypatch.setattr(tokenization.os, "cpu_count", lambda: 2)
-    calls = Made(monkeypatch)
-    monkeypatch.setattr(tokenization, "encode_pairs", calls.counting(encode_pairs))
-    parallel = tokenization._make_packed(source, Path(), tokenizer, LAYOUT._replace(row_length=400))
-    assert calls.count == 1  # nothing was encoded here
-    assert len(serial["tokens"]) > 10
-    for name, array in serial.items():
-        assert np.array_equal(array, parallel[name])
 
 
 def words(count: int) -> Tokenizer:
@@ -329,7 +307,7 @@ def test_what_was_kept_before_texts_could_be_kept_apart_is_found(root, tokenizer
 def test_samples_for_a_tokenizer_follow_the_weights(root):
     (root / "long.txt").write_text("x" * 3_000_000)
     write_lines(root / "many.jsonl", [{"question": "q" * 99, "answer": "a" * 900}] * 3000)
-    sources = [Source("text", "t", 3.0, "long.txt"), Source("qa", "q", 1.0, "many.jsonl")]
+    sources = [Source("text", "t", "long.txt", 3.0), Source("qa", "q", "many.jsonl", 1.0)]
     sample = "".join(sample_texts(sources, root, megabytes=2))
     assert sample.count("x") == 1_500_000
     assert 490_000 < len(sample) - 1_500_000 <= 500_000

@@ -121,7 +121,7 @@ def test_without_diffusers(monkeypatch):
     import codd.integrations.diffusers as module
 
     monkeypatch.setitem(sys.modules, "diffusers", None)
-    with pytest.raises(MissingDependency, match=r"codd\[diffusers\]"):
+    with pytest.raises(MissingDependency, match=r"codd-lm\[diffusers\]"):
         importlib.reload(module)
     monkeypatch.undo()
     importlib.reload(module)

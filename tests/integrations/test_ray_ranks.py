@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from codd.cli import main
-from codd.data.problems import problems
+from codd_lab.problems import problems
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_without_ray_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "codd.integrations.ray_ranks", raising=False)
     assert main(["eval", "--out", "run", "--ray", "2"]) == 1
-    assert "--ray needs ray: pip install 'codd[ray]'." in capsys.readouterr().err
+    assert "--ray needs ray: pip install 'codd-lm[ray]'." in capsys.readouterr().err
 
 
 def codd(folder: Path, *arguments: str) -> str:

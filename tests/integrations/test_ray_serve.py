@@ -47,7 +47,7 @@ def test_without_ray_it_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "codd.integrations.ray_serve", raising=False)
     assert main(["serve", "--replicas", "2"]) == 1
-    assert "codd serve --replicas needs ray: pip install 'codd[ray]'." in capsys.readouterr().err
+    assert "codd serve --replicas needs ray: pip install 'codd-lm[ray]'." in capsys.readouterr().err
 
 
 @ray

@@ -25,9 +25,9 @@ from codd.backbones.config import Config
 from codd.backbones.transformer import initialise
 from codd.circuits import HMM, Factors, Head, HeadConfig, Modulated, load_circuit
 from codd.circuits.pyjuice import read_jpc
-from codd.data.bpe import train_bpe
 from codd.errors import CoddError
 from codd.training.circuit.joint import trainable
+from codd_lab.pretraining.bpe import train_bpe
 from tests.support import FIXTURES, ROOT
 from tests.support.mutations import mutated
 

@@ -16,12 +16,12 @@ import pytest
 
 from codd.backbones import adapters, load_checkpoint
 from codd.cli import main
-from codd.data.problems import problems
-from codd.evaluation.runs import Run
 from codd.training.circuit.joint import trainable
 from codd.training.logit_cache.reader import LogitCache
+from codd_lab.problems import problems
+from codd_lab.runs import Run
 from tests.circuits.test_pyjuice import chain
-from tests.evaluation.test_published_causal import FIXTURES, TOKENS, WORDS, gpt2
+from tests.lab.test_published_causal import FIXTURES, TOKENS, WORDS, gpt2
 from tests.support import ROOT
 from tests.support.small_circuits import save_published
 from tests.support.small_data import data

@@ -7,9 +7,9 @@ from jaxtyping import config
 
 import codd
 from codd.constraints import Automaton, Regex
-from codd.data.problems import problems
 from codd.errors import CoddError
 from codd.evaluation import misspecification
+from codd_lab.problems import problems
 
 B, L, V = 2, 3, 5
 HMM = codd.HMM.random(num_states=2, vocab_size=V)

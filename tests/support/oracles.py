@@ -19,9 +19,9 @@ import torch
 
 import codd
 from codd.cli import main
-from codd.data.problems import problems
 from codd.decoding.model import Generation
-from codd.evaluation.tasks.catalogue import PROBLEM_SEED
+from codd_lab.problems import problems
+from codd_lab.tasks.catalogue import PROBLEM_SEED
 
 PUBLISHED = ("gsm8k", "minerva_math500", "gpqa_main_generative_n_shot", "mbpp_instruct")
 

@@ -21,7 +21,7 @@ from codd.training.circuit.data import TrainingData, prepare
 from codd.training.circuit.trainer import train
 from codd.training.circuit_recipe import CircuitRecipe, read_circuit_recipe
 from codd.training.run import Progress
-from tests.support import FIXTURES
+from tests.support import FIXTURES, PROBLEMS
 from tests.support.small_runs import CPU, small_tokenizer
 
 ALONE = DistributedContext(0, 1, CPU)
@@ -30,8 +30,8 @@ CLOCK = ("windows_per_second", "seconds")
 RECIPE = """\
 name: small
 backbone: ROOT/mini
-data: [{kind: problems, name: problems, count: 30}]
-validation: [{kind: problems, name: held, split: test, count: 10, rows: 4}]
+data: [{kind: qa, name: problems, path: PROBLEMS/train.jsonl, count: 30}]
+validation: [{kind: qa, name: held, path: PROBLEMS/test.jsonl, count: 10, rows: 4}]
 steps: 8
 batch_windows: 16
 windows: {length: 8, per_row: 4}
@@ -84,7 +84,7 @@ def save_published(folder: Path, family: str) -> Path:
 
 def make_root(root: Path) -> Path:
     save_network(root / "mini")
-    (root / "small.yaml").write_text(RECIPE.replace("ROOT", str(root)))
+    (root / "small.yaml").write_text(RECIPE.replace("ROOT", str(root)).replace("PROBLEMS", str(PROBLEMS)))
     return root
 
 

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from codd.evaluation.runs import Result, Run, Sample, write_json
-from codd.evaluation.tasks.configs import EvalConfig
+from codd_lab.runs import Result, Run, Sample, write_json
+from codd_lab.tasks.configs import EvalConfig
 
 JUDGE = {"name": "smollm2", "description": "SmolLM2-135M-Instruct, Q4_1 (4-bit), instruction-tuned"}
 PROVENANCE = {"machine": "a chip, 2 cores", "dtype": "float32", "versions": {"torch": "2.9"}, "revision": "abc"}

@@ -9,10 +9,10 @@ from codd.backbones import mini
 from codd.backbones.config import Config
 from codd.backbones.tokenizer import Tokenizer
 from codd.backbones.transformer import Transformer, initialise
-from codd.data.bpe import train_bpe
 from codd.data.packing import Example, PackedSequences, pack
-from codd.data.problems import problems
-from codd.training.recipe import SHIPPED
+from codd_lab.pretraining.bpe import train_bpe
+from codd_lab.pretraining.recipe import SHIPPED
+from codd_lab.problems import problems
 
 TINY = SHIPPED / "tiny.yaml"
 CPU = torch.device("cpu")

@@ -6,9 +6,9 @@ import torch
 
 import codd
 from codd.distributed import DistributedContext
-from codd.evaluation.runs import Run
-from codd.evaluation.tasks.configs import EvalConfig
-from codd.evaluation.tasks.runner import EvalSession
+from codd_lab.runs import Run
+from codd_lab.tasks.configs import EvalConfig
+from codd_lab.tasks.runner import EvalSession
 from tests.support.small_data import data as data
 
 TINY = {"gen_length": 16, "block_length": 16, "steps": 2}

@@ -11,8 +11,8 @@ from codd.training.checkpoints import read_checkpoint, write_checkpoint
 from codd.training.circuit_recipe import read_circuit_recipe
 from codd.training.curve import read_panels
 from codd.training.logit_cache.reader import LogitCache
-from codd.training.recipe import SHIPPED, read_recipe
 from codd.training.run import Log, read_metrics
+from codd_lab.pretraining.recipe import SHIPPED, read_recipe
 from tests.support.altered_texts import failures
 from tests.support.small_caches import made
 

@@ -8,10 +8,10 @@ from codd.backbones.loading import BUNDLED
 from codd.data.datasets import STRATA
 from codd.errors import FormatError
 from codd.training.circuit_recipe import CircuitRecipe, read_circuit_recipe
-from codd.training.recipe import SHIPPED
+from codd_lab.pretraining.recipe import SHIPPED
 
-DATA = "data: [{kind: problems, name: problems, count: 20}]"
-VALIDATION = "validation=[{kind: problems, name: problems, count: 5}]"
+DATA = "data: [{kind: qa, name: problems, path: p.jsonl, count: 20}]"
+VALIDATION = "validation=[{kind: qa, name: problems, path: p.jsonl, count: 5}]"
 
 
 def read(tmp_path: Path, *changes: str, text: str = DATA) -> CircuitRecipe:

@@ -12,10 +12,10 @@ import torch
 import codd
 from codd.circuits import HMM, Modulated
 from codd.cli import main
-from codd.data.problems import problems
 from codd.training.circuit_recipe import read_circuit_recipe
 from codd.training.logit_cache.reader import LogitCache
 from codd.training.recipe import SHIPPED
+from codd_lab.problems import problems
 from tests.support.small_circuits import save_published
 
 MODELS = {"llada": "GSAI-ML/LLaDA-8B-Instruct", "dream": "Dream-org/Dream-v0-Instruct-7B"}

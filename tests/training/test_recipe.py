@@ -8,25 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from codd.cli import main, pretrain, train
+from codd.cli import main, train
 from codd.data.noise import NoiseRecipe
 from codd.data.sources import Source
 from codd.errors import FormatError, InvalidInput
 from codd.training.circuit_recipe import CircuitRecipe, read_circuit_recipe
-from codd.training.recipe import (
-    SHIPPED,
-    ModelRecipe,
-    OptimizerRecipe,
-    Recipe,
-    TokenizerRecipe,
-    find_recipe,
-    read_recipe,
-)
+from codd.training.recipe import SHIPPED, find_recipe
+from codd_lab.pretraining import recipe as lab
+from codd_lab.pretraining.recipe import ModelRecipe, OptimizerRecipe, Recipe, TokenizerRecipe, read_recipe
+from codd_lab.verbs import pretrain
 from tests.support.small_runs import TINY
 
 SMALLEST = """
 name: x
-data: [{kind: problems, name: p, count: 5}]
+data: [{kind: qa, name: p, path: p.jsonl, count: 5}]
 """
 
 
@@ -41,7 +36,7 @@ def read(tmp_path):
 
 
 def test_what_is_left_out_has_its_default(read):
-    assert read(SMALLEST) == Recipe(name="x", data=(Source(kind="problems", name="p", count=5),))
+    assert read(SMALLEST) == Recipe(name="x", data=(Source(kind="qa", name="p", path="p.jsonl", count=5),))
 
 
 def test_every_field_is_read(read):
@@ -67,15 +62,15 @@ data:
   - {kind: text, name: a, path: a.txt, weight: 2}
   - {kind: qa, name: b, path: b.jsonl, fields: [q, a], count: 9}
 validation:
-  - {kind: problems, name: a, split: test, seed: 5, count: 3, rows: 2}
+  - {kind: qa, name: a, path: v.jsonl, count: 3, rows: 2}
 """)
     assert recipe == Recipe(
         "all",
         (
-            Source("text", "a", 2.0, "a.txt"),
+            Source("text", "a", "a.txt", 2.0),
             Source("qa", "b", path="b.jsonl", fields=("q", "a"), count=9),
         ),
-        (Source("problems", "a", split="test", seed=5, count=3, rows=2),),
+        (Source("qa", "a", path="v.jsonl", count=3, rows=2),),
         *("causal", 3, 7, 6, 2, 100, "bfloat16", False, 1, 2, 3, 4),
         ModelRecipe(64, 1, 4, 8, 500.0, 99),
         TokenizerRecipe("some/where", 300, 2),
@@ -88,18 +83,21 @@ def test_a_name_is_that_of_a_shipped_recipe_and_all_else_a_path(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny").touch()
     (tmp_path / "own").touch()
-    assert find_recipe("tiny", ["mini", "tiny"]) == SHIPPED / "tiny.yaml"
+    shipped = [SHIPPED / "paper-llada.yaml", SHIPPED / "tiny.yaml"]
+    assert find_recipe("tiny", shipped) == SHIPPED / "tiny.yaml"
     for path in ("./tiny", "own", "tiny.yaml", "missing.yaml", "some/where"):
-        assert find_recipe(path, ["tiny"]) == Path(path)
+        assert find_recipe(path, shipped) == Path(path)
     for name in ("circuit", "TINY", "a" * 1000, "nul\0"):
-        with pytest.raises(InvalidInput, match="there is no recipe of this name here; there are mini, tiny"):
-            find_recipe(name, ["mini", "tiny"])
+        with pytest.raises(InvalidInput, match="there is no recipe of this name here; there are paper-llada, tiny"):
+            find_recipe(name, shipped)
 
 
 def test_shipped_recipes_are_valid():
     for verb in (pretrain.VERB, train.VERB):
-        assert [verb.read(SHIPPED / f"{name}.yaml", ()).name for name in verb.recipes] == list(verb.recipes)
-    assert {*pretrain.VERB.recipes, *train.VERB.recipes} == {path.stem for path in SHIPPED.glob("*.yaml")}
+        assert [verb.read(path, ()).name for path in verb.recipes] == [path.stem for path in verb.recipes]
+    assert {*train.VERB.recipes} == {*SHIPPED.glob("*.yaml")}
+    for path in {*lab.SHIPPED.glob("*.yaml")} - {*pretrain.VERB.recipes}:
+        assert read_circuit_recipe(path).name == path.stem
 
 
 @pytest.mark.parametrize(("text", "value"), [("1e-3", 1e-3), ("1.0e-3", 1e-3), ("2", 2.0), ("2.5E+1", 25.0)])
@@ -148,16 +146,15 @@ def test_changes_that_are_refused(read, change, message):
         ("{name: x, data: 5}", "data must be a list, found 5"),
         ("{name: x, data: [5]}", "data[0] must be a section with fields, found 5"),
         ("{name: x, data: [{name: p}]}", "data[0]: lacks the field kind"),
-        ("{name: x, data: [{kind: prose, name: p}]}", "data[0].kind must be 'text', 'qa' or 'problems', found 'prose'"),
+        ("{name: x, data: [{kind: prose, name: p}]}", "data[0].kind must be 'text' or 'qa', found 'prose'"),
         ("{name: x, data: [{kind: text, name: p, fields: text}]}", "data[0].fields must be a list, found 'text'"),
-        ("{name: x, data: [{kind: problems, name: p}]}", "data[0]: source p needs a count"),
-        ("{name: x, data: [{kind: problems, name: p, count: -1}]}", "data[0].count must be above 0, found -1"),
-        ("{name: x, data: [{kind: text, name: p}]}", "source p needs a path"),
+        ("{name: x, data: [{kind: qa, name: p, path: p.jsonl, count: -1}]}", "data[0].count must be above 0, found -1"),
+        ("{name: x, data: [{kind: text, name: p}]}", "data[0]: lacks the field path"),
         (
-            "{name: x, data: [{kind: problems, name: p, count: 1, weight: 0}]}",
+            "{name: x, data: [{kind: qa, name: p, path: p.jsonl, count: 1, weight: 0}]}",
             "data[0].weight must be above 0, found 0",
         ),
-        ("{name: x, data: [{kind: problems, name: a/b, count: 1}]}", "data[0].name must be of letters"),
+        ("{name: x, data: [{kind: qa, name: a/b, path: p.jsonl, count: 1}]}", "data[0].name must be of letters"),
         ("{name: 5, data: []}", "name must be a text, found 5"),
     ],
 )
@@ -203,7 +200,7 @@ def test_what_is_refused(read, text, message):
         ("optimizer: {ema: 1}", "optimizer.ema must be below 1, found 1"),
         ("tokenizer: {path: 5}", "tokenizer.path must be a text, found 5"),
         (
-            "validation: [{kind: problems, name: v, count: 1}, {kind: text, name: v, path: x}]",
+            "validation: [{kind: qa, name: v, path: p.jsonl, count: 1}, {kind: text, name: v, path: x}]",
             "two sources of validation have the same name",
         ),
     ],
@@ -283,9 +280,9 @@ def test_pipes_folders_and_devices_are_no_recipes(tmp_path):
 def test_a_name_that_is_no_folder_of_its_own_is_refused(read, tmp_path, name):
     quoted = json.dumps(name)
     with pytest.raises(FormatError, match=r": name must be of letters, digits and"):
-        read(f"{{name: {quoted}, data: [{{kind: problems, name: p, count: 1}}]}}")
+        read(f"{{name: {quoted}, data: [{{kind: qa, name: p, path: p.jsonl, count: 1}}]}}")
     with pytest.raises(FormatError, match=r"data\[0\]\.name must be of letters, digits and"):
-        read(f"{{name: x, data: [{{kind: problems, name: {quoted}, count: 1}}]}}")
+        read(f"{{name: x, data: [{{kind: qa, name: {quoted}, path: p.jsonl, count: 1}}]}}")
     (tmp_path / "circuit.yaml").write_text(f"{{name: {quoted}, cache: c}}")
     with pytest.raises(FormatError, match=r": name must be of letters, digits and"):
         read_circuit_recipe(tmp_path / "circuit.yaml")
@@ -332,8 +329,8 @@ PROSE = {"kind": "text", "name": "a", "path": "a.txt"}
         (lambda: ModelRecipe(widht=3), "ModelRecipe: unknown field widht; there are width, layers, heads"),
         (lambda: ModelRecipe("3"), "ModelRecipe: width must be a whole number, found '3'."),
         (lambda: ModelRecipe(width=7), "ModelRecipe: width must be an even multiple of heads, found 7 and 8."),
-        (lambda: Source("text"), "Source: lacks the field name."),
-        (lambda: Source("text", "a"), "Source: source a needs a path."),
+        (lambda: Source("text"), "Source: lacks the field name, path."),
+        (lambda: Source("text", "a"), "Source: lacks the field path."),
         (lambda: Recipe("x", [{**PROSE, "paht": 1}]), "Recipe: data[0]: unknown field paht; there are kind, name"),
         (lambda: Recipe("x", [PROSE, PROSE]), "Recipe: two sources of data have the same name."),
         (lambda: dataclasses.replace(ModelRecipe(), heads=-1), "ModelRecipe: heads must be above 0, found -1."),
@@ -372,14 +369,14 @@ def test_the_digest_is_the_same_for_other_spellings(read):
     assert one.digest() == read(SMALLEST).digest() == read(SMALLEST, "optimizer.lr=0.001").digest()
 
 
-CIRCUIT = "{name: x, data: [{kind: problems, name: p, count: 9}], "
+CIRCUIT = "{name: x, data: [{kind: qa, name: p, path: p.jsonl, count: 9}], "
 
 
 @pytest.mark.parametrize(
     ("text", "begins"),
     [
         ("{name: x, data: [{kind: text, name: t, path: there}]}", "data"),
-        ("{name: x, tokenizer: {path: there}, data: [{kind: problems, name: p, count: 9}]}", "."),
+        ("{name: x, tokenizer: {path: there}, data: [{kind: qa, name: p, path: p.jsonl, count: 9}]}", "."),
         ("{name: x, cache: there}", "data"),
         (f"{CIRCUIT} backbone: ./there}}", "."),
         (f"{CIRCUIT} start: ./there}}", "."),

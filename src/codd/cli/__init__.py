@@ -1,7 +1,8 @@
 """The command line: ``codd VERB``. One module a verb; this one finds it, runs it, and turns errors into exit codes.
 
 Nothing here imports torch, so that ``codd --help`` and usage errors answer at once. To add a verb, write
-``codd/cli/NAME.py`` with what `Verb` says and give it a line in `VERBS`.
+``codd/cli/NAME.py`` with what `Verb` says and give it a line in `VERBS`. Another package adds one by an entry point
+``NAME = "its.module"`` in the group `GROUP`.
 """
 
 import argparse
@@ -11,25 +12,31 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from importlib import metadata
 from typing import Any, NoReturn, Protocol, cast
 
 from codd.cli import console, lists, ranks
-from codd.errors import CoddError
+from codd.errors import CoddError, InvalidInput
 
 VERBS = {
     "demo": "what the circuit gains, counted on this machine, in under a minute and without a network",
     "generate": "answer prompts, or continue them",
     "chat": "a conversation in which answers resolve in place",
-    "pretrain": "train a backbone from a recipe",
     "cache": "ask a backbone once about many windows, and keep what it says for training circuits",
     "train": "train a circuit for a backbone from a recipe",
-    "report": "one page of an evaluation: tables, figures, and whether a gain survives the control",
-    "eval": "tasks, likelihoods and cost, with every circuit beside its control",
     "serve": "a model over HTTP for OpenAI clients, with a playground in which sentences resolve",
     "convert": "turn a PyJuice file (.jpc) into a codd circuit, running nothing of it",
     "info": "describe a model, a circuit, a hub id or a .jpc file",
+}
+LAB = {
+    "eval": "tasks, likelihoods and cost, with every circuit beside its control",
+    "report": "one page of an evaluation: tables, figures, and whether a gain survives the control",
+    "pretrain": "train a network from a recipe",
     "bench": "what the circuit adds to a denoising step on this machine",
 }
+"""Verbs of the distribution codd-lab."""
+GROUP = "codd.verbs"
+"""Entry points of verbs that other packages bring."""
 
 FAILED, USAGE, BUG, INTERRUPTED = 1, 2, 70, 130
 """Exit codes. 70 is EX_SOFTWARE of sysexits.h; 130 is what a shell reports for Ctrl-C."""
@@ -64,8 +71,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def load(name: str) -> Verb:
-    """The module of a verb."""
-    return cast(Verb, importlib.import_module(f"codd.cli.{name}"))
+    """The module of a verb, of ours or of another package; InvalidInput says what to install for a missing one."""
+    if name in VERBS:
+        return cast(Verb, importlib.import_module(f"codd.cli.{name}"))
+    for entry in metadata.entry_points(group=GROUP, name=name):
+        return cast(Verb, entry.load())
+    raise InvalidInput(f"codd {name} comes with codd-lab, which is not installed: pip install codd-lab.")
 
 
 def _run(argv: Sequence[str]) -> int:
@@ -116,23 +127,34 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     """The first of two parsers: which verb. Its arguments are left to a parser that only that verb fills."""
-    width = max(map(len, VERBS))
-    verbs = "\n".join(f"  {name:<{width}}  {line}" for name, line in VERBS.items())
+    of_others = {name: f"of {package}" for name, package in _installed().items() if name not in {*VERBS, *LAB}}
+    listed = {"verbs": VERBS, "verbs of codd-lab, the research tools": LAB, "verbs of other packages": of_others}
+    width = max(len(name) for verbs in listed.values() for name in verbs)
+    verbs = "\n\n".join(
+        "\n".join([f"{title}:", *(f"  {name:<{width}}  {line}" for name, line in group.items())])
+        for title, group in listed.items()
+        if group
+    )
     parser = _Parser(
         prog="codd",
         usage="codd [-h] [--version] [--debug] VERB ...",
         description="A joint output distribution for any diffusion language model: exact probabilistic circuits,\n"
         "multiplied into the network's factorized logits.",
-        epilog=f"verbs:\n{verbs}\n\n{lists.ABOUT}\n\n"
+        epilog=f"{verbs}\n\n{lists.ABOUT}\n\n"
         "`codd VERB --help` explains a verb and gives an example; start with `codd demo`.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     _add_debug(parser)
-    parser.add_argument("verb", choices=VERBS, metavar="VERB", help="what to do, see below")
+    parser.add_argument("verb", choices=[*VERBS, *LAB, *of_others], metavar="VERB", help="what to do, see below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
+
+
+def _installed() -> dict[str, str]:
+    """The verbs that other packages bring, each with the distribution that it comes from."""
+    return {each.name: each.dist.name if each.dist else each.module for each in metadata.entry_points(group=GROUP)}
 
 
 def _verb_parser(verb: Verb) -> argparse.ArgumentParser:

@@ -10,8 +10,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from codd import files
-from codd.backbones.loading import MODEL_FILES, Checkpoint, load_checkpoint
+from codd.backbones.loading import Checkpoint, load_checkpoint
 from codd.backbones.tokenizer import Tokenizer
 from codd.circuits import HMM
 from codd.cli import console
@@ -26,7 +25,7 @@ from codd.errors import FormatError, InvalidInput
 from codd.training.logit_cache import storage
 from codd.training.logit_cache.build import Progress, RowsAt, build, check, windows_per_row
 from codd.training.logit_cache.reader import LogitCache
-from codd.training.logit_cache.sources import NamedDataset, Samples, mix_datasets, network_name, open_datasets
+from codd.training.logit_cache.sources import NamedDataset, mix_datasets, network_name, open_datasets
 from codd.training.logit_cache.storage import ROWS, CacheSettings
 from codd.validation import LARGEST
 
@@ -35,9 +34,8 @@ HELP = """\
 Masks texts as in training, asks the frozen backbone once, and keeps what it says of each masked token: the log-
 probabilities of the truth and of the k - 1 likeliest others, and the mass of the rest. k is the smallest for which the
 log-likelihood under a circuit changes by less than the tolerance. Data: questions and answers (.jsonl, .json, .parquet,
-datasets of the hub), prose (.txt, or a text field), problems that codd writes, samples of a causal model. Start it
-again with the same arguments to go on after an interruption: finished shards are kept, damaged ones are made again.
-Under torchrun, the processes share the shards.
+datasets of the hub), prose (.txt, or a text field). Start it again with the same arguments to go on after an
+interruption: finished shards are kept, damaged ones are made again. Under torchrun, the processes share the shards.
 
 Prints what the lists change for each k, a progress bar, and at the end the size of the cache."""
 CIRCUIT = "circuit"
@@ -51,9 +49,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """A backbone, data, where the cache goes."""
     parser.epilog = """\
 examples:
-  codd cache --data ../data/gsm8k/train.jsonl --strip gsm8k --problems 20000 --out caches/mini
+  codd cache --data ../data/gsm8k/train.jsonl --strip gsm8k --out caches/mini
   codd cache --backbone GSAI-ML/LLaDA-8B-Instruct --data TIGER-Lab/MathInstruct --windows 100000 --out caches/llada
-  codd cache --samples-from models/causal --count 20000 --features --out caches/samples
   torchrun --nproc-per-node 8 -m codd cache --data books.txt --out caches/books"""
     parser.add_argument("--backbone", default="bundled", help="a folder, a hub id, or bundled (the default)")
     parser.add_argument("--adapter", metavar="PATH", help="a LoRA adapter of PEFT for it: a folder or hub id")
@@ -86,10 +83,6 @@ def _configure_data(parser: argparse.ArgumentParser) -> None:
     )
     add_list(parser, "--fields", metavar="KEY", help="keys of question and answer, or of a text (default: as found)")
     add("--strip", choices=["gsm8k"], help="leave out GSM8K's marks for a calculator, such as <<48/2=24>>, in answers")
-    add("--problems", metavar="N", type=int, help="so many of codd's own word problems")
-    add("--samples-from", metavar="MODEL", help="draw rows from this causal model: a folder or hub id")
-    add("--count", metavar="N", type=int, default=1000, help="so many samples (default: 1000)")
-    add("--prompt", default="", help="what samples begin with (default: the beginning of a text)")
     add_list(parser, "--weights", float, metavar="W", help="share of each of these sources (default: by their rows)")
     add("--row-length", type=int, help=f"tokens that the backbone sees at once (default: {LONGEST_ROW}, or its most)")
 
@@ -131,7 +124,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
-    for name in ("window", "windows", "per_row", "problems", "count", "top_k", "shard_windows", "batch_rows"):
+    for name in ("window", "windows", "per_row", "top_k", "shard_windows", "batch_rows"):
         value = getattr(args, name)
         if value is not None and not 1 <= value < LARGEST:
             raise InvalidInput(f"--{name.replace('_', '-')} must be at least 1 and below 2^63, found {value}.")
@@ -145,20 +138,15 @@ def _prepare(
     args: argparse.Namespace, checkpoint: Checkpoint, context: DistributedContext
 ) -> tuple[CacheSettings, RowsAt]:
     """Read the data, the main process first; the others then find what it kept."""
-    samples = None
-    if args.samples_from is not None:
-        with context.main_first():
-            folder = files.local_folder(args.samples_from, MODEL_FILES).resolve()
-        samples = Samples(folder, args.count, args.prompt)
-    backbone, tokenizer = checkpoint.backbone, _tokenizer(checkpoint, samples)
+    backbone, tokenizer = checkpoint.backbone, _tokenizer(checkpoint)
     length = args.row_length or min(LONGEST_ROW, backbone.max_length or LONGEST_ROW)
     packing = PackingConfig(length, args.window, args.seed, MAX_TEXTS_PER_ROW if supports_packing(backbone) else 1)
     if args.windows is not None:
         packing = packing._replace(characters=max(FEWEST, args.windows * length * CHARACTERS))
-    sources = find_sources(args.data, args.fields, args.problems, args.seed, args.strip)
+    sources = find_sources(args.data, args.fields, args.strip)
     with context.main_first():
-        datasets = open_datasets(sources, samples, tokenizer, packing, kept=args.out / ROWS, device=context.device)
-    for dataset in datasets[: len(sources)]:  # samples are of any length
+        datasets = open_datasets(sources, tokenizer, packing, kept=args.out / ROWS)
+    for dataset in datasets:
         check_lengths(dataset.name, dataset.rows, args.window, absolute=backbone.block_size is not None)
     first = CacheSettings(
         vocab_size=backbone.vocab_size,
@@ -192,19 +180,11 @@ def _divide(settings: CacheSettings, args: argparse.Namespace, datasets: list[Na
     return dataclasses.replace(settings, shards=shards, shard_rows=math.ceil(rows / shards))
 
 
-def _tokenizer(checkpoint: Checkpoint, samples: Samples | None) -> Tokenizer:
-    """The backbone's; one that is published without tokenizer files, such as SEDD, reads samples by their model's."""
-    found, size = checkpoint.tokenizer, checkpoint.backbone.vocab_size
-    if found is None and samples is not None:
-        found = Tokenizer.from_folder(samples.folder)
-        if found is not None and size - found.vocab_size > 1:  # the mask is one
-            raise InvalidInput(
-                f"{checkpoint.folder}: has no tokenizer files, and {size} tokens where {samples.folder} has "
-                f"{found.vocab_size}: they do not share them. Put the network's tokenizer files beside its weights."
-            )
+def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    found = checkpoint.tokenizer
     if found is None:
         raise FormatError(f"{checkpoint.folder}: has no tokenizer files, so that no text can be read for it.")
-    if found.vocab_size > size:
+    if found.vocab_size > (size := checkpoint.backbone.vocab_size):
         raise InvalidInput(
             f"{checkpoint.folder}: the tokenizer has {found.vocab_size} tokens, the network {size}: they do not belong "
             "together."

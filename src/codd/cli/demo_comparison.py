@@ -7,8 +7,8 @@ from typing import Any
 
 from codd.cli import console
 from codd.cli.demo_model import answer, warm_up, written
+from codd.cli.questions import questions
 from codd.cli.tables import Cell, Section
-from codd.data.problems import generate
 from codd.decoding import Model, Options
 from codd.evaluation.statistics import mcnemar
 
@@ -31,20 +31,19 @@ SAME = 0.05
 
 
 def compare(model: Model, seed: int, count: int | None = None) -> dict[str, Any]:
-    """Solve ``count`` problems of the test stream both ways; None: as many of `PROBLEMS` as `SECONDS` allow."""
+    """Solve ``count`` problems of the test split both ways; None: as many of `PROBLEMS` as `SECONDS` allow."""
     models = {"alone": replace(model, circuit=None), "circuit": model}
     warm_up(models.values())
     begun = time.monotonic()
     solved: list[dict[str, Any]] = []
     with console.bar("solving word problems", count or PROBLEMS) as bar:
-        for index in range(count or PROBLEMS):
+        for index, problem in enumerate(questions(seed)[: count or PROBLEMS]):
             if count is None and solved and time.monotonic() - begun > SECONDS:
                 break
             # In turn, and each first as often as the other: both see the same load of the machine.
             order = list(models) if index % 2 == 0 else list(reversed(models))
-            problem = generate(index, split="test", seed=seed)
             runs = {name: answer(models[name], problem.question, OPTIONS[name].changed(seed=seed)) for name in order}
-            solved.append({"question": problem.question, "right": problem.answer, "runs": runs})
+            solved.append({"question": problem.question, "right": problem.result, "runs": runs})
             bar.advance()
     right = {name: [each["runs"][name]["answer"] == each["right"] for each in solved] for name in models}
     pairs = list(zip(right["circuit"], right["alone"], strict=True))

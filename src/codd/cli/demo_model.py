@@ -9,8 +9,8 @@ from typing import Any
 from codd.backbones import Tokenizer
 from codd.circuits import HMM
 from codd.cli import console, sampling
+from codd.cli.questions import Question, extract_answer, questions
 from codd.cli.tables import Cell, Section
-from codd.data.problems import Problem, extract_answer, generate
 from codd.decoding import Model, Options, Step
 
 LABELS = {"factorized": "network alone", "null": "x null circuit", "circuit": "x trained circuit"}
@@ -26,20 +26,19 @@ PASSAGE_LENGTH = 32
 
 
 def tasks(tokenizer: Tokenizer, seed: int) -> list[dict[str, Any]]:
-    """Short problems of the test stream, the first of them at every speed, and a passage to continue.
+    """Short problems of the test split, the first of them at every speed, and a passage to continue.
 
     Each has a prompt, the right answer (None: prose), options, and speeds ``at_once``.
     """
 
-    def fits(problem: Problem) -> bool:
-        solution, question = tokenizer.encode(problem.solution), tokenizer.encode_chat(problem.question)
+    def fits(problem: Question) -> bool:
+        solution, question = tokenizer.encode(problem.answer), tokenizer.encode_chat(problem.question)
         return len(solution) < PROBLEM_LENGTH and len(question) <= QUESTION_LENGTH
 
-    stream = filter(fits, (generate(index, split="test", seed=seed) for index in itertools.count()))
     options = {"gen_length": PROBLEM_LENGTH, "seed": seed, "sampler": "any_order"}
     found: list[dict[str, Any]] = [
-        {"prompt": each.question, "right": each.answer, "options": options, "at_once": AT_ONCE[1:]}
-        for each in itertools.islice(stream, NUM_PROBLEMS)
+        {"prompt": each.question, "right": each.result, "options": options, "at_once": AT_ONCE[1:]}
+        for each in itertools.islice(filter(fits, questions(seed)), NUM_PROBLEMS)
     ]
     found[0]["at_once"] = AT_ONCE
     # Drawn, because the most probable prose is repetitive, and repetition hides what goes wrong.
@@ -138,7 +137,7 @@ def score(solved: Sequence[dict[str, Any]], names: Mapping[str, str]) -> Section
     return Section(
         title="Problems with the right answer",
         before=[
-            f"{len(solved)} short problems of the test stream: an illustration. With so few, any circuit may gain or "
+            f"{len(solved)} short problems of the test split: an illustration. With so few, any circuit may gain or "
             "lose by chance, even one that was never trained; docs/results has 300 of all lengths, with tests.",
         ],
         header=["a step", *names.values()],

@@ -24,7 +24,7 @@ def run_on_ray(args: argparse.Namespace, argv: Sequence[str]) -> int | None:
     try:
         from codd.integrations import ray_ranks
     except ImportError as error:
-        raise MissingDependency(f"--ray needs {error.name}: pip install 'codd[ray]'.") from None
+        raise MissingDependency(f"--ray needs {error.name}: pip install 'codd-lm[ray]'.") from None
     from codd.cli import main
 
     return ray_ranks.run(main, argv, processes)

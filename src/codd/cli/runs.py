@@ -25,8 +25,8 @@ DATA = "data"
 class TrainingVerb:
     """What tells one training verb from another."""
 
-    recipes: tuple[str, ...]
-    """Names of those that come with codd, to begin with first."""
+    recipes: tuple[Path, ...]
+    """Those that come with the verb, to begin with first."""
     read: Callable[[Path, Sequence[str]], Any]
     """The recipe in a file, with changes."""
     prepare: Callable[[Any, Path, Path, DistributedContext], Any]
@@ -50,8 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser, verb: TrainingVerb) -> None:
     parser.add_argument(
         "recipe",
         metavar="RECIPE",
-        help=f"what to train on what: {', '.join(verb.recipes)}, or the path of a YAML file; its relative paths begin "
-        "where this command is run, those of data and caches in --data",
+        help=f"what to train on what: {', '.join(path.stem for path in verb.recipes)}, or the path of a YAML file; its "
+        "relative paths begin where this command is run, those of data and caches in --data",
     )
     parser.add_argument(
         "--data", metavar="DIR", type=Path, default=Path(), help="a folder (default: where this is run)"

@@ -183,7 +183,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         from codd.serving import server
     except ImportError as error:
-        raise MissingDependency(f"codd serve needs {error.name}: pip install 'codd[serve]'.") from None
+        raise MissingDependency(f"codd serve needs {error.name}: pip install 'codd-lm[serve]'.") from None
     settings = _settings(args)
     if args.replicas is not None:
         return _run_replicas(args, settings)
@@ -259,7 +259,7 @@ def _ray_application(args: argparse.Namespace, settings: "Settings") -> "Applica
     try:
         from codd.integrations.ray_serve import ReplicaOptions, application
     except ImportError as error:
-        raise MissingDependency(f"codd serve --replicas needs {error.name}: pip install 'codd[ray]'.") from None
+        raise MissingDependency(f"codd serve --replicas needs {error.name}: pip install 'codd-lm[ray]'.") from None
     gpus = args.gpus_per_replica
     if gpus is None:
         gpus = float(torch.cuda.is_available() if args.device is None else args.device.startswith("cuda"))

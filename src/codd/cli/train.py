@@ -7,6 +7,7 @@ from codd.coupling.gap import gap_in_words
 from codd.training.circuit.data import prepare
 from codd.training.circuit.trainer import ADAPTER, CIRCUIT, CURVE, MODEL, train
 from codd.training.circuit_recipe import CircuitRecipe, read_circuit_recipe
+from codd.training.recipe import SHIPPED
 from codd.training.run import Progress
 
 NAME = "train"
@@ -23,11 +24,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """A recipe, where the data is, where the result goes."""
     parser.epilog = """\
 examples:
-  codd train tiny-circuit --out /tmp/tiny-circuit
-  codd train circuit --data ../data --out runs/circuit
+  codd train docs/tutorials/mine.yaml --data . --out runs/mine
+  codd train docs/tutorials/mine.yaml --data . --set circuit.num_states=512 --set seconds=120
   codd train paper-llada --out runs/paper-llada   # the file of the recipe says which cache it needs
-  codd train circuit --data ../data --set circuit.num_states=512 --set seconds=120
-  torchrun --nproc-per-node 8 -m codd train circuit --data ../data --out runs/circuit"""
+  torchrun --nproc-per-node 8 -m codd train paper-llada --out runs/paper-llada"""
     runs.add_arguments(parser, VERB)
 
 
@@ -65,21 +65,9 @@ def _line(progress: Progress) -> str | None:
     return f"step {progress.step}: gap closed {gaps}" if gaps else None
 
 
-RECIPES = (
-    "tiny-circuit",
-    "circuit",
-    "circuit-small",
-    "blocks-circuit",
-    "paper-llada",
-    "paper-dream",
-    "llada-modulated",
-    "dream-modulated",
-    "llada-joint",
-    "dream-joint",
-)
-"""Those that come with codd."""
+RECIPES = ("paper-llada", "paper-dream", "llada-modulated", "dream-modulated", "llada-joint", "dream-joint")
 VERB = runs.TrainingVerb(
-    RECIPES,
+    tuple(SHIPPED / f"{name}.yaml" for name in RECIPES),
     read_circuit_recipe,
     prepare,
     train,

@@ -181,4 +181,4 @@ def _library(name: str, wanted_for: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         package = name.partition(".")[0]
-        raise MissingDependency(f"{wanted_for}: needs the package {package}: pip install 'codd[eval]'") from error
+        raise MissingDependency(f"{wanted_for}: needs the package {package}: pip install 'codd-lm[data]'") from error

@@ -1,19 +1,19 @@
-"""Sources of text: files of prose, of questions and answers, and codd's own word problems."""
+"""Sources of text: files of prose, and of questions and answers."""
 
 import itertools
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from codd.data import text_files
 from codd.data.entries import ENDINGS, Place, ending, is_prose, locate, read_entries
-from codd.data.problems import problems
 from codd.errors import FormatError
-from codd.validation import LONGEST_NAME, Count, FolderName, List, Natural, Positive, Section
+from codd.validation import LONGEST_NAME, Count, FolderName, List, Positive, Section
 
 CALCULATOR = re.compile(r"<<[^<>]*>>")
 """GSM8K's marks for a calculator, such as <<48/2=24>>: not part of what is said. Code has shifts that look alike."""
@@ -40,30 +40,21 @@ Item = TypeVar("Item")
 class Source(Section):
     """One set of data. Paths are relative to the folder given by ``--data``."""
 
-    kind: Literal["text", "qa", "problems"]
-    """text: files of prose, packed into full rows. qa: questions and answers. problems: codd's own generator."""
+    kind: Literal["text", "qa"]
+    """text: files of prose, packed into full rows. qa: questions and answers."""
     name: FolderName
+    path: Annotated[str, Field(min_length=1)]
+    """A file (.jsonl, .json, .parquet, .txt), or a dataset of the hub (`codd.data.entries.HubDataset`)."""
     weight: Positive = 1.0
     """Share of the rows of a batch, relative to the other sources."""
-    path: str | None = None
-    """A file (.jsonl, .json, .parquet, .txt), or a dataset of the hub (`codd.data.entries.HubDataset`)."""
     fields: List[str] = ("question", "answer")
     """Keys of a JSON object: the question's and the answer's, or for text the one key."""
     count: Count | None = None
-    """How many problems to generate, or how many entries of a file to use at most."""
-    split: Literal["train", "test"] = "train"
-    """Split of the problem generator; no problem is in both."""
-    seed: Natural = 0
+    """How many entries of the file to use at most; None: all."""
     rows: Count | None = None
     """Use at most this many rows: for validation."""
     strip: Literal["gsm8k"] | None = None
     """gsm8k: leave out that dataset's marks for a calculator, such as <<48/2=24>>, in answers."""
-
-    def __post_init__(self) -> None:
-        """Problems are counted, everything else is in files."""
-        needed = "count" if self.kind == "problems" else "path"
-        if not getattr(self, needed):
-            raise ValueError(f"source {self.name} needs a {needed}")
 
 
 class TextChunk(NamedTuple):
@@ -147,11 +138,7 @@ def read_documents(source: Source, root: Path) -> Iterator[str]:
 
 
 def read_pairs(source: Source, root: Path, most: int | None = None) -> Iterator[QuestionAnswer]:
-    """The pairs of a qa or problems source; of a file, up to the one that reaches ``most`` characters."""
-    if source.kind == "problems":
-        for problem in problems(source.count or 0, split=source.split, seed=source.seed):
-            yield QuestionAnswer(problem.question, problem.solution)
-        return
+    """The pairs of a qa source, up to the one that reaches ``most`` characters."""
     place = source_place(source, root)
     if len(source.fields) != 2:
         raise FormatError(f"source {source.name}: fields must name the question's and the answer's key.")
@@ -178,9 +165,10 @@ def _field(entry: dict[str, Any], key: str, where: str) -> str:
 
 def source_place(source: Source, root: Path) -> Place:
     """The file of a source, or its dataset on the hub; FormatError if there is none."""
-    if (place := locate(source.path or "", root)) is None:
-        path = root / (source.path or "")
-        raise FormatError(f"{path}: there is no such file (source {source.name}). Give the data's folder with --data.")
+    if (place := locate(source.path, root)) is None:
+        raise FormatError(
+            f"{root / source.path}: there is no such file (source {source.name}). Give the data's folder with --data."
+        )
     return place
 
 
@@ -205,8 +193,6 @@ def sample_texts(sources: Sequence[Source], root: Path, megabytes: int) -> Itera
 def find_sources(
     paths: Sequence[Path],
     fields: Sequence[str] | None,
-    problems: int | None,
-    seed: int,
     strip: Literal["gsm8k"] | None = None,
 ) -> list[Source]:
     """A source for each file or dataset of the hub; of a folder, its files whose names begin with train, or all if none
@@ -220,8 +206,6 @@ def find_sources(
         name = f"{len(sources)}-{short}"  # numbered: two folders may hold files of one name
         where = str(place.resolve() if isinstance(place, Path) else place)
         sources.append(Source(kind, name, path=where, fields=tuple(keys), strip=strip if kind == "qa" else None))
-    if problems is not None:
-        sources.append(Source("problems", f"{len(sources)}-problems", count=problems, seed=seed))
     return sources
 
 

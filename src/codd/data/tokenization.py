@@ -12,7 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +31,6 @@ from codd.data.packing import (
     pack,
     token_dtype,
 )
-from codd.data.problems import problems
 from codd.data.sources import (
     PARAGRAPH,
     QuestionAnswer,
@@ -47,12 +46,8 @@ from codd.errors import FormatError, TextsLeftOut
 
 TAILS = (0.6, 0.25, 0.15)
 """Default shares of answers followed by no, one or two further blocks of end marks."""
-PROBLEMS_PER_JOB = 2000
 MANY_CHARACTERS = 4_000_000
 """From which on starting several processes pays."""
-
-Job = TypeVar("Job")
-Result = TypeVar("Result")
 
 
 class PackingConfig(NamedTuple):
@@ -93,7 +88,7 @@ def token_stream(source: Source, root: Path, tokenizer: Tokenizer, most: int | N
     batches = _batches(read_chunks(source, root, most), MANY_CHARACTERS * min(cores, 16))
     first = next(batches, [])
     if sum(map(chunk_size, first)) > MANY_CHARACTERS and cores > 1:
-        parts = list(_in_processes(_encode_in_process, itertools.chain([first], batches), tokenizer))
+        parts = list(_encode_in_processes(itertools.chain([first], batches), tokenizer))
     else:
         parts = [_encode_chunk(chunk, tokenizer) for batch in itertools.chain([first], batches) for chunk in batch]
     return np.concatenate(parts) if parts else np.empty(0, token_dtype(tokenizer.vocab_size))
@@ -114,10 +109,7 @@ def _encode_chunk(chunk: TextChunk, tokenizer: Tokenizer) -> Tokens:
 
 
 def _make_packed(source: Source, root: Path, tokenizer: Tokenizer, config: PackingConfig) -> dict[str, NDArray[Any]]:
-    if source.kind == "problems" and (source.count or 0) > PROBLEMS_PER_JOB and (os.cpu_count() or 1) > 1:
-        encoded = _generate_in_parallel(source, tokenizer)
-    else:
-        encoded = encode_pairs(list(read_pairs(source, root, config.characters)), tokenizer)
+    encoded = encode_pairs(list(read_pairs(source, root, config.characters)), tokenizer)
     generator = np.random.default_rng((config.seed, 1))
     eos = _required(tokenizer.eos_id, "eos")
     tails = np.asarray(config.tails) / np.sum(config.tails)
@@ -173,22 +165,13 @@ def pad_answer(question: Tokens, answer: Tokens, extra: int, eos: int, config: P
     return Example(np.concatenate((question, answer, end)), len(question))
 
 
-def _generate_in_parallel(source: Source, tokenizer: Tokenizer) -> list[EncodedPair]:
-    count, size = source.count or 0, PROBLEMS_PER_JOB
-    jobs = [(begin, min(size, count - begin), source.split, source.seed) for begin in range(0, count, size)]
-    made = _in_processes(_generate_in_process, [jobs], tokenizer)
-    return [pair for sizes, tokens in made for pair in _split_pairs(sizes, tokens)]
-
-
-def _in_processes(
-    function: Callable[[Job], Result], batches: Iterable[Sequence[Job]], tokenizer: Tokenizer
-) -> Iterator[Result]:
-    """Do one batch of jobs after the other in as many processes as there are cores, each with the tokenizer at hand."""
+def _encode_in_processes(batches: Iterable[Sequence[TextChunk]], tokenizer: Tokenizer) -> Iterator[Tokens]:
+    """Encode one batch of chunks after the other in as many processes as there are cores."""
     with ProcessPoolExecutor(
         os.cpu_count() or 1, mp_context=get_context("spawn"), initializer=_prepare_process, initargs=(tokenizer,)
     ) as pool:
-        for jobs in batches:
-            yield from pool.map(function, jobs)
+        for chunks in batches:
+            yield from pool.map(_encode_in_process, chunks)
 
 
 _process_tokenizer: Tokenizer | None = None
@@ -203,23 +186,6 @@ def _prepare_process(tokenizer: Tokenizer) -> None:
 def _encode_in_process(chunk: TextChunk) -> Tokens:
     assert _process_tokenizer is not None
     return _encode_chunk(chunk, _process_tokenizer)
-
-
-def _generate_in_process(
-    job: tuple[int, int, Literal["train", "test"], int],
-) -> tuple[NDArray[np.int64], Tokens]:
-    """Lengths and tokens as two arrays, since thousands would take long to hand over."""
-    start, count, split, seed = job
-    assert _process_tokenizer is not None
-    made = [QuestionAnswer(p.question, p.solution) for p in problems(count, split=split, seed=seed, start=start)]
-    parts = [part for pair in encode_pairs(made, _process_tokenizer) for part in pair]
-    return np.asarray([len(part) for part in parts]), np.concatenate(parts)
-
-
-def _split_pairs(sizes: NDArray[np.int64], tokens: Tokens) -> Iterator[EncodedPair]:
-    """Undo `_generate_in_process`: questions and answers in turns."""
-    parts = iter(np.split(tokens, np.cumsum(sizes)[:-1]))
-    return zip(parts, parts, strict=True)
 
 
 def _cached(
@@ -255,7 +221,7 @@ def _cached(
 
 def dataset_digest(source: Source, root: Path, tokenizer: Tokenizer, config: PackingConfig) -> str:
     """12 hex digits that name the rows of a source: the same digest means the same rows."""
-    content = None if source.kind == "problems" else content_digest(source_place(source, root))
+    content = content_digest(source_place(source, root))
     # Fields that came later: what is kept under the old names stays good.
     later = {"texts_per_row": MAX_TEXTS_PER_ROW, "tails": TAILS, "characters": None}
     shown = [value for name, value in config._asdict().items() if value != later.get(name)]

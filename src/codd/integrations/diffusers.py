@@ -23,7 +23,7 @@ try:
     from diffusers.schedulers.scheduling_block_refinement import BlockRefinementSchedulerOutput
 except ImportError as error:
     raise MissingDependency(
-        f"the scheduler needs diffusers 0.38 or later: pip install codd[diffusers] ({error})"
+        f"the scheduler needs diffusers 0.38 or later: pip install codd-lm[diffusers] ({error})"
     ) from error
 
 

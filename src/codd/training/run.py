@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,16 +19,41 @@ from codd.data import text_files
 from codd.distributed import DistributedContext
 from codd.errors import CoddError, FormatError, InvalidInput, shown
 from codd.training.checkpoints import checkpoints, read_checkpoint, read_notes, write_checkpoint
-from codd.training.recipe import Recipe
 from codd.validation import LARGEST
 
-if TYPE_CHECKING:  # it brings all of circuits along, which a backbone needs not
-    from codd.training.circuit_recipe import CircuitRecipe
-
 CHECKPOINTS, METRICS = "checkpoints", "metrics.jsonl"
-AnyRecipe: TypeAlias = "Recipe | CircuitRecipe"
 VALIDATION_SEED = 20_000
 """The seed of the masks of validation, the same in every run."""
+
+
+@runtime_checkable
+class AnyRecipe(Protocol):
+    """What the run loop reads of a recipe: a frozen dataclass, of a circuit or of a network."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def steps(self) -> int:
+        """Updates at most."""
+
+    @property
+    def log_every(self) -> int:
+        """Steps between two lines of metrics."""
+
+    @property
+    def validate_every(self) -> int:
+        """Steps between two looks at held-out text."""
+
+    @property
+    def checkpoint_every(self) -> int:
+        """Steps between two checkpoints."""
+
+    @property
+    def keep(self) -> int:
+        """How many checkpoints stay."""
+
+    def digest(self) -> str:
+        """Names the run: equal digests give equal results."""
 
 
 class Progress(NamedTuple):

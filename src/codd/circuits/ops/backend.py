@@ -86,7 +86,7 @@ EAGER = Backend(
 @cache
 def _triton() -> Backend:
     if importlib.util.find_spec("triton") is None:
-        raise MissingDependency("the Triton kernels need the package triton: pip install 'codd[gpu]'")
+        raise MissingDependency("the Triton kernels need the package triton: pip install 'codd-lm[gpu]'")
     from codd.circuits.ops import kernels
 
     return Backend(

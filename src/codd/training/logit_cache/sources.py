@@ -1,31 +1,18 @@
-"""What a cache is made of: files of questions or prose, generated problems, samples of a causal model."""
+"""What a cache is made of: files of questions or prose."""
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
-
-import torch
 
 from codd import files
 from codd.backbones import adapters
 from codd.backbones.tokenizer import Tokenizer
 from codd.data.packing import Mixture, SequenceDataset
-from codd.data.samples import SampledDataset, load_causal
 from codd.data.sources import Source
 from codd.data.tokenization import PackingConfig, dataset_digest, load_source
 from codd.errors import InvalidInput
 from codd.training.logit_cache.storage import WITH_ADAPTER
-
-
-@dataclass(frozen=True)
-class Samples:
-    """Samples of a causal model: its folder, how many, and the prompt that they begin with."""
-
-    folder: Path
-    count: int
-    prompt: str = ""
 
 
 class NamedDataset(NamedTuple):
@@ -38,33 +25,19 @@ class NamedDataset(NamedTuple):
 
 def open_datasets(
     sources: Sequence[Source],
-    samples: Samples | None,
     tokenizer: Tokenizer,
     packing: PackingConfig,
     *,
     kept: Path,
-    device: torch.device,
 ) -> list[NamedDataset]:
     """Read and tokenize; what took work is kept in a folder and found there the next time."""
     datasets = []
     for source in sources:
         rows = load_source(source, Path(), tokenizer, packing, kept)
         datasets.append(NamedDataset(f"{source.name} {dataset_digest(source, Path(), tokenizer, packing)}", rows))
-    if samples is not None:
-        datasets.append(_sampled(samples, tokenizer, packing, device))
     if not datasets:
-        raise InvalidInput("there is no data: give files with --data, --problems or --samples-from.")
+        raise InvalidInput("there is no data: give files with --data.")
     return datasets
-
-
-def _sampled(samples: Samples, tokenizer: Tokenizer, packing: PackingConfig, device: torch.device) -> NamedDataset:
-    model = load_causal(samples.folder, device)
-    rows = SampledDataset(
-        model, tokenizer, count=samples.count, length=packing.row_length, seed=packing.seed, prompt=samples.prompt
-    )
-    identity = [checkpoint_digest(samples.folder), str(samples.count), samples.prompt, *map(str, packing)]
-    digest = hashlib.sha256("\n".join(identity).encode()).hexdigest()[:12]
-    return NamedDataset(f"samples of {samples.folder.name} {digest}", rows)
 
 
 def network_name(family: str, checkpoint: Path, adapter: str | None) -> str:

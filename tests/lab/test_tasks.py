@@ -1,0 +1,303 @@
+"""Four problems of every task through the harness, resumed, in stages, and over two processes."""
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+import codd
+from codd.backbones import chat
+from codd.cli import main
+from codd.data.text_files import json_lines
+from codd.decoding import Model
+from codd.errors import FormatError, InvalidInput
+from codd.evaluation.answering import problem_seed
+from codd.evaluation.continuations import ScoringRequest, score_continuations
+from codd.evaluation.harness import CoddLM, request_key
+from codd_lab.report.render import make_report
+from codd_lab.runs import Log, Run
+from codd_lab.tasks import catalogue, passages, sandbox
+from codd_lab.tasks.catalogue import TASKS
+from codd_lab.tasks.runner import answer_config, default_length, prepare_config, run_config
+from tests.support.small_tasks import ASKED, TINY, config, data, session
+from tests.support.two_processes import run_in_two_processes
+
+lm_eval = pytest.importorskip("lm_eval")
+from lm_eval.api.instance import Instance  # noqa: E402 only where it is installed
+
+HEADER = "<|start_header_id|>%s<|end_header_id|>\n\n"
+BEGUN = "\n```python\n"
+CONFINED = pytest.mark.skipif(sandbox.unavailable() is not None, reason=str(sandbox.unavailable()))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def run(root, tmp_path_factory):
+    return session(tmp_path_factory.mktemp("run") / "run", root)
+
+
+@pytest.mark.parametrize(
+    "task", ["gsm8k", "minerva_math500", "gpqa_main_generative_n_shot", "word_problems", "books_text"]
+)
+def test_four_problems_of_each_task(run, task):
+    result = run_config(config(task), run)
+    assert result.problems == ASKED
+    assert result.metric == TASKS[task].metric
+    assert [sample.doc_id for sample in result.samples] == list(range(ASKED))
+    assert all(sample.calls == 2 for sample in result.samples if sample.tokens == 16)
+    assert (result.accuracy is None) == (result.metric is None)  # test_oracles.py says what it is
+    assert len({sample.seed for sample in result.samples}) == ASKED
+    told = json.loads((result.folder / "result.json").read_text())
+    assert told["provenance"]["versions"]["lm_eval"]
+    assert told["settings"]["options"]["gen_length"] == 16
+    assert told["settings"]["system"] == TASKS[task].system
+
+
+def test_nothing_is_said_of_git_outside_a_repository(root, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert run_config(config("word_problems"), session(tmp_path / "run", root)).problems == ASKED
+    assert "fatal" not in capfd.readouterr().err
+
+
+@CONFINED
+def test_a_hostile_program_fails_its_problem_and_nothing_else(run, tmp_path):
+    """Answers as a model might write them stand in the log; everything else is the real path."""
+    marker = tmp_path / "keep"
+    marker.write_text("here")
+    answers = [
+        "def add(x):\n    return x + 0\n```",
+        "while True: pass",
+        f"import os\nos.remove({str(marker)!r})\ndef add(x): return x + 2",
+        "def add(x):\n    return x + 3\n```\nThat adds three.",
+    ]
+    wanted = replace(config("mbpp_instruct"), seed=1)
+    prepare_config(wanted, run)
+    [path] = (run.run.folder / "requests").glob("mbpp_instruct-test-4-*.jsonl")
+    requests = [line for _, line in json_lines(path)]
+    cost = {"tokens": 9, "calls": 2, "seconds": 0.1, "seed": 0}
+    lines = [{"key": r["key"], "text": text, **cost} for r, text in zip(requests, answers, strict=True)]
+    Log(run.run.config_folder(wanted)).add(lines)
+    limited = type(run)(run.run, run.model, run.context, run.data, 4, sandbox.Limits(seconds=3.0, cpu_seconds=2.0))
+    result = run_config(wanted, limited)
+    assert result.correct == [1, 0, 0, 1]
+    assert marker.read_text() == "here"
+    assert requests[0]["prompt"].endswith("<|assistant|>```python")
+
+
+def test_what_was_answered_is_not_asked_again(run, monkeypatch):
+    wanted = config("word_problems", remasking="random")
+    asked = []
+    plain = Model.generate
+
+    def counted(self, prompts, options):
+        asked.append(len(prompts))
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return plain(self, prompts, options)
+
+    monkeypatch.setattr(Model, "generate", counted)
+    pairs = type(run)(run.run, run.model, run.context, run.data, 2)
+    with pytest.raises(KeyboardInterrupt):
+        run_config(wanted, pairs)
+    assert run.run.result(wanted) is None
+    result = run_config(wanted, pairs)
+    assert asked == [2, 2, 2]  # the second was cut off, and only its problems were asked again
+    assert run_config(wanted, pairs).samples == result.samples
+    assert asked == [2, 2, 2]
+    assert not list(result.folder.glob("answers.*"))
+
+
+def test_choices_that_were_not_frozen_are_asked_again_and_in_no_report(tmp_path, root):
+    here, wanted = session(tmp_path / "run", root), [config("gpqa_main_generative_n_shot"), config("gsm8k")]
+    shuffled, other = (run_config(each, here) for each in wanted)
+    for result in (shuffled, other):  # as codd wrote them before documents were frozen
+        told = json.loads((result.folder / "result.json").read_text())
+        del told["settings"]["harness_seeds"]["document_seed"]
+        (result.folder / "result.json").write_text(json.dumps(told))
+    assert [result.config.task for result in here.run.results()] == ["gsm8k"]
+    note = (
+        f"{shuffled.folder.name}: left out, an earlier codd graded it against other choices than the model was shown. "
+        "Run the task again."
+    )
+    report = make_report(here.run)
+    assert note in report.missing
+    assert shuffled.folder.name not in json.dumps([str(section.data) for section in report.sections[1:]])
+    again = [run_config(each, here) for each in wanted]
+    assert ["document_seed" in each.settings["harness_seeds"] for each in again] == [True, False]
+    assert [each.config.task for each in here.run.results()] == ["gpqa_main_generative_n_shot", "gsm8k"]
+    assert note not in make_report(here.run).missing
+
+
+def test_an_answer_does_not_depend_on_the_batch(run, tmp_path, root):
+    wanted = config("word_problems", temperature=1.0)
+    found = [run_config(wanted, session(tmp_path / str(batch), root, batch)) for batch in (1, 3)]
+    assert [sample.text for sample in found[0].samples] == [sample.text for sample in found[1].samples]
+
+
+def test_in_stages_without_the_harness_in_the_middle(run, tmp_path, root, monkeypatch):
+    wanted = config("gsm8k", temperature=0.5)
+    whole = run_config(wanted, run)
+    parts = session(tmp_path / "run", root)
+    prepare_config(wanted, parts)
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "lm_eval", None)
+        without.setitem(sys.modules, "codd.evaluation.harness", None)
+        answer_config(wanted, parts)
+    monkeypatch.setattr(Model, "generate", lambda *args, **options: pytest.fail("all was answered"))
+    found = run_config(wanted, parts)
+    assert [s.text for s in found.samples] == [s.text for s in whole.samples]
+    assert found.correct == whole.correct
+
+
+def test_answers_of_another_device_are_waited_for(tmp_path, root):
+    elsewhere = session(tmp_path / "run", root)
+    wanted = type(config("gsm8k"))("gsm8k", "none", TINY, problems=ASKED, device="cuda")
+    with pytest.raises(InvalidInput, match="4 of 4 answers are not there yet"):
+        run_config(wanted, elsewhere)
+    prepare_config(wanted, elsewhere)
+    with pytest.raises(InvalidInput, match="was prepared for cuda"):
+        answer_config(wanted, elsewhere)
+
+
+def test_a_circuit_trained_anew_under_the_same_name_is_not_mixed_with_the_old_one(tmp_path, root):
+    path = str(tmp_path / "circuit")
+    codd.HMM.random(2, 8192, seed=0).save(path)
+    first = run_config(config("word_problems", path), session(tmp_path / "run", root))
+    assert run_config(config("word_problems", path), session(tmp_path / "run", root)).samples == first.samples
+    codd.HMM.random(2, 8192, seed=1).save(path)
+    with pytest.raises(InvalidInput, match="begun with another circuit"):
+        run_config(config("word_problems", path), session(tmp_path / "run", root))
+
+
+def test_published_tasks_are_found_without_looking_through_all_of_them():
+    """Which takes lm-eval four seconds; elsewhere than in their folders they would be found all the same."""
+    published = {name for name, task in TASKS.items() if task.harness and task.config is None}
+    assert set(catalogue._FOLDERS) == published
+    for name, folder in catalogue._FOLDERS.items():
+        assert name in catalogue._manager(folder).all_subtasks
+
+
+def test_two_processes_find_what_one_finds(tmp_path):
+    command = ["eval", "--tasks", "word_problems", "--problems", "3", "--steps", "2", "--gen-length", "16"]
+    command += ["--block-length", "16", "--circuit", "none", "--device", "cpu", "--json", "--out"]
+    folders = [tmp_path / "two", tmp_path / "one"]
+    stdout, _ = run_in_two_processes(*command, str(folders[0]), threads=torch.get_num_threads())
+    assert json.loads(stdout)["run"] == str(folders[0])
+    assert main([*command, str(folders[1])]) == 0
+    two, one = ([s.text for s in Run(folder).results()[0].samples] for folder in folders)
+    assert two == one
+    assert Run(folders[0]).results()[0].provenance["processes"] == 2
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return CoddLM(codd.load(device="cpu"), **TINY)
+
+
+class TestAdapter:
+    def test_loglikelihood_is_the_joint_one(self, lm):
+        pairs = [("The sea was", " calm and grey"), ("One and one is ", "two"), ("", "Hello")]
+        asked = [Instance("loglikelihood", {}, pair, i, ("t", i, 1)) for i, pair in enumerate(pairs)]
+        found = lm.loglikelihood(asked)
+        ids = lm.tokenizer.encode("The sea was"), lm.tokenizer.encode("The sea was calm and grey")
+        [alone] = score_continuations(lm.model, [ScoringRequest(ids[0], ids[1][len(ids[0]) :])], lm.options)
+        assert found[0][0] == pytest.approx(alone.log_prob, abs=1e-3)
+        assert all(score < 0 for score, _ in found)
+
+    def test_rolling_covers_every_token_once(self, lm):
+        text = "The sea was calm. " * 40  # longer than half of the model
+        [whole] = lm.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (text,), 0, ("t", 0, 1))])
+        ids, half = lm.tokenizer.encode(text), 192
+        pieces = [ScoringRequest(ids[max(0, i - half) : i], ids[i : i + half]) for i in range(0, len(ids), half)]
+        assert len(pieces) > 1
+        assert whole == pytest.approx(
+            sum(s.log_prob for s in score_continuations(lm.model, pieces, lm.options)), rel=1e-4
+        )
+
+    def test_stop_strings_and_end_marks(self, lm):
+        [text] = lm.generate_until([Instance("generate_until", {}, ("x", {"until": ["e", "a"]}), 0, ("t", 0, 1))])
+        assert "e" not in text
+        assert "a" not in text
+
+    @pytest.mark.parametrize(
+        ("template", "before", "begun"),
+        [
+            (chat.MINI, "<|user|>Hi<|assistant|>", "```python"),
+            (chat.LLADA, f"<|startoftext|>{HEADER % 'user'}Hi<|eot_id|>{HEADER % 'assistant'}", "```python"),
+            (chat.CHATML, "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", BEGUN),  # it trims nothing
+        ],
+    )
+    def test_an_answer_that_was_begun_is_left_open_as_the_template_writes_it(
+        self, lm, monkeypatch, template, before, begun
+    ):
+        monkeypatch.setattr(lm.tokenizer, "chat_template", template)
+        talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": BEGUN}]
+        assert lm.apply_chat_template(talk, add_generation_prompt=False) == before + begun
+        assert lm.apply_chat_template(talk[:1]) == before
+
+    def test_the_harness_knows_it_by_name(self):
+        from lm_eval.api.registry import get_model
+
+        assert get_model("codd") is CoddLM
+
+    def test_keys_tell_requests_apart(self):
+        one, two = (Instance("generate_until", {}, (text, {}), 0, ("t", 0, 1)) for text in "ab")
+        assert request_key(one) != request_key(two)
+        assert problem_seed(0, 1, 0) != problem_seed(1, 0, 0)
+
+
+def test_a_prompt_that_does_not_fit_keeps_its_end():
+    lm = CoddLM(codd.load(circuit=None, device="cpu"), gen_length=380, steps=1, block_length=32)
+    assert len(lm._answerer._encode("word " * 100)) == 4
+    lm = CoddLM(codd.load(circuit=None, device="cpu"), gen_length=384, steps=1)
+    with pytest.raises(InvalidInput, match="leaves no room"):
+        lm._answerer._encode("word")
+
+
+def test_lengths_follow_the_paper_where_the_model_has_room():
+    model = codd.load(circuit=None, device="cpu")
+    assert default_length("gsm8k", model) == 128
+    assert TASKS["gsm8k"].gen_length == 512
+
+
+def test_errors_name_what_is_missing(run, tmp_path):
+    with pytest.raises(InvalidInput, match=r"no task 'gsm8kk'.*gsm8k"):
+        run_config(config("gsm8kk"), run)
+    with pytest.raises(FormatError, match=r"gsm8k/test.jsonl: there is no such file"):
+        run_config(config("gsm8k"), session(tmp_path / "run", tmp_path))
+    with pytest.raises(FormatError, match="GPQA's authors ask"):
+        run_config(config("gpqa_main_generative_n_shot"), session(tmp_path / "run", tmp_path))
+    with pytest.raises(InvalidInput, match="has no split 'validation'"):
+        run_config(type(config("gsm8k"))("minerva_math500", "none", TINY, split="validation"), run)
+
+
+def test_passages_are_the_same_for_every_count(root):
+    few, more = (passages.passages("books", root, count) for count in (3, 6))
+    assert more[:3] == few
+    assert all(20 <= len(found.prefix.split()) <= 80 for found in more)
+    assert all(len(found.continuation.split()) == passages.CONTINUED for found in more)
+    assert all(found.continuation[0].isspace() for found in more)
+    with pytest.raises(FormatError, match="fewer than the 999"):
+        passages.passages("books", root, 999)
+
+
+def test_passages_of_a_file_of_ones_own(run, root):
+    paragraphs = [" ".join(f"word{number}" for number in range(k, k + 260)) for k in range(8)]
+    (root / "mine.txt").write_text("\n\n".join(paragraphs))
+    result = run_config(config("text:mine.txt"), run)
+    assert (result.problems, result.metric, result.accuracy) == (ASKED, None, None)
+    assert all(sample.prompt.startswith("word") and sample.target.split() for sample in result.samples)
+    with pytest.raises(FormatError, match=r"other.txt: there is no such file"):
+        run_config(config("text:other.txt"), run)
+
+
+def test_the_model_is_not_changed_by_an_evaluation(run):
+    assert run.model.circuit is None
+    assert torch.is_grad_enabled()
