@@ -204,7 +204,7 @@ def test_a_general_circuit_stays_where_it_is():
     for place in ({}, {"device": "cpu"}, {"dtype": torch.float64}, {"device": torch.device("cpu")}):
         assert graph.to(**place) is graph
     for place in ({"device": "cuda"}, {"dtype": torch.float32}):
-        with pytest.raises(InvalidCircuit, match="general circuit computes in float64 on the CPU, found"):
+        with pytest.raises(InvalidCircuit, match="general circuit computes in float64 on the CPU, not"):
             graph.to(**place)
 
 

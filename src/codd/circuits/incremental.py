@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from codd.circuits import inference
+from codd.circuits import inference, pairwise
 from codd.circuits.evidence import Evidence, Kind, log_softmax, tempered
 from codd.circuits.ops import native
 from codd.circuits.ops.backend import EAGER, REFERENCE, backend_for, use
@@ -34,7 +34,7 @@ from codd.circuits.ops.pick import eager as pick_eager
 from codd.circuits.ops.pick.eager import RULES, Limits, Offers, Picked
 from codd.circuits.ops.scaled import Scaled, exponentials
 from codd.circuits.parameters import Emission
-from codd.circuits.protocol import ProbabilisticCircuit
+from codd.circuits.protocol import Conditioner, ProbabilisticCircuit, Unconditioned
 from codd.errors import InvalidEvidence
 
 if TYPE_CHECKING:
@@ -575,6 +575,20 @@ class RecomputingConditioner:
         )
         new = torch.zeros_like(observed).scatter(1, positions[:, None], True) & ~observed
         self.evidence = replace(ev, tokens=torch.where(new, tokens[:, None], known), observed=observed | new)
+
+
+class Recomputing(Unconditioned):
+    """The queries that any circuit answers by being asked for its marginals again and again."""
+
+    def pairwise(
+        self: ProbabilisticCircuit, ev: Evidence, candidates: Int[Tensor, "B L K"]
+    ) -> Float[Tensor, "B L L C C"]:
+        """p(class at s, class at t | evidence) of every two positions: each candidate, and last all other tokens."""
+        return pairwise.by_conditioning(self, ev, candidates.long()).to(self.dtype)
+
+    def incremental(self: ProbabilisticCircuit, ev: Evidence, candidates: int | None = None) -> Conditioner:
+        """Marginals of all tokens while tokens are committed one by one; fewer ``candidates`` would save no work."""
+        return RecomputingConditioner(self, ev)
 
 
 def _heaviest(ev: Evidence, count: int) -> Int[Tensor, "B L K"]:
