@@ -65,7 +65,6 @@ class ConstrainedHMM:
     length: int | None
     feature_width = None
     supports_cuda_graphs = False
-    memory_bound = False
 
     def __init__(
         self,

@@ -93,11 +93,6 @@ class Circuit(storage.HubMixin):
         return False
 
     @property
-    def memory_bound(self) -> bool:
-        """Whether batching across sequences pays off: no."""
-        return False
-
-    @property
     def vocab_size(self) -> int:
         """V, the number of tokens of the largest variable."""
         return self._program.leaf_log_probs.shape[2]
