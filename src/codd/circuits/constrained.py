@@ -64,7 +64,6 @@ class ConstrainedHMM(Recomputing):
 
     length: int | None
     supports_cuda_graphs = False
-    memory_bound = False
 
     def __init__(
         self,

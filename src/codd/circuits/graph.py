@@ -109,7 +109,6 @@ class Circuit(storage.HubMixin, Recomputing):
     device, dtype = torch.device("cpu"), torch.float64
     inner_states = None
     supports_cuda_graphs = False
-    memory_bound = False
 
     def __init__(self, root: Node, variables: Sequence[Variable] | None = None):
         """Validate: smooth, decomposable, normalised; otherwise `InvalidCircuit` names the nodes."""

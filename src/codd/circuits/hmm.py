@@ -13,7 +13,6 @@ from codd.circuits.evidence import Evidence, check_fits, check_ids, check_possib
 from codd.circuits.factors import Factors
 from codd.circuits.graph import Circuit, leaf, mixture, product
 from codd.circuits.incremental import IncrementalConditioner
-from codd.circuits.ops import native
 from codd.circuits.ops.backend import backend_for
 from codd.circuits.parameters import Emission, Transition, check_rows, is_whole, seeded
 from codd.circuits.protocol import Unconditioned
@@ -21,8 +20,6 @@ from codd.circuits.pyjuice import read_jpc
 from codd.circuits.results import Flows, JointStep, Samples
 from codd.errors import FormatError, InvalidCircuit, InvalidEvidence, shown
 
-MEMORY_BOUND_STATES = 256
-"""From this many states on, reading the transition matrix takes longer than threads wait for each other."""
 LogTransition = Float[Tensor, "*steps N N"] | tuple[Float[Tensor, "*steps N R"], Float[Tensor, "*steps R N"]]
 
 
@@ -180,13 +177,6 @@ class HMM(storage.HubMixin, Unconditioned):
     def supports_cuda_graphs(self) -> bool:
         """Whether queries can be captured in a CUDA graph: yes."""
         return True
-
-    @property
-    def memory_bound(self) -> bool:
-        """Whether batching message passing across sequences pays off on this CPU: a large matrix, passes in C."""
-        large = self.dtype == torch.float32 and self.num_states >= MEMORY_BOUND_STATES
-        one_matrix = not self.transition.low_rank and not self.transition.per_position
-        return self.device.type == "cpu" and large and one_matrix and native.library() is not None
 
     def __repr__(self) -> str:
         """Sizes and layout in one line."""

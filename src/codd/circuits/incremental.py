@@ -74,8 +74,8 @@ class _Part:
         self.leaf = Scaled(leaf.values[:, here], leaf.log_scale[:, here])
         self.message = Scaled(message.values[:, here], message.log_scale[:, here])
 
-    def inputs(self) -> chain_eager.PassInputs:
-        """The chain starts from one: what is known goes into the first leaf.
+    def start(self) -> Scaled:
+        """The leaf values of a chain that starts from one: what is known goes into the first leaf.
 
         Its largest entry is at one, so that scales do not pile up over many short chains.
         """
@@ -87,7 +87,7 @@ class _Part:
         top.masked_fill_(top == 0, 1)
         first.div_(top)
         start.log_scale[:, edge] += message.log_scale[:, edge] + top.log()
-        return chain_eager.PassInputs(None, start, self.reverse)
+        return start
 
     def put(self, messages: Scaled) -> None:
         """Write the messages after the first, which was known."""
@@ -454,9 +454,8 @@ class IncrementalConditioner:
         if low < self._behind:
             self._behind, begin = (0, last) if whole else (low, self._behind)
             parts.append(_Part(self._leaf, both[1], begin, self._behind))
-        passed = chain_eager.passes(self._steps, [part.inputs() for part in parts])
-        for part, out in zip(parts, passed, strict=True):
-            part.put(out)
+        for part in parts:
+            part.put(chain_eager.messages(self._steps, None, part.start(), part.reverse))
             # Doubt all sequences if a product of message and leaf may have lost something; `_in_doubt` says which.
             if not chain_eager.nothing_lost(part.leaf * part.message):
                 self._doubt.fill_(True)

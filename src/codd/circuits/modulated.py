@@ -156,11 +156,6 @@ class Modulated(storage.HubMixin):
         """Whether queries can be captured in a CUDA graph: yes."""
         return self.hmm.supports_cuda_graphs
 
-    @property
-    def memory_bound(self) -> bool:
-        """Whether batching message passing across sequences pays off on this CPU."""
-        return self.hmm.memory_bound
-
     def __repr__(self) -> str:
         """The circuit and what is modulated."""
         config = self.head.config

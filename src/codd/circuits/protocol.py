@@ -89,10 +89,6 @@ class ProbabilisticCircuit(Protocol):
     def supports_cuda_graphs(self) -> bool:
         """Whether queries can be captured in a CUDA graph: on a GPU they never wait for the host."""
 
-    @property
-    def memory_bound(self) -> bool:
-        """Whether queries of one sequence are bound by memory, so that batching across sequences pays off here."""
-
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "ProbabilisticCircuit":
         """The same circuit on another device or in another type; `InvalidCircuit` if it cannot be there."""
 
