@@ -1,7 +1,6 @@
 """General circuits: smooth, decomposable graphs of leaves, products and mixtures, and their exact queries.
 
-The definition of what a circuit is, in float64 logarithms and node by node; for small circuits and as a truth for
-everything faster:
+What a circuit is, in float64 logarithms and node by node: for small ones, and as a truth for everything faster.
 
 >>> city = Circuit(mixture([product([leaf(0, [0.9, 0.1]), leaf(1, [0.8, 0.2])]),
 ...                         product([leaf(0, [0.2, 0.8]), leaf(1, [0.1, 0.9])])], weights=[0.5, 0.5]))

@@ -131,12 +131,7 @@ def read_folder(
 
 
 def push_folder(
-    folder: str | os.PathLike[str],
-    repo_id: str,
-    *,
-    private: bool = False,
-    token: str | None = None,
-    commit_message: str = "Upload a codd circuit",
+    folder: str | os.PathLike[str], repo_id: str, *, private: bool = False, token: str | None = None
 ) -> str:
     """Upload the two files of a circuit to the hub, into a new repository if need be; returns the commit's address."""
     folder = Path(folder)
@@ -156,7 +151,7 @@ def push_folder(
             repo_id=repo_id,
             folder_path=str(folder),
             allow_patterns=[CONFIG_FILE, WEIGHTS_FILE],
-            commit_message=commit_message,
+            commit_message="Upload a codd circuit",
         )
     except Exception as error:  # the hub's own errors and, by its version, those of requests or httpx
         raise CoddError(

@@ -222,13 +222,10 @@ class Passes(WindowPasses):
             self._forward[0] = self.algebra.from_logs(first, logs.expand(-1, len(self.observed), -1))
             known = 0
         for at in range(known, t):
-            self._forward[at + 1] = self.algebra.step(self.steps, at, self.reached(at), reverse=False)
+            pairs = self.layout.pairs[at]
+            reached = self.algebra.advance(self.forward(at), self._leaf[at], pairs.source, pairs.group, pairs.target)
+            self._forward[at + 1] = self.algebra.step(self.steps, at, reached, reverse=False)
         return self._forward[t]
-
-    def reached(self, t: int) -> Any:
-        """a_t times the leaf values of t: a row for each live state after position t."""
-        pairs = self.layout.pairs[t]
-        return self.algebra.advance(self.forward(t), self._leaf[t], pairs.source, pairs.group, pairs.target)
 
     def backward(self, t: int) -> Any:
         """c_t: a row for each live state after position t."""
