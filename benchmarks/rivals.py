@@ -25,6 +25,7 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
+from codd.circuits import inference
 from codd.circuits.evidence import Evidence, SparsePotentials
 from codd.circuits.hmm import HMM
 from timing import Spread, Timing, interleaved
@@ -33,7 +34,6 @@ TOLERANCE = 1e-3
 """How far an answer may be from ours, relative to the largest entry."""
 OURS = "codd"
 QUERIES = {
-    "filter": "filter: p(z_t | evidence up to t) from given state likelihoods",
     "smoother": "smoother: p(z_t | evidence) from given state likelihoods",
     "smoother_tokens": "smoother: p(z_t | tokens) from observed tokens",
     "sample_latents": "posterior sample of the latent path from given state likelihoods",
@@ -76,7 +76,8 @@ class Problem:
         """Draw parameters, strings from the model, and logits."""
         hmm = HMM.random(settings.states, settings.tokens, settings.seed)
         generator = torch.Generator().manual_seed(settings.seed + 1)
-        ids = hmm.sample_unconditional(settings.batch, settings.length, generator=generator).tokens
+        nothing = Evidence(missing=torch.ones(settings.batch, settings.length, dtype=torch.bool))
+        ids = hmm.sample(nothing, generator=generator).tokens
         logits = torch.randn(settings.batch, settings.length, settings.tokens, generator=generator) * settings.sharpness
         kept = min(settings.kept, settings.tokens)
         return cls(hmm, ids, hmm.log_emission.T.contiguous()[ids], logits, kept, settings.seed)
@@ -109,15 +110,18 @@ def ours(problem: Problem) -> dict[str, Contender]:
     def given() -> Evidence:
         return Evidence(latent_log_potentials=problem.log_likelihoods)
 
+    def path(ev: Evidence) -> Tensor:
+        uniforms = torch.rand(ev.shape[0], 1, ev.shape[1], generator=generator)
+        return inference.sample_latents(hmm, hmm.centred(ev)[0], uniforms)[0][:, 0]
+
     def both(ev: Evidence) -> Tensor:
         hmm.log_partition(ev)
         return hmm.sample(ev, generator=generator).tokens
 
     return {
-        "filter": Contender(lambda: hmm.filter(given()), torch.exp),
         "smoother": Contender(lambda: hmm.posterior(given()), torch.exp),
         "smoother_tokens": Contender(lambda: hmm.posterior(Evidence(tokens=ids)), torch.exp),
-        "sample_latents": Contender(lambda: hmm.sample_latents(given(), generator=generator), _same),
+        "sample_latents": Contender(lambda: path(given()), _same),
         "log_prob": Contender(lambda: hmm.log_prob(ids), torch.sum),
         "log_partition": Contender(lambda: hmm.log_partition(Evidence(logits=logits)), _same),
         "log_partition_sample": Contender(lambda: both(Evidence(logits=logits)), _same),
@@ -222,7 +226,6 @@ def plain(problem: Problem) -> dict[str, Contender]:
         return plain_sample(*chain, emission, logits, generator)
 
     return {
-        "filter": Contender(lambda: plain_filter(*chain, leaf())[0], _same),
         "smoother": Contender(lambda: plain_smoother(*chain, leaf()), _same),
         "smoother_tokens": Contender(lambda: plain_smoother(*chain, columns[ids]), _same),
         "sample_latents": Contender(lambda: plain_path(*chain, leaf(), generator), _same),
@@ -253,9 +256,6 @@ def dynamax(problem: Problem) -> dict[str, Contender]:
 
     chain, own = (initial, transition), (None, None, 0)
     return {
-        "filter": Contender(
-            compiled(lambda i, a, x: dx.hmm_filter(i, a, x).filtered_probs, own, *chain, given), _tensor
-        ),
         "smoother": Contender(
             compiled(lambda i, a, x: dx.hmm_smoother(i, a, x).smoothed_probs, own, *chain, given), _tensor
         ),
@@ -291,7 +291,6 @@ def pomegranate(problem: Problem) -> dict[str, Contender]:
         return joint.log_softmax(-1)
 
     return {
-        "filter": Contender(lambda: model.forward(emissions=given).log_softmax(-1), torch.exp),
         "smoother": Contender(smoother, torch.exp),
         "smoother_tokens": Contender(lambda: model.predict_proba(tokens), _same),
         "log_prob": Contender(lambda: model.log_probability(tokens), torch.sum),

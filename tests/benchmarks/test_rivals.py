@@ -62,13 +62,13 @@ def test_a_wrong_or_failing_rival_is_named_and_not_timed(nobody, monkeypatch):
             raise RuntimeError("no such luck")
 
         contenders = right(problem)
-        contenders["filter"] = rivals.Contender(lambda: torch.full((2, 5, 4), 0.25), lambda x: x)
+        contenders["smoother_tokens"] = rivals.Contender(lambda: torch.full((2, 5, 4), 0.25), lambda x: x)
         contenders["smoother"] = rivals.Contender(fails, lambda x: x)
         return contenders
 
     monkeypatch.setattr(rivals, "plain", wrong)
     report = run(TINY)
-    for query, words in (("filter", "a different answer"), ("smoother", "failed: RuntimeError: no such luck")):
+    for query, words in (("smoother_tokens", "a different answer"), ("smoother", "failed: RuntimeError: no such luck")):
         row = report["queries"][query]["rows"]["plain PyTorch"]
         assert words in row["status"]
         assert "ms" not in row
@@ -112,8 +112,9 @@ def test_a_rival_cannot_change_the_threads(nobody, monkeypatch):
     def greedy(problem):
         torch.set_num_threads(2)
         contenders = right(problem)
-        call = contenders["filter"].call
-        contenders["filter"] = rivals.Contender(lambda: (seen.append(torch.get_num_threads()), call())[1], lambda x: x)
+        call = contenders["smoother_tokens"].call
+        counted = rivals.Contender(lambda: (seen.append(torch.get_num_threads()), call())[1], lambda x: x)
+        contenders["smoother_tokens"] = counted
         return contenders
 
     monkeypatch.setattr(rivals, "plain", greedy)

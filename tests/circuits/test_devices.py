@@ -41,7 +41,6 @@ def answers(hmm: HMM, ev: Evidence, ids: torch.Tensor, latents: torch.Tensor) ->
     return {
         "log_partition": hmm.log_partition(ev),
         "posterior": hmm.posterior(ev).exp(),
-        "filter": hmm.filter(ev).exp(),
         "marginals": hmm.marginals(ev).exp(),
         "candidates": hmm.marginals(ev, ids[..., None].expand(-1, -1, 4)).exp(),
         "conditional": hmm.conditional_log_prob(ids, ev),

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from codd.circuits import HMM
 from codd.circuits.evidence import Evidence, SparsePotentials
-from codd.circuits.graph import Circuit
-from codd.circuits.nodes import Leaf, Mixture, Node, Product, leaf, mixture, product, topological_order
+from codd.circuits.graph import Circuit, Node, leaf, mixture, product
 from codd.errors import ImpossibleEvidence, InvalidCircuit, InvalidEvidence
 from tests.support.enumeration import (
     all_strings,
@@ -79,17 +80,17 @@ def random_circuit(seed: int, sizes: tuple[int, ...], depth: int = 2) -> Circuit
 class Tree(NamedTuple):
     """One way to walk a circuit: the leaf of each variable, and the product of the weights on the way."""
 
-    leaves: dict[int | str, Leaf]
+    leaves: dict[int | str, Node]
     log_weight: float
 
 
 def trees(node: Node) -> list[Tree]:
     """The circuit multiplied out: an implementation that shares nothing with the passes."""
-    if isinstance(node, Leaf):
+    if node.kind == "leaf":
         return [Tree({node.variable: node}, 0.0)]
     below = [trees(child) for child in node.children]
-    if isinstance(node, Mixture):
-        weights = node.log_weights.tolist()
+    if node.kind == "mixture":
+        weights = node.log_values.tolist()
         return [Tree(t.leaves, w + t.log_weight) for w, ts in zip(weights, below, strict=True) for t in ts]
     parts = itertools.product(*below)
     return [Tree({v: n for t in ts for v, n in t.leaves.items()}, sum(t.log_weight for t in ts)) for ts in parts]
@@ -128,7 +129,7 @@ def truth(circuit: Circuit, ev: Evidence) -> Truth:
         row = torch.full((len(strings),), walk.log_weight, dtype=torch.float64)
         for t, v in enumerate(circuit.variables):
             probs = torch.full((circuit.vocab_size,), -INF, dtype=torch.float64)
-            probs[: len(walk.leaves[v].log_probs)] = walk.leaves[v].log_probs
+            probs[: len(walk.leaves[v].log_values)] = walk.leaves[v].log_values
             row = row + probs[strings[:, t]]
         rows.append(row)
     return Truth(joint + torch.stack(rows), latents, strings)
@@ -180,12 +181,12 @@ def circuit(request: pytest.FixtureRequest) -> Circuit:
 
 def test_the_random_circuits_share_nodes_and_have_zeros() -> None:
     def parents(c: Circuit) -> int:
-        edges = [child for node in topological_order(c.root) for child in node.children]
+        edges = [child for node in c._nodes for child in node.children]
         return max(edges.count(child) for child in edges)
 
     circuits = [random_circuit(*case) for case in CASES]
     assert max(map(parents, circuits)) >= 3
-    assert any(bool((c.leaf_log_probs[:, 0] == -INF).any()) for c in circuits)
+    assert any(bool((n.log_values == -INF).any()) for c in circuits for n in c._nodes)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -198,16 +199,9 @@ def test_the_random_evidence_is_mostly_possible(kind: str) -> None:
 def check_all_queries(circuit: Circuit, ev: Evidence) -> None:
     """Every deterministic query against the circuit multiplied out."""
     exact = truth(circuit, ev)
-    possible = exact.log_partition > -INF
     close(circuit.log_partition(ev), exact.log_partition)
     close(circuit.posterior(ev), exact.posterior(circuit.num_latents))
     close(circuit.marginals(ev), token_marginals(exact.strings, exact.table, circuit.vocab_size))
-    best = circuit.max_product(ev)
-    close(best.log_value, exact.joint.flatten(1).amax(-1))
-    for b in possible.nonzero().flatten().tolist():
-        same_latents = (exact.latents == best.latents[b]).all(-1)
-        same_string = (exact.strings == best.tokens[b]).all(-1)
-        close(exact.joint[b][same_latents][:, same_string].max(), best.log_value[b])
     for m in range(0, len(exact.strings), 5):
         ids = exact.strings[m].expand(ev.shape)
         observed = ev.kind == 0
@@ -273,24 +267,6 @@ class TestCities:
         close(cities().log_partition(ev), log(1.6))
         close(cities().posterior(ev)[0], log(0.75, 0.25).expand(2, 2))
 
-    def test_best(self) -> None:
-        found = cities().max_product(missing(1, 2))
-        close(found.log_value, log(0.432))
-        assert found.tokens.tolist() == [[0, 0]]
-        assert found.latents.tolist() == [[0, 0]]
-        york = cities().max_product(Evidence(tokens=torch.tensor([[0, 1]]), observed=torch.tensor([[False, True]])))
-        close(york.log_value, log(0.21))
-        assert (york.tokens.tolist(), york.latents.tolist()) == ([[1, 1]], [[1, 1]])
-
-    def test_flows(self) -> None:
-        c = cities()
-        flows = c.flows(Evidence(tokens=torch.tensor([[0, 0], [1, 1]])), weights=torch.tensor([2.0, 1.0]))
-        west = 2 * 0.432 / 0.462 + 0.012 / 0.222
-        assert isinstance(c.root, Mixture)
-        close(flows.mixtures[c.root], torch.tensor([west, 3 - west], dtype=torch.float64))
-        first = next(n for n in flows.leaves if n.variable == 0)
-        close(flows.leaves[first], torch.tensor([2 * 0.432 / 0.462, 0.012 / 0.222], dtype=torch.float64))
-
     def test_scores_given_the_latents(self) -> None:
         ev = Evidence(
             log_potentials=torch.stack([log(2, 1), log(1, 3)])[None],
@@ -299,62 +275,13 @@ class TestCities:
         )
         scores = cities().conditional_scores(ev, torch.tensor([[1, 0]]))
         close(scores[0], torch.stack([log(0.6, 0.7), log(0, 1)]))
-        with pytest.raises(InvalidEvidence, match=r"latents\[0, 1\] = 2.*has 2 leaves"):
+        with pytest.raises(InvalidEvidence, match=r"latents must be in 0\.\.1, found 2"):
             cities().conditional_scores(ev, torch.tensor([[1, 2]]))
 
     def test_sizes(self) -> None:
         c = cities()
         assert (c.length, c.vocab_size, c.num_latents, c.variables) == (2, 2, 2, (0, 1))
-        assert "variables=2, nodes=7, edges=6" in repr(c)
-        close(c.leaf_log_probs.exp()[1], torch.tensor([[0.8, 0.2], [0.25, 0.75]], dtype=torch.float64))
-
-
-def rebuilt(circuit: Circuit, target: Leaf | Mixture, entry: int, shift: float) -> Circuit:
-    """The circuit with one log-parameter moved by less than what validation tolerates."""
-
-    def moved(node: Leaf | Mixture, values: Tensor) -> Tensor:
-        values = values.clone()
-        if node is target:
-            values[entry] += shift
-        return values
-
-    order = topological_order(circuit.root)
-    new: dict[Node, Node] = {}
-    for n in sorted((n for n in order if isinstance(n, Leaf)), key=lambda n: n.created):
-        new[n] = leaf(n.variable, log_probs=moved(n, n.log_probs))
-    for n in order:
-        if isinstance(n, Product):
-            new[n] = product([new[c] for c in n.children])
-        elif isinstance(n, Mixture):
-            new[n] = mixture([new[c] for c in n.children], log_weights=moved(n, n.log_weights))
-    return Circuit(new[circuit.root], circuit.variables)
-
-
-@pytest.mark.parametrize("kind", ["soft", "all"])
-@pytest.mark.parametrize("case", CASES[1:4], ids=str)
-def test_flows_are_the_gradient_of_log_partition(case: tuple[int, tuple[int, ...]], kind: str) -> None:
-    circuit = random_circuit(*case)
-    ev = random_evidence(kind, circuit, seed=2, batch=8)
-    ev = ev.select(circuit.log_partition(ev) > -INF)
-    assert ev.shape[0] > 0
-    weights = torch.linspace(0.5, 2.0, ev.shape[0], dtype=torch.float64)
-    flows = circuit.flows(ev, weights)
-    nodes = topological_order(circuit.root)
-    assert set(flows.mixtures) | set(flows.leaves) == {n for n in nodes if not isinstance(n, Product)}
-    eps = 4e-7
-    for node, found in (flows.mixtures | flows.leaves).items():
-        for entry in range(len(found)):
-            up, down = (rebuilt(circuit, node, entry, s).log_partition(ev) @ weights for s in (eps, -eps))
-            assert float(found[entry]) == pytest.approx(float((up - down) / (2 * eps)), abs=2e-8)
-
-
-def test_flows_count_every_position_once(circuit: Circuit) -> None:
-    ev = random_evidence("logits", circuit)
-    possible = int((circuit.log_partition(ev) > -INF).sum())
-    flows = circuit.flows(ev)
-    for variable in circuit.variables:
-        total = sum(float(x.sum()) for n, x in flows.leaves.items() if n.variable == variable)
-        assert total == pytest.approx(possible, abs=1e-10)
+        assert "variables=2, nodes=7, vocab_size=2" in repr(c)
 
 
 class TestSampling:
@@ -365,7 +292,7 @@ class TestSampling:
         assert soft is not None
         ev = Evidence(log_potentials=soft / 2, latent_log_potentials=ev.latent_log_potentials)
         n = 20_000
-        drawn = c.sample(ev, torch.Generator().manual_seed(0), num_samples=n)
+        drawn = c.sample(ev, generator=torch.Generator().manual_seed(0), num_samples=n)
         assert drawn.tokens.shape == drawn.latents.shape == (n, 2, 3)
         close(drawn.log_partition, c.log_partition(ev))
         exact = truth(c, ev)
@@ -383,18 +310,10 @@ class TestSampling:
 
     def test_latents_follow_the_posterior(self, circuit: Circuit) -> None:
         ev = missing(1, circuit.length)
-        drawn = circuit.sample(ev, torch.Generator().manual_seed(1), num_samples=4000)
+        drawn = circuit.sample(ev, generator=torch.Generator().manual_seed(1), num_samples=4000)
         for t in range(circuit.length):
             counts = torch.bincount(drawn.latents[:, 0, t], minlength=circuit.num_latents)
             assert chi_square_p_value(counts, circuit.posterior(ev)[0, t]) > 1e-4
-
-    def test_unconditional(self) -> None:
-        drawn = cities().sample_unconditional(20_000, torch.Generator().manual_seed(3))
-        assert drawn.tokens.shape == drawn.latents.shape == (20_000, 2)
-        assert drawn.log_partition.shape == (20_000,)
-        counts = torch.bincount(drawn.tokens @ torch.tensor([2, 1]), minlength=4)
-        assert chi_square_p_value(counts, log(0.462, 0.198, 0.118, 0.222)) > 1e-3
-        assert chi_square_p_value(counts, log(0.45, 0.21, 0.118, 0.222)) < 1e-3
 
     def test_observed_tokens_stay_and_excluded_ones_never_come(self) -> None:
         c = random_circuit(3, (2, 2, 2, 2))
@@ -403,7 +322,7 @@ class TestSampling:
         ev = Evidence(log_potentials=ev.log_potentials, tokens=tokens, observed=observed)
         ev = ev.select(c.log_partition(ev) > -INF)
         assert ev.shape[0] > 0
-        drawn = c.sample(ev, torch.Generator().manual_seed(0), num_samples=50)
+        drawn = c.sample(ev, generator=torch.Generator().manual_seed(0), num_samples=50)
         assert bool((drawn.tokens[..., [0, 3]] == 1).all())
         for row in drawn.tokens:
             assert bool((c.conditional_log_prob(row, ev) > -INF).all())
@@ -411,7 +330,7 @@ class TestSampling:
     def test_randomness_comes_from_the_generator_alone(self) -> None:
         c, before = cities(), torch.get_rng_state()
         first, second, other = (
-            c.sample(missing(64, 2), torch.Generator().manual_seed(seed)).tokens for seed in (7, 7, 8)
+            c.sample(missing(64, 2), generator=torch.Generator().manual_seed(seed)).tokens for seed in (7, 7, 8)
         )
         assert torch.equal(first, second)
         assert not torch.equal(first, other)
@@ -419,7 +338,7 @@ class TestSampling:
 
     def test_categories_of_weight_zero_are_never_drawn(self) -> None:
         c = Circuit(mixture([leaf(0, [0, 0.5, 0, 0.5, 0]), leaf(0, [1, 0, 0, 0, 0])], weights=[1, 0]))
-        drawn = c.sample_unconditional(5000, torch.Generator().manual_seed(0))
+        drawn = c.sample(missing(5000, 1), generator=torch.Generator().manual_seed(0))
         assert set(drawn.tokens.flatten().tolist()) == {1, 3}
         assert set(drawn.latents.flatten().tolist()) == {0}
 
@@ -428,7 +347,7 @@ class TestSampling:
         self, monkeypatch: pytest.MonkeyPatch, uniform: float, token: int
     ) -> None:
         monkeypatch.setattr(torch, "rand", lambda *shape, **_: torch.full(shape, uniform, dtype=torch.float64))
-        assert Circuit(leaf(0, [0, 0.7, 0, 0.3, 0])).sample_unconditional(1).tokens.tolist() == [[token]]
+        assert Circuit(leaf(0, [0, 0.7, 0, 0.3, 0])).sample(missing(1, 1)).tokens.tolist() == [[token]]
 
 
 class TestImpossible:
@@ -444,20 +363,11 @@ class TestImpossible:
             assert not bool(found.isnan().any())
             assert bool((found[1] == -INF).all())
         assert self.c.conditional_log_prob(torch.zeros(2, 2, dtype=torch.int64), self.ev)[1] == -INF
-        assert self.c.max_product(self.ev).log_value[1] == -INF
-
-    def test_flows_ignore_it(self) -> None:
-        both, one = self.c.flows(self.ev), self.c.flows(self.ev.select(torch.tensor([0])))
-        for node, count in (both.mixtures | both.leaves).items():
-            close(count, (one.mixtures | one.leaves)[node])
 
     def test_sampling_refuses_and_names_the_sequence(self) -> None:
         with pytest.raises(ImpossibleEvidence, match=r"sequence\(s\) 1 ") as error:
-            self.c.sample(self.ev, torch.Generator())
+            self.c.sample(self.ev, generator=torch.Generator())
         assert error.value.sequences == (1,)
-        unchecked = self.c.sample(self.ev, torch.Generator(), check=False)
-        assert unchecked.tokens[:, 0].tolist() == [0, 1]
-        assert unchecked.log_partition[1] == -INF
 
     def test_by_latents(self) -> None:
         latent = torch.zeros(1, 2, 2)
@@ -490,32 +400,25 @@ class TestExtremes:
 
     def test_samples_at_the_extremes(self) -> None:
         phi = torch.tensor([[[1e4, -1e4], [-1e4, 1e4]]], dtype=torch.float64)
-        drawn = cities().sample(Evidence(log_potentials=phi), torch.Generator().manual_seed(0), num_samples=100)
+        drawn = cities().sample(
+            Evidence(log_potentials=phi), generator=torch.Generator().manual_seed(0), num_samples=100
+        )
         assert bool((drawn.tokens == torch.tensor([0, 1])).all())
-
-    def test_empty_batch(self) -> None:
-        c, nothing = cities(), missing(0, 2)
-        assert c.log_partition(nothing).shape == (0,)
-        assert c.marginals(nothing).shape == c.posterior(nothing).shape == (0, 2, 2)
-        assert c.sample(nothing).tokens.shape == c.max_product(nothing).tokens.shape == (0, 2)
-        assert all(float(x.sum()) == 0 for x in c.flows(nothing).leaves.values())
 
 
 class TestGraphs:
     def test_a_single_leaf(self) -> None:
         c = Circuit(leaf("x", [0.25, 0.75]))
         close(c.log_prob(torch.tensor([[0], [1]])), log(0.25, 0.75))
-        assert c.sample_unconditional(5, torch.Generator()).latents.tolist() == [[0]] * 5
+        assert c.sample(missing(5, 1), generator=torch.Generator()).latents.tolist() == [[0]] * 5
 
     def test_named_variables_of_different_sizes(self) -> None:
-        shape = leaf("shape", [0.1, 0.2, 0.3, 0.4])
-        c = Circuit(product([leaf("colour", [0.5, 0.5]), shape]))
+        c = Circuit(product([leaf("colour", [0.5, 0.5]), leaf("shape", [0.1, 0.2, 0.3, 0.4])]))
         assert c.variables == ("colour", "shape")
         assert c.vocab_size == 4
         close(c.log_prob(torch.tensor([[1, 3], [3, 1]])), log(0.2, 0))
         close(c.marginals(missing(1, 2))[0, 0], log(0.5, 0.5, 0, 0))
-        assert c.flows(missing(1, 2)).leaves[shape].shape == (4,)
-        assert int(c.sample_unconditional(200, torch.Generator()).tokens[:, 0].max()) == 1
+        assert int(c.sample(missing(200, 2), generator=torch.Generator()).tokens[:, 0].max()) == 1
 
     def test_positions(self) -> None:
         root = product([leaf(5, [0.9, 0.1]), leaf(2, [0.3, 0.7])])
@@ -529,7 +432,8 @@ class TestGraphs:
         second, first = [0.2, 0.8], [0.6, 0.4]
         made = [leaf(0, first), leaf(0, second)]
         c = Circuit(mixture([made[1], made[0]], weights=[0.5, 0.5]))
-        close(c.leaf_log_probs[0], torch.stack([log(*first), log(*second)]))
+        given = c.conditional_scores(missing(2, 1), torch.tensor([[0], [1]]))
+        close(given[:, 0], torch.stack([log(*first), log(*second)]))
 
     def test_a_shared_child_is_evaluated_once(self) -> None:
         node: Node = leaf(0, [0.25, 0.75])
@@ -545,14 +449,14 @@ class TestGraphs:
             node = mixture([node], weights=[1.0])
         c = Circuit(node)
         close(c.marginals(missing(1, 1)), log(0.25, 0.75)[None, None])
-        assert c.sample(missing(2, 1), torch.Generator()).tokens.shape == (2, 1)
-        assert repr(node).startswith("Mixture('mixture#")
+        assert c.sample(missing(2, 1), generator=torch.Generator()).tokens.shape == (2, 1)
+        assert repr(node).startswith("Node(kind='mixture', name='mixture#")
 
     def test_nodes_cannot_change(self) -> None:
         probs = torch.tensor([0.5, 0.5])
         node = leaf(0, probs)
         probs[0] = 0.0
-        close(node.log_probs, log(0.5, 0.5))
+        close(node.log_values, log(0.5, 0.5))
         with pytest.raises(AttributeError):
             node.name = "other"  # type: ignore[misc]
         assert node != leaf(0, [0.5, 0.5])
@@ -568,22 +472,21 @@ class TestInvalidCircuits:
         ("root", "words"),
         [
             (mixture([ab, a], weights=[0.5, 0.5], name="mix"), ["mix is not smooth", "AB has {0, 1}", "A has {0}"]),
-            (product([ab, b], name="prod"), ["prod is not decomposable", "AB has {0, 1}", "B has {1}", "share {1}"]),
-            (product([a, a], name="square"), ["square is not decomposable", "share {0}"]),
-            (mixture([a, a], weights=[0.5, 0.6], name="mix"), ["weights of mix must sum to 1", "found 1.1"]),
-            (mixture([a, a], weights=[1.5, -0.5], name="mix"), ["weights of mix", "non-negative", "entry 1"]),
-            (mixture([a, a], weights=[math.nan, 1.0], name="mix"), ["weights of mix", "entry 0", "NaN"]),
-            (mixture([a], weights=[0.5, 0.5], name="mix"), ["mix", "each of its 1 children", "found 2"]),
+            (product([ab, b], name="prod"), ["prod is not decomposable", "AB has {0, 1}", "B has {1}"]),
+            (product([a, a], name="square"), ["square is not decomposable", "A has {0} and A has {0}"]),
+            (mixture([a, a], weights=[0.5, 0.6], name="mix"), ["mix sums to 1.1", "must sum to 1"]),
+            (mixture([a, a], weights=[1.5, -0.5], name="mix"), ["mix holds NaN"]),
+            (mixture([a], weights=[0.5, 0.5], name="mix"), ["mix must be one for each of its 1 children"]),
             (mixture([], weights=[], name="mix"), ["mix has no children"]),
             (product([], name="prod"), ["prod has no children"]),
-            (leaf(0, [0.5, 0.4], name="L"), ["probs of L must sum to 1", "found 0.9"]),
-            (leaf(0, [1.1, -0.1], name="L"), ["probs of L", "entry 1 is negative"]),
-            (leaf(0, [math.nan, 1.0], name="L"), ["probs of L", "entry 0"]),
-            (leaf(0, log_probs=[math.inf, -1.0], name="L"), ["probs of L", "infinite"]),
-            (leaf(0, [], name="L"), ["probs of L must sum to 1", "found 0"]),
+            (leaf(0, [0.5, 0.4], name="L"), ["L sums to 0.9"]),
+            (leaf(0, [math.nan, 1.0], name="L"), ["L holds NaN"]),
+            (leaf(0, log_probs=[math.inf, -1.0], name="L"), ["L sums to inf"]),
+            (leaf(0, [], name="L"), ["L has empty rows"]),
+            (leaf(0, torch.full((2, 2), 0.25), name="L"), ["L must be one-dimensional, found shape (2, 2)"]),
             (
                 mixture([a, leaf(0, [1.0, 0.0, 0.0], name="long")], weights=[0.5, 0.5]),
-                ["variable 0", "A has 2", "long has 3"],
+                ["long must have 2 tokens, as A has"],
             ),
         ],
     )
@@ -601,7 +504,7 @@ class TestInvalidCircuits:
 
     def test_long_scopes_are_cut_short(self) -> None:
         wide = product([leaf(v, [1.0]) for v in range(20)])
-        with pytest.raises(InvalidCircuit, match=r"\{0, 1, 2, 3, 4, 5, 6, 7, \.\.\. \(20 in all\)\}"):
+        with pytest.raises(InvalidCircuit, match=r"\{0, 1, 2, 3, 4, 5, 6, 7, \.\.\.\}"):
             Circuit(mixture([wide, leaf(0, [1.0])], weights=[0.5, 0.5]))
 
     def test_rounding_is_tolerated_and_no_more(self) -> None:
@@ -610,21 +513,17 @@ class TestInvalidCircuits:
         with pytest.raises(InvalidCircuit):
             Circuit(leaf(0, [0.5, 0.5 + 2e-4]))
 
-    @pytest.mark.parametrize(
-        ("variables", "words"),
-        [([0], r"missing \[1\]"), ([0, 1, 2], r"not in the circuit \[2\]"), ([0, 1, 1], r"twice \[1\]")],
-    )
-    def test_variables_must_be_a_permutation(self, variables: list[int], words: str) -> None:
-        with pytest.raises(InvalidCircuit, match=words):
+    @pytest.mark.parametrize("variables", [[0], [0, 1, 2], [0, 1, 1]])
+    def test_variables_must_be_a_permutation(self, variables: list[int]) -> None:
+        with pytest.raises(InvalidCircuit, match=r"each of \[0, 1\] once, found \[0"):
             Circuit(ab, variables=variables)
 
     @pytest.mark.parametrize(
         ("make", "words"),
         [
-            (lambda: product(iter([a, "B"]), name="P"), "child of P is a str"),
-            (lambda: leaf(0, torch.full((2, 2), 0.25), name="L"), r"probs of L must be one-dimensional.*\(2, 2\)"),
-            (lambda: leaf(0, name="L"), "L needs probs or log_probs.*none"),
-            (lambda: mixture([a], [1.0], log_weights=[0.0], name="M"), "M needs weights or log_weights.*both"),
+            (lambda: product(iter([a, "B"]), name="P"), "a child is a str"),
+            (lambda: leaf(0, name="L"), "give probs or log_probs.*none"),
+            (lambda: mixture([a], [1.0], log_weights=[0.0], name="M"), "give weights or log_weights.*both"),
         ],
     )
     def test_what_is_not_a_node_at_all(self, make: Callable[[], Node], words: str) -> None:
@@ -636,31 +535,36 @@ class TestInvalidEvidence:
     @pytest.mark.parametrize(
         ("make", "words"),
         [
-            (lambda: Evidence(tokens=torch.tensor([[0, 2]])), r"tokens\[0, 1\] = 2.*from 0 to 1.*mask id"),
-            (lambda: Evidence(tokens=torch.tensor([[-1, 0]])), r"tokens\[0, 0\] = -1"),
-            (lambda: missing(1, 3), "2 variable.*found 3"),
-            (lambda: Evidence(log_potentials=torch.zeros(1, 2, 3)), "V = 2.*found 3"),
-            (lambda: Evidence(logits=torch.zeros(1, 2, 1)), "V = 2.*found 1"),
-            (lambda: Evidence(latent_log_potentials=torch.zeros(1, 2, 3)), "K = 2.*found 3"),
-            (lambda: Evidence(log_potentials=torch.full((1, 2, 2), math.nan)), "nan in sequence 0, position 0"),
-            (lambda: Evidence(log_potentials=torch.full((1, 2, 2), INF)), "found inf in sequence 0"),
-            (lambda: Evidence(latent_log_potentials=torch.full((1, 2, 2), math.nan)), "latent_log_potentials.*nan"),
+            (lambda: Evidence(tokens=torch.tensor([[0, 2]])), r"observed tokens must be in 0\.\.1, found 2"),
+            (lambda: Evidence(tokens=torch.tensor([[-1, 0]])), "found -1"),
+            (lambda: missing(1, 3), "3 positions, the circuit serves 2"),
+            (lambda: missing(0, 2), "no sequences"),
+            (lambda: Evidence(log_potentials=torch.zeros(1, 2, 3)), "over 3 tokens, the circuit over 2"),
+            (lambda: Evidence(logits=torch.zeros(1, 2, 1)), "over 1 tokens, the circuit over 2"),
+            (lambda: Evidence(latent_log_potentials=torch.zeros(1, 2, 3)), "over 3 states, the circuit has 2"),
+            (
+                lambda: Evidence(missing=torch.ones(1, 2, dtype=torch.bool), step_log_gates=torch.zeros(1, 1, 2)),
+                "the circuit has no such steps",
+            ),
+            (lambda: Evidence(log_potentials=torch.full((1, 2, 2), math.nan)), r"NaN or \+inf"),
+            (lambda: Evidence(log_potentials=torch.full((1, 2, 2), INF)), r"NaN or \+inf"),
+            (lambda: Evidence(latent_log_potentials=torch.full((1, 2, 2), math.nan)), r"NaN or \+inf"),
             (
                 lambda: Evidence(sparse=SparsePotentials(torch.full((1, 2, 1), 2), torch.zeros(1, 2, 1))),
-                r"sparse.ids\[0, 0, 0\] = 2",
+                r"sparse ids must be in 0\.\.1, found 2",
             ),
-            (lambda: Evidence(missing=torch.ones(1, 2, dtype=torch.bool, device="meta")), "CPU.*meta"),
+            (lambda: Evidence(missing=torch.ones(1, 2, dtype=torch.bool, device="meta")), "meta.*cpu"),
         ],
     )
     def test_every_query_refuses(self, make: Callable[[], Evidence], words: str) -> None:
-        for query in ("log_partition", "marginals", "posterior", "sample", "max_product", "flows"):
+        for query in ("log_partition", "marginals", "posterior", "sample"):
             with pytest.raises(InvalidEvidence, match=words):
                 getattr(cities(), query)(make())
 
     def test_ids(self) -> None:
-        with pytest.raises(InvalidEvidence, match=r"tokens\[0, 1\] = 7"):
+        with pytest.raises(InvalidEvidence, match="found 7"):
             cities().log_prob(torch.tensor([[0, 7]]))
-        with pytest.raises(InvalidEvidence, match=r"tokens\[0, 0\] = 7"):
+        with pytest.raises(InvalidEvidence, match="found 7"):
             cities().conditional_log_prob(torch.tensor([[7, 0]]), missing(1, 2))
 
     def test_nan_at_an_observed_position_is_ignored(self) -> None:
@@ -668,6 +572,74 @@ class TestInvalidEvidence:
         ev = Evidence(tokens=torch.tensor([[0, 0]]), observed=torch.tensor([[True, True]]), log_potentials=phi)
         close(cities().log_partition(ev), log(0.462))
 
-    def test_weights_of_flows(self) -> None:
-        with pytest.raises(InvalidEvidence, match=r"weights must be \(B,\) = \(3,\), found \(2,\)"):
-            cities().flows(missing(3, 2), torch.ones(2))
+
+def rows(*shape: int, seed: int = 0) -> Tensor:
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=g, dtype=torch.float64).log_softmax(-1)
+
+
+class Operations(TorchDispatchMode):
+    """Counts what PyTorch is asked to do."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+class TestChains:
+    """An HMM written out, by `HMM.as_circuit`."""
+
+    @pytest.mark.parametrize("length", [1, 2, 4])
+    @pytest.mark.parametrize("per_step", [False, True])
+    def test_it_is_the_sum_over_paths(self, length: int, per_step: bool) -> None:
+        steps, positions = ((length - 1,), (length,)) if per_step else ((), ())
+        initial, transition, emission = rows(2), rows(*steps, 2, 2, seed=1), rows(*positions, 2, 3, seed=2)
+        circuit = HMM(initial, transition, emission).as_circuit(length)
+        assert (circuit.length, circuit.vocab_size, circuit.num_latents) == (length, 3, 2)
+        transition, emission = transition.expand(length - 1, 2, 2), emission.expand(length, 2, 3)
+        strings, paths = all_strings(3, length), all_strings(2, length)
+        at, t = torch.arange(length), torch.arange(length - 1)
+        by_path = initial[paths[:, 0]] + transition[t, paths[:, :-1], paths[:, 1:]].sum(-1)
+        joint = by_path[:, None] + emission[at, paths[:, None], strings].sum(-1)
+        close(circuit.log_prob(strings), joint.logsumexp(0))
+        given = circuit.conditional_scores(missing(len(paths), length), paths)
+        close(given, emission[at, paths])  # leaf k is state k
+
+    def test_a_forced_path_of_states_is_sampled(self) -> None:
+        # Initial state 2, then the cycle 2 -> 0 -> 1 -> 2; state k emits token k.
+        one_hot = torch.eye(3, dtype=torch.float64).log()
+        circuit = HMM(one_hot[2], one_hot[[1, 2, 0]], one_hot).as_circuit(4)
+        drawn = circuit.sample(missing(3, 4))
+        assert drawn.latents.tolist() == drawn.tokens.tolist() == [[2, 0, 1, 2]] * 3
+
+    def test_a_long_one(self) -> None:
+        length, hmm = 500, HMM(rows(3), rows(3, 3, seed=1), rows(3, 4, seed=2))
+        circuit = hmm.as_circuit(length)
+        ids = torch.randint(4, (2, length), generator=torch.Generator().manual_seed(0))
+        assert_close(circuit.log_prob(ids), hmm.log_prob(ids), rtol=1e-12, atol=0)
+        half = torch.arange(length).expand(2, length) % 2 == 0
+        drawn = circuit.sample(Evidence(tokens=ids, observed=half), generator=torch.Generator().manual_seed(0))
+        assert torch.equal(drawn.tokens[:, ::2], ids[:, ::2])
+
+    def test_a_query_takes_operations_in_proportion_to_edges_and_not_to_paths(self) -> None:
+        counts = {}
+        for length, states in ((16, 4), (32, 4), (32, 8)):
+            circuit = HMM.random(states, 11).as_circuit(length)
+            with Operations() as operations:
+                circuit.marginals(Evidence(log_potentials=torch.zeros(4, length, 11)))
+            counts[length, states] = operations.count
+        assert counts[32, 8] <= 4 * counts[32, 4] <= 4 * 2.2 * counts[16, 4]
+
+    @pytest.mark.parametrize(
+        ("hmm", "length", "words"),
+        [
+            (HMM.random(2, 3), None, "any length: say which one"),
+            (HMM.random(2, 3), 0, "found length=0"),
+            (HMM.random(2, 3, length=4), 3, "serves 4, found length=3"),
+        ],
+    )
+    def test_lengths_that_are_not_served(self, hmm: HMM, length: int | None, words: str) -> None:
+        with pytest.raises(InvalidCircuit, match=words):
+            hmm.as_circuit(length)

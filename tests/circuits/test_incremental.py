@@ -280,7 +280,7 @@ def test_a_long_window_from_left_to_right_keeps_its_scale():
     """Each chain starts where the last one did plus one: what is taken out of a message must not be forgotten."""
     hmm = HMM.random(4, 5, seed=1, scale=3.0)
     ev = Evidence(missing=torch.ones(1, 100, dtype=torch.bool))
-    tokens = hmm.sample_unconditional(1, 100, generator=generator(0)).tokens
+    tokens = hmm.sample(ev, generator=generator(0)).tokens
     found = hmm.incremental(ev)
     total = 0.0
     for t in range(100):

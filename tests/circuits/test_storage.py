@@ -436,13 +436,13 @@ class FakeApi:
 
 def test_push(monkeypatch, folder):
     monkeypatch.setattr(huggingface_hub, "HfApi", FakeApi)
-    url = push_folder(folder, "user/name", private=True, token="secret", commit_message="first")
+    url = push_folder(folder, "user/name", private=True, token="secret")
     assert url == "https://hub/user/name/commit/1"
     files = [CONFIG_FILE, WEIGHTS_FILE]
     assert FakeApi.calls == [
         ("init", {"token": "secret"}),
         ("create_repo", {"repo_id": "user/name", "private": True, "exist_ok": True}),
-        ("upload_folder", {"repo_id": "user/name", "allow_patterns": files, "commit_message": "first"}),
+        ("upload_folder", {"repo_id": "user/name", "allow_patterns": files, "commit_message": "Upload a codd circuit"}),
     ]
 
 

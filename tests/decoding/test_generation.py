@@ -9,7 +9,7 @@ import torch
 from tokenizers import models, pre_tokenizers
 
 import codd
-from codd.circuits import independent_mixture
+from codd.circuits import Circuit, leaf, mixture, product
 from codd.decoding.loop import denoise
 from codd.decoding.network import FullRecompute, StateRequest
 from codd.decoding.options import DEFAULT_COUNTED, DEFAULT_GREEDY, DEFAULT_SAMPLED, DEFAULTS, Options
@@ -261,7 +261,8 @@ def test_a_step_asks_for_the_states_that_it_uses(way, circuit):
 
 def test_a_general_circuit_is_loaded_like_any_other(tmp_path: Path):
     tables = (2 * torch.randn(2, 6, VOCAB, generator=torch.Generator().manual_seed(0))).softmax(-1)
-    general = independent_mixture(torch.tensor([0.5, 0.5]), tables)
+    strings = [product([leaf(t, row) for t, row in enumerate(table)]) for table in tables]
+    general = Circuit(mixture(strings, weights=[0.5, 0.5]))
     general.save(tmp_path / "general")
     loaded = codd.load_circuit(tmp_path / "general")
     found = model(loaded).generate(PROMPTS, **SIZES, steps=4)

@@ -11,7 +11,6 @@ import codd
 from codd.backbones import mini
 from codd.backbones.config import Config
 from codd.circuits import HMM
-from codd.circuits.ops import batch_barrier, native
 from codd.decoding.loop import advance
 from codd.decoding.network import FullRecompute, StateRequest, pad_left
 from codd.decoding.options import Options, Order
@@ -483,30 +482,6 @@ class TestUnforeseenErrors:
         together = self.sequences()
         self.finish(NoBatches(tiny()), together)
         assert self.texts(together) == self.expected()
-
-    @pytest.mark.skipif(native.library() is None, reason="without a compiler nothing is shared")
-    def test_one_in_the_reading_of_tables_that_is_shared(self, monkeypatch):
-        """Steps in threads fail together where one pass serves all of them."""
-        real = batch_barrier._run_now
-
-        def failing(passes):
-            if len(passes) > 4:
-                raise RuntimeError("out of memory")
-            real(passes)
-
-        kinds = [Options.of(gen_length=8, block_length=8, sampler="any_order", seed=seed) for seed in range(3)]
-        large = HMM.random(600, VOCAB, 0)
-        assert large.memory_bound
-
-        def sequences() -> list[SequenceState]:
-            return [start_sequences(tiny(), [[1]], kind, mask_id=MASK, circuit=large)[0] for kind in kinds]
-
-        alone, together = sequences(), sequences()
-        for state in alone:
-            self.finish(FullRecompute(tiny()), [state])
-        monkeypatch.setattr(batch_barrier, "_run_now", failing)
-        self.finish(FullRecompute(tiny()), together)
-        assert self.texts(together) == self.texts(alone)
 
     def test_a_run_raises_it(self):
         with pytest.raises(ZeroDivisionError):

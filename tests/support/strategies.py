@@ -257,16 +257,6 @@ class Truth:
         return torch.stack([self._by_state(self.probability, t) for t in range(self.length)], 1)
 
     @cached_property
-    def filter(self) -> Tensor:
-        """Evidence after t is taken away: the rest of the chain then sums to one."""
-        rows = []
-        for t in range(self.length):
-            known = (torch.arange(self.length) <= t)[:, None]
-            joint = self.log_joint(torch.where(known, self.weights, 0), torch.where(known, self.latent, 0))
-            rows.append(log_normalise(self._by_state(joint, t)))
-        return torch.stack(rows, 1)
-
-    @cached_property
     def marginals(self) -> Tensor:
         by_string = self.probability.logsumexp(-1)
         tokens = range(self.hmm.vocab_size)

@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from codd.circuits import pairwise
-from codd.circuits.evidence import Evidence, Kind, Modulation
-from codd.circuits.hmm import HMM, check_possible
+from codd.circuits.evidence import Evidence, check_possible, log_ratio
+from codd.circuits.hmm import HMM
+from codd.circuits.incremental import Recomputing
 from codd.circuits.ops.backend import backend_for
 from codd.circuits.ops.constrained.eager import Linear
 from codd.circuits.ops.constrained.layout import Structure
@@ -26,7 +26,7 @@ from codd.circuits.ops.constrained.passes import Algebra, Chain, Passes, Paths, 
 from codd.circuits.ops.constrained.reference import LogSpace
 from codd.circuits.ops.doubt import either
 from codd.circuits.protocol import ProbabilisticCircuit
-from codd.circuits.results import BestPath, JointStep, Samples
+from codd.circuits.results import JointStep, Samples
 from codd.circuits.sampling import draw_token
 from codd.constraints import Automaton
 from codd.errors import InvalidCircuit, InvalidEvidence
@@ -51,7 +51,7 @@ class WindowConstraint(NamedTuple):
     log_end: Float[Tensor, " S"] | None = None
 
 
-class ConstrainedHMM:
+class ConstrainedHMM(Recomputing):
     """An HMM whose strings are read by an automaton, all windows of a batch by the same one.
 
     ``log_start`` and ``log_end``, (S,), are log-weights of the automaton's state before the first position and after
@@ -63,9 +63,7 @@ class ConstrainedHMM:
     """
 
     length: int | None
-    feature_width = None
     supports_cuda_graphs = False
-    memory_bound = False
 
     def __init__(
         self,
@@ -135,12 +133,6 @@ class ConstrainedHMM:
         """`InvalidCircuit`: a circuit is saved without the constraint of a run."""
         raise InvalidCircuit("a constrained circuit is not saved: save its .hmm, and the constraint where it came from")
 
-    def condition_on(
-        self, features: Float[Tensor, "B L d"] | None, masked: Bool[Tensor, "B L"]
-    ) -> tuple["ConstrainedHMM", Modulation]:
-        """The circuit itself and no modulation."""
-        return self, Modulation()
-
     # Queries.
 
     def log_partition(self, ev: Evidence) -> Float[Tensor, " B"]:
@@ -152,15 +144,11 @@ class ConstrainedHMM:
     def conditional_log_prob(self, ids: Int[Tensor, "B L"], ev: Evidence) -> Float[Tensor, " B"]:
         """log p(ids at the positions that are not observed | evidence, language); -inf for strings outside of it."""
         ev, _ = self.hmm.centred(ev)
-        if ids.shape != ev.shape:
-            raise InvalidEvidence(f"ids must have the evidence's shape {ev.shape}, found {tuple(ids.shape)}")
-        hidden = ~ev.rows(Kind.OBSERVED)
-        full = ids if ev.tokens is None else torch.where(hidden, ids, ev.tokens)
-        hard = Evidence(tokens=full, latent_log_potentials=ev.latent_log_potentials, step_log_gates=ev.step_log_gates)
-        given = torch.where(hidden, ev.log_weights_of(full, self.vocab_size), 0).sum(-1)
-        joint = self.hmm.log_partition(hard).double() + given + self._log_reading(full)
+        hard, given = ev.completed(ids, self.vocab_size)
+        assert hard.tokens is not None
+        joint = self.hmm.log_partition(hard).double() + given + self._log_reading(hard.tokens)
         (total,) = self._exactly(ev, lambda passes, _: ((passes.log_partition(),), passes.faint))
-        return torch.where(total > -torch.inf, joint - total, -torch.inf).to(self.dtype)
+        return log_ratio(joint, total).to(self.dtype)
 
     def _log_reading(self, ids: Int[Tensor, "B L"]) -> Float[Tensor, " B"]:
         """The log-weight of reading whole strings: over the states to begin with, that and the one of where it ends."""
@@ -187,11 +175,6 @@ class ConstrainedHMM:
 
         (out,) = self._exactly(self.hmm.centred(ev)[0], query)
         return out.to(self.dtype)
-
-    def pairwise(self, ev: Evidence, candidates: Int[Tensor, "B L K"]) -> Float[Tensor, "B L L C C"]:
-        """As `HMM.pairwise`, by asking for the marginals given each class of each position."""
-        self.hmm.centred(ev)
-        return pairwise.by_conditioning(self, ev, candidates.long()).to(self.dtype)
 
     def sample(
         self, ev: Evidence, *, generator: torch.Generator | None = None, num_samples: int | None = None
@@ -244,17 +227,6 @@ class ConstrainedHMM:
         latents, scores, log_z = self._exactly(centred, query)
         scores = scores + ev.centred().tokens[..., None]
         return JointStep(latents, scores.to(self.dtype), (log_z + offset).to(self.dtype))
-
-    @torch.no_grad()
-    def max_product(self, ev: Evidence) -> BestPath:
-        """Tokens and latents that are most probable together, and the logarithm of their weight."""
-        if ev.device.type != "cpu":  # it goes back step by step, on the host
-            return BestPath(*(x.to(ev.device) for x in self.to("cpu").max_product(ev.to("cpu"))))
-        ev, offset = self.hmm.centred(ev)
-        passes = Passes(self._chain, ev, LogSpace(best=True))
-        paths, value = passes.best()
-        tokens = passes.scores(paths)[0].argmax(-1)
-        return BestPath(tokens, self._numbers(paths)[0], (value + offset).to(self.dtype))
 
     def incremental(self, ev: Evidence, candidates: int | None = None) -> "ConstrainedConditioner":
         """Marginals while tokens are committed one by one: of all tokens, or of so many of the surest (16 at most)."""

@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from codd.errors import InvalidEvidence, shown
+from codd.errors import ImpossibleEvidence, InvalidEvidence, shown
 
 
 class Kind(IntEnum):
@@ -77,11 +77,63 @@ def check_evidence(ev: object) -> None:
         raise InvalidEvidence(f"expected codd.Evidence, found a {type(ev).__name__}: codd.Evidence(logits=...), say")
 
 
+def check_fits(ev: "Evidence", circuit: Any) -> None:
+    """Raise InvalidEvidence unless it has the positions, tokens and latents of a circuit, on its device."""
+    check_evidence(ev)
+    length, vocab, latent = circuit.length, circuit.vocab_size, ev.latent_log_potentials
+    if ev.device != circuit.device:
+        raise InvalidEvidence(f"the evidence is on {ev.device}, the circuit on {circuit.device}: move one of them")
+    if ev.shape[0] < 1:
+        raise InvalidEvidence("the evidence has no sequences: its batch is empty")
+    if ev.shape[1] < 1 or (length is not None and ev.shape[1] != length):
+        wanted = "at least 1" if length is None else str(length)
+        raise InvalidEvidence(f"the evidence has {ev.shape[1]} positions, the circuit serves {wanted}")
+    if ev.potentials is not None and ev.potentials.shape[-1] != vocab:
+        raise InvalidEvidence(f"the potentials are over {ev.potentials.shape[-1]} tokens, the circuit over {vocab}")
+    if latent is not None and latent.shape[-1] != circuit.num_latents:
+        raise InvalidEvidence(
+            f"latent_log_potentials are over {latent.shape[-1]} states, the circuit has {circuit.num_latents}"
+        )
+    inner, gates = circuit.inner_states, ev.step_log_gates
+    if gates is not None and gates.shape[-1] != inner:
+        have = "no such steps" if inner is None else f"steps of rank {inner}"
+        raise InvalidEvidence(f"step_log_gates are over {gates.shape[-1]} inner states, the circuit has {have}")
+    if ev.device.type == "cpu":  # elsewhere, looking at values would wait for the device
+        if ev.tokens is not None:
+            check_ids("observed tokens", ev.tokens[ev.rows(Kind.OBSERVED)], vocab)
+        if ev.sparse is not None:
+            check_ids("sparse ids", ev.sparse.ids, vocab)
+
+
+def check_ids(name: str, ids: Int[Tensor, "..."], count: int) -> None:
+    """Raise InvalidEvidence unless all are in 0..count - 1."""
+    if ids.numel() == 0:
+        return
+    low, high = (int(x) for x in torch.aminmax(ids))
+    if low < 0 or high >= count:
+        raise InvalidEvidence(f"{name} must be in 0..{count - 1}, found {low if low < 0 else high}")
+
+
+def check_possible(log_z: Float[Tensor, " B"], check: bool | None = None) -> None:
+    """Raise `ImpossibleEvidence` if there is some; None: unless a CUDA graph is being captured."""
+    capturing = log_z.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if check is False or (check is None and capturing):
+        return
+    impossible = log_z == -torch.inf
+    if bool(impossible.any()):
+        raise ImpossibleEvidence(impossible.nonzero()[:, 0].tolist())
+
+
 def check_tensors(**given: object) -> None:
     """Raise InvalidEvidence for whatever is no tensor, by its name."""
     for name, value in given.items():
         if not isinstance(value, Tensor):
             raise InvalidEvidence(f"{name} must be a torch tensor, found {shown(value)}: torch.as_tensor makes one")
+
+
+def log_ratio(part: Float[Tensor, "..."], whole: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """``part - whole``, and -inf (not NaN) where the whole is impossible."""
+    return torch.where(whole > -math.inf, part - whole, -math.inf)
 
 
 def row_max(x: Float[Tensor, "*rows V"]) -> Float[Tensor, "*rows 1"]:
@@ -100,9 +152,7 @@ def _centred(x: Float[Tensor, "*rows V"]) -> tuple[Float[Tensor, "*rows V"], Flo
 class SparsePotentials:
     """The weights of K candidate tokens a position, and the total weight of the V - K others.
 
-    The tail is spread evenly over the tokens that are not listed. With exact top-k weights the leaf value of a state
-    then differs from the dense one by at most ``min(tail * max E, min_k w_k * (1 - sum_k E[i, id_k]))``, which
-    ``HMM.log_partition_bounds`` turns into an interval that is certain to hold the dense answer.
+    The tail is spread evenly over the tokens that are not listed.
     """
 
     ids: Int[Tensor, "B L K"]
@@ -275,12 +325,29 @@ class Evidence:
             out = torch.where(self.rows(Kind.OBSERVED)[..., None], hard, out)
         return out
 
-    def log_weights_of(self, ids: Int[Tensor, "B L"], vocab_size: int) -> Float[Tensor, "B L"]:
+    def completed(
+        self, ids: Int[Tensor, "B L"], vocab_size: int, dtype: torch.dtype | None = None
+    ) -> tuple["Evidence", Float[Tensor, " B"]]:
+        """Whole strings, ``ids`` where nothing is observed, and the log-weight that this evidence gives to the latter.
+
+        What weighs latents and steps stays. Differentiable.
+        """
+        if ids.shape != self.shape:
+            raise InvalidEvidence(f"ids must have the evidence's shape {self.shape}, found {tuple(ids.shape)}")
+        hidden = ~self.rows(Kind.OBSERVED)
+        full = ids if self.tokens is None else torch.where(hidden, ids, self.tokens)
+        given = torch.where(hidden, self.log_weights_of(full, vocab_size, dtype), 0).sum(-1)
+        latents = {name: getattr(self, name) for name in ("latent_log_potentials", "step_log_gates")}
+        return Evidence(tokens=full, **latents), given
+
+    def log_weights_of(
+        self, ids: Int[Tensor, "B L"], vocab_size: int, dtype: torch.dtype | None = None
+    ) -> Float[Tensor, "B L"]:
         """The log-weight of one token a position (zero where observed or missing). Differentiable."""
         at = ids.clamp(0, vocab_size - 1)[..., None]
         out = torch.zeros(self.shape, device=self.device)
         if self.potentials is not None:
-            out = torch.where(self.rows(Kind.DENSE), self.log_weights().gather(-1, at)[..., 0], out)
+            out = torch.where(self.rows(Kind.DENSE), self.log_weights(dtype).gather(-1, at)[..., 0], out)
         if self.sparse is not None:
             hit = self.sparse.ids == at
             listed = torch.where(hit, self.sparse.log_weights, -math.inf).amax(-1)

@@ -1,6 +1,6 @@
 """General circuits: smooth, decomposable graphs of leaves, products and mixtures, and their exact queries.
 
-The definition of what a circuit is, and the float64 truth for everything faster:
+What a circuit is, in float64 logarithms and node by node: for small ones, and as a truth for everything faster.
 
 >>> city = Circuit(mixture([product([leaf(0, [0.9, 0.1]), leaf(1, [0.8, 0.2])]),
 ...                         product([leaf(0, [0.2, 0.8]), leaf(1, [0.1, 0.9])])], weights=[0.5, 0.5]))
@@ -8,39 +8,94 @@ The definition of what a circuit is, and the float64 truth for everything faster
 Nodes are immutable and compared by identity; a node with several parents is evaluated once.
 """
 
+import itertools
+import json
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from codd.circuits import graph_storage, pairwise, storage, traversal
-from codd.circuits.evidence import Evidence, Kind, Modulation
-from codd.circuits.incremental import RecomputingConditioner
-from codd.circuits.nodes import Leaf, Mixture, Node, Variable, check_nodes, check_scopes, topological_order
-from codd.circuits.results import BestPath, JointStep, Samples
-from codd.circuits.traversal import Program, Step, Values
-from codd.errors import FormatError, ImpossibleEvidence, InvalidCircuit, InvalidEvidence
+from codd.circuits import storage
+from codd.circuits.evidence import Evidence, Kind, check_fits, check_ids, check_possible, log_ratio
+from codd.circuits.incremental import Recomputing
+from codd.circuits.ops.path.reference import draw
+from codd.circuits.parameters import check_rows
+from codd.circuits.results import JointStep, Samples
+from codd.errors import FormatError, InvalidCircuit, InvalidEvidence
+from codd.files import brief
+
+Variable = int | str
+Numbers = Tensor | Sequence[float | int]
+
+_KINDS = ("leaf", "product", "mixture")
+_INTEGERS = ("kinds", "child_counts", "children", "leaf_variables", "leaf_order", "variable_sizes")
+_FLOATS = ("log_probs", "log_weights")
+_NONE = torch.zeros(0, dtype=torch.float64)
+_created = itertools.count()
 
 
 @dataclass(frozen=True, eq=False)
-class CircuitFlows:
-    """Expected counts of a circuit, summed over the batch: the gradient of log Z in the logarithms of the parameters.
+class Node:
+    """A node of a circuit; make it with `leaf`, `product` or `mixture`."""
 
-    For every mixture how often each child is chosen, for every leaf how often it yields each token.
+    kind: str
+    name: str
+    created: int
+    children: tuple["Node", ...] = field(default=(), repr=False)
+    log_values: Float[Tensor, "*n"] = field(default=_NONE, repr=False)
+    """The log-probabilities of a leaf's tokens, or the log-weights of a mixture's children."""
+    variable: Variable | None = None
+
+
+def leaf(
+    variable: Variable, probs: Numbers | None = None, *, log_probs: Numbers | None = None, name: str | None = None
+) -> Node:
+    """A categorical over the tokens 0, 1, ... of a variable, from probabilities or from their logarithms.
+
+    The leaves of a variable are numbered in the order in which they were made.
     """
-
-    mixtures: dict[Mixture, Float[Tensor, " C"]]
-    leaves: dict[Leaf, Float[Tensor, " V"]]
+    return _node("leaf", name, (), _logarithms("probs", probs, log_probs), variable)
 
 
-class Circuit(storage.HubMixin):
+def product(children: Iterable[Node], *, name: str | None = None) -> Node:
+    """The product of children over disjoint sets of variables."""
+    return _node("product", name, children)
+
+
+def mixture(
+    children: Iterable[Node],
+    weights: Numbers | None = None,
+    *,
+    log_weights: Numbers | None = None,
+    name: str | None = None,
+) -> Node:
+    """The sum of children over the same variables, weighted by probabilities or by their logarithms."""
+    return _node("mixture", name, children, _logarithms("weights", weights, log_weights))
+
+
+def _node(kind: str, name: str | None, children: Iterable[Node], *rest: Any) -> Node:
+    created, given = next(_created), tuple(children)
+    if wrong := [type(child).__name__ for child in given if not isinstance(child, Node)]:
+        raise InvalidCircuit(f"a child is a {wrong[0]}: make nodes with leaf, product and mixture")
+    return Node(kind, f"{kind}#{created}" if name is None else name, created, given, *rest)
+
+
+def _logarithms(what: str, plain: Numbers | None, logarithms: Numbers | None) -> Float[Tensor, "*n"]:
+    """In float64, in memory that nobody else can change. `Circuit` checks the values."""
+    if (plain is None) == (logarithms is None):
+        raise InvalidCircuit(f"give {what} or log_{what}, one of the two; found {'none' if plain is None else 'both'}")
+    values = torch.as_tensor(logarithms if plain is None else plain, dtype=torch.float64, device="cpu").detach()
+    return values.clone() if plain is None else values.log()
+
+
+class Circuit(storage.HubMixin, Recomputing):
     """A validated circuit over L variables and the exact queries on it, in float64 on the CPU.
 
     ``variables`` says which variable sits at which position of (B, L) evidence: by default in increasing order when
@@ -49,325 +104,297 @@ class Circuit(storage.HubMixin):
     there, in the order in which the leaves of the variable were made; K is the largest number of leaves.
     """
 
+    kind = "graph"
+    device, dtype = torch.device("cpu"), torch.float64
+    inner_states = None
+    supports_cuda_graphs = False
+
     def __init__(self, root: Node, variables: Sequence[Variable] | None = None):
         """Validate: smooth, decomposable, normalised; otherwise `InvalidCircuit` names the nodes."""
         self.root = root
-        self._nodes = topological_order(root)
-        check_nodes(self._nodes)
-        leaves = _leaves_by_variable(self._nodes)
-        check_scopes(self._nodes, list(leaves))
-        self.variables = _positions(list(leaves), variables)
-        self._leaves = [leaves[v] for v in self.variables]
-        self._program = _compile(self._nodes, self._leaves)
-        # The inner nodes of the order are the steps of the program, one to one.
-        self._inner = [n for n in self._nodes if not isinstance(n, Leaf)]
-
-    @property
-    def length(self) -> int:
-        """L, the number of variables."""
-        return len(self.variables)
-
-    @property
-    def window(self) -> int:
-        """L: it serves no other length."""
-        return self.length
-
-    @property
-    def device(self) -> torch.device:
-        """The CPU: general circuits are nowhere else."""
-        return torch.device("cpu")
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of results: float64."""
-        return torch.float64
-
-    @property
-    def feature_width(self) -> None:
-        """None: it needs no hidden states."""
-        return None
-
-    @property
-    def supports_cuda_graphs(self) -> bool:
-        """Whether queries can be captured in a CUDA graph: no."""
-        return False
-
-    @property
-    def memory_bound(self) -> bool:
-        """Whether batching across sequences pays off: no."""
-        return False
-
-    @property
-    def vocab_size(self) -> int:
-        """V, the number of tokens of the largest variable."""
-        return self._program.leaf_log_probs.shape[2]
-
-    @property
-    def num_latents(self) -> int:
-        """K, the largest number of leaves of a variable."""
-        return self._program.leaf_log_probs.shape[1]
-
-    @property
-    def leaf_log_probs(self) -> Float[Tensor, "L K V"]:
-        """The log-probabilities of the leaves of each position, with -inf where a variable has fewer of them."""
-        return self._program.leaf_log_probs
+        self._nodes = _children_first(root)
+        leaves: dict[Any, list[Node]] = {}
+        for node in self._nodes:
+            _check_node(node)
+            if node.kind == "leaf":
+                leaves.setdefault(node.variable, []).append(node)
+        _check_scopes(self._nodes, list(leaves))
+        self.variables = tuple(variables or (sorted(leaves) if all(isinstance(v, int) for v in leaves) else leaves))
+        if Counter(self.variables) != Counter(leaves.keys()):
+            raise InvalidCircuit(f"variables must name each of {list(leaves)} once, found {list(self.variables)}")
+        same = [sorted(leaves[variable], key=lambda node: node.created) for variable in self.variables]
+        self._place = {node: (t, k) for t, made in enumerate(same) for k, node in enumerate(made)}
+        self._sizes = [len(made[0].log_values) for made in same]
+        shape = (len(same), max(map(len, same)), max(self._sizes))
+        self._table = torch.full(shape, -math.inf, dtype=torch.float64)
+        """Log-probabilities (L, K, V) of the leaves."""
+        for node, (t, k) in self._place.items():
+            if len(node.log_values) != self._sizes[t]:
+                raise InvalidCircuit(f"{node.name} must have {self._sizes[t]} tokens, as {same[t][0].name} has")
+            self._table[t, k, : self._sizes[t]] = node.log_values
+        self.length, self.num_latents, self.vocab_size = shape
+        self.window = self.length
 
     def __repr__(self) -> str:
         """Sizes in one line."""
-        edges = sum(len(n.children) for n in self._nodes)
-        return (
-            f"Circuit(variables={self.length}, nodes={len(self._nodes)}, edges={edges}, "
-            f"vocab_size={self.vocab_size}, num_latents={self.num_latents})"
-        )
+        sizes = f"vocab_size={self.vocab_size}, num_latents={self.num_latents}"
+        return f"Circuit(variables={self.length}, nodes={len(self._nodes)}, {sizes})"
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "Circuit":
         """The circuit itself; `InvalidCircuit` for anything but float64 on the CPU."""
         if (device is not None and torch.device(device).type != "cpu") or dtype not in (None, torch.float64):
-            raise InvalidCircuit(
-                f"a general circuit computes in float64 on the CPU, found device={device}, dtype={dtype}: "
-                "leave it there, and give it evidence on the CPU"
-            )
+            raise InvalidCircuit(f"a general circuit computes in float64 on the CPU, not in {dtype} on {device}")
         return self
 
-    def condition_on(
-        self, features: Float[Tensor, "B L d"] | None, masked: Bool[Tensor, "B L"]
-    ) -> tuple["Circuit", Modulation]:
-        """The circuit itself and no modulation: it does not depend on hidden states."""
-        return self, Modulation()
+    # Queries.
 
     def log_partition(self, ev: Evidence) -> Float[Tensor, " B"]:
         """log Z: the logarithm of the total weight of all strings; -inf for impossible evidence."""
-        return self._evaluate(ev, traversal.log_sum).root
+        return self._values(self._log_weights(ev), ev)[self.root]
 
     def log_prob(self, ids: Int[Tensor, "B L"]) -> Float[Tensor, " B"]:
         """The log-probability of whole strings."""
         return self.log_partition(Evidence(tokens=ids))
 
     def conditional_log_prob(self, ids: Int[Tensor, "B L"], ev: Evidence) -> Float[Tensor, " B"]:
-        """The log-probability of ``ids`` at the positions that are not observed, given the evidence.
-
-        ``ids`` at observed positions are ignored (they may hold a mask id); impossible evidence gives -inf.
-        """
-        values = self._evaluate(ev, traversal.log_sum)
-        if ids.shape != ev.shape:
-            raise InvalidEvidence(f"ids must be (B, L) = {ev.shape} like the evidence, found {tuple(ids.shape)}")
-        completed = ids if ev.tokens is None else torch.where(ev.rows(Kind.OBSERVED), ev.tokens, ids)
-        whole = self.log_partition(Evidence(tokens=completed, latent_log_potentials=ev.latent_log_potentials))
-        # The weight of an observed token is one, so all positions may be added.
-        weight = values.log_weights.gather(-1, completed.long().unsqueeze(-1)).squeeze(-1).sum(-1)
-        return traversal.log_ratio(whole + weight, values.root)
+        """The log-probability of ``ids`` at the positions that are not observed, given the evidence."""
+        hard, given = ev.completed(ids, self.vocab_size, torch.float64)
+        return log_ratio(self.log_partition(hard) + given, self.log_partition(ev))
 
     def posterior(self, ev: Evidence) -> Float[Tensor, "B L K"]:
         """The log-probability that leaf k is the active one of its position; -inf for impossible evidence."""
-        values = self._evaluate(ev, traversal.log_sum)
-        return self._leaf_reach(values)
+        reach = self._reach(self._values(self._log_weights(ev), ev))
+        out = torch.full((*ev.shape, self.num_latents), -math.inf, dtype=torch.float64)
+        for node, (t, k) in self._place.items():
+            out[:, t, k] = reach[node]
+        return out
 
     def marginals(self, ev: Evidence) -> Float[Tensor, "B L V"]:
         """The log-probability of every token at every position; -inf for impossible evidence."""
-        values = self._evaluate(ev, traversal.log_sum)
-        reach = self._leaf_reach(values)
-        rows = [
-            (reach[:, t, :, None] + traversal.log_token_shares(self._program, values, t)).logsumexp(1)
-            for t in range(self.length)
-        ]
-        return torch.stack(rows, 1)
+        scores = self._log_weights(ev)[:, :, None] + self._table
+        shares = log_ratio(scores, scores.logsumexp(-1, keepdim=True))
+        return (self.posterior(ev)[..., None] + shares).logsumexp(2)
 
     def sample(
-        self,
-        ev: Evidence,
-        generator: torch.Generator | None = None,
-        num_samples: int | None = None,
-        check: bool = True,
+        self, ev: Evidence, *, generator: torch.Generator | None = None, num_samples: int | None = None
     ) -> Samples:
-        """Exact joint samples of tokens and latents; with ``num_samples`` the result has a leading sample axis.
-
-        Impossible evidence raises `ImpossibleEvidence`; with ``check=False`` it yields arbitrary tokens instead.
-        """
-        values = self._evaluate(ev, traversal.log_sum)
-        impossible = values.root == -math.inf
-        if check and bool(impossible.any()):
-            raise ImpossibleEvidence(impossible.nonzero().flatten().tolist())
-        copies = 1 if num_samples is None else num_samples
-        tokens, latents = self._choose(ev, values, copies, lambda scores: traversal.draw(scores, generator))
+        """Exact joint samples; with ``num_samples`` they get a leading axis. `ImpossibleEvidence` if there are none."""
+        weights = self._log_weights(ev)
+        values = self._values(weights, ev)
+        check_possible(values[self.root])
+        copies, batch = (1 if num_samples is None else num_samples), len(weights)
+        sequence = torch.arange(copies * batch) % max(batch, 1)
+        latents = torch.zeros(len(sequence), self.length, dtype=torch.int64)
+        rows: dict[Node, list[Tensor]] = {node: [] for node in self._nodes}
+        rows[self.root].append(torch.arange(len(sequence)))
+        for node in reversed(self._nodes):  # the rows that pass through each node
+            here = torch.cat(rows[node])
+            if node.kind == "leaf":
+                t, k = self._place[node]
+                latents[here, t] = k
+            elif node.kind == "mixture":
+                picked = _draw(_edges(node, values)[:, sequence[here]].T, generator)
+            for i, child in enumerate(node.children):
+                rows[child].append(here if node.kind == "product" else here[picked == i])
+        columns = [_draw(weights[sequence, t] + self._table[t, latents[:, t]], generator) for t in range(self.length)]
+        tokens, latents = (x.reshape(copies, *ev.shape) for x in (torch.stack(columns, 1), latents))
+        if ev.tokens is not None:
+            tokens = torch.where(ev.rows(Kind.OBSERVED), ev.tokens, tokens)
         if num_samples is None:
             tokens, latents = tokens[0], latents[0]
-        return Samples(tokens, latents, values.root)
-
-    def sample_unconditional(self, num_samples: int, generator: torch.Generator | None = None) -> Samples:
-        """Samples of whole strings from the circuit itself, (num_samples, L)."""
-        nothing = Evidence(missing=torch.ones(1, self.length, dtype=torch.bool))
-        drawn = self.sample(nothing, generator, num_samples)
-        return Samples(drawn.tokens[:, 0], drawn.latents[:, 0], drawn.log_partition.expand(num_samples))
-
-    def max_product(self, ev: Evidence) -> BestPath:
-        """The heaviest assignment of tokens and of all mixture choices together (not the heaviest string).
-
-        For impossible evidence the value is -inf and the tokens that are not observed mean nothing.
-        """
-        values = self._evaluate(ev, traversal.log_max)
-        tokens, latents = self._choose(ev, values, 1, traversal.best)
-        return BestPath(tokens[0], latents[0], values.root)
-
-    def flows(self, ev: Evidence, weights: Float[Tensor, " B"] | None = None) -> CircuitFlows:
-        """Expected counts, summed over the batch with one weight a sequence; impossible sequences count nothing."""
-        values = self._evaluate(ev, traversal.log_sum)
-        reach = traversal.log_reach(self._program, values)
-        factor = torch.ones(ev.shape[0]) if weights is None else weights
-        if factor.shape != ev.shape[:1]:
-            raise InvalidEvidence(f"weights must be (B,) = ({ev.shape[0]},), found {tuple(factor.shape)}")
-        factor = factor.detach().to("cpu", torch.float64)
-        mixtures = {
-            node: (reach[step.slot] + traversal.log_shares(step, values)).exp() @ factor
-            for node, step in zip(self._inner, self._program.steps, strict=True)
-            if isinstance(node, Mixture)
-        }
-        leaves: dict[Leaf, Tensor] = {}
-        posterior = traversal.log_leaf_reach(self._program, reach, ev.shape[0])
-        for t, numbered in enumerate(self._leaves):
-            joint = (posterior[:, t, :, None] + traversal.log_token_shares(self._program, values, t)).exp()
-            counts = torch.einsum("b,bkv->kv", factor, joint)
-            leaves |= {node: counts[k, : len(node.log_probs)].clone() for k, node in enumerate(numbered)}
-        return CircuitFlows(mixtures, leaves)
+        return Samples(tokens, latents, values[self.root])
 
     def conditional_scores(self, ev: Evidence, latents: Int[Tensor, "B L"]) -> Float[Tensor, "B L V"]:
         """The log-weight of every token given the latents: evidence times leaf, observed rows as observed."""
-        log_weights = traversal.fitting_log_weights(self._program, ev)
+        weights = self._log_weights(ev)
         if latents.shape != ev.shape:
             raise InvalidEvidence(f"latents must be (B, L) = {ev.shape}, found {tuple(latents.shape)}")
-        counts = torch.tensor([len(numbered) for numbered in self._leaves])
-        wrong = (latents < 0) | (latents >= counts)
-        if bool(wrong.any()):
-            b, t = wrong.nonzero()[0].tolist()
-            raise InvalidEvidence(
-                f"latents[{b}, {t}] = {int(latents[b, t])}, but the variable {self.variables[t]!r} at position {t} has "
-                f"{int(counts[t])} leaves, numbered from 0: use the latents of sample or max_product"
-            )
-        rows = self.leaf_log_probs[torch.arange(self.length), latents.long()]
-        return torch.where(ev.rows(Kind.OBSERVED)[..., None], log_weights, log_weights + rows)
+        check_ids("latents", latents, self.num_latents)
+        scores = weights + self._table[torch.arange(self.length), latents]
+        return torch.where(ev.rows(Kind.OBSERVED)[..., None], weights, scores)
 
     def joint_step(
         self, ev: Evidence, *, generator: torch.Generator | None = None, uniforms: Float[Tensor, "B L"] | None = None
     ) -> JointStep:
-        """Latents from their posterior, the scores of all tokens given them, and log Z.
-
-        ``uniforms`` seed a generator of their own. If any sequence is impossible, the latents are zeros and the scores
-        the evidence alone.
-        """
-        log_z = self.log_partition(ev)
+        """Latents of their posterior, scores given them, and log Z; zeros and the evidence if any is impossible."""
+        log_z, latents = self.log_partition(ev), torch.zeros(ev.shape, dtype=torch.int64)
         if bool((log_z == -math.inf).any()):
-            latents = torch.zeros(ev.shape, dtype=torch.int64)
             return JointStep(latents, ev.dense_log_weights(self.vocab_size), log_z)
         if uniforms is not None:
             generator = torch.Generator().manual_seed(int(uniforms.double().sum().mul(2**40)))
         latents = self.sample(ev, generator=generator).latents
         return JointStep(latents, self.conditional_scores(ev, latents), log_z)
 
-    def pairwise(self, ev: Evidence, candidates: Int[Tensor, "B L K"]) -> Float[Tensor, "B L L C C"]:
-        """p(class at s, class at t | evidence) of every two positions: each candidate, and last all other tokens."""
-        return pairwise.by_conditioning(self, ev, candidates.long())
+    # The two passes.
 
-    def incremental(self, ev: Evidence, candidates: int | None = None) -> RecomputingConditioner:
-        """Marginals of all tokens while tokens are committed one by one; fewer ``candidates`` would save no work."""
-        return RecomputingConditioner(self, ev)
+    def _log_weights(self, ev: Evidence) -> Float[Tensor, "B L V"]:
+        """The weights of the tokens, or `InvalidEvidence` that says why the evidence does not fit."""
+        check_fits(ev, self)
+        weights = ev.dense_log_weights(self.vocab_size).detach()
+        if not all(bool((x < math.inf).all()) for x in (weights, ev.latent_log_potentials) if x is not None):
+            raise InvalidEvidence("the potentials hold NaN or +inf; log-potentials must be finite or -inf")
+        return weights
+
+    def _values(self, weights: Float[Tensor, "B L V"], ev: Evidence) -> dict[Node, Float[Tensor, " B"]]:
+        """Upward: the logarithm of the weight of each node."""
+        sums = (weights[:, :, None] + self._table).logsumexp(-1)
+        if ev.latent_log_potentials is not None:
+            sums = sums + ev.latent_log_potentials.detach().double()
+        values = {node: sums[:, t, k] for node, (t, k) in self._place.items()}
+        for node in self._nodes:
+            if node.kind == "product":
+                values[node] = torch.stack([values[child] for child in node.children]).sum(0)
+            elif node.kind == "mixture":
+                values[node] = _edges(node, values).logsumexp(0)
+        return values
+
+    def _reach(self, values: Mapping[Node, Float[Tensor, " B"]]) -> dict[Node, Float[Tensor, " B"]]:
+        """Downward: the log-probability that each node is active, given the evidence; -inf if it is impossible."""
+        parts: dict[Node, list[Tensor]] = {node: [] for node in self._nodes}
+        parts[self.root].append(log_ratio(values[self.root], values[self.root]))
+        reach: dict[Node, Tensor] = {}
+        for node in reversed(self._nodes):
+            here = reach[node] = torch.stack(parts[node]).logsumexp(0)
+            edges = log_ratio(_edges(node, values), values[node]) if node.kind == "mixture" else here.new_zeros(1)
+            for child, part in zip(node.children, (here + edges).expand(len(node.children), -1), strict=True):
+                parts[child].append(part)
+        return reach
+
+    # Storage.
 
     def save(self, folder: str | PathLike[str]) -> Path:
         """Write config.json and circuit.safetensors, atomically: structure, names and float64 parameters, exactly."""
-        return storage.write_folder(folder, *graph_storage.to_tensors(self._nodes, self._leaves, self.variables))
-
-    @classmethod
-    def load(
-        cls,
-        source: str | PathLike[str],
-        *,
-        device: torch.device | str = "cpu",
-        revision: str | None = None,
-        check: bool = True,
-    ) -> "Circuit":
-        """Read a folder or a hub id written by ``save``; `FormatError` says what is wrong with a damaged one.
-
-        ``check``: compare the stated digests, too.
-        """
-        stored = storage.read_folder(source, device=device, revision=revision, check=check, kind="graph")
-        return cls.from_stored(*stored, str(source))
+        number = {node: i for i, node in enumerate(self._nodes)}
+        leaves = [node for node in self._nodes if node.kind == "leaf"]
+        made = {node: i for i, node in enumerate(sorted(leaves, key=lambda node: node.created))}
+        integers = (
+            [_KINDS.index(node.kind) for node in self._nodes],
+            [len(node.children) for node in self._nodes],
+            [number[child] for node in self._nodes for child in node.children],
+            [self._place[node][0] for node in leaves],
+            [made[node] for node in leaves],
+            self._sizes,
+        )
+        tensors = {name: torch.tensor(x, dtype=torch.int64) for name, x in zip(_INTEGERS, integers, strict=True)}
+        for name, kind in zip(_FLOATS, ("leaf", "mixture"), strict=True):
+            tensors[name] = torch.cat([_NONE, *(n.log_values for n in self._nodes if n.kind == kind)])
+        names = json.dumps([node.name for node in self._nodes]).encode()
+        tensors["names"] = torch.frombuffer(bytearray(names), dtype=torch.uint8)
+        stored = [variable if isinstance(variable, str) else int(variable) for variable in self.variables]
+        return storage.write_folder(folder, {"circuit": "graph", "variables": stored}, tensors)
 
     @classmethod
     def from_stored(cls, config: dict[str, Any], tensors: dict[str, Tensor], source: str) -> "Circuit":
         """The circuit that a configuration and tensors on the CPU describe; validated as a new one is."""
         try:
-            made = cls(*graph_storage.from_tensors(config, tensors))
+            nodes = _nodes_of(tensors, config.get("variables"))
+            made = cls(nodes[-1], config["variables"])
+            if len(made._nodes) != len(nodes):
+                raise FormatError("there are nodes that the last one, the root, does not reach")
         except (FormatError, InvalidCircuit) as error:
             raise FormatError(f"{source}: {error}. Save or download the circuit again") from None
         return made.to(tensors["kinds"].device)
 
-    def _evaluate(self, ev: Evidence, reduce: traversal.Reduce) -> Values:
-        log_weights = traversal.fitting_log_weights(self._program, ev)
-        latent = ev.latent_log_potentials
-        return traversal.upward(
-            self._program, log_weights, None if latent is None else latent.detach().double(), reduce
-        )
 
-    def _leaf_reach(self, values: Values) -> Float[Tensor, "B L K"]:
-        reach = traversal.log_reach(self._program, values)
-        return traversal.log_leaf_reach(self._program, reach, len(values.root))
+def _nodes_of(tensors: Mapping[str, Tensor], variables: Any) -> list[Node]:
+    """The nodes that stored tensors describe, children before parents; `FormatError` if they describe none.
 
-    def _choose(
-        self, ev: Evidence, values: Values, copies: int, choose: traversal.Choose
-    ) -> tuple[Int[Tensor, "S B L"], Int[Tensor, "S B L"]]:
-        """Leaves, then tokens, ``copies`` times for every sequence; observed tokens are kept even if impossible."""
-        latents = traversal.choose_leaves(self._program, values, copies * ev.shape[0], choose)
-        tokens = traversal.choose_tokens(self._program, values, latents, choose).reshape(copies, *ev.shape)
-        if ev.tokens is not None:
-            tokens = torch.where(ev.rows(Kind.OBSERVED), ev.tokens.long(), tokens)
-        return tokens, latents.reshape(copies, *ev.shape)
+    ``kinds`` and ``child_counts`` have an entry for each node, ``children`` the numbers of their children one after the
+    other, ``leaf_variables`` and ``leaf_order`` an entry for each leaf: its position, and when it was made.
+    ``variable_sizes`` are the numbers of tokens; ``names`` the names of the nodes as a JSON list in UTF-8.
+    """
+    for name in (*_INTEGERS, *_FLOATS, "names"):
+        dtype = torch.int64 if name in _INTEGERS else torch.float64 if name in _FLOATS else torch.uint8
+        found = tensors.get(name)
+        if found is None or found.ndim != 1 or found.dtype != dtype:
+            raise FormatError(f"a circuit needs a one-dimensional tensor {name} of {dtype}")
+    kinds, counts, children, places, order, sizes = (tensors[name].tolist() for name in _INTEGERS)
+    try:
+        names, created = json.loads(bytes(tensors["names"].tolist())), [next(_created) for _ in order]
+        fits = isinstance(variables, list) and all(type(v) in (int, str) for v in variables)
+        fits = fits and all(isinstance(name, str) for name in names)
+        fits = fits and sorted(order) == list(range(len(order))) and set(places) == set(range(len(variables)))
+        fits = fits and len(sizes) == len(variables) and min(sizes) > 0 <= min(children, default=0)
+        tokens = [sizes[t] for t in places]
+        # Leaves are computed with as one padded table: a small file may not ask for a huge one.
+        fits = fits and len(sizes) * max(Counter(places).values()) * max(sizes) <= max(64 * sum(tokens), 2**26)
+        leaves = zip(torch.split(tensors["log_probs"].cpu(), tokens), places, order, strict=True)
+        choices = [count for kind, count in zip(kinds, counts, strict=True) if kind == 2]
+        edges, weights = iter(children), iter(torch.split(tensors["log_weights"].cpu(), choices))
+        nodes: list[Node] = []
+        for kind, count, name in zip(kinds, counts, names, strict=True):
+            below = tuple(nodes[child] for child in itertools.islice(edges, count))
+            fits = fits and (kind == 0) == (count == 0)
+            values, t, rank = next(leaves) if kind == 0 else (next(weights) if kind == 2 else _NONE, 0, 0)
+            nodes.append(Node(_KINDS[kind], name, created[rank], below, values, None if below else variables[t]))
+    except (LookupError, RecursionError, RuntimeError, StopIteration, TypeError, ValueError) as error:
+        raise FormatError(f"its tensors, names and variables do not fit together ({brief(error)})") from None
+    if not fits or [*edges, *leaves, *weights]:
+        raise FormatError("its tensors, names and variables do not fit together")
+    return nodes
 
 
-def _leaves_by_variable(nodes: Sequence[Node]) -> dict[Variable, list[Leaf]]:
-    """The leaves of each variable in the order of creation; the variables in the order of first appearance."""
-    leaves: dict[Variable, list[Leaf]] = {}
+def _edges(node: Node, values: Mapping[Node, Float[Tensor, " B"]]) -> Float[Tensor, "C B"]:
+    return torch.stack([values[child] for child in node.children]) + node.log_values[:, None]
+
+
+def _draw(scores: Float[Tensor, "R C"], generator: torch.Generator | None) -> Int[Tensor, " R"]:
+    """One category a row with probability proportional to exp(score); the last one in rows of -inf."""
+    uniforms = torch.rand(len(scores), dtype=torch.float64, generator=generator)
+    return draw(scores.softmax(-1).nan_to_num(0.0), uniforms)
+
+
+def _children_first(root: Node) -> list[Node]:
+    """Every node once, children before parents, in the order of a depth-first traversal from left to right."""
+    order: list[Node] = []
+    seen: set[Node] = set()
+    stack: list[tuple[Node, bool]] = [(root, False)]
+    while stack:
+        node, expanded = stack.pop()
+        if expanded:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            stack.extend((child, False) for child in reversed(node.children) if child not in seen)
+    return order
+
+
+def _check_node(node: Node) -> None:
+    """Children, and parameters that are a distribution; `InvalidCircuit` names the node."""
+    values, count = node.log_values, len(node.children)
+    if node.kind != "leaf" and not count:
+        raise InvalidCircuit(f"{node.name} has no children: an inner node needs at least one")
+    if values.ndim != 1 or (node.kind == "mixture" and len(values) != count):
+        wanted = "one-dimensional" if node.kind == "leaf" else f"one for each of its {count} children"
+        raise InvalidCircuit(f"the parameters of {node.name} must be {wanted}, found shape {tuple(values.shape)}")
+    if node.kind != "product":
+        check_rows(node.name, values)
+
+
+def _check_scopes(nodes: Sequence[Node], variables: Sequence[Variable]) -> None:
+    """Check that the circuit is smooth and decomposable; `InvalidCircuit` names the nodes.
+
+    A scope is a set of bits: sets of names would be quadratic in a long chain.
+    """
+    scope: dict[Node, int] = {}
+
+    def shown(node: Node) -> str:
+        names = [repr(v) for i, v in enumerate(variables) if scope[node] >> i & 1]
+        return f"{node.name} has {{{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}}}"
+
     for node in nodes:
-        if not isinstance(node, Leaf):
-            continue
-        same = leaves.setdefault(node.variable, [])
-        if same and len(same[0].log_probs) != len(node.log_probs):
+        union = 1 << variables.index(node.variable) if node.kind == "leaf" else 0
+        for child in node.children:
+            if node.kind == "mixture" and scope[child] != scope[node.children[0]]:
+                other, problem, wanted = node.children[0], "smooth", "a mixture must have the same variables"
+            elif node.kind == "product" and scope[child] & union:
+                other = next(c for c in node.children if scope[c] & scope[child])
+                problem, wanted = "decomposable", "a product must have no variable in common"
+            else:
+                union |= scope[child]
+                continue
             raise InvalidCircuit(
-                f"the leaves of variable {node.variable!r} must have the same number of tokens, but {same[0].name} has "
-                f"{len(same[0].log_probs)} and {node.name} has {len(node.log_probs)}: pad the shorter one with zeros"
+                f"{node.name} is not {problem}: the children of {wanted}, but {shown(other)} and {shown(child)}"
             )
-        same.append(node)
-    return {variable: sorted(same, key=lambda n: n.created) for variable, same in leaves.items()}
-
-
-def _positions(present: list[Variable], wanted: Sequence[Variable] | None) -> tuple[Variable, ...]:
-    """Which variable sits at which position."""
-    if wanted is None:
-        numbers = [v for v in present if isinstance(v, int)]
-        return tuple(sorted(numbers)) if len(numbers) == len(present) else tuple(present)
-    missing = [v for v in present if v not in wanted]
-    unknown = [v for v in wanted if v not in present]
-    twice = [v for v, times in Counter(wanted).items() if times > 1]
-    if missing or unknown or twice:
-        raise InvalidCircuit(
-            "variables must name each variable of the circuit exactly once: "
-            f"missing {missing}, not in the circuit {unknown}, named twice {twice}"
-        )
-    return tuple(wanted)
-
-
-def _compile(nodes: Sequence[Node], leaves: Sequence[Sequence[Leaf]]) -> Program:
-    """Slots for all nodes, the leaves stacked and padded with -inf."""
-    num_leaves = max(map(len, leaves))
-    vocab_size = max(len(numbered[0].log_probs) for numbered in leaves)
-    table = torch.full((len(leaves), num_leaves, vocab_size), -math.inf, dtype=torch.float64)
-    slot: dict[Node, int] = {}
-    for t, numbered in enumerate(leaves):
-        for k, node in enumerate(numbered):
-            table[t, k, : len(node.log_probs)] = node.log_probs
-            slot[node] = t * num_leaves + k
-    steps: list[Step] = []
-    for inner in nodes:
-        if isinstance(inner, Leaf):
-            continue
-        slot[inner] = len(leaves) * num_leaves + len(steps)
-        children = torch.tensor([slot[child] for child in inner.children])
-        steps.append(Step(slot[inner], children, inner.log_weights if isinstance(inner, Mixture) else None))
-    return Program(table, tuple(steps), slot[nodes[-1]])
+        scope[node] = union

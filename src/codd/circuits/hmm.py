@@ -2,32 +2,28 @@
 
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from codd.circuits import gradients, inference, pairwise, sampling, storage
-from codd.circuits.evidence import Evidence, Kind, Modulation, check_evidence
+from codd.circuits.evidence import Evidence, check_fits, check_ids, check_possible, log_ratio
 from codd.circuits.factors import Factors
+from codd.circuits.graph import Circuit, leaf, mixture, product
 from codd.circuits.incremental import IncrementalConditioner
-from codd.circuits.ops import native
 from codd.circuits.ops.backend import backend_for
 from codd.circuits.parameters import Emission, Transition, check_rows, is_whole, seeded
+from codd.circuits.protocol import Unconditioned
 from codd.circuits.pyjuice import read_jpc
-from codd.circuits.results import BestPath, Flows, JointStep, Samples
-from codd.errors import FormatError, ImpossibleEvidence, InvalidCircuit, InvalidEvidence, shown
+from codd.circuits.results import Flows, JointStep, Samples
+from codd.errors import FormatError, InvalidCircuit, InvalidEvidence, shown
 
-if TYPE_CHECKING:
-    from codd.circuits.graph import Circuit
-
-MEMORY_BOUND_STATES = 256
-"""From this many states on, reading the transition matrix takes longer than threads wait for each other."""
 LogTransition = Float[Tensor, "*steps N N"] | tuple[Float[Tensor, "*steps N R"], Float[Tensor, "*steps R N"]]
 
 
-class HMM(storage.HubMixin):
+class HMM(storage.HubMixin, Unconditioned):
     """A hidden Markov model with N states over V tokens.
 
     ``log_initial`` (N,), ``log_transition`` (N, N) with a row for each state that is left, ``log_emission`` (N, V), all
@@ -37,6 +33,8 @@ class HMM(storage.HubMixin):
 
     Results have the type of the parameters: float32, or float64 for study. The tensors may require gradients.
     """
+
+    kind = "hmm"
 
     def __init__(
         self,
@@ -145,6 +143,11 @@ class HMM(storage.HubMixin):
         return self.transition.log_factors[0].shape[-1]
 
     @property
+    def inner_states(self) -> int | None:
+        """R, the inner states that gates weigh; None: a dense transition has none."""
+        return self.rank if self.transition.low_rank else None
+
+    @property
     def num_latents(self) -> int:
         """N, under the name that all circuits share."""
         return self.num_states
@@ -171,21 +174,9 @@ class HMM(storage.HubMixin):
         return self.log_initial.device
 
     @property
-    def feature_width(self) -> None:
-        """None: it needs no hidden states."""
-        return None
-
-    @property
     def supports_cuda_graphs(self) -> bool:
         """Whether queries can be captured in a CUDA graph: yes."""
         return True
-
-    @property
-    def memory_bound(self) -> bool:
-        """Whether batching message passing across sequences pays off on this CPU: a large matrix, passes in C."""
-        large = self.dtype == torch.float32 and self.num_states >= MEMORY_BOUND_STATES
-        one_matrix = not self.transition.low_rank and not self.transition.per_position
-        return self.device.type == "cpu" and large and one_matrix and native.library() is not None
 
     def __repr__(self) -> str:
         """Sizes and layout in one line."""
@@ -225,12 +216,6 @@ class HMM(storage.HubMixin):
         kept = None if self.factors is None else self.factors.map(lambda x: x.to(device, dtype))
         return type(self)(initial, transition, table.to(device), window=self.window, validate=False, factors=kept)
 
-    def condition_on(
-        self, features: Float[Tensor, "B L d"] | None, masked: Bool[Tensor, "B L"]
-    ) -> tuple["HMM", Modulation]:
-        """The circuit itself and no modulation: it does not depend on hidden states."""
-        return self, Modulation()
-
     # Queries. B sequences of L positions; everything is exact, up to the rounding of the circuit's type.
 
     def log_partition(self, ev: Evidence) -> Float[Tensor, " B"]:
@@ -245,12 +230,6 @@ class HMM(storage.HubMixin):
     def _log_partition(self, ev: Evidence) -> Float[Tensor, " B"]:
         return gradients.log_partition(self, ev) if gradients.wanted(self, ev) else inference.log_partition(self, ev)
 
-    def log_partition_bounds(self, ev: Evidence) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"]]:
-        """An interval that holds log Z of the dense evidence from which exact top-k potentials were taken."""
-        ev, offset = self.centred(ev)
-        low, high = inference.partition_bounds(self, ev)
-        return (low + offset).to(self.dtype), (high + offset).to(self.dtype)
-
     def log_prob(self, ids: Int[Tensor, "B L"]) -> Float[Tensor, " B"]:
         """log p(ids) of whole strings. Differentiable."""
         return self.log_partition(Evidence(tokens=ids))
@@ -261,30 +240,21 @@ class HMM(storage.HubMixin):
         Normalised: summed over all completions it is one. What ids says at observed positions is ignored.
         """
         ev, _ = self.centred(ev)
-        if ids.shape != ev.shape:
-            raise InvalidEvidence(f"ids must have the evidence's shape {ev.shape}, found {tuple(ids.shape)}")
-        hidden = ~ev.rows(Kind.OBSERVED)
-        full = ids if ev.tokens is None else torch.where(hidden, ids, ev.tokens)
-        hard = Evidence(tokens=full, latent_log_potentials=ev.latent_log_potentials, step_log_gates=ev.step_log_gates)
-        given = torch.where(hidden, ev.log_weights_of(full, self.vocab_size), 0).sum(-1)
+        hard, given = ev.completed(ids, self.vocab_size)
         self._check(hard)
         joint = self._log_partition(hard) + given
         total = self._log_partition(ev)
-        return torch.where(total > -torch.inf, joint - total, -torch.inf).to(self.dtype)
+        return log_ratio(joint, total).to(self.dtype)
 
     def posterior(self, ev: Evidence) -> Float[Tensor, "B L N"]:
         """log p(z_t | evidence) of every state; -inf throughout for impossible evidence."""
         return inference.posterior(self, self.centred(ev)[0])
 
-    def filter(self, ev: Evidence) -> Float[Tensor, "B L N"]:
-        """log p(z_t | evidence at positions up to t)."""
-        return inference.filtered(self, self.centred(ev)[0])
-
     def marginals(self, ev: Evidence, candidates: Int[Tensor, "B L K"] | None = None) -> Float[Tensor, "B L V"]:
         """log p(x_t | evidence) of every token, or only of the candidates: then (B, L, K)."""
         ev, _ = self.centred(ev)
         if candidates is not None:
-            _check_ids("candidates", candidates, self.vocab_size)
+            check_ids("candidates", candidates, self.vocab_size)
             candidates = candidates.long()
         return inference.marginals(self, ev, candidates)
 
@@ -302,12 +272,6 @@ class HMM(storage.HubMixin):
         """
         self._check(ev)
         return IncrementalConditioner(self, ev, candidates)
-
-    def max_product(self, ev: Evidence) -> BestPath:
-        """Tokens and latents that are most probable together, and the logarithm of their weight."""
-        ev, offset = self.centred(ev)
-        tokens, latents, value = inference.best_path(self, ev)
-        return BestPath(tokens, latents, (value + offset).to(self.dtype))
 
     def sample(
         self,
@@ -335,28 +299,6 @@ class HMM(storage.HubMixin):
         paths, log_z = latents.transpose(0, 1), (log_z + offset).to(self.dtype)
         return Samples(tokens, paths, log_z) if num_samples is not None else Samples(tokens[0], paths[0], log_z)
 
-    def sample_latents(
-        self, ev: Evidence, *, generator: torch.Generator | None = None, check: bool | None = None
-    ) -> Int[Tensor, "B L"]:
-        """Exact samples of the latent path alone."""
-        ev, _ = self.centred(ev)
-        uniforms = torch.rand(*ev.shape[:1], 1, ev.shape[1], generator=generator, device=ev.device)
-        latents, log_z = inference.sample_latents(self, ev, uniforms)
-        check_possible(log_z, check)
-        return latents[:, 0]
-
-    def sample_unconditional(
-        self, num_samples: int, length: int | None = None, *, generator: torch.Generator | None = None
-    ) -> Samples:
-        """Strings from the circuit itself, (num_samples, length)."""
-        length = length if length is not None else self.window
-        if length is None:
-            raise InvalidEvidence("this HMM serves any length: say which one to sample, length=...")
-        return self.sample(
-            Evidence(missing=torch.ones(num_samples, length, dtype=torch.bool, device=self.device)),
-            generator=generator,
-        )
-
     def conditional_scores(self, ev: Evidence, latents: Int[Tensor, "B L"]) -> Float[Tensor, "B L V"]:
         """log w_t(v) + log E[z_t, v]: the scores of all tokens once the latents are known, not normalised.
 
@@ -366,7 +308,7 @@ class HMM(storage.HubMixin):
         if latents.shape != ev.shape:
             raise InvalidEvidence(f"latents must have the evidence's shape {ev.shape}, found {tuple(latents.shape)}")
         if ev.device.type == "cpu":
-            _check_ids("latents", latents, self.num_states)
+            check_ids("latents", latents, self.num_states)
         return backend_for(ev.device, self.dtype).scores(self.emission, ev, latents).to(self.dtype)
 
     def joint_step(
@@ -404,14 +346,20 @@ class HMM(storage.HubMixin):
 
     def as_circuit(self, length: int | None = None) -> "Circuit":
         """The same distribution as a general circuit over ``length`` positions, in float64, its rows summing to one."""
-        from codd.circuits.builders import chain
-
         length = length if length is not None else self.window
-        if length is None:
-            raise InvalidCircuit("this HMM serves any length: say which one the circuit should have, length=...")
+        if length is None or length < 1 or self.length not in (None, length):
+            served = "any length: say which one the circuit should have" if self.length is None else f"{self.length}"
+            raise InvalidCircuit(f"this HMM serves {served}, found length={length}")
         tables = (self.log_initial.double(), self.transition.dense_log, self.log_emission.double())
         initial, transition, emission = (x.detach().log_softmax(-1) for x in tables)
-        return chain(initial, transition, emission, length)
+        transition = transition.expand(length - 1, *transition.shape[-2:])
+        # Leaf k of a position is state k: leaves are numbered in the order in which they are made.
+        leaves = [[leaf(t, log_probs=row) for row in table] for t, table in enumerate(emission.expand(length, -1, -1))]
+        tails = leaves[-1]  # everything from a position on, given its state
+        for here, step in zip(reversed(leaves[:-1]), transition.flip(0), strict=True):
+            arrivals = [mixture(tails, log_weights=row) for row in step]
+            tails = [product(pair) for pair in zip(here, arrivals, strict=True)]
+        return Circuit(mixture(tails, log_weights=initial))
 
     # Storage, in the hub's conventions.
 
@@ -422,7 +370,7 @@ class HMM(storage.HubMixin):
     def description(self) -> dict[str, Any]:
         """The entries of config.json that describe the circuit."""
         sizes = {"num_states": self.num_states, "vocab_size": self.vocab_size, "window": self.window}
-        return {"circuit": "hmm", **sizes}
+        return {"circuit": self.kind, **sizes}
 
     def stored(self, *, half: bool = False) -> dict[str, Tensor]:
         """The tensors of circuit.safetensors: the tables, or the logits that they were made from."""
@@ -435,19 +383,6 @@ class HMM(storage.HubMixin):
             tensors["log_initial"] = self.log_initial
             tensors["emission" if self.emission.compact else "log_emission"] = self.emission.stored
         return {k: v.detach().cpu().contiguous() for k, v in tensors.items()}
-
-    @classmethod
-    def load(
-        cls,
-        source: str | PathLike[str],
-        *,
-        device: torch.device | str = "cpu",
-        revision: str | None = None,
-        check: bool = True,
-    ) -> "HMM":
-        """Read a folder or a hub id written by ``save`` or ``push_to_hub``; ``check``: compare the stated digests."""
-        stored = storage.read_folder(source, device=device, revision=revision, check=check, kind="hmm")
-        return cls.from_stored(*stored, str(source))
 
     @classmethod
     def from_stored(cls, config: dict[str, Any], tensors: dict[str, Tensor], source: str) -> "HMM":
@@ -524,54 +459,10 @@ class HMM(storage.HubMixin):
         return centred.evidence, centred.tokens.sum(-1) + centred.latents
 
     def _check(self, ev: Evidence) -> None:
-        check_evidence(ev)
-        if ev.device != self.device:
-            raise InvalidEvidence(f"the evidence is on {ev.device}, the circuit on {self.device}: move one of them")
-        if ev.shape[0] < 1:
-            raise InvalidEvidence("the evidence has no sequences: its batch is empty")
-        if ev.shape[1] < 1 or (self.length is not None and ev.shape[1] != self.length):
-            wanted = "at least 1" if self.length is None else str(self.length)
-            raise InvalidEvidence(f"the evidence has {ev.shape[1]} positions, the circuit serves {wanted}")
-        if ev.potentials is not None and ev.potentials.shape[-1] != self.vocab_size:
-            raise InvalidEvidence(
-                f"the potentials are over {ev.potentials.shape[-1]} tokens, the circuit over {self.vocab_size}"
-            )
-        latent = ev.latent_log_potentials
-        if latent is not None and latent.shape[-1] != self.num_states:
-            raise InvalidEvidence(
-                f"latent_log_potentials are over {latent.shape[-1]} states, the circuit has {self.num_states}"
-            )
-        gates = ev.step_log_gates
-        if gates is not None and (not self.transition.low_rank or gates.shape[-1] != self.rank):
-            have = f"rank {self.rank}" if self.transition.low_rank else "a dense transition, which has no inner states"
-            raise InvalidEvidence(f"step_log_gates are over {gates.shape[-1]} inner states, the circuit has {have}")
-        if ev.device.type == "cpu":  # elsewhere, looking at values would wait for the device
-            if ev.tokens is not None:
-                _check_ids("observed tokens", ev.tokens[ev.rows(Kind.OBSERVED)], self.vocab_size)
-            if ev.sparse is not None:
-                _check_ids("sparse ids", ev.sparse.ids, self.vocab_size)
+        check_fits(ev, self)
 
 
 def _check_sizes(num_states: int, vocab_size: int) -> None:
     if not all(is_whole(size) and size > 0 for size in (num_states, vocab_size)):
         found = f"{shown(num_states)} and {shown(vocab_size)}"
         raise InvalidCircuit(f"num_states and vocab_size must be positive, found {found}: give whole numbers")
-
-
-def _check_ids(name: str, ids: Int[Tensor, "..."], vocab_size: int) -> None:
-    if ids.numel() == 0:
-        return
-    low, high = (int(x) for x in torch.aminmax(ids))
-    if low < 0 or high >= vocab_size:
-        wrong = low if low < 0 else high
-        raise InvalidEvidence(f"{name} must be in 0..{vocab_size - 1}, found {wrong}")
-
-
-def check_possible(log_z: Float[Tensor, " B"], check: bool | None) -> None:
-    """Raise `ImpossibleEvidence` if there is some; None: unless a CUDA graph is being captured."""
-    capturing = log_z.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if check is False or (check is None and capturing):
-        return
-    impossible = log_z == -torch.inf
-    if bool(impossible.any()):
-        raise ImpossibleEvidence(impossible.nonzero()[:, 0].tolist())

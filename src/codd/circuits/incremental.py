@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from codd.circuits import inference
+from codd.circuits import inference, pairwise
 from codd.circuits.evidence import Evidence, Kind, log_softmax, tempered
 from codd.circuits.ops import native
 from codd.circuits.ops.backend import EAGER, REFERENCE, backend_for, use
@@ -34,7 +34,7 @@ from codd.circuits.ops.pick import eager as pick_eager
 from codd.circuits.ops.pick.eager import RULES, Limits, Offers, Picked
 from codd.circuits.ops.scaled import Scaled, exponentials
 from codd.circuits.parameters import Emission
-from codd.circuits.protocol import ProbabilisticCircuit
+from codd.circuits.protocol import Conditioner, ProbabilisticCircuit, Unconditioned
 from codd.errors import InvalidEvidence
 
 if TYPE_CHECKING:
@@ -74,8 +74,8 @@ class _Part:
         self.leaf = Scaled(leaf.values[:, here], leaf.log_scale[:, here])
         self.message = Scaled(message.values[:, here], message.log_scale[:, here])
 
-    def inputs(self) -> chain_eager.PassInputs:
-        """The chain starts from one: what is known goes into the first leaf.
+    def start(self) -> Scaled:
+        """The leaf values of a chain that starts from one: what is known goes into the first leaf.
 
         Its largest entry is at one, so that scales do not pile up over many short chains.
         """
@@ -87,7 +87,7 @@ class _Part:
         top.masked_fill_(top == 0, 1)
         first.div_(top)
         start.log_scale[:, edge] += message.log_scale[:, edge] + top.log()
-        return chain_eager.PassInputs(None, start, self.reverse)
+        return start
 
     def put(self, messages: Scaled) -> None:
         """Write the messages after the first, which was known."""
@@ -454,9 +454,8 @@ class IncrementalConditioner:
         if low < self._behind:
             self._behind, begin = (0, last) if whole else (low, self._behind)
             parts.append(_Part(self._leaf, both[1], begin, self._behind))
-        passed = chain_eager.passes(self._steps, [part.inputs() for part in parts])
-        for part, out in zip(parts, passed, strict=True):
-            part.put(out)
+        for part in parts:
+            part.put(chain_eager.messages(self._steps, None, part.start(), part.reverse))
             # Doubt all sequences if a product of message and leaf may have lost something; `_in_doubt` says which.
             if not chain_eager.nothing_lost(part.leaf * part.message):
                 self._doubt.fill_(True)
@@ -575,6 +574,20 @@ class RecomputingConditioner:
         )
         new = torch.zeros_like(observed).scatter(1, positions[:, None], True) & ~observed
         self.evidence = replace(ev, tokens=torch.where(new, tokens[:, None], known), observed=observed | new)
+
+
+class Recomputing(Unconditioned):
+    """The queries that any circuit answers by being asked for its marginals again and again."""
+
+    def pairwise(
+        self: ProbabilisticCircuit, ev: Evidence, candidates: Int[Tensor, "B L K"]
+    ) -> Float[Tensor, "B L L C C"]:
+        """p(class at s, class at t | evidence) of every two positions: each candidate, and last all other tokens."""
+        return pairwise.by_conditioning(self, ev, candidates.long()).to(self.dtype)
+
+    def incremental(self: ProbabilisticCircuit, ev: Evidence, candidates: int | None = None) -> Conditioner:
+        """Marginals of all tokens while tokens are committed one by one; fewer ``candidates`` would save no work."""
+        return RecomputingConditioner(self, ev)
 
 
 def _heaviest(ev: Evidence, count: int) -> Int[Tensor, "B L K"]:

@@ -6,7 +6,6 @@ mean waiting for the device).
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
@@ -14,13 +13,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from codd.circuits.evidence import Evidence
-from codd.circuits.ops.backend import EAGER, REFERENCE, Backend, backend_for
+from codd.circuits.ops.backend import REFERENCE, Backend, backend_for
 from codd.circuits.ops.chain import eager as chain_eager
 from codd.circuits.ops.doubt import Doubt, either
 from codd.circuits.ops.leaf import eager as leaf_eager
-from codd.circuits.ops.path import eager as path_eager
-from codd.circuits.ops.path import reference as path_reference
-from codd.circuits.ops.scaled import Scaled, exponentials
+from codd.circuits.ops.scaled import Scaled
 from codd.circuits.parameters import Transition
 from codd.errors import InvalidEvidence
 
@@ -182,17 +179,6 @@ def log_partition(hmm: "HMM", ev: Evidence) -> Float[Tensor, " B"]:
     return exactly(hmm, ev, query)[0]
 
 
-def filtered(hmm: "HMM", ev: Evidence) -> Float[Tensor, "B L N"]:
-    """log p(z_t | evidence at positions up to t) of every state."""
-
-    def query(ev: Evidence, backend: Backend, pick: Pick) -> Answer:
-        leaf, doubt = _leaf(hmm, ev, backend)
-        alpha = backend.messages(steps_of(hmm, ev), hmm.log_initial, leaf, False, absorb=True)
-        return (alpha.log_normalised(),), either(doubt, _doubt(hmm, ev, leaf, alpha, False, backend))
-
-    return exactly(hmm, ev, query)[0].to(hmm.dtype)
-
-
 def posterior(hmm: "HMM", ev: Evidence) -> Float[Tensor, "B L N"]:
     """log p(z_t | evidence) of every state."""
 
@@ -269,40 +255,3 @@ def expected_counts(
         log_z = log_z.masked_scatter(smoothed.doubt, again.log_partition.to(log_z.dtype))
     steps = tuple(x.to(hmm.dtype) for x in out.steps)
     return Counts(out.initial.to(hmm.dtype), steps, out.emission.to(hmm.dtype)), log_z
-
-
-@torch.no_grad()
-def best_path(hmm: "HMM", ev: Evidence) -> tuple[Int[Tensor, "B L"], Int[Tensor, "B L"], Float[Tensor, " B"]]:
-    """Tokens and latents that maximise circuit times evidence together, and the logarithm of that value."""
-    values, tokens = leaf_eager.leaf_max(hmm.emission, ev)
-    find = path_reference.best_path if hmm.dtype == torch.float64 else path_eager.best_path
-    latents, value = find(steps_of(hmm, ev), hmm.log_initial, values)
-    return tokens.gather(-1, latents[..., None])[..., 0], latents, value
-
-
-@torch.no_grad()
-def partition_bounds(hmm: "HMM", ev: Evidence) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"]]:
-    """An interval for log Z of the dense evidence that the sparse potentials were taken from."""
-    if ev.sparse is None:
-        exact = log_partition(hmm, ev)
-        return exact, exact
-    ends, doubt = _bounds(hmm, ev, EAGER)
-    if doubt is not None:
-        ends, _ = _bounds(hmm, ev, REFERENCE)
-    return ends
-
-
-def _bounds(hmm: "HMM", ev: Evidence, backend: Backend) -> tuple[tuple[Tensor, Tensor], Doubt]:
-    assert ev.sparse is not None
-    lower, doubt = _leaf(hmm, replace(ev, sparse=replace(ev.sparse, log_tail=None)), backend)
-    log_upper = torch.logaddexp(lower.log(), leaf_eager.log_tail_excess(hmm.emission, ev))
-    upper = exponentials(log_upper) if backend.checked else Scaled.from_log(log_upper)
-    if backend.checked and upper.values.device.type == "cpu":
-        faint = ((upper.values < leaf_eager.FLUSH) & (log_upper > -torch.inf)).flatten(1).any(-1)
-        doubt = either(doubt, faint if bool(faint.any()) else None)
-    ends = []
-    for leaf in (lower, upper):
-        target = backend.messages(steps_of(hmm, ev), None, leaf, True, absorb=True)
-        doubt = either(doubt, _doubt(hmm, ev, leaf, target, True, backend))
-        ends.append(_root(hmm, target))
-    return (ends[0], ends[1]), doubt

@@ -97,6 +97,8 @@ def _mask_features(masked: Bool[Tensor, "B L"]) -> Float[Tensor, "B L w"]:
 class Modulated(storage.HubMixin):
     """An HMM and the head that modulates it. `Coupled` takes one with the ``features`` of the window."""
 
+    kind = "modulated"
+
     def __init__(self, hmm: HMM, head: Head):
         """Check that the head has the sizes of the circuit; `InvalidCircuit` if not."""
         config = head.config
@@ -153,11 +155,6 @@ class Modulated(storage.HubMixin):
     def supports_cuda_graphs(self) -> bool:
         """Whether queries can be captured in a CUDA graph: yes."""
         return self.hmm.supports_cuda_graphs
-
-    @property
-    def memory_bound(self) -> bool:
-        """Whether batching message passing across sequences pays off on this CPU."""
-        return self.hmm.memory_bound
 
     def __repr__(self) -> str:
         """The circuit and what is modulated."""
@@ -258,24 +255,11 @@ class Modulated(storage.HubMixin):
 
     def save(self, folder: str | PathLike[str], *, half: bool = False) -> Path:
         """Write config.json and circuit.safetensors, atomically; ``half``: in 16 bits what can be."""
-        config = {**self.hmm.description(), "circuit": "modulated", "head": dataclasses.asdict(self.head.config)}
+        config = {**self.hmm.description(), "circuit": self.kind, "head": dataclasses.asdict(self.head.config)}
         weights = {f"head.{name}": x.detach().cpu().contiguous() for name, x in self.head.state_dict().items()}
         if half:
             weights = {name: x.half() for name, x in weights.items()}
         return storage.write_folder(folder, config, {**self.hmm.stored(half=half), **weights})
-
-    @classmethod
-    def load(
-        cls,
-        source: str | PathLike[str],
-        *,
-        device: torch.device | str = "cpu",
-        revision: str | None = None,
-        check: bool = True,
-    ) -> "Modulated":
-        """Read a folder or a hub id written by ``save``; ``check``: compare the stated digests."""
-        stored = storage.read_folder(source, device=device, revision=revision, check=check, kind="modulated")
-        return cls.from_stored(*stored, str(source))
 
     @classmethod
     def from_stored(cls, config: dict[str, Any], tensors: dict[str, Tensor], source: str) -> "Modulated":

@@ -99,11 +99,6 @@ class Emission:
         """The columns as the loops in C read them; None if there is nothing to be gained by that."""
         return None if self.per_position else native.in_panels(self.columns)
 
-    @cached_property
-    def row_max(self) -> Float[Tensor, "*L N"]:
-        """The largest probability of each state, for the bound on a sparse tail."""
-        return self.linear.amax(-1).to(self.dtype)
-
     def rows(self, states: Int[Tensor, " R"], positions: Int[Tensor, " R"]) -> Float[Tensor, "R V"]:
         """The distributions of some states, each at its position."""
         table = self.linear[positions, states] if self.per_position else self.linear[states]

@@ -6,7 +6,7 @@ log Z = -inf, and evidence that does not fit the circuit raises `InvalidEvidence
 
 from os import PathLike
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -35,6 +35,22 @@ class Conditioner(Protocol):
 
     def commit(self, positions: Int[Tensor, " B"], tokens: Int[Tensor, " B"]) -> None:
         """Observe one more token of each sequence; a position that is observed already keeps its token."""
+
+
+_Circuit = TypeVar("_Circuit")
+
+
+class Unconditioned:
+    """What circuits share that do not depend on hidden states."""
+
+    feature_width: int | None = None
+    """None: it needs no hidden states."""
+
+    def condition_on(
+        self: _Circuit, features: Float[Tensor, "B L d"] | None, masked: Bool[Tensor, "B L"]
+    ) -> tuple[_Circuit, Modulation]:
+        """The circuit itself and no modulation."""
+        return self, Modulation()
 
 
 @runtime_checkable
@@ -72,10 +88,6 @@ class ProbabilisticCircuit(Protocol):
     @property
     def supports_cuda_graphs(self) -> bool:
         """Whether queries can be captured in a CUDA graph: on a GPU they never wait for the host."""
-
-    @property
-    def memory_bound(self) -> bool:
-        """Whether queries of one sequence are bound by memory, so that batching across sequences pays off here."""
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "ProbabilisticCircuit":
         """The same circuit on another device or in another type; `InvalidCircuit` if it cannot be there."""

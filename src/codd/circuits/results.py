@@ -19,14 +19,6 @@ class Samples(NamedTuple):
     log_partition: Float[Tensor, " B"]
 
 
-class BestPath(NamedTuple):
-    """The most probable assignment, and the logarithm of its unnormalised weight."""
-
-    tokens: Int[Tensor, "B L"]
-    latents: Int[Tensor, "B L"]
-    log_value: Float[Tensor, " B"]
-
-
 class JointStep(NamedTuple):
     """A latent path drawn from its posterior, the scores of all tokens given it, and log Z."""
 

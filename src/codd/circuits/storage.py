@@ -12,9 +12,9 @@ import json
 import os
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -38,7 +38,10 @@ _Kind = TypeVar("_Kind", bound="HubMixin")
 
 
 class HubMixin(ABC):
-    """The hub's names for ``save`` and ``load``, for a circuit of any kind."""
+    """``load``, and the hub's names for ``save`` and ``load``, for a circuit of any kind."""
+
+    kind: ClassVar[str]
+    """What the configuration says of a circuit of this class."""
 
     @abstractmethod
     def save(self, folder: str | os.PathLike[str]) -> Path:
@@ -46,10 +49,21 @@ class HubMixin(ABC):
 
     @classmethod
     @abstractmethod
+    def from_stored(cls: type[_Kind], config: dict[str, Any], tensors: dict[str, Tensor], source: str) -> _Kind:
+        """Make a circuit of what `read_folder` gives; `FormatError` says what is wrong with a damaged one."""
+
+    @classmethod
     def load(
-        cls: type[_Kind], source: str | os.PathLike[str], *, revision: str | None = None, check: bool = True
+        cls: type[_Kind],
+        source: str | os.PathLike[str],
+        *,
+        device: str | torch.device = "cpu",
+        revision: str | None = None,
+        check: bool = True,
     ) -> _Kind:
-        """Read what ``save`` wrote."""
+        """Read a folder or a hub id written by ``save`` or ``push_to_hub``; ``check``: compare the stated digests."""
+        stored = read_folder(source, device=device, revision=revision, check=check, kind=cls.kind)
+        return cls.from_stored(*stored, str(source))
 
     def save_pretrained(self, folder: str | os.PathLike[str], **_: Any) -> Path:
         """``save`` under the hub's name."""
@@ -62,7 +76,9 @@ class HubMixin(ABC):
 
     def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
         """Upload the two files to a hub repository, which is made if it does not exist; returns the commit's URL."""
-        return push(self.save, repo_id, private=private, token=token)
+        with tempfile.TemporaryDirectory() as folder:
+            self.save(folder)
+            return push_folder(folder, repo_id, private=private, token=token)
 
 
 def write_folder(folder: str | os.PathLike[str], config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
@@ -114,20 +130,8 @@ def read_folder(
     return given, {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
-def push(save: Callable[[str], Path], repo_id: str, *, private: bool = False, token: str | None = None) -> str:
-    """Upload a circuit, which ``save`` writes into a folder; returns the commit's address."""
-    with tempfile.TemporaryDirectory() as folder:
-        save(folder)
-        return push_folder(folder, repo_id, private=private, token=token)
-
-
 def push_folder(
-    folder: str | os.PathLike[str],
-    repo_id: str,
-    *,
-    private: bool = False,
-    token: str | None = None,
-    commit_message: str = "Upload a codd circuit",
+    folder: str | os.PathLike[str], repo_id: str, *, private: bool = False, token: str | None = None
 ) -> str:
     """Upload the two files of a circuit to the hub, into a new repository if need be; returns the commit's address."""
     folder = Path(folder)
@@ -147,7 +151,7 @@ def push_folder(
             repo_id=repo_id,
             folder_path=str(folder),
             allow_patterns=[CONFIG_FILE, WEIGHTS_FILE],
-            commit_message=commit_message,
+            commit_message="Upload a codd circuit",
         )
     except Exception as error:  # the hub's own errors and, by its version, those of requests or httpx
         raise CoddError(

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -16,14 +16,6 @@ from tokenizers import pre_tokenizers
 from codd.errors import InvalidConstraint
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-
-
-@runtime_checkable
-class HasBackend(Protocol):
-    """codd's tokenizer, which holds one of the library ``tokenizers``."""
-
-    @property
-    def backend(self) -> tokenizers.Tokenizer: ...  # noqa: D102 - said above
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,14 +29,14 @@ class Vocabulary:
     """The ids of a text, for templates."""
 
     @classmethod
-    def of(cls, tokenizer: "tokenizers.Tokenizer | HasBackend", size: int | None = None) -> "Vocabulary":
-        """The vocabulary of a tokenizer: byte-level BPE, or SentencePiece (BPE or unigram, with or without bytes).
+    def of(cls, tokenizer: Any, size: int | None = None) -> "Vocabulary":
+        """The vocabulary of a tokenizer of ``tokenizers`` or of codd: byte-level BPE or SentencePiece (BPE, unigram).
 
         Special and other added tokens write nothing, nor do ids up to ``size`` (the network's outputs) that the
         tokenizer lacks. Texts are what its ``decode`` gives. InvalidConstraint for tokenizers of other kinds, whose
         decoding is not a text for each token, one after the other (WordPiece).
         """
-        backend = tokenizer if isinstance(tokenizer, tokenizers.Tokenizer) else tokenizer.backend
+        backend: tokenizers.Tokenizer = getattr(tokenizer, "backend", tokenizer)  # codd's own holds one
         spelling = _Spelling(json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else None)
         written = {id: spelling.bytes_of(token) for token, id in backend.get_vocab(with_added_tokens=False).items()}
         written |= dict.fromkeys(backend.get_added_tokens_decoder(), b"")

@@ -11,7 +11,6 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from codd.decoding.accelerate.cpu_batching import map_sequences
 from codd.decoding.alternatives import find_alternatives
 from codd.decoding.network import NetworkRunner
 from codd.decoding.state import SequenceState, Step, StepInputs, StepResult, Writes
@@ -69,7 +68,7 @@ def _step_batch(runner: NetworkRunner, sequences: Sequence[SequenceState]) -> li
         runner, sequences, [_caught(head_rows, *each) for each in zip(sequences, positions, hidden, strict=True)]
     )
     inputs = [_caught(step_inputs, *each) for each in zip(sequences, positions, hidden, logits, strict=True)]
-    results = map_sequences(lambda each: _caught(_run, each), inputs)
+    results = [_caught(_run, each) for each in inputs]
     # The host waits for the device from here on, when the work of all sequences is on its way.
     return [_caught(_commit, *each) for each in zip(inputs, results, strict=True)]
 

@@ -4,15 +4,12 @@ Messages are rescaled every few positions only, and every message keeps its own 
 lose on the way is looked for afterwards (``lost_terms``), so the loop itself carries no checks.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from codd.circuits.ops import batch_barrier, native
+from codd.circuits.ops import native
 from codd.circuits.ops.scaled import Scaled
 from codd.circuits.parameters import Transition
 
@@ -25,79 +22,43 @@ def _factors(transition: Transition, reverse: bool) -> tuple[Float[Tensor, "*ste
     return transition.transposed if reverse else transition.linear
 
 
-class PassInputs(NamedTuple):
-    """One pass of messages along the chain. Forward: p(z_t, evidence before t), from ``start`` in logarithms. Reverse:
-    p(evidence after t | z_t). With ``absorb`` each message comes multiplied with the leaf values of its own position,
-    as the next step needs it.
-    """
-
-    start: Float[Tensor, " N"] | None
-    leaf: Scaled
-    reverse: bool
-    absorb: bool = False
-
-
 def messages(
     transition: Transition, start: Float[Tensor, " N"] | None, leaf: Scaled, reverse: bool, absorb: bool = False
 ) -> Scaled:
-    """The messages of one pass; the arguments are those of `PassInputs`."""
-    return passes(transition, [PassInputs(start, leaf, reverse, absorb)])[0]
+    """The messages of one pass along the chain.
+
+    Forward: p(z_t, evidence before t), from ``start`` in logarithms. Reverse: p(evidence after t | z_t). With
+    ``absorb`` each message comes multiplied with the leaf values of its own position, as the next step needs it.
+    """
+    values = leaf.values.transpose(0, 1).contiguous()
+    norms = values.new_ones(*values.shape[:2], 1)
+    first = None if start is None else start.detach().to(values.dtype).exp()
+    factors, in_c = _factors(transition, reverse), None
+    if values.device.type == "cpu" and len(factors) == 1 and factors[0].ndim == 2:
+        arrays = (factors[0], first, values, norms)
+        in_c = native.ChainPass.prepared(*arrays, reverse, not absorb, _RESCALE_EVERY[values.dtype])
+    if in_c is not None:
+        native.run_passes([in_c])
+        out = in_c.products if absorb else in_c.messages
+    else:
+        gates = None if transition.gates is None else transition.gates[0].transpose(0, 1)
+        run = _pass_numpy if values.device.type == "cpu" else _pass_torch
+        products, carried = run(factors, gates, first, values, norms, reverse, keep_messages=not absorb)
+        out = products if absorb else carried
+    total = _scales(norms[..., 0], leaf.log_scale[..., 0].transpose(0, 1), reverse, absorb)
+    if transition.gates is not None:
+        total = total + _met_gates(transition.gates[1].transpose(0, 1).to(total.dtype), reverse)
+    return Scaled(out.transpose(0, 1), total.transpose(0, 1)[..., None])
 
 
 def forward_backward(
     transition: Transition, start: Float[Tensor, " N"], leaf: Scaled, *, open_: Bool[Tensor, "B L"] | None = None
 ) -> tuple[Scaled, Scaled]:
-    """Forward and backward messages, at once where there are cores for it.
+    """Forward and backward messages.
 
     Sequences with no position in ``open_`` may get anything instead; here it saves nothing.
     """
-    forward, backward = passes(transition, [PassInputs(start, leaf, False), PassInputs(None, leaf, True)])
-    return forward, backward
-
-
-def passes(transition: Transition, inputs: Sequence[PassInputs]) -> list[Scaled]:
-    """The messages of each of some passes, which do not depend on each other."""
-    prepared = [_Prepared.of(transition, one) for one in inputs]
-    batch_barrier.run_passes([one.in_c for one in prepared if one.in_c is not None])
-    return [one.messages(transition) for one in prepared]
-
-
-class _Prepared(NamedTuple):
-    """A pass in the layout of its loop, (L, B, N), to be run in C or, by `messages`, in Python."""
-
-    inputs: PassInputs
-    first: Float[Tensor, " N"] | None
-    values: Float[Tensor, "L B N"]
-    norms: Float[Tensor, "L B 1"]
-    in_c: native.ChainPass | None
-    """The pass in C; None: in Python."""
-
-    @classmethod
-    def of(cls, transition: Transition, inputs: PassInputs) -> "_Prepared":
-        values = inputs.leaf.values.transpose(0, 1).contiguous()
-        norms = values.new_ones(*values.shape[:2], 1)
-        first = None if inputs.start is None else inputs.start.detach().to(values.dtype).exp()
-        factors, in_c = _factors(transition, inputs.reverse), None
-        if values.device.type == "cpu" and len(factors) == 1 and factors[0].ndim == 2:
-            arrays = (factors[0], first, values, norms)
-            in_c = native.ChainPass.prepared(*arrays, inputs.reverse, not inputs.absorb, _RESCALE_EVERY[values.dtype])
-        return cls(inputs, first, values, norms, in_c)
-
-    def messages(self, transition: Transition) -> Scaled:
-        """The results of the pass, after those in C were run."""
-        _, leaf, reverse, absorb = self.inputs
-        if self.in_c is not None:
-            out = self.in_c.products if absorb else self.in_c.messages
-        else:
-            gates = None if transition.gates is None else transition.gates[0].transpose(0, 1)
-            run = _pass_numpy if self.values.device.type == "cpu" else _pass_torch
-            arrays = (_factors(transition, reverse), gates, self.first, self.values, self.norms)
-            products, carried = run(*arrays, reverse, keep_messages=not absorb)
-            out = products if absorb else carried
-        total = _scales(self.norms[..., 0], leaf.log_scale[..., 0].transpose(0, 1), reverse, absorb)
-        if transition.gates is not None:
-            total = total + _met_gates(transition.gates[1].transpose(0, 1).to(total.dtype), reverse)
-        return Scaled(out.transpose(0, 1), total.transpose(0, 1)[..., None])
+    return messages(transition, start, leaf, False), messages(transition, None, leaf, True)
 
 
 def _scales(

@@ -222,13 +222,10 @@ class Passes(WindowPasses):
             self._forward[0] = self.algebra.from_logs(first, logs.expand(-1, len(self.observed), -1))
             known = 0
         for at in range(known, t):
-            self._forward[at + 1] = self.algebra.step(self.steps, at, self.reached(at), reverse=False)
+            pairs = self.layout.pairs[at]
+            reached = self.algebra.advance(self.forward(at), self._leaf[at], pairs.source, pairs.group, pairs.target)
+            self._forward[at + 1] = self.algebra.step(self.steps, at, reached, reverse=False)
         return self._forward[t]
-
-    def reached(self, t: int) -> Any:
-        """a_t times the leaf values of t: a row for each live state after position t."""
-        pairs = self.layout.pairs[t]
-        return self.algebra.advance(self.forward(t), self._leaf[t], pairs.source, pairs.group, pairs.target)
 
     def backward(self, t: int) -> Any:
         """c_t: a row for each live state after position t."""
@@ -435,29 +432,6 @@ class Passes(WindowPasses):
         out = rows.new_full((*paths.latents.shape, rows.shape[-1]), -torch.inf)
         out[:, b, t] = rows
         return known(out, self.tokens, self.observed)
-
-    def best(self) -> tuple[Paths, Float[Tensor, " B"]]:
-        """The path of the largest weight, from an algebra of maxima, and the logarithm of the weight."""
-        batch, length = self.observed.shape
-        states, latents = (torch.zeros(1, batch, length, dtype=torch.int64) for _ in range(2))
-        value = torch.full((batch,), -torch.inf, dtype=torch.float64)
-        reached = [self.reached(t) for t in range(length)]
-        for b in range(batch) if len(self.layout.last) else ():
-            last = reached[-1].values[:, b] + self.chain.log_end[reached[-1].ids][:, None]
-            value[b], at = last.flatten().max(0)
-            state, latent = int(reached[-1].ids[at // last.shape[1]]), int(at % last.shape[1])
-            for t in reversed(range(length)):
-                pairs = self.layout.pairs[t].select(self.layout.pairs[t].target == state)
-                before = self.forward(t).values[np.searchsorted(self.forward(t).ids, pairs.source), b, latent]
-                leaf = self._leaf[t].values[np.searchsorted(self._leaf[t].ids, pairs.group), b, latent]
-                state = int(pairs.source[int((before + leaf).argmax())])
-                states[0, b, t], latents[0, b, t] = state, latent
-                if t > 0:
-                    step = self.steps.log_step(t - 1)
-                    row = int(np.searchsorted(reached[t - 1].ids, state))
-                    into = (step if step.ndim == 2 else step[b])[:, latent]
-                    latent = int((reached[t - 1].values[row, b] + into).argmax())
-        return Paths(latents, states), value
 
 
 def leading(chain: Chain, paths: Paths, b: Int[Tensor, " R"], t: Int[Tensor, " R"]) -> Float[Tensor, "M R V"]:

@@ -1,4 +1,4 @@
-"""The same operations in float64 logarithms, entry by entry; with ``best`` the largest term instead of the sum."""
+"""The same operations in float64 logarithms, entry by entry."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -44,18 +44,9 @@ class LogRows:
 
 
 class LogSpace:
-    """The operations on logarithms; ``best``: maxima instead of sums."""
+    """The operations on logarithms."""
 
     dtype = torch.float64
-
-    def __init__(self, best: bool = False) -> None:
-        """``best``: every sum becomes a maximum, which gives the most probable path (Viterbi)."""
-        self.best = best
-
-    def _sum(self, x: Float[Tensor, "..."], dim: int) -> Float[Tensor, "..."]:
-        if x.shape[dim] == 0:
-            return x.new_full(x.sum(dim).shape, -torch.inf)
-        return x.amax(dim) if self.best else x.logsumexp(dim)
 
     def from_logs(self, ids: Ids, logs: Float[Tensor, "n B N"]) -> LogRows:
         """Rows, one for each of ``ids``, from the logarithms of their entries."""
@@ -78,7 +69,7 @@ class LogSpace:
         ids = np.unique(out_ids)
         values = terms.new_empty(len(ids), *terms.shape[1:])
         for place, one in enumerate(ids):
-            values[place] = self._sum(terms[np.flatnonzero(out_ids == one)], 0)
+            values[place] = terms[np.flatnonzero(out_ids == one)].logsumexp(0)
         return LogRows(ids, values)
 
     def step(self, transition: Transition, t: int, rows: LogRows, reverse: bool) -> LogRows:
@@ -88,7 +79,7 @@ class LogSpace:
         for place, row in enumerate(rows.values):
             for b, one in enumerate(row):
                 table = matrix if matrix.ndim == 2 else matrix[b]
-                values[place, b] = self._sum(table + one, 1) if reverse else self._sum(table + one[:, None], 0)
+                values[place, b] = (table + one).logsumexp(1) if reverse else (table + one[:, None]).logsumexp(0)
         return LogRows(rows.ids, values)
 
     def leaf(self, table: Emission, columns: SortedColumns, log_weights: Float[Tensor, "R V"], atoms: Atoms) -> LogRows:
@@ -98,8 +89,8 @@ class LogSpace:
         for r, weights in enumerate(log_weights.double()):
             terms = log + weights
             for number, begin, end in atoms.runs:
-                part = self._sum(terms[:, begin:end], 1)
-                out[number, r] = self._sum(torch.stack([out[number, r], part]), 0)
+                part = terms[:, begin:end].logsumexp(1)
+                out[number, r] = torch.logaddexp(out[number, r], part)
         return LogRows(np.arange(atoms.count), out)
 
     def tokens(self, table: Emission, columns: SortedColumns, rows: LogRows, atoms: Atoms) -> Float[Tensor, "R V"]:
@@ -108,7 +99,7 @@ class LogSpace:
         out = log.new_full((cavity.shape[1], log.shape[1]), -torch.inf)
         for r in range(len(out)):
             for number, begin, end in atoms.runs:
-                out[r, begin:end] = self._sum(log[:, begin:end] + cavity[number, r][:, None], 0)
+                out[r, begin:end] = (log[:, begin:end] + cavity[number, r][:, None]).logsumexp(0)
         return out
 
     def leaving(self, transition: Transition, t: int, latents: Int[Tensor, "S B"]) -> Float[Tensor, "S B N"]:

@@ -320,39 +320,3 @@ def emission_flow(
                 counts.index_add_(0, w.ids.flatten(), extra.flatten(0, 1))
         tables.append((flow + counts.T) * table.linear.to(dtype))
     return torch.stack(tables) if emission.per_position else tables[0]
-
-
-def leaf_max(emission: Emission, ev: Evidence) -> tuple[Float[Tensor, "B L N"], Int[Tensor, "B L N"]]:
-    """max_v (log E[i, v] + log w_t(v)) plus the latent potential in float64, and the token that reaches it."""
-    weights = ev.dense_log_weights(emission.stored.shape[-1])
-    states = emission.stored.shape[-2]
-    values = torch.empty(*ev.shape, states, dtype=torch.float64, device=ev.device)
-    tokens = torch.empty(*ev.shape, states, dtype=torch.int64, device=ev.device)
-    for t in range(ev.shape[1]):
-        table = emission.at(t).log.detach()
-        for b in range(ev.shape[0]):  # the (N, V) sum of one row is as large as the table itself
-            values[b, t], tokens[b, t] = (table + weights[b, t]).max(-1)
-    if ev.latent_log_potentials is not None:
-        values = values + ev.latent_log_potentials.to(values.dtype)
-    return values, tokens
-
-
-def log_tail_excess(emission: Emission, ev: Evidence) -> Float[Tensor, "B L N"]:
-    """The logarithm of the most that the tokens outside the lists can add to a leaf value; -inf where none are sparse.
-
-    The mass of the tail is at most ``tail * max E`` under a state, and, as no token outside the list weighs more than
-    the lightest inside, at most that weight times the emission that the list leaves over.
-    """
-    sparse, dtype = ev.sparse, emission.dtype
-    assert sparse is not None
-    if sparse.log_tail is None:
-        return torch.full((*ev.shape, emission.stored.shape[-2]), -torch.inf, dtype=dtype, device=ev.device)
-    mass, lightest = sparse.log_tail.to(dtype), sparse.log_weights.amin(-1).to(dtype)
-    columns = []
-    for t in range(ev.shape[1]):
-        table = emission.at(t)
-        # The difference is rounded, so it is given the benefit of the doubt.
-        left = (1 - table.columns[sparse.ids[:, t]].sum(-2)).clamp_min(0) + 4 * torch.finfo(dtype).eps
-        columns.append(torch.minimum(mass[:, t, None] + table.row_max.log(), lightest[:, t, None] + left.log()))
-    out = torch.where(ev.rows(Kind.SPARSE)[..., None], torch.stack(columns, 1), -torch.inf)
-    return out if ev.latent_log_potentials is None else out + ev.latent_log_potentials.to(dtype)

@@ -7,7 +7,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from codd.circuits.ops import native
-from codd.circuits.ops.path import reference as path_reference
 from codd.circuits.ops.scaled import Scaled
 from codd.circuits.parameters import Transition
 
@@ -90,24 +89,3 @@ def _cumulative(log_weights: NDArray[np.float64]) -> NDArray[np.float64]:
     top = log_weights.max(-1, keepdims=True)
     out: NDArray[np.float64] = np.exp(log_weights - np.where(top > -np.inf, top, 0)).cumsum(-1)
     return out
-
-
-def best_path(
-    transition: Transition, start: Float[Tensor, " N"], log_leaf: Float[Tensor, "B L N"]
-) -> tuple[Int[Tensor, "B L"], Float[Tensor, " B"]]:
-    """The path that maximises start, transitions and leaf values, and the logarithm of its value (Viterbi)."""
-    if transition.gates is not None:
-        return path_reference.best_path(transition, start, log_leaf)
-    table = transition.dense.log() if transition.low_rank else transition.log_factors[0].detach()
-    leaf = log_leaf.unbind(1)
-    score = start.detach().to(table.dtype) + leaf[0]
-    back = []
-    for t in range(1, len(leaf)):
-        best, arg = (score[:, :, None] + (table[t - 1] if transition.per_position else table)).max(1)
-        back.append(arg)
-        score = best + leaf[t]
-    value, state = score.max(-1)
-    path = [state]
-    for arg in reversed(back):
-        path.append(arg.gather(1, path[-1][:, None])[:, 0])
-    return torch.stack(path[::-1], 1), value

@@ -1,4 +1,4 @@
-"""Latent paths in float64 logarithms, one position after the other: sampled, and the most probable one."""
+"""Latent paths in float64 logarithms, one position after the other."""
 
 import torch
 from jaxtyping import Float, Int
@@ -32,22 +32,3 @@ def sample_path(
             logits = _rows(transition.log_step(t - 1), path[-1]) + log_target[:, t]
         path.append(draw(logits.softmax(-1).nan_to_num(0.0), uniforms[..., t]))
     return torch.stack(path, -1)
-
-
-def best_path(
-    transition: Transition, start: Float[Tensor, " N"], log_leaf: Float[Tensor, "B L N"]
-) -> tuple[Int[Tensor, "B L"], Float[Tensor, " B"]]:
-    """The path that maximises start, transitions and leaf values, and the logarithm of its value (Viterbi)."""
-    log_leaf = log_leaf.double()
-    length = log_leaf.shape[1]
-    score = start.detach().double() + log_leaf[:, 0]
-    back = []
-    for t in range(1, length):
-        best, arg = (score[:, :, None] + transition.log_step(t - 1)).max(1)
-        back.append(arg)
-        score = best + log_leaf[:, t]
-    value, state = score.max(-1)
-    path = [state]
-    for arg in reversed(back):
-        path.append(arg.gather(1, path[-1][:, None])[:, 0])
-    return torch.stack(path[::-1], 1), value
