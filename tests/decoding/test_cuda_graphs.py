@@ -143,7 +143,7 @@ def test_a_device_writes_what_the_host_writes(options):
         {"entropy_budget": 3.0, "temperature": 0.7, "remasking": "margin"},
         {"temperature": 0.7},
         {"temperature": 1.0, "remasking": "left_to_right", "top_k": 3},
-        {"temperature": 0.7, "remasking": "sharpened", "top_p": 0.8},
+        {"temperature": 0.7, "remasking": "margin", "top_p": 0.8},
         {"remasking": "entropy"},
     ],
     ids=str,

@@ -120,7 +120,7 @@ class TestWhatIsCommitted:
 
     @pytest.mark.parametrize(
         ("order", "steps"),
-        [("low_confidence", 8), ("margin", 4), ("entropy", 3), ("sharpened", 2), ("left_to_right", 10)],
+        [("low_confidence", 8), ("margin", 4), ("entropy", 3), ("left_to_right", 10)],
     )
     @pytest.mark.parametrize("circuit", [None, HMM.neutral(3, 9)])
     @pytest.mark.parametrize("sampler", ["latent", "any_order"])
@@ -139,21 +139,6 @@ class TestWhatIsCommitted:
 
         assert order(1) == order(1)
         assert len({tuple(order(seed)) for seed in range(5)}) == 5
-
-    def test_sharpened_is_the_order_of_divided_logits(self):
-        logits = torch.zeros(9)
-        logits[0], logits[1] = 2.0, 1.9
-        backbone = tiny()
-        plain = run(backbone, [[1]], gen_length=16, block_length=16, steps=None)
-        sharp = run(backbone, [[1]], gen_length=16, block_length=16, steps=None, remasking="sharpened", sharpening=0.1)
-        assert filled_in(plain) != filled_in(sharp)
-        ids = torch.tensor([1, *[MASK] * 16])
-        for step in sharp:
-            logits = backbone(ids[None])[0]
-            logits[:, MASK] = -torch.inf
-            chosen = (logits / 0.1).softmax(-1).amax(-1).masked_fill(ids != MASK, -1).argmax()
-            assert step.positions.tolist() == [int(chosen)]
-            ids = step.ids
 
     def test_the_mask_is_never_written_however_much_the_network_wants_it(self):
         bias = torch.zeros(VOCAB)

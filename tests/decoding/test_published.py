@@ -17,6 +17,7 @@ from torch import Tensor
 import codd
 from codd.coupling import Coupled
 from codd.decoding import Options, Step
+from codd.decoding.published import schedule
 from codd.decoding.published.steps import block_step, coupled_logits, full_step
 from codd.decoding.start import new_sequence
 from codd.decoding.state import StepInputs, StepPlan, generator_for
@@ -74,9 +75,10 @@ def test_published_block_diffusion(case):
 
 
 @pytest.mark.parametrize("case", cases_of("decode_dream"))
-def test_published_full_diffusion(case):
+def test_published_full_diffusion(case, monkeypatch):
     assert case["temperature"] == 0
-    chosen = {key: case[key] for key in ("top_p", "top_k", "eps")}
+    monkeypatch.setattr(schedule, "EPS", case["eps"])
+    chosen = {key: case[key] for key in ("top_p", "top_k")}
     as_published("decode_dream", case, mode="full", remasking=case["alg"], **chosen)
 
 
@@ -166,7 +168,7 @@ def uniforms_of(seed: int, prompt: list[int]) -> Callable[[int], oracle.Array]:
 
 def settings_of(options: dict[str, Any], chain: Chain | None, window: int | None) -> Settings:
     names = {"maskgit_plus": "low_confidence", "topk_margin": "margin"}
-    same = ("gen_length", "steps", "block_length", "temperature", "top_p", "top_k", "cfg_scale", "eps")
+    same = ("gen_length", "steps", "block_length", "temperature", "top_p", "top_k", "cfg_scale")
     given = {key: options[key] for key in same if key in options}
     alg = options.get("remasking", "low_confidence")
     frac = options.get("activation")
@@ -550,7 +552,7 @@ PLAIN = [
         "both",
         "plain",
         DREAM,
-        FULL | {"gen_length": 18, "steps": 7, "top_p": 0.85, "top_k": 6, "remasking": "topk_margin", "eps": 0.02},
+        FULL | {"gen_length": 18, "steps": 7, "top_p": 0.85, "top_k": 6, "remasking": "topk_margin"},
         chain=None,
         wanted=3,
     ),
@@ -637,9 +639,9 @@ class TestPlain:
     def test_coins_fall_as_often_as_they_should(self):
         """1 - s/t of the masks in every step but the last, each by itself; all in the last."""
         prompt, gen_length, steps, many = [3, 1, 4], 8, 3, 60
-        options = FULL | {"gen_length": gen_length, "steps": steps, "remasking": "origin", "eps": 0.1}
+        options = FULL | {"gen_length": gen_length, "steps": steps, "remasking": "origin"}
         found = list(loaded(DREAM).denoise([prompt] * many, preset="reference", **options, seed=list(range(many))))
-        times = np.linspace(1, 0.1, steps + 1)
+        times = np.linspace(1, 1e-3, steps + 1)
         for number in range(steps):
             own = [step for step in found if step.number == number]
             masks = sum(round(step.mask_ratio * len(step.ids)) for step in own)
@@ -686,7 +688,7 @@ WINDOWED = [
         "maskgit",
         "windowed",
         DREAM,
-        FULL | {"gen_length": 18, "steps": 9, "remasking": "maskgit_plus", "circuit_temperature": 0.5, "eps": 0.05},
+        FULL | {"gen_length": 18, "steps": 9, "remasking": "maskgit_plus", "circuit_temperature": 0.5},
         window=5,
         prompt=4,
         wanted=3,

@@ -20,7 +20,6 @@ SAMPLER_OPTIONS = (
     "tempering",
     "threshold",
     "entropy_budget",
-    "sharpening",
 )
 """The options that a captured step depends on."""
 

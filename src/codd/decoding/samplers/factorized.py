@@ -29,11 +29,11 @@ def sample_factorized(
     case one.
     """
     wide = torch.promote_types(scores.dtype, torch.float32)
-    if options.temperature > 0 or options.remasking == "sharpened":
+    if options.temperature > 0:
         scores = scores.to(wide)
     tokens = choose_tokens(scores, noise.tokens, options.temperature, options.top_k, options.top_p)
     log_p = scores.log_softmax(-1, dtype=wide)
-    priorities = priority(options.remasking, scores, log_p, tokens, noise.order, options.sharpening)
+    priorities = priority(options.remasking, log_p, tokens, noise.order)
     rows = by_priority(priorities if open_rows is None else priorities.masked_fill(~open_rows, -torch.inf))
     probabilities = token_probability(log_p, tokens)[rows]
     entropies = None if options.entropy_budget is None else entropy(log_p)[rows]
