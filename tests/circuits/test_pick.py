@@ -13,9 +13,9 @@ from codd.circuits.incremental import IncrementalConditioner
 from codd.circuits.ops.draw.eager import Draw
 from codd.circuits.ops.pick import eager
 from codd.coupling import Coupled
+from codd.decoding import any_order, ranking
 from codd.decoding.options import Options
-from codd.decoding.samplers import any_order, ranking
-from codd.decoding.samplers.ranking import Noise
+from codd.decoding.ranking import Noise
 from codd.errors import InvalidEvidence
 from tests.support.strategies import generator, shape_checks
 

@@ -12,7 +12,7 @@ from codd.circuits import HMM
 from codd.decoding import Options
 from codd.decoding.inspect import inspect
 from codd.decoding.loop import denoise
-from codd.decoding.network import FullRecompute, StateRequest
+from codd.decoding.runner import FullRecompute, StateRequest
 from codd.decoding.start import start_sequences
 from codd.decoding.state import HiddenStates, Step, StopCondition
 from codd.errors import InvalidInput

@@ -11,8 +11,8 @@ from tokenizers import models, pre_tokenizers
 import codd
 from codd.circuits import independent_mixture
 from codd.decoding.loop import denoise
-from codd.decoding.network import FullRecompute, StateRequest
 from codd.decoding.options import DEFAULT_COUNTED, DEFAULT_GREEDY, DEFAULT_SAMPLED, DEFAULTS, Options
+from codd.decoding.runner import FullRecompute, StateRequest
 from codd.decoding.state import HiddenStates, StopCondition, first_stop
 from codd.errors import InvalidInput
 from tests.support.tiny_models import EOS, MASK, VOCAB, detouring, modulated, random_hmm, tiny

@@ -12,8 +12,8 @@ from codd.backbones import mini
 from codd.backbones.config import Config
 from codd.circuits import HMM
 from codd.decoding.loop import advance
-from codd.decoding.network import FullRecompute, StateRequest, pad_left
 from codd.decoding.options import Options, Order
+from codd.decoding.runner import FullRecompute, StateRequest, pad_left
 from codd.decoding.start import start_sequences
 from codd.decoding.state import HiddenStates, SequenceState, Step, generator_for
 from codd.errors import CircuitSteppedAside, InvalidInput

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from codd.decoding import Options, schedule
 from codd.decoding.options import Keywords
 from codd.decoding.published.schedule import centred_window, diffusion_times, revealed
-from codd.decoding.samplers.factorized import sample_factorized
-from codd.decoding.samplers.ranking import (
+from codd.decoding.ranking import (
     Noise,
     by_priority,
     choose_tokens,
@@ -24,6 +23,7 @@ from codd.decoding.samplers.ranking import (
     priority,
     token_probability,
 )
+from codd.decoding.samplers import sample_factorized
 from codd.decoding.schedule import best_window
 from codd.errors import InvalidInput, shown
 from tests.support.published_oracle import fits, target_window

@@ -15,8 +15,8 @@ import torch
 from codd.backbones import Backbone
 from codd.circuits import HMM
 from codd.decoding.loop import denoise
-from codd.decoding.network import FullRecompute
 from codd.decoding.options import OPTIONS, Options
+from codd.decoding.runner import FullRecompute
 from codd.decoding.start import start_sequences
 from codd.decoding.state import SequenceState, StopCondition
 from codd.errors import CircuitSteppedAside, CoddError

@@ -8,13 +8,11 @@ from torch import Tensor
 
 from codd.circuits import HMM
 from codd.coupling import Coupled
+from codd.decoding import any_order
+from codd.decoding.any_order import sample_any_order
 from codd.decoding.options import Options
-from codd.decoding.samplers import any_order
-from codd.decoding.samplers.any_order import sample_any_order
-from codd.decoding.samplers.factorized import sample_factorized
-from codd.decoding.samplers.latent import sample_latent
-from codd.decoding.samplers.ranking import Noise, Ranking
-from codd.decoding.samplers.window import sample_whole_window
+from codd.decoding.ranking import Noise, Ranking
+from codd.decoding.samplers import sample_factorized, sample_latent, sample_whole_window
 from tests.support.published_oracle import fits
 from tests.support.tiny_models import random_hmm
 

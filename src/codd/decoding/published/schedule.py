@@ -13,7 +13,7 @@ EPS = 1e-3
 """The last time in full mode."""
 
 
-def plan_steps(state: SequenceState) -> Iterator[StepPlan]:
+def bidirectional_steps(state: SequenceState) -> Iterator[StepPlan]:
     """The steps of a sequence, those that have nothing to commit included."""
     return _block_schedule(state) if state.options.mode == "block" else _full_schedule(state)
 
