@@ -126,11 +126,6 @@ def test_what_is_no_prompt_is_named(wrong):
         model().generate(wrong)
 
 
-def test_a_hook_that_returns_no_logits_is_named():
-    with pytest.raises(InvalidInput, match="a hook returned NoneType"):
-        model().generate(PROMPTS, **SIZES, hooks=[lambda logits, positions, ids: None])
-
-
 @pytest.mark.parametrize("circuit", [None, random_hmm()], ids=["network", "circuit"])
 @pytest.mark.parametrize(
     "way", [{"steps": 4}, {"threshold": 0.2, "sampler": "any_order"}, {"mode": "full", "steps": 3}]
