@@ -17,8 +17,8 @@ import torch
 import codd
 from codd.circuits.incremental import IncrementalConditioner
 from codd.circuits.ops import native
-from codd.decoding import step
-from codd.decoding.samplers.window import WindowInputs, sample_window
+from codd.decoding import loop
+from codd.decoding.samplers import WindowInputs, sample_window
 from codd_lab.problems import problems
 
 
@@ -55,7 +55,7 @@ def passed_through(model: codd.Model, question: str, tokens: int) -> list[Window
         found.append(window)
         return sample_window(circuit, window, *rest)  # type: ignore[arg-type]
 
-    with patch.object(step, "sample_window", kept):
+    with patch.object(loop, "sample_window", kept):
         model.generate(question, steps=128 // tokens, sampler="any_order", stop=False)
     return found
 

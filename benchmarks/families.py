@@ -37,8 +37,8 @@ from torch import Tensor
 from codd.backbones.backbone import Backbone, ModelSpec
 from codd.backbones.config import Config
 from codd.backbones.transformer import Transformer
-from codd.decoding.accelerate import cuda_graphs
-from codd.decoding.accelerate.cuda_graphs import network_states
+from codd.decoding import cuda_graphs
+from codd.decoding.cuda_graphs import network_states
 
 BANDWIDTH, SPEED = 4.8e12, 989e12
 """Bytes and dense bfloat16 operations a second of an H200."""

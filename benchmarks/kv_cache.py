@@ -32,9 +32,8 @@ from codd.backbones.kernels import kernels_for
 from codd.backbones.kv_cache import CachedPass, KVCache, KVShape
 from codd.backbones.transformer import initialise
 from codd.decoding import Options
-from codd.decoding.cached import runner_for
 from codd.decoding.loop import denoise
-from codd.decoding.network import FullRecompute, NetworkRunner
+from codd.decoding.runner import FullRecompute, NetworkRunner, runner_for
 from codd.decoding.state import SequenceState
 from decoding import SAMPLERS, llada_8b
 from families import BANDWIDTH, SHAPES, SMALL, milliseconds, random_backbone, run_parts, spec_of

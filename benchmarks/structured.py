@@ -42,9 +42,9 @@ from codd.constraints import Automaton, Choice, JsonSchema, Language, Regex, Voc
 from codd.constraints import cache as compiled
 from codd.coupling import Coupled
 from codd.decoding import Options
-from codd.decoding.accelerate.gpu_sampling import sample_captured
-from codd.decoding.samplers.ranking import Noise
-from codd.decoding.samplers.window import WindowInputs, sample_window
+from codd.decoding.cuda_graphs import sample_captured
+from codd.decoding.ranking import Noise
+from codd.decoding.samplers import WindowInputs, sample_window
 from codd.errors import InvalidConstraint
 from codd.evaluation.statistics import paired, share_interval
 from codd_lab.problems import problems

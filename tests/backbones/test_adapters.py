@@ -220,7 +220,7 @@ def test_switching(tmp_path):
 
 
 def test_a_switch_is_noticed_where_graphs_of_the_network_are_kept(tmp_path):
-    from codd.decoding.accelerate.cuda_graphs import _Weights
+    from codd.decoding.cuda_graphs import _Weights
 
     for seed, name in enumerate(("math", "code")):
         peft_adapter(plain_module("sdar"), tmp_path / name, seed=seed, target_modules=ATTENTION)

@@ -18,10 +18,10 @@ from codd.circuits.ops.constrained.eager import Linear
 from codd.circuits.protocol import Conditioner, ProbabilisticCircuit
 from codd.constraints import Automaton
 from codd.coupling import Coupled
+from codd.decoding.any_order import sample_any_order
 from codd.decoding.options import Options
-from codd.decoding.samplers.any_order import sample_any_order
-from codd.decoding.samplers.latent import sample_latent
-from codd.decoding.samplers.ranking import Noise
+from codd.decoding.ranking import Noise
+from codd.decoding.samplers import sample_latent
 from codd.errors import ImpossibleEvidence, InvalidCircuit, InvalidEvidence
 from tests.circuits.test_gates import GatedTruth, make_gates
 from tests.support.enumeration import chi_square_p_value, log_normalise

@@ -13,9 +13,9 @@ from codd.circuits.incremental import IncrementalConditioner
 from codd.circuits.ops.draw.eager import Draw
 from codd.circuits.ops.pick import eager
 from codd.coupling import Coupled
+from codd.decoding import any_order, ranking
 from codd.decoding.options import Options
-from codd.decoding.samplers import any_order, ranking
-from codd.decoding.samplers.ranking import Noise
+from codd.decoding.ranking import Noise
 from codd.errors import InvalidEvidence
 from tests.support.strategies import generator, shape_checks
 
@@ -328,7 +328,7 @@ def test_a_threshold_by_hand(name, probabilities, threshold, sure, keep, left):
 DRAWS = [
     (Draw(), False),
     (Draw(temperature=0.7), True),
-    (Draw(temperature=1.5, rule="sharpened", sharpening=0.3), True),
+    (Draw(temperature=1.5), True),
     (Draw(temperature=0.5, rule="margin", entropies=True), True),
     (Draw(rule="entropy"), False),
 ]
@@ -369,7 +369,7 @@ def test_proposals_are_those_of_pytorch(shape, style, draw, drawn):
     tokens = got.tokens.flatten()
     assert_chosen(log_p, tokens, uniforms.flatten() if drawn else None, draw.temperature)
     assert_close(got.probabilities.flatten(), ranking.token_probability(log_p, tokens))
-    order = ranking.priority(draw.rule, log_p, log_p, tokens, None, draw.sharpening)
+    order = ranking.priority(draw.rule, log_p, tokens, None)
     assert_close(got.order.flatten(), order, rtol=1e-4, atol=1e-5)
     entropies = ranking.entropy(log_p) if draw.needs_entropies else torch.zeros_like(order)
     assert_close(got.entropies.flatten(), entropies, rtol=1e-4, atol=1e-5)
@@ -405,7 +405,7 @@ def test_an_offer_is_taken_as_pytorch_takes_it(style):
 
 
 SAMPLED = [
-    *({"remasking": rule} for rule in ("low_confidence", "margin", "left_to_right", "random", "entropy", "sharpened")),
+    *({"remasking": rule} for rule in ("low_confidence", "margin", "left_to_right", "random", "entropy")),
     {"temperature": 0.7},
     {"temperature": 1.0, "remasking": "margin", "top_p": 0.8},
     {"temperature": 0.7, "remasking": "random", "top_k": 3},
@@ -416,7 +416,7 @@ SAMPLED = [
     {"threshold": 0.3, "temperature": 0.7},
     {"threshold": 0.4, "temperature": 0.7, "remasking": "entropy", "top_p": 0.9},
     {"entropy_budget": 1.5},
-    {"entropy_budget": 2.5, "temperature": 0.7, "remasking": "sharpened"},
+    {"entropy_budget": 2.5, "temperature": 0.7, "remasking": "margin"},
     {"entropy_budget": 0.0, "remasking": "margin"},
 ]
 

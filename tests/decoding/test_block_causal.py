@@ -12,7 +12,7 @@ from codd.circuits import HMM
 from codd.decoding import Options
 from codd.decoding.inspect import inspect
 from codd.decoding.loop import denoise
-from codd.decoding.network import FullRecompute, StateRequest
+from codd.decoding.runner import FullRecompute, StateRequest
 from codd.decoding.start import start_sequences
 from codd.decoding.state import HiddenStates, Step, StopCondition
 from codd.errors import InvalidInput
@@ -23,7 +23,7 @@ FAMILIES = ("sdar", "fastdllm_v2", "llada2")
 SIZE = 4
 PROMPTS = [[1, 2, 3, 4, 5, 6], [7, 8, 9], [10, 11, 12, 13], [14]]
 PACES: list[dict[str, Any]] = [{"steps": None}, {"steps": 6}, {"threshold": 0.15}, {"entropy_budget": 2.5}]
-ORDERS = ("low_confidence", "margin", "entropy", "random", "left_to_right", "sharpened")
+ORDERS = ("low_confidence", "margin", "entropy", "random", "left_to_right")
 
 
 @functools.cache

@@ -12,9 +12,8 @@ import codd
 from codd.backbones.kv_cache import CachedPass, KVCache
 from codd.circuits.protocol import ProbabilisticCircuit
 from codd.decoding import Options
-from codd.decoding.cached import CachedRunner, runner_for
 from codd.decoding.loop import denoise
-from codd.decoding.network import FullRecompute, NetworkRunner
+from codd.decoding.runner import CachedRunner, FullRecompute, NetworkRunner, runner_for
 from codd.decoding.start import start_sequences
 from codd.decoding.state import Step, StopCondition
 from codd.errors import InvalidInput

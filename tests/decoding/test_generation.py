@@ -11,8 +11,8 @@ from tokenizers import models, pre_tokenizers
 import codd
 from codd.circuits import Circuit, leaf, mixture, product
 from codd.decoding.loop import denoise
-from codd.decoding.network import FullRecompute, StateRequest
 from codd.decoding.options import DEFAULT_COUNTED, DEFAULT_GREEDY, DEFAULT_SAMPLED, DEFAULTS, Options
+from codd.decoding.runner import FullRecompute, StateRequest
 from codd.decoding.state import HiddenStates, StopCondition, first_stop
 from codd.errors import InvalidInput
 from tests.support.tiny_models import EOS, MASK, VOCAB, detouring, modulated, random_hmm, tiny
@@ -124,11 +124,6 @@ class TestOptionsObject:
 def test_what_is_no_prompt_is_named(wrong):
     with pytest.raises(Exception, match="prompts"):
         model().generate(wrong)
-
-
-def test_a_hook_that_returns_no_logits_is_named():
-    with pytest.raises(InvalidInput, match="a hook returned NoneType"):
-        model().generate(PROMPTS, **SIZES, hooks=[lambda logits, positions, ids: None])
 
 
 @pytest.mark.parametrize("circuit", [None, random_hmm()], ids=["network", "circuit"])

@@ -12,8 +12,8 @@ from codd.backbones import mini
 from codd.backbones.config import Config
 from codd.circuits import HMM
 from codd.decoding.loop import advance
-from codd.decoding.network import FullRecompute, StateRequest, pad_left
 from codd.decoding.options import Options, Order
+from codd.decoding.runner import FullRecompute, StateRequest, pad_left
 from codd.decoding.start import start_sequences
 from codd.decoding.state import HiddenStates, SequenceState, Step, generator_for
 from codd.errors import CircuitSteppedAside, InvalidInput
@@ -86,10 +86,6 @@ class TestSchedule:
     def test_none_is_one_token_a_step(self):
         assert [len(s.positions) for s in run(tiny(), [[1]], gen_length=6, block_length=4, steps=None)] == [1] * 6
 
-    def test_fewer_steps_than_blocks_is_an_error(self):
-        with pytest.raises(InvalidInput, match="3 steps are not enough for 4 blocks"):
-            run(tiny(), [[1]], gen_length=16, block_length=4, steps=3)
-
     def test_each_sequence_has_a_schedule_of_its_own(self):
         steps = run(tiny(), [[1, MASK, 2], [3]], gen_length=4, block_length=4, steps=None)
         assert len(of(steps, 0)) == 5
@@ -120,7 +116,7 @@ class TestWhatIsCommitted:
 
     @pytest.mark.parametrize(
         ("order", "steps"),
-        [("low_confidence", 8), ("margin", 4), ("entropy", 3), ("sharpened", 2), ("left_to_right", 10)],
+        [("low_confidence", 8), ("margin", 4), ("entropy", 3), ("left_to_right", 10)],
     )
     @pytest.mark.parametrize("circuit", [None, HMM.neutral(3, 9)])
     @pytest.mark.parametrize("sampler", ["latent", "any_order"])
@@ -139,21 +135,6 @@ class TestWhatIsCommitted:
 
         assert order(1) == order(1)
         assert len({tuple(order(seed)) for seed in range(5)}) == 5
-
-    def test_sharpened_is_the_order_of_divided_logits(self):
-        logits = torch.zeros(9)
-        logits[0], logits[1] = 2.0, 1.9
-        backbone = tiny()
-        plain = run(backbone, [[1]], gen_length=16, block_length=16, steps=None)
-        sharp = run(backbone, [[1]], gen_length=16, block_length=16, steps=None, remasking="sharpened", sharpening=0.1)
-        assert filled_in(plain) != filled_in(sharp)
-        ids = torch.tensor([1, *[MASK] * 16])
-        for step in sharp:
-            logits = backbone(ids[None])[0]
-            logits[:, MASK] = -torch.inf
-            chosen = (logits / 0.1).softmax(-1).amax(-1).masked_fill(ids != MASK, -1).argmax()
-            assert step.positions.tolist() == [int(chosen)]
-            ids = step.ids
 
     def test_the_mask_is_never_written_however_much_the_network_wants_it(self):
         bias = torch.zeros(VOCAB)
@@ -174,11 +155,6 @@ class TestWhatIsCommitted:
         assert written
         assert not written & other
 
-    @pytest.mark.parametrize("ban", [[VOCAB], [-1], range(VOCAB)])
-    def test_bans_that_make_no_sense(self, ban):
-        with pytest.raises(InvalidInput, match="ban"):
-            run(tiny(), [[1]], gen_length=4, ban=ban)
-
     def test_hooks_see_positions_and_sequence_and_change_logits(self):
         seen = []
 
@@ -191,15 +167,6 @@ class TestWhatIsCommitted:
         steps = run(tiny(), [[1, 2]], gen_length=4, block_length=2, steps=2, hooks=[only_seven])
         assert last(steps) == [1, 2, 7, 7, 7, 7]
         assert seen == [([2, 3], [1, 2, *[MASK] * 4]), ([4, 5], [1, 2, 7, 7, MASK, MASK])]
-
-    @pytest.mark.parametrize("wrong", ["long", "bool", "to_sparse", "cfloat"])
-    def test_a_hook_that_returns_other_tensors(self, wrong):
-        with pytest.raises(InvalidInput, match="a hook returned logits of torch"):
-            run(tiny(), [[1, 2]], gen_length=4, hooks=[lambda logits, *_: getattr(logits, wrong)()])
-
-    def test_a_hook_that_returns_something_else(self):
-        with pytest.raises(InvalidInput, match=r"a hook returned logits of shape \(2,\)"):
-            run(tiny(), [[1]], gen_length=4, hooks=[lambda logits, positions, ids: logits[:2, 0]])
 
     @pytest.mark.parametrize("value", [torch.nan, -torch.inf])
     @pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"mode": "full"}, {"preset": "reference"}])
@@ -265,10 +232,6 @@ class TestHowMany:
             assert len(step.positions) == max(1, int((sums < 4.0).sum()))
             assert step.positions.tolist() == order[: len(step.positions)].tolist()
             ids = step.ids
-
-    def test_steps_and_a_threshold_contradict_each_other(self):
-        with pytest.raises(InvalidInput, match="drop steps to commit by threshold, or drop threshold"):
-            run(tiny(), [[1]], gen_length=8, block_length=8, threshold=1.0, steps=2)
 
 
 SEEDS = {"decode_llada": 14, "decode_dream": 17, "mdlm": 1, "mini": 0}
@@ -342,10 +305,6 @@ class TestSeeds:
         steps = run(tiny(), [[1], [1], [1]], seed=[3, 4, 3], **self.OPTIONS)
         assert last(steps, 0) == last(steps, 2) != last(steps, 1)
         assert last(steps, 0) == last(run(tiny(), [[1]], seed=3, **self.OPTIONS))
-
-    def test_as_many_seeds_as_prompts(self):
-        with pytest.raises(InvalidInput, match="2 seeds for 1 prompts"):
-            run(tiny(), [[1]], seed=[3, 4])
 
     def test_different_prompts_do_not_share_their_noise(self):
         draws = [torch.rand(4, generator=generator_for(0, prompt)).tolist() for prompt in ([1], [2], [1, 2], [])]
@@ -483,28 +442,14 @@ class TestUnforeseenErrors:
         self.finish(NoBatches(tiny()), together)
         assert self.texts(together) == self.expected()
 
-    def test_a_run_raises_it(self):
-        with pytest.raises(ZeroDivisionError):
-            run(tiny(), [[1], [2]], gen_length=4, hooks=[lambda *_: 1 / 0])
-
 
 class TestCircuit:
-    def test_the_neutral_one_changes_nothing(self):
-        for sampler in ("latent", "any_order"):
-            for mode in ("block", "full"):
-                options = {"gen_length": 12, "block_length": 6, "steps": 12, "mode": mode}
-                alone = run(tiny(), [[1, 2], [3]], **options)
-                null = run(tiny(), [[1, 2], [3]], circuit=HMM.neutral(3, VOCAB), sampler=sampler, **options)
-                assert [last(alone, i) for i in (0, 1)] == [last(null, i) for i in (0, 1)]
-                assert all(step.circuit for step in null)
-                assert not any(step.circuit for step in alone)
-
     @pytest.mark.parametrize("pace", [{"steps": 4}, {"threshold": 0.2}, {"entropy_budget": 2.5}])
     @pytest.mark.parametrize("order", get_args(Order))
-    def test_nor_does_it_when_tokens_are_drawn(self, order, pace):
+    def test_the_neutral_one_changes_nothing(self, order, pace):
         """The control of every comparison: the same random numbers for the same positions, so the same text."""
         options = {"gen_length": 8, "block_length": 4, "top_p": 0.9, "remasking": order, **pace}
-        for seed, temperature in enumerate((1.0, 0.5)):
+        for seed, temperature in enumerate((1.0, 0.5, 0.0, 0.0)):
             options |= {"temperature": temperature, "seed": seed, "mode": "block"}
             if "entropy_budget" not in pace:  # which in full mode is the window's
                 options["mode"] = ("block", "full")[seed % 2]
@@ -513,6 +458,8 @@ class TestCircuit:
                 null = run(tiny(), [[1, 2], [3]], circuit=HMM.neutral(3, VOCAB), sampler=sampler, **options)
                 assert [last(alone, i) for i in (0, 1)] == [last(null, i) for i in (0, 1)]
                 assert [filled_in(alone, i) for i in (0, 1)] == [filled_in(null, i) for i in (0, 1)]
+                assert all(step.circuit for step in null)
+            assert not any(step.circuit for step in alone)
 
     def test_where_it_is_not_the_network_alone(self):
         """What the network by itself has no rule for: see docs/decoding.md."""
@@ -680,15 +627,6 @@ class TestInput:
         assert last(run(tiny(), [[], [5]], gen_length=4, block_length=2)) == last(empty)
         assert run(tiny(), []) == []
 
-    def test_a_prompt_that_is_too_long(self):
-        with pytest.raises(InvalidInput, match=r"prompt 1 has 60 tokens; .* makes 68, .* made for 64\. Shorten"):
-            run(tiny(), [[1], [1] * 60], gen_length=8)
-
-    @pytest.mark.parametrize("wrong", [VOCAB, -1])
-    def test_a_prompt_that_the_model_cannot_read(self, wrong):
-        with pytest.raises(InvalidInput, match=f"prompt 0 has the id {wrong}, but the model has {VOCAB} tokens"):
-            run(tiny(), [[1, wrong]], gen_length=4)
-
     @pytest.mark.parametrize("mode", ["block", "full"])
     def test_nothing_written_means_nothing_to_edit(self, mode):
         """A prompt without masks, an empty one above all, needs no evaluation."""
@@ -731,3 +669,29 @@ class TestStream:
 
 def test_padding_is_not_seen():
     assert PAD not in last(run(tiny(), [[1], [1, 2, 3, 4, 5]], gen_length=4, ban=[PAD]))
+
+
+REFUSED = [
+    ([[1]], {"gen_length": 16, "block_length": 4, "steps": 3}, "3 steps are not enough for 4 blocks"),
+    *(([[1]], {"ban": ban}, "ban") for ban in ([VOCAB], [-1], range(VOCAB))),
+    *(
+        ([[1, 2]], {"hooks": [lambda logits, *_, way=way: getattr(logits, way)()]}, "a hook returned logits of torch")
+        for way in ("long", "bool", "to_sparse", "cfloat")
+    ),
+    ([[1]], {"hooks": [lambda logits, *_: logits[:2, 0]]}, r"a hook returned logits of shape \(2,\)"),
+    ([[1]], {"hooks": [lambda *_: None]}, "a hook returned NoneType"),
+    ([[1]], {"seed": [3, 4]}, "2 seeds for 1 prompts"),
+    ([[1], [1] * 60], {"gen_length": 8}, r"prompt 1 has 60 tokens; .* makes 68, .* made for 64\. Shorten"),
+    *(([[1, wrong]], {}, f"has the id {wrong}, but the model has {VOCAB} tokens") for wrong in (VOCAB, -1)),
+]
+
+
+@pytest.mark.parametrize(("prompts", "options", "words"), REFUSED)
+def test_what_is_refused_says_why(prompts, options, words):
+    with pytest.raises(InvalidInput, match=words):
+        run(tiny(), prompts, **{"gen_length": 4, **options})
+
+
+def test_an_unforeseen_error_ends_a_run():
+    with pytest.raises(ZeroDivisionError):
+        run(tiny(), [[1], [2]], gen_length=4, hooks=[lambda *_: 1 / 0])

@@ -155,11 +155,6 @@ class TestCircuit:
         assert_same(found.hmm, hmm)
         assert isinstance(codd.load(BERT, fitting).circuit, Modulated)
 
-    def test_of_another_vocabulary_and_modulated(self):
-        wrong = Modulated(circuit_over(BERT_VOCAB + 1), Head(HeadConfig(16, 3)))
-        with pytest.raises(InvalidInput, match="over 121 tokens, the model over 120"):
-            codd.load(BERT, wrong)
-
     def test_static_is_the_other_one_beside_the_weights(self, tmp_path, monkeypatch):
         folder = Path(shutil.copytree(BERT, tmp_path / "bert"))
         circuit_over(BERT_VOCAB).save(folder / "circuit")
@@ -180,10 +175,6 @@ class TestCircuit:
         assert codd.load(FIXTURES / "llada_mha", circuit_over(160)).circuit is not None
         with pytest.raises(InvalidInput, match="over 131 tokens, the model over 160"):
             codd.load(FIXTURES / "llada_mha", circuit_over(131))
-
-    def test_a_circuit_that_is_not_there_is_an_error_and_not_none(self, tmp_path):
-        with pytest.raises(FormatError, match="nowhere"):
-            codd.load(BERT, tmp_path / "nowhere")
 
     def test_a_broken_one_beside_the_weights_is_an_error_and_not_none(self, tmp_path):
         folder = Path(shutil.copytree(BERT, tmp_path / "bert"))
@@ -223,11 +214,6 @@ class TestMask:
         assert model.tokenizer is not None
         assert model.mask_id is None
 
-    @pytest.mark.parametrize("mask_id", [BERT_VOCAB, -1])
-    def test_it_must_be_a_token(self, mask_id):
-        with pytest.raises(InvalidInput, match=f"mask_id {mask_id} is not one of the 120 tokens"):
-            codd.load(BERT, None, mask_id=mask_id)
-
     def test_the_tokenizers_must_be_one_of_the_model(self, tmp_path):
         folder = with_tokenizer("bert", tmp_path, words(BERT_VOCAB + 30, mask=BERT_VOCAB + 20))
         with pytest.raises(InvalidInput, match="mask_id 140"):
@@ -248,28 +234,6 @@ class TestPlace:
         found = double.backbone(ids)
         assert found.dtype == torch.float64
         torch.testing.assert_close(found, single.double(), rtol=0, atol=1e-4)
-
-    @pytest.mark.parametrize("dtype", ["int8", "nonsense", torch.int32, 32])
-    def test_what_no_network_computes_in_is_refused(self, dtype, as_users_run_it):
-        with pytest.raises(InvalidInput, match="dtype must be a floating-point type"):
-            codd.load(FIXTURES / "llada_mha", None, dtype=dtype)
-
-    def test_what_is_no_circuit_is_refused(self, as_users_run_it):
-        with pytest.raises(InvalidInput, match="circuit must be a folder, a hub id, a circuit or None, found 5"):
-            codd.load(FIXTURES / "llada_mha", 5, device="cpu")
-
-    def test_whole_numbers_are_no_dtype_for_weights(self):
-        with pytest.raises(InvalidInput, match="floating-point"):
-            codd.load(BERT, None, dtype=torch.int8)
-
-    def test_no_such_device(self):
-        with pytest.raises(InvalidInput, match="there is no device 'toaster'"):
-            codd.load(BERT, None, device="toaster")
-
-    @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has one")
-    def test_no_gpu(self):
-        with pytest.raises(InvalidInput, match="no CUDA device"):
-            codd.load(BERT, None, device="cuda")
 
 
 def test_check_refuses_weights_that_are_not_numbers(tmp_path):
@@ -292,3 +256,25 @@ def test_a_model_cannot_be_changed_by_accident():
     model = codd.load(BERT, None)
     with pytest.raises(AttributeError):
         model.mask_id = 3
+
+
+NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has one")
+REFUSED = [
+    *(({"dtype": dtype}, "dtype must be a floating-point type") for dtype in ("int8", "nonsense", torch.int32, 32)),
+    ({"circuit": 5}, "circuit must be a folder, a hub id, a circuit or None, found 5"),
+    ({"circuit": Modulated(circuit_over(BERT_VOCAB + 1), Head(HeadConfig(16, 3)))}, "over 121 tokens, the model over"),
+    *(({"mask_id": mask_id}, f"mask_id {mask_id} is not one of the 120 tokens") for mask_id in (BERT_VOCAB, -1)),
+    ({"device": "toaster"}, "there is no device 'toaster'"),
+    pytest.param({"device": "cuda"}, "no CUDA device", marks=NO_CUDA),
+]
+
+
+@pytest.mark.parametrize(("given", "words"), REFUSED, ids=str)
+def test_what_cannot_be_loaded_says_why(given, words, as_users_run_it):
+    with pytest.raises(InvalidInput, match=words):
+        codd.load(BERT, **{"circuit": None, "device": "cpu", **given})
+
+
+def test_a_circuit_that_is_not_there_is_an_error_and_not_none(tmp_path):
+    with pytest.raises(FormatError, match="nowhere"):
+        codd.load(BERT, tmp_path / "nowhere")

@@ -14,13 +14,12 @@ import codd
 from codd.backbones import Backbone
 from codd.circuits import HMM, Modulated
 from codd.coupling import Coupled
-from codd.decoding import Options, Step
-from codd.decoding.accelerate import cuda_graphs
-from codd.decoding.accelerate.cuda_graphs import WARMUP
-from codd.decoding.accelerate.gpu_sampling import sample_captured, sample_eagerly
-from codd.decoding.samplers.ranking import Noise, Ranking
-from codd.decoding.samplers.window import WindowInputs
+from codd.decoding import Options, Step, cuda_graphs
+from codd.decoding.cuda_graphs import WARMUP, sample_captured, sample_eagerly
+from codd.decoding.ranking import Noise, Ranking
+from codd.decoding.samplers import WindowInputs
 from codd.decoding.state import generator_for
+from tests.support.decoding_windows import heard, written
 from tests.support.tiny_models import FIXTURES, MASK, VOCAB, detouring, last, modulated, of, random_hmm, run, tiny
 
 PROMPTS = [[1, 2, 3], [4]]
@@ -244,7 +243,7 @@ class TestLoud:
         circuit = loud("both")
         window = heard(0)
         known = window.positions[:2]
-        after = window.after(known, torch.tensor([3, 4]))
+        after = written(window, known, torch.tensor([3, 4]))
         left = after.joint(circuit, 1.0)
         here = torch.zeros(1, len(window.tokens), dtype=torch.bool)
         here[0, known] = True
@@ -253,17 +252,6 @@ class TestLoud:
         torch.testing.assert_close(left.marginals()[~here], wanted.marginals()[~here])
         anew = after._replace(masked_for_network=after.masked).joint(circuit, 1.0)
         assert not torch.allclose(anew.marginals()[~here], wanted.marginals()[~here])
-
-
-def heard(seed: int, length: int = 6) -> WindowInputs:
-    """A window with features."""
-    draw = torch.Generator().manual_seed(seed)
-    masked = torch.rand(length, generator=draw) < 0.7
-    places = masked.nonzero()[:, 0]
-    tokens = torch.where(masked, MASK, torch.randint(MASK, (length,), generator=draw))
-    logits = 3 * torch.randn(len(places), VOCAB, generator=draw)
-    noise = Noise.drawn(length, draw)
-    return WindowInputs(tokens, masked, places, logits, noise, torch.randn(length, 16, generator=draw), masked)
 
 
 class Replayed:
@@ -287,7 +275,7 @@ def test_a_captured_step_hears_every_window_anew(options, kind, monkeypatch):
     circuit, chosen = loud.__wrapped__(kind), Options.of(**options)
     windows = [heard(seed) for seed in range(WARMUP + 8)]
     windows += [
-        window.after(window.positions[:1], torch.tensor([2])) for window in windows
+        written(window, window.positions[:1], torch.tensor([2])) for window in windows
     ]  # not all hidden are masked
     seen, deaf = [], []
     with torch.no_grad():

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from codd.decoding import Options, schedule
 from codd.decoding.options import Keywords
 from codd.decoding.published.schedule import centred_window, diffusion_times, revealed
-from codd.decoding.samplers.factorized import sample_factorized
-from codd.decoding.samplers.ranking import (
+from codd.decoding.ranking import (
     Noise,
     by_priority,
     choose_tokens,
@@ -24,6 +23,7 @@ from codd.decoding.samplers.ranking import (
     priority,
     token_probability,
 )
+from codd.decoding.samplers import sample_factorized
 from codd.decoding.schedule import best_window
 from codd.errors import InvalidInput, shown
 from tests.support.published_oracle import fits, target_window
@@ -171,25 +171,24 @@ class TestTimes:
     )
     def test_published_counts(self, steps, first, between, last):
         """Spec 3.1, for 512 tokens."""
-        assert self.counts(512, steps, 1e-3) == [first, *[between] * (steps - 2), last]
+        assert self.counts(512, steps) == [first, *[between] * (steps - 2), last]
 
     @pytest.mark.parametrize("length", [4, 16, 32, 100, 512])
     def test_as_many_steps_as_tokens_begin_with_none(self, length):
-        assert self.counts(length, length, 1e-3)[0] == 0
+        assert self.counts(length, length)[0] == 0
 
     @MANY
-    @given(masks=st.integers(0, 200), steps=st.integers(1, 60), eps=st.floats(1e-4, 0.9))
-    def test_all_are_revealed_and_not_one_twice(self, masks, steps, eps):
-        counts = self.counts(masks, steps, eps)
+    @given(masks=st.integers(0, 200), steps=st.integers(1, 60))
+    def test_all_are_revealed_and_not_one_twice(self, masks, steps):
+        counts = self.counts(masks, steps)
         assert sum(counts) == masks
         assert min(counts) >= 0
 
     def test_they_go_from_one_to_eps(self):
-        times = diffusion_times(4, 0.2)
-        assert times == pytest.approx([1.0, 0.8, 0.6, 0.4, 0.2])
+        assert diffusion_times(3) == pytest.approx([1.0, 0.667, 0.334, 0.001])
 
-    def counts(self, masks: int, steps: int, eps: float) -> list[int]:
-        times, left, found = diffusion_times(steps, eps), masks, []
+    def counts(self, masks: int, steps: int) -> list[int]:
+        times, left, found = diffusion_times(steps), masks, []
         for i in range(steps):
             found.append(revealed(left, times[i], times[i + 1], i == steps - 1))
             left -= found[-1]
@@ -207,7 +206,6 @@ class TestOrders:
         ("rule", "wanted"),
         [
             ("low_confidence", [1, 3, 0, 2]),
-            ("sharpened", [1, 3, 0, 2]),
             ("margin", [1, 3, 0, 2]),
             ("entropy", [0, 2, 1, 3]),
             ("left_to_right", [0, 1, 2, 3]),
@@ -216,15 +214,8 @@ class TestOrders:
     )
     def test_which_comes_first(self, rule, wanted):
         uniforms = torch.tensor([0.3, 0.2, 0.1, 0.9])
-        order = priority(rule, self.ROWS, self.ROWS, self.ROWS.argmax(-1), uniforms, 0.2)
+        order = priority(rule, self.ROWS, self.ROWS.argmax(-1), uniforms)
         assert by_priority(order).tolist() == wanted
-
-    def test_sharpening_changes_the_order(self):
-        rows = log_rows([0.4, 0.395, 0.205], [0.38, 0.31, 0.31])
-        tokens = rows.argmax(-1)
-        assert by_priority(priority("low_confidence", rows, rows, tokens, None, 0.1)).tolist() == [0, 1]
-        assert by_priority(priority("sharpened", rows, rows, tokens, None, 0.1)).tolist() == [1, 0]
-        assert by_priority(priority("sharpened", rows, rows, tokens, None, 1.0)).tolist() == [0, 1]
 
     def test_confidence_is_that_of_the_proposed_token(self):
         tokens = torch.tensor([2, 0, 1, 1])
@@ -242,11 +233,11 @@ class TestOrders:
         p = torch.tensor([[0.5, 0.5, 0.0]])
         assert entropy(p.log()).tolist() == pytest.approx([math.log(2)])
 
-    @pytest.mark.parametrize("rule", ["low_confidence", "sharpened", "margin", "entropy"])
+    @pytest.mark.parametrize("rule", ["low_confidence", "margin", "entropy"])
     def test_excluded_tokens_give_numbers(self, rule):
         scores = torch.tensor([[3.0, -math.inf, 1.0], [-math.inf, 2.0, -math.inf], [0.0, 0.0, -math.inf]])
         log_p = scores.log_softmax(-1)
-        order = priority(rule, scores, log_p, scores.argmax(-1), None, 0.2)
+        order = priority(rule, log_p, scores.argmax(-1), None)
         assert order.isfinite().all()
         assert by_priority(order).tolist() == [1, 0, 2]
 
@@ -254,7 +245,7 @@ class TestOrders:
         assert margin(torch.zeros(3, 1)).tolist() == [1, 1, 1]
         torch.testing.assert_close(margin(self.ROWS), torch.tensor([0.1, 0.4, 0.0, 0.3]))
 
-    @pytest.mark.parametrize("rule", ["low_confidence", "sharpened", "margin", "entropy"])
+    @pytest.mark.parametrize("rule", ["low_confidence", "margin", "entropy"])
     def test_scores_in_bfloat16_are_ranked_in_float32(self, rule):
         scores = (4 * torch.randn(12, 50, generator=torch.Generator().manual_seed(0))).bfloat16()
         options = Options(remasking=rule)
@@ -486,15 +477,6 @@ class TestOptions:
             {"stop": [1]},
             {"stop": None},
             {"remasking": []},
-            {"sharpening": 0.0},
-            {"sharpening": 3e-39},
-            {"sharpening": 1e39},
-            {"sharpening": -1.0},
-            {"sharpening": math.nan},
-            {"eps": 0.0, **REFERENCE},
-            {"eps": 1.0, **REFERENCE},
-            {"eps": -0.5, **REFERENCE},
-            {"eps": math.nan, **REFERENCE},
             {"editing_threshold": -0.1},
             {"editing_threshold": 1.1},
             {"max_post_steps": -1},
@@ -509,7 +491,6 @@ class TestOptions:
             {"activation_targets": 2, **REFERENCE},
             {"activation_scope": "block"},
             {"activation_targets": 0},
-            {"remasking": "sharpened", **REFERENCE},
         ],
         ids=shown,
     )
@@ -528,7 +509,6 @@ class TestOptions:
             {"seed": 1.5},
             {"seed": None},
             {"ban": 3},
-            {"eps": 7.0},
         ],
         ids=str,
     )

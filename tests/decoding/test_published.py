@@ -17,6 +17,7 @@ from torch import Tensor
 import codd
 from codd.coupling import Coupled
 from codd.decoding import Options, Step
+from codd.decoding.published import schedule
 from codd.decoding.published.steps import block_step, coupled_logits, full_step
 from codd.decoding.start import new_sequence
 from codd.decoding.state import StepInputs, StepPlan, generator_for
@@ -74,9 +75,10 @@ def test_published_block_diffusion(case):
 
 
 @pytest.mark.parametrize("case", cases_of("decode_dream"))
-def test_published_full_diffusion(case):
+def test_published_full_diffusion(case, monkeypatch):
     assert case["temperature"] == 0
-    chosen = {key: case[key] for key in ("top_p", "top_k", "eps")}
+    monkeypatch.setattr(schedule, "EPS", case["eps"])
+    chosen = {key: case[key] for key in ("top_p", "top_k")}
     as_published("decode_dream", case, mode="full", remasking=case["alg"], **chosen)
 
 
@@ -166,7 +168,7 @@ def uniforms_of(seed: int, prompt: list[int]) -> Callable[[int], oracle.Array]:
 
 def settings_of(options: dict[str, Any], chain: Chain | None, window: int | None) -> Settings:
     names = {"maskgit_plus": "low_confidence", "topk_margin": "margin"}
-    same = ("gen_length", "steps", "block_length", "temperature", "top_p", "top_k", "cfg_scale", "eps")
+    same = ("gen_length", "steps", "block_length", "temperature", "top_p", "top_k", "cfg_scale")
     given = {key: options[key] for key in same if key in options}
     alg = options.get("remasking", "low_confidence")
     frac = options.get("activation")
@@ -241,187 +243,75 @@ def assert_same(steps: list[Step], turns: list[Turn]) -> None:
 
 
 LLADA, DREAM = "decode_llada", "decode_dream"
+FULL = {"mode": "full"}
+RUN = ("chain", "prompt", "holes", "wanted", "order")
+
+
+def block(name: str, model: str, sizes: tuple[int, int, int], **told: Any) -> Case:
+    """``sizes``: gen_length, block_length, steps; ``told``: of a `Case`, and options."""
+    options = dict(zip(("gen_length", "block_length", "steps"), sizes, strict=True))
+    options |= {key: value for key, value in told.items() if key not in RUN}
+    return Case(name, "block", model, options, **{key: told[key] for key in RUN if key in told})
+
+
+def full(name: str, sizes: tuple[int, int], *, window: int | None = None, **told: Any) -> Case:
+    """``sizes``: gen_length, steps. With a window there is a circuit."""
+    options = FULL | {"gen_length": sizes[0], "steps": sizes[1]}
+    options |= {key: value for key, value in told.items() if key not in RUN}
+    given = {key: told[key] for key in RUN if key in told}
+    kind = "plain" if window is None else "windowed"
+    return Case(name, kind, DREAM, options, **{"chain": None if window is None else "plain", "window": window, **given})
+
+
 BLOCKS = [
-    Case("even", "block", LLADA, {"gen_length": 16, "block_length": 8, "steps": 8}),
-    Case(
+    block("even", LLADA, (16, 8, 8)),
+    block(
         "uneven-at-the-threshold",
-        "block",
         LLADA,
-        {
-            "gen_length": 16,
-            "block_length": 8,
-            "steps": 6,
-            "remasking": "margin",
-            "activation": 0.625,
-            "circuit_temperature": 0.7,
-        },
+        (16, 8, 6),
+        remasking="margin",
+        activation=0.625,
+        circuit_temperature=0.7,
         wanted=3,
     ),
-    Case(
+    block(
         "tenths-at-the-threshold",
-        "block",
         LLADA,
-        {
-            "gen_length": 20,
-            "block_length": 10,
-            "steps": 10,
-            "remasking": "entropy",
-            "activation": 0.6,
-            "circuit_temperature": 0.6,
-        },
+        (20, 10, 10),
+        remasking="entropy",
+        activation=0.6,
+        circuit_temperature=0.6,
         wanted=3,
     ),
-    Case(
-        "quarters-at-the-threshold",
-        "block",
-        LLADA,
-        {"gen_length": 16, "block_length": 8, "steps": 8, "activation": 0.75, "circuit_temperature": 0.8},
-        wanted=3,
-    ),
-    Case(
-        "not-at-the-first-step",
-        "block",
-        LLADA,
-        {"gen_length": 12, "block_length": 6, "steps": 4, "remasking": "random", "activation": 1.0},
-    ),
-    Case(
-        "more-steps-than-tokens",
-        "block",
-        LLADA,
-        {"gen_length": 8, "block_length": 4, "steps": 12, "circuit_temperature": 3.0},
-    ),
-    Case(
-        "temperatures-without-meaning",
-        "block",
-        LLADA,
-        {"gen_length": 8, "block_length": 8, "steps": 3, "circuit_temperature": 0.0, "activation": 2.0},
-    ),
-    Case("never", "block", LLADA, {"gen_length": 8, "block_length": 8, "steps": 4, "activation": 0.0}),
-    Case(
-        "guided",
-        "block",
-        LLADA,
-        {
-            "gen_length": 12,
-            "block_length": 6,
-            "steps": 6,
-            "remasking": "margin",
-            "cfg_scale": 0.7,
-            "circuit_temperature": 0.9,
-        },
-    ),
-    Case(
-        "masks-in-the-prompt",
-        "block",
-        LLADA,
-        {"gen_length": 16, "block_length": 8, "steps": 8, "remasking": "entropy", "activation": 0.9},
-        holes=3,
-        wanted=3,
-    ),
-    Case(
-        "masks-written",
-        "block",
-        LLADA,
-        {"gen_length": 16, "block_length": 8, "steps": 8},
-        chain="masks",
-        wanted=3,
-    ),
-    Case(
-        "zeros",
-        "block",
-        LLADA,
-        {"gen_length": 16, "block_length": 8, "steps": 8, "remasking": "entropy", "activation": 0.8},
-        chain="zeros",
-    ),
-    Case("drawn", "block", LLADA, {"gen_length": 12, "block_length": 6, "steps": 6, "temperature": 0.7}),
-    Case(
-        "drawn-margin",
-        "block",
-        LLADA,
-        {"gen_length": 12, "block_length": 6, "steps": 6, "temperature": 0.3, "remasking": "margin"},
-        order=1e-6,  # the softmax of an exponential: all but uniform, and its confidences all but equal
-    ),
-    Case(
-        "drawn-entropy",
-        "block",
-        LLADA,
-        {"gen_length": 6, "block_length": 6, "steps": 3, "temperature": 0.3, "remasking": "entropy"},
-        order=1e-6,
-    ),
-    Case(
-        "drawn-random",
-        "block",
-        LLADA,
-        {"gen_length": 12, "block_length": 6, "steps": 4, "temperature": 1.0, "remasking": "random"},
-    ),
-    Case(
-        "drawn-without-circuit",
-        "block",
-        LLADA,
-        {"gen_length": 12, "block_length": 6, "steps": 6, "temperature": 0.7},
-        chain=None,
-    ),
-    Case(
-        "dream",
-        "block",
-        DREAM,
-        {
-            "gen_length": 16,
-            "block_length": 8,
-            "steps": 8,
-            "remasking": "maskgit_plus",
-            "activation": 0.75,
-            "circuit_temperature": 0.7,
-        },
-        wanted=3,
-    ),
-    Case(
-        "dream-without-circuit",
-        "block",
-        DREAM,
-        {"gen_length": 16, "block_length": 8, "steps": 6, "remasking": "entropy", "top_p": 0.8},
-        chain=None,
-    ),
-    Case(
-        "dream-filtered",
-        "block",
-        DREAM,
-        {"gen_length": 16, "block_length": 8, "steps": 6, "remasking": "entropy", "top_p": 0.8, "top_k": 9},
-    ),
-    Case(
-        "dream-drawn",
-        "block",
-        DREAM,
-        {
-            "gen_length": 16,
-            "block_length": 8,
-            "steps": 8,
-            "remasking": "entropy",
-            "temperature": 0.2,
-            "top_p": 0.95,
-            "activation": 0.8,
-        },
-    ),
-    Case(
+    block("quarters-at-the-threshold", LLADA, (16, 8, 8), activation=0.75, circuit_temperature=0.8, wanted=3),
+    block("not-at-the-first-step", LLADA, (12, 6, 4), remasking="random", activation=1.0),
+    block("more-steps-than-tokens", LLADA, (8, 4, 12), circuit_temperature=3.0),
+    block("temperatures-without-meaning", LLADA, (8, 8, 3), circuit_temperature=0.0, activation=2.0),
+    block("never", LLADA, (8, 8, 4), activation=0.0),
+    block("guided", LLADA, (12, 6, 6), remasking="margin", cfg_scale=0.7, circuit_temperature=0.9),
+    block("masks-in-the-prompt", LLADA, (16, 8, 8), remasking="entropy", activation=0.9, holes=3, wanted=3),
+    block("masks-written", LLADA, (16, 8, 8), chain="masks", wanted=3),
+    block("zeros", LLADA, (16, 8, 8), remasking="entropy", activation=0.8, chain="zeros"),
+    block("drawn", LLADA, (12, 6, 6), temperature=0.7),
+    # The softmax of an exponential: all but uniform, and its confidences all but equal.
+    block("drawn-margin", LLADA, (12, 6, 6), temperature=0.3, remasking="margin", order=1e-06),
+    block("drawn-entropy", LLADA, (6, 6, 3), temperature=0.3, remasking="entropy", order=1e-06),
+    block("drawn-random", LLADA, (12, 6, 4), temperature=1.0, remasking="random"),
+    block("drawn-without-circuit", LLADA, (12, 6, 6), temperature=0.7, chain=None),
+    block("dream", DREAM, (16, 8, 8), remasking="maskgit_plus", activation=0.75, circuit_temperature=0.7, wanted=3),
+    block("dream-without-circuit", DREAM, (16, 8, 6), remasking="entropy", top_p=0.8, chain=None),
+    block("dream-filtered", DREAM, (16, 8, 6), remasking="entropy", top_p=0.8, top_k=9),
+    block("dream-drawn", DREAM, (16, 8, 8), remasking="entropy", temperature=0.2, top_p=0.95, activation=0.8),
+    block(
         "dream-drawn-confidence",
-        "block",
         DREAM,
-        {
-            "gen_length": 16,
-            "block_length": 8,
-            "steps": 4,
-            "remasking": "maskgit_plus",
-            "temperature": 0.2,
-            "top_p": 0.95,
-            "circuit_temperature": 0.5,
-        },
+        (16, 8, 4),
+        remasking="maskgit_plus",
+        temperature=0.2,
+        top_p=0.95,
+        circuit_temperature=0.5,
     ),
-    Case(
-        "dream-origin",
-        "block",
-        DREAM,
-        {"gen_length": 16, "block_length": 8, "steps": 8, "remasking": "origin", "temperature": 0.5, "top_k": 3},
-    ),
+    block("dream-origin", DREAM, (16, 8, 8), remasking="origin", temperature=0.5, top_k=3),
 ]
 
 
@@ -535,69 +425,17 @@ class TestBlocks:
                 assert bool(((step.scores >= 0) & (step.scores <= 1)).all())
 
 
-FULL = {"mode": "full"}
 PLAIN = [
-    Case("top-p", "plain", DREAM, FULL | {"gen_length": 16, "steps": 6, "top_p": 0.7}, chain=None, wanted=3),
-    Case(
-        "top-k",
-        "plain",
-        DREAM,
-        FULL | {"gen_length": 16, "steps": 6, "top_k": 4, "remasking": "entropy"},
-        chain=None,
-        wanted=3,
-    ),
-    Case(
-        "both",
-        "plain",
-        DREAM,
-        FULL | {"gen_length": 18, "steps": 7, "top_p": 0.85, "top_k": 6, "remasking": "topk_margin", "eps": 0.02},
-        chain=None,
-        wanted=3,
-    ),
-    Case(
-        "one-a-step",
-        "plain",
-        DREAM,
-        FULL | {"gen_length": 12, "steps": 12, "remasking": "maskgit_plus"},
-        chain=None,
-    ),
-    Case(
-        "published-settings",
-        "plain",
-        DREAM,
-        FULL | {"gen_length": 16, "steps": 8, "remasking": "entropy", "temperature": 0.2, "top_p": 0.95},
-        chain=None,
-    ),
-    Case(
-        "published-margin",
-        "plain",
-        DREAM,
-        FULL | {"gen_length": 16, "steps": 5, "remasking": "margin", "temperature": 0.2, "top_p": 0.95},
-        chain=None,
-    ),
-    Case(
-        "published-low-confidence",
-        "plain",
-        DREAM,
-        FULL | {"gen_length": 24, "steps": 4, "remasking": "maskgit_plus", "temperature": 0.2, "top_p": 0.95},
-        chain=None,
-    ),
-    Case(
-        "coins",
-        "plain",
-        DREAM,
-        FULL | {"gen_length": 20, "steps": 6, "remasking": "origin"},
-        chain=None,
-        wanted=3,
-    ),
-    Case(
-        "coins-drawn",
-        "plain",
-        DREAM,
-        FULL | {"gen_length": 20, "steps": 5, "remasking": "origin", "temperature": 0.8, "top_k": 10},
-        chain=None,
-    ),
-    Case("holes", "plain", DREAM, FULL | {"gen_length": 10, "steps": 5}, chain=None, prompt=9, holes=4),
+    full("top-p", (16, 6), top_p=0.7, wanted=3),
+    full("top-k", (16, 6), top_k=4, remasking="entropy", wanted=3),
+    full("both", (18, 7), top_p=0.85, top_k=6, remasking="topk_margin", wanted=3),
+    full("one-a-step", (12, 12), remasking="maskgit_plus"),
+    full("published-settings", (16, 8), remasking="entropy", temperature=0.2, top_p=0.95),
+    full("published-margin", (16, 5), remasking="margin", temperature=0.2, top_p=0.95),
+    full("published-low-confidence", (24, 4), remasking="maskgit_plus", temperature=0.2, top_p=0.95),
+    full("coins", (20, 6), remasking="origin", wanted=3),
+    full("coins-drawn", (20, 5), remasking="origin", temperature=0.8, top_k=10),
+    full("holes", (10, 5), prompt=9, holes=4),
 ]
 
 
@@ -637,9 +475,9 @@ class TestPlain:
     def test_coins_fall_as_often_as_they_should(self):
         """1 - s/t of the masks in every step but the last, each by itself; all in the last."""
         prompt, gen_length, steps, many = [3, 1, 4], 8, 3, 60
-        options = FULL | {"gen_length": gen_length, "steps": steps, "remasking": "origin", "eps": 0.1}
+        options = FULL | {"gen_length": gen_length, "steps": steps, "remasking": "origin"}
         found = list(loaded(DREAM).denoise([prompt] * many, preset="reference", **options, seed=list(range(many))))
-        times = np.linspace(1, 0.1, steps + 1)
+        times = np.linspace(1, 1e-3, steps + 1)
         for number in range(steps):
             own = [step for step in found if step.number == number]
             masks = sum(round(step.mask_ratio * len(step.ids)) for step in own)
@@ -655,140 +493,32 @@ class TestPlain:
 
 
 WINDOWED = [
-    Case(
-        "entropy",
-        "windowed",
-        DREAM,
-        FULL | {"gen_length": 24, "steps": 6, "remasking": "entropy", "circuit_temperature": 0.8, "activation": 0.9},
-        window=8,
-        prompt=8,
-        wanted=4,
+    full(
+        "entropy", (24, 6), window=8, remasking="entropy", circuit_temperature=0.8, activation=0.9, prompt=8, wanted=4
     ),
-    Case(
-        "margin",
-        "windowed",
-        DREAM,
-        FULL | {"gen_length": 20, "steps": 5, "remasking": "topk_margin", "activation": 0.75},
-        window=8,
-        prompt=5,
-        wanted=4,
-    ),
-    Case(
-        "topprob",
-        "windowed",
-        DREAM,
-        FULL | {"gen_length": 28, "steps": 7, "remasking": "topprob", "activation": 0.5},
-        window=8,
-        prompt=10,
-        wanted=4,
-    ),
-    Case(
-        "maskgit",
-        "windowed",
-        DREAM,
-        FULL | {"gen_length": 18, "steps": 9, "remasking": "maskgit_plus", "circuit_temperature": 0.5, "eps": 0.05},
-        window=5,
-        prompt=4,
-        wanted=3,
-    ),
-    Case(
-        "one-a-step",
-        "windowed",
-        DREAM,
-        FULL | {"gen_length": 9, "steps": 12, "remasking": "entropy"},
-        window=6,
-        prompt=12,
-    ),
-    Case(
-        "one-mask",
-        "windowed",
-        DREAM,
-        FULL | {"gen_length": 1, "steps": 3, "remasking": "entropy"},
-        window=8,
-        prompt=20,
-    ),
-    Case(
-        "as-long-as-the-sequence",
-        "windowed",
-        DREAM,
-        FULL | {"gen_length": 16, "steps": 4, "remasking": "entropy", "activation": 0.7},
-        window=20,
-        prompt=4,
-    ),
-    Case(
-        "filtered",
-        "windowed",
-        DREAM,
-        FULL | {"gen_length": 22, "steps": 6, "remasking": "entropy", "top_p": 0.9, "top_k": 20, "activation": 0.8},
-        window=8,
-        wanted=3,
-    ),
-    Case(
+    full("margin", (20, 5), window=8, remasking="topk_margin", activation=0.75, prompt=5, wanted=4),
+    full("topprob", (28, 7), window=8, remasking="topprob", activation=0.5, prompt=10, wanted=4),
+    full("maskgit", (18, 9), window=5, remasking="maskgit_plus", circuit_temperature=0.5, prompt=4, wanted=3),
+    full("one-a-step", (9, 12), window=6, remasking="entropy", prompt=12),
+    full("one-mask", (1, 3), window=8, remasking="entropy", prompt=20),
+    full("as-long-as-the-sequence", (16, 4), window=20, remasking="entropy", activation=0.7, prompt=4),
+    full("filtered", (22, 6), window=8, remasking="entropy", top_p=0.9, top_k=20, activation=0.8, wanted=3),
+    full(
         "published-settings",
-        "windowed",
-        DREAM,
-        FULL
-        | {
-            "gen_length": 22,
-            "steps": 6,
-            "remasking": "entropy",
-            "temperature": 0.2,
-            "top_p": 0.95,
-            "circuit_temperature": 0.9,
-        },
+        (22, 6),
         window=8,
+        remasking="entropy",
+        temperature=0.2,
+        top_p=0.95,
+        circuit_temperature=0.9,
         wanted=3,
     ),
-    Case(
-        "hotter",
-        "windowed",
-        DREAM,
-        FULL | {"gen_length": 22, "steps": 11, "remasking": "entropy", "temperature": 1.2, "top_p": 0.95},
-        window=12,
-        prompt=1,
-        wanted=4,
-    ),
-    Case(
-        "topprob-drawn",
-        "windowed",
-        DREAM,
-        FULL | {"gen_length": 18, "steps": 4, "remasking": "topprob", "temperature": 2.0, "top_p": 0.5},
-        window=8,
-        wanted=3,
-    ),
-    Case(
-        "origin",
-        "windowed",
-        DREAM,
-        FULL | {"gen_length": 20, "steps": 6, "remasking": "origin", "temperature": 0.4, "activation": 0.8},
-        window=8,
-    ),
-    Case(
-        "masks-in-the-prompt",
-        "windowed",
-        DREAM,
-        FULL | {"gen_length": 14, "steps": 6, "remasking": "margin", "activation": 0.9},
-        window=8,
-        prompt=12,
-        holes=5,
-        wanted=3,
-    ),
-    Case(
-        "masks-written",
-        "windowed",
-        DREAM,
-        FULL | {"gen_length": 20, "steps": 6, "remasking": "entropy"},
-        window=8,
-        chain="masks",
-    ),
-    Case(
-        "zeros",
-        "windowed",
-        DREAM,
-        FULL | {"gen_length": 20, "steps": 6, "remasking": "margin"},
-        window=8,
-        chain="zeros",
-    ),
+    full("hotter", (22, 11), window=12, remasking="entropy", temperature=1.2, top_p=0.95, prompt=1, wanted=4),
+    full("topprob-drawn", (18, 4), window=8, remasking="topprob", temperature=2.0, top_p=0.5, wanted=3),
+    full("origin", (20, 6), window=8, remasking="origin", temperature=0.4, activation=0.8),
+    full("masks-in-the-prompt", (14, 6), window=8, remasking="margin", activation=0.9, prompt=12, holes=5, wanted=3),
+    full("masks-written", (20, 6), window=8, remasking="entropy", chain="masks"),
+    full("zeros", (20, 6), window=8, remasking="margin", chain="zeros"),
 ]
 
 

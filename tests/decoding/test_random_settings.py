@@ -15,8 +15,8 @@ import torch
 from codd.backbones import Backbone
 from codd.circuits import HMM
 from codd.decoding.loop import denoise
-from codd.decoding.network import FullRecompute
 from codd.decoding.options import OPTIONS, Options
+from codd.decoding.runner import FullRecompute
 from codd.decoding.start import start_sequences
 from codd.decoding.state import SequenceState, StopCondition
 from codd.errors import CircuitSteppedAside, CoddError
@@ -71,7 +71,7 @@ def settings(rng: random.Random) -> dict[str, Any]:
         "block_length": rng.choice((1, 4, 8, 8, 10**9)),
         "mode": rng.choice(("block", "full")),
         "sampler": rng.choice(("latent", "any_order", "factorized")),
-        "remasking": rng.choice(("low_confidence", "margin", "entropy", "random", "left_to_right", "sharpened")),
+        "remasking": rng.choice(("low_confidence", "margin", "entropy", "random", "left_to_right")),
         "seed": rng.choice((0, 1, -5, 10**40, rng.randrange(10**6))),
     }
     paces = {
@@ -93,12 +93,10 @@ def settings(rng: random.Random) -> dict[str, Any]:
         "activation_scope": lambda: rng.choice(("window", "sequence")),
         "activation_targets": lambda: rng.choice((1, 2, 5)),
         "outside": lambda: rng.choice(("factorized", "defer")),
-        "sharpening": lambda: extreme(rng, 0.2),
         "editing_threshold": lambda: rng.choice((None, 0.0, 0.2, 0.5, 1.0)),
         "max_post_steps": lambda: rng.choice((0, 1, 16)),
         "ban": lambda: rng.choice(((), (3,), (3, 5, 7), tuple(range(19)), (10**30,))),
         "stop": lambda: rng.choice((True, False)),
-        "eps": lambda: rng.choice((1e-3, 1e-300, 0.999)),
     }
     for name, value in some.items():
         if rng.random() < 0.35:

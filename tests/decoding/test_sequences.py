@@ -6,7 +6,7 @@ import torch
 import codd
 from codd.decoding import Options, Step
 from codd.decoding.loop import advance
-from codd.decoding.network import FullRecompute
+from codd.decoding.runner import FullRecompute
 from codd.decoding.state import SequenceState
 from codd.errors import CoddError, InvalidInput
 from tests.support.tiny_models import MASK, tiny

@@ -52,9 +52,7 @@ def describe_values(info: OptionInfo) -> str:
     elif info.kind == "count":
         values = f"whole, {info.low:g} or more"
     elif info.kind == "number":
-        low = f"more than {info.low:g}" if info.above else f"{info.low:g} or more"
-        high = "" if info.high == math.inf else f", {'less than' if info.below else 'at most'} {info.high:g}"
-        values = f"{info.low:g} to {info.high:g}" if high and not (info.above or info.below) else low + high
+        values = f"{info.low:g} or more" if info.high == math.inf else f"{info.low:g} to {info.high:g}"
     else:
         values = {
             "ids": "ids",

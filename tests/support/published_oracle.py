@@ -43,7 +43,6 @@ class Settings:
     top_p: float | None = None
     top_k: int | None = None
     cfg_scale: float = 0.0
-    eps: float = 1e-3
     chain: Chain | None = None
     tau: float = 1.0
     frac: float = math.inf
@@ -300,7 +299,7 @@ def reveal_counts(masks: int, step: int, how: Settings) -> tuple[int, float]:
 
 
 def before_and_after(step: int, how: Settings) -> tuple[np.float32, np.float32]:
-    times = np.linspace(1, how.eps, how.steps + 1, dtype=np.float64).astype(np.float32)
+    times = np.linspace(1, 1e-3, how.steps + 1, dtype=np.float64).astype(np.float32)
     return times[step], times[step + 1]
 
 

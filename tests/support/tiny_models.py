@@ -10,9 +10,9 @@ from codd.backbones.config import Config
 from codd.backbones.transformer import initialise
 from codd.circuits import HMM, Factors, Head, HeadConfig, Modulated
 from codd.decoding import Step
-from codd.decoding.cached import runner_for
 from codd.decoding.loop import denoise
 from codd.decoding.options import Options
+from codd.decoding.runner import runner_for
 from codd.decoding.start import start_sequences
 from codd.decoding.state import StopCondition
 from tests.support import FIXTURES

@@ -8,9 +8,9 @@ from codd.backbones import Backbone, mini
 from codd.backbones.config import Config
 from codd.backbones.transformer import initialise
 from codd.circuits import HMM
-from codd.decoding.cached import runner_for
 from codd.decoding.loop import denoise
 from codd.decoding.options import Options
+from codd.decoding.runner import runner_for
 from codd.decoding.start import start_sequences
 
 SIZE, VOCAB, MASK, EOS = 8, 23, 21, 20

@@ -2,7 +2,7 @@
 
 Memory is taken once, for a number of sequences (slots) of bounded length. A pass computes some consecutive positions of
 each sequence, writes their keys and values over what stood there, and attends to all positions up to the last one that
-it is told to see. What is stale and what is exact is for the caller to know (`codd.decoding.network`).
+it is told to see. What is stale and what is exact is for the caller to know (`codd.decoding.runner`).
 """
 
 import math

@@ -16,23 +16,15 @@ from codd.circuits import HMM
 from codd.circuits.pairwise import mutual_information
 from codd.circuits.protocol import ProbabilisticCircuit
 from codd.decoding.constraint import SequenceConstraint
+from codd.decoding.loop import head_rows, state_requests, step_inputs
 from codd.decoding.model import Model
-from codd.decoding.network import FullRecompute
 from codd.decoding.options import Options
-from codd.decoding.samplers.ranking import Noise, entropy, temper_conditional
-from codd.decoding.samplers.window import logits_temperature
+from codd.decoding.ranking import Noise, entropy, temper_conditional
+from codd.decoding.runner import FullRecompute
+from codd.decoding.samplers import logits_temperature, window_inputs
+from codd.decoding.schedule import activation_ratio, circuit_acts, fit_window, masked_positions
 from codd.decoding.start import banned_ids, new_sequence
 from codd.decoding.state import SequenceState, StepInputs, StepPlan, Window
-from codd.decoding.step import (
-    activation_ratio,
-    circuit_acts,
-    fit_window,
-    head_rows,
-    masked_positions,
-    state_requests,
-    step_inputs,
-    window_inputs,
-)
 from codd.errors import InvalidInput
 
 LONGEST, MOST = 128, 32

@@ -17,10 +17,10 @@ from codd.backbones.quantized import Quantization
 from codd.circuits import HMM, load_circuit
 from codd.circuits.protocol import ProbabilisticCircuit
 from codd.constraints import Automaton, Vocabulary
-from codd.decoding.cached import runner_for
 from codd.decoding.loop import denoise
 from codd.decoding.options import Constraint, Keywords, Options
 from codd.decoding.prompts import Prompts, encode_prompts
+from codd.decoding.runner import runner_for
 from codd.decoding.start import start_sequences
 from codd.decoding.state import SequenceState, Step, StopCondition, first_stop
 from codd.errors import InvalidInput, shown

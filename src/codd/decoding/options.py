@@ -13,7 +13,7 @@ from codd.constraints import Automaton, Language, Template
 from codd.errors import InvalidInput, shown
 
 Mode = Literal["block", "full"]
-Order = Literal["low_confidence", "margin", "entropy", "random", "left_to_right", "sharpened"]
+Order = Literal["low_confidence", "margin", "entropy", "random", "left_to_right"]
 Sampler = Literal["latent", "any_order", "factorized"]
 Tempering = Literal["published", "paper"]
 Outside = Literal["factorized", "defer"]
@@ -39,7 +39,7 @@ MOST_BITS = 1024
 HOTTEST = 1000.0
 """The highest temperature and guidance: beyond it, all tokens are alike, or logits overflow."""
 COLDEST = 0.001
-"""The lowest temperature of the circuit and of the order sharpened."""
+"""The lowest temperature of the circuit."""
 PACES = ("steps", "threshold", "entropy_budget")
 """The options that say how many tokens a step commits: a run has one of them."""
 DEFAULT_BLOCK = 32
@@ -62,10 +62,6 @@ class OptionInfo:
     help: str
     low: int | float = 0.0
     high: int | float = math.inf
-    above: bool = False
-    """Whether ``low`` itself is excluded."""
-    below: bool = False
-    """Whether ``high`` itself is excluded."""
     choices: tuple[str, ...] = ()
     optional: bool = False
     """Whether None is a valid value."""
@@ -83,17 +79,14 @@ class OptionInfo:
             raise InvalidInput(f"{name} must be one of {', '.join(choices)}, found {shown(value)}.")
         if self.kind in ("count", "number") and not self._in_range(value):
             kind, form = ("whole number", "d") if self.kind == "count" else ("number", "g")
-            least = f"{'more than' if self.above else 'at least'} {self.low:{form}}"
-            most = f" and {'less than' if self.below else 'at most'} {self.high:{form}}" if self.high < math.inf else ""
-            raise InvalidInput(f"{name} must be a {kind} of {least}{most}, found {shown(value)}.")
+            most = f" and at most {self.high:{form}}" if self.high < math.inf else ""
+            raise InvalidInput(f"{name} must be a {kind} of at least {self.low:{form}}{most}, found {shown(value)}.")
 
     def _in_range(self, value: object) -> bool:
         if isinstance(value, bool) or not isinstance(value, Integral if self.kind == "count" else Real):
             return False
         number: Any = value  # compared as it is: a large integer has no float
-        low = self.low < number if self.above else self.low <= number
-        high = number < self.high if self.below else number <= self.high
-        return bool(low and high and number != math.inf)
+        return bool(self.low <= number <= self.high and number != math.inf)
 
 
 def _count(
@@ -131,7 +124,6 @@ class Keywords(TypedDict, total=False):
     outside: Outside
     threshold: float | None
     entropy_budget: float | None
-    sharpening: float
     editing_threshold: float | None
     max_post_steps: int
     ban: Collection[int]
@@ -139,7 +131,6 @@ class Keywords(TypedDict, total=False):
     constraint: Constraint | None
     stop: bool | str | Sequence[str]
     preset: Literal["reference"] | None
-    eps: float
     cache: CacheKind | None
     refresh: int | None
     seed: int | Sequence[int]
@@ -162,9 +153,8 @@ class Options:
     `DEFAULT_GREEDY` at temperature 0, `DEFAULT_SAMPLED` above, and `DEFAULT_COUNTED` with the latent sampler or the
     preset; `changed` chooses anew while nobody gave one.
 
-    Order: ``remasking`` says which tokens come first; ties go to the leftmost. ``sharpened`` is low_confidence with
-    logits divided by ``sharpening``. Under a threshold all that reach it are committed whatever the order, which then
-    only says which one is committed where none does.
+    Order: ``remasking`` says which tokens come first; ties go to the leftmost. Under a threshold all that
+    reach it are committed whatever the order, which then only says which one is committed where none does.
 
     Editing: with ``editing_threshold`` a step also replaces tokens that it wrote before in the same block, where the
     network prefers another with a probability above it; a block without masks is gone over again until nothing changes,
@@ -190,8 +180,8 @@ class Options:
 
     ``stop`` ends a sequence at its end-of-text token (True), or also before any of the given texts. ``seed`` fixes
     everything: one number for all sequences, or one for each; two equal prompts with equal seeds get equal answers,
-    whatever else is in the batch. ``preset="reference"`` is the published implementation step by step; ``eps`` is its
-    last time in full mode. Those of block-causal networks may have ``steps`` (in a block) and ``threshold`` at once.
+    whatever else is in the batch. ``preset="reference"`` is the published implementation step by step; that of
+    block-causal networks may have ``steps`` (in a block) and ``threshold`` at once.
 
     Raises InvalidInput for a value out of its range, and for options that contradict each other.
     """
@@ -287,9 +277,6 @@ class Options:
         default=None,
         metadata=_number("commit tokens while their entropies (nats) sum to less", "NATS", optional=True),
     )
-    sharpening: float = field(
-        default=0.2, metadata=_number("divides the logits for the order sharpened", "X", low=COLDEST, high=HOTTEST)
-    )
     editing_threshold: float | None = field(
         default=None,
         metadata=_number(
@@ -319,10 +306,6 @@ class Options:
     preset: Literal["reference"] | None = field(
         default=None,
         metadata=_choice("follow the published implementation step by step", ("reference",), optional=True),
-    )
-    eps: float = field(
-        default=1e-3,
-        metadata=_number("the preset's last time in full mode", "X", above=True, high=1.0, below=True),
     )
     cache: CacheKind | None = field(
         default=None,

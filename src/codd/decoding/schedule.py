@@ -1,4 +1,4 @@
-"""Which positions a network evaluation may commit, and how many: blocks, counts and windows."""
+"""Which positions a network evaluation may commit, and how many: blocks, counts, and windows of the circuit."""
 
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
@@ -7,7 +7,9 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from codd.decoding.state import SequenceState, StepPlan
+from codd.circuits.protocol import ProbabilisticCircuit
+from codd.decoding.options import Options
+from codd.decoding.state import SequenceState, StepPlan, Window
 from codd.errors import InvalidInput
 
 
@@ -114,3 +116,38 @@ def best_window(due: Bool[Tensor, "*B L"], length: int) -> Int[Tensor, "*B"]:
     beyond = ~best & (begin > first[..., None])
     last = torch.where(beyond.any(-1), beyond.int().argmax(-1), best.shape[-1]) - 1
     return (first + last) // 2
+
+
+def masked_positions(state: SequenceState, plan: StepPlan) -> Int[Tensor, " R"]:
+    """The masked positions of a plan's block, ascending."""
+    return state.masked[plan.begin : plan.end].nonzero()[:, 0] + plan.begin
+
+
+def fit_window(window: Window, circuit: ProbabilisticCircuit | None, length: int) -> Window | None:
+    """The window as the circuit can serve it: one of fixed length reaches back into what is written.
+
+    None if a sequence of ``length`` positions has no room for it.
+    """
+    begin, end = window
+    if circuit is None or circuit.length is None or circuit.length == end - begin:
+        return window
+    begin = max(0, end - circuit.length)
+    return (begin, begin + circuit.length) if begin + circuit.length <= length else None
+
+
+def window_length(circuit: ProbabilisticCircuit, options: Options, length: int) -> int:
+    """How many positions the circuit covers in full mode."""
+    return min(circuit.length or circuit.window or options.block_length, length)
+
+
+def activation_ratio(state: SequenceState, window: Window) -> float:
+    """The share of masks that ``activation`` is compared with: in the window, or in all that the run is to write."""
+    if state.options.activation_scope == "window":
+        return state.mask_ratio(window)
+    return int(state.masked.sum()) / max(1, int((~state.given).sum()))
+
+
+def circuit_acts(circuit: ProbabilisticCircuit | None, mask_ratio: float, options: Options) -> bool:
+    """Whether the circuit takes part in a step at this mask ratio."""
+    wanted = circuit is not None and options.sampler != "factorized"
+    return wanted and (options.activation is None or mask_ratio < options.activation)

@@ -10,14 +10,12 @@ from codd.backbones.backbone import Backbone
 from codd.circuits import HMM
 from codd.circuits.protocol import ProbabilisticCircuit
 from codd.constraints import Automaton
-from codd.decoding import published, step
+from codd.decoding import published
 from codd.decoding.constraint import constrain
 from codd.decoding.options import Options
 from codd.decoding.schedule import plan_steps
-from codd.decoding.state import Algorithm, SequenceState, StopCondition, generator_for
+from codd.decoding.state import SequenceState, StopCondition, generator_for
 from codd.errors import InvalidInput
-
-STANDARD = Algorithm(plan_steps, step.masked_positions, step.run_step)
 
 
 def start_sequences(
@@ -45,12 +43,13 @@ def start_sequences(
             f"block_length is {options.block_length}, but the circuit has only {fixed} positions: give that, or a part."
         )
     stop = StopCondition() if stop is None else stop
-    algorithm = published.algorithm_for(options, backbone, circuit, stop) if options.published else STANDARD
+    if options.published:
+        published.check(backbone, options, circuit)
     for number, prompt in enumerate(prompts):
         _check_prompt(backbone, options, number, prompt)
     banned = banned_ids(backbone, options, mask_id)
     sequences = [
-        new_sequence(prompt, options, algorithm, mask_id=mask_id, seed=seed, number=number)
+        new_sequence(prompt, options, mask_id=mask_id, seed=seed, number=number)
         for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
     ]
     if automaton is not None:
@@ -59,9 +58,10 @@ def start_sequences(
         for state in sequences:
             state.constraint = constrain(automaton, state.ids, state.prompt_length, state.number, mask_id, alone)
     for state in sequences:
-        state.circuit, state.banned, state.block_size = circuit, banned, backbone.block_size
+        state.circuit, state.banned = circuit, banned
+        state.block_size, state.family = backbone.block_size, backbone.family
         state.stop = stop if options.stops else StopCondition()
-        state.schedule = algorithm.schedule(state)
+        state.schedule = published.plan_steps(state, stop) if options.published else plan_steps(state)
         state.plan = next(state.schedule, None)
     return sequences
 
@@ -99,7 +99,6 @@ def options_for(backbone: Backbone, options: Options) -> Options:
 def new_sequence(
     prompt: Sequence[int],
     options: Options,
-    algorithm: Algorithm = STANDARD,
     *,
     mask_id: int,
     seed: int = 0,
@@ -108,7 +107,7 @@ def new_sequence(
     """A prompt followed by ``options.gen_length`` masks, with nothing planned."""
     ids = torch.tensor([*prompt, *([mask_id] * options.gen_length)], dtype=torch.long)
     generator = generator_for(seed, prompt)
-    return SequenceState(ids, ids != mask_id, len(prompt), mask_id, options, algorithm, generator, number)
+    return SequenceState(ids, ids != mask_id, len(prompt), mask_id, options, generator, number)
 
 
 def banned_ids(backbone: Backbone, options: Options, mask_id: int) -> Int[Tensor, " n"]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from codd.circuits.protocol import ProbabilisticCircuit
 from codd.decoding.options import Options
-from codd.decoding.samplers.ranking import Ranking
+from codd.decoding.ranking import Ranking
 
 if TYPE_CHECKING:
     from codd.coupling import Coupled
@@ -72,17 +72,6 @@ def first_stop(text: str, stops: Sequence[str], begin: int = 0) -> int | None:
     return min(places)[1] if places else None
 
 
-class Algorithm(NamedTuple):
-    """How a sequence is decoded: by our own schedule and steps, or by the published implementation's."""
-
-    schedule: "Callable[[SequenceState], Iterator[StepPlan]]"
-    """Yields the plan of each step; reads the sequence as it is by then."""
-    positions: "Callable[[SequenceState, StepPlan], Int[Tensor, ' R']]"
-    """The masked positions whose logits a step needs, ascending."""
-    step: "Callable[[StepInputs], StepResult]"
-    """Decides which tokens a step commits."""
-
-
 @dataclass(eq=False)
 class SequenceState:
     """A sequence under way: its ids, how it is to be decoded, and the plan of its next step.
@@ -97,7 +86,6 @@ class SequenceState:
     prompt_length: int
     mask_id: int
     options: Options
-    algorithm: Algorithm
     generator: torch.Generator
     """The sequence's own random numbers, on the host whatever the network's device."""
     number: int = 0
@@ -109,6 +97,8 @@ class SequenceState:
     """Tokens that are never written: on the host at first, so that a sequence can be made while a device captures."""
     block_size: int | None = None
     """Of a network with block-causal attention: no position sees beyond the end of its block, counted from 0."""
+    family: str = ""
+    """That of the network, whose published loop the preset follows."""
     unseen: int = 0
     """Leading positions that the network is not shown."""
     stop: StopCondition = StopCondition()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from codd.coupling import Coupled
 from codd.decoding import Model, Options
-from codd.decoding.network import pad_left
+from codd.decoding.runner import pad_left
 from codd.errors import InvalidInput
 from codd.evaluation.gap import circuit_length
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from codd.circuits import load_circuit
 from codd.circuits.protocol import ProbabilisticCircuit
 from codd.decoding.loop import advance
-from codd.decoding.network import StateRequest
 from codd.decoding.options import Options
-from codd.decoding.start import STANDARD
+from codd.decoding.runner import StateRequest
+from codd.decoding.schedule import plan_steps
 from codd.decoding.state import HiddenStates, SequenceState, Step
 from codd.errors import CoddError, InvalidInput
 
@@ -64,8 +64,8 @@ class BlockDecoder:
         if generator is None:
             generator = torch.Generator().manual_seed(self.options.seed if isinstance(self.options.seed, int) else 0)
         open_ids = torch.where((ids == self.mask_id) & ~given, UNWRITTEN, ids.long())
-        state = SequenceState(open_ids, given, 0, UNWRITTEN, self.options, STANDARD, generator)
-        state.schedule = STANDARD.schedule(state)
+        state = SequenceState(open_ids, given, 0, UNWRITTEN, self.options, generator)
+        state.schedule = plan_steps(state)
         state.plan = next(state.schedule, None)
         return state
 

@@ -76,9 +76,9 @@ def _type(info: OptionInfo) -> Any:
     if info.kind == "count":
         return Annotated[int, Field(ge=info.low, le=info.high)]
     if info.kind == "number":
-        limits: dict[str, Any] = {"gt" if info.above else "ge": info.low}
+        limits: dict[str, Any] = {"ge": info.low}
         if info.high != math.inf:
-            limits["lt" if info.below else "le"] = info.high
+            limits["le"] = info.high
         return Annotated[float, Field(**limits)]
     return {"ids": Ids, "seed": Seed}[info.kind]
 

@@ -9,16 +9,20 @@ leaves open, which of equal confidences comes first, is settled as everywhere: t
 reproduced. Block-causal families have loops of their own (`codd.decoding.published.block_causal`).
 """
 
-from functools import partial
+from collections.abc import Iterator
+
+from jaxtyping import Int
+from torch import Tensor
 
 from codd.backbones.backbone import Backbone
 from codd.circuits.protocol import ProbabilisticCircuit
+from codd.decoding import schedule as ours
 from codd.decoding.options import Options
 from codd.decoding.published import block_causal
 from codd.decoding.published.check import check_block_causal, check_options
-from codd.decoding.published.schedule import all_positions, masked_positions, plan_steps
+from codd.decoding.published.schedule import all_positions, bidirectional_steps, masked_positions
 from codd.decoding.published.steps import block_step, full_step
-from codd.decoding.state import Algorithm, StopCondition
+from codd.decoding.state import SequenceState, StepInputs, StepPlan, StepResult, StopCondition
 from codd.errors import InvalidInput
 
 BLOCK_CAUSAL = ("sdar", "fast_dllm", "llada2")
@@ -34,22 +38,38 @@ def options_for(backbone: Backbone, options: Options) -> Options:
     return block_causal.with_defaults(options, family, size)
 
 
-def algorithm_for(
-    options: Options, backbone: Backbone, circuit: ProbabilisticCircuit | None, stop: StopCondition
-) -> Algorithm:
-    """The published loop for a family: Dream and block-causal ones have their own, all others follow LLaDA's.
-
-    Only block-causal ones heed ``stop``, unless the options say no. Raises InvalidInput for options that the loop does
-    not know.
-    """
-    family = backbone.family
+def check(backbone: Backbone, options: Options, circuit: ProbabilisticCircuit | None) -> None:
+    """Raise InvalidInput for options that a family's published loop does not know."""
     if backbone.block_size is not None:
-        check_block_causal(options, family, backbone.block_size, circuit)
-        heeded = StopCondition() if options.stop is False else stop
-        return block_causal.algorithm(family, backbone.block_size, heeded)
-    check_options(options, family, circuit)
-    full, dream = options.mode == "full", family == "dream"
-    windowed = full and circuit is not None and options.sampler != "factorized"
-    everywhere = options.temperature > 0 and (windowed or (dream and not full))
-    step = full_step if full else partial(block_step, dream=dream)
-    return Algorithm(plan_steps, all_positions if everywhere else masked_positions, step)
+        check_block_causal(options, backbone.family, backbone.block_size, circuit)
+    else:
+        check_options(options, backbone.family, circuit)
+
+
+def plan_steps(state: SequenceState, stop: StopCondition) -> Iterator[StepPlan]:
+    """The steps of a sequence. Dream and block-causal families have their own loops, all others follow LLaDA's.
+
+    Only block-causal ones heed ``stop``, unless the options say no.
+    """
+    if state.block_size is None:
+        return bidirectional_steps(state)
+    return block_causal.plan_steps(state, StopCondition() if state.options.stop is False else stop)
+
+
+def positions(state: SequenceState, plan: StepPlan) -> Int[Tensor, " R"]:
+    """The positions whose logits a step needs, ascending."""
+    if state.block_size is not None:
+        return ours.masked_positions(state, plan)
+    options, full = state.options, state.options.mode == "full"
+    windowed = full and state.circuit is not None and options.sampler != "factorized"
+    everywhere = options.temperature > 0 and (windowed or (state.family == "dream" and not full))
+    return (all_positions if everywhere else masked_positions)(state, plan)
+
+
+def step(inputs: StepInputs) -> StepResult:
+    """Which tokens to commit."""
+    if inputs.state.block_size is not None:
+        return block_causal.step(inputs)
+    if inputs.options.mode == "full":
+        return full_step(inputs)
+    return block_step(inputs, dream=inputs.state.family == "dream")

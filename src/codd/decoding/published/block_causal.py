@@ -7,7 +7,6 @@ forgets a prompt of exactly one block, and leaves the next block's first token a
 """
 
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 from torch.nn.functional import pad
@@ -15,8 +14,7 @@ from torch.nn.functional import pad
 from codd.decoding.options import Options
 from codd.decoding.published.steps import Proposals, step_result
 from codd.decoding.schedule import edit_steps, spread
-from codd.decoding.state import Algorithm, SequenceState, StepInputs, StepPlan, StepResult, StopCondition
-from codd.decoding.step import masked_positions
+from codd.decoding.state import SequenceState, StepInputs, StepPlan, StepResult, StopCondition
 
 LLADA2_STEPS, LLADA2_THRESHOLD = 32, 0.95
 FAST_DLLM_THRESHOLD, FAST_DLLM_BLOCK = 0.9, 8
@@ -39,13 +37,13 @@ def with_defaults(options: Options, family: str, size: int) -> Options:
     return options.changed(steps=steps, threshold=threshold)
 
 
-def algorithm(family: str, size: int, stop: StopCondition) -> Algorithm:
-    """The loop of a family with blocks of ``size``; ``stop`` is for the loop to heed, each does so in its own way."""
-    schedule = {"sdar": _sdar, "fast_dllm": _fast_dllm, "llada2": _llada2}[family]
-    return Algorithm(partial(schedule, size=size, stop=stop), masked_positions, _step)
+def plan_steps(state: SequenceState, stop: StopCondition) -> Iterator[StepPlan]:
+    """The steps of a family's loop, which heeds ``stop`` in its own way."""
+    assert state.block_size is not None
+    return {"sdar": _sdar, "fast_dllm": _fast_dllm, "llada2": _llada2}[state.family](state, state.block_size, stop)
 
 
-def _step(inputs: StepInputs) -> StepResult:
+def step(inputs: StepInputs) -> StepResult:
     """All that are surer than the threshold, but at least ``plan.count``: then the surest, or the leftmost."""
     options, window = inputs.options, (inputs.plan.begin, inputs.plan.end)
     best = inputs.logits.softmax(-1).max(-1)

@@ -84,7 +84,6 @@ def check_known(options: Options) -> None:
         outside=options.outside if options.outside == "defer" else None,
         activation_scope=options.activation_scope if options.activation_scope == "sequence" else None,
         activation_targets=options.activation_targets if options.activation_targets > 1 else None,
-        remasking=options.remasking if options.remasking == "sharpened" else None,
     )
 
 

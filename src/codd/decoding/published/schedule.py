@@ -9,8 +9,11 @@ from torch import Tensor
 from codd.decoding.schedule import spread
 from codd.decoding.state import SequenceState, StepPlan
 
+EPS = 1e-3
+"""The last time in full mode."""
 
-def plan_steps(state: SequenceState) -> Iterator[StepPlan]:
+
+def bidirectional_steps(state: SequenceState) -> Iterator[StepPlan]:
     """The steps of a sequence, those that have nothing to commit included."""
     return _block_schedule(state) if state.options.mode == "block" else _full_schedule(state)
 
@@ -29,7 +32,7 @@ def _block_schedule(state: SequenceState) -> Iterator[StepPlan]:
 
 def _full_schedule(state: SequenceState) -> Iterator[StepPlan]:
     steps = state.options.steps or state.options.gen_length
-    times = diffusion_times(steps, state.options.eps)
+    times = diffusion_times(steps)
     for i in range(steps):
         now, then, last = times[i], times[i + 1], i == steps - 1
         count = revealed(int(state.masked.sum()), now, then, last)
@@ -46,9 +49,9 @@ def all_positions(state: SequenceState, plan: StepPlan) -> Int[Tensor, " L"]:
     return torch.arange(len(state.ids))
 
 
-def diffusion_times(steps: int, eps: float) -> list[float]:
-    """The times of full mode: from 1 to eps."""
-    return torch.linspace(1, eps, steps + 1).tolist()
+def diffusion_times(steps: int) -> list[float]:
+    """The times of full mode: from 1 to `EPS`."""
+    return torch.linspace(1, EPS, steps + 1).tolist()
 
 
 def revealed(masks: int, now: float, then: float, last: bool) -> int:

@@ -10,9 +10,10 @@ from torch import Tensor
 from codd.circuits.protocol import ProbabilisticCircuit
 from codd.decoding.options import Options
 from codd.decoding.published.schedule import centred_window
-from codd.decoding.samplers.ranking import Noise, Ranking, by_priority, choose_tokens, keep_top_k, keep_top_p
+from codd.decoding.ranking import Noise, Ranking, by_priority, choose_tokens, keep_top_k, keep_top_p
+from codd.decoding.samplers import window_inputs
+from codd.decoding.schedule import circuit_acts, window_length
 from codd.decoding.state import SequenceState, StepInputs, StepResult, Window
-from codd.decoding.step import circuit_acts, window_inputs, window_length
 
 _TINY = 1e-10
 _SIMPLEX = 1e-6

@@ -5,9 +5,8 @@ from typing import NamedTuple
 from jaxtyping import Float
 from torch import Tensor
 
-RULES = ("low_confidence", "margin", "sharpened", "entropy")
-"""What orders the positions: the token's probability, the largest less the second, the token's probability once all are
-sharpened, or how small the entropy is."""
+RULES = ("low_confidence", "margin", "entropy")
+"""What orders the positions: the token's probability, the largest less the second, or how small the entropy is."""
 
 
 class Draw(NamedTuple):
@@ -16,8 +15,6 @@ class Draw(NamedTuple):
     temperature: float = 1.0
     """Divides the log-probabilities before a token is drawn."""
     rule: str = "low_confidence"
-    sharpening: float = 1.0
-    """Divides them for the order of that name."""
     entropies: bool = False
 
     @property

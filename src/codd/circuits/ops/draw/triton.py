@@ -22,8 +22,7 @@ from codd.circuits.ops.scaled import Scaled
 from codd.circuits.parameters import Emission
 
 _DENSE = tl.constexpr(int(Kind.DENSE))
-_MARGIN, _SHARPENED = tl.constexpr(RULES.index("margin")), tl.constexpr(RULES.index("sharpened"))
-_ENTROPY = tl.constexpr(RULES.index("entropy"))
+_MARGIN, _ENTROPY = tl.constexpr(RULES.index("margin")), tl.constexpr(RULES.index("entropy"))
 _SUMS = 4
 """Numbers kept of a strip: the largest log-probability, the tempered mass, what an order needs, the sum of p log p."""
 
@@ -97,7 +96,6 @@ def _marginals(
     batch_stride,
     row_stride,
     cooling,
-    sharpening,
     RULE: tl.constexpr,
     ENTROPY: tl.constexpr,
     OPEN: tl.constexpr,
@@ -166,8 +164,6 @@ def _marginals(
         place = tl.min(tl.where(log_p == top[None, :], v[:, None], vocab), 0)
         second = tl.max(tl.where(v[:, None] == place[None, :], float("-inf"), log_p), 0)
         tl.store(into + 2 * size, second, mask=used)
-    elif RULE == _SHARPENED:
-        tl.store(into + 2 * size, tl.sum(tl.exp(under * sharpening), 0), mask=used)
     if ENTROPY:
         p = tl.exp(log_p)
         tl.store(into + 3 * size, tl.sum(tl.where(p > 0.0, p * log_p, 0.0), 0), mask=used)
@@ -194,7 +190,6 @@ def _propose(
     vocab,
     strips,
     cooling,
-    sharpening,
     RULE: tl.constexpr,
     ENTROPY: tl.constexpr,
     GREEDY: tl.constexpr,
@@ -240,9 +235,6 @@ def _propose(
     if RULE == _MARGIN:
         seconds = tl.load(at + 2 * size, mask=mine, other=float("-inf"))
         rank = tl.exp(top) - tl.exp(tl.max(tl.where(s == holder, seconds, tops), 0))
-    elif RULE == _SHARPENED:
-        sharp = tl.load(at + 2 * size, mask=mine, other=0.0) * tl.exp((tops - base) * sharpening)
-        rank = tl.exp((chosen - base) * sharpening) / tl.sum(sharp, 0)
     elif RULE == _ENTROPY:
         rank = -entropy
     else:
@@ -338,7 +330,6 @@ def dense_marginals(
         potentials.stride(0),
         potentials.stride(1),
         draw.cooling,
-        1 / draw.sharpening,
         RULE=RULES.index(draw.rule),
         ENTROPY=draw.needs_entropies,
         OPEN=open_ is not None,
@@ -372,7 +363,6 @@ def propose(given: Marginals, open_: Bool[Tensor, "B L"], draw: Draw, uniforms: 
         vocab,
         strips,
         draw.cooling,
-        1 / draw.sharpening,
         RULE=RULES.index(draw.rule),
         ENTROPY=draw.needs_entropies,
         GREEDY=uniforms is None,

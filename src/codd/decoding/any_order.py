@@ -15,7 +15,7 @@ from codd.circuits.ops.pick.eager import choose as pick_surest
 from codd.circuits.protocol import Conditioner
 from codd.coupling import Coupled
 from codd.decoding.options import Options
-from codd.decoding.samplers.ranking import (
+from codd.decoding.ranking import (
     COLDEST,
     HOTTEST,
     Noise,
@@ -129,7 +129,7 @@ def _candidates_suffice(options: Options) -> bool:
     """Whether the most probable tokens of each position can tell which position comes first."""
     if options.remasking == "low_confidence":
         return options.temperature == 0  # else it goes by the token that is drawn at each position
-    return options.remasking not in ("entropy", "sharpened") and options.threshold is None
+    return options.remasking != "entropy" and options.threshold is None
 
 
 def _runs_natively(options: Options) -> bool:
@@ -226,13 +226,13 @@ def _offers(
     if conditioner.proposes and whole and not tempers_conditionals(options):
         heat = 1.0 if greedy else min(max(options.temperature, COLDEST), HOTTEST)
         rule = options.remasking if options.remasking in RULES else RULES[0]
-        draw = Draw(heat, rule, options.sharpening, options.entropy_budget is not None)
+        draw = Draw(heat, rule, options.entropy_budget is not None)
         offers = conditioner.propose(open_, draw, None if greedy else uniforms)
         return offers if given is None else offers._replace(order=given)
     log_p = temper_conditional(conditioner.dense_log_marginals()[0], options)
     tokens, scores = _proposals(log_p, uniforms[0], options)
     if given is None:
-        given = priority(options.remasking, log_p, log_p, tokens, None, options.sharpening)[None]
+        given = priority(options.remasking, log_p, tokens, None)[None]
     entropies = torch.zeros_like(scores) if options.entropy_budget is None else entropy(log_p)
     return Offers(tokens[None], scores[None], given, entropies[None])
 
@@ -297,7 +297,7 @@ def _pick(
             return _Pick(row, tokens, scores, entropy(log_p), settled[0])
         log_p = conditioner.dense_log_marginals()[0].index_select(0, rows)
     tokens, scores = _proposals(log_p, noise.tokens, options)
-    priorities = priority(options.remasking, log_p, log_p, tokens, noise.order, options.sharpening)
+    priorities = priority(options.remasking, log_p, tokens, noise.order)
     if options.threshold is not None:
         passed = open_rows & (scores >= options.threshold)
         open_rows = torch.where(passed.any(), passed, open_rows)

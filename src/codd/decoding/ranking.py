@@ -102,21 +102,17 @@ def entropy(log_p: Float[Tensor, "R V"]) -> Float[Tensor, " R"]:
 
 def priority(
     rule: str,
-    scores: Float[Tensor, "R V"],
     log_p: Float[Tensor, "R V"],
     tokens: Int[Tensor, " R"],
     uniforms: Float[Tensor, " R"] | None,
-    sharpening: float,
 ) -> Float[Tensor, " R"]:
     """How early each row may be committed by a remasking rule: larger is earlier.
 
-    Rows stand in the order of their positions; ``tokens`` are the proposed ones, ``log_p`` the log-softmax of
-    ``scores``, and ``uniforms`` the numbers of the random order.
+    Rows stand in the order of their positions; ``tokens`` are the proposed ones, ``log_p`` the log-probabilities of all
+    tokens, and ``uniforms`` the numbers of the random order.
     """
     if rule == "low_confidence":
         return token_probability(log_p, tokens)
-    if rule == "sharpened":
-        return token_probability(temper(scores, sharpening).log_softmax(-1), tokens)
     if rule == "margin":
         return margin(log_p)
     if rule == "entropy":

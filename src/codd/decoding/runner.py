@@ -1,4 +1,4 @@
-"""Runners with a KV cache: a step computes the positions that it is about, and attends to the others as they were.
+"""How steps get hidden states from the network: all positions anew in each step, or some of them with a KV cache.
 
 Block-causal networks: keys and values of a finished block depend on nothing that comes later, so that the cache is
 exact. The pass that begins a block also computes the one before it once more, now that its tokens are final, and what
@@ -9,28 +9,130 @@ states count; until the next one all before the block ("prefix") or outside of i
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from codd.backbones.backbone import Backbone
 from codd.backbones.kv_cache import CachedPass, default_memory
-from codd.decoding.accelerate import cuda_graphs
-from codd.decoding.network import LENGTH_MULTIPLE, FullRecompute, NetworkRunner, StateRequest
+from codd.decoding import cuda_graphs
 from codd.decoding.state import HiddenStates, SequenceState, Window
 from codd.errors import InvalidInput
 
+LENGTH_MULTIPLE = 32
+"""The length of a ragged batch is rounded up to a multiple of this on a GPU, so that few graphs serve most batches."""
 GRANULARITY = 128
 """Positions in which the length of a cache is counted on a GPU."""
 
 
-class Rows(NamedTuple):
-    """What a pass computes of a sequence, counted from the first position that the network sees."""
+class StateRequest(NamedTuple):
+    """The hidden states that a step needs: of some positions of a sequence, as it is or with its prompt hidden."""
 
-    begin: int
-    end: int
+    state: SequenceState
+    """The sequence that the ids are of; a cache is keyed by it."""
+    ids: Int[Tensor, " L"]
+    """All that the network is to see: of a block-causal one nothing beyond the blocks of the span."""
+    span: Window
+    """The positions whose states are needed."""
+    begin: int = 0
+    """The position of the first of ``ids``."""
+
+
+@runtime_checkable
+class NetworkRunner(Protocol):
+    """Evaluates the network for the sequences that share a step."""
+
+    def __call__(self, requests: Sequence[StateRequest]) -> list[HiddenStates]:
+        """The states of each request, covering at least its span."""
+
+    def logits(self, rows: Sequence[Float[Tensor, "_ d"]], mask_id: int) -> list[Float[Tensor, "_ V"]]:
+        """What the head makes of hidden states, as those of masked positions."""
+
+    def admit(self, state: SequenceState) -> bool:
+        """Take what memory a sequence needs before its first request; False while there is none."""
+
+    def release(self, state: SequenceState) -> None:
+        """Give back what a sequence holds; nothing if it holds nothing."""
+
+
+class FullRecompute:
+    """The exact runner: every position of every sequence in every step, no cache.
+
+    On a CPU the backbone evaluates sequences one by one, so that each is what it is alone, to the bit. On a GPU they
+    are one batch, whose shape changes how it rounds; ``one_by_one``: there too, at the price of batching.
+    """
+
+    def __init__(self, backbone: Backbone, *, one_by_one: bool = False):
+        """Run ``backbone`` on its own device."""
+        self.backbone, self.one_by_one = backbone, one_by_one
+
+    def __call__(self, requests: Sequence[StateRequest]) -> list[HiddenStates]:
+        """The hidden states of all positions of each request's ids."""
+        sequences = [request.ids for request in requests]
+        if not self.one_by_one:
+            hidden = self._batch(sequences)
+        else:  # cloned: the next call overwrites what a graph gave
+            hidden = [self._states(ids[None], None)[0].clone() for ids in sequences]
+        for request in requests:
+            request.state.computed = request.state.cached = 0
+        for request in requests:  # with guidance there are two of a sequence
+            request.state.computed += len(request.ids)
+        return [HiddenStates(request.begin, states) for request, states in zip(requests, hidden, strict=True)]
+
+    def logits(self, rows: Sequence[Float[Tensor, "_ d"]], mask_id: int) -> list[Float[Tensor, "_ V"]]:
+        """What the head makes of hidden states: of all sequences together where the network is evaluated so."""
+        if self.one_by_one or self.backbone.device.type == "cpu":
+            return [self._logits(each, mask_id) for each in rows]
+        return list(torch.split(self._logits(torch.cat(list(rows)), mask_id), [len(each) for each in rows]))
+
+    def _logits(self, rows: Float[Tensor, "n d"], mask_id: int) -> Float[Tensor, "n V"]:
+        return self.backbone.masked_logits_from_states(rows[None], mask_id=mask_id, exclude_mask=False)[0]
+
+    def admit(self, state: SequenceState) -> bool:
+        """True: without a cache a sequence needs no memory between steps."""
+        return True
+
+    def release(self, state: SequenceState) -> None:
+        """Do nothing: without a cache a sequence holds no memory."""
+
+    def _batch(self, sequences: Sequence[Int[Tensor, " _"]]) -> list[Float[Tensor, "_ d"]]:
+        pad = self.backbone.special.pad if self.backbone.special.pad is not None else 0
+        lengths = {len(ids) for ids in sequences}
+        length = self._padded_length(max(lengths))
+        # A block-causal network is shown more with every block: unpadded, each length would be captured anew.
+        if len(lengths) == 1 and (self.backbone.block_size is None or length in lengths):
+            return list(self._states(torch.stack(list(sequences)), None))
+        ids, valid = pad_left(sequences, pad, torch.device("cpu"), length)
+        states = self._states(ids, valid)
+        return [row[ids.shape[1] - len(own) :] for row, own in zip(states, sequences, strict=True)]
+
+    def _states(self, ids: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"] | None) -> Float[Tensor, "B L d"]:
+        """The last hidden states. On a GPU the next call overwrites them."""
+        if self.backbone.device.type == "cuda":
+            return cuda_graphs.network_states(self.backbone, ids, valid)
+        return self.backbone.states(ids, valid, fill_padding=False)
+
+    def _padded_length(self, longest: int) -> int:
+        if self.backbone.device.type != "cuda":
+            return longest
+        rounded, limit = -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, self.backbone.max_length
+        return rounded if limit is None else max(longest, min(rounded, limit))
+
+
+def pad_left(
+    sequences: Sequence[Sequence[int] | Tensor], pad_id: int, device: torch.device, at_least: int = 0
+) -> tuple[Tensor, Tensor]:
+    """One batch of sequences of any lengths: ids (B, L), and which of them are real (B, L)."""
+    longest = max(at_least, max(map(len, sequences), default=0))
+    ids = torch.full((len(sequences), longest), pad_id, dtype=torch.long)
+    valid = torch.zeros(len(sequences), longest, dtype=torch.bool)
+    for row, sequence in enumerate(sequences):
+        start = longest - len(sequence)
+        ids[row, start:] = torch.as_tensor(sequence, dtype=torch.long)
+        valid[row, start:] = True
+    return ids.to(device), valid.to(device)
 
 
 @dataclass
@@ -46,12 +148,12 @@ class Slot:
     """How many passes there were since that one."""
     step: int = -1
     """The number of the latest step, which after an error of a neighbour is made once more, alike."""
-    rows: tuple[int, int] = (0, 0)
-    """The first position, and one beyond the last, that the latest step computed, counted as in `Rows`."""
+    rows: Window = (0, 0)
+    """What the latest step computed, counted from the first position that the network sees."""
 
 
 class Pass(NamedTuple):
-    """What is computed for one request, at positions counted as in `Rows`."""
+    """What is computed for one request, at positions counted from the first that the network sees."""
 
     request: StateRequest
     slot: int
@@ -218,7 +320,7 @@ class CachedRunner:
         unaligned = self.backbone.shift if each.begin else 0
         return HiddenStates(each.request.begin + each.begin + unaligned, states[unaligned : each.end - each.begin])
 
-    def _rows(self, request: StateRequest, slot: Slot) -> Rows:
+    def _rows(self, request: StateRequest, slot: Slot) -> Window:
         plan, options, length = request.state.plan, request.state.options, len(request.ids)
         assert plan is not None
         begin, end = (place - request.begin for place in request.span)
@@ -228,18 +330,18 @@ class CachedRunner:
         block = (plan.begin, plan.end)
         if slot.block != block or (options.refresh is not None and slot.age >= options.refresh):
             slot.block, slot.age = block, 0
-            return Rows(0, length)
+            return 0, length
         slot.age += 1
-        return Rows(begin, end if options.cache == "dual" else length)
+        return begin, end if options.cache == "dual" else length
 
-    def _rows_of_blocks(self, request: StateRequest, slot: Slot, begin: int, size: int) -> Rows:
+    def _rows_of_blocks(self, request: StateRequest, slot: Slot, begin: int, size: int) -> Window:
         state, plan, length = request.state, request.state.plan, len(request.ids)
         assert plan is not None
         start = (plan.begin - request.begin) // size * size
         if state.options.cache == "dual" and plan.end - plan.begin < size:
             known = int(state.ids[plan.begin]) != state.mask_id
             if known and slot.block == (start, start + size):
-                return Rows(plan.begin - request.begin, plan.end - request.begin)
+                return plan.begin - request.begin, plan.end - request.begin
             slot.block = (start, start + size)
         stored, slot.stored = slot.stored, start
-        return Rows(min(begin, stored), length)
+        return min(begin, stored), length

@@ -1,4 +1,4 @@
-"""A window of a sequence as the circuit is given it, and the sampler that the options choose for it."""
+"""The samplers: each position by itself, all given one latent path, or one after the other; and the window they see."""
 
 from typing import NamedTuple
 
@@ -9,10 +9,19 @@ from torch import Tensor
 from codd.circuits.constrained import WindowConstraint
 from codd.circuits.protocol import ProbabilisticCircuit
 from codd.coupling import Coupled
+from codd.decoding.any_order import sample_any_order
 from codd.decoding.options import Options
-from codd.decoding.samplers.any_order import sample_any_order
-from codd.decoding.samplers.latent import sample_latent
-from codd.decoding.samplers.ranking import Noise, Ranking
+from codd.decoding.ranking import (
+    Noise,
+    Ranking,
+    by_priority,
+    choose_tokens,
+    entropy,
+    priority,
+    temper,
+    token_probability,
+)
+from codd.decoding.state import StepInputs, Window
 
 
 class WindowInputs(NamedTuple):
@@ -36,16 +45,6 @@ class WindowInputs(NamedTuple):
         extra = () if self.masked_for_network is None else (self.masked_for_network,)
         return torch.stack([row.double() for row in (self.tokens, self.masked, *self.noise, *extra)])
 
-    def after(self, positions: Int[Tensor, " k"], tokens: Int[Tensor, " k"]) -> "WindowInputs":
-        """The window once tokens are committed at some of its masked positions."""
-        left = ~torch.isin(self.positions, positions)
-        return self._replace(
-            tokens=self.tokens.scatter(0, positions, tokens),
-            masked=self.masked.scatter(0, positions, False),
-            positions=self.positions[left],
-            logits=self.logits[left.nonzero()[:, 0].to(self.logits.device)],
-        )
-
     def joint(self, circuit: ProbabilisticCircuit, temperature: float) -> Coupled:
         """The product of network and circuit, on the logits' device."""
         device, dense = self.logits.device, self.logits
@@ -65,9 +64,89 @@ class WindowInputs(NamedTuple):
         )
 
 
+def window_inputs(
+    inputs: StepInputs, window: Window, noise: Noise, constraint: WindowConstraint | None = None
+) -> WindowInputs:
+    """A window, whose masked positions are among those of the step, as the circuit is given it."""
+    state, positions, logits = inputs.state, inputs.positions, inputs.logits
+    begin, end = window
+    tokens = state.ids[begin:end]
+    masked = tokens == state.mask_id
+    inside = (positions >= begin) & (positions < end)
+    part = logits if bool(inside.all()) else logits[inside.nonzero()[:, 0].to(logits.device, non_blocking=True)]
+    made = WindowInputs(
+        tokens, masked, positions[inside] - begin, part, noise.at(slice(begin, end)), constraint=constraint
+    )
+    if inputs.features is None:
+        return made
+    return made._replace(features=inputs.features.at(window), masked_for_network=masked)
+
+
 def logits_temperature(options: Options) -> float:
     """What divides the logits before the product; the paper tempers the tokens after it instead."""
     return 1.0 if options.tempering == "paper" else options.circuit_temperature
+
+
+def sample_factorized(
+    scores: Float[Tensor, "R V"],
+    count: int | None,
+    options: Options,
+    noise: Noise,
+    open_rows: Bool[Tensor, " R"] | None = None,
+) -> Ranking:
+    """Rank every row by itself; rows that are not open come last, are not kept, and ``count`` must not reach them.
+
+    ``count`` rows are kept; None: all that reach the threshold, or the first ones up to the entropy budget, and in any
+    case one.
+    """
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    if options.temperature > 0:
+        scores = scores.to(wide)
+    tokens = choose_tokens(scores, noise.tokens, options.temperature, options.top_k, options.top_p)
+    log_p = scores.log_softmax(-1, dtype=wide)
+    priorities = priority(options.remasking, log_p, tokens, noise.order)
+    rows = by_priority(priorities if open_rows is None else priorities.masked_fill(~open_rows, -torch.inf))
+    probabilities = token_probability(log_p, tokens)[rows]
+    entropies = None if options.entropy_budget is None else entropy(log_p)[rows]
+    if open_rows is None:
+        keep = _kept(probabilities, entropies, count, options)
+    else:
+        opened = open_rows[rows]
+        keep = opened & _kept(probabilities.masked_fill(~opened, -1.0), entropies, count, options)
+    return Ranking(rows, tokens[rows], probabilities, keep, torch.ones((), dtype=torch.bool, device=scores.device))
+
+
+def _kept(
+    probabilities: Float[Tensor, " R"], entropies: Float[Tensor, " R"] | None, count: int | None, options: Options
+) -> Bool[Tensor, " R"]:
+    rank = torch.arange(len(probabilities), device=probabilities.device)
+    if count is not None:
+        return rank < count
+    if entropies is not None and options.entropy_budget is not None:
+        return (entropies.cumsum(0) < options.entropy_budget) | (rank == 0)
+    assert options.threshold is not None
+    passed = probabilities >= options.threshold
+    return passed | ((rank == 0) & ~passed.any())
+
+
+def sample_latent(
+    joint: Coupled,
+    rows: Int[Tensor, " R"] | None,
+    count: int,
+    options: Options,
+    noise: Noise,
+    open_rows: Bool[Tensor, " R"] | None = None,
+) -> Ranking:
+    """Rank positions of a window (B = 1) given one latent path; void where the evidence has probability zero.
+
+    ``rows`` are positions in the window; None: all of them, of which some are open. ``noise`` is the whole window's.
+    """
+    step = joint.joint_step(noise.path[None])
+    scores = step.scores[0] if rows is None else step.scores[0, rows]
+    if options.tempering == "paper":
+        scores = temper(scores, options.circuit_temperature)
+    ranking = sample_factorized(scores, count, options, noise if rows is None else noise.at(rows), open_rows)
+    return ranking._replace(valid=step.log_partition[0] > -torch.inf)
 
 
 def sample_window(
