@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -257,13 +258,6 @@ def test_the_family_has_a_chat_template(llada, capsys):
     assert described(capsys, llada)["tokenizer"]["chat_template"] == "family"
 
 
-def test_a_damaged_tokenizer(llada, capsys):
-    (llada / "tokenizer.json").write_text("{")
-    message = refused(capsys, llada)
-    assert str(llada / "tokenizer.json") in message
-    assert "Download it again" in message
-
-
 # Circuits.
 
 
@@ -312,12 +306,6 @@ def test_a_circuit_that_was_changed(tmp_path, capsys):
     assert "its sha256 DOES NOT MATCH" in shown(capsys, folder, code=1)["circuit"]
 
 
-def test_a_damaged_circuit(tmp_path, capsys):
-    folder = random_mini(tmp_path)
-    (folder / "circuit").mkdir()
-    assert str(folder / "circuit" / "config.json") in refused(capsys, folder)
-
-
 # The hub.
 
 
@@ -351,78 +339,39 @@ def test_weights_that_do_not_belong_to_the_configuration(tmp_path, capsys):
     assert described(capsys, folder, code=1)["sha256_matches"] is False
 
 
-def test_a_missing_shard(sharded, capsys):
-    (sharded / "model-00002-of-00002.safetensors").unlink()
-    message = refused(capsys, sharded)
-    assert str(sharded / "model.safetensors.index.json") in message
-    assert "'model-00002-of-00002.safetensors', which is missing. Download the checkpoint again" in message
+def keep(path: Path, size: int) -> None:
+    path.write_bytes(path.read_bytes()[:size])
 
 
-def test_a_missing_and_an_unknown_tensor(llada, capsys):
-    layers = config_of(llada)["n_layers"]
-    edit_config(llada, n_layers=layers + 1)
-    message = refused(capsys, llada)
-    assert f"lacks 'model.transformer.blocks.{layers}.attn_norm.weight'" in message
-    assert "download it again" in message
-    edit_config(llada, n_layers=layers - 1)
-    message = refused(capsys, llada)
-    assert f"has 'model.transformer.blocks.{layers - 1}.attn_norm.weight'" in message
-    assert "check model_type and the number of layers in config.json" in message
+WEIGHTS, SHARD = "model.safetensors", "model-00002-of-00002.safetensors"
+NORM = "model.transformer.ln_f.weight"
+DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
+    ("llada_mha", lambda at: edit_config(at, n_layers=4), "lacks 'model.transformer.blocks.3.attn_norm.weight'"),
+    ("llada_mha", lambda at: edit_config(at, n_layers=1), "has 'model.transformer.blocks.1.attn_norm.weight'"),
+    ("llada_mha", lambda at: edit_config(at, n_layers="two"), "config.json: n_layers must be a whole number"),
+    ("llada_mha", lambda at: edit_config(at, model_type=None), "config.json: model_type None is of no family"),
+    ("llada_mha", lambda at: edit_config(at, model_type="gpt2"), "of no family that codd knows; use one of llada"),
+    ("llada_mha", lambda at: edit_weights(at, **{NORM: torch.ones(3)}), f"{NORM} has shape (3,), but config.json"),
+    ("llada_mha", lambda at: keep(at / WEIGHTS, 0), f"{WEIGHTS}: is truncated, damaged or not a safetensors file"),
+    ("llada_mha", lambda at: keep(at / WEIGHTS, -1), f"{WEIGHTS}: is truncated, damaged or not a safetensors file"),
+    ("llada_mha", lambda at: (at / WEIGHTS).unlink(), "has neither model.safetensors nor model.safetensors.index.json"),
+    ("llada_mha", lambda at: (at / WEIGHTS).rename(at / "pytorch_model.bin"), "pytorch_model.bin is a pickle"),
+    ("llada_mha", lambda at: (at / "tokenizer.json").write_text("{"), "tokenizer.json"),
+    ("llada_mha", lambda at: (at / "circuit").mkdir(), "circuit/config.json"),
+    ("llada_mha", lambda at: (at / "config.json").unlink(), "has no config.json; expected a circuit folder"),
+    *(("llada_mha", lambda at, text=text: (at / "config.json").write_text(text), "ownload it again")
+      for text in ("", "{", "[1]", "\x00", "[" * 100_000)),
+    ("llada_gqa_sharded", lambda at: (at / SHARD).unlink(), f"'{SHARD}', which is missing. Download the checkpoint"),
+]  # fmt: skip
 
 
-def test_a_wrong_shape(llada, capsys):
-    wide = config_of(llada)["d_model"]
-    edit_weights(llada, **{"model.transformer.ln_f.weight": torch.ones(3)})
-    message = refused(capsys, llada)
-    assert str(llada / "model.safetensors") in message
-    assert f"model.transformer.ln_f.weight has shape (3,), but config.json says ({wide},)" in message
-    assert "download both again" in message
-
-
-@pytest.mark.parametrize("kept", [0, 5, 100, -1])
-def test_a_truncated_file(kept, llada, capsys):
-    path = llada / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:kept])
-    message = refused(capsys, llada)
-    assert f"{path}: is truncated, damaged or not a safetensors file" in message
-    assert "Download it again" in message
-
-
-@pytest.mark.parametrize("config", [{"model_type": "gpt2"}, {"model_type": None}, {}])
-def test_an_unknown_family(config, tmp_path, capsys):
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    message = refused(capsys, tmp_path)
-    assert f"{tmp_path / 'config.json'}: model_type {config.get('model_type')!r} is of no family" in message
-    assert "use one of llada, llada_moe" in message
-
-
-@pytest.mark.parametrize("text", ["", "{", "[1]", "\x00", "[" * 100_000])
-def test_a_broken_configuration(text, llada, capsys):
-    (llada / "config.json").write_text(text)
-    message = refused(capsys, llada)
-    assert str(llada / "config.json") in message
-    assert "ownload it again" in message
-
-
-def test_a_field_that_is_wrong(llada, capsys):
-    edit_config(llada, n_layers="two")
-    message = refused(capsys, llada)
-    assert f"{llada / 'config.json'}: n_layers must be a whole number" in message
-    assert "correct it or download the file again" in message
-
-
-def test_no_weights(llada, capsys):
-    (llada / "model.safetensors").unlink()
-    message = refused(capsys, llada)
-    assert f"{llada}: has neither model.safetensors nor model.safetensors.index.json" in message
-    assert "Download the checkpoint again" in message
-    (llada / "pytorch_model.bin").write_bytes(b"")
-    assert "pytorch_model.bin is a pickle" in (message := refused(capsys, llada))
-    assert "convert it to safetensors" in message
-
-
-def test_an_empty_folder(tmp_path, capsys):
-    assert "has no config.json; expected a circuit folder" in refused(capsys, tmp_path)
+@pytest.mark.parametrize(("name", "damage", "words"), DAMAGE)
+def test_a_damaged_checkpoint_is_one_line(name, damage, words, tmp_path, capsys):
+    folder = copy_of(name, tmp_path)
+    damage(folder)
+    message = refused(capsys, folder)
+    assert str(folder) in message
+    assert words in message
 
 
 def test_a_folder_around_a_model_says_where_it_is(llada, capsys):

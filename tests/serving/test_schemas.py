@@ -13,7 +13,7 @@ from codd.decoding.options import ALIASES, COLDEST, PUBLISHED_ORDERS, Options, O
 from codd.errors import InvalidInput
 from codd.serving.errors import APIError
 from codd.serving.options import NULLABLE, option_field
-from codd.serving.schemas import NO_OP_VALUES, ChatRequest, CompletionRequest, DenoiseRequest, InspectRequest
+from codd.serving.schemas import ChatRequest, CompletionRequest, DenoiseRequest, InspectRequest
 
 OPTIONS = {field.name for field in fields(Options)} - {"hooks", "constraint"}
 GUIDED = {"guided_regex", "guided_json", "guided_choice"}
@@ -202,10 +202,14 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(NO_OP_VALUES))
+def test_every_refused_field_is_tried():
+    assert {name for name, info in ChatRequest.model_fields.items() if info.examples is not None} == set(OTHERS)
+
+
+@pytest.mark.parametrize("name", sorted(OTHERS))
 def test_what_is_not_supported_is_named(name):
     chat(**{name: None}).check_supported()
-    for neutral in NO_OP_VALUES[name]:
+    for neutral in ChatRequest.model_fields[name].examples:
         chat(**{name: neutral}).check_supported()
     with pytest.raises(APIError, match="not supported") as found:
         chat(**{name: OTHERS[name]}).check_supported()
