@@ -9,13 +9,14 @@ from rich.console import Console
 import codd
 from codd.backbones.loading import BUNDLED
 from codd.cli import chat, main, sampling
-from codd.cli.chat import Conversation, Screen, frame
+from codd.cli.chat import Conversation, frame
 from codd.decoding import Options, Step
 from codd.errors import InvalidInput
 from tests.support import FIXTURES
 
 FEW = ("--gen-length", "8", "--steps", "2")
 MASK, EOS = 1, 2
+FOUR = Options(steps=4)
 END = "/help lists the commands; Ctrl-D ends."
 
 
@@ -51,49 +52,40 @@ def step_of(ids: list[int], positions: list[int], scores: list[float], **changes
     return Step(positions=places, tokens=whole[places], scores=values, ids=whole, **(given | changes))
 
 
-def screen_of(tokenizer, **changes) -> Screen:
-    given = {"mask_id": MASK, "stop_ids": frozenset({EOS}), "prompt_length": 2, "steps": 4, "seconds": 1.25}
-    return Screen(tokenizer=tokenizer, **(given | changes))
-
-
 def styles(text) -> dict[str, str]:
     return {text.plain[span.start : span.end]: str(span.style) for span in text.spans}
 
 
-def test_a_frame_shows_masks_fresh_tokens_and_old_ones(tokenizer):
+def test_a_frame_shows_masks_fresh_tokens_and_old_ones(tokenizer, bundled):
     words = tokenizer.encode(" river moon stone house")
     assert len(words) == 4
     river, moon, stone, house = words
     step = step_of([9, 9, river, MASK, MASK, moon, stone, house], [5, 6, 7], [0.95, 0.6, 0.1])
-    shown = frame(screen_of(tokenizer), step)
+    shown = frame(bundled, FOUR, step, 2, 1.25)
     answer, status = shown.plain.split("\n\n")
     assert answer == " river" + chat.BLOCK * 2 + " moon stone house"
     assert status == "step 2 of 4, 2 evaluations, 4 tokens, circuit on, 50% masked, 1.2 s"
     found = styles(shown)
-    assert found[chat.BLOCK * 2] == chat.MASK
+    assert found[chat.BLOCK] == chat.MASK
     assert [found[word] for word in (" moon", " stone", " house")] == [chat.SURE, chat.FAIR, chat.UNSURE]
     assert " river" not in found
 
 
-def test_a_frame_ends_where_the_text_does(tokenizer):
+def test_a_frame_ends_where_the_text_does(tokenizer, bundled):
     [river] = tokenizer.encode(" river")
     step = step_of([9, 9, MASK, river, EOS, river, MASK], [3], [0.5], circuit=False, number=0)
-    shown = frame(screen_of(tokenizer, steps=None), step).plain
+    shown = frame(bundled, Options(), step, 2, 1.25).plain
     assert shown.startswith(f"{chat.BLOCK} river\n\nstep 1, 1 evaluation, ")
     assert "circuit off" in shown
-    everything = frame(screen_of(tokenizer, stop_ids=frozenset()), step).plain
+    everything = frame(bundled, Options(stop=False), step, 2, 1.25).plain
     assert everything.startswith(f"{chat.BLOCK} river river{chat.BLOCK}\n")
 
 
-def test_the_status_fits_a_terminal(tokenizer):
+def test_the_status_fits_a_terminal(bundled):
     step = step_of([9, 9, *[MASK] * 128], [], [], number=127, mask_ratio=1.0, circuit=False)
-    assert len(chat.status(screen_of(tokenizer, steps=128, seconds=999.9), step, 128)) < 80
-
-
-def test_a_frame_depends_on_nothing_else(tokenizer):
-    step = step_of([9, 9, MASK, MASK], [], [])
-    assert frame(screen_of(tokenizer), step) == frame(screen_of(tokenizer), step)
-    assert frame(screen_of(tokenizer), step).plain.startswith(chat.BLOCK * 2)
+    shown = frame(bundled, Options(steps=128), step, 2, 999.9)
+    assert shown == frame(bundled, Options(steps=128), step, 2, 999.9)
+    assert len(shown.plain.split("\n")[-1]) < 80
 
 
 def test_a_character_of_several_tokens_is_whole(tokenizer):
@@ -220,11 +212,11 @@ def test_an_interrupt_stops_the_answer_only(bundled, monkeypatch):
     conversation = Conversation(bundled, chat=True)
     steps = []
 
-    def interrupt(screen: Screen, step: Step):
+    def interrupt(model: codd.Model, options: Options, step: Step, *rest):
         steps.append(step)
         if len(steps) == 1:
             raise KeyboardInterrupt
-        return frame(screen, step)
+        return frame(model, options, step, *rest)
 
     monkeypatch.setattr(chat, "frame", interrupt)
     shown = shown_on_a_terminal(conversation, ["one", "two"])

@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from codd.backbones import loading, mini, weights
 from codd.backbones.config import Config
 from codd.backbones.transformer import initialise
 from codd.circuits import HMM, Head, HeadConfig, Modulated
-from codd.cli import info_model, main
+from codd.cli import info, main
 from tests.support import FIXTURES
 from tests.support.checkpoints import MINI
 
@@ -166,18 +167,6 @@ def test_every_family(name, capsys):
     }
 
 
-def test_what_files_are_silent_about(capsys, tmp_path):
-    """The published value is said to be that."""
-    lines = shown(capsys, FIXTURES / "sdar_sharded")
-    assert lines["attention"] == "block-causal, blocks of 4 positions (not stated; the published one of sdar)"
-    assert lines["mask id"] == "not stated: give mask_id to codd.load"  # the published one is beyond its vocabulary
-    assert shown(capsys, FIXTURES / "sdar")["attention"] == "block-causal, blocks of 4 positions"
-    assert shown(capsys, FIXTURES / "illada")["mask id"] == "5 (not stated; the published one of illada)"
-    lines = shown(capsys, FIXTURES / "llada2_moe")
-    assert lines["experts"] == "16, 8 wide, 4 for each token, and one of 8 that all share; in 2 layers"
-    assert lines["quantize"] == "none: a mixture of experts"
-
-
 def test_the_bundled_model(capsys):
     folder = loading.BUNDLED
     config, tensors = config_of(folder), headers(folder)
@@ -201,33 +190,13 @@ def test_the_bundled_model(capsys):
     assert found["tokenizer"] == {"kind": "BPE", "vocab_size": size, "chat_template": "own"}
 
 
-def test_text_of_the_bundled_model(capsys):
-    lines = shown(capsys, "--check")
-    assert lines["family"] == "mini, the model that comes with codd"
-    assert lines["parameters"] == f"{described(capsys)['parameters']:,}"
-    assert lines["mask id"] == f"{config_of(loading.BUNDLED)['mask_token_id']} <|mask|>"
-    assert lines["tokenizer"].endswith("its own chat template")
-    assert lines["sha256"].endswith("(matches)")
-    assert lines["checked"].startswith(f"{len(headers(loading.BUNDLED))} tensors read, every value is finite")
-
-
 def test_text(capsys):
-    folder = FIXTURES / "llada_gqa_sharded"
-    lines = shown(capsys, folder)
-    assert lines["kind"] == "denoiser"
-    assert lines["layers"] == "2, 64 wide, 4 heads, sharing 2 of keys and values"
-    assert lines["vocabulary"] == "112 tokens, untied"
-    assert lines["max length"] == "128 positions"
-    assert (lines["mask id"], lines["eos id"], lines["bos id"]) == ("110", "108", "not stated")
-    assert lines["tokenizer"] == "none: give ids"
-    assert lines["dtype"] == f"bfloat16 ({count(headers(folder)):,})"
-    assert lines["quantize"] == f"int8, {described(capsys, folder)['int8_parameters']:,} parameters"
-    assert lines["size"].endswith("in 2 files")
-    assert lines["circuit"] == "none"
-    assert "sha256" not in lines
-    assert "checked" not in lines
-    assert shown(capsys, FIXTURES / "bert")["mask id"] == "not stated: give mask_id to codd.load"
-    assert shown(capsys, FIXTURES / "mdlm")["unused"] == f"1 tensor in the files: backbone.{ROTARY}"
+    lines = shown(capsys, "--check")
+    assert lines["parameters"] == f"{described(capsys)['parameters']:,}"
+    assert (lines["family"], lines["bundled"], lines["experts"], lines["checked"]) == ("mini", "yes", "none", "yes")
+    assert lines["bytes"].startswith("26.9 MB (")
+    assert lines["circuit"].startswith("kind modulated, vocab_size 8,192, window 32, num_states 640, ")
+    assert shown(capsys, FIXTURES / "llada_gqa_sharded")["dtypes"].startswith("bfloat16 ")
 
 
 def test_the_heads_of_other_tasks_are_not_counted(tmp_path, capsys):
@@ -236,12 +205,11 @@ def test_the_heads_of_other_tasks_are_not_counted(tmp_path, capsys):
     edit_weights(folder, **{f"bert.pooler.dense.{kind}": torch.ones(2) for kind in ("weight", "bias")})
     found = described(capsys, folder)
     assert (found["parameters"], found["unused_tensors"]) == (counted, 2)
-    assert shown(capsys, folder)["unused"] == "2 tensors in the files: bert.pooler.dense.bias and others"
 
 
 def test_a_causal_model_needs_no_mask(tmp_path, capsys):
-    lines = shown(capsys, random_mini(tmp_path, causal=True, mask_token_id=None))
-    assert (lines["kind"], lines["mask id"]) == ("causal language model", "not stated")
+    found = described(capsys, random_mini(tmp_path, causal=True, mask_token_id=None))
+    assert (found["causal"], found["mask_id"]) == (True, None)
 
 
 def test_nothing_is_read_but_headers(sharded, capsys, monkeypatch):
@@ -262,7 +230,7 @@ def test_nothing_is_read_but_headers(sharded, capsys, monkeypatch):
         def get_slice(self, name):
             return self.file.get_slice(name)
 
-    for module in (weights, info_model):
+    for module in (weights, info):
         monkeypatch.setattr(module, "safe_open", HeadersOnly)
     assert described(capsys, sharded)["family"] == "llada"
 
@@ -282,25 +250,12 @@ def test_a_tokenizer_fills_in_what_the_configuration_does_not_say(tmp_path, caps
     found = described(capsys, folder)
     assert (found["mask_id"], found["pad_id"], found["eos_id"]) == (103, 0, None)
     assert found["tokenizer"] == {"kind": "WordLevel", "vocab_size": 120, "chat_template": "own"}
-    lines = shown(capsys, folder)
-    assert lines["mask id"] == "103 t103"
-    assert lines["pad id"] == "0 t0, but the tokenizer says 7"
 
 
 def test_the_family_has_a_chat_template(llada, capsys):
     size = config_of(llada)["embedding_size"]
     save_tokenizer(llada, size + 3)
     assert described(capsys, llada)["tokenizer"]["chat_template"] == "family"
-    line = shown(capsys, llada)["tokenizer"]
-    assert line.startswith(f"WordLevel, {size + 3} tokens, the family's chat template")
-    assert line.endswith("; 3 of its ids are beyond the network's vocabulary")
-
-
-def test_a_damaged_tokenizer(llada, capsys):
-    (llada / "tokenizer.json").write_text("{")
-    message = refused(capsys, llada)
-    assert str(llada / "tokenizer.json") in message
-    assert "Download it again" in message
 
 
 # Circuits.
@@ -313,9 +268,6 @@ def test_its_circuit(tmp_path, capsys):
     found = described(capsys, folder, "--check")
     assert {"path": str(folder / "circuit"), **found["circuit"]} == alone
     assert found["checked"] is True
-    lines = shown(capsys, folder, "--check")
-    assert lines["circuit"].startswith("hidden Markov model, 4 states, 60 tokens, window of 8 positions, ")
-    assert lines["checked"].endswith("every value is finite; of the circuit every row is a distribution")
 
 
 def test_a_circuit_that_does_not_belong_to_it(tmp_path, capsys):
@@ -323,7 +275,7 @@ def test_a_circuit_that_does_not_belong_to_it(tmp_path, capsys):
     HMM.random(4, 61).save(folder / "circuit")
     assert described(capsys, folder, code=1)["circuit"]["vocab_size"] == 61
     line = shown(capsys, folder, code=1)["circuit"]
-    assert line.endswith("it DOES NOT BELONG to a model of 60 tokens: remove the folder circuit/")
+    assert line.endswith("it DOES NOT BELONG to a model of 60 tokens that is 32 wide: remove the folder circuit/")
 
 
 def test_both_of_its_circuits(tmp_path, capsys):
@@ -333,22 +285,16 @@ def test_both_of_its_circuits(tmp_path, capsys):
     HMM.random(3, 60).save(folder / "circuit-static")
     found = described(capsys, folder)
     assert (found["circuit"]["kind"], found["static_circuit"]["kind"]) == ("modulated", "hmm")
-    lines = shown(capsys, folder, "--check")
-    assert lines["circuit"].startswith("hidden Markov model, modulated by the network, 4 states, 60 tokens, ")
-    assert lines["static circuit"].startswith("hidden Markov model, 3 states, 60 tokens, ")
-    assert lines["checked"].endswith(
-        "of the circuit every row is a distribution, every weight of the head is finite; "
-        "of the static circuit every row is a distribution"
-    )
 
 
 def test_a_circuit_that_listens_to_another_network(tmp_path, capsys):
     folder = random_mini(tmp_path)
     width = described(capsys, folder)["width"]
     Modulated(HMM.random(4, 60), Head(HeadConfig(width + 1, 4))).save(folder / "circuit-static")
-    line = shown(capsys, folder, code=1)["static circuit"]
-    wanted = f"with {width + 1} features it DOES NOT BELONG to a model that is {width} wide: remove the folder "
-    assert line.endswith(f"{wanted}circuit-static/")
+    line = shown(capsys, folder, code=1)["static_circuit"]
+    assert line.endswith(
+        f"DOES NOT BELONG to a model of 60 tokens that is {width} wide: remove the folder circuit-static/"
+    )
 
 
 def test_a_circuit_that_was_changed(tmp_path, capsys):
@@ -358,12 +304,6 @@ def test_a_circuit_that_was_changed(tmp_path, capsys):
     (tmp_path / "other" / "circuit.safetensors").replace(folder / "circuit" / "circuit.safetensors")
     assert described(capsys, folder, code=1)["circuit"]["sha256_matches"] is False
     assert "its sha256 DOES NOT MATCH" in shown(capsys, folder, code=1)["circuit"]
-
-
-def test_a_damaged_circuit(tmp_path, capsys):
-    folder = random_mini(tmp_path)
-    (folder / "circuit").mkdir()
-    assert str(folder / "circuit" / "config.json") in refused(capsys, folder)
 
 
 # The hub.
@@ -399,78 +339,39 @@ def test_weights_that_do_not_belong_to_the_configuration(tmp_path, capsys):
     assert described(capsys, folder, code=1)["sha256_matches"] is False
 
 
-def test_a_missing_shard(sharded, capsys):
-    (sharded / "model-00002-of-00002.safetensors").unlink()
-    message = refused(capsys, sharded)
-    assert str(sharded / "model.safetensors.index.json") in message
-    assert "'model-00002-of-00002.safetensors', which is missing. Download the checkpoint again" in message
+def keep(path: Path, size: int) -> None:
+    path.write_bytes(path.read_bytes()[:size])
 
 
-def test_a_missing_and_an_unknown_tensor(llada, capsys):
-    layers = config_of(llada)["n_layers"]
-    edit_config(llada, n_layers=layers + 1)
-    message = refused(capsys, llada)
-    assert f"lacks 'model.transformer.blocks.{layers}.attn_norm.weight'" in message
-    assert "download it again" in message
-    edit_config(llada, n_layers=layers - 1)
-    message = refused(capsys, llada)
-    assert f"has 'model.transformer.blocks.{layers - 1}.attn_norm.weight'" in message
-    assert "check model_type and the number of layers in config.json" in message
+WEIGHTS, SHARD = "model.safetensors", "model-00002-of-00002.safetensors"
+NORM = "model.transformer.ln_f.weight"
+DAMAGE: list[tuple[str, Callable[[Path], object], str]] = [
+    ("llada_mha", lambda at: edit_config(at, n_layers=4), "lacks 'model.transformer.blocks.3.attn_norm.weight'"),
+    ("llada_mha", lambda at: edit_config(at, n_layers=1), "has 'model.transformer.blocks.1.attn_norm.weight'"),
+    ("llada_mha", lambda at: edit_config(at, n_layers="two"), "config.json: n_layers must be a whole number"),
+    ("llada_mha", lambda at: edit_config(at, model_type=None), "config.json: model_type None is of no family"),
+    ("llada_mha", lambda at: edit_config(at, model_type="gpt2"), "of no family that codd knows; use one of llada"),
+    ("llada_mha", lambda at: edit_weights(at, **{NORM: torch.ones(3)}), f"{NORM} has shape (3,), but config.json"),
+    ("llada_mha", lambda at: keep(at / WEIGHTS, 0), f"{WEIGHTS}: is truncated, damaged or not a safetensors file"),
+    ("llada_mha", lambda at: keep(at / WEIGHTS, -1), f"{WEIGHTS}: is truncated, damaged or not a safetensors file"),
+    ("llada_mha", lambda at: (at / WEIGHTS).unlink(), "has neither model.safetensors nor model.safetensors.index.json"),
+    ("llada_mha", lambda at: (at / WEIGHTS).rename(at / "pytorch_model.bin"), "pytorch_model.bin is a pickle"),
+    ("llada_mha", lambda at: (at / "tokenizer.json").write_text("{"), "tokenizer.json"),
+    ("llada_mha", lambda at: (at / "circuit").mkdir(), "circuit/config.json"),
+    ("llada_mha", lambda at: (at / "config.json").unlink(), "has no config.json; expected a circuit folder"),
+    *(("llada_mha", lambda at, text=text: (at / "config.json").write_text(text), "ownload it again")
+      for text in ("", "{", "[1]", "\x00", "[" * 100_000)),
+    ("llada_gqa_sharded", lambda at: (at / SHARD).unlink(), f"'{SHARD}', which is missing. Download the checkpoint"),
+]  # fmt: skip
 
 
-def test_a_wrong_shape(llada, capsys):
-    wide = config_of(llada)["d_model"]
-    edit_weights(llada, **{"model.transformer.ln_f.weight": torch.ones(3)})
-    message = refused(capsys, llada)
-    assert str(llada / "model.safetensors") in message
-    assert f"model.transformer.ln_f.weight has shape (3,), but config.json says ({wide},)" in message
-    assert "download both again" in message
-
-
-@pytest.mark.parametrize("kept", [0, 5, 100, -1])
-def test_a_truncated_file(kept, llada, capsys):
-    path = llada / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:kept])
-    message = refused(capsys, llada)
-    assert f"{path}: is truncated, damaged or not a safetensors file" in message
-    assert "Download it again" in message
-
-
-@pytest.mark.parametrize("config", [{"model_type": "gpt2"}, {"model_type": None}, {}])
-def test_an_unknown_family(config, tmp_path, capsys):
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    message = refused(capsys, tmp_path)
-    assert f"{tmp_path / 'config.json'}: model_type {config.get('model_type')!r} is of no family" in message
-    assert "use one of llada, llada_moe" in message
-
-
-@pytest.mark.parametrize("text", ["", "{", "[1]", "\x00", "[" * 100_000])
-def test_a_broken_configuration(text, llada, capsys):
-    (llada / "config.json").write_text(text)
-    message = refused(capsys, llada)
-    assert str(llada / "config.json") in message
-    assert "ownload it again" in message
-
-
-def test_a_field_that_is_wrong(llada, capsys):
-    edit_config(llada, n_layers="two")
-    message = refused(capsys, llada)
-    assert f"{llada / 'config.json'}: n_layers must be a whole number" in message
-    assert "correct it or download the file again" in message
-
-
-def test_no_weights(llada, capsys):
-    (llada / "model.safetensors").unlink()
-    message = refused(capsys, llada)
-    assert f"{llada}: has neither model.safetensors nor model.safetensors.index.json" in message
-    assert "Download the checkpoint again" in message
-    (llada / "pytorch_model.bin").write_bytes(b"")
-    assert "pytorch_model.bin is a pickle" in (message := refused(capsys, llada))
-    assert "convert it to safetensors" in message
-
-
-def test_an_empty_folder(tmp_path, capsys):
-    assert "has no config.json; expected a circuit folder" in refused(capsys, tmp_path)
+@pytest.mark.parametrize(("name", "damage", "words"), DAMAGE)
+def test_a_damaged_checkpoint_is_one_line(name, damage, words, tmp_path, capsys):
+    folder = copy_of(name, tmp_path)
+    damage(folder)
+    message = refused(capsys, folder)
+    assert str(folder) in message
+    assert words in message
 
 
 def test_a_folder_around_a_model_says_where_it_is(llada, capsys):

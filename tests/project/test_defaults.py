@@ -12,7 +12,7 @@ from codd.cli import main, sampling
 from codd.decoding.options import DEFAULT_GREEDY, DEFAULT_SAMPLED, Options
 from codd.errors import InvalidInput
 from codd.serving.errors import APIError
-from codd.serving.prompts import Limits, chat_generations, completion_generations, denoise_generation
+from codd.serving.prompts import Limits, chat_generations, completion_generations, denoise_generations
 from codd.serving.schemas import ChatRequest, CompletionRequest, DenoiseRequest
 
 QUESTION = (
@@ -47,7 +47,7 @@ def requested(model: codd.Model, limits: Limits, given: dict[str, Any]) -> list[
     complete = CompletionRequest.model_validate({"model": "m", "prompt": QUESTION, **given})
     chat = ChatRequest.model_validate({"model": "m", "messages": SAID, **given})
     found = [
-        denoise_generation(denoise, model, limits),
+        *denoise_generations(denoise, model, limits),
         *completion_generations(complete, model, limits),
         *chat_generations(chat, model, limits),
     ]

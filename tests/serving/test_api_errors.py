@@ -12,6 +12,7 @@ from starlette.testclient import TestClient
 from codd.errors import CoddError, InvalidEvidence, InvalidInput
 from codd.serving import errors
 from codd.serving.errors import RESPONSES, APIError, to_api_error
+from codd.serving.metrics import Metrics
 from codd.serving.middleware import Security, with_middleware
 from codd.serving.requests import DeadlineExceeded, QueueFull, ShuttingDown
 from codd.serving.schemas import ChatRequest, CompletionRequest, DenoiseRequest
@@ -44,7 +45,7 @@ def made() -> FastAPI:
     return app
 
 
-CLIENT = TestClient(with_middleware(made(), Security(max_body=300_000)), base_url="http://127.0.0.1")
+CLIENT = TestClient(with_middleware(made(), Security(max_body=300_000), Metrics()), base_url="http://127.0.0.1")
 JSON = {"Content-Type": "application/json"}
 
 

@@ -318,8 +318,8 @@ def test_what_never_fits_is_refused_by_name(caches, body, words):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--cache-memory", "-1"], "--cache-memory must be"),
-        (["--cache-memory", "nan"], "--cache-memory must be"),
+        (["--cache-memory", "-1"], "--cache-memory: must be"),
+        (["--cache-memory", "nan"], "--cache-memory: must be"),
         (["--cache-memory", "0", "--cache", "dual"], "no KV cache of 4096 positions"),
     ],
 )

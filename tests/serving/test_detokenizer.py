@@ -42,12 +42,13 @@ def word_pieces(count: int = 120) -> codd.Model:
 
 
 WORD_PIECES = word_pieces()
+[STATE] = MODEL.start([[5]], Options(gen_length=1))  # of a run that is not taken
 
 
 def planned(prompt: Sequence[int], length: int, model: codd.Model = MODEL, **fields) -> GenerationRequest:
     begin = 0 if model.mask_id in prompt else len(prompt)
     return GenerationRequest(
-        **{"ids": tuple(prompt), "options": Options(gen_length=length), "begin_text": begin, **fields}
+        **{"state": STATE, "ids": tuple(prompt), "options": Options(gen_length=length), "begin_text": begin, **fields}
     )
 
 

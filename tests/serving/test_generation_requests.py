@@ -14,8 +14,8 @@ from codd.serving.prompts import (
     Limits,
     chat_generations,
     completion_generations,
-    denoise_generation,
-    inspect_arguments,
+    denoise_generations,
+    inspection,
 )
 from codd.serving.schemas import ChatRequest, CompletionRequest, DenoiseRequest, InspectRequest
 from tests.support import FIXTURES
@@ -31,7 +31,8 @@ SAID = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 
 
 
 def denoise(**fields: Any) -> GenerationRequest:
-    return denoise_generation(DenoiseRequest.model_validate(fields), MODEL, LIMITS)
+    [found] = denoise_generations(DenoiseRequest.model_validate(fields), MODEL, LIMITS)
+    return found
 
 
 def complete(limits: Limits = LIMITS, **fields: Any) -> list[GenerationRequest]:
@@ -87,12 +88,8 @@ def test_masks_in_a_text_are_filled():
 
 def test_every_choice_has_its_own_seed():
     generations = complete(prompt=["one", "two"], n=2, max_tokens=6, **QUICK)
-    assert [(generation.prompt, generation.choice, generation.options.seed) for generation in generations] == [
-        (0, 0, 3),
-        (0, 1, 4),
-        (1, 0, 3),
-        (1, 1, 4),
-    ]
+    assert [(generation.choice, generation.options.seed) for generation in generations] == [(0, 3), (1, 4)] * 2
+    assert all(generation.state.options == generation.options for generation in generations)
     for number in (0, 1):
         wanted = MODEL.generate(["one", "two"], gen_length=6, **{**QUICK, "seed": 3 + number}).texts
         assert texts(generations[number::2]) == wanted
@@ -186,7 +183,7 @@ def test_long_texts_get_the_usual_tokens_a_step():
 
 def test_the_state_is_the_sequence_before_its_first_step():
     [generation] = complete(prompt="one", max_tokens=4)
-    state = generation.start(MODEL)
+    state = generation.state
     assert state.ids.tolist() == [*generation.ids, *[MASK] * 4]
     assert state.stop.token_ids == MODEL.stop_ids
     assert not state.finished
@@ -211,20 +208,21 @@ def test_a_block_causal_network_has_blocks_of_its_own(fields, expected):
     asked = DenoiseRequest.model_validate({"prompt": [5, 6], "gen_length": 16, **fields})
     if isinstance(expected, str):
         with pytest.raises(APIError) as found:
-            denoise_generation(asked, model, LIMITS)
+            denoise_generations(asked, model, LIMITS)
         assert (found.value.status, found.value.param) == (400, expected)
         return
-    options = denoise_generation(asked, model, LIMITS).options
+    [generation] = denoise_generations(asked, model, LIMITS)
+    options = generation.options
     assert {name: getattr(options, name) for name in expected} == expected
-    assert not model.start([[5, 6]], options)[0].finished
+    assert not generation.state.finished
 
 
 def test_without_a_tokenizer_only_ids_can_be_denoised():
     blind = replace(MODEL, tokenizer=None)
     asked = DenoiseRequest.model_validate({"prompt": [5, 6], "gen_length": 4})
-    assert denoise_generation(asked, blind, LIMITS).ids == (5, 6)
+    assert denoise_generations(asked, blind, LIMITS)[0].ids == (5, 6)
     with pytest.raises(APIError, match="no tokenizer"):
-        denoise_generation(DenoiseRequest.model_validate({"prompt": "one"}), blind, LIMITS)
+        denoise_generations(DenoiseRequest.model_validate({"prompt": "one"}), blind, LIMITS)
     with pytest.raises(APIError, match="no tokenizer"):
         completion_generations(CompletionRequest.model_validate({"model": "m", "prompt": [5]}), blind, LIMITS)
 
@@ -244,13 +242,15 @@ def test_without_a_tokenizer_only_ids_can_be_denoised():
 )
 def test_what_cannot_be_inspected(fields, param):
     def call(**fields: Any) -> object:
-        return inspect_arguments(InspectRequest.model_validate(fields), MODEL, LIMITS)
+        return inspection(InspectRequest.model_validate(fields), MODEL, LIMITS)
 
     assert refused(call, **fields).param == param
 
 
 def test_an_inspection():
     asked = {"ids": [5, MASK, 6], "window": [1, 3], "candidates": 3, "tempering": "paper"}
-    found = inspect_arguments(InspectRequest.model_validate(asked), MODEL, LIMITS)
-    assert (found.ids, found.window, found.candidates) == ([5, MASK, 6], (1, 3), 3)
-    assert found.options == Options(tempering="paper", sampler="any_order")  # the circuit acts, whatever a run does
+    found = inspection(InspectRequest.model_validate(asked), MODEL, LIMITS)
+    assert found.args == (MODEL, [5, MASK, 6], (1, 3))
+    assert found.keywords["candidates"] == 3
+    # the circuit acts, whatever a run does
+    assert found.keywords["options"] == Options(tempering="paper", sampler="any_order")

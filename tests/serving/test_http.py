@@ -86,6 +86,9 @@ def test_denoise_streams_the_steps_of_model_denoise(server):
     assert start["ids"][: start["prompt_length"]] == bundled().encode(PROMPT)[0]
     assert start["ids"][start["prompt_length"] :] == [bundled().mask_id] * 16
     assert start["pieces"][-1] is None
+    assert set(start) == {"id", "model", "prompt_length", "ids", "pieces", "options", "ahead"}
+    counts = {"steps", "circuit_steps", "computed", "cached", "tokens", "seconds", "queued_seconds"}
+    assert set(done) == {"text", "finish_reason", *counts}
     assert done["text"] == bundled().generate(PROMPT, **how).texts[0]
     assert done["steps"] == len(expected)
     whole = server.http.post("/v1/denoise", json={"prompt": PROMPT, **how, "stream": False}).json()

@@ -68,7 +68,7 @@ def test_what_fails_in_the_thread_of_the_model_has_the_id_of_its_request(server,
         raise RuntimeError("a new kind of failure")
 
     kind, written = log
-    monkeypatch.setattr("codd.serving.app.inspect", lambda *_, **__: fail())
+    monkeypatch.setattr("codd.serving.prompts.inspect", lambda *_, **__: fail())
     body = {"ids": [3, small().mask_id], "window": [1, 2]}
     assert server.http.post("/v1/inspect", json=body, headers={"X-Request-Id": "mine-4"}).status_code == 500
     until(lambda: "/v1/inspect 500" in written.getvalue())

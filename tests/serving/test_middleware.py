@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
+from codd.serving.metrics import Metrics
 from codd.serving.middleware import POLICY, Security, with_middleware
 
 LOCAL = "http://127.0.0.1:8000"
@@ -33,7 +34,7 @@ PATHS = ("/", "/health", "/metrics", "/v1/models", "/v1/denoise", "/playground/p
 
 def app(**security: Any) -> Any:
     routes = [Route(path, echo, methods=["GET", "POST"]) for path in PATHS]
-    return with_middleware(Starlette(routes=[*routes, Route("/broken", broken)]), Security(**security))
+    return with_middleware(Starlette(routes=[*routes, Route("/broken", broken)]), Security(**security), Metrics())
 
 
 def client(base_url: str = LOCAL, **security: Any) -> TestClient:
@@ -90,11 +91,11 @@ def test_a_disconnect_is_still_seen_after_the_body():
         seen.extend([await receive(), await receive()])
 
     whole, gone = {"type": "http.request", "body": b"x", "more_body": False}, {"type": "http.disconnect"}
-    call(with_middleware(listening, Security()), {"Host": "localhost"}, [whole, gone])
+    call(with_middleware(listening, Security(), Metrics()), {"Host": "localhost"}, [whole, gone])
     assert seen == [whole, gone]
     seen.clear()
     part = {"type": "http.request", "body": b"x", "more_body": True}
-    call(with_middleware(listening, Security()), {"Host": "localhost"}, [part, gone])
+    call(with_middleware(listening, Security(), Metrics()), {"Host": "localhost"}, [part, gone])
     assert seen == [part, gone]
 
 
@@ -114,7 +115,7 @@ def test_streams_are_not_collected():
         return {"type": "http.request"}
 
     scope = {"type": "http", "method": "GET", "path": "/v1/denoise", "headers": [(b"host", b"localhost")]}
-    anyio.run(with_middleware(streaming, Security(api_key=None, origins=("http://a.example",))), scope, receive, send)
+    anyio.run(with_middleware(streaming, Security(origins=("http://a.example",)), Metrics()), scope, receive, send)
     assert order == ["begun", "made", "sent", "made", "sent"]
 
 

@@ -6,10 +6,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from codd.serving.queue import FairQueue
+from codd.serving.requests import QueuedRequest
 
 
 @dataclass(eq=False)
-class One:
+class One(QueuedRequest):
     client: str
     name: int = 0
 

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from rich.console import Console
@@ -114,60 +115,33 @@ class Conversation:
         return found, dropped
 
 
-@dataclass(frozen=True)
-class Screen:
-    """What a frame shows beside the step."""
-
-    tokenizer: Tokenizer
-    mask_id: int
-    stop_ids: frozenset[int]
-    prompt_length: int
-    steps: int | None
-    """How many there will be; None if nobody knows."""
-    seconds: float
-
-
-def frame(screen: Screen, step: Step) -> Text:
+def frame(model: Model, options: Options, step: Step, prompt_length: int, seconds: float) -> Text:
     """The answer as it stands after a step, and a line about it."""
-    ids = step.ids[screen.prompt_length :].tolist()
-    end = next((place for place, token in enumerate(ids) if token in screen.stop_ids), len(ids))
+    assert model.tokenizer is not None
+    ids = step.ids[prompt_length:].tolist()
+    stop_ids = model.stop_ids if options.stops else ()
+    end = next((place for place, token in enumerate(ids) if token in stop_ids), len(ids))
+    writes = (step.positions, step.scores), (step.edits.positions, step.edits.scores)
     fresh = {
-        place - screen.prompt_length: score
-        for places, scores in ((step.positions, step.scores), (step.edits.positions, step.edits.scores))
-        for place, score in zip(places.tolist(), scores.tolist(), strict=True)
+        place: score for places, scores in writes for place, score in zip(places.tolist(), scores.tolist(), strict=True)
     }
-    shown = Text()
-    for begin, run in _runs(ids[:end], screen.mask_id):
-        if run[0] == screen.mask_id:
-            shown.append(BLOCK * len(run), style=MASK)
-            continue
-        for place, piece in enumerate(pieces(screen.tokenizer, run), start=begin):
-            shown.append(sampling.printable(piece), style=_tone(fresh[place]) if place in fresh else "")
-    written = sum(token != screen.mask_id for token in ids)
-    return shown.append("\n\n").append(status(screen, step, written), style="dim")
-
-
-def status(screen: Screen, step: Step, written: int) -> str:
-    """How far an answer is, short enough for 80 columns: a line that wraps would jump."""
-    done = step.number + 1
-    of = "" if screen.steps is None else f" of {screen.steps}"
-    evaluations = f"{done} evaluation{'s' * (done != 1)}"
-    circuit = f"circuit {'on' if step.circuit else 'off'}"
-    masked = f"{step.mask_ratio:.0%} masked"
-    return f"step {done}{of}, {evaluations}, {written} tokens, {circuit}, {masked}, {screen.seconds:.1f} s"
+    shown, place = Text(), prompt_length
+    for masked, run in groupby(ids[:end], lambda token: token == model.mask_id):
+        tokens = list(run)
+        for piece in [BLOCK] * len(tokens) if masked else pieces(model.tokenizer, tokens):
+            tone = MASK if masked else _tone(fresh[place]) if place in fresh else ""
+            shown.append(sampling.printable(piece), style=tone)
+            place += 1
+    # Short enough for 80 columns: a line that wraps would jump.
+    done, written = step.number + 1, sum(token != model.mask_id for token in ids)
+    of = f" of {min(options.steps, options.gen_length)}" if options.counted and options.steps else ""
+    circuit = f"circuit {'on' if step.circuit else 'off'}, {step.mask_ratio:.0%} masked"
+    status = f"step {done}{of}, {done} evaluation{'s' * (done != 1)}, {written} tokens, {circuit}, {seconds:.1f} s"
+    return shown.append(f"\n\n{status}", style="dim")
 
 
 def _tone(probability: float) -> str:
     return SURE if probability >= 0.9 else FAIR if probability >= 0.5 else UNSURE
-
-
-def _runs(ids: list[int], mask_id: int) -> Iterator[tuple[int, list[int]]]:
-    """Stretches of masks and stretches of tokens, with the places where they begin."""
-    begin = 0
-    for place in range(1, len(ids) + 1):
-        if place == len(ids) or (ids[place] == mask_id) != (ids[begin] == mask_id):
-            yield begin, ids[begin:place]
-            begin = place
 
 
 def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
@@ -204,16 +178,10 @@ def talk(conversation: Conversation, chosen: dict[str, Any], lines: Iterable[str
 
 def _show(conversation: Conversation, question: str, options: Options, terminal: Console) -> None:
     model, begun = conversation.model, time.perf_counter()
-    assert model.tokenizer is not None
-    tokenizer, mask_id = model.tokenizer, -1 if model.mask_id is None else model.mask_id
-    stop_ids = model.stop_ids if options.stops else frozenset()
-    steps = min(options.steps, options.gen_length) if options.counted and options.steps else None
     with Live(console=terminal, auto_refresh=False, transient=True) as live:
 
         def watch(step: Step, prompt_length: int) -> None:
-            seconds = time.perf_counter() - begun
-            screen = Screen(tokenizer, mask_id, stop_ids, prompt_length, steps, seconds)
-            live.update(frame(screen, step), refresh=True)
+            live.update(frame(model, options, step, prompt_length, time.perf_counter() - begun), refresh=True)
 
         found, dropped = conversation.ask(question, options, watch)
     terminal.print(Text(sampling.printable(found.text or "")))
@@ -268,26 +236,21 @@ def command(line: str, conversation: Conversation, chosen: dict[str, Any], say: 
         settings = sampling.options_of(chosen).as_json()
         say(", ".join(f"{name} {value}" for name, value in settings.items()))
     elif words[0] == "/set" and len(words) == 3:
-        _set(words[1].replace("-", "_"), words[2], chosen)
+        name = words[1].replace("-", "_")
+        value = sampling.parse_option(name, words[2])
+        paces = (*PACES, "tokens_per_step")  # a new one takes the old one's place
+        replaced = paces if name in paces and value is not None else (name,)
+        changed = {key: old for key, old in chosen.items() if key not in replaced}
+        changed |= {} if value is None else {name: value}
+        sampling.options_of(changed)  # whether that makes sense
+        chosen.clear()
+        chosen.update(changed)
         say(f"{words[1]} is {words[2]}.")
     elif words == ["/help"]:
         say(COMMANDS)
     else:
         raise InvalidInput(f"there is no command {line.strip()!r}; /help lists those that there are.")
     return True
-
-
-def _set(name: str, text: str, chosen: dict[str, Any]) -> None:
-    """Change an option if the result makes sense."""
-    value = sampling.parse_option(name, text)
-    paces = (*PACES, "tokens_per_step")  # a new one takes the old one's place
-    replaced = paces if name in paces and value is not None else (name,)
-    changed = {key: old for key, old in chosen.items() if key not in replaced}
-    if value is not None:
-        changed[name] = value
-    sampling.options_of(changed)
-    chosen.clear()
-    chosen.update(changed)
 
 
 def _typed() -> Iterator[str]:

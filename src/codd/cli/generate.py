@@ -5,7 +5,9 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
 
 from codd.cli import console, constraint, sampling
 from codd.cli.sampling import Answer
@@ -13,6 +15,7 @@ from codd.decoding import Model, Options, Step
 from codd.decoding.prompts import Prompt
 from codd.decoding.start import options_for
 from codd.errors import InvalidInput
+from codd.validation import build
 
 NAME = "generate"
 HELP = """\
@@ -24,7 +27,17 @@ which are filled; --gen-length 0 writes nothing after it.
 Prints the texts, with a blank line between two of them, and on stderr what they cost: tokens, network
 evaluations, seconds, and in how many of the steps the circuit acted. With --json one object a prompt, each on a line
 of its own: prompt, text, ids, tokens, steps, circuit_steps, seconds, settings."""
-FIELDS = ("prompt", "messages", "ids")
+
+
+class Message(BaseModel, strict=True):
+    """A message of a conversation; other fields of it are nobody's business here."""
+
+    role: str
+    content: str
+
+
+FIELDS = {"prompt": str, "messages": Annotated[list[Message], Field(min_length=1)], "ids": list[int]}
+"""What an object of a line may hold."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -116,31 +129,12 @@ def _of_json(line: str, where: str) -> Prompt:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise InvalidInput(f"{where}: is not JSON ({error}).") from None
-    for field, fits in (("prompt", _is_text), ("messages", _is_conversation), ("ids", _is_ids)):
+    for field, kind in FIELDS.items():
         if isinstance(found, dict) and field in found:
-            if not fits(found[field]):
-                raise InvalidInput(f'{where}: "{field}" does not hold what it should; see codd generate --help.')
+            build(kind, found[field], f'{where}: "{field}"')
             prompt: Prompt = found[field]
             return prompt
     raise InvalidInput(f'{where}: expected an object with "prompt", "messages" or "ids".')
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_conversation(value: object) -> bool:
-    """A list of messages, each with a role and a content."""
-    if not isinstance(value, list) or not value:
-        return False
-    return all(
-        isinstance(message, dict) and all(isinstance(message.get(key), str) for key in ("role", "content"))
-        for message in value
-    )
-
-
-def _is_ids(value: object) -> bool:
-    return isinstance(value, list) and all(type(token) is int for token in value)
 
 
 def _answer(model: Model, ids: Sequence[Sequence[int]], options: Options, label: str) -> list[Answer]:

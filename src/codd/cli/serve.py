@@ -4,19 +4,20 @@ import argparse
 import contextlib
 import json
 import logging
-import math
 import os
 import shlex
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
+from pydantic import Field
 
 from codd.cli import console, sampling
 from codd.cli.lists import add_list
 from codd.errors import InvalidInput, MissingDependency
+from codd.validation import Natural, build
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -46,82 +47,44 @@ KEY = "CODD_API_KEY"
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
-class Number(NamedTuple):
-    """A flag that takes a number: its default (None: worked out), its range, and what it counts."""
-
-    flag: str
-    metavar: str
-    kind: type[int] | type[float]
-    default: int | float | None
-    help: str
-    low: int = 1
-    high: int | float = math.inf
-    above: bool = False
-    """Whether it must be more than ``low``."""
-    unit: str = ""
-
-    def add_to(self, group: argparse._ArgumentGroup) -> None:
-        """Declare the flag."""
-        default = "" if self.default is None else f" (default: {self.default:{'g' if self.kind is float else ''}})"
-        group.add_argument(
-            self.flag, type=self.kind, metavar=self.metavar, default=self.default, help=self.help + default
-        )
-
-    def check(self, args: argparse.Namespace) -> None:
-        """InvalidInput for a number out of range, NaN included."""
-        value = getattr(args, self.flag.strip("-").replace("-", "_"))
-        if value is None:
-            return
-        if not (value > self.low if self.above else value >= self.low):
-            bound = f"{'more than' if self.above else 'at least'} {self.low}"
-        elif value > self.high:
-            bound = f"at most {self.high}"
-        else:
-            return
-        raise InvalidInput(f"{self.flag} must be {bound}{self.unit}, found {value}.")
-
-
-def _seconds(flag: str, default: float, text: str, high: int | float = math.inf) -> Number:
-    return Number(flag, "S", float, default, text, low=0, high=high, above=True, unit=" seconds")
-
-
-NUMBERS = (
-    Number("--port", "PORT", int, 8000, "0: one that is free", low=0, high=65535),
-    Number(
+Port = Annotated[int, Field(ge=0, le=65535)]
+Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=True)]
+NUMBERS: tuple[tuple[str, str, Any, int | float | None, str], ...] = (
+    ("--port", "PORT", Port, 8000, "0: one that is free"),
+    (
         "--metrics-port",
-        *("PORT", int, None),
+        *("PORT", Port, None),
         "serve /metrics and the probes at this port, too, without a key or a check of the host",
-        low=0,
-        high=65535,
     ),
-    Number("--slots", "N", int, 8, "sequences that share a step"),
-    Number("--queue", "N", int, 64, "sequences that may wait", low=0),
-    _seconds("--timeout", 600.0, "seconds a request may take"),
-    Number("--drain-timeout", "S", int, 30, "seconds to finish what is under way when stopped", low=0),
-    Number(
+    ("--slots", "N", Count, 8, "sequences that share a step"),
+    ("--queue", "N", Natural, 64, "sequences that may wait"),
+    ("--timeout", "S", Seconds, 600.0, "seconds a request may take"),
+    ("--drain-timeout", "S", Natural, 30, "seconds to finish what is under way when stopped"),
+    (
         "--cache-memory",
-        *("GIB", float, None),
+        *("GIB", Annotated[float, Field(ge=0, le=2**20)], None),
         "for KV caches, taken at the start; 0: none (default: 1, on a GPU half of what is free)",
-        low=0,
-        high=2**20,
-        unit=" GiB",
     ),
-    Number("--max-length", "N", int, 4096, "tokens of a sequence"),
-    Number("--max-body", "BYTES", int, 1_000_000, "of a request"),
-    Number(
+    ("--max-length", "N", Count, 4096, "tokens of a sequence"),
+    ("--max-body", "BYTES", Count, 1_000_000, "of a request"),
+    (
         "--max-text",
-        *("BYTES", int, None),
+        *("BYTES", Count, None),
         "of a text or conversation; never more than can fit (default: 16 for each token that fits)",
     ),
-    Number("--max-pattern", "BYTES", int, 1 << 15, "of a regular expression, JSON schema or list of choices"),
-    Number("--max-states", "N", int, 512, "of its automaton: the work of a step grows with them"),
-    _seconds("--compile-timeout", 5.0, "seconds of processor time to compile it", high=3600),
-    Number("--compile-memory", "GIB", float, 1.0, "to compile it, at most", low=0, high=1024, above=True, unit=" GiB"),
-    Number("--connections", "N", int, 256, "sockets that are held"),
-    _seconds(
-        "--io-timeout", 30.0, "seconds in which a client must send its headers, then its body, and read what it is sent"
+    ("--max-pattern", "BYTES", Count, 1 << 15, "of a regular expression, JSON schema or list of choices"),
+    ("--max-states", "N", Count, 512, "of its automaton: the work of a step grows with them"),
+    ("--compile-timeout", "S", Annotated[float, Field(gt=0, le=3600)], 5.0, "seconds of processor time to compile it"),
+    ("--compile-memory", "GIB", Annotated[float, Field(gt=0, le=1024)], 1.0, "to compile it, at most"),
+    ("--connections", "N", Count, 256, "sockets that are held"),
+    (
+        "--io-timeout",
+        *("S", Seconds, 30.0),
+        "seconds in which a client must send its headers, then its body, and read what it is sent",
     ),
 )
+"""Flags that take a number: what it is called, its type with the range, its default (None: worked out), and help."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -133,8 +96,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--host", default="127.0.0.1", help="the address to listen on (default: 127.0.0.1, this machine)"
     )
     group.add_argument("--name", help="what clients call the model (default: the folder's name; codd-mini if bundled)")
-    for number in NUMBERS:
-        number.add_to(group)
+    for flag, metavar, kind, default, text in NUMBERS:
+        shown = "" if default is None else f" (default: {default:{'g' if isinstance(default, float) else ''}})"
+        group.add_argument(flag, type=kind.__origin__, metavar=metavar, default=default, help=text + shown)
     group.add_argument("--api-key-file", metavar="PATH", help=f"clients must know the key in this file (or in ${KEY})")
     add_list(
         group,
@@ -296,8 +260,10 @@ def _tell(url: str, settings: "Settings", as_json: bool) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    for number in NUMBERS:
-        number.check(args)
+    for flag, _, kind, _, _ in NUMBERS:
+        value = getattr(args, flag.strip("-").replace("-", "_"))
+        if value is not None:
+            build(kind, value, flag)
     if args.replicas is not None and args.metrics_port is not None:
         raise InvalidInput("--metrics-port is of one process: with --replicas, /metrics of the address has them all.")
     if args.gpus_per_replica is not None and not 0 <= args.gpus_per_replica <= 1:

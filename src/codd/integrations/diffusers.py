@@ -77,18 +77,20 @@ class CoDDScheduler(BlockRefinementScheduler):  # type: ignore[misc] # diffusers
         threshold = float(self.config.threshold) if threshold is None else threshold
         editing = self.config.editing_threshold if editing_threshold is None else editing_threshold
         decoder = self._decoder_of(mask_token_id, sample.shape[1])
-        common = {
-            "temperature": 0.0 if greedy else temperature,
-            "top_p": None if greedy else top_p,
-            "top_k": None if greedy or not top_k else top_k,
-            "editing_threshold": editing if editing is not None and editing > 0 else None,
-        }
+        options = decoder.options.changed(
+            temperature=0.0 if greedy else temperature,
+            top_p=None if greedy else top_p,
+            top_k=None if greedy or not top_k else top_k,
+            editing_threshold=editing if editing is not None and editing > 0 else None,
+        )
         due = self._due(int(timestep), self.config.minimal_topk if minimal_topk is None else minimal_topk)
-        host, fixed = sample.cpu(), None if prompt_mask is None else prompt_mask.cpu()
-        steps = [
-            self._row(decoder, ids, fixed, logits, due, threshold, common, generator)
-            for ids, logits in zip(host, model_output, strict=True)
-        ]
+        host = sample.cpu()
+        fixed = torch.tensor(False) if prompt_mask is None else prompt_mask.cpu()
+        steps = []
+        for ids, logits in zip(host, model_output, strict=True):
+            seed = int(torch.randint(2**31, (), generator=generator, device=generator.device if generator else None))
+            given = fixed & (ids != decoder.mask_id)
+            steps.append(self._row(decoder, options, ids, given, logits, due, threshold, seed))
         return self._output(model_output, sample, steps, return_dict)
 
     def _due(self, step_index: int, minimal: int) -> int:
@@ -109,26 +111,22 @@ class CoDDScheduler(BlockRefinementScheduler):  # type: ignore[misc] # diffusers
     def _row(
         self,
         decoder: BlockDecoder,
+        options: Options,
         ids: Tensor,
-        fixed: Tensor | None,
+        given: Tensor,
         logits: Tensor,
         due: int,
         threshold: float,
-        common: dict[str, Any],
-        generator: torch.Generator | None,
+        seed: int,
     ) -> tuple[Writes, Writes]:
         """What is written into one block, and what is edited."""
-        given = torch.zeros_like(ids, dtype=torch.bool) if fixed is None else fixed & (ids != decoder.mask_id)
-        seed = int(torch.randint(2**31, (), generator=generator, device=generator.device if generator else None))
         masks = int((ids == decoder.mask_id).sum())
         step = None
-        if threshold <= 1 and decoder.options.sampler == "any_order" and masks:
-            step = self._advance(
-                decoder, decoder.options.changed(threshold=threshold, **common), ids, given, logits, seed
-            )
+        if threshold <= 1 and options.sampler == "any_order" and masks:
+            step = self._advance(decoder, options.changed(threshold=threshold), ids, given, logits, seed)
         if step is None or len(step.positions) < min(due, masks):
             steps = max(1, -(-masks // max(due, 1)))
-            step = self._advance(decoder, decoder.options.changed(steps=steps, **common), ids, given, logits, seed)
+            step = self._advance(decoder, options.changed(steps=steps), ids, given, logits, seed)
         if step is None:
             return Writes.none(), Writes.none()
         return Writes(step.positions, step.tokens, step.scores), step.edits

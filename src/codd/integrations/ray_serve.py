@@ -144,7 +144,7 @@ def run(app: serve.Application, host: str, port: int, on_ready: Callable[[], Non
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     for each in (signal.SIGINT, signal.SIGTERM):  # Ray has set its own
         signal.signal(each, signal.default_int_handler)
-    quiet = {"log_level": "WARNING", "enable_access_log": False}  # `RequestMetrics` logs one line a request
+    quiet = {"log_level": "WARNING", "enable_access_log": False}  # `Envelope` logs one line a request
     try:
         serve.start(http_options={"host": host, "port": port}, logging_config=quiet)
         serve.run(app, name=NAME, logging_config=quiet)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import mimetypes
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -9,25 +10,25 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
-from starlette.responses import Response
+from starlette.responses import FileResponse, Response
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from codd.decoding import Model
-from codd.decoding.inspect import inspect
 from codd.decoding.prompts import can_chat
-from codd.decoding.state import SequenceState
 from codd.serving import connection, prompts, streaming, tools
 from codd.serving.compiler import Compiler
 from codd.serving.connection import ClientDisconnected, EventStream
 from codd.serving.engine import Engine
 from codd.serving.errors import RESPONSES, APIError, install_handlers
 from codd.serving.metrics import CONTENT_TYPE
-from codd.serving.middleware import METRICS, PROBES, RequestMetrics, Security, with_middleware
+from codd.serving.middleware import METRICS, PROBES, Security, with_middleware
 from codd.serving.prompts import Compiled, GenerationRequest, Limits
-from codd.serving.requests import ModelCall, QueuedRequest, ShuttingDown, before
+from codd.serving.requests import ModelCall, QueuedRequest, ResultQueue, ShuttingDown, before
 from codd.serving.responses import (
     Json,
     OpenAIFormat,
@@ -41,17 +42,18 @@ from codd.serving.responses_api import ResponseEvents, ResponsesRequest
 from codd.serving.schemas import (
     ChatRequest,
     CompletionRequest,
+    ConstraintFields,
     ConstraintRequest,
     DenoiseRequest,
-    Guided,
     InspectRequest,
+    OpenAIRequest,
 )
-from codd.serving.static import static_files
 from codd.serving.streaming import GeneratedSequence
 
 _log = logging.getLogger("codd.serving")
-Body = TypeVar("Body", bound=Guided)
-Started = tuple[GenerationRequest, SequenceState]
+Body = TypeVar("Body", bound=ConstraintFields)
+OpenAIBody = TypeVar("OpenAIBody", bound=OpenAIRequest)
+PLAYGROUND = Path(__file__).parent / "playground"
 ENCODERS = 2
 """How many prompts are encoded at once."""
 STREAMED: dict[int | str, dict[str, Any]] = {
@@ -106,7 +108,7 @@ def create_app(engine: Engine, settings: Settings, metrics: Callable[[], Awaitab
     routes = Routes(engine, settings, metrics)
     routes.register(app)
     paths = {route.path for route in app.routes}  # type: ignore[attr-defined]
-    return RequestMetrics(with_middleware(app, settings.security, settings.connections), engine.metrics, paths)
+    return with_middleware(app, settings.security, engine.metrics, paths, settings.connections)
 
 
 class Routes:
@@ -129,7 +131,8 @@ class Routes:
     def register(self, app: FastAPI) -> None:
         """Add the routes to an application."""
         app.get("/", include_in_schema=False)(self.playground)
-        app.get("/playground/{name}", include_in_schema=False)(self.playground_file)
+        mimetypes.add_type("text/javascript", ".js")  # whatever the system says: browsers refuse modules of other types
+        app.mount("/playground", StaticFiles(directory=PLAYGROUND))
         app.get("/health", responses={503: RESPONSES[503]})(self.health)
         live, ready = PROBES
         app.get(live, responses={503: RESPONSES[503]})(self.live)
@@ -146,14 +149,7 @@ class Routes:
 
     async def playground(self) -> Response:
         """The playground page."""
-        return await self.playground_file("index.html")
-
-    async def playground_file(self, name: str) -> Response:
-        """A static file of the playground."""
-        file = static_files().get(name)
-        if file is None:
-            raise APIError(404, "There is nothing at this address.", code="not_found")
-        return Response(file.content, media_type=file.media_type)
+        return FileResponse(PLAYGROUND / "index.html")
 
     async def health(self) -> Response:
         """Whether the server takes requests, and its load."""
@@ -187,46 +183,30 @@ class Routes:
 
     async def completions(self, body: CompletionRequest, request: Request) -> Response:
         """Continue texts, or fill in what is between a prompt and a suffix."""
-        self._check_name(body.model)
-        deadline = self._deadline(body.timeout)
-        started = await self._start(prompts.completion_generations, body, request, deadline)
-        return await self._openai(body, started, request, deadline, chat=False)
+        return await self._openai(prompts.completion_generations, body, request, chat=False)
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Reply to a conversation."""
-        self._check_name(body.model)
-        deadline = self._deadline(body.timeout)
-        started = await self._start(prompts.chat_generations, body, request, deadline)
-        return await self._openai(body, started, request, deadline, chat=True)
+        return await self._openai(prompts.chat_generations, body, request, chat=True)
 
     async def responses(self, body: ResponsesRequest, request: Request) -> Response:
         """Reply to a text or a conversation, in the newer format."""
         self._check_name(body.model)
-        deadline = self._deadline(body.timeout)
-        started = await self._start(prompts.response_generations, body, request, deadline)
-        [sequence] = streaming.generated_sequences(started, self.model, _client(request), deadline, self.pieces)
-        self._log_prompts(started)
+        [sequence] = await self._sequences(prompts.response_generations, body, request)
         options = sequence.generation.options.as_json()
         form = ResponseEvents(_new_id("resp"), int(time.time()), self.settings.name, body, options)
         events = streaming.response_events(self.engine, sequence, form, self.pieces)
         if body.stream:
-            return EventStream(
-                self.engine, [sequence.request], _encoded(events), lambda e: sse_event(form.failed(e), "error")
-            )
+            return self._stream(sequence, events, lambda e: sse_event(form.failed(e), "error"))
         *_, (_, last) = await self._run([sequence.request], _collected(events), request)
         return json_response(last["response"])
 
     async def denoise(self, body: DenoiseRequest, request: Request) -> Response:
         """Every step of a run, as it is taken."""
-        deadline = self._deadline(body.timeout)
-        [started] = await self._start(_one_generation, body, request, deadline)
-        sequence = GeneratedSequence(*started, self.model, _client(request), deadline)
-        self._log_prompts([started])
+        [sequence] = await self._sequences(prompts.denoise_generations, body, request)
         events = streaming.denoise_events(sequence, self.model, _new_id("denoise"), self.settings.name, self.pieces)
         if body.stream is not False:
-            return EventStream(
-                self.engine, [sequence.request], _encoded(events), lambda e: sse_event(e.as_json(), "error")
-            )
+            return self._stream(sequence, events, lambda e: sse_event(e.as_json(), "error"))
         start, *steps, done = await self._run([sequence.request], _collected(events), request)
         return json_response({"start": start[1], "steps": [step for _, step in steps], "done": done[1]})
 
@@ -234,8 +214,8 @@ class Routes:
         """What the network and the joint say of the masks in a window."""
         deadline = self._deadline(body.timeout)
         constraint = await self._constraint(body, request, deadline)
-        arguments = prompts.inspect_arguments(body, self.model, self.settings.limits, constraint)
-        call = ModelCall(lambda: inspect(self.model, **arguments._asdict()), _client(request), deadline)
+        function = prompts.inspection(body, self.model, self.settings.limits, constraint)
+        call = ModelCall(function, _client(request), deadline)
         return json_response(inspect_body(await self._run([call], call.result(), request), self.pieces))
 
     async def constraint(self, body: ConstraintRequest, request: Request) -> Response:
@@ -245,7 +225,7 @@ class Routes:
             raise APIError(400, "guided_regex, guided_json or guided_choice: give one of them.", "guided_regex")
         return json_response(constraint_body(found.automaton))
 
-    async def _constraint(self, body: Guided, request: Request, deadline: float) -> Compiled | None:
+    async def _constraint(self, body: ConstraintFields, request: Request, deadline: float) -> Compiled | None:
         """The compiled constraint of a request; `ShuttingDown` where that work would be for nothing, or is cut off."""
         if self.engine.draining:
             raise ShuttingDown
@@ -256,50 +236,65 @@ class Routes:
                 raise ShuttingDown from None
             raise
 
-    async def _start(
+    async def _sequences(
         self,
         function: Callable[[Body, Model, Limits, Compiled | None], list[GenerationRequest]],
         body: Body,
         request: Request,
-        deadline: float,
-    ) -> list[Started]:
-        """The sequences of a request before their first step.
+    ) -> list[GeneratedSequence]:
+        """The sequences of a request before their first step, which share a queue of results.
 
         Its constraint is compiled by another process, its prompts are encoded in one of a few threads: neither keeps
         the event loop.
         """
+        deadline = self._deadline(body.timeout)
         constraint = await self._constraint(body, request, deadline)
 
-        def start() -> list[Started]:
-            generations = function(body, self.model, self.settings.limits, constraint)
-            if any(generation.logprobs is not None for generation in generations):
+        def start() -> list[GenerationRequest]:
+            found = function(body, self.model, self.settings.limits, constraint)
+            if any(generation.logprobs is not None for generation in found):
                 self.pieces.bytes_of(0)  # here: the first time it takes a while
-            return [(generation, generation.start(self.model)) for generation in generations]
+            return found
 
-        return await before(deadline, asyncio.get_running_loop().run_in_executor(self._encoders, start))
+        started = await before(deadline, asyncio.get_running_loop().run_in_executor(self._encoders, start))
+        if self.settings.log_text:
+            for generation in started:
+                ids, tokenizer = list(generation.ids), self.model.tokenizer
+                _log.info("prompt: %r", ids if tokenizer is None else tokenizer.decode(ids))
+        results: ResultQueue = asyncio.Queue()
+        common = (self.model, _client(request), deadline, results, self.pieces)
+        return [GeneratedSequence(generation, *common) for generation in started]
 
     async def _openai(
         self,
-        body: CompletionRequest | ChatRequest,
-        started: list[Started],
+        function: Callable[[OpenAIBody, Model, Limits, Compiled | None], list[GenerationRequest]],
+        body: OpenAIBody,
         request: Request,
-        deadline: float,
         chat: bool,
     ) -> Response:
-        sequences = streaming.generated_sequences(started, self.model, _client(request), deadline, self.pieces)
+        self._check_name(body.model)
+        sequences = await self._sequences(function, body, request)
         id = _new_id("chatcmpl" if chat else "cmpl")
         functions = body.called() if isinstance(body, ChatRequest) else []
         call_in = partial(tools.call_in, functions=functions) if functions else None
         form = OpenAIFormat(
             id, int(time.time()), self.settings.name, chat, body.include_usage, call_in, bool(body.codd_provisional)
         )
-        self._log_prompts(started)
         requests: list[QueuedRequest] = [sequence.request for sequence in sequences]
         if body.stream:
             chunks = streaming.stream_chunks(self.engine, sequences, form, self.pieces)
             return EventStream(self.engine, requests, chunks, lambda e: sse_event(e.as_json()))
         whole = streaming.full_response(self.engine, sequences, form, self.pieces)
         return json_response(await self._run(requests, whole, request))
+
+    def _stream(
+        self,
+        sequence: GeneratedSequence,
+        events: AsyncIterator[tuple[str, Json]],
+        failed: Callable[[APIError], bytes],
+    ) -> EventStream:
+        encoded = (sse_event(content, name) async for name, content in events)
+        return EventStream(self.engine, [sequence.request], encoded, failed)
 
     async def _run(self, requests: list[QueuedRequest], work: Coroutine[Any, Any, Any], request: Request) -> Any:
         """Submit requests and await the work that reads their results; 499 if the client disconnects first."""
@@ -317,12 +312,6 @@ class Routes:
     def _deadline(self, requested: float | None) -> float:
         """When a request expires, in seconds of `time.monotonic`; ``requested``: the client's timeout in seconds."""
         return time.monotonic() + min(self.settings.timeout, requested or self.settings.timeout)
-
-    def _log_prompts(self, started: list[Started]) -> None:
-        if self.settings.log_text:
-            for generation, _ in started:
-                ids, tokenizer = list(generation.ids), self.model.tokenizer
-                _log.info("prompt: %r", ids if tokenizer is None else tokenizer.decode(ids))
 
     def _model_card(self) -> Json:
         model, tokenizer = self.model, self.model.tokenizer
@@ -347,17 +336,6 @@ def _circuit_card(model: Model) -> Json | None:
         return None
     modulated = circuit.feature_width is not None
     return {"states": circuit.num_latents, "window": circuit.window, "modulated": modulated}
-
-
-def _one_generation(
-    body: DenoiseRequest, model: Model, limits: Limits, constraint: Compiled | None
-) -> list[GenerationRequest]:
-    return [prompts.denoise_generation(body, model, limits, constraint)]
-
-
-async def _encoded(events: AsyncIterator[tuple[str, Json]]) -> AsyncIterator[bytes]:
-    async for name, content in events:
-        yield sse_event(content, name)
 
 
 async def _collected(events: AsyncIterator[tuple[str, Json]]) -> list[tuple[str, Json]]:

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakValueDictionary
 
 from safetensors.torch import load
@@ -101,12 +101,6 @@ def _bytes(automaton: Automaton) -> int:
     return automaton.table.nbytes + automaton.classes.nbytes
 
 
-class _Head(NamedTuple):
-    start: int = 0
-    bytes: int = 0
-    error: str | None = None
-
-
 class _Process:
     """The process that compiles, for one vocabulary."""
 
@@ -148,11 +142,11 @@ class _Process:
             self._send([limits.compile_seconds, limits.states, MOST_ENTRIES, constraint.kind, constraint.value])
             assert self._process.stdout is not None
             line = self._process.stdout.readline()
-            head = _Head(**json.loads(line)) if line.endswith(b"\n") else _Head()
-            body = self._process.stdout.read(head.bytes)
-        if head.error is not None:
-            raise InvalidConstraint(head.error)
-        if not body or len(body) < head.bytes:
+            head = json.loads(line) if line.endswith(b"\n") else {"bytes": 1}  # it has died
+            body = self._process.stdout.read(head.get("bytes", 0))
+        if "error" in head:
+            raise InvalidConstraint(head["error"])
+        if len(body) < head["bytes"]:
             self.stop()
             raise InvalidConstraint(
                 f"the constraint is too large: it takes more than {limits.compile_seconds:g} seconds or "
@@ -160,7 +154,7 @@ class _Process:
             )
         tensors = load(body)
         accepting = tensors["accepting"].nonzero()[:, 0].tolist()
-        return Automaton.from_classes(tensors["table"], tensors["classes"], start=head.start, accepting=accepting)
+        return Automaton.from_classes(tensors["table"], tensors["classes"], start=head["start"], accepting=accepting)
 
     def _send(self, value: Any) -> None:
         assert self._process.stdin is not None

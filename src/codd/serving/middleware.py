@@ -62,10 +62,12 @@ class Security:
     """A port of this server that has metrics and probes only, for everybody who can reach it."""
 
 
-def with_middleware(app: ASGIApp, security: Security, requests: int = 256) -> ASGIApp:
+def with_middleware(
+    app: ASGIApp, security: Security, metrics: Metrics, paths: Collection[str] = (), requests: int = 256
+) -> ASGIApp:
     """The application inside of all middleware; the last one added is the outermost.
 
-    ``requests``: how many may be under way at once.
+    ``metrics`` counts requests, by name those to one of ``paths``; ``requests``: how many may be under way at once.
     """
     app = bare = BodyLimit(app, security.max_body)
     if security.api_key is not None:
@@ -80,8 +82,7 @@ def with_middleware(app: ASGIApp, security: Security, requests: int = 256) -> AS
         )
     if "*" not in security.hosts:
         app = HostCheck(app, security.bound, security.hosts)
-    app = RequestLimit(OpenRoutes(app, bare, security.metrics_port), requests)
-    return RequestId(SecurityHeaders(HandledErrors(app), shared=bool(security.origins)))
+    return Envelope(Doors(app, bare, security.metrics_port, requests), bool(security.origins), metrics, paths)
 
 
 class HTTPMiddleware:
@@ -134,18 +135,27 @@ class BodyLimit(HTTPMiddleware):
         await self.app(scope, replay, send)
 
 
-class RequestLimit(HTTPMiddleware):
-    """Answers 503 while so many requests are under way; probes and metrics pass, which are needed then above all."""
+class Doors(HTTPMiddleware):
+    """Leads probes past the checks of key and host, and metrics too if they are asked for at a port of their own.
 
-    def __init__(self, app: ASGIApp, limit: int):
-        """``limit``: requests at once."""
+    Answers 503 while too many requests are under way; probes and metrics pass, which are needed then above all.
+    """
+
+    def __init__(self, app: ASGIApp, bare: ASGIApp, metrics_port: int | None, limit: int):
+        """``bare``: the application without these checks; ``limit``: requests at once."""
         super().__init__(app)
-        self.limit, self.running = limit, 0
+        self.bare, self.metrics_port, self.limit, self.running = bare, metrics_port, limit, 0
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Count the request while it is under way, or refuse it."""
-        if scope["path"] in (*PROBES, METRICS):
+        """Choose by path, and by the port of the connection, about which no header can lie."""
+        at_metrics_port = self.metrics_port is not None and scope["server"][1] == self.metrics_port
+        if scope["path"] in PROBES or (at_metrics_port and scope["path"] == METRICS):
+            return await self.bare(scope, receive, send)
+        if scope["path"] == METRICS:
             return await self.app(scope, receive, send)
+        if at_metrics_port:
+            nothing = APIError(404, f"At this port there are {METRICS} and {', '.join(PROBES)}.", code="not_found")
+            return await nothing.response()(scope, receive, send)
         if self.running >= self.limit:
             message = f"{self.limit} requests are under way: try again in a second (codd serve --connections)."
             refused = APIError(503, message, code="too_many_requests", headers={"Retry-After": "1"})
@@ -155,25 +165,6 @@ class RequestLimit(HTTPMiddleware):
             await self.app(scope, receive, send)
         finally:
             self.running -= 1
-
-
-class OpenRoutes(HTTPMiddleware):
-    """Leads probes past the checks of key and host, and metrics too if they are asked for at a port of their own."""
-
-    def __init__(self, app: ASGIApp, bare: ASGIApp, metrics_port: int | None):
-        """``bare``: the application without these checks."""
-        super().__init__(app)
-        self.bare, self.metrics_port = bare, metrics_port
-
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Choose by path, and by the port of the connection, about which no header can lie."""
-        at_metrics_port = self.metrics_port is not None and scope["server"][1] == self.metrics_port
-        if scope["path"] in PROBES or (at_metrics_port and scope["path"] == METRICS):
-            return await self.bare(scope, receive, send)
-        if at_metrics_port:
-            nothing = APIError(404, f"At this port there are {METRICS} and {', '.join(PROBES)}.", code="not_found")
-            return await nothing.response()(scope, receive, send)
-        await self.app(scope, receive, send)
 
 
 class ApiKeyCheck(HTTPMiddleware):
@@ -248,103 +239,60 @@ class HostCheck(HTTPMiddleware):
         return self.any_address or address.is_loopback
 
 
-class SecurityHeaders(HTTPMiddleware):
-    """Adds headers that tell browsers what the page may do, and what may be cached."""
-
-    def __init__(self, app: ASGIApp, shared: bool = False):
-        """``shared``: whether pages of other sites may use the responses."""
-        super().__init__(app)
-        self.headers = {**HEADERS, "Cross-Origin-Resource-Policy": "cross-origin" if shared else "same-origin"}
-
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Add the headers that the application has not set itself."""
-
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                for name, value in self.headers.items():
-                    headers.setdefault(name, value)
-                headers.setdefault("Cache-Control", _cache_control(scope["path"], message["status"]))
-            await send(message)
-
-        await self.app(scope, receive, send_with_headers)
-
-
 def _cache_control(path: str, status: int) -> str:
     """Responses of the API are never cached; static files may be, but are revalidated each time."""
     dynamic = path.startswith("/v1/") or path in ("/health", METRICS, *PROBES) or status >= 400
     return "no-store" if dynamic else "no-cache"
 
 
-class RequestId(HTTPMiddleware):
-    """Gives every request an id (``request.state.request_id``, header X-Request-Id of the response).
+class Envelope(HTTPMiddleware):
+    """What every response has: an id, headers for browsers, a place in the metrics and a line in the log.
 
-    A client's own X-Request-Id is kept if it is printable ASCII of at most 64 characters.
+    The id (``request.state.request_id``, header X-Request-Id) is the client's own if it is printable ASCII of at most
+    64 characters. The line has neither body nor query; probes and scrapes that pass have none.
     """
 
+    def __init__(self, app: ASGIApp, shared: bool, metrics: Metrics, paths: Collection[str]):
+        """``shared``: whether pages of other sites may use the responses; all but ``paths`` count as "other"."""
+        super().__init__(app)
+        self.headers = {**HEADERS, "Cross-Origin-Resource-Policy": "cross-origin" if shared else "same-origin"}
+        self.metrics, self.paths = metrics, frozenset(paths)
+
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Put the id into the request's state and the response's headers."""
+        """Add the headers that the application has not set itself, and record status and seconds.
+
+        The framework raises exceptions once more that were answered and logged: these end here. One in the middle of a
+        stream goes on to the server, which breaks the connection: the client must notice.
+        """
         given = Headers(scope=scope).get("x-request-id", "")
         id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        with_state = {**scope, "state": {**scope.get("state", {}), "request_id": id}}
         REQUEST_ID.set(id)  # every request is a task, with a context of its own
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["X-Request-Id"] = id
-            await send(message)
-
-        await self.app(with_state, receive, send_with_id)
-
-
-class HandledErrors(HTTPMiddleware):
-    """Swallows exceptions that were answered and logged already; the framework raises them once more.
-
-    One in the middle of a stream goes on to the server, which breaks the connection: the client must notice.
-    """
-
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass an exception on unless the response is complete."""
-        complete = False
+        started, status, complete = time.monotonic(), 499, False  # unless something is sent, the client has gone
 
         async def watching_send(message: Message) -> None:
-            nonlocal complete
+            nonlocal status, complete
+            if message["type"] == "http.response.start":
+                status, headers = message["status"], MutableHeaders(scope=message)
+                for name, value in self.headers.items():
+                    headers.setdefault(name, value)
+                headers.setdefault("Cache-Control", _cache_control(scope["path"], status))
+                headers["X-Request-Id"] = id
             await send(message)
             complete = message["type"] == "http.response.body" and not message.get("more_body", False)
 
         try:
-            await self.app(scope, receive, watching_send)
+            await self.app({**scope, "state": {**scope.get("state", {}), "request_id": id}}, receive, watching_send)
         except Exception:
             if not complete:
                 raise
-
-
-class RequestMetrics(HTTPMiddleware):
-    """Counts and times requests, and logs one line each, without body and query; none for probes that pass."""
-
-    def __init__(self, app: ASGIApp, metrics: Metrics, paths: Collection[str]):
-        """``paths``: the routes that are counted by name; all other paths count as "other"."""
-        super().__init__(app)
-        self.metrics, self.paths = metrics, frozenset(paths)
-
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Record the status, and the seconds until the end of the response."""
-        started, status = time.monotonic(), 499  # unless something is sent, the client has disconnected
-
-        async def recording_send(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self.app(scope, receive, recording_send)
         finally:
-            path = scope["path"] if scope["path"] in self.paths else "other"
-            seconds = time.monotonic() - started
-            self.metrics.requests.labels(path, str(status)).inc()
-            self.metrics.request_seconds.labels(path).observe(seconds)
-            fields = {"method": scope["method"], "route": path, "status": status, "seconds": round(seconds, 6)}
-            routine = status == 200 and path in (*PROBES, METRICS)  # every few seconds, for ever
-            level = logging.DEBUG if routine else logging.INFO
-            _log.log(level, "%s %s %d %.3f s", scope["method"], path, status, seconds, extra=fields)
+            self._record(scope, status, time.monotonic() - started)
+
+    def _record(self, scope: Scope, status: int, seconds: float) -> None:
+        path = scope["path"] if scope["path"] in self.paths else "other"
+        self.metrics.requests.labels(path, str(status)).inc()
+        self.metrics.request_seconds.labels(path).observe(seconds)
+        fields = {"method": scope["method"], "route": path, "status": status, "seconds": round(seconds, 6)}
+        routine = status == 200 and path in (*PROBES, METRICS)  # every few seconds, for ever
+        level = logging.DEBUG if routine else logging.INFO
+        _log.log(level, "%s %s %d %.3f s", scope["method"], path, status, seconds, extra=fields)

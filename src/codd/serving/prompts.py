@@ -1,16 +1,18 @@
-"""From request bodies to generation requests: prompts are encoded and everything is checked against the model.
+"""From request bodies to sequences before their first step: prompts are encoded, everything is checked.
 
 What cannot be used is an `APIError` that names the field. No network runs here; but texts are encoded, so that these
 functions are better not called on the event loop.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from codd.constraints import Automaton
 from codd.decoding import Model, Options
+from codd.decoding.inspect import Inspection, inspect
 from codd.decoding.prompts import Prompt
 from codd.decoding.start import options_for
 from codd.decoding.state import SequenceState
@@ -73,8 +75,9 @@ class Compiled(NamedTuple):
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """One sequence to generate: the prompt and options of the loop, and which part of the sequence is the response."""
+    """One sequence to generate, before its first step, and which part of it is the response."""
 
+    state: SequenceState = field(compare=False)
     ids: tuple[int, ...]
     """The prompt; ``options.gen_length`` masks are put after it."""
     options: Options
@@ -85,10 +88,8 @@ class GenerationRequest:
     """The position where it ends, if a suffix follows; None: at the end of the sequence."""
     stops: tuple[str, ...] = ()
     """Stop strings: the text ends before the first of them."""
-    prompt: int = 0
-    """The number of the prompt within the HTTP request."""
     choice: int = 0
-    """The number of the choice for this prompt."""
+    """The number of the choice for its prompt."""
     echo: str = ""
     """Text that is put before the generated one."""
     logprobs: int | None = None
@@ -98,74 +99,34 @@ class GenerationRequest:
         """How many tokens the client gave, masks not counted."""
         return sum(token != mask_id for token in self.ids)
 
-    def start(self, model: Model) -> SequenceState:
-        """The state of the sequence before its first step."""
-        [state] = model.start([self.ids], self.options)
-        state.alternatives = self.logprobs or 0
-        return state
 
-
-class InspectArguments(NamedTuple):
-    """The arguments of `codd.decoding.inspect.inspect`, checked."""
-
-    ids: list[int]
-    window: tuple[int, int]
-    options: Options
-    candidates: int
-    written: list[int]
-
-
-class _Fields(NamedTuple):
-    """A request body, and what its kind calls the fields that errors name."""
-
-    body: SamplingOptions
-    prompt: str
-    """The name of the field with the prompt."""
-    length: str
-    """The name of the field with the length."""
-    requested: int | None
-    """The length that the client asked for, in tokens."""
-    constraint: Compiled | None = None
-
-    def refused(self, error: CoddError | APIError) -> APIError:
-        """The error response, with the field's name in this kind of request."""
-        found = error if isinstance(error, APIError) else bad_request(error)
-        names = {"gen_length": self.length, "prompt": self.prompt}
-        found.param = names.get(found.param or "", found.param)
-        if self.constraint is not None and (isinstance(error, InvalidConstraint) or "constraint" in found.message):
-            found.param = self.constraint.field
-        return found
-
-
-def denoise_generation(
+def denoise_generations(
     body: DenoiseRequest, model: Model, limits: Limits, constraint: Compiled | None = None
-) -> GenerationRequest:
+) -> list[GenerationRequest]:
     """The one sequence of /v1/denoise."""
     if (body.prompt is None) == (body.messages is None):
         raise APIError(400, "prompt or messages: give one of them.", "prompt")
     name = "prompt" if body.messages is None else "messages"
-    fields = _Fields(body, name, "gen_length", body.gen_length, constraint)
     prompt: Any = body.prompt if body.messages is None else [message.plain() for message in body.messages]
-    ids = _encode(model, prompt, fields, limits, body.chat)
-    return _continuation(model, ids, fields, limits)
+    planner = _Planner(body, model, limits, constraint, name, "gen_length", body.gen_length)
+    return [planner.continuation(planner.encode(prompt, body.chat))]
 
 
 def chat_generations(
     body: ChatRequest, model: Model, limits: Limits, constraint: Compiled | None = None
 ) -> list[GenerationRequest]:
     """The sequences of /v1/chat/completions, one for each choice."""
-    fields = _openai_fields(body, "messages", model, limits, 1, constraint)
-    ids = _encode(model, [message.plain() for message in body.messages], fields, limits, None)
-    return list(_choices(_continuation(model, ids, fields, limits), body, 0, ""))
+    planner = _openai_planner(body, model, limits, constraint, "messages")
+    ids = planner.encode([message.plain() for message in body.messages])
+    return planner.choices(planner.continuation(ids), body)
 
 
 def response_generations(
     body: ResponsesRequest, model: Model, limits: Limits, constraint: Compiled | None = None
 ) -> list[GenerationRequest]:
     """The one sequence of /v1/responses."""
-    fields = _openai_fields(body, "input", model, limits, 1, constraint)
-    ids = _encode(model, body.messages(), fields, limits, None)
-    return list(_choices(_continuation(model, ids, fields, limits), body, 0, ""))
+    planner = _openai_planner(body, model, limits, constraint, "input")
+    return planner.choices(planner.continuation(planner.encode(body.messages())), body)
 
 
 def completion_generations(
@@ -173,23 +134,23 @@ def completion_generations(
 ) -> list[GenerationRequest]:
     """The sequences of /v1/completions, ordered by prompt and then by choice."""
     prompts = _prompts(body.prompt)
-    fields = _openai_fields(body, "prompt", model, limits, len(prompts), constraint)
+    planner = _openai_planner(body, model, limits, constraint, "prompt", len(prompts))
     if body.suffix and body.chat:
         raise APIError(400, "chat and suffix exclude each other: an answer has nothing behind it.", "chat")
     generations: list[GenerationRequest] = []
-    for number, prompt in enumerate(prompts):
-        ids = _encode(model, prompt, fields, limits, False if body.suffix else body.chat)
-        generation = (_infilling if body.suffix else _continuation)(model, ids, fields, limits)
+    for prompt in prompts:
+        ids = planner.encode(prompt, False if body.suffix else body.chat)
+        generation = planner.infilling(ids, body.suffix) if body.suffix else planner.continuation(ids)
         has_prompt = generation.begin_text == 0 and generation.end_text is None and len(ids) > 0
         echo = _echo(model, prompt) if body.echo and not has_prompt else ""
-        generations += _choices(generation, body, number, echo)
+        generations += planner.choices(replace(generation, echo=echo), body)
     return generations
 
 
-def inspect_arguments(
+def inspection(
     body: InspectRequest, model: Model, limits: Limits, constraint: Compiled | None = None
-) -> InspectArguments:
-    """What /v1/inspect is to compute."""
+) -> Callable[[], Inspection]:
+    """What /v1/inspect is to compute, checked."""
     longest, (first, last) = limits.max_length(model), body.window
     if len(body.ids) > longest:
         raise APIError(400, f"there are {len(body.ids)} ids; a sequence has at most {longest}.", "ids")
@@ -203,13 +164,132 @@ def inspect_arguments(
     # The circuit acts whatever a run would do: the page asks what the joint says.
     asked = None if constraint is None else constraint.automaton
     options = options.changed(sampler="any_order", activation=None, preset=None, constraint=asked)
-    return InspectArguments(body.ids, (first, last), options, body.candidates, body.written)
+    return partial(
+        inspect, model, body.ids, (first, last), options=options, candidates=body.candidates, written=body.written
+    )
 
 
-def _openai_fields(
-    body: OpenAIFields, prompt: str, model: Model, limits: Limits, prompts: int, constraint: Compiled | None
-) -> _Fields:
-    """The fields of a request to one of OpenAI's routes; refuses what this server cannot do at all."""
+@dataclass(frozen=True)
+class _Planner:
+    """Makes the sequences of one request body."""
+
+    body: SamplingOptions
+    model: Model
+    limits: Limits
+    constraint: Compiled | None
+    prompt: str
+    """What the body calls the field with the prompt, which errors name."""
+    length: str
+    """The name of the field with the length."""
+    requested: int | None
+    """The length that the client asked for, in tokens."""
+
+    def encode(self, prompt: Prompt, chat: bool | None = None) -> list[int]:
+        """The prompt's ids, encoded as `Model.generate` does."""
+        length = self.limits.defaults.gen_length if self.requested is None else self.requested
+        self.limits.check_text(_texts(prompt), self.prompt, self.model)
+        try:
+            [ids] = self.model.encode([prompt], gen_length=length, chat=chat)
+        except CoddError as error:
+            raise bad_request(error, self.prompt) from None
+        return ids
+
+    def continuation(self, ids: list[int]) -> GenerationRequest:
+        """A prompt with masks after it."""
+        masks = ids.count(_mask(self.model))
+        return self._started(ids, self._fitted(len(ids), masks), 0 if masks else len(ids))
+
+    def infilling(self, ids: list[int], text: str) -> GenerationRequest:
+        """A prompt, masks, and a suffix: to the loop, all of it is a prompt."""
+        assert self.model.tokenizer is not None
+        self.limits.check_text([text], "suffix", self.model)
+        try:
+            suffix = self.model.tokenizer.encode(text)
+        except CoddError as error:
+            raise bad_request(error, "suffix") from None
+        length = self._fitted(len(ids) + len(suffix), 0)
+        whole = [*ids, *[_mask(self.model)] * length, *suffix]
+        return self._started(whole, 0, len(ids), len(ids) + length)
+
+    def choices(self, first: GenerationRequest, body: OpenAIFields) -> list[GenerationRequest]:
+        """The sequence of each choice, with consecutive seeds; the first one is there already."""
+        seed, (field, logprobs) = first.options.seed, body.reported()
+        assert isinstance(seed, int)
+        if logprobs and (first.options.sampler == "latent" or first.options.published):
+            message = f"{field}: only the samplers any_order and factorized know what else a token could have been."
+            raise APIError(400, message, field)
+        found = [replace(first, stops=body.stops, logprobs=logprobs)]
+        for choice in range(1, body.choices):
+            options = first.options.changed(seed=seed + choice)
+            [state] = self.model.start([first.ids], options)
+            found.append(replace(found[0], state=state, options=options, choice=choice))
+        for each in found:
+            each.state.alternatives = logprobs or 0
+        return found
+
+    def _fitted(self, given: int, masks: int) -> int:
+        """How many masks to add: the requested length, or the default one cut to what fits.
+
+        ``given``: tokens of the prompt (and suffix), of which ``masks`` are masks. Raises if the request does not fit,
+        or if there is nothing to fill.
+        """
+        longest = self.limits.max_length(self.model)
+        available = longest - given
+        by_default = self.requested is None
+        wanted = self.limits.defaults.gen_length if self.requested is None else self.requested
+        length = min(wanted, available) if by_default and wanted and available > 0 else wanted
+        if length > available:
+            long = f"{self.prompt} has {given} tokens; a sequence has at most {longest}"
+            if by_default or available < 0 or (available == 0 and not masks):
+                hint = f", or give {self.length} 0 to fill its masks only" if masks and not available else ""
+                message, param = f"{long}, answer included: shorten it{hint}.", self.prompt
+            else:
+                message, param = f"{long}, so that {self.length} can be {available}, not {wanted}.", self.length
+            raise APIError(400, message, param, "context_length_exceeded")
+        if not length and not masks:
+            message = f"{self.length} is 0 and {self.prompt} has no masks: nothing is to be written."
+            raise APIError(400, message, self.length)
+        return length
+
+    def _started(self, ids: list[int], length: int, begin_text: int, end_text: int | None = None) -> GenerationRequest:
+        """A sequence before its first step, its options checked against the model as the loop itself does."""
+        model, defaults = self.model, self.limits.defaults
+        _check_ids(ids, self.prompt, model)
+        asked = None if self.constraint is None else self.constraint.automaton
+        try:
+            options = options_for(model.backbone, self.body.options(defaults, gen_length=length, constraint=asked))
+        except (InvalidInput, APIError) as error:
+            raise self._refused(error) from None
+        mask, block_causal = _mask(model), model.backbone.block_size is not None
+        begin = 0 if block_causal else len(ids)
+        masks = [place - begin for place, token in enumerate([*ids, *[mask] * length]) if token == mask]
+        by_block = options.published and block_causal  # its steps are those of a block, and end with the block's masks
+        if options.steps is not None and "steps" not in self.body.given() and not by_block:
+            options = options.changed(steps=_default_steps(options, options.steps, defaults.gen_length, masks))
+        if options.published and not by_block and (options.steps or 0) > len(masks):
+            # The published loops evaluate the network even if nothing is left to do: nobody may ask for that.
+            raise APIError(400, f"steps is {options.steps}, but there are only {len(masks)} masks to fill.", "steps")
+        _check_bans(options, model)
+        try:
+            [state] = model.start([ids], options)
+        except CoddError as error:
+            raise self._refused(error) from None
+        return GenerationRequest(state, tuple(ids), options, begin_text, end_text)
+
+    def _refused(self, error: CoddError | APIError) -> APIError:
+        """The error response, with the field's name in this kind of request."""
+        found = error if isinstance(error, APIError) else bad_request(error)
+        names = {"gen_length": self.length, "prompt": self.prompt}
+        found.param = names.get(found.param or "", found.param)
+        if self.constraint is not None and (isinstance(error, InvalidConstraint) or "constraint" in found.message):
+            found.param = self.constraint.field
+        return found
+
+
+def _openai_planner(
+    body: OpenAIFields, model: Model, limits: Limits, constraint: Compiled | None, prompt: str, prompts: int = 1
+) -> _Planner:
+    """For a request to one of OpenAI's routes; refuses what this server cannot do at all."""
     body.check_supported()
     if model.tokenizer is None:
         raise APIError(400, "this model has no tokenizer, so it writes no text: use /v1/denoise with ids.", prompt)
@@ -219,7 +299,7 @@ def _openai_fields(
     if constraint is not None and body.stops:
         message = f"stop and {constraint.field} exclude each other: a text that is cut is not what was asked for."
         raise APIError(400, message, "stop")
-    return _Fields(body, prompt, *body.length(), constraint)
+    return _Planner(body, model, limits, constraint, prompt, *body.length())
 
 
 def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
@@ -228,17 +308,6 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str 
         return [prompt]
     ids = [token for token in prompt if isinstance(token, int)]
     return [ids] if ids else [part for part in prompt if not isinstance(part, int)]
-
-
-def _encode(model: Model, prompt: Prompt, fields: _Fields, limits: Limits, chat: bool | None) -> list[int]:
-    """The prompt's ids, encoded as `Model.generate` does."""
-    length = limits.defaults.gen_length if fields.requested is None else fields.requested
-    limits.check_text(_texts(prompt), fields.prompt, model)
-    try:
-        [ids] = model.encode([prompt], gen_length=length, chat=chat)
-    except CoddError as error:
-        raise bad_request(error, fields.prompt) from None
-    return ids
 
 
 def _texts(prompt: Any) -> list[str]:
@@ -253,79 +322,6 @@ def _echo(model: Model, prompt: str | list[int]) -> str:
     return prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt, skip_unknown=True)
 
 
-def _continuation(model: Model, ids: list[int], fields: _Fields, limits: Limits) -> GenerationRequest:
-    """A prompt with masks after it."""
-    masks = ids.count(_mask(model))
-    length = _length(len(ids), masks, fields, limits, model)
-    options = _options(model, ids, length, fields, limits)
-    return GenerationRequest(tuple(ids), options, 0 if masks else len(ids))
-
-
-def _infilling(model: Model, ids: list[int], fields: _Fields, limits: Limits) -> GenerationRequest:
-    """A prompt, masks, and a suffix: to the loop, all of it is a prompt."""
-    assert isinstance(fields.body, CompletionRequest)
-    assert model.tokenizer is not None
-    limits.check_text([fields.body.suffix or ""], "suffix", model)
-    try:
-        suffix = model.tokenizer.encode(fields.body.suffix or "")
-    except CoddError as error:
-        raise bad_request(error, "suffix") from None
-    length = _length(len(ids) + len(suffix), 0, fields, limits, model)
-    whole = [*ids, *[_mask(model)] * length, *suffix]
-    options = _options(model, whole, 0, fields, limits)
-    return GenerationRequest(tuple(whole), options, len(ids), len(ids) + length)
-
-
-def _length(given: int, masks: int, fields: _Fields, limits: Limits, model: Model) -> int:
-    """How many masks to add: the requested length, or the default one cut to what fits.
-
-    ``given``: tokens of the prompt (and suffix), of which ``masks`` are masks. Raises if the request does not fit, or
-    if there is nothing to fill.
-    """
-    longest = limits.max_length(model)
-    available = longest - given
-    by_default = fields.requested is None
-    wanted = limits.defaults.gen_length if fields.requested is None else fields.requested
-    length = min(wanted, available) if by_default and wanted and available > 0 else wanted
-    if length > available:
-        long = f"{fields.prompt} has {given} tokens; a sequence has at most {longest}"
-        if by_default or available < 0 or (available == 0 and not masks):
-            hint = f", or give {fields.length} 0 to fill its masks only" if masks and not available else ""
-            message, param = f"{long}, answer included: shorten it{hint}.", fields.prompt
-        else:
-            message, param = f"{long}, so that {fields.length} can be {available}, not {wanted}.", fields.length
-        raise APIError(400, message, param, "context_length_exceeded")
-    if not length and not masks:
-        message = f"{fields.length} is 0 and {fields.prompt} has no masks: nothing is to be written."
-        raise APIError(400, message, fields.length)
-    return length
-
-
-def _options(model: Model, ids: list[int], length: int, fields: _Fields, limits: Limits) -> Options:
-    """The options of a sequence, checked against the model as the loop itself would."""
-    _check_ids(ids, fields.prompt, model)
-    asked = None if fields.constraint is None else fields.constraint.automaton
-    try:
-        options = options_for(model.backbone, fields.body.options(limits.defaults, gen_length=length, constraint=asked))
-    except (InvalidInput, APIError) as error:
-        raise fields.refused(error) from None
-    mask, block_causal = _mask(model), model.backbone.block_size is not None
-    begin = 0 if block_causal else len(ids)
-    masks = [place - begin for place, token in enumerate([*ids, *[mask] * length]) if token == mask]
-    by_block = options.published and block_causal  # its steps are those of a block, and end with the block's masks
-    if options.steps is not None and "steps" not in fields.body.given() and not by_block:
-        options = options.changed(steps=_default_steps(options, options.steps, limits.defaults.gen_length, masks))
-    if options.published and not by_block and (options.steps or 0) > len(masks):
-        # The published loops evaluate the network even if nothing is left to do: nobody should be able to ask for that.
-        raise APIError(400, f"steps is {options.steps}, but there are only {len(masks)} masks to fill.", "steps")
-    _check_bans(options, model)
-    try:
-        model.start([ids], options)
-    except CoddError as error:
-        raise fields.refused(error) from None
-    return options
-
-
 def _default_steps(options: Options, steps: int, length: int, masks: Sequence[int]) -> int:
     """The default number of steps; where a long text has more blocks than that, the default number of tokens a step.
 
@@ -333,19 +329,6 @@ def _default_steps(options: Options, steps: int, length: int, masks: Sequence[in
     """
     blocks = 1 if options.mode == "full" else len({place // options.block_length for place in masks})
     return steps if steps >= blocks else max(blocks, math.ceil(len(masks) * steps / max(1, length)))
-
-
-def _choices(generation: GenerationRequest, body: OpenAIFields, prompt: int, echo: str) -> Iterator[GenerationRequest]:
-    """One generation request for each choice, with consecutive seeds."""
-    seed, field, logprobs = generation.options.seed, *body.reported()
-    assert isinstance(seed, int)
-    if logprobs and (generation.options.sampler == "latent" or generation.options.published):
-        message = f"{field}: only the samplers any_order and factorized know what else a token could have been."
-        raise APIError(400, message, field)
-    for choice in range(body.choices):
-        options = generation.options.changed(seed=seed + choice)
-        made = replace(generation, options=options, stops=body.stops, prompt=prompt, choice=choice, echo=echo)
-        yield replace(made, logprobs=logprobs)
 
 
 def _mask(model: Model) -> int:

@@ -3,18 +3,11 @@
 from collections import OrderedDict, deque
 from collections.abc import Hashable, Iterator
 from itertools import zip_longest
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from typing import Generic, TypeVar
 
+from codd.serving.requests import QueuedRequest
 
-@runtime_checkable
-class HasClient(Protocol):
-    """An item of a fair queue."""
-
-    client: Hashable
-    """Who sent it."""
-
-
-Item = TypeVar("Item", bound=HasClient)
+Item = TypeVar("Item", bound=QueuedRequest)
 
 
 class FairQueue(Generic[Item]):

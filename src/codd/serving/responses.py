@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Literal
 
@@ -78,19 +78,9 @@ class Usage:
 
     def as_json(self) -> Json:
         """OpenAI's usage object, with our own figures under "codd"."""
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "codd": {
-                "steps": self.steps,
-                "circuit_steps": self.circuit_steps,
-                "computed": self.computed,
-                "cached": self.cached,
-                "seconds": self.seconds,
-                "queued_seconds": self.queued_seconds,
-            },
-        }
+        own = asdict(self)
+        tokens = {name: own.pop(name) for name in ("prompt_tokens", "completion_tokens")}
+        return {**tokens, "total_tokens": sum(tokens.values()), "codd": own}
 
 
 @dataclass(frozen=True)
@@ -235,21 +225,6 @@ def _plain_token(tokenizer: Tokenizer) -> int | None:
     return next((id for id in range(tokenizer.vocab_size) if (tokenizer.id_to_token(id) or "-").isalpha()), None)
 
 
-def start_event(
-    *, id: str, model: str, ids: Sequence[int], prompt_length: int, options: Json, ahead: int, pieces: TokenPieces
-) -> Json:
-    """The first event of /v1/denoise; ``ids`` are those of the prompt and the masks after it."""
-    return {
-        "id": id,
-        "model": model,
-        "prompt_length": prompt_length,
-        "ids": list(ids),
-        "pieces": pieces(ids),
-        "options": options,
-        "ahead": ahead,
-    }
-
-
 def step_event(step: Step, pieces: Callable[[Sequence[int]], list[str | None]]) -> Json:
     """The event of one denoising step; the last ``edited`` of its tokens replace others."""
     tokens = [*step.tokens.tolist(), *step.edits.tokens.tolist()]
@@ -267,21 +242,6 @@ def step_event(step: Step, pieces: Callable[[Sequence[int]], list[str | None]]) 
         "computed": step.computed,
         "cached": step.cached,
         "finished": step.finished,
-    }
-
-
-def done_event(text: str | None, reason: FinishReason, usage: Usage) -> Json:
-    """The last event of /v1/denoise; ``text`` is None if the model has no tokenizer."""
-    return {
-        "text": text,
-        "finish_reason": reason,
-        "steps": usage.steps,
-        "circuit_steps": usage.circuit_steps,
-        "computed": usage.computed,
-        "cached": usage.cached,
-        "tokens": usage.completion_tokens,
-        "seconds": usage.seconds,
-        "queued_seconds": usage.queued_seconds,
     }
 
 

@@ -11,11 +11,13 @@ from codd.serving.responses import FinishReason, Json, Usage
 from codd.serving.schemas import (
     Alternatives,
     Constraint,
+    ConversationFields,
     Length,
     NamedSchema,
     OpenAIFields,
     PlainFormat,
-    Roles,
+    Said,
+    format_constraint,
     ignored,
     unsupported,
 )
@@ -32,20 +34,14 @@ class InputText(Strict):
     logprobs: Any = ignored("they belong to an earlier answer")
 
 
-class InputMessage(Strict):
+class InputMessage(Said):
     """One item of a conversation; an item of an earlier answer's output can be sent back as it is."""
 
     type: Literal["message"] = "message"
-    role: Roles
     content: str | Annotated[list[InputText], Field(min_length=1, fail_fast=True)]
     id: str | None = ignored("nothing is stored")
     status: str | None = ignored("nothing is stored")
     phase: str | None = ignored("chat templates know roles only")
-
-    def plain(self) -> dict[str, str]:
-        """The item as chat templates take it: developer becomes system, text parts are joined by newlines."""
-        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
 class SchemaText(NamedSchema):
@@ -67,25 +63,12 @@ class ObfuscationOptions(Strict):
     include_obfuscation: bool | None = ignored("nothing is padded")
 
 
-class ResponsesRequest(OpenAIFields):
+class ResponsesRequest(OpenAIFields, ConversationFields):
     """The body of /v1/responses."""
 
     length_fields: ClassVar[tuple[str, ...]] = ("max_output_tokens", "gen_length")
-    no_op_values: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
-        "max_tool_calls": (),
-        "truncation": ("disabled",),
-        "moderation": (),
-        "context_management": ([],),
-    }
-    stored: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "store": (None, False),
-        "background": (None, False),
-        "previous_response_id": (None,),
-        "conversation": (None,),
-    }
-    """Fields that need a server which keeps responses, with the values that do not."""
+    stored: ClassVar[tuple[str, ...]] = ("store", "background", "previous_response_id", "conversation")
+    """Fields that need a server which keeps responses."""
 
     input: str | Annotated[list[InputMessage], Field(min_length=1, fail_fast=True)] = Field(
         description="A text of the user, or the messages of a conversation."
@@ -97,23 +80,17 @@ class ResponsesRequest(OpenAIFields):
     top_logprobs: Alternatives | None = Field(None, description="With them, those of so many other tokens.")
     stream_options: ObfuscationOptions | None = None
     metadata: dict[str, str] | None = Field(None, description="Sent back with the answer, and not kept.")
-    store: bool | None = unsupported("false or null")
-    background: bool | None = unsupported("false or null")
+    store: bool | None = unsupported("false or null", False)
+    background: bool | None = unsupported("false or null", False)
     previous_response_id: str | None = unsupported("null")
     conversation: Any = unsupported("null")
-    tools: Any = unsupported("[] or null; see /v1/chat/completions")
-    tool_choice: Any = unsupported('"none", "auto" or null')
+    tools: Any = unsupported("[] or null; see /v1/chat/completions", [])
+    tool_choice: Any = unsupported('"none", "auto" or null', "none", "auto")
     max_tool_calls: Any = unsupported("null")
-    truncation: str | None = unsupported('"disabled" or null')
-    moderation: Any = unsupported("null")
-    context_management: Any = unsupported("[] or null")
+    truncation: str | None = unsupported('"disabled" or null', "disabled")
+    context_management: Any = unsupported("[] or null", [])
     parallel_tool_calls: bool | None = ignored("no tools are called")
     reasoning: dict[str, Any] | None = ignored("nothing is written but the answer; see steps")
-    service_tier: str | None = ignored("there is one queue for all")
-    safety_identifier: str | None = ignored("the server keeps no accounts")
-    prompt_cache_key: str | None = ignored("no prompt is cached")
-    prompt_cache_retention: str | None = ignored("no prompt is cached")
-    prompt_cache_options: dict[str, Any] | None = ignored("no prompt is cached")
 
     def messages(self) -> list[dict[str, str]]:
         """The conversation, as chat templates take it."""
@@ -131,18 +108,15 @@ class ResponsesRequest(OpenAIFields):
 
     def check_supported(self) -> None:
         """Refuse what needs stored responses, and other fields by their names."""
-        for name, accepted in self.stored.items():
-            if getattr(self, name) not in accepted:
+        for name in self.stored:
+            if getattr(self, name) not in (None, False):
                 message = f"{name} is not supported: no response is kept here. Send the whole conversation as input."
                 raise APIError(400, message, name, "unsupported")
         super().check_supported()
 
     def _constraints(self) -> list[Constraint]:
         asked = None if self.text is None else self.text.format
-        if asked is None or asked.type == "text":
-            return super()._constraints()
-        schema = asked.content if isinstance(asked, SchemaText) else {"type": "object"}
-        return [Constraint("text", "json", schema), *super()._constraints()]
+        return [*format_constraint("text", asked), *super()._constraints()]
 
 
 @dataclass

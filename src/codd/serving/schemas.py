@@ -24,10 +24,21 @@ class TextPart(Strict):
     text: str
 
 
-class Message(Strict):
-    """One message of a conversation. Fields of an earlier response that clients send back are accepted if empty."""
+class Said(Strict):
+    """What the messages of all routes have."""
 
     role: Roles
+    content: Any
+
+    def plain(self) -> dict[str, str]:
+        """The message as chat templates take it: developer becomes system, text parts are joined by newlines."""
+        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class Message(Said):
+    """One message of a conversation. Fields of an earlier response that clients send back are accepted if empty."""
+
     content: str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
     name: str | None = Field(None, description="Ignored: chat templates know roles only.")
     refusal: None = None
@@ -35,11 +46,6 @@ class Message(Strict):
     function_call: None = None
     tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-
-    def plain(self) -> dict[str, str]:
-        """The message as chat templates take it: developer becomes system, text parts are joined by newlines."""
-        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
 Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
@@ -54,9 +60,10 @@ class Constraint(NamedTuple):
     value: Any
 
 
-class Guided(Strict):
-    """The fields by which vLLM's clients say what the text must be; a request has one of them at most."""
+class ConstraintFields(Strict):
+    """The deadline, and the fields by which vLLM's clients say what the text must be: at most one of them."""
 
+    timeout: Timeout | None = Field(None, description="Seconds until the server gives up.")
     guided_regex: str | None = Field(None, description="A regular expression that the whole text matches.")
     guided_json: dict[str, Any] | bool | str | None = Field(
         None, description="A JSON schema, or its text: the answer is JSON that is valid under it."
@@ -104,46 +111,35 @@ class SchemaFormat(Strict):
     json_schema: NamedSchema
 
 
-class Formatted(Guided):
-    """The same with OpenAI's field."""
-
-    response_format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = Field(
-        None, description="Text, a JSON object, or JSON under a schema."
-    )
-
-    def _constraints(self) -> list[Constraint]:
-        asked = self.response_format
-        if asked is None or asked.type == "text":
-            return super()._constraints()
-        schema = asked.json_schema.content if isinstance(asked, SchemaFormat) else {"type": "object"}
-        return [Constraint("response_format", "json", schema), *super()._constraints()]
+def format_constraint(field: str, asked: PlainFormat | NamedSchema | SchemaFormat | None) -> list[Constraint]:
+    """The constraint of a format, if it is one."""
+    if asked is None or (isinstance(asked, PlainFormat) and asked.type == "text"):
+        return []
+    schema = asked.json_schema if isinstance(asked, SchemaFormat) else asked
+    return [Constraint(field, "json", schema.content if isinstance(schema, NamedSchema) else {"type": "object"})]
 
 
-class ConstraintRequest(Guided):
+class ConstraintRequest(ConstraintFields):
     """The body of /v1/constraint, which compiles one and says how large it is."""
 
-    timeout: Timeout | None = None
 
-
-class DenoiseRequest(SamplingOptions, Guided):
+class DenoiseRequest(SamplingOptions, ConstraintFields):
     """The body of /v1/denoise, which returns every step of a run."""
 
     prompt: str | NotEmptyIds | None = Field(None, description="A text, which may hold the mask token, or ids.")
     messages: Messages | None = Field(None, description="A conversation, instead of a prompt.")
     chat: bool | None = Field(None, description="Whether the prompt is put into the chat template.")
     stop: bool | None = Field(None, description="End at the end-of-text token.")
-    timeout: Timeout | None = Field(None, description="Seconds until the server gives up.")
     stream: bool | None = Field(True, description="Events as they happen, or one object.")
 
 
-class InspectRequest(InspectOptions, Guided):
+class InspectRequest(InspectOptions, ConstraintFields):
     """The body of /v1/inspect: what network and joint say of the masks in a window."""
 
     ids: NotEmptyIds = Field(description="The sequence, masks included.")
     window: Annotated[list[Length], Field(min_length=2, max_length=2)] = Field(description="Begin and end.")
     candidates: Annotated[int, Field(ge=1, le=32)] = 8
     written: Ids = Field([], description="Positions that a run has filled: guidance (cfg_scale) does not hide them.")
-    timeout: Timeout | None = None
 
 
 class StreamOptions(Strict):
@@ -153,9 +149,9 @@ class StreamOptions(Strict):
     include_obfuscation: bool | None = Field(None, description="Ignored: nothing is padded.")
 
 
-def unsupported(accepted: str) -> Any:
-    """A field of OpenAI's that is refused unless it holds one of the accepted values, which change nothing."""
-    return Field(None, description=f"Not supported: {accepted} only.")
+def unsupported(accepted: str, *values: Any) -> Any:
+    """A field of OpenAI's, refused unless it is null or one of ``values`` (its examples), which change nothing."""
+    return Field(None, description=f"Not supported: {accepted} only.", examples=list(values))
 
 
 def ignored(why: str) -> Any:
@@ -163,35 +159,17 @@ def ignored(why: str) -> Any:
     return Field(None, description=f"Ignored: {why}.")
 
 
-NO_OP_VALUES: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0.0,),
-    "presence_penalty": (0.0,),
-    "logit_bias": ({},),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "web_search_options": (),
-    "moderation": (),
-    "store": (False,),
-}
-"""What unsupported fields may hold beside null: values that ask for nothing."""
-
-
-class OpenAIFields(SamplingOptions, Guided):
+class OpenAIFields(SamplingOptions, ConstraintFields):
     """The fields that all of OpenAI's requests have, and the decoding options beside them."""
 
     length_fields: ClassVar[tuple[str, ...]] = ("max_tokens", "max_completion_tokens", "gen_length")
     """What the length is called, by the usual name first."""
-    no_op_values: ClassVar[dict[str, tuple[Any, ...]]] = NO_OP_VALUES
 
     model: str = Field(description="One of /v1/models.")
     stream: bool | None = Field(None, description="The settled prefix as it grows, or one object.")
     codd_provisional: bool | None = Field(
         None, description="In a stream: also what stands behind that prefix for now, token by token."
     )
-    timeout: Timeout | None = Field(None, description="Seconds until the server gives up.")
     user: str | None = ignored("the server keeps no accounts")
 
     @property
@@ -226,26 +204,31 @@ class OpenAIFields(SamplingOptions, Guided):
 
     def check_supported(self) -> None:
         """Refuse what OpenAI's servers can do and this one cannot, by the name of the field."""
-        for name, accepted in self.no_op_values.items():
-            value = getattr(self, name, None)
-            if value is not None and not any(type(value) is type(no_op) and value == no_op for no_op in accepted):
+        for name, info in type(self).model_fields.items():
+            value = getattr(self, name)
+            if info.examples is None or value is None:
+                continue
+            if not any(type(value) is type(no_op) and value == no_op for no_op in info.examples):
                 raise APIError(400, f"{name} is not supported here: leave it out.", name, "unsupported")
         if self.codd_provisional and not self.stream:
             raise APIError(400, "codd_provisional is for streams: give stream true, too.", "codd_provisional")
 
 
-class OpenAIRequest(OpenAIFields, Formatted):
+class OpenAIRequest(OpenAIFields):
     """The fields that the requests of both completion routes have."""
 
+    response_format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] | None = Field(
+        None, description="Text, a JSON object, or JSON under a schema."
+    )
     max_tokens: Length | None = Field(None, description="The same as gen_length.")
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = Field(None, description="Choices; the default is 1.")
     stream_options: StreamOptions | None = None
     stop: bool | Annotated[str, Field(min_length=1, max_length=1000)] | Stops | None = Field(
         None, description="Stop strings, before which the text ends; or whether it ends at the end-of-text token."
     )
-    frequency_penalty: float | None = unsupported("0 or null")
-    presence_penalty: float | None = unsupported("0 or null")
-    logit_bias: dict[str, Any] | None = unsupported("{} or null; see ban")
+    frequency_penalty: float | None = unsupported("0 or null", 0.0)
+    presence_penalty: float | None = unsupported("0 or null", 0.0)
+    logit_bias: dict[str, Any] | None = unsupported("{} or null; see ban", {})
 
     @property
     def choices(self) -> int:
@@ -271,6 +254,9 @@ class OpenAIRequest(OpenAIFields, Formatted):
             options.pop("stop", None)
         return options
 
+    def _constraints(self) -> list[Constraint]:
+        return [*format_constraint("response_format", self.response_format), *super()._constraints()]
+
 
 class CompletionRequest(OpenAIRequest):
     """The body of /v1/completions."""
@@ -288,7 +274,7 @@ class CompletionRequest(OpenAIRequest):
     )
     suffix: str | None = Field(None, description="Text that follows: max_tokens masks are put before it.")
     echo: bool | None = Field(None, description="Put the prompt before the generated text.")
-    best_of: Count | None = unsupported("n or null")
+    best_of: Count | None = Field(None, description="Not supported: n or null only.")
     logprobs: Alternatives | None = Field(
         None, description="Log-probabilities of the tokens, and of so many others in the place of each."
     )
@@ -304,7 +290,18 @@ class CompletionRequest(OpenAIRequest):
             raise APIError(400, "best_of is not supported here: leave it out.", "best_of", "unsupported")
 
 
-class ChatRequest(OpenAIRequest):
+class ConversationFields(Strict):
+    """Fields without effect that both kinds of conversations have."""
+
+    moderation: Any = unsupported("null")
+    service_tier: str | None = ignored("there is one queue for all")
+    safety_identifier: str | None = ignored("the server keeps no accounts")
+    prompt_cache_key: str | None = ignored("no prompt is cached")
+    prompt_cache_retention: str | None = ignored("no prompt is cached")
+    prompt_cache_options: dict[str, Any] | None = ignored("no prompt is cached")
+
+
+class ChatRequest(OpenAIRequest, ConversationFields):
     """The body of /v1/chat/completions."""
 
     messages: Messages
@@ -317,23 +314,17 @@ class ChatRequest(OpenAIRequest):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
         None, description='A function, "required" for one of them, or "none". "auto", the default, is not supported.'
     )
-    functions: Any = unsupported("[] or null; see tools")
-    function_call: Any = unsupported('"none", "auto" or null')
-    modalities: Any = unsupported('["text"] or null')
+    functions: Any = unsupported("[] or null; see tools", [])
+    function_call: Any = unsupported('"none", "auto" or null', "none", "auto")
+    modalities: Any = unsupported('["text"] or null', ["text"])
     audio: Any = unsupported("null")
     prediction: Any = unsupported("null")
     web_search_options: Any = unsupported("null")
-    moderation: Any = unsupported("null")
-    store: bool | None = unsupported("false or null")
+    store: bool | None = unsupported("false or null", False)
     metadata: dict[str, Any] | None = ignored("nothing is stored that it could be attached to")
-    service_tier: str | None = ignored("there is one queue for all")
     parallel_tool_calls: bool | None = ignored("an answer is one call")
     reasoning_effort: str | None = ignored("nothing is written but the answer; see steps")
     verbosity: str | None = ignored("the length is max_tokens")
-    safety_identifier: str | None = ignored("the server keeps no accounts")
-    prompt_cache_key: str | None = ignored("no prompt is cached")
-    prompt_cache_retention: str | None = ignored("no prompt is cached")
-    prompt_cache_options: dict[str, Any] | None = ignored("no prompt is cached")
 
     def reported(self) -> tuple[str, int | None]:
         """As the two fields say together."""

@@ -112,7 +112,7 @@ def create_server(engine: Engine, settings: Settings, *, drain: int, on_ready: C
         create_app(engine, replace(settings, connections=connections)),
         lifespan="on",
         log_config=None,
-        access_log=False,  # `RequestMetrics` logs one line a request, without the query
+        access_log=False,  # `Envelope` logs one line a request, without the query
         server_header=False,
         timeout_keep_alive=_KEEP_ALIVE,
         timeout_graceful_shutdown=_LAST_WORDS,

@@ -1,10 +1,9 @@
 """From denoising steps to responses: text, OpenAI chunks and denoise events, as the steps come from the engine."""
 
-import asyncio
 from collections.abc import AsyncIterator, Hashable, Sequence
+from dataclasses import fields
 
 from codd.decoding import Model, Step
-from codd.decoding.state import SequenceState
 from codd.serving.detokenizer import Detokenizer
 from codd.serving.engine import Engine
 from codd.serving.logprobs import TokenLogprob, TokenLogprobs, chat_logprobs, completion_logprobs
@@ -16,9 +15,7 @@ from codd.serving.responses import (
     OpenAIFormat,
     TokenPieces,
     Usage,
-    done_event,
     sse_event,
-    start_event,
     step_event,
 )
 from codd.serving.responses_api import ResponseEvents
@@ -30,20 +27,19 @@ class GeneratedSequence:
     def __init__(
         self,
         generation: GenerationRequest,
-        state: SequenceState,
         model: Model,
         client: Hashable,
         deadline: float | None,
-        results: ResultQueue | None = None,
-        logprobs: TokenLogprobs | None = None,
+        results: ResultQueue,
+        pieces: TokenPieces,
     ):
-        """``state``: the sequence before its first step. Nothing is submitted yet."""
+        """The sequences of a response share ``results``. Nothing is submitted yet."""
         self.generation = generation
-        self.request = SequenceRequest(state, client, deadline, results)
+        self.request = SequenceRequest(generation.state, client, deadline, results)
         self.detokenizer = Detokenizer(generation, model)
         self.steps = self.circuit_steps = self.computed = self.cached = 0
         self._prompt_tokens = generation.prompt_tokens(model.mask_id)
-        self._logprobs = logprobs
+        self._logprobs = None if generation.logprobs is None else TokenLogprobs(generation, pieces)
         self.new_logprobs: list[TokenLogprob] = []
         """Of the tokens whose text the latest step added."""
         self._ids: list[int] = []
@@ -83,41 +79,15 @@ class GeneratedSequence:
         )
 
 
-def generated_sequences(
-    started: Sequence[tuple[GenerationRequest, SequenceState]],
-    model: Model,
-    client: Hashable,
-    deadline: float | None,
-    pieces: TokenPieces,
-) -> list[GeneratedSequence]:
-    """The sequences of one response, which share a result queue."""
-    results: ResultQueue = asyncio.Queue()
-    return [
-        GeneratedSequence(
-            generation,
-            state,
-            model,
-            client,
-            deadline,
-            results,
-            None if generation.logprobs is None else TokenLogprobs(generation, pieces),
-        )
-        for generation, state in started
-    ]
-
-
 def total_usage(sequences: Sequence[GeneratedSequence]) -> Usage:
     """The usage of a whole response; a prompt counts once, however many choices it has."""
     usages = [sequence.usage for sequence in sequences]
+    total = {field.name: sum(getattr(usage, field.name) for usage in usages) for field in fields(Usage)}
+    first = [usage for usage, sequence in zip(usages, sequences, strict=True) if not sequence.generation.choice]
     return Usage(
-        sum(u.prompt_tokens for u, sequence in zip(usages, sequences, strict=True) if not sequence.generation.choice),
-        sum(u.completion_tokens for u in usages),
-        sum(u.steps for u in usages),
-        sum(u.circuit_steps for u in usages),
-        sum(u.computed for u in usages),
-        sum(u.cached for u in usages),
-        max(u.seconds for u in usages),
-        max(u.queued_seconds for u in usages),
+        **total
+        | {"prompt_tokens": sum(usage.prompt_tokens for usage in first)}
+        | {name: max(getattr(usage, name) for usage in usages) for name in ("seconds", "queued_seconds")}
     )
 
 
@@ -203,21 +173,13 @@ async def denoise_events(
     sequence: GeneratedSequence, model: Model, id: str, model_name: str, pieces: TokenPieces
 ) -> AsyncIterator[tuple[str, Json]]:
     """The events of /v1/denoise, as names and bodies: start, every step, done."""
-    generation = sequence.generation
-    yield (
-        "start",
-        start_event(
-            id=id,
-            model=model_name,
-            ids=sequence.request.state.ids.tolist(),
-            prompt_length=len(generation.ids),
-            options=generation.options.as_json(),
-            ahead=sequence.request.ahead,
-            pieces=pieces,
-        ),
-    )
+    generation, ids = sequence.generation, sequence.request.state.ids.tolist()
+    start = {"id": id, "model": model_name, "prompt_length": len(generation.ids), "ids": ids, "pieces": pieces(ids)}
+    yield "start", {**start, "options": generation.options.as_json(), "ahead": sequence.request.ahead}
     async for step in sequence.request.steps():
         sequence.add(step)
         yield "step", step_event(step, pieces)
     text = None if model.tokenizer is None else sequence.detokenizer.text
-    yield "done", done_event(text, sequence.detokenizer.reason, sequence.usage)
+    usage = sequence.usage.as_json()
+    done = {"text": text, "finish_reason": sequence.detokenizer.reason, "tokens": usage["completion_tokens"]}
+    yield "done", {**done, **usage["codd"]}
