@@ -62,25 +62,12 @@ def test_flows_are_for_static_circuits_of_free_logits(tmp_path):
         assert not read(tmp_path, change).by_flows
 
 
-@pytest.mark.parametrize(
-    ("rule", "objective"),
-    [
-        ("adam", "conditional"),
-        ("adam", "local"),
-        ("adam", "generative"),
-        ("em", "generative"),
-        ("ratio", "conditional"),
-        ("ratio", "local"),
-        ("baum-welch", "conditional"),
-        ("baum-welch", "local"),
-    ],
-)
-def test_rules_that_go_with_objectives(tmp_path, rule, objective):
-    chosen = [f"optimizer.rule={rule}", f"objective={objective}"]
-    assert read(tmp_path, *chosen).by_flows
-    if chosen != ["optimizer.rule=adam", "objective=conditional"]:
-        with pytest.raises(FormatError, match="is for static circuits of free logits"):
-            read(tmp_path, *chosen, "head.latents=true")
+@pytest.mark.parametrize("rule", ["ratio", "baum-welch"])
+def test_anemone_is_for_static_circuits_of_free_logits(tmp_path, rule):
+    assert read(tmp_path, f"optimizer.rule={rule}").by_flows
+    for change in ("head.latents=true", "circuit.emission_rank=4"):
+        with pytest.raises(FormatError, match=f"'{rule}' is for static circuits of free logits"):
+            read(tmp_path, f"optimizer.rule={rule}", change)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +76,7 @@ def test_rules_that_go_with_objectives(tmp_path, rule, objective):
         (["stepz=1"], "unknown field stepz; there are name, backbone, adapter"),
         (["circuit.states=1"], "circuit: unknown field states; there are num_states"),
         (["steps=many"], "steps must be a whole number, found 'many'"),
-        (["objective=best"], "objective must be 'conditional', 'local' or 'generative', found 'best'"),
+        (["weighting=best"], "weighting must be 'token' or 'elbo', found 'best'"),
         (["data=[]"], "there is neither data nor a cache"),
         (["cache=x"], "give data or a cache, not both"),
         (["data=[{kind: text, name: t}]"], "source t needs a path"),
@@ -103,7 +90,6 @@ def test_rules_that_go_with_objectives(tmp_path, rule, objective):
         (["windows.length=0"], "windows.length must be above 0, found 0"),
         (["joint.weights=lora", "adapter=x"], "writes an adapter for the backbone as it is, without another one"),
         (["joint.weights=all", "dtype=bfloat16"], "joint.weights 'all' needs dtype float32"),
-        (["joint.shard=true"], "joint.shard is for joint.weights 'lora', found 'none'"),
         (["windows.length=500"], "rows of 384 tokens hold no window of 500: raise row_length"),
         (["windows.block_share=1.5"], "windows.block_share must be at most 1, found 1.5"),
         (["windows.minimum=1"], "windows.minimum must be below 1, found 1"),
@@ -118,9 +104,7 @@ def test_rules_that_go_with_objectives(tmp_path, rule, objective):
         (["optimizer.momentum=1"], "optimizer.momentum must be below 1, found 1"),
         (["optimizer.step_size=2"], "optimizer.step_size must be at most 1, found 2"),
         (["head.dropout=1"], "head.dropout must be below 1, found 1"),
-        (["optimizer.rule=em"], "rule 'em' is for the generative objective; for 'conditional' take 'ratio'"),
-        (["optimizer.rule=ratio", "objective=generative"], "for 'generative' take 'em'"),
-        (["objective=local", "circuit.emission_rank=4"], "objective 'local' is for static circuits of free logits"),
+        (["optimizer.rule=em"], "optimizer.rule must be 'adam', 'ratio' or 'baum-welch', found 'em'"),
         (["data=[]", "cache=x", "joint.weights=all"], "joint training needs data"),
     ],
 )

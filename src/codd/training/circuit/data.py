@@ -18,7 +18,6 @@ from codd.data.tokenization import PackingConfig, load_source
 from codd.data.windows import WindowBatch, check_lengths, concatenate_windows, draw_windows, supports_packing
 from codd.distributed import DistributedContext
 from codd.errors import Diverged, InvalidInput
-from codd.training.circuit import joint
 from codd.training.circuit.initial import CircuitSpec
 from codd.training.circuit.validation import HeldOut
 from codd.training.circuit_recipe import CircuitRecipe
@@ -88,12 +87,8 @@ def _open(recipe: CircuitRecipe, root: Path, out: Path, context: DistributedCont
     source = None if recipe.backbone == "bundled" else recipe.backbone
     if recipe.dtype != "float32" and context.device.type != "cuda":
         raise InvalidInput(f"dtype {recipe.dtype} is for GPUs, this is {context.device}: --set dtype=float32.")
-    sharded = recipe.joint.shard and context.world_size > 1
     backbone, tokenizer, folder = load_checkpoint(
-        source,
-        device="cpu" if sharded else context.device,  # which may not hold the whole of it
-        dtype=getattr(torch, recipe.dtype),
-        adapter=recipe.adapter,
+        source, device=context.device, dtype=getattr(torch, recipe.dtype), adapter=recipe.adapter
     )
     backbone.batch_invariant = False
     mask_id = backbone.special.mask if backbone.special.mask is not None else getattr(tokenizer, "mask_id", None)
@@ -104,8 +99,6 @@ def _open(recipe: CircuitRecipe, root: Path, out: Path, context: DistributedCont
             f"{recipe.backbone}: joint training writes checkpoints of the family {mini.NAME} alone, this one is of "
             f"{backbone.family}: train it with joint.weights lora, which writes an adapter, or its circuit with none."
         )
-    if sharded:
-        joint.shard(backbone, context)
     return _Opened(recipe, root, out, tokenizer, backbone, folder, mask_id, context)
 
 

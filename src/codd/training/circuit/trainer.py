@@ -30,8 +30,8 @@ SUMS = "run.sums"
 WORST = 100.0
 """Nats per token beyond which a loss is a sign of divergence: to know nothing of a token costs about ten."""
 LOWER = (
-    "Lower optimizer.lr (of EM: optimizer.step_size) or raise optimizer.warmup, and start again with --fresh; the last "
-    "checkpoint and the circuit of the last validation are whole."
+    "Lower optimizer.lr (of anemone: optimizer.step_size) or raise optimizer.warmup, and start again with --fresh; the "
+    "last checkpoint and the circuit of the last validation are whole."
 )
 
 
@@ -111,8 +111,6 @@ class CircuitTrainer:
     def metrics(self, step: int) -> dict[str, float]:
         """Since the last call: the loss and that of the network alone, in nats per masked token; the learning rate."""
         coupled, factorized, tokens = self.sums.tolist()
-        if math.isnan(factorized):
-            raise Diverged("the network's own log-likelihood is no number: check the backbone's weights and precision.")
         self._check_loss(step)
         self.sums = torch.zeros_like(self.sums)
         return {"loss": -coupled / max(tokens, 1), "factorized": -factorized / max(tokens, 1), "rate": self.rate}
@@ -165,15 +163,12 @@ class CircuitTrainer:
         self.sums = tensors[SUMS]
 
     def export(self) -> None:
-        """The curve; and of a backbone that was trained along, LoRA as an adapter, and a network of ours as a whole
-        unless its layers are divided among the processes.
-        """
+        """The curve; and of a backbone that was trained along, LoRA as an adapter, and a network of ours as a whole."""
         backbone, recipe = self.data.spec.backbone, self.recipe
         if backbone is not None and recipe.joint.weights == "lora":
             adapters.save(backbone, self.out / ADAPTER, recipe.backbone)
             self._save(self.updater.circuit(), self.out / ADAPTER / CIRCUIT)
-        sharded = recipe.joint.shard and self.context.world_size > 1
-        if backbone is not None and backbone.family == mini.NAME and not sharded:
+        if backbone is not None and backbone.family == mini.NAME:
             joint.merge(backbone)
             mini.save(backbone, self.out / MODEL, notes={"recipe": recipe.name, "recipe_digest": recipe.digest()})
             if self.data.tokenizer is not None:
