@@ -24,7 +24,7 @@ from codd.training import run as run_module
 from codd.training.checkpoints import checkpoints, read_checkpoint, write_checkpoint
 from codd.training.circuit import trainer
 from codd.training.circuit.data import batch_index, prepare, strata_of
-from codd.training.circuit.trainer import CircuitTrainer, EarlyStopping, train
+from codd.training.circuit.trainer import CircuitTrainer, train
 from codd.training.circuit.validation import HeldOut
 from codd.training.run import VALIDATION_SEED, Clock, Trainer, check_recipe
 from tests.support import PYTHONPATH, small_circuits
@@ -103,7 +103,7 @@ def test_the_circuit_is_the_one_of_the_best_validation(root, tmp_path):
     scores = [sum(v for k, v in p.metrics.items() if k.endswith("likelihood")) / 2 for p in found]
     assert max(scores) > scores[-1]  # or this test shows nothing
     data = prepare(recipe, Path(), tmp_path, ALONE)
-    kept = data.held_out["held"].scores(load_circuit(tmp_path / "circuit"))
+    kept = data.held_out()["held"].scores(load_circuit(tmp_path / "circuit"))
     assert sum(score.coupled for score in kept.values()) / 2 == pytest.approx(max(scores), abs=1e-6)
 
 
@@ -296,21 +296,6 @@ def test_a_checkpoint_that_was_changed_is_refused(root, tmp_path):
 
 
 # Ends.
-
-
-def test_stops_when_nothing_gets_better(root, tmp_path):
-    recipe = small(root, "optimizer.lr=1e-30", "patience=2", "validate_every=2", "checkpoint_every=99", "steps=50")
-    assert [progress.step for progress in run(recipe, tmp_path)][-1] == 6
-    assert [path.name for path in checkpoints(tmp_path / "checkpoints")] == ["step-0000006"]
-    assert (tmp_path / "curve.png").is_file()
-    assert run(recipe, tmp_path) == []
-
-
-def test_patience_begins_anew_with_every_better_validation():
-    stopping = EarlyStopping(patience=2)
-    seen = [(stopping.update(score), stopping.finished) for score in (1.0, 0.5, 2.0, 2.0, 1.0)]
-    assert seen == [(True, False), (False, False), (True, False), (False, False), (False, True)]
-    assert (stopping.best, stopping.stale) == (2.0, 2)
 
 
 def test_seconds_end_a_run_as_steps_do(root, tmp_path):

@@ -59,8 +59,6 @@ class RuleRecipe(Section):
     """Learning rate of Adam; anemone has a step_size."""
     head_lr: Positive = 1e-3
     betas: Betas = (0.9, 0.99)
-    weight_decay: NotNegative = 0.0
-    """Weight decay of the head's parameters."""
     warmup: Natural = 50
     step_size: Ratio = 0.4
     momentum: BelowOne = 0.0
@@ -120,8 +118,6 @@ class CircuitRecipe(Section):
     validate_every: Count = 500
     ratios: Annotated[List[Ratio], Field(min_length=1)] = (0.1, 0.5, 1.0)
     """Shares of masked tokens at which held-out text is scored."""
-    patience: Count | None = None
-    """Stop after so many validations without a better one."""
     checkpoint_every: Count = 1000
     keep: Count = 2
     half: bool = True
@@ -166,8 +162,6 @@ def _broken_rules(recipe: CircuitRecipe) -> Iterator[str]:
         yield "tails must not be all 0"
     if recipe.windows.length > recipe.row_length:
         yield f"rows of {recipe.row_length} tokens hold no window of {recipe.windows.length}: raise row_length"
-    if recipe.patience is not None and not recipe.validation:
-        yield "patience needs validation: it counts validations without a better one"
     rule = recipe.optimizer.rule
     if rule != "adam" and not recipe.by_flows:
         yield f"optimizer.rule {rule!r} is for static circuits of free logits: no ranks, no head, no joint training"

@@ -43,25 +43,6 @@ def train(recipe: CircuitRecipe, data: TrainingData, out: Path, context: Distrib
     return run(CircuitTrainer(recipe, data, out, context), recipe, out, context)
 
 
-class EarlyStopping:
-    """The best validation so far, and how many there were since."""
-
-    def __init__(self, patience: int | None):
-        """``patience``: validations without a better one after which to stop; None: never."""
-        self.patience, self.best, self.stale = patience, -math.inf, 0
-
-    def update(self, score: float) -> bool:
-        """Count a validation; whether it is the best."""
-        better = score > self.best
-        self.best, self.stale = (score, 0) if better else (self.best, self.stale + 1)
-        return better
-
-    @property
-    def finished(self) -> bool:
-        """Whether so many validations in a row (``patience``) were no better than the best."""
-        return self.patience is not None and self.stale >= self.patience
-
-
 class CircuitTrainer:
     """A circuit in training, with the backbone if the recipe says so."""
 
@@ -73,14 +54,10 @@ class CircuitTrainer:
         self.per_step, self.rate = recipe.batch_windows, 0.0
         usage = functools.partial(state_usage, draw=data.draw, all_reduce=context.all_reduce)
         self.updater = make_updater(recipe, data.spec, usage)
-        self.stopping = EarlyStopping(recipe.patience)
+        self.best = -math.inf
+        """The best validation so far."""
         self.sums = torch.zeros(3, device=context.device)
         """Log-likelihood, the network's own, and tokens, of the steps since the last that was logged."""
-
-    @property
-    def finished(self) -> bool:
-        """Whether the recipe's patience is at its end."""
-        return self.stopping.finished
 
     def step(self, step: int, progress: float) -> None:
         """One update; Diverged if the chain refuses the parameters."""
@@ -133,16 +110,17 @@ class CircuitTrainer:
         circuit = self.updater.circuit()
         figures: dict[str, float] = {}
         scores = []
-        again = self.data.evaluate_again
-        for name, held_out in (self.data.held_out if again is None else again()).items():
+        for name, held_out in self.data.held_out().items():
             for ratio, score in held_out.scores(circuit).items():
                 figures |= _figures(name, ratio, score)
                 scores.append(score.coupled)
         if not all(map(math.isfinite, scores)):
             raise Diverged(f"held-out text has no probability after step {step}: the training has diverged. {LOWER}")
-        better = self.stopping.update(self.context.broadcast(sum(scores) / len(scores))) if scores else True
-        if better and self.context.is_main and self.data.spec.backbone is None:
-            self._save(circuit, self.out / CIRCUIT)
+        mean = sum(scores) / len(scores) if scores else None
+        if mean is None or mean > self.best:  # without held-out text the last circuit is kept
+            self.best = self.best if mean is None else mean
+            if self.context.is_main and self.data.spec.backbone is None:
+                self._save(circuit, self.out / CIRCUIT)
         return figures
 
     def _save(self, circuit: HMM | Modulated, folder: Path) -> None:
@@ -153,13 +131,13 @@ class CircuitTrainer:
         return {**self.updater.tensors(), SUMS: self.sums}
 
     def notes(self) -> dict[str, Any]:
-        """The best validation so far, and how many there were since."""
-        return {"best": self.stopping.best, "stale": self.stopping.stale}
+        """The best validation so far."""
+        return {"best": self.best}
 
     def restore(self, tensors: Mapping[str, Tensor], notes: Mapping[str, Any]) -> None:
         """Go on from a checkpoint; an error if it is of another circuit."""
         self.updater.restore(tensors)
-        self.stopping.best, self.stopping.stale = float(notes["best"]), int(notes["stale"])
+        self.best = float(notes["best"])
         self.sums = tensors[SUMS]
 
     def export(self) -> None:

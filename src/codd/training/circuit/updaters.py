@@ -118,18 +118,18 @@ class GradientUpdater:
         chosen = self.recipe.optimizer
         head = [] if self.head is None else list(self.head.parameters())
         groups = [
-            (list(self.factors.values()), chosen.lr, 0.0),
-            (head, chosen.head_lr, chosen.weight_decay),
-            (list(self.network.values()), self.recipe.joint.lr, 0.0),
+            (list(self.factors.values()), chosen.lr),
+            (head, chosen.head_lr),
+            (list(self.network.values()), self.recipe.joint.lr),
         ]
         groups = [group for group in groups if group[0]]
         optimizer = torch.optim.AdamW(
-            [{"params": parameters, "weight_decay": decay} for parameters, _, decay in groups],
-            lr=chosen.lr,
+            [{"params": parameters} for parameters, _ in groups],
+            weight_decay=0.0,
             betas=(chosen.betas[0], chosen.betas[1]),
             fused=self.device.type == "cuda",
         )
-        return optimizer, [rate for _, rate, _ in groups]
+        return optimizer, [rate for _, rate in groups]
 
     def hmm(self) -> HMM:
         """The circuit's chain, differentiable in the factors."""
