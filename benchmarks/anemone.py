@@ -33,9 +33,9 @@ WAYS: dict[str, Callable[[], Optimizer]] = {
     "adam 1.5e-1": lambda: Adam(1.5e-1),
     "ratio 0.4": lambda: Anemone(0.4, rule="ratio"),
     "ratio 0.1": lambda: Anemone(0.1, rule="ratio"),
-    "baum-welch 0.4": lambda: Anemone(0.4, rule="baum-welch"),
+    "baum-welch 0.4": lambda: Anemone(0.4),
     "ratio 0.4, momentum 0.9": lambda: Anemone(0.4, momentum=0.9, rule="ratio"),
-    "baum-welch 0.4, momentum 0.9": lambda: Anemone(0.4, momentum=0.9, rule="baum-welch"),
+    "baum-welch 0.4, momentum 0.9": lambda: Anemone(0.4, momentum=0.9),
 }
 
 
@@ -155,7 +155,7 @@ def network_alone(windows: WindowBatch) -> Tensor:
 
 def score(hmm: HMM, windows: WindowBatch) -> float:
     """Nats a masked token."""
-    parts = [signed_flows("conditional", hmm, take(windows, rows)).value for rows in spans(len(windows.tokens), 64)]
+    parts = [signed_flows(hmm, take(windows, rows)).value for rows in spans(len(windows.tokens), 64)]
     return float(torch.stack(parts).sum() / windows.masked.sum())
 
 
@@ -173,7 +173,7 @@ def train(
             rows = torch.randint(len(pool.tokens), (args.batch,), generator=order).to(args.device)
             windows = take(pool, rows)
             optimizer.rate = max(rate * (1 - used / args.seconds), 0.02 * rate)
-            signed = signed_flows("conditional", hmm, windows, weights_of(windows, args.weighting))
+            signed = signed_flows(hmm, windows, weights_of(windows, args.weighting))
             hmm = optimizer.update(hmm, signed)
             updates, used = updates + 1, used + clock(args.device) - begun
         value = score(hmm, held_out)

@@ -25,7 +25,7 @@ from codd.data.packing import PackedSequences
 from codd.data.windows import WindowRecipe
 from codd.distributed import DistributedContext
 from codd.training.logit_cache.build import build
-from codd.training.logit_cache.storage import CacheSettings
+from codd.training.logit_cache.storage import CacheSettings, claimed
 from families import SHAPES, SMALL, memory, random_backbone, run_parts, spec_of, synchronize
 
 LAYERS = {"llada": "n_layers", "dream": "num_hidden_layers"}
@@ -93,7 +93,7 @@ def make(backbone: Backbone, rows: PackedSequences, args: argparse.Namespace, co
         seed=args.seed,
     )
     context = DistributedContext(0, 1, args.device)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, claimed(Path(folder), fresh=False):
         work = build(backbone, lambda _: some, settings, Path(folder), context, batch_rows=args.batch_rows)
         next(work)  # tries out what the lists change
         begun = clock()

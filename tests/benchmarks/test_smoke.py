@@ -33,10 +33,6 @@ COMMANDS = {
     "decision_cpu": ["--rounds 1 --tokens 16 --masks 32"],
     "rows_cpu": ["--threads 1 --rounds 1 --sizes 2x8 1x4"],
     "backbones": [f"--data DATA --model {BUNDLED} --problems 2 --gen-length 4 --draws 1 --row-length 96 --device cpu"],
-    "objectives": [
-        "--data DATA --updates 1 --batch 8 --windows 16 --states 2 --row-length 160 --rows-at-once 1 --problems 6 "
-        "--held-out 1 --ratios 0.1 --out OUT"
-    ],
     "anemone": [
         "--vocab 200 --states 2 --planted 4 --length 4 --candidates 8 --windows 8 --held-out 8 --batch 4 "
         "--seconds 0.01 --readings 1 --out OUT"

@@ -130,10 +130,10 @@ def test_features_are_kept_only_if_asked_for(tmp_path):
     more = ["--data", "train.jsonl", "--windows", "40", "--top-k", "4"]
     assert cache(tmp_path / "with", *more, "--features") == 0
     assert cache(tmp_path / "without", *more) == 0
-    found = LogitCache.open(tmp_path / "with").windows([0]).features
+    found = LogitCache.open(tmp_path / "with").load().features
     assert found is not None
-    assert found.shape == (1, WINDOW, 16)
-    assert LogitCache.open(tmp_path / "without").windows([0]).features is None
+    assert found.shape[1:] == (WINDOW, 16)
+    assert LogitCache.open(tmp_path / "without").load().features is None
 
 
 def test_a_backbone_with_an_adapter(tmp_path, capsys):
@@ -258,7 +258,10 @@ def test_a_flipped_byte_is_named_and_only_its_shard_made_again(whole, tmp_path, 
     before = {each: each.stat().st_mtime_ns for each in out.glob("shard-*")}
     capsys.readouterr()
     assert cache(out, *MANY) == 0
-    assert f"{path}: does not have its checksum; it is made again" in capsys.readouterr().err
+    assert (
+        f"{path}: is damaged, it has not the size and checksum of its record; it is made again"
+        in capsys.readouterr().err
+    )
     assert shards(out) == shards(whole)
     assert [each.name for each in before if each.stat().st_mtime_ns != before[each]] == [path.name]
 
@@ -321,12 +324,9 @@ def test_backbones_that_cannot_be_used(tmp_path, root, capsys):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--window=0"], "--window must be at least 1 and below 2^63, found 0"),
-        ([f"--problems={2**63}"], "--problems must be at least 1 and below 2^63"),
         (["--top-k=500"], "top_k must be from 1 to the 400 tokens, found 500"),
-        (["--block-share=2"], "--block-share must be from 0 to 1"),
-        (["--seed=-1"], "--seed must not be below 0"),
-        (["--tolerance=0"], "--tolerance must be above"),
+        (["--block-share=2"], "block_share must be at most 1, found 2"),
+        (["--minimum=0"], "minimum must be above 0, found 0"),
         (["--window=340"], "rows has the 340 tokens of a window"),
         (["--window=500"], "rows of 384 tokens hold no window of 500"),
         (["--device=tpu9"], "there is no device 'tpu9'"),
@@ -336,6 +336,21 @@ def test_backbones_that_cannot_be_used(tmp_path, root, capsys):
 )
 def test_errors_are_one_line(tmp_path, capsys, more, message):
     assert message in refused(capsys, tmp_path / "out", "--data", "train.jsonl", *more)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--window=0", "argument --window: must be from 1 to 9223372036854775807, found 0"),
+        (f"--problems={2**63}", "argument --problems: must be from 1 to"),
+        ("--seed=-1", "argument --seed: must be from 0 to"),
+        ("--tolerance=0", "argument --tolerance: must be above 0, found 0"),
+    ],
+)
+def test_numbers_out_of_range(tmp_path, capsys, argument, message):
+    assert cache(tmp_path / "out", "--data", "train.jsonl", argument) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_file_that_expands_without_end(tmp_path, capsys):

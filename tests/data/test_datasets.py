@@ -10,10 +10,10 @@ from codd.data.datasets import (
     WindowDataset,
     build_hidden_states,
     concatenate,
-    evaluate_rows,
+    evaluate_windows,
 )
 from codd.data.packing import Example, PackedDataset, pack
-from codd.data.windows import WindowRecipe
+from codd.data.windows import WindowRecipe, choose_windows
 from codd.errors import InvalidInput
 from codd.training.circuit.data import batch_index
 from codd.training.circuit_recipe import BankRecipe, CircuitRecipe
@@ -100,8 +100,8 @@ def test_windows_are_as_the_network_says_them():
 
 
 def test_only_windows_that_count_are_kept():
-    source = PackedDataset(prose(6, 20), 0)
-    found = evaluate_rows(network(), MASK, source, (0, 6), WindowRecipe(WINDOW, per_row=9), 1)
+    recipe, generator = WindowRecipe(WINDOW, per_row=9), torch.Generator().manual_seed(1)
+    found = evaluate_windows(network(), MASK, choose_windows(prose(6, 20), recipe, generator, absolute=False), WINDOW)
     assert 0 < len(found) < 6 * 9
     assert bool(found.masked.any(-1).all())
     more = concatenate([found, found], len(found) + 1)

@@ -84,10 +84,9 @@ def test_arrays_of_nothing(tmp_path, text):
     ("text", "message"),
     [
         ('[{"a": 1}, 2]', "a.json: entry 2 is not a JSON object"),
-        ('[{"a": 1} {"a": 2}]', "a.json: entry 1 is followed by neither a comma nor the end of the array"),
         ('[{"a": 1}, {"a": ', "a.json: entry 2 is not JSON (JSONDecodeError"),
         ('[{"a": 1},', "a.json: ends before its array does"),
-        ('[{"a": 1}', "a.json: entry 1 is followed by neither"),
+        ('[{"a": 1}', "a.json: ends before its array does"),
         ('"text"', "a.json: entry 1 is not a JSON object"),
         ('[{"a": ' + "[" * 100_000, "a.json: entry 1 is not JSON (RecursionError"),
         ('{"a": 1}\n{"a": 2', "a.json: entry 2 is not JSON"),

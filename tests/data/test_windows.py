@@ -6,9 +6,8 @@ import torch
 from codd.data.noise import positions_in, segment_starts
 from codd.data.packing import PADDING, PackedSequences
 from codd.data.windows import (
-    MaskedInput,
+    MaskedRows,
     WindowRecipe,
-    WindowStarts,
     draw_windows,
     gather_windows,
     mask_block,
@@ -23,11 +22,16 @@ from tests.support.small_windows import CPU, MASK, QUESTIONS, WINDOW, network, p
 BOTH = pytest.mark.parametrize("rows", [QUESTIONS, prose(40, 45)], ids=["questions", "prose"])
 
 
-def noised(rows: PackedSequences, recipe: WindowRecipe, seed: int = 0):
-    _, segments, scored = rows.tensors(CPU)
+def noised(
+    rows: PackedSequences, recipe: WindowRecipe, seed: int = 0, *, absolute: bool = False
+) -> tuple[MaskedRows, torch.Tensor]:
+    """Rows with masks and windows, and the level of each token."""
+    tokens, segments, scored = rows.tensors(CPU)
     generator = torch.Generator().manual_seed(seed)
-    found = mask_rows(segments, scored, int(segments.max()) + 1, recipe, generator)
-    return segments, scored, found, sample_starts(found.candidates, recipe.per_row, generator)
+    texts = int(segments.max()) + 1
+    hidden, candidates, level = mask_rows(segments, scored, texts, recipe, generator, absolute=absolute)
+    first, valid = sample_starts(candidates, recipe.per_row, generator)
+    return MaskedRows(tokens, segments, hidden, first, valid, torch.zeros(first.shape)), level
 
 
 @pytest.mark.parametrize("block_share", [0.0, 1.0, 0.5])
@@ -36,7 +40,8 @@ def test_windows_lie_in_one_text_and_hold_masks(rows, block_share):
     recipe = WindowRecipe(WINDOW, per_row=3, block_share=block_share)
     phases, found = set(), 0
     for seed in range(10):
-        segments, scored, (hidden, _, _), places = noised(rows, recipe, seed)
+        places, _ = noised(rows, recipe, seed)
+        segments, hidden, scored = places.segments, places.hidden, rows.tensors(CPU)[2]
         assert not (hidden & ~scored).any()
         for row, slot in places.valid.nonzero().tolist():
             begin = int(places.first[row, slot])
@@ -65,18 +70,18 @@ def test_levels_are_the_share_that_is_masked(rows, block_share):
     recipe = WindowRecipe(WINDOW, per_row=1, block_share=block_share)
     levels, shares = [], []
     for seed in range(60):
-        segments, _, found, places = noised(rows, recipe, seed)
-        asked = found.level > 0
-        assert not (asked & ~found.hidden).any()
+        places, token_level = noised(rows, recipe, seed)
+        segments, asked = places.segments, token_level > 0
+        assert not (asked & ~places.hidden).any()
         if not block_share:
-            assert torch.equal(asked, found.hidden)
+            assert torch.equal(asked, places.hidden)
         for row in range(len(segments)):
             for text in segments[row].unique():
-                assert len(found.level[row][asked[row] & (segments[row] == text)].unique()) <= 1
+                assert len(token_level[row][asked[row] & (segments[row] == text)].unique()) <= 1
         # The last block of a prose may be cut by the row's end; its window then begins left of it.
         useful = (places.valid & (places.first + WINDOW < segments.shape[1])).flatten()
-        levels.append(gather_windows(found.level, places, WINDOW).amax(-1)[useful])
-        shares.append(gather_windows(found.hidden, places, WINDOW).float().mean(-1)[useful])
+        levels.append(gather_windows(token_level, places.first, WINDOW).amax(-1)[useful])
+        shares.append(gather_windows(places.hidden, places.first, WINDOW).float().mean(-1)[useful])
     level, share = torch.cat(levels), torch.cat(shares)
     assert float(level.min()) >= recipe.minimum
     assert float(level.max()) <= 1
@@ -104,13 +109,13 @@ def test_windows_have_levels_and_a_seed():
 
 def test_the_network_is_asked_about_texts_by_themselves():
     backbone, mask = network(vocab_size=31), 30
-    tokens, segments, _ = QUESTIONS.tensors(CPU)
-    _, _, found, places = noised(QUESTIONS, WindowRecipe(WINDOW))
-    windows = predict_windows(backbone, mask, MaskedInput(tokens, segments, found.hidden), places, WINDOW)
+    found, _ = noised(QUESTIONS, WindowRecipe(WINDOW))
+    tokens, segments = found.tokens, found.segments
+    windows = predict_windows(backbone, mask, found, WINDOW)
     assert (windows.logits[..., mask] == -torch.inf).all()
     first = segment_starts(segments)
-    for row, slot in places.valid.nonzero().tolist()[:20]:
-        begin, number = int(places.first[row, slot]), 2 * row + slot
+    for row, slot in found.valid.nonzero().tolist()[:20]:
+        begin, number = int(found.first[row, slot]), 2 * row + slot
         text = segments[row] == segments[row, begin]
         shown = torch.where(found.hidden, mask, tokens)[row, text]
         at = begin - int(first[row, begin])
@@ -119,18 +124,18 @@ def test_the_network_is_asked_about_texts_by_themselves():
         torch.testing.assert_close(windows.features[number], states, atol=1e-4, rtol=1e-4)
         assert torch.equal(windows.tokens[number], tokens[row, begin : begin + WINDOW])
         assert torch.equal(windows.masked[number], found.hidden[row, begin : begin + WINDOW])
-    assert not windows.masked[~places.valid.flatten()].any()
+    assert not windows.masked[~found.valid.flatten()].any()
 
 
 @BOTH
 def test_held_out_blocks_lie_in_one_text(rows):
-    (tokens, segments, scored), places, order = sample_blocks(rows, WINDOW, torch.Generator().manual_seed(0))
-    assert torch.equal(tokens, rows.tensors(CPU)[0])
-    assert int(places.valid.sum()) >= 0.9 * len(tokens)  # a row of the shortest answers alone has none
+    tokens, segments, scored = rows.tensors(CPU)
+    first, valid, order = sample_blocks(rows, WINDOW, torch.Generator().manual_seed(0))
+    assert int(valid.sum()) >= 0.9 * len(tokens)  # a row of the shortest answers alone has none
     assert torch.equal(order.sort(1).values, torch.arange(WINDOW).expand(len(tokens), -1))
     assert len(order.unique(dim=0)) > len(order) // 2
-    for row in places.valid.nonzero()[:, 0].tolist():
-        begin = int(places.first[row])
+    for row in valid.nonzero()[:, 0].tolist():
+        begin = int(first[row])
         here = slice(begin, begin + WINDOW)
         assert len(segments[row, here].unique()) == 1
         assert int(segments[row, begin]) != PADDING
@@ -145,17 +150,17 @@ def test_a_block_is_masked_with_all_to_its_right():
 
 
 def test_no_more_windows_than_there_are():
-    places = sample_starts(torch.tensor([[True, False, True, False], [False] * 4]), 3, torch.Generator().manual_seed(0))
-    assert places.valid.tolist() == [[True, True, False], [False] * 3]
-    assert sorted(places.first[0, :2].tolist()) == [0, 2]
-    all_of_them = sample_starts(torch.ones(1, 4, dtype=torch.bool), 9, torch.Generator().manual_seed(0))
-    assert sorted(all_of_them.first[0].tolist()) == [0, 1, 2, 3]
+    some = torch.tensor([[True, False, True, False], [False] * 4])
+    first, valid = sample_starts(some, 3, torch.Generator().manual_seed(0))
+    assert valid.tolist() == [[True, True, False], [False] * 3]
+    assert sorted(first[0, :2].tolist()) == [0, 2]
+    first, _ = sample_starts(torch.ones(1, 4, dtype=torch.bool), 9, torch.Generator().manual_seed(0))
+    assert sorted(first[0].tolist()) == [0, 1, 2, 3]
 
 
 def test_cutting_is_by_window():
     x = torch.arange(12).reshape(2, 6)
-    places = WindowStarts(torch.tensor([[0, 3], [2, 1]]), torch.ones(2, 2, dtype=torch.bool))
-    assert gather_windows(x, places, 2).tolist() == [[0, 1], [3, 4], [8, 9], [7, 8]]
+    assert gather_windows(x, torch.tensor([[0, 3], [2, 1]]), 2).tolist() == [[0, 1], [3, 4], [8, 9], [7, 8]]
 
 
 def test_rows_shorter_than_a_window_are_refused():
@@ -170,15 +175,13 @@ def test_rows_shorter_than_a_window_are_refused():
 @BOTH
 def test_windows_of_a_block_causal_network_are_its_blocks(rows, block_share):
     """Counted from each text's first token, question included; what a window's block does not see is hidden."""
-    _, segments, scored = rows.tensors(CPU)
+    _, segments, _ = rows.tensors(CPU)
     recipe, seen = WindowRecipe(WINDOW, per_row=4, block_share=block_share), 0
     for seed in range(20):
-        generator = torch.Generator().manual_seed(seed)
-        found = mask_rows(segments, scored, int(segments.max()) + 1, recipe, generator, absolute=True)
-        places = sample_starts(found.candidates, recipe.per_row, generator)
+        places, _ = noised(rows, recipe, seed, absolute=True)
         begins = positions_in(segments).gather(1, places.first)[places.valid]
         assert not bool((begins % WINDOW).any())
         seen += len(begins)
     assert seen > 40
-    (_, segments, _), places, _ = sample_blocks(rows, WINDOW, torch.Generator().manual_seed(0), absolute=True)
-    assert not bool((positions_in(segments).gather(1, places.first)[places.valid] % WINDOW).any())
+    first, valid, _ = sample_blocks(rows, WINDOW, torch.Generator().manual_seed(0), absolute=True)
+    assert not bool((positions_in(segments).gather(1, first)[valid] % WINDOW).any())

@@ -142,15 +142,6 @@ def test_a_run_that_stopped_anywhere_ends_the_same(whole, tmp_path, steps):
     same_as(whole, tmp_path)
 
 
-def test_a_checkpoint_of_a_version_without_a_clock_goes_on_to_the_same_bytes(whole, tmp_path):
-    run(small(), tmp_path, steps=4)
-    tensors, notes = read_checkpoint(tmp_path / "checkpoints" / "step-0000004", "cpu")
-    del notes["since"], notes["seconds"]
-    write_checkpoint(tmp_path / "checkpoints", notes.pop("step"), tensors, notes, keep=2)
-    run(small(), tmp_path)
-    same_as(whole, tmp_path)
-
-
 @pytest.mark.parametrize("written", [True, False])
 def test_a_run_that_stopped_beside_a_checkpoint_ends_the_same(whole, tmp_path, monkeypatch, written):
     def dies(root, step, *arguments, **options):

@@ -15,9 +15,9 @@ from codd.circuits import HMM
 from codd.data.packing import Example, PackedDataset, PackedSequences, pack
 from codd.data.windows import WindowRecipe
 from codd.distributed import DistributedContext
-from codd.training.logit_cache.build import Progress, build
+from codd.training.logit_cache.build import Progress, build, check
 from codd.training.logit_cache.reader import LogitCache
-from codd.training.logit_cache.storage import CacheSettings
+from codd.training.logit_cache.storage import CacheSettings, claimed
 
 CPU = torch.device("cpu")
 ALONE = DistributedContext(0, 1, CPU)
@@ -63,10 +63,20 @@ def rows_at(settings: CacheSettings, rows: PackedDataset | None = None) -> Calla
 
 
 def steps(
-    folder: Path, settings: CacheSettings, *, backbone: Backbone | None = None, circuit: HMM | None = None, **more: Any
+    folder: Path,
+    settings: CacheSettings,
+    *,
+    backbone: Backbone | None = None,
+    circuit: HMM | None = None,
+    rows: Callable[[int], PackedSequences] | None = None,
+    fresh: bool = False,
 ) -> list[Progress]:
+    """As `codd cache` makes a cache."""
     backbone = backbone or network(settings.vocab_size)
-    return list(build(backbone, rows_at(settings), settings, folder, ALONE, circuit=circuit, batch_rows=4, **more))
+    with claimed(folder, fresh=fresh):
+        check(backbone, circuit, settings)
+        given = rows or rows_at(settings)
+        return list(build(backbone, given, settings, folder, ALONE, circuit=circuit, batch_rows=4))
 
 
 def made(folder: Path, settings: CacheSettings | None = None, **more: Any) -> LogitCache:

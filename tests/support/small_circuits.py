@@ -2,14 +2,12 @@
 
 import itertools
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch.distributed.tensor import DTensor
 
 from codd.backbones import mini
 from codd.backbones.config import Config
@@ -45,7 +43,7 @@ checkpoint_every: 2
 half: false
 """
 HEAD = ["head.latents=true", "head.dropout=0.2", "head.hidden=6"]
-EM = ["optimizer.rule=em", "objective=generative"]
+ANEMONE = ["optimizer.rule=baum-welch"]
 
 
 def save_network(folder: Path, vocab_size: int = 400, **changes: Any) -> Path:
@@ -117,13 +115,7 @@ def main(root: Path, out: Path, jobs: dict[str, Any]) -> None:
             data = prepare(recipe, Path(), out / name, context)
             made = len(list(itertools.islice(train(recipe, data, out / name, context), steps)))
             (out / f"{name}.{context.rank}").write_text(str(made))
-            if recipe.joint.shard and data.spec.backbone is not None:
-                layers = [x for x in data.spec.backbone.network.blocks.parameters() if not x.requires_grad]
-                held = sum(x.to_local().numel() if isinstance(x, DTensor) else x.numel() for x in layers)
-                (out / f"{name}.{context.rank}.share").write_text(str(held / sum(x.numel() for x in layers)))
 
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), Path(sys.argv[2]), json.loads(sys.argv[3]))
-    # PyTorch's caches of sharded tensors keep the group, and so its threads: see `codd.distributed.join_processes`.
-    os._exit(0)

@@ -1,4 +1,4 @@
-"""Small windows, and what the objectives are by definition: sums over all paths, differentiable, in float64."""
+"""Small windows, and what the objective is by definition: sums over all paths, differentiable, in float64."""
 
 import itertools
 
@@ -26,8 +26,8 @@ def draw(
     return WindowBatch(tokens, masked, sparse=SparsePotentials.from_logits(logits, sparse), level=level)
 
 
-def circuit(seed: int, *, rank: int | None = None, dtype: torch.dtype = torch.float64, vocab: int = VOCAB) -> HMM:
-    return HMM.random(STATES, vocab, seed, rank=rank, dtype=dtype)
+def circuit(seed: int, *, dtype: torch.dtype = torch.float64) -> HMM:
+    return HMM.random(STATES, VOCAB, seed, dtype=dtype)
 
 
 def known(windows: WindowBatch) -> Evidence:
@@ -43,16 +43,13 @@ def log_phi(windows: WindowBatch, vocab: int) -> torch.Tensor:
 
 def path_terms(tables: tuple[torch.Tensor, ...], length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Every path, and its log-probability."""
-    initial, *steps, _ = tables
-    step = steps[0].exp()
-    for factor in steps[1:]:
-        step = step @ factor.exp()
+    initial, step, _ = tables
     paths = torch.tensor(list(itertools.product(range(len(initial)), repeat=length)))
-    log_p = initial[paths[:, 0]] + step.log()[paths[:, :-1], paths[:, 1:]].sum(-1)
+    log_p = initial[paths[:, 0]] + step[paths[:, :-1], paths[:, 1:]].sum(-1)
     return paths, log_p
 
 
-def log_prob(objective: str, tables: tuple[torch.Tensor, ...], windows: WindowBatch) -> torch.Tensor:
+def log_prob(tables: tuple[torch.Tensor, ...], windows: WindowBatch) -> torch.Tensor:
     """The log-likelihood of each window, summed over paths (and over strings, for the normaliser)."""
     emission, vocab = tables[-1], tables[-1].shape[-1]
     paths, log_p = path_terms(tables, windows.tokens.shape[1])
@@ -62,16 +59,10 @@ def log_prob(objective: str, tables: tuple[torch.Tensor, ...], windows: WindowBa
         spots = torch.arange(len(tokens))
         emitted = log_p + emission[paths, tokens].sum(-1)
         given = weights[spots, tokens].sum()
-        if objective == "generative":
-            out.append(emitted.logsumexp(0))
-        elif objective == "local":
-            log_z = (emission + weights[:, None]).logsumexp(-1) * masked[:, None]
-            out.append((emitted - log_z[spots, paths].sum(-1)).logsumexp(0) + given)
-        else:
-            strings = torch.cartesian_prod(*[torch.arange(vocab)] * len(tokens))
-            strings = strings[((strings == tokens) | masked).all(-1)]
-            weighed = log_p + emission[paths, strings[:, None]].sum(-1) + weights[spots, strings].sum(-1)[:, None]
-            out.append(emitted.logsumexp(0) + given - weighed.logsumexp((0, 1)))
+        strings = torch.cartesian_prod(*[torch.arange(vocab)] * len(tokens))
+        strings = strings[((strings == tokens) | masked).all(-1)]
+        weighed = log_p + emission[paths, strings[:, None]].sum(-1) + weights[spots, strings].sum(-1)[:, None]
+        out.append(emitted.logsumexp(0) + given - weighed.logsumexp((0, 1)))
     return torch.stack(out)
 
 

@@ -8,7 +8,7 @@ from torch import nn
 from codd.backbones import Backbone
 from codd.circuits import Factors, Head, HeadConfig
 from codd.data.packing import Example, PackedSequences, pack
-from codd.data.windows import MaskedInput, WindowBatch, WindowStarts, mask_rows, predict_windows, sample_starts
+from codd.data.windows import MaskedRows, WindowBatch, choose_windows, predict_windows
 from codd.training.circuit.initial import CircuitSpec
 from codd.training.circuit.joint import LowRank, merge, trainable
 from codd.training.circuit.trainer import cosine_rate
@@ -41,18 +41,13 @@ def wide_awake(backbone: Backbone) -> Backbone:
     return backbone
 
 
-def hidden_in(rows: PackedSequences, seed: int, recipe: CircuitRecipe) -> tuple[MaskedInput, WindowStarts]:
-    tokens, segments, scored = rows.tensors(CPU)
-    generator = torch.Generator().manual_seed(seed)
-    noised = mask_rows(segments, scored, 2, recipe.windows, generator)
-    return MaskedInput(tokens, segments, noised.hidden), sample_starts(
-        noised.candidates, recipe.windows.per_row, generator
-    )
+def hidden_in(rows: PackedSequences, seed: int, recipe: CircuitRecipe) -> MaskedRows:
+    return choose_windows(rows, recipe.windows, torch.Generator().manual_seed(seed), absolute=False)
 
 
-def asked(backbone: Backbone, shown: MaskedInput, places: WindowStarts) -> WindowBatch:
+def asked(backbone: Backbone, rows: MaskedRows) -> WindowBatch:
     """As `codd train` asks a network that changes: with a graph."""
-    return predict_windows(backbone, MASK, shown, places, WINDOW)
+    return predict_windows(backbone, MASK, rows, WINDOW)
 
 
 def monotonous(number: int, count: int = 16) -> PackedSequences:
@@ -128,7 +123,7 @@ def test_only_wanted_parameters_are_trained(weights):
     backbone = own_network()
     before = {name: x.clone() for name, x in backbone.state_dict().items()}
     updater = make_updater(recipe, CircuitSpec(VOCAB, WIDTH, CPU, backbone))
-    updater.update(asked(backbone, *hidden_in(rows_of_pairs(0), 0, recipe)), 1.0, alone)
+    updater.update(asked(backbone, hidden_in(rows_of_pairs(0), 0, recipe)), 1.0, alone)
     after = {name.replace(".base.", "."): x for name, x in backbone.state_dict().items()}
     if weights == "lora":
         assert all(torch.equal(after[name], x) for name, x in before.items())
@@ -155,9 +150,9 @@ def test_gradients_are_those_of_finite_differences(weights, listens, monkeypatch
 
     def loss() -> float:
         with torch.no_grad():
-            return -float(updater.log_prob(asked(backbone, *given)).sum())
+            return -float(updater.log_prob(asked(backbone, given)).sum())
 
-    windows = asked(backbone, *given)
+    windows = asked(backbone, given)
     assert windows.logits.dtype == torch.float64
     updater.differentiate(windows)
     found = {name: x.grad.clone() for name, x in updater.network.items()}
@@ -175,7 +170,7 @@ def test_gradients_are_those_of_finite_differences(weights, listens, monkeypatch
     assert reached > len(found) // 2
     if not listens:
         return
-    updater.differentiate(asked(backbone, *given)._replace(features=windows.features.detach()))
+    updater.differentiate(asked(backbone, given)._replace(features=windows.features.detach()))
     assert any(not torch.allclose(found[name], x.grad) for name, x in updater.network.items())
 
 
@@ -192,9 +187,9 @@ def test_a_network_that_learns_along_does_better(weights):
         ground = CircuitSpec(VOCAB, WIDTH, CPU, None if chosen == "none" else backbone)
         updater = GradientUpdater(recipe, Factors.near_neutral(2, VOCAB), None, ground)
         for step in range(steps):
-            windows = asked(backbone, *hidden_in(monotonous(step), step, recipe))
+            windows = asked(backbone, hidden_in(monotonous(step), step, recipe))
             updater.update(windows, cosine_rate(step, step / steps, 5), alone)
-        fresh = asked(backbone, *hidden_in(monotonous(10**6, 64), 0, recipe))
+        fresh = asked(backbone, hidden_in(monotonous(10**6, 64), 0, recipe))
         sums = updater.update(fresh, 0.0, alone)
         return float(sums[0] / sums[2])
 

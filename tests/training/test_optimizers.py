@@ -7,21 +7,16 @@ import torch
 from codd.circuits import HMM, SparsePotentials
 from codd.data.windows import WindowBatch
 from codd.errors import InvalidInput
-from codd.training.circuit.objectives import Signed, flow_tables, log_tables, signed_flows, weights_of, with_tables
+from codd.training.circuit.objectives import Signed, log_tables, signed_flows, weights_of, with_tables
 from codd.training.circuit.optimizers import Adam, Anemone, Optimizer, expected_visits
 from tests.support.window_truth import LENGTH, VOCAB, circuit, draw, known, path_terms
 
 MAKERS = {
-    "anemone": lambda: Anemone(),
     "ratio": lambda: Anemone(momentum=0.9, rule="ratio"),
-    "baum-welch": lambda: Anemone(momentum=0.9, rule="baum-welch"),
+    "baum-welch": lambda: Anemone(momentum=0.9),
     "adam": lambda: Adam(lr=0.1),
 }
-CONDITIONAL = ["ratio", "baum-welch", "adam"]
-
-
-def objective_for(name: str) -> str:
-    return "generative" if name == "anemone" else "conditional"
+RULES = ["ratio", "baum-welch"]
 
 
 def per_token(signed: Signed) -> float:
@@ -46,67 +41,21 @@ def dependent(count: int = 40, length: int = 6, vocab: int = 6) -> WindowBatch:
     return WindowBatch(tokens, masked, logits=torch.zeros(count, length, vocab))
 
 
-def near_neutral(vocab: int, rank: int | None = None) -> HMM:
-    return HMM.random(8, vocab, 1, scale=0.3 if rank is None else 1.0, rank=rank)
+def near_neutral(vocab: int) -> HMM:
+    return HMM.random(8, vocab, 1, scale=0.3)
 
 
-@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
-def test_all_follow_the_protocol(make):
-    assert isinstance(make(), Optimizer)
-
-
-@pytest.mark.parametrize("rank", [None, 2])
-def test_visits_are_those_of_all_paths(rank):
-    hmm = circuit(1, rank=rank)
-    tables = log_tables(hmm)
+def test_visits_are_those_of_all_paths():
+    hmm = circuit(1)
     found = expected_visits(hmm, LENGTH)
-    paths, log_p = path_terms(tables, LENGTH)
+    paths, log_p = path_terms(log_tables(hmm), LENGTH)
     leaving, emitting = torch.zeros(2, 3, dtype=torch.float64)
     for path, p in zip(paths.tolist(), log_p.exp(), strict=True):
         for state in path[:-1]:
             leaving[state] += p
         for state in path:
             emitting[state] += p
-    torch.testing.assert_close((found[0], found[1], found[-1]), (torch.ones_like(found[0]), leaving, emitting))
-    if rank is not None:
-        torch.testing.assert_close(found[2], leaving @ tables[1].exp())
-
-
-@pytest.mark.parametrize("rank", [None, 2])
-def test_full_batch_em_never_loses(rank):
-    windows, hmm = draw(1, 30, length=5), circuit(2, rank=rank)
-    em = Anemone(step_size=1.0, momentum=0.0, pseudocount=0.0)
-    values = []
-    for _ in range(15):
-        signed = signed_flows("generative", hmm, windows)
-        values.append(float(signed.value))
-        hmm = em.update(hmm, signed)
-    assert all(b >= a - 1e-10 for a, b in itertools.pairwise(values))
-    assert values[-1] > values[0] + 1
-    assert_normalised(hmm)
-
-
-def test_one_em_step_is_baum_welch_by_hand():
-    hmm, windows = circuit(3), draw(4)
-    new = Anemone(step_size=1.0, momentum=0.0, pseudocount=0.0).update(hmm, signed_flows("generative", hmm, windows))
-    gamma, a, e = (x.exp().numpy() for x in log_tables(hmm))
-    counts = [np.zeros_like(x) for x in (gamma, a, e)]
-    for x in windows.tokens[1:].numpy():
-        forward, backward = np.zeros((LENGTH, 3)), np.ones((LENGTH, 3))
-        forward[0] = gamma * e[:, x[0]]
-        for t in range(1, LENGTH):
-            forward[t] = (forward[t - 1] @ a) * e[:, x[t]]
-        for t in reversed(range(LENGTH - 1)):
-            backward[t] = a @ (e[:, x[t + 1]] * backward[t + 1])
-        total = forward[-1].sum()
-        posterior = forward * backward / total
-        counts[0] += posterior[0]
-        for t in range(LENGTH):
-            counts[2][:, x[t]] += posterior[t]
-        for t in range(LENGTH - 1):
-            counts[1] += forward[t][:, None] * a * (e[:, x[t + 1]] * backward[t + 1]) / total
-    for found, wanted in zip(log_tables(new), counts, strict=True):
-        np.testing.assert_allclose(found.exp().numpy(), wanted / wanted.sum(-1, keepdims=True), rtol=1e-10)
+    torch.testing.assert_close(found, (torch.ones_like(found[0]), leaving, emitting))
 
 
 class SlowAnemone:
@@ -133,21 +82,18 @@ class SlowAnemone:
                 td = td @ theta["transition"]
         return {name: (1 - self.s) * x for name, x in out.items()}
 
-    def update(self, theta: dict[str, np.ndarray], plus: dict, minus: dict | None, weight: float) -> dict:
+    def update(self, theta: dict[str, np.ndarray], plus: dict, minus: dict, weight: float) -> dict:
         new, anchors = {}, self.anchors(theta, LENGTH)
         for name, now in theta.items():
             up = self.smooth(f"+{name}", plus[name]) * self.s / weight
             pc = self.pc / now.shape[-1]
-            if minus is None:
-                row = up + anchors[name] + pc
+            down = self.smooth(f"-{name}", minus[name]) * self.s / weight
+            if self.rule == "ratio":
+                row = now * (up + anchors[name] + pc) / (down + anchors[name] + self.pc * now)
             else:
-                down = self.smooth(f"-{name}", minus[name]) * self.s / weight
-                if self.rule == "ratio":
-                    row = now * (up + anchors[name] + pc) / (down + anchors[name] + self.pc * now)
-                else:
-                    least = ((down - up) / now).max(-1, keepdims=True)
-                    anchored = (anchors[name] / now).max(-1, keepdims=True)
-                    row = up - down + np.maximum(anchored, 2 * np.maximum(least, 0)) * now + pc
+                least = ((down - up) / now).max(-1, keepdims=True)
+                anchored = (anchors[name] / now).max(-1, keepdims=True)
+                row = up - down + np.maximum(anchored, 2 * np.maximum(least, 0)) * now + pc
             new[name] = row / row.sum(-1, keepdims=True)
         self.u += 1
         return new
@@ -158,18 +104,15 @@ def named(tables: tuple[torch.Tensor, ...]) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("rule", ["em", "ratio", "baum-welch"])
+@pytest.mark.parametrize("rule", RULES)
 def test_anemone_walks_the_specification(rule, momentum):
     hmm = circuit(5)
     theta = {name: np.exp(x) for name, x in named(log_tables(hmm)).items()}
     fast, slow = Anemone(0.3, momentum, 1e-2, rule), SlowAnemone(0.3, momentum, 1e-2, rule)
     for step in range(4):
         windows = draw(step, 3 + 4 * step)
-        signed = signed_flows(
-            "generative" if rule == "em" else "conditional", hmm, windows, weights_of(windows, "elbo")
-        )
-        minus = None if signed.minus is None else named(flow_tables(signed.minus))
-        theta = slow.update(theta, named(flow_tables(signed.plus)), minus, float(signed.weight))
+        signed = signed_flows(hmm, windows, weights_of(windows, "elbo"))
+        theta = slow.update(theta, named(signed.plus), named(signed.minus), float(signed.weight))
         hmm = fast.update(hmm, signed)
         for found, wanted in zip(log_tables(hmm), theta.values(), strict=True):
             np.testing.assert_allclose(found.exp().numpy(), wanted, rtol=1e-9)
@@ -183,74 +126,57 @@ def test_the_default_momentum_does_not_empty_a_large_vocabulary():
     logits = torch.randn(windows, LENGTH, vocab, generator=generator, dtype=torch.float64)
     batch = WindowBatch(tokens, torch.ones_like(tokens, dtype=torch.bool), logits)
     least = {}
-    for momentum in (None, 0.9):
+    for momentum in (0.0, 0.9):
         learner, optimizer = HMM.random(4, vocab, scale=0.5, dtype=torch.float64), Anemone(0.4, momentum, rule="ratio")
         for _ in range(12):
-            learner = optimizer.update(learner, signed_flows("conditional", learner, batch))
+            learner = optimizer.update(learner, signed_flows(learner, batch))
         least[momentum] = float(log_tables(learner)[-1].min())
-    assert least[None] > -40  # nats
+    assert least[Anemone().momentum] > -40  # nats
     assert least[0.9] < -60  # the paper's, on the way to nothing
-    assert (Anemone().momentum, Anemone(rule="ratio").momentum, Anemone(rule="baum-welch").momentum) == (0.9, 0.0, 0.0)
 
 
-def test_the_local_objective_takes_em_steps_for_the_chain():
-    hmm, windows = circuit(6), draw(7)
-    signed = signed_flows("local", hmm, windows)
-    new = log_tables(Anemone(0.5, 0.0, 1e-3, "ratio").update(hmm, signed))
-    generative = Signed(signed.plus, None, signed.value, signed.weight, signed.tokens, "generative", signed.length)
-    em = log_tables(Anemone(0.5, 0.0, 1e-3, "em").update(hmm, generative))
-    torch.testing.assert_close(new[:2], em[:2])
-    assert not torch.allclose(new[2], em[2], atol=1e-3)
-    values = []
-    for _ in range(10):
-        signed = signed_flows("local", hmm, windows)
-        values.append(float(signed.value))
-        hmm = Anemone(0.5, 0.0, 1e-6, "ratio").update(hmm, signed)
-    assert all(b > a for a, b in itertools.pairwise(values))
-
-
-@pytest.mark.parametrize("rule", ["ratio", "baum-welch"])
-@pytest.mark.parametrize(("rank", "sparse"), [(None, None), (2, 2)])
-def test_small_full_batch_steps_increase_the_conditional_objective(rule, rank, sparse):
-    hmm, windows = circuit(8, rank=rank), draw(9, 40, length=4, sparse=sparse)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("sparse", [None, 2])
+def test_small_full_batch_steps_increase_the_objective(rule, sparse):
+    hmm, windows = circuit(8), draw(9, 40, length=4, sparse=sparse)
     optimizer = Anemone(0.1, 0.0, 1e-8, rule)
     values = []
     for _ in range(10):
-        signed = signed_flows("conditional", hmm, windows)
+        signed = signed_flows(hmm, windows)
         values.append(float(signed.value))
         hmm = optimizer.update(hmm, signed)
         assert_normalised(hmm)
     assert all(b > a for a, b in itertools.pairwise(values))
 
 
-@pytest.mark.parametrize("name", ["ratio", "baum-welch"])
+@pytest.mark.parametrize("name", RULES)
 def test_plain_updates_without_anchors(name):
     """(b) and (c) of the specification by themselves: no guarantee, but they climb."""
     windows = dependent()
     hmm = near_neutral(6)
-    start = per_token(signed_flows("conditional", hmm, windows))
+    start = per_token(signed_flows(hmm, windows))
     optimizer = Anemone(1.0, 0.0, 1e-3, name)
     for _ in range(15):
-        hmm = optimizer.update(hmm, signed_flows("conditional", hmm, windows))
-    assert per_token(signed_flows("conditional", hmm, windows)) > start + 0.2
+        hmm = optimizer.update(hmm, signed_flows(hmm, windows))
+    assert per_token(signed_flows(hmm, windows)) > start + 0.2
 
 
-@pytest.mark.parametrize(("name", "rank"), [*((name, None) for name in CONDITIONAL), (CONDITIONAL[0], 4)])
-def test_dependencies_are_learned_from_near_the_neutral_circuit(name, rank):
-    windows, hmm, optimizer = dependent(), near_neutral(6, rank), MAKERS[name]()
-    first = per_token(signed_flows("conditional", hmm, windows))
+@pytest.mark.parametrize("name", MAKERS)
+def test_dependencies_are_learned_from_near_the_neutral_circuit(name):
+    windows, hmm, optimizer = dependent(), near_neutral(6), MAKERS[name]()
+    first = per_token(signed_flows(hmm, windows))
     assert first == pytest.approx(-np.log(6), abs=0.15)
     for _ in range(30):
-        hmm = optimizer.update(hmm, signed_flows("conditional", hmm, windows))
-    assert per_token(signed_flows("conditional", hmm, windows)) > first + 0.3
+        hmm = optimizer.update(hmm, signed_flows(hmm, windows))
+    assert per_token(signed_flows(hmm, windows)) > first + 0.3
     assert_normalised(hmm)
 
 
 def test_adam_is_that_of_torch_on_free_logits():
-    hmm = circuit(10, rank=2)
-    ours = Adam(0.05, (0.8, 0.95), weight_decay=0.1)
+    hmm = circuit(10)
+    ours = Adam(0.05, (0.8, 0.95))
     logits = [x.clone().requires_grad_() for x in log_tables(hmm)]
-    theirs = torch.optim.AdamW(logits, 0.05, (0.8, 0.95), weight_decay=0.1)
+    theirs = torch.optim.Adam(logits, 0.05, (0.8, 0.95))
     for step in range(4):
         windows = draw(step, 10)
         ours.rate = theirs.param_groups[0]["lr"] = 0.05 / (1 + step)
@@ -259,28 +185,19 @@ def test_adam_is_that_of_torch_on_free_logits():
         theirs.zero_grad()
         torch.autograd.backward(-value / windows.masked.sum())
         theirs.step()
-        hmm = ours.update(hmm, signed_flows("conditional", hmm, windows))
+        hmm = ours.update(hmm, signed_flows(hmm, windows))
     wanted = tuple(x.detach().log_softmax(-1) for x in logits)
     torch.testing.assert_close(log_tables(hmm), wanted, rtol=1e-7, atol=1e-9)
 
 
-def test_decay_leads_to_the_neutral_circuit():
-    hmm, optimizer = circuit(1), Adam(0.5, weight_decay=0.5)
-    nothing = signed_flows("conditional", hmm, draw(1)._replace(masked=torch.zeros(5, LENGTH, dtype=torch.bool)))
-    for _ in range(60):  # a quarter is lost each time
-        hmm = optimizer.update(hmm, nothing)
-    assert_same(hmm, HMM.neutral(3, VOCAB, dtype=torch.float64), atol=1e-6)
-
-
-@pytest.mark.parametrize("rank", [None, 2])
 @pytest.mark.parametrize("name", MAKERS)
-def test_resumes_to_the_bit(name, rank):
+def test_resumes_to_the_bit(name):
     def run(hmm: HMM, optimizer: Optimizer, steps: range) -> HMM:
         for step in steps:
-            hmm = optimizer.update(hmm, signed_flows(objective_for(name), hmm, draw(step, 6)))
+            hmm = optimizer.update(hmm, signed_flows(hmm, draw(step, 6)))
         return hmm
 
-    start, first = circuit(11, rank=rank, dtype=torch.float32), MAKERS[name]()
+    start, first = circuit(11, dtype=torch.float32), MAKERS[name]()
     half = run(start, first, range(3))
     kept = {key: x.clone() for key, x in first.tensors().items()}
     whole = run(half, first, range(3, 5))
@@ -290,17 +207,6 @@ def test_resumes_to_the_bit(name, rank):
     assert all(torch.equal(x, second.tensors()[key]) for key, x in first.tensors().items())
     forgetful = run(half, MAKERS[name](), range(3, 5))
     assert not torch.equal(forgetful.log_emission, whole.log_emission)
-
-
-@pytest.mark.parametrize("name", MAKERS)
-def test_added_parts_are_the_whole(name):
-    hmm, windows = circuit(12), draw(13, 10)
-    parts = [
-        signed_flows(objective_for(name), hmm, WindowBatch(windows.tokens[p], windows.masked[p], windows.logits[p]))
-        for p in (slice(0, 3), slice(3, 10))
-    ]
-    whole = signed_flows(objective_for(name), hmm, windows)
-    assert_same(MAKERS[name]().update(hmm, parts[0] + parts[1]), MAKERS[name]().update(hmm, whole), 1e-9, 1e-9)
 
 
 def zeros(dtype: torch.dtype) -> HMM:
@@ -318,7 +224,7 @@ def test_zero_probabilities_give_no_nan(name):
     possible = torch.isfinite(hmm.log_prob(windows.tokens)).float()
     assert 0 < possible.sum() < 20
     for _ in range(3):
-        hmm = MAKERS[name]().update(hmm, signed_flows(objective_for(name), hmm, windows, possible))
+        hmm = MAKERS[name]().update(hmm, signed_flows(hmm, windows, possible))
         assert_normalised(hmm)
 
 
@@ -327,62 +233,15 @@ def test_a_row_that_nothing_visits_stays():
     tables = (torch.tensor([0.0, -torch.inf, -torch.inf]).double(), torch.eye(3).double().log(), hmm.log_emission)
     alone = HMM(*tables)
     windows = draw(1)._replace(tokens=torch.zeros(5, LENGTH, dtype=torch.int64))
-    new = Anemone(1.0, 0.0, 0.0).update(alone, signed_flows("generative", alone, windows))
+    new = Anemone(1.0, 0.0, 0.0).update(alone, signed_flows(alone, windows))
     torch.testing.assert_close(new.log_emission[1:], alone.log_emission[1:])
-    assert float(new.log_emission[0, 0]) == 0
+    assert not new.log_emission.isnan().any()
 
 
-def test_what_does_not_fit_is_refused():
-    hmm, windows = circuit(1), draw(2)
-    signed = {name: signed_flows(name, hmm, windows) for name in ("conditional", "local", "generative")}
-    with pytest.raises(InvalidInput, match=r"the conditional objective has negative flows.* would ignore.*'ratio'"):
-        Anemone().update(hmm, signed["conditional"])
-    with pytest.raises(InvalidInput, match="the local objective has negative flows"):
-        Anemone().update(hmm, signed["local"])
-    with pytest.raises(InvalidInput, match=r"the generative objective has no negative flows.* needs: use rule='em'"):
-        Anemone(rule="ratio").update(hmm, signed["generative"])
-    light = signed_flows("generative", hmm, windows, torch.full((5,), 0.01))
+def test_a_batch_that_weighs_less_than_the_step_is_refused():
+    light = signed_flows(circuit(1), draw(2), torch.full((5,), 0.01))
     with pytest.raises(InvalidInput, match=r"weigh 0\.04 in all, less than the step size 0\.4"):
-        Anemone().update(hmm, light)
-    long = HMM.random(3, VOCAB, 0, length=LENGTH, dtype=torch.float64)
-    with pytest.raises(InvalidInput, match="Use Adam"):
-        Anemone().update(long, signed_flows("generative", long, windows))
-    Adam().update(long, signed_flows("generative", long, windows))
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: Anemone(step_size=0.0), r"step size must be in \(0, 1\], found 0\.0"),
-        (lambda: Anemone(momentum=1.0), "momentum must be at least 0 and less than 1"),
-        (lambda: Anemone(pseudocount=-1.0), "pseudocount must be at least 0"),
-        (lambda: Anemone(pseudocount=0.0, rule="ratio"), "positive for the rule 'ratio'"),
-        (lambda: Adam(betas=(0.9, 1.0)), "betas must be"),
-        (lambda: Adam(lr=-1.0), "lr and weight_decay must be at least 0"),
-    ],
-)
-def test_wrong_settings_are_named(make, message):
-    with pytest.raises(InvalidInput, match=message):
-        make()
-
-
-def test_a_foreign_state_is_refused():
-    optimizer, hmm = Adam(), circuit(1)
-    with pytest.raises(InvalidInput, match="holds 'updates', found x"):
-        optimizer.restore({"x": torch.zeros(1)})
-    optimizer.update(hmm, signed_flows("conditional", hmm, draw(1)))
-    other = HMM.random(5, VOCAB, 0, dtype=torch.float64)
-    with pytest.raises(
-        InvalidInput, match=r"remembers float64 \(3,\) on cpu, but the circuit's table is float64 \(5,\)"
-    ):
-        optimizer.update(other, signed_flows("conditional", other, draw(1)))
-
-
-def test_a_changed_step_size_is_checked():
-    optimizer, hmm = Anemone(), circuit(1)
-    optimizer.rate = 2.0
-    with pytest.raises(InvalidInput, match="found 2"):
-        optimizer.update(hmm, signed_flows("generative", hmm, draw(1)))
+        Anemone().update(circuit(1), light)
 
 
 def long_lists(seed: int, *, vocab: int = 4000, count: int = 8, length: int = 16, k: int = 16) -> WindowBatch:
@@ -402,14 +261,14 @@ def test_large_vocabularies_stay_finite(name):
     """In 32 bits: entries of 1e-4 and less, which most batches do not meet, and whose negative flows are remembered."""
     hmm, optimizer = HMM.random(8, 4000, 0, scale=0.5), MAKERS[name]()
     for step in range(16):
-        signed = signed_flows(objective_for(name), hmm, long_lists(step))
+        signed = signed_flows(hmm, long_lists(step))
         assert bool(signed.value.isfinite())
         hmm = optimizer.update(hmm, signed)
         assert all(bool(table.isfinite().all()) for table in log_tables(hmm))
     assert_normalised(hmm)
 
 
-@pytest.mark.parametrize("name", ["ratio", "baum-welch"])
+@pytest.mark.parametrize("name", RULES)
 def test_entries_that_32_bits_hardly_hold_give_no_nan(name):
     """Flows over such an entry are more than the largest number."""
     emission = torch.zeros(3, VOCAB)
@@ -417,9 +276,8 @@ def test_entries_that_32_bits_hardly_hold_give_no_nan(name):
     start = circuit(1, dtype=torch.float32)
     hmm = HMM(start.log_initial, start.log_transition, emission.log_softmax(-1))
     windows = draw(1, 20)._replace(tokens=torch.zeros(20, LENGTH, dtype=torch.int64))
-    signed = signed_flows("conditional", hmm, windows)
-    assert signed.minus is not None
-    signed.minus.emission[:, 2] = 1.0  # as the memory of what it once was
+    signed = signed_flows(hmm, windows)
+    signed.minus[-1][:, 2] = 1.0  # as the memory of what it once was
     new = MAKERS[name]().update(hmm, signed)
     assert_normalised(new)
     assert float(new.log_emission[:, 2].max()) < -20

@@ -7,7 +7,7 @@ from codd.circuits import HMM, Factors, Head, HeadConfig, Modulated, SparsePoten
 from codd.coupling import Coupled
 from codd.coupling.gap import SMALLEST_GAP
 from codd.data.noise import segment_starts
-from codd.data.windows import sample_blocks
+from codd.data.windows import CPU, sample_blocks
 from codd.errors import InvalidInput
 from codd.evaluation import gap
 from codd.training.circuit import validation as module
@@ -37,11 +37,12 @@ def modulated() -> Modulated:
 def slowly(rows, circuit, ratio: float) -> dict[str, float]:
     """One block after the other, each text by itself, the network asked for everything at each step."""
     backbone = network(vocab_size=VOCAB)
-    (tokens, segments, _), places, order = sample_blocks(rows, WINDOW, torch.Generator().manual_seed(SEED))
+    tokens, segments, _ = rows.tensors(CPU)
+    begins, valid, order = sample_blocks(rows, WINDOW, torch.Generator().manual_seed(SEED))
     first, count = segment_starts(segments), max(1, round(ratio * WINDOW))
     sums, blocks = dict.fromkeys(("factorized", "coupled", "sequential"), 0.0), 0
-    for row in places.valid.nonzero()[:, 0].tolist():
-        begin = int(places.first[row])
+    for row in valid.nonzero()[:, 0].tolist():
+        begin = int(begins[row])
         text, at = tokens[row, segments[row] == segments[row, begin]], begin - int(first[row, begin])
 
         def ask(hidden, text=text, at=at):
@@ -120,10 +121,10 @@ def test_a_seed_is_a_measurement():
 def test_finished_models_are_measured_alike(circuit, monkeypatch):
     """`codd.evaluation` masks what it reveals last; told to take this order, it finds the same figures."""
     backbone, rows = network(vocab_size=VOCAB), ROWS["prose"]
-    (tokens, _, _), places, order = sample_blocks(rows, WINDOW, torch.Generator().manual_seed(SEED))
+    first, _, order = sample_blocks(rows, WINDOW, torch.Generator().manual_seed(SEED))
     monkeypatch.setattr(gap, "reveal_order", lambda *_: order.flip(1))
     wanted = gap.block_scores(
-        backbone, {"": circuit}, tokens, places.first[:, 0], mask_id=MASK, block_length=WINDOW, ratios=RATIOS
+        backbone, {"": circuit}, rows.tensors(CPU)[0], first[:, 0], mask_id=MASK, block_length=WINDOW, ratios=RATIOS
     )
     for ratio, score in HeldOut.prepare(backbone, MASK, rows, WINDOW, RATIOS, SEED).scores(circuit).items():
         summary = gap.summary(wanted[ratio], wanted[ratio].coupled[""])

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 from codd.backbones.loading import Checkpoint, load_checkpoint
 from codd.backbones.tokenizer import Tokenizer
@@ -25,7 +24,7 @@ from codd.errors import FormatError, InvalidInput
 from codd.training.logit_cache import storage
 from codd.training.logit_cache.build import Progress, RowsAt, build, check, windows_per_row
 from codd.training.logit_cache.reader import LogitCache
-from codd.training.logit_cache.sources import NamedDataset, mix_datasets, network_name, open_datasets
+from codd.training.logit_cache.sources import NamedDataset, mix_datasets, network_name, open_datasets, shares_of
 from codd.training.logit_cache.storage import ROWS, CacheSettings
 from codd.validation import LARGEST
 
@@ -38,7 +37,7 @@ datasets of the hub), prose (.txt, or a text field). Start it again with the sam
 interruption: finished shards are kept, damaged ones are made again. Under torchrun, the processes share the shards.
 
 Prints what the lists change for each k, a progress bar, and at the end the size of the cache."""
-CIRCUIT = "circuit"
+COUNT = console.whole_number(1, LARGEST - 1)
 LONGEST_ROW = 384
 FEWEST, CHARACTERS = 2**18, 16
 """Of each file so many characters are read at least, and so many times the tokens of a row for each of --windows. A
@@ -57,14 +56,14 @@ examples:
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="the folder of the cache")
     _configure_data(parser)
     _configure_windows(parser)
-    parser.add_argument("--top-k", type=int, metavar="K", help="how many tokens to list (default: by the tolerance)")
-    parser.add_argument("--tolerance", type=float, default=1e-3, help="nats a masked token (default: 1e-3)")
+    parser.add_argument("--top-k", type=COUNT, metavar="K", help="how many tokens to list (default: by the tolerance)")
+    parser.add_argument("--tolerance", type=_above_zero, default=1e-3, help="nats a masked token (default: 1e-3)")
     parser.add_argument("--circuit", type=Path, help="to measure with (default: the backbone's own, or a random one)")
     parser.add_argument("--features", action="store_true", help="keep the last hidden states too, in float16")
-    parser.add_argument("--shard-windows", type=int, default=8192, help="about so many in a file (default: 8192)")
-    parser.add_argument("--batch-rows", type=int, default=32, help="rows in one pass of the network (default: 32)")
+    parser.add_argument("--shard-windows", type=COUNT, default=8192, help="about so many in a file (default: 8192)")
+    parser.add_argument("--batch-rows", type=COUNT, default=32, help="rows in one pass of the network (default: 32)")
     parser.add_argument("--mask-id", type=int, help="for checkpoints that do not say which token is the mask")
-    parser.add_argument("--seed", type=int, default=0, help="of order, noise and samples (default: 0)")
+    parser.add_argument("--seed", type=console.seed, default=0, help="of order, noise and samples (default: 0)")
     parser.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
     parser.add_argument("--fresh", action="store_true", help="throw away what DIR holds of another cache")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of text")
@@ -89,21 +88,28 @@ def _configure_data(parser: argparse.ArgumentParser) -> None:
 
 def _configure_windows(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--window", metavar="S", type=int, default=32, help="tokens in a window (default: 32)")
+    add("--window", metavar="S", type=COUNT, default=32, help="tokens in a window (default: 32)")
     add(
         "--windows",
         metavar="N",
-        type=int,
+        type=COUNT,
         help="about so many in all, of the beginning of large files (default: one pass over the data)",
     )
-    add("--per-row", metavar="N", type=int, default=4, help="at most so many of each row (default: 4)")
+    add("--per-row", metavar="N", type=COUNT, default=4, help="at most so many of each row (default: 4)")
     add("--block-share", type=float, default=0.5, help="rows with block noise instead of uniform noise (default: 0.5)")
     add("--minimum", type=float, default=1e-3, help="the smallest masking probability (default: 1e-3)")
 
 
+def _above_zero(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"must be above 0, found {value:g}")
+    return value
+
+
 def run(args: argparse.Namespace) -> int:
     """Make the cache, or go on with it."""
-    _check_numbers(args)
+    window = WindowRecipe(args.window, args.per_row, args.block_share, args.minimum)
     with (
         distributed(args.device) as context,
         storage.claimed(args.out, fresh=args.fresh) if context.is_main else nullcontext(),
@@ -112,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
         checkpoint = load_checkpoint(source, device=context.device, adapter=args.adapter)
         with console.working("reading the data", shown=context.is_main), console.one_line_warnings():
             circuit = _circuit(args.circuit, checkpoint)
-            settings, rows_at = _prepare(args, checkpoint, context)
+            settings, rows_at = _prepare(args, window, checkpoint, context)
             check(checkpoint.backbone, circuit, settings)
         steps = build(
             checkpoint.backbone, rows_at, settings, args.out, context, circuit=circuit, batch_rows=args.batch_rows
@@ -123,19 +129,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_numbers(args: argparse.Namespace) -> None:
-    for name in ("window", "windows", "per_row", "top_k", "shard_windows", "batch_rows"):
-        value = getattr(args, name)
-        if value is not None and not 1 <= value < LARGEST:
-            raise InvalidInput(f"--{name.replace('_', '-')} must be at least 1 and below 2^63, found {value}.")
-    if not 0 <= args.block_share <= 1 or not 0 < args.minimum < 1:
-        raise InvalidInput("--block-share must be from 0 to 1, and --minimum between 0 and 1.")
-    if not 0 <= args.seed < LARGEST or not args.tolerance > 0:
-        raise InvalidInput("--seed must not be below 0 and must be below 2^63, and --tolerance must be above 0.")
-
-
 def _prepare(
-    args: argparse.Namespace, checkpoint: Checkpoint, context: DistributedContext
+    args: argparse.Namespace, window: WindowRecipe, checkpoint: Checkpoint, context: DistributedContext
 ) -> tuple[CacheSettings, RowsAt]:
     """Read the data, the main process first; the others then find what it kept."""
     backbone, tokenizer = checkpoint.backbone, _tokenizer(checkpoint)
@@ -153,21 +148,18 @@ def _prepare(
         mask_id=_mask_id(args.mask_id, checkpoint),
         shards=1,
         shard_rows=1,
-        window=WindowRecipe(args.window, args.per_row, args.block_share, args.minimum),
+        window=window,
         top_k=args.top_k,
         tolerance=args.tolerance,
         features=args.features,
         seed=args.seed,
         backbone=network_name(backbone.family, checkpoint.folder, args.adapter),
-        data=tuple(f"{name} x {share:g}" for name, share in _shares(datasets, args.weights)),
+        data=tuple(
+            f"{x.name} x {share:g}" for x, share in zip(datasets, shares_of(datasets, args.weights), strict=True)
+        ),
     )
     settings = _divide(first, args, datasets)
     return settings, mix_datasets(datasets, args.weights, settings.shard_rows).batch_at
-
-
-def _shares(datasets: list[NamedDataset], weights: list[float] | None) -> list[tuple[str, float]]:
-    mix_datasets(datasets, weights, 1)  # refuses weights that do not fit
-    return [(dataset.name, weights[i] if weights else float(len(dataset.rows))) for i, dataset in enumerate(datasets)]
 
 
 def _divide(settings: CacheSettings, args: argparse.Namespace, datasets: list[NamedDataset]) -> CacheSettings:
@@ -205,7 +197,7 @@ def _mask_id(given: int | None, checkpoint: Checkpoint) -> int:
 
 def _circuit(given: Path | None, checkpoint: Checkpoint) -> HMM | None:
     """What the lists are measured with; a circuit of a kind that is no plain HMM is passed over."""
-    folder = given or checkpoint.folder / CIRCUIT
+    folder = given or checkpoint.folder / "circuit"
     if given is None and not folder.is_dir():
         return None
     try:
@@ -239,36 +231,26 @@ def _table(out: Path) -> None:
         console.say(f"{k:<5}  {change:.2e}{'  <- kept' if k == index.top_k else ''}")
 
 
-def summary(cache: LogitCache) -> dict[str, Any]:
-    """What a finished cache is, for people and programs."""
-    counts, measured = cache.index.counts(), dict(cache.index.measured)
-    return {
+def _report(out: Path, *, as_json: bool) -> None:
+    cache = LogitCache.open(out)
+    counts, change = cache.index.counts(), dict(cache.index.measured)[cache.top_k]
+    each, dense = counts["bytes"] / max(1, counts["masked"]), 2 * cache.vocab_size
+    if each >= dense:
+        console.say("note: this is no smaller than dense logits; a larger --tolerance or a --top-k makes it so.")
+    sizes = {
         "windows": counts["windows"],
         "masked_tokens": counts["masked"],
         "shards": cache.settings.shards,
         "top_k": cache.top_k,
-        "change": measured[cache.top_k],
-        "bytes": counts["bytes"],
-        "bytes_per_token": counts["bytes"] / max(1, counts["masked"]),
-        "dense_bytes_per_token": 2 * cache.vocab_size,
-        "digest": cache.settings.digest(),
-        "out": str(cache.folder),
     }
-
-
-def _report(out: Path, *, as_json: bool) -> None:
-    cache = LogitCache.open(out)
-    found = summary(cache)
-    if found["bytes_per_token"] >= found["dense_bytes_per_token"]:
-        console.say("note: this is no smaller than dense logits; a larger --tolerance or a --top-k makes it so.")
+    end = {"digest": cache.settings.digest(), "out": str(out)}
     if as_json:
-        console.as_json({**found, "measured": [change._asdict() for change in cache.index.measured]})
+        told = {"change": change, "bytes": counts["bytes"], "bytes_per_token": each, "dense_bytes_per_token": dense}
+        console.as_json({**sizes, **told, **end, "measured": [each._asdict() for each in cache.index.measured]})
         return
     shown = {
-        **found,
-        "change": f"{found['change']:.2e} nats a masked token",
-        "bytes": console.size(found["bytes"]),
-        "bytes_per_token": f"{found['bytes_per_token']:.0f}, dense logits {found['dense_bytes_per_token']:,}",
+        "change": f"{change:.2e} nats a masked token",
+        "bytes": console.size(counts["bytes"]),
+        "bytes_per_token": f"{each:.0f}, dense logits {dense:,}",
     }
-    del shown["dense_bytes_per_token"]
-    console.fields(f"cached: {out}", shown)
+    console.fields(f"cached: {out}", {**sizes, **shown, **end})

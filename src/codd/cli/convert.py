@@ -1,14 +1,12 @@
 """``codd convert``: a PyJuice file becomes a circuit folder."""
 
 import argparse
+import contextlib
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from codd.cli import console
 from codd.errors import CoddError, FormatError
-
-if TYPE_CHECKING:
-    from codd.circuits import HMM
 
 NAME = "convert"
 HELP = """\
@@ -52,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         hmm = hmm.to(emission=torch.bfloat16)
     with console.working(f"writing {args.folder}"):
         folder = hmm.save(args.folder)
-    report = {
+    report: dict[str, Any] = {
         "input": str(args.source),
         "output": str(folder),
         "num_states": hmm.num_states,
@@ -66,47 +64,33 @@ def run(args: argparse.Namespace) -> int:
     }
     if args.json:
         console.as_json(report)
-    else:
-        _print(report, hmm)
+        return 0
+    serves = "the circuit serves any length" if hmm.length is None else "the circuit serves this length only"
+    shown = {
+        "states": f"{hmm.num_states:,}",
+        "tokens": f"{hmm.vocab_size:,}",
+        "window": f"{hmm.window} positions; {serves}",
+        "homogeneous": "yes" if hmm.homogeneous else "no: positions have parameters of their own",
+        "emission": args.dtype,
+        "read": console.size(report["bytes_in"]),
+        "written": console.size(report["bytes_out"]),
+        "safety": "the file is a pickle; nothing of it was run",
+    }
+    console.fields(f"{args.source} -> {folder}", shown)
     return 0
 
 
-def _print(report: dict[str, object], hmm: "HMM") -> None:
-    serves = "the circuit serves any length" if hmm.length is None else "the circuit serves this length only"
-    console.fields(
-        f"{report['input']} -> {report['output']}",
-        {
-            "states": f"{hmm.num_states:,}",
-            "tokens": f"{hmm.vocab_size:,}",
-            "window": f"{hmm.window} positions; {serves}",
-            "homogeneous": "yes" if report["homogeneous"] else "no: positions have parameters of their own",
-            "emission": report["emission_dtype"],
-            "read": console.size(int(str(report["bytes_in"]))),
-            "written": console.size(int(str(report["bytes_out"]))),
-            "safety": "the file is a pickle; nothing of it was run",
-        },
-    )
-
-
 def _check_target(folder: Path, force: bool) -> None:
-    """Before the work: will writing replace something?"""
-    from codd.circuits.storage import CONFIG_FILE, WEIGHTS_FILE
+    """Before the work: will writing replace something? Not even --force destroys a language model's configuration."""
+    from codd.circuits.storage import CONFIG_FILE, FORMAT, WEIGHTS_FILE
+    from codd.files import read_json_object
 
     if folder.exists() and not folder.is_dir():
         raise CoddError(f"{folder}: is a file; give the name of a folder to write the circuit to")
     present = [name for name in (CONFIG_FILE, WEIGHTS_FILE) if (folder / name).exists()]
     if present and not force:
         raise CoddError(f"{folder}: holds {' and '.join(present)} already; give another folder, or --force to replace")
-    if CONFIG_FILE in present and _is_foreign(folder / CONFIG_FILE):
-        raise CoddError(f"{folder / CONFIG_FILE}: belongs to something that is no circuit; give another folder")
-
-
-def _is_foreign(config: Path) -> bool:
-    """Whether --force would destroy, say, the configuration of a language model."""
-    from codd.circuits.storage import FORMAT
-    from codd.files import read_json_object
-
-    try:
-        return read_json_object(config).get("format") != FORMAT
-    except FormatError:  # a circuit that was damaged may be replaced
-        return False
+    if CONFIG_FILE in present:
+        with contextlib.suppress(FormatError):  # a circuit that was damaged may be replaced
+            if read_json_object(folder / CONFIG_FILE).get("format") != FORMAT:
+                raise CoddError(f"{folder / CONFIG_FILE}: belongs to something that is no circuit; give another folder")

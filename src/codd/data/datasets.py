@@ -5,7 +5,7 @@ keep than the logits themselves, and costs less than to run its layers again.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from codd.backbones.backbone import Backbone
 from codd.data.packing import SequenceDataset, narrow, numbered_seed, widen
 from codd.data.windows import (
+    MaskedRows,
     WindowBatch,
     WindowRecipe,
     choose_windows,
@@ -53,7 +54,7 @@ class HiddenStateDataset:
     level: Float[Tensor, " W"]
     """The probability with which the tokens of a window were masked."""
     features: Float[Tensor, "W S d"]
-    """On a GPU in bfloat16, in which the layers compute anyway."""
+    """Of training windows on a GPU in bfloat16, in which the layers compute anyway."""
 
     def __len__(self) -> int:
         """How many windows there are."""
@@ -78,18 +79,14 @@ def concatenate(parts: Sequence[HiddenStateDataset], count: int) -> HiddenStateD
 
 
 @torch.no_grad()
-def evaluate_rows(
-    backbone: Backbone, mask_id: int, source: SequenceDataset, rows: tuple[int, int], recipe: WindowRecipe, seed: int
-) -> HiddenStateDataset:
-    """Mask some rows (the first, how many), choose windows, evaluate the network; fillers are left out."""
-    device, size = backbone.device, recipe.length
-    generator = torch.Generator(device).manual_seed(seed)
-    drawn = choose_windows(source.take(*rows), recipe, generator, absolute=backbone.block_size is not None)
-    states = window_states(backbone, mask_id, drawn.rows, drawn.starts, size)
-    valid = drawn.starts.valid.flatten()
-    tokens, masked = (gather_windows(x, drawn.starts, size)[valid] for x in (drawn.rows.tokens, drawn.rows.hidden))
-    kept = states.reshape(len(valid), size, -1)[valid].to(torch.bfloat16 if device.type == "cuda" else states.dtype)
-    return HiddenStateDataset(backbone, mask_id, narrow(tokens, backbone.vocab_size), masked, drawn.level[valid], kept)
+def evaluate_windows(backbone: Backbone, mask_id: int, rows: MaskedRows, size: int) -> HiddenStateDataset:
+    """The network's states in the windows of some rows; fillers are left out."""
+    states = window_states(backbone, mask_id, rows, size)
+    valid = rows.valid.flatten()
+    tokens, masked = (gather_windows(x, rows.first, size)[valid] for x in (rows.tokens, rows.hidden))
+    kept = states.reshape(len(valid), size, -1)[valid]
+    level = rows.level.flatten()[valid]
+    return HiddenStateDataset(backbone, mask_id, narrow(tokens, backbone.vocab_size), masked, level, kept)
 
 
 def build_hidden_states(
@@ -113,18 +110,21 @@ def build_hidden_states(
     shares[0] += each - sum(shares)
     if shares[0] < 1:
         raise InvalidInput(f"bank.windows {windows} is too few for {len(sources)} sources.")
-    parts = []
+    parts, device = [], backbone.device
     for stratum in strata:
         for number, ((source, _), share) in enumerate(zip(sources, shares, strict=True)):
             source_seed, have, empty, batch = seed * 1009 + number, 0, 0, stratum
             while have < share:
-                rows = (batch * rows_at_once, rows_at_once)
-                part = evaluate_rows(backbone, mask_id, source, rows, recipe, numbered_seed(source_seed, batch))
+                rows = source.take(batch * rows_at_once, rows_at_once)
+                generator = torch.Generator(device).manual_seed(numbered_seed(source_seed, batch))
+                drawn = choose_windows(rows, recipe, generator, absolute=backbone.block_size is not None)
+                part = evaluate_windows(backbone, mask_id, drawn, recipe.length)
                 batch += STRATA
                 empty = 0 if len(part) else empty + 1
                 rounds = 4 * len(source) / (rows_at_once * STRATA) + LONGEST_SEARCH / STRATA
                 if empty > min(LONGEST_SEARCH, rounds):
                     raise InvalidInput(f"no window of {recipe.length} tokens with a mask was found in the data.")
-                parts.append(concatenate([part], share - have))
+                half = part.features.to(torch.bfloat16) if device.type == "cuda" else part.features
+                parts.append(concatenate([replace(part, features=half)], share - have))
                 have += len(part)
     return concatenate(parts, each * len(strata))

@@ -9,7 +9,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,8 @@ ENDINGS = (LINES, f"{LINES}.xz", ARRAY, f"{ARRAY}.xz", PARQUET, *PROSE, *(f"{end
 BATCH_ROWS = 1024
 """Rows of a parquet file that are in memory at a time."""
 _AT_ONCE = 2**16
-_SIGN = re.compile(r"\S")
+_BETWEEN = " \t\r\n,[]"
+"""What may stand between objects."""
 _DECODER = json.JSONDecoder()
 _HUB = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w.-]+)(?=:))?(?::(\w[\w.+-]*(?:\[[^][]*\])?))?")
 
@@ -109,58 +110,28 @@ def _entries(place: Place) -> Iterator[Entry]:
 def _objects(path: Path) -> Iterator[Entry]:
     """The objects of a JSON array, or objects one after the other, without the whole of them in memory."""
     with text_files.open_text(path) as file:
-        buffer, number = _Buffer(file.read), 0
-        array = buffer.next_sign() == "["
-        buffer.at += array
-        while sign := buffer.next_sign():
-            where = f"{path}: entry {number + 1}"
-            if array and sign == "]":
-                return
-            if sign != "{":
-                raise FormatError(f"{where} is not a JSON object. Give an array of objects, or one object a line.")
-            yield where, buffer.next_object(where)
-            number += 1
-            if array:
-                if (sign := buffer.next_sign()) not in (",", "]"):
-                    raise FormatError(f"{where} is followed by neither a comma nor the end of the array.")
-                buffer.at += sign == ","
-        if array:
-            raise FormatError(f"{path}: ends before its array does. Download it again.")
-
-
-class _Buffer:
-    """What was read of a JSON text and not used yet."""
-
-    def __init__(self, read: Callable[[int], str]):
-        """``read`` gives so many further characters, or fewer at the end."""
-        self.read, self.text, self.at = read, "", 0
-
-    def next_sign(self) -> str:
-        """The next character that is no space, where the buffer then is; none at the end of the text."""
-        while (match := _SIGN.search(self.text, self.at)) is None:
-            if not self._more(_AT_ONCE):
-                return ""
-        self.at = match.start()
-        return match[0]
-
-    def next_object(self, where: str) -> dict[str, Any]:
-        """The object that begins here; FormatError if it is none."""
-        size = _AT_ONCE
+        text, number, marks = "", 0, set[str]()
         while True:
-            try:
-                entry, self.at = _DECODER.raw_decode(self.text, self.at)
-            except (ValueError, RecursionError) as error:  # it may go on in what was not read yet
-                if len(self.text) - self.at > text_files.LONGEST_LINE or not self._more(size):
-                    raise FormatError(f"{where} is not JSON ({files.brief(error)}).") from error
-                size *= 2
-            else:
-                return entry  # type: ignore[no-any-return]  # it begins with a brace
-
-    def _more(self, size: int) -> bool:
-        """Forget what was used and read on; whether there was more."""
-        more = self.read(size)
-        self.text, self.at = self.text[self.at :] + more, 0
-        return bool(more)
+            while not (rest := text.lstrip(_BETWEEN)):
+                marks |= set(text)
+                if not (text := file.read(_AT_ONCE)):
+                    if "[" in marks and "]" not in marks:
+                        raise FormatError(f"{path}: ends before its array does. Download it again.")
+                    return
+            marks |= set(text[: len(text) - len(rest)])
+            where, size = f"{path}: entry {number + 1}", _AT_ONCE
+            if rest[0] != "{":
+                raise FormatError(f"{where} is not a JSON object. Give an array of objects, or one object a line.")
+            while True:
+                try:
+                    entry, end = _DECODER.raw_decode(rest)
+                    break
+                except (ValueError, RecursionError) as error:  # it may go on in what was not read yet
+                    if len(rest) > text_files.LONGEST_LINE or not (more := file.read(size)):
+                        raise FormatError(f"{where} is not JSON ({files.brief(error)}).") from error
+                    rest, size = rest + more, 2 * size
+            yield where, entry
+            text, number = rest[end:], number + 1
 
 
 def _parquet_rows(path: Path) -> Iterator[Entry]:

@@ -1,16 +1,13 @@
 """From sources to packed sequences of tokens: encoding (in several processes), packing, and a copy on disk."""
 
 import hashlib
-import itertools
 import json
 import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,18 +33,14 @@ from codd.data.sources import (
     QuestionAnswer,
     Source,
     TextChunk,
-    chunk_size,
     read_chunks,
     read_pairs,
     source_place,
-    take_until,
 )
 from codd.errors import FormatError, TextsLeftOut
 
 TAILS = (0.6, 0.25, 0.15)
 """Default shares of answers followed by no, one or two further blocks of end marks."""
-MANY_CHARACTERS = 4_000_000
-"""From which on starting several processes pays."""
 
 
 class PackingConfig(NamedTuple):
@@ -84,24 +77,12 @@ def _make_stream(source: Source, root: Path, tokenizer: Tokenizer, config: Packi
 
 def token_stream(source: Source, root: Path, tokenizer: Tokenizer, most: int | None = None) -> Tokens:
     """All documents (or ``most`` characters of them), one after the other, each followed by the end mark."""
-    cores = os.cpu_count() or 1
-    batches = _batches(read_chunks(source, root, most), MANY_CHARACTERS * min(cores, 16))
-    first = next(batches, [])
-    if sum(map(chunk_size, first)) > MANY_CHARACTERS and cores > 1:
-        parts = list(_encode_in_processes(itertools.chain([first], batches), tokenizer))
-    else:
-        parts = [_encode_chunk(chunk, tokenizer) for batch in itertools.chain([first], batches) for chunk in batch]
+    parts = [_encode_chunk(chunk, tokenizer) for chunk in read_chunks(source, root, most)]
     return np.concatenate(parts) if parts else np.empty(0, token_dtype(tokenizer.vocab_size))
 
 
-def _batches(chunks: Iterator[TextChunk], characters: int) -> Iterator[list[TextChunk]]:
-    """Lists of chunks with about so many characters each, so that no more are in memory."""
-    while batch := list(take_until(chunks, chunk_size, characters)):
-        yield batch
-
-
 def _encode_chunk(chunk: TextChunk, tokenizer: Tokenizer) -> Tokens:
-    # Cut at paragraphs, which no token crosses: the library is slow on one text of many megabytes.
+    # Cut at paragraphs, which no token crosses: the library encodes many texts in parallel, and is slow on a long one.
     encoded = tokenizer.encode_batch(PARAGRAPH.split(chunk.text), parse_special=False)
     end = [_required(tokenizer.eos_id, "eos")] if chunk.ends else []
     dtype = token_dtype(tokenizer.vocab_size)
@@ -165,29 +146,6 @@ def pad_answer(question: Tokens, answer: Tokens, extra: int, eos: int, config: P
     return Example(np.concatenate((question, answer, end)), len(question))
 
 
-def _encode_in_processes(batches: Iterable[Sequence[TextChunk]], tokenizer: Tokenizer) -> Iterator[Tokens]:
-    """Encode one batch of chunks after the other in as many processes as there are cores."""
-    with ProcessPoolExecutor(
-        os.cpu_count() or 1, mp_context=get_context("spawn"), initializer=_prepare_process, initargs=(tokenizer,)
-    ) as pool:
-        for chunks in batches:
-            yield from pool.map(_encode_in_process, chunks)
-
-
-_process_tokenizer: Tokenizer | None = None
-
-
-def _prepare_process(tokenizer: Tokenizer) -> None:
-    global _process_tokenizer
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # this process is one of many already
-    _process_tokenizer = tokenizer
-
-
-def _encode_in_process(chunk: TextChunk) -> Tokens:
-    assert _process_tokenizer is not None
-    return _encode_chunk(chunk, _process_tokenizer)
-
-
 def _cached(
     cache: Path | None,
     source: Source,
@@ -222,10 +180,13 @@ def _cached(
 def dataset_digest(source: Source, root: Path, tokenizer: Tokenizer, config: PackingConfig) -> str:
     """12 hex digits that name the rows of a source: the same digest means the same rows."""
     content = content_digest(source_place(source, root))
-    # Fields that came later: what is kept under the old names stays good.
-    later = {"texts_per_row": MAX_TEXTS_PER_ROW, "tails": TAILS, "characters": None}
-    shown = [value for name, value in config._asdict().items() if value != later.get(name)]
-    fields = {**asdict(source), "weight": None, "layout": shown, "content": content, "tokenizer": _digest(tokenizer)}
+    fields = {
+        **asdict(source),
+        "weight": None,
+        "layout": list(config),
+        "content": content,
+        "tokenizer": _digest(tokenizer),
+    }
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:12]
 
 

@@ -1,6 +1,6 @@
 """Windows for circuits: rows are masked, windows chosen in them, and the network evaluated there."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +17,6 @@ from codd.errors import InvalidInput
 from codd.validation import BetweenZeroAndOne, Count, Section, Share
 
 CPU = torch.device("cpu")
-ALL = slice(None)
 ROWS_AT_ONCE = 1024
 """Rows that are looked through at a time for one that holds a window."""
 
@@ -77,64 +76,41 @@ class WindowBatch(NamedTuple):
         return torch.where(self.masked, truth, 0).sum(-1)
 
 
-def concatenate_windows(parts: Sequence[WindowBatch], order: Int[Tensor, " n"] | slice = ALL) -> WindowBatch:
-    """The windows of several batches of the same kind, one batch after the other, or those of all in some order."""
-
-    def join(columns: Sequence[Any]) -> Any:
-        if columns[0] is None:
-            return None
-        if isinstance(columns[0], SparsePotentials):
-            lists = ([getattr(x, name) for x in columns] for name in ("ids", "log_weights", "log_tail"))
-            return SparsePotentials(*map(join, lists))
-        return torch.cat(list(columns))[order]
-
-    return WindowBatch(*map(join, zip(*parts, strict=True)))
+def concatenate_windows(parts: Sequence[WindowBatch]) -> WindowBatch:
+    """The windows of several batches that a network was asked about, one batch after the other."""
+    columns: list[Any] = [None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)]
+    return WindowBatch(*columns)
 
 
-class MaskedInput(NamedTuple):
-    """Rows of tokens, and which of them the network sees as masks."""
+class MaskedRows(NamedTuple):
+    """B rows of L tokens with masks, and k windows chosen in each."""
 
     tokens: Int[Tensor, "B L"]
     segments: Int[Tensor, "B L"]
     hidden: Bool[Tensor, "B L"]
-
-
-class WindowStarts(NamedTuple):
-    """The first positions of k windows in each row."""
-
+    """Which tokens the network sees as masks."""
     first: Int[Tensor, "B k"]
+    """The first positions of the windows."""
     valid: Bool[Tensor, "B k"]
     """False for the fillers of a row with fewer than k windows."""
-
-
-class RowNoise(NamedTuple):
-    """Masks of rows, and the windows that they allow."""
-
-    hidden: Bool[Tensor, "B L"]
-    candidates: Bool[Tensor, "B n"]
-    """At which positions a window may begin."""
-    level: Float[Tensor, "B L"]
-    """The masking probability of each masked token that is to be predicted; 0 elsewhere."""
-
-
-class DrawnWindows(NamedTuple):
-    """Masked rows, and windows chosen in them."""
-
-    rows: MaskedInput
-    starts: WindowStarts
-    level: Float[Tensor, " W"]
+    level: Float[Tensor, "B k"]
     """The masking probability in each window, fillers included."""
+
+    def each(self, function: Callable[[Tensor], Tensor]) -> "MaskedRows":
+        """Apply a function to every tensor."""
+        return MaskedRows(*map(function, self))
 
 
 def choose_windows(
     rows: PackedSequences, recipe: WindowRecipe, generator: torch.Generator, *, absolute: bool
-) -> DrawnWindows:
+) -> MaskedRows:
     """Mask rows and choose windows in them, on the generator's device; ``absolute`` as for `mask_rows`."""
     tokens, segments, scored = rows.tensors(generator.device)
-    noise = mask_rows(segments, scored, int(rows.segments.max()) + 1, recipe, generator, absolute=absolute)
-    starts = sample_starts(noise.candidates, recipe.per_row, generator)
-    level = gather_windows(noise.level, starts, recipe.length).amax(-1)
-    return DrawnWindows(MaskedInput(tokens, segments, noise.hidden), starts, level)
+    texts = int(rows.segments.max()) + 1
+    hidden, candidates, level = mask_rows(segments, scored, texts, recipe, generator, absolute=absolute)
+    first, valid = sample_starts(candidates, recipe.per_row, generator)
+    levels = gather_windows(level, first, recipe.length).amax(-1).view_as(first)
+    return MaskedRows(tokens, segments, hidden, first, valid, levels)
 
 
 def draw_windows(
@@ -142,7 +118,7 @@ def draw_windows(
 ) -> WindowBatch:
     """Mask the rows, choose windows, evaluate the network. Nothing here waits for the device."""
     drawn = choose_windows(rows, recipe, generator, absolute=backbone.block_size is not None)
-    return predict_windows(backbone, mask_id, drawn.rows, drawn.starts, recipe.length)._replace(level=drawn.level)
+    return predict_windows(backbone, mask_id, drawn, recipe.length)
 
 
 def mask_rows(
@@ -153,10 +129,11 @@ def mask_rows(
     generator: torch.Generator,
     *,
     absolute: bool = False,
-) -> RowNoise:
-    """What is hidden, and where windows may begin: in some rows on a grid, in others at the noised block of a text.
+) -> tuple[Bool[Tensor, "B L"], Bool[Tensor, "B n"], Float[Tensor, "B L"]]:
+    """What is hidden, where windows may begin (in some rows on a grid, in others at the noised block of a text), and
+    the masking probability of each masked token that is to be predicted, 0 elsewhere.
 
-    ``absolute``: where those of a block-causal network begin, counted from a text's first token.
+    ``absolute``: windows begin where the blocks of a block-causal network do, counted from a text's first token.
     """
     size = recipe.length
     _check_length(segments.shape[1], size)
@@ -180,7 +157,7 @@ def mask_rows(
     if absolute:  # the last block of a text may be cut, and its window begin left of it
         blocks = blocks & grid
     candidates = torch.where(blockwise, blocks, grid) & _inside(segments, scored, asked, size)
-    return RowNoise(hidden, candidates, torch.where(asked, 1 / weights, 0))
+    return hidden, candidates, torch.where(asked, 1 / weights, 0)
 
 
 def _check_length(length: int, size: int) -> None:
@@ -220,22 +197,23 @@ def _block_ends(segments: Int[Tensor, "B L"], beyond: Bool[Tensor, "B L"]) -> Bo
     return ends
 
 
-def sample_starts(candidates: Bool[Tensor, "B n"], most: int, generator: torch.Generator) -> WindowStarts:
-    """Up to ``most`` random windows of each row, without replacement."""
+def sample_starts(
+    candidates: Bool[Tensor, "B n"], most: int, generator: torch.Generator
+) -> tuple[Int[Tensor, "B k"], Bool[Tensor, "B k"]]:
+    """Up to ``most`` random windows of each row, without replacement: where they begin, and which are no fillers."""
     keys = torch.rand(candidates.shape, generator=generator, device=candidates.device)
     best = torch.where(candidates, keys, -1.0).topk(min(most, candidates.shape[1]), dim=1)
-    return WindowStarts(best.indices, best.values >= 0)
+    return best.indices, best.values >= 0
 
 
-def window_positions(starts: WindowStarts, size: int) -> Int[Tensor, "B m"]:
+def window_positions(first: Int[Tensor, "B k"], size: int) -> Int[Tensor, "B m"]:
     """The positions of windows of ``size`` tokens, one window after the other."""
-    steps = torch.arange(size, device=starts.first.device)
-    return (starts.first[..., None] + steps).flatten(1)
+    return (first[..., None] + torch.arange(size, device=first.device)).flatten(1)
 
 
-def gather_windows(x: Shaped[Tensor, "B L"], starts: WindowStarts, size: int) -> Shaped[Tensor, "W S"]:
+def gather_windows(x: Shaped[Tensor, "B L"], first: Int[Tensor, "B k"], size: int) -> Shaped[Tensor, "W S"]:
     """The values of rows in windows of ``size`` tokens."""
-    return x.gather(1, window_positions(starts, size)).reshape(-1, size)
+    return x.gather(1, window_positions(first, size)).reshape(-1, size)
 
 
 def supports_packing(backbone: Backbone) -> bool:
@@ -243,52 +221,43 @@ def supports_packing(backbone: Backbone) -> bool:
     return backbone.family == mini.NAME
 
 
-def window_states(
-    backbone: Backbone, mask_id: int, rows: MaskedInput, starts: WindowStarts, size: int
-) -> Float[Tensor, "B m d"]:
-    """The network's last hidden states in some windows. On a GPU its layers compute in bfloat16.
+def window_states(backbone: Backbone, mask_id: int, rows: MaskedRows, size: int) -> Float[Tensor, "B m d"]:
+    """The network's last hidden states in the windows. On a GPU its layers compute in bfloat16.
 
     Mini takes the segment numbers as they are, and nothing waits for the device. Other families get one text a row.
     """
-    tokens, segments, hidden = rows
-    shown, device = torch.where(hidden, mask_id, tokens), tokens.device
+    shown, device = torch.where(rows.hidden, mask_id, rows.tokens), rows.tokens.device
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         if supports_packing(backbone):
-            states = backbone.network.states(shown, positions_in(segments), segments=segments)
+            states = backbone.network.states(shown, positions_in(rows.segments), segments=rows.segments)
         else:
-            states = backbone.states(shown, segments != PADDING, fill_padding=False)
-    return take_positions(states, window_positions(starts, size)).to(backbone.dtype)
+            states = backbone.states(shown, rows.segments != PADDING, fill_padding=False)
+    return take_positions(states, window_positions(rows.first, size)).to(backbone.dtype)
 
 
-def predict_windows(
-    backbone: Backbone, mask_id: int, rows: MaskedInput, starts: WindowStarts, size: int
-) -> WindowBatch:
-    """Logits and states in some windows. The head, evaluated there alone, keeps the weights' own precision."""
-    tokens, _, hidden = rows
-    states = window_states(backbone, mask_id, rows, starts, size)
-    at = window_positions(starts, size)
-    shown = torch.where(hidden, mask_id, tokens).gather(1, at)
+def predict_windows(backbone: Backbone, mask_id: int, rows: MaskedRows, size: int) -> WindowBatch:
+    """Logits and states in the windows. The head, evaluated there alone, keeps the weights' own precision."""
+    states = window_states(backbone, mask_id, rows, size)
+    tokens, hidden = (gather_windows(x, rows.first, size) for x in (rows.tokens, rows.hidden))
+    shown = torch.where(hidden, mask_id, tokens).view(states.shape[:2])
     logits = backbone.masked_logits_from_states(states, shown, mask_id=mask_id)
-    masked = hidden.gather(1, at) & starts.valid.repeat_interleave(size, dim=1)
-    truth, masked, logits, features = (
-        x.reshape(-1, size, *x.shape[2:]) for x in (tokens.gather(1, at), masked, logits, states)
+    logits, features = (x.reshape(-1, size, x.shape[-1]) for x in (logits, states))
+    return WindowBatch(
+        tokens, hidden & rows.valid.view(-1, 1), logits=logits, features=features, level=rows.level.flatten()
     )
-    return WindowBatch(truth, masked, logits=logits, features=features)
-
-
-def holds_window(rows: PackedSequences, size: int, *, absolute: bool = False) -> bool:
-    """Whether any text of the rows has room for a window of ``size`` scored tokens; ``absolute`` as for `mask_rows`."""
-    _, segments, scored = rows.tensors(CPU)
-    inside = _inside(segments, scored, scored, size)
-    if absolute:
-        inside &= positions_in(segments)[:, : inside.shape[1]] % size == 0
-    return bool(inside.any())
 
 
 def check_lengths(name: str, rows: SequenceDataset, size: int, *, absolute: bool = False) -> None:
-    """Refuse a source whose texts are all shorter than a window: nothing of it would be trained on."""
+    """Refuse a source whose texts are all shorter than a window: nothing of it would be trained on.
+
+    ``absolute`` as for `mask_rows`.
+    """
     for begin in range(0, len(rows), ROWS_AT_ONCE):
-        if holds_window(rows.take(begin, min(ROWS_AT_ONCE, len(rows) - begin)), size, absolute=absolute):
+        _, segments, scored = rows.take(begin, min(ROWS_AT_ONCE, len(rows) - begin)).tensors(CPU)
+        inside = _inside(segments, scored, scored, size)
+        if absolute:
+            inside &= positions_in(segments)[:, : inside.shape[1]] % size == 0
+        if bool(inside.any()):
             return
     raise InvalidInput(
         f"source {name}: none of the texts in its {len(rows)} rows has the {size} tokens of a window, so that nothing "
@@ -298,15 +267,15 @@ def check_lengths(name: str, rows: SequenceDataset, size: int, *, absolute: bool
 
 def sample_blocks(
     rows: PackedSequences, size: int, generator: torch.Generator, *, absolute: bool = False
-) -> tuple[tuple[Tensor, Tensor, Tensor], WindowStarts, Int[Tensor, "B S"]]:
-    """Tokens, segments and scored of some rows, one block of each, and the order in which its tokens are masked.
+) -> tuple[Int[Tensor, "B 1"], Bool[Tensor, "B 1"], Int[Tensor, "B S"]]:
+    """Where a block of each row begins, whether it has one, and the order in which its tokens are masked.
 
     ``absolute`` as for `mask_rows`.
     """
     tokens, segments, scored = rows.tensors(CPU)
     blocks = _grid(segments, scored, size, generator, absolute) & _inside(segments, scored, scored, size)
-    starts = sample_starts(blocks, 1, generator)
-    return (tokens, segments, scored), starts, torch.rand(len(tokens), size, generator=generator).argsort(dim=1)
+    first, valid = sample_starts(blocks, 1, generator)
+    return first, valid, torch.rand(len(tokens), size, generator=generator).argsort(dim=1)
 
 
 def mask_block(

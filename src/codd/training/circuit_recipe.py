@@ -11,7 +11,7 @@ from codd.data.datasets import STRATA
 from codd.data.sources import Source
 from codd.data.tokenization import TAILS
 from codd.data.windows import WindowRecipe
-from codd.training.circuit.objectives import Objective, Weighting
+from codd.training.circuit.objectives import Weighting
 from codd.training.recipe import Betas, check_rules, digest_of, name_rules, read_fields
 from codd.validation import BelowOne, Count, FolderName, List, Natural, NotNegative, Positive, Section
 
@@ -53,18 +53,16 @@ class HeadRecipe(Section):
 class RuleRecipe(Section):
     """The optimizer: how parameters are updated."""
 
-    rule: Literal["adam", "em", "ratio", "baum-welch"] = "adam"
-    """adam: on logits. The others are mini-batch EM (anemone) with that update, for static circuits of free logits."""
+    rule: Literal["adam", "ratio", "baum-welch"] = "adam"
+    """adam: on logits. The others are the two forms of anemone, for static circuits of free logits."""
     lr: Positive = 1.5e-2
-    """Learning rate of Adam; EM has a step_size."""
+    """Learning rate of Adam; anemone has a step_size."""
     head_lr: Positive = 1e-3
     betas: Betas = (0.9, 0.99)
-    weight_decay: NotNegative = 0.0
-    """Weight decay of the head's parameters."""
     warmup: Natural = 50
     step_size: Ratio = 0.4
-    momentum: BelowOne | None = None
-    """Momentum of EM's flows; null: 0.9 for the rule em, 0 for the others, which are unstable with it."""
+    momentum: BelowOne = 0.0
+    """Momentum of anemone's flows; with it (the paper's is 0.9) the rule ratio is unstable."""
     pseudocount: Positive = 1e-6
 
 
@@ -76,8 +74,6 @@ class JointRecipe(Section):
     lr: Positive = 1e-4
     rank: Count = 8
     """The rank of LoRA's matrices."""
-    shard: bool = False
-    """With LoRA: divide the layers among the processes, for a backbone that one device does not hold."""
 
 
 @dataclass(frozen=True)
@@ -117,14 +113,11 @@ class CircuitRecipe(Section):
     tails: Annotated[List[NotNegative], Field(min_length=1)] = TAILS
     """How often an answer is followed by no, one, two ... further blocks of end marks, which are masked like the rest:
     when a block is filled, the room behind it may be any."""
-    objective: Objective = "conditional"
     weighting: Weighting = "token"
     log_every: Count = 50
     validate_every: Count = 500
     ratios: Annotated[List[Ratio], Field(min_length=1)] = (0.1, 0.5, 1.0)
     """Shares of masked tokens at which held-out text is scored."""
-    patience: Count | None = None
-    """Stop after so many validations without a better one."""
     checkpoint_every: Count = 1000
     keep: Count = 2
     half: bool = True
@@ -169,17 +162,9 @@ def _broken_rules(recipe: CircuitRecipe) -> Iterator[str]:
         yield "tails must not be all 0"
     if recipe.windows.length > recipe.row_length:
         yield f"rows of {recipe.row_length} tokens hold no window of {recipe.windows.length}: raise row_length"
-    if recipe.patience is not None and not recipe.validation:
-        yield "patience needs validation: it counts validations without a better one"
-    rule, objective = recipe.optimizer.rule, recipe.objective
+    rule = recipe.optimizer.rule
     if rule != "adam" and not recipe.by_flows:
         yield f"optimizer.rule {rule!r} is for static circuits of free logits: no ranks, no head, no joint training"
-    if objective != "conditional" and not recipe.by_flows:
-        yield f"objective {objective!r} is for static circuits of free logits: no ranks, no head, no joint training"
-    if rule == "em" and objective != "generative":
-        yield f"optimizer.rule 'em' is for the generative objective; for {objective!r} take 'ratio' or 'baum-welch'"
-    if rule in ("ratio", "baum-welch") and objective == "generative":
-        yield f"optimizer.rule {rule!r} needs an objective with negative flows; for 'generative' take 'em'"
     if recipe.joint.weights != "none" and recipe.cache is not None:
         yield "a cache holds what a frozen backbone said: joint training needs data"
     if recipe.joint.weights == "lora" and recipe.adapter is not None:
@@ -189,5 +174,3 @@ def _broken_rules(recipe: CircuitRecipe) -> Iterator[str]:
         )
     if recipe.joint.weights == "all" and recipe.dtype != "float32":
         yield f"joint.weights 'all' needs dtype float32: steps of an optimizer are too small for {recipe.dtype}"
-    if recipe.joint.shard and recipe.joint.weights != "lora":
-        yield f"joint.shard is for joint.weights 'lora', found {recipe.joint.weights!r}"

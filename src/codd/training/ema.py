@@ -5,8 +5,6 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from codd.errors import InvalidInput
-
 _COUNT = "updates"
 
 
@@ -32,11 +30,6 @@ class EMA:
         out = []
         for i, value in enumerate(values):
             buffer = self._kept.setdefault(f"{name}.{i}", torch.zeros_like(value))
-            if buffer.shape != value.shape or buffer.device != value.device or buffer.dtype != value.dtype:
-                raise InvalidInput(
-                    f"the optimizer remembers {_kind(buffer)}, but the circuit's table is {_kind(value)}: "
-                    "go on with the circuit that the state was saved with, or start a new optimizer"
-                )
             buffer.mul_(decay).add_(value, alpha=1 - decay)
             out.append(buffer / (1 - decay ** (self.updates + 1)))
         return out
@@ -46,14 +39,6 @@ class EMA:
         return {_COUNT: torch.tensor(self.updates), **self._kept}
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from what ``tensors`` gave; InvalidInput if the count of updates is missing."""
-        if _COUNT not in tensors:
-            raise InvalidInput(
-                f"an optimizer's state holds {_COUNT!r}, found {', '.join(sorted(tensors)) or 'nothing'}"
-            )
+        """Go on from what ``tensors`` gave; KeyError if the count of updates is missing."""
         self.updates = int(tensors[_COUNT])
         self._kept = {name: x.clone() for name, x in tensors.items() if name != _COUNT}
-
-
-def _kind(x: Tensor) -> str:
-    return f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)} on {x.device}"

@@ -72,10 +72,6 @@ class Trainer(Protocol):
     """What a step processes so many of: tokens or windows."""
     per_step: int
 
-    @property
-    def finished(self) -> bool:
-        """Whether the run may end before its last step."""
-
     def step(self, step: int, progress: float) -> None:
         """Update the parameters with batch number ``step``; ``progress`` is the part of the run behind it, 0 to 1."""
 
@@ -107,7 +103,7 @@ def run(trainer: Trainer, recipe: AnyRecipe, out: Path, context: DistributedCont
     step = resume(trainer, recipe, out, context, clock)
     log = Log(out, step) if context.is_main else None
     progress = clock.progress(step)
-    while progress < 1 and not trainer.finished:
+    while progress < 1:
         trainer.step(step, progress)
         step += 1
         progress = clock.progress(step)
@@ -122,7 +118,7 @@ def run(trainer: Trainer, recipe: AnyRecipe, out: Path, context: DistributedCont
             metrics |= trainer.validate(step)
         if metrics and log:  # before the checkpoint: a run that goes on from it does not write this line again
             log.write(step, metrics)
-        if keeps or trainer.finished:
+        if keeps:
             trainer.check(step)
             if context.is_main:
                 notes = {"recipe": dataclasses.asdict(recipe), "digest": recipe.digest(), **clock.notes()}
@@ -238,7 +234,7 @@ class Clock:
         return {"since": self.read_at, "seconds": self.elapsed()}
 
     def restore(self, notes: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint; those that older versions wrote of backbones say nothing of time."""
-        self.spent = float(notes.get("seconds", 0.0))
-        step, seconds = notes.get("since", (notes["step"], 0.0))
+        """Go on from a checkpoint."""
+        self.spent = float(notes["seconds"])
+        step, seconds = notes["since"]
         self.read_at, self.since = (int(step), float(seconds)), time.perf_counter()

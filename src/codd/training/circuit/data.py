@@ -18,7 +18,6 @@ from codd.data.tokenization import PackingConfig, load_source
 from codd.data.windows import WindowBatch, check_lengths, concatenate_windows, draw_windows, supports_packing
 from codd.distributed import DistributedContext
 from codd.errors import Diverged, InvalidInput
-from codd.training.circuit import joint
 from codd.training.circuit.initial import CircuitSpec
 from codd.training.circuit.validation import HeldOut
 from codd.training.circuit_recipe import CircuitRecipe
@@ -39,74 +38,50 @@ class TrainingData:
     dataset: WindowDataset | None
     """None: the network is evaluated at each step, since it changes."""
     draw: Draw
-    held_out: dict[str, HeldOut]
+    held_out: Callable[[], Mapping[str, HeldOut]]
+    """Held-out text by name, as the network sees it now."""
     tokenizer: Tokenizer | None = None
-    evaluate_again: Callable[[], dict[str, HeldOut]] | None = None
-    """Held-out text as the network sees it now, where it changes."""
 
 
 def prepare(recipe: CircuitRecipe, root: Path, out: Path, context: DistributedContext) -> TrainingData:
     """Load the network, read the data or the cache, evaluate the network on it."""
     strata = strata_of(context)
     cache = None if recipe.cache is None else LogitCache.open(root / recipe.cache)
+    dataset: WindowDataset
     if cache is not None:
         _check_adapter(recipe, cache)
-        entries = _from_cache(cache, recipe, strata, context.device)
+        dataset = _from_cache(cache, recipe, strata, context.device)
+        features = 0 if dataset.features is None else dataset.features.shape[-1]
+        spec = CircuitSpec(cache.vocab_size, features, context.device)
         if not recipe.validation:
-            spec = CircuitSpec(cache.vocab_size, _width(entries), context.device)
-            return TrainingData(spec, entries, _picking(recipe, entries, strata), {})
-    opened = _open(recipe, root, out, context)
-    backbone, mask_id = opened.backbone, opened.mask_id
-    spec = CircuitSpec(backbone.vocab_size, backbone.config.width, context.device)
+            return TrainingData(spec, dataset, _picking(recipe, dataset, strata), dict)
+    network = _Network.open(recipe, root, out, context)
     if cache is not None:
-        _check_belongs(cache, _width(entries), opened)
-        held_out = opened.held_out(opened.validation())
-        spec = spec._replace(features=_width(entries))
-        return TrainingData(spec, entries, _picking(recipe, entries, strata), held_out, opened.tokenizer)
-    validation, sources = opened.validation(), opened.sources(recipe.data)
-    held_out = opened.held_out(validation)
-    for source, rows in zip(recipe.data, sources, strict=True):
-        check_lengths(source.name, rows, recipe.windows.length, absolute=backbone.block_size is not None)
-    if recipe.joint.weights != "none":
-        draw, spec = _online(recipe, backbone, mask_id, sources, strata), spec._replace(backbone=backbone)
-        return TrainingData(spec, None, draw, held_out, opened.tokenizer, lambda: opened.held_out(validation))
-    states = build_hidden_states(
-        backbone,
-        mask_id,
-        [(rows, source.weight) for rows, source in zip(sources, recipe.data, strict=True)],
-        recipe.windows,
-        windows=recipe.bank.windows,
-        rows_at_once=recipe.bank.rows_at_once,
-        seed=recipe.seed,
-        strata=strata,
-    )
-    _check_numbers(recipe, bool(states.features.isfinite().all()))
-    return TrainingData(spec, states, _picking(recipe, states, strata), held_out, opened.tokenizer)
-
-
-def _open(recipe: CircuitRecipe, root: Path, out: Path, context: DistributedContext) -> "_Opened":
-    source = None if recipe.backbone == "bundled" else recipe.backbone
-    if recipe.dtype != "float32" and context.device.type != "cuda":
-        raise InvalidInput(f"dtype {recipe.dtype} is for GPUs, this is {context.device}: --set dtype=float32.")
-    sharded = recipe.joint.shard and context.world_size > 1
-    backbone, tokenizer, folder = load_checkpoint(
-        source,
-        device="cpu" if sharded else context.device,  # which may not hold the whole of it
-        dtype=getattr(torch, recipe.dtype),
-        adapter=recipe.adapter,
-    )
-    backbone.batch_invariant = False
-    mask_id = backbone.special.mask if backbone.special.mask is not None else getattr(tokenizer, "mask_id", None)
-    if tokenizer is None or mask_id is None:
-        raise InvalidInput(f"{recipe.backbone}: training needs a checkpoint with a tokenizer and a mask token.")
-    if recipe.joint.weights == "all" and backbone.family != mini.NAME:
-        raise InvalidInput(
-            f"{recipe.backbone}: joint training writes checkpoints of the family {mini.NAME} alone, this one is of "
-            f"{backbone.family}: train it with joint.weights lora, which writes an adapter, or its circuit with none."
+        _check_belongs(cache, features, network)
+    else:
+        spec = CircuitSpec(network.backbone.vocab_size, network.backbone.config.width, context.device)
+    validation = network.validation()
+    held_out = network.held_out(validation)
+    if cache is None:
+        sources = network.sources(recipe.data)
+        for source, rows in zip(recipe.data, sources, strict=True):
+            absolute = network.backbone.block_size is not None
+            check_lengths(source.name, rows, recipe.windows.length, absolute=absolute)
+        if recipe.joint.weights != "none":
+            draw, spec = _online(network, sources, strata), spec._replace(backbone=network.backbone)
+            return TrainingData(spec, None, draw, lambda: network.held_out(validation), network.tokenizer)
+        dataset = build_hidden_states(
+            network.backbone,
+            network.mask_id,
+            [(rows, source.weight) for rows, source in zip(sources, recipe.data, strict=True)],
+            recipe.windows,
+            windows=recipe.bank.windows,
+            rows_at_once=recipe.bank.rows_at_once,
+            seed=recipe.seed,
+            strata=strata,
         )
-    if sharded:
-        joint.shard(backbone, context)
-    return _Opened(recipe, root, out, tokenizer, backbone, folder, mask_id, context)
+        _check_numbers(recipe, bool(dataset.features.isfinite().all()))
+    return TrainingData(spec, dataset, _picking(recipe, dataset, strata), lambda: held_out, network.tokenizer)
 
 
 def _check_numbers(recipe: CircuitRecipe, good: bool) -> None:
@@ -130,7 +105,7 @@ def _check_adapter(recipe: CircuitRecipe, cache: LogitCache) -> None:
     )
 
 
-def _check_belongs(cache: LogitCache, features: int, opened: "_Opened") -> None:
+def _check_belongs(cache: LogitCache, features: int, opened: "_Network") -> None:
     """Refuse a cache that another network has made."""
     network, name = opened.backbone, opened.recipe.backbone
     if cache.vocab_size != network.vocab_size or features not in (0, network.config.width):
@@ -170,10 +145,6 @@ def _from_cache(cache: LogitCache, recipe: CircuitRecipe, strata: range, device:
     return cache.load(device, range(strata.start * each, strata.stop * each))
 
 
-def _width(entries: CachedWindows) -> int:
-    return 0 if entries.features is None else entries.features.shape[-1]
-
-
 def _picking(recipe: CircuitRecipe, dataset: WindowDataset, strata: range) -> Draw:
     return lambda step: dataset.windows(batch_index(recipe, step, strata, len(dataset)))
 
@@ -189,18 +160,39 @@ def batch_index(recipe: CircuitRecipe, step: int, strata: range, held: int) -> I
 
 
 @dataclass(frozen=True)
-class _Opened:
+class _Network:
     """A loaded backbone, and all that is needed to read data for it."""
 
     recipe: CircuitRecipe
     root: Path
     out: Path
+    context: DistributedContext
     tokenizer: Tokenizer
     backbone: Backbone
     folder: Path
     """Of the checkpoint."""
     mask_id: int
-    context: DistributedContext
+
+    @classmethod
+    def open(cls, recipe: CircuitRecipe, root: Path, out: Path, context: DistributedContext) -> "_Network":
+        """Load the recipe's backbone; InvalidInput if it cannot be trained on."""
+        source = None if recipe.backbone == "bundled" else recipe.backbone
+        if recipe.dtype != "float32" and context.device.type != "cuda":
+            raise InvalidInput(f"dtype {recipe.dtype} is for GPUs, this is {context.device}: --set dtype=float32.")
+        backbone, tokenizer, folder = load_checkpoint(
+            source, device=context.device, dtype=getattr(torch, recipe.dtype), adapter=recipe.adapter
+        )
+        backbone.batch_invariant = False
+        mask_id = backbone.special.mask if backbone.special.mask is not None else getattr(tokenizer, "mask_id", None)
+        if tokenizer is None or mask_id is None:
+            raise InvalidInput(f"{recipe.backbone}: training needs a checkpoint with a tokenizer and a mask token.")
+        if recipe.joint.weights == "all" and backbone.family != mini.NAME:
+            raise InvalidInput(
+                f"{recipe.backbone}: joint training writes checkpoints of the family {mini.NAME} alone, this one is of "
+                f"{backbone.family}: train it with joint.weights lora, which writes an adapter, or its circuit with "
+                "none."
+            )
+        return cls(recipe, root, out, context, tokenizer, backbone, folder, mask_id)
 
     def sources(self, wanted: Sequence[Source]) -> list[SequenceDataset]:
         """The rows of sources; the main process makes them, the others find what it kept."""
@@ -226,10 +218,9 @@ class _Opened:
         return prepared
 
 
-def _online(
-    recipe: CircuitRecipe, backbone: Backbone, mask_id: int, sources: list[SequenceDataset], strata: range
-) -> Draw:
+def _online(network: _Network, sources: list[SequenceDataset], strata: range) -> Draw:
     """Windows of fresh rows, through which gradients reach the network."""
+    recipe, backbone = network.recipe, network.backbone
     weights = [source.weight for source in recipe.data]
     rows = max(1, recipe.batch_windows // STRATA // recipe.windows.per_row)
     shares = [max(1, round(rows * weight / sum(weights))) for weight in weights]
@@ -240,7 +231,7 @@ def _online(
             number = step * STRATA + stratum
             taken = concatenate([source.take(number * n, n) for source, n in zip(sources, shares, strict=True)])
             generator = torch.Generator(backbone.device).manual_seed(numbered_seed(recipe.seed, number))
-            parts.append(draw_windows(backbone, mask_id, taken, recipe.windows, generator))
+            parts.append(draw_windows(backbone, network.mask_id, taken, recipe.windows, generator))
         return concatenate_windows(parts)
 
     return draw

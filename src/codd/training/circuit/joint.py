@@ -8,7 +8,6 @@ from torch import nn
 
 from codd.backbones.adapters import LowRank
 from codd.backbones.backbone import Backbone
-from codd.distributed import DistributedContext
 
 
 def trainable(
@@ -32,22 +31,6 @@ def trainable(
     elif weights == "all":
         backbone.requires_grad_(True)
     return {name: parameter for name, parameter in backbone.named_parameters() if parameter.requires_grad}
-
-
-def shard(backbone: Backbone, context: DistributedContext) -> None:
-    """Divide the layers of a frozen backbone among the processes, by PyTorch's fully sharded data parallelism.
-
-    A process holds its part of every layer, and the whole of one while it is computed. Embedding and head, which are
-    used outside of any layer, stay whole in each. What is trained is added later and whole, so that gradients are
-    summed and adapters saved as without it. All processes must evaluate the network equally often.
-    """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard  # takes a second, for the few runs that need it
-
-    mesh = init_device_mesh(context.device.type, (context.world_size,))
-    for block in backbone.network.blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=True)  # moves it to the device, one after the other
-    backbone.to(context.device)
 
 
 def merge(backbone: Backbone) -> None:

@@ -30,8 +30,8 @@ SUMS = "run.sums"
 WORST = 100.0
 """Nats per token beyond which a loss is a sign of divergence: to know nothing of a token costs about ten."""
 LOWER = (
-    "Lower optimizer.lr (of EM: optimizer.step_size) or raise optimizer.warmup, and start again with --fresh; the last "
-    "checkpoint and the circuit of the last validation are whole."
+    "Lower optimizer.lr (of anemone: optimizer.step_size) or raise optimizer.warmup, and start again with --fresh; the "
+    "last checkpoint and the circuit of the last validation are whole."
 )
 
 
@@ -41,25 +41,6 @@ def train(recipe: CircuitRecipe, data: TrainingData, out: Path, context: Distrib
     ``out/circuit`` holds the best circuit so far by held-out text, or that of the last validation if there is none.
     """
     return run(CircuitTrainer(recipe, data, out, context), recipe, out, context)
-
-
-class EarlyStopping:
-    """The best validation so far, and how many there were since."""
-
-    def __init__(self, patience: int | None):
-        """``patience``: validations without a better one after which to stop; None: never."""
-        self.patience, self.best, self.stale = patience, -math.inf, 0
-
-    def update(self, score: float) -> bool:
-        """Count a validation; whether it is the best."""
-        better = score > self.best
-        self.best, self.stale = (score, 0) if better else (self.best, self.stale + 1)
-        return better
-
-    @property
-    def finished(self) -> bool:
-        """Whether so many validations in a row (``patience``) were no better than the best."""
-        return self.patience is not None and self.stale >= self.patience
 
 
 class CircuitTrainer:
@@ -73,14 +54,10 @@ class CircuitTrainer:
         self.per_step, self.rate = recipe.batch_windows, 0.0
         usage = functools.partial(state_usage, draw=data.draw, all_reduce=context.all_reduce)
         self.updater = make_updater(recipe, data.spec, usage)
-        self.stopping = EarlyStopping(recipe.patience)
+        self.best = -math.inf
+        """The best validation so far."""
         self.sums = torch.zeros(3, device=context.device)
         """Log-likelihood, the network's own, and tokens, of the steps since the last that was logged."""
-
-    @property
-    def finished(self) -> bool:
-        """Whether the recipe's patience is at its end."""
-        return self.stopping.finished
 
     def step(self, step: int, progress: float) -> None:
         """One update; Diverged if the chain refuses the parameters."""
@@ -111,8 +88,6 @@ class CircuitTrainer:
     def metrics(self, step: int) -> dict[str, float]:
         """Since the last call: the loss and that of the network alone, in nats per masked token; the learning rate."""
         coupled, factorized, tokens = self.sums.tolist()
-        if math.isnan(factorized):
-            raise Diverged("the network's own log-likelihood is no number: check the backbone's weights and precision.")
         self._check_loss(step)
         self.sums = torch.zeros_like(self.sums)
         return {"loss": -coupled / max(tokens, 1), "factorized": -factorized / max(tokens, 1), "rate": self.rate}
@@ -135,16 +110,17 @@ class CircuitTrainer:
         circuit = self.updater.circuit()
         figures: dict[str, float] = {}
         scores = []
-        again = self.data.evaluate_again
-        for name, held_out in (self.data.held_out if again is None else again()).items():
+        for name, held_out in self.data.held_out().items():
             for ratio, score in held_out.scores(circuit).items():
                 figures |= _figures(name, ratio, score)
                 scores.append(score.coupled)
         if not all(map(math.isfinite, scores)):
             raise Diverged(f"held-out text has no probability after step {step}: the training has diverged. {LOWER}")
-        better = self.stopping.update(self.context.broadcast(sum(scores) / len(scores))) if scores else True
-        if better and self.context.is_main and self.data.spec.backbone is None:
-            self._save(circuit, self.out / CIRCUIT)
+        mean = sum(scores) / len(scores) if scores else None
+        if mean is None or mean > self.best:  # without held-out text the last circuit is kept
+            self.best = self.best if mean is None else mean
+            if self.context.is_main and self.data.spec.backbone is None:
+                self._save(circuit, self.out / CIRCUIT)
         return figures
 
     def _save(self, circuit: HMM | Modulated, folder: Path) -> None:
@@ -155,25 +131,22 @@ class CircuitTrainer:
         return {**self.updater.tensors(), SUMS: self.sums}
 
     def notes(self) -> dict[str, Any]:
-        """The best validation so far, and how many there were since."""
-        return {"best": self.stopping.best, "stale": self.stopping.stale}
+        """The best validation so far."""
+        return {"best": self.best}
 
     def restore(self, tensors: Mapping[str, Tensor], notes: Mapping[str, Any]) -> None:
         """Go on from a checkpoint; an error if it is of another circuit."""
         self.updater.restore(tensors)
-        self.stopping.best, self.stopping.stale = float(notes["best"]), int(notes["stale"])
+        self.best = float(notes["best"])
         self.sums = tensors[SUMS]
 
     def export(self) -> None:
-        """The curve; and of a backbone that was trained along, LoRA as an adapter, and a network of ours as a whole
-        unless its layers are divided among the processes.
-        """
+        """The curve; and of a backbone that was trained along, LoRA as an adapter, and a network of ours as a whole."""
         backbone, recipe = self.data.spec.backbone, self.recipe
         if backbone is not None and recipe.joint.weights == "lora":
             adapters.save(backbone, self.out / ADAPTER, recipe.backbone)
             self._save(self.updater.circuit(), self.out / ADAPTER / CIRCUIT)
-        sharded = recipe.joint.shard and self.context.world_size > 1
-        if backbone is not None and backbone.family == mini.NAME and not sharded:
+        if backbone is not None and backbone.family == mini.NAME:
             joint.merge(backbone)
             mini.save(backbone, self.out / MODEL, notes={"recipe": recipe.name, "recipe_digest": recipe.digest()})
             if self.data.tokenizer is not None:

@@ -32,10 +32,10 @@ def make_updater(
     factors, head = initial_circuit(recipe, spec, usage)
     if recipe.by_flows and head is None and _is_free(factors):
         return FlowUpdater(recipe, factors)
-    if recipe.optimizer.rule != "adam" or recipe.objective != "conditional":
+    if recipe.optimizer.rule != "adam":
         raise InvalidInput(
-            f"start: the circuit {recipe.start} is modulated or factored; the rule {recipe.optimizer.rule!r} with the "
-            f"objective {recipe.objective!r} is for static circuits of free logits: use 'adam' and 'conditional'."
+            f"start: the circuit {recipe.start} is modulated or factored; the rule {recipe.optimizer.rule!r} is for "
+            "static circuits of free logits: use 'adam'."
         )
     return GradientUpdater(recipe, factors, head, spec)
 
@@ -61,7 +61,7 @@ class FlowUpdater:
         Gives the sums of log-likelihood, the network's own, and tokens.
         """
         weights = weights_of(windows, self.recipe.weighting)
-        signed = signed_flows(self.recipe.objective, self.hmm, windows, weights)
+        signed = signed_flows(self.hmm, windows, weights)
         alone = (windows.factorized_log_prob() * weights).sum()
         all_reduce([*signed.tensors(), alone])
         self.optimizer.rate = self.full_rate * rate if isinstance(self.optimizer, Adam) else self.full_rate
@@ -90,9 +90,7 @@ def _optimizer(recipe: CircuitRecipe) -> Optimizer:
     chosen = recipe.optimizer
     if chosen.rule == "adam":
         return Adam(lr=chosen.lr, betas=(chosen.betas[0], chosen.betas[1]))
-    return Anemone(
-        step_size=chosen.step_size, momentum=chosen.momentum, pseudocount=chosen.pseudocount, rule=chosen.rule
-    )
+    return Anemone(chosen.step_size, chosen.momentum, chosen.pseudocount, chosen.rule)
 
 
 class GradientUpdater:
@@ -120,18 +118,18 @@ class GradientUpdater:
         chosen = self.recipe.optimizer
         head = [] if self.head is None else list(self.head.parameters())
         groups = [
-            (list(self.factors.values()), chosen.lr, 0.0),
-            (head, chosen.head_lr, chosen.weight_decay),
-            (list(self.network.values()), self.recipe.joint.lr, 0.0),
+            (list(self.factors.values()), chosen.lr),
+            (head, chosen.head_lr),
+            (list(self.network.values()), self.recipe.joint.lr),
         ]
         groups = [group for group in groups if group[0]]
         optimizer = torch.optim.AdamW(
-            [{"params": parameters, "weight_decay": decay} for parameters, _, decay in groups],
-            lr=chosen.lr,
+            [{"params": parameters} for parameters, _ in groups],
+            weight_decay=0.0,
             betas=(chosen.betas[0], chosen.betas[1]),
             fused=self.device.type == "cuda",
         )
-        return optimizer, [rate for _, rate, _ in groups]
+        return optimizer, [rate for _, rate in groups]
 
     def hmm(self) -> HMM:
         """The circuit's chain, differentiable in the factors."""

@@ -5,7 +5,7 @@ factorized score, and the score of writing one token at a time. `codd.evaluation
 a finished model.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,17 +16,9 @@ from codd.backbones.backbone import Backbone
 from codd.circuits import ProbabilisticCircuit
 from codd.coupling import Coupled
 from codd.coupling.gap import gap_closed
-from codd.data.datasets import HiddenStateDataset
-from codd.data.packing import PackedSequences, narrow
-from codd.data.windows import (
-    MaskedInput,
-    WindowBatch,
-    WindowStarts,
-    gather_windows,
-    mask_block,
-    sample_blocks,
-    window_states,
-)
+from codd.data.datasets import HiddenStateDataset, concatenate, evaluate_windows
+from codd.data.packing import PackedSequences
+from codd.data.windows import CPU, MaskedRows, WindowBatch, mask_block, sample_blocks, window_states
 from codd.errors import InvalidInput
 
 AT_ONCE = 128
@@ -61,17 +53,19 @@ class HeldOut:
     ) -> "HeldOut":
         """One block of each row. The seed fixes blocks and masks; those of a higher ratio contain the lower's."""
         generator, absolute = torch.Generator().manual_seed(seed), backbone.block_size is not None
-        columns, starts, order = sample_blocks(rows, size, generator, absolute=absolute)
-        if not bool(starts.valid.any()):
+        first, valid, order = sample_blocks(rows, size, generator, absolute=absolute)
+        if not bool(valid.any()):
             raise InvalidInput(f"no block of {size} tokens fits the held-out text. Give longer texts.")
-        keep = starts.valid[:, 0]
-        blocks = _Blocks(backbone, mask_id, *(x[keep] for x in (*columns, starts.first, order)))
+        keep = valid[:, 0]
+        blocks = _Blocks(backbone, mask_id, *(x[keep] for x in (*rows.tensors(CPU), first, order)))
         counts = {ratio: max(1, round(ratio * size)) for ratio in ratios}
         datasets = {ratio: blocks.dataset(count) for ratio, count in counts.items()}
         steps = torch.zeros(size, dtype=torch.float64)
         for count in range(max(counts.values()), 0, -1):
             steps[count - 1] = blocks.next_token(count)
-        sequential = {ratio: float(steps[:count].sum()) / (count * len(order[keep])) for ratio, count in counts.items()}
+        sequential = {
+            ratio: float(steps[:count].sum()) / (count * len(blocks.order)) for ratio, count in counts.items()
+        }
         return cls(datasets, sequential)
 
     @torch.no_grad()
@@ -113,36 +107,30 @@ class _Blocks:
     order: Int[Tensor, "B S"]
     """A ratio masks the positions that come first here."""
 
-    def _batches(self, count: int) -> list[tuple[slice, MaskedInput]]:
-        """Rows with ``count`` tokens of the block masked, and all to its right, on the network's device."""
-        hidden = mask_block(self.segments, self.scored, self.first, self.order.argsort(1) < count)
-        rows = [slice(begin, begin + AT_ONCE) for begin in range(0, len(self.tokens), AT_ONCE)]
-        columns = (self.tokens, self.segments, hidden)
-        return [(some, MaskedInput(*(x[some].to(self.backbone.device) for x in columns))) for some in rows]
+    def _batches(self, count: int, first: Int[Tensor, "B 1"]) -> Iterator[MaskedRows]:
+        """Rows with ``count`` tokens of the block masked, and all to its right, on the network's device.
 
-    def _starts(self, first: Int[Tensor, "b 1"]) -> WindowStarts:
-        first = first.to(self.backbone.device)
-        return WindowStarts(first, torch.ones_like(first, dtype=torch.bool))
+        Their windows begin at the positions given.
+        """
+        chosen = self.order.argsort(1) < count
+        hidden = mask_block(self.segments, self.scored, self.first, chosen)
+        level = chosen.float().mean(-1, keepdim=True)
+        rows = MaskedRows(self.tokens, self.segments, hidden, first, torch.ones_like(first, dtype=torch.bool), level)
+        for begin in range(0, len(self.tokens), AT_ONCE):
+            yield rows.each(lambda x, begin=begin: x[begin : begin + AT_ONCE].to(self.backbone.device))  # type: ignore[misc]  # mypy and defaults
 
     def dataset(self, count: int) -> HiddenStateDataset:
         """The network's states in all blocks with ``count`` tokens masked."""
-        columns: list[tuple[Tensor, ...]] = []
         size = self.order.shape[1]
-        for some, rows in self._batches(count):
-            starts = self._starts(self.first[some])
-            states = window_states(self.backbone, self.mask_id, rows, starts, size)
-            tokens, masked = (gather_windows(x, starts, size) for x in (rows.tokens, rows.hidden))
-            columns.append((narrow(tokens, self.backbone.vocab_size), masked, masked.float().mean(-1), states))
-        tokens, masked, level, states = (torch.cat(column) for column in zip(*columns, strict=True))
-        return HiddenStateDataset(self.backbone, self.mask_id, tokens, masked, level, states)
+        parts = [evaluate_windows(self.backbone, self.mask_id, x, size) for x in self._batches(count, self.first)]
+        return concatenate(parts, len(self.tokens))
 
     def next_token(self, count: int) -> float:
         """With ``count`` tokens masked, the log-probability of the last of them in the order, summed over blocks."""
         total = 0.0
-        for some, rows in self._batches(count):
-            starts = self._starts(self.first[some] + self.order[some, count - 1 : count])
-            states = window_states(self.backbone, self.mask_id, rows, starts, 1)
+        for rows in self._batches(count, self.first + self.order[:, count - 1 : count]):
+            states = window_states(self.backbone, self.mask_id, rows, 1)
             logits = self.backbone.masked_logits_from_states(states, mask_id=self.mask_id)
-            truth = rows.tokens.gather(1, starts.first)
+            truth = rows.tokens.gather(1, rows.first)
             total += float(logits.log_softmax(-1).gather(-1, truth[..., None]).double().sum())
         return total

@@ -12,26 +12,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from codd.backbones.backbone import Backbone
 from codd.circuits import HMM
-from codd.data.packing import PackedSequences, narrow, numbered_seed
-from codd.data.windows import (
-    CPU,
-    MaskedInput,
-    WindowBatch,
-    WindowStarts,
-    choose_windows,
-    predict_windows,
-    window_positions,
-    window_states,
-)
+from codd.data.datasets import evaluate_windows
+from codd.data.packing import PackedSequences, numbered_seed, widen
+from codd.data.windows import MaskedRows, WindowBatch, choose_windows, predict_windows
 from codd.distributed import DistributedContext
 from codd.errors import Diverged, InvalidInput
 from codd.training.logit_cache import storage
-from codd.training.logit_cache.entries import CachedWindows, TopK, keep_top_k
+from codd.training.logit_cache.entries import CachedWindows, TopK, join, keep_top_k
 from codd.training.logit_cache.storage import CacheSettings, Index
 from codd.training.logit_cache.top_k import choose_top_k, random_circuit
 
@@ -58,36 +50,22 @@ class Progress(NamedTuple):
     """A message for the user, such as that a damaged shard is made again."""
 
 
-class ShardWindows(NamedTuple):
-    """The rows of a shard after noise, those without a window left out."""
+def draw_shard(rows: PackedSequences, settings: CacheSettings, number: int, *, absolute: bool = False) -> MaskedRows:
+    """Mask the rows of a shard and choose windows, without the network; rows without a window are left out.
 
-    shown: MaskedInput
-    starts: WindowStarts
-    level: Float[Tensor, "B k"]
-    """The masking probability in each window."""
-    row: Int[Tensor, "B k"]
-    """Which row of the shard each window is of."""
-
-    def each(self, function: Callable[[Tensor], Tensor]) -> "ShardWindows":
-        """Apply a function to every tensor."""
-        shown, starts = MaskedInput(*map(function, self.shown)), WindowStarts(*map(function, self.starts))
-        return ShardWindows(shown, starts, function(self.level), function(self.row))
-
-
-def draw_shard(rows: PackedSequences, settings: CacheSettings, number: int, *, absolute: bool = False) -> ShardWindows:
-    """Mask the rows of a shard and choose windows, without the network; ``absolute``: for a block-causal one."""
+    ``absolute`` as for `codd.data.windows.mask_rows`.
+    """
     generator = torch.Generator().manual_seed(numbered_seed(settings.seed, number))
-    shown, starts, level = choose_windows(rows, settings.window, generator, absolute=absolute)
-    row = torch.arange(len(shown.tokens))[:, None].expand_as(starts.first)
-    use = starts.valid.any(-1)
+    drawn = choose_windows(rows, settings.window, generator, absolute=absolute)
+    use = drawn.valid.any(-1)
     if not use.any():
         use[0] = True  # a batch of no rows is nothing that networks are made for
-    return ShardWindows(shown, starts, level.view_as(starts.first), row).each(lambda x: x[use])
+    return drawn.each(lambda x: x[use])
 
 
 def windows_per_row(rows: PackedSequences, settings: CacheSettings) -> float:
     """How many windows a row gives; none at all is an error."""
-    windows = int(draw_shard(rows, settings, 0).starts.valid.sum())
+    windows = int(draw_shard(rows, settings, 0).valid.sum())
     if not windows:
         raise InvalidInput(
             f"{len(rows.tokens)} rows hold no window of {settings.window.length} tokens with a masked one: the texts "
@@ -105,12 +83,13 @@ def build(
     *,
     circuit: HMM | None = None,
     batch_rows: int = 32,
-    fresh: bool = False,
 ) -> Iterator[Progress]:
-    """Make the shards that are missing. ``circuit`` is what the length of the lists is measured with."""
+    """Make the shards that are missing in a folder that is `storage.claimed`.
+
+    ``circuit`` is what the length of the lists is measured with; None: a random one.
+    """
     rows_at = functools.lru_cache(maxsize=1)(rows_at)  # those of the first shard are looked at twice
     if context.is_main:
-        storage.claim(folder, fresh=fresh)
         open_index(backbone, rows_at, settings, folder, circuit)
     context.barrier()
     index = storage.read_index(folder)
@@ -145,7 +124,6 @@ def open_index(
     """Write the index of a new cache, or read that of an older run, which must be of the same settings."""
     index = storage.read_index(folder)
     if index is None:
-        check(backbone, circuit, settings)
         batches = sample_windows(backbone, rows_at, settings)
         circuit = circuit or random_circuit(backbone.vocab_size, backbone.device)
         top_k, measured = choose_top_k(batches, circuit, top_k=settings.top_k, tolerance=settings.tolerance)
@@ -163,11 +141,6 @@ def check(backbone: Backbone, circuit: HMM | None, settings: CacheSettings) -> N
     """Refuse what cannot give a cache, before any work."""
     if backbone.config.causal:
         raise InvalidInput("this backbone is a causal model; a cache needs a denoiser. Draw samples from it instead.")
-    if settings.vocab_size != backbone.vocab_size:
-        raise InvalidInput(
-            f"the settings are for {settings.vocab_size} tokens, the backbone has {backbone.vocab_size}: they do not "
-            "belong together."
-        )
     if circuit is not None and circuit.vocab_size != backbone.vocab_size:
         raise InvalidInput(
             f"the circuit is over {circuit.vocab_size} tokens, the backbone over {backbone.vocab_size}: they do not "
@@ -190,29 +163,28 @@ def sample_windows(backbone: Backbone, rows_at: RowsAt, settings: CacheSettings)
     for number in range(settings.shards):
         drawn = draw_shard(rows_at(number), settings, number, absolute=backbone.block_size is not None)
         for part in _parts(drawn, many, backbone.device):
-            if not bool(part.starts.valid.any()):
+            if not bool(part.valid.any()):
                 continue
-            windows = predict_windows(backbone, settings.mask_id, part.shown, part.starts, settings.window.length)
+            windows = predict_windows(backbone, settings.mask_id, part, settings.window.length)
             assert windows.logits is not None
-            bad = windows.logits.logsumexp(-1).isnan() & windows.masked
-            _check_numbers(bad.any(-1), part.row.flatten(), number)
+            _check_numbers(windows.logits.logsumexp(-1).isnan() & windows.masked, number)
             batches.append(windows)
-            sampled += int(part.starts.valid.sum())
+            sampled += int(part.valid.sum())
             if sampled >= SAMPLE:
                 return batches
     return batches
 
 
-def _parts(drawn: ShardWindows, rows: int, device: torch.device) -> Iterator[ShardWindows]:
+def _parts(drawn: MaskedRows, rows: int, device: torch.device) -> Iterator[MaskedRows]:
     for begin in range(0, len(drawn.level), rows):
         yield drawn.each(lambda x, begin=begin: x[begin : begin + rows].to(device))  # type: ignore[misc]  # mypy and defaults
 
 
-def _check_numbers(bad: Bool[Tensor, " W"], rows: Int[Tensor, " W"], number: int) -> None:
+def _check_numbers(bad: Tensor, number: int) -> None:
     if bool(bad.any()):
         raise Diverged(
-            f"the network's logits are not numbers in row {int(rows[bad][0])} of shard {number}: check the backbone's "
-            "weights and precision. Finished shards are kept."
+            f"the network's logits are not numbers in shard {number}: check the backbone's weights and precision. "
+            "Finished shards are kept."
         )
 
 
@@ -221,19 +193,15 @@ def evaluate_shard(
     backbone: Backbone, rows: PackedSequences, settings: CacheSettings, number: int, k: int, batch_rows: int
 ) -> Iterator[CachedWindows]:
     """The windows of a shard, some rows at a time."""
-    size = settings.window.length
     drawn = draw_shard(rows, settings, number, absolute=backbone.block_size is not None)
     for part in _parts(drawn, batch_rows, backbone.device):
-        use, at = part.starts.valid.flatten(), window_positions(part.starts, size)
-        states = window_states(backbone, settings.mask_id, part.shown, part.starts, size)
-        states = states.view(-1, size, states.shape[-1])[use]
-        tokens, masked = (x.gather(1, at).view(-1, size)[use] for x in (part.shown.tokens, part.shown.hidden))
-        lists = _lists(backbone, settings.mask_id, states[masked], tokens[masked], k)
-        of_row = part.row.flatten()[use].repeat_interleave(masked.sum(-1))
-        _check_numbers(lists.truth.isnan(), of_row, number)
-        features = states.clamp(-HALF, HALF).half() if settings.features else None
-        level = part.level.flatten()[use]
-        yield CachedWindows.of(narrow(tokens, backbone.vocab_size), masked, level, lists, features).to(CPU)
+        found = evaluate_windows(backbone, settings.mask_id, part, settings.window.length)
+        truth = widen(found.tokens[found.masked])
+        lists = _lists(backbone, settings.mask_id, found.features[found.masked], truth, k)
+        _check_numbers(lists.truth.isnan(), number)
+        features = found.features.clamp(-HALF, HALF).half().cpu() if settings.features else None
+        tokens, masked, level, *columns = (x.cpu() for x in (found.tokens, found.masked, found.level, *lists))
+        yield CachedWindows.of(tokens, masked, level, TopK(*columns), features)
 
 
 def _lists(backbone: Backbone, mask_id: int, states: Float[Tensor, "M d"], truth: Int[Tensor, " M"], k: int) -> TopK:
@@ -247,7 +215,7 @@ def _lists(backbone: Backbone, mask_id: int, states: Float[Tensor, "M d"], truth
 
 def finish_shard(folder: Path, number: int, parts: list[CachedWindows], index: Index) -> None:
     """Write a shard; an error says what is finished nevertheless."""
-    entries = CachedWindows.joined(parts)
+    entries = join(parts, sum(map(len, parts)), sum(len(part.lists.truth) for part in parts), "cpu")
     try:
         storage.write_shard(folder, number, entries, index.settings)
     except OSError as error:

@@ -5,8 +5,8 @@ largest first. The tail is the mass of all that are not listed. The lists of mas
 other, and a window knows where its own begin.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -94,57 +94,28 @@ class CachedWindows:
         features = None if self.features is None else self.features[here]
         return CachedWindows.of(self.tokens[here], self.masked[here], self.level[here], lists, features)
 
-    def to(self, device: torch.device | str) -> "CachedWindows":
-        """The same windows on another device."""
-        lists = TopK(*(x.to(device) for x in self.lists))
-        features = None if self.features is None else self.features.to(device)
-        tokens, masked, level, begins = (x.to(device) for x in (self.tokens, self.masked, self.level, self.begins))
-        return CachedWindows(tokens, masked, level, begins, lists, features)
 
-    @staticmethod
-    def joined(parts: Sequence["CachedWindows"]) -> "CachedWindows":
-        """Concatenate several datasets."""
-        buffer = Buffer(parts[0], sum(map(len, parts)), sum(len(part.lists.truth) for part in parts), "cpu")
-        for part in parts:
-            buffer.add(part)
-        return buffer.entries()
+def join(parts: Iterable[CachedWindows], windows: int, masked: int, device: torch.device | str) -> CachedWindows:
+    """The windows of all parts, in memory of a device that is allocated once: torch.cat at the end would take it twice.
 
+    ``windows`` is how many there are, ``masked`` at least how many lists.
+    """
 
-class Buffer:
-    """Memory for windows that come part by part, allocated once: torch.cat at the end would take it twice."""
+    def room(rows: int, x: Tensor) -> Tensor:
+        return torch.empty(rows, *x.shape[1:], dtype=x.dtype, device=device)
 
-    def __init__(self, like: CachedWindows, windows: int, lists: int, device: torch.device | str):
-        """For at most so many windows and lists, of the shapes and types of ``like``."""
-
-        def empty(rows: int, x: Tensor) -> Tensor:
-            return torch.empty(rows, *x.shape[1:], dtype=x.dtype, device=device)
-
-        self._whole = CachedWindows(
-            tokens=empty(windows, like.tokens),
-            masked=empty(windows, like.masked),
-            level=empty(windows, like.level),
-            begins=empty(windows, like.begins),
-            lists=TopK(*(empty(lists, x) for x in like.lists)),
-            features=None if like.features is None else empty(windows, like.features),
-        )
-        self._windows, self._lists = 0, 0
-
-    def add(self, part: CachedWindows) -> None:
-        """Append the windows of a part to those before."""
-        here, there = (
-            slice(at, at + n) for at, n in ((self._windows, len(part)), (self._lists, len(part.lists.truth)))
-        )
-        whole = self._whole
-        for old, new in ((whole.tokens, part.tokens), (whole.masked, part.masked), (whole.level, part.level)):
-            old[here] = new.to(old.device)
-        whole.begins[here] = part.begins.to(whole.begins.device) + self._lists
-        for old, new in zip(whole.lists, part.lists, strict=True):
-            old[there] = new.to(old.device)
-        if whole.features is not None and part.features is not None:
-            whole.features[here] = part.features.to(whole.features.device)
-        self._windows, self._lists = here.stop, there.stop
-
-    def entries(self) -> CachedWindows:
-        """All parts as one dataset."""
-        assert self._windows == len(self._whole)
-        return replace(self._whole, lists=TopK(*(x[: self._lists] for x in self._whole.lists)))
+    columns: list[Tensor] = []
+    lists: list[Tensor] = []
+    at, listed = 0, 0
+    for part in parts:
+        new = [x for x in (part.tokens, part.masked, part.level, part.features) if x is not None]
+        columns = columns or [room(windows, x) for x in new]
+        lists = lists or [room(masked, x) for x in part.lists]
+        for whole, x in zip(columns, new, strict=True):
+            whole[at : at + len(part)] = x
+        for whole, x in zip(lists, part.lists, strict=True):
+            whole[listed : listed + len(x)] = x
+        at, listed = at + len(part), listed + len(part.lists.truth)
+    assert at == windows
+    tokens, hidden, level, *features = columns
+    return CachedWindows.of(tokens, hidden, level, TopK(*(x[:listed] for x in lists)), *features)

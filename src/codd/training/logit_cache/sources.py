@@ -58,9 +58,14 @@ def checkpoint_digest(checkpoint: Path, config_name: str = "config.json") -> str
 
 
 def mix_datasets(datasets: Sequence[NamedDataset], weights: Sequence[float] | None, rows: int) -> Mixture:
-    """A mixture with batches of ``rows`` rows; by default sources weigh as many rows as they have."""
+    """A mixture with batches of ``rows`` rows."""
+    return Mixture([dataset.rows for dataset in datasets], shares_of(datasets, weights), rows)
+
+
+def shares_of(datasets: Sequence[NamedDataset], weights: Sequence[float] | None) -> list[float]:
+    """The weight of each dataset, by default the number of its rows; InvalidInput if the weights do not fit."""
     shares = [float(len(dataset.rows)) for dataset in datasets] if weights is None else list(weights)
     if len(shares) != len(datasets) or min(shares) <= 0:
         names = ", ".join(dataset.name for dataset in datasets)
         raise InvalidInput(f"weights must be {len(datasets)} numbers above zero, one for each of: {names}.")
-    return Mixture([dataset.rows for dataset in datasets], shares, rows)
+    return shares

@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load
 
 from codd import files, folders, validation
 from codd.data import text_files
-from codd.data.packing import NARROW, widen
+from codd.data.packing import NARROW
 from codd.data.windows import WindowRecipe
 from codd.errors import FormatError, InvalidInput
 from codd.training.logit_cache.entries import CachedWindows, TopK
@@ -87,14 +86,6 @@ class Record(NamedTuple):
     masked: Whole
 
 
-class _Noted(NamedTuple):
-    """The file of a shard's record while the cache is made."""
-
-    record: Record
-    digest: str
-    """The digest of the cache's settings."""
-
-
 @dataclass(frozen=True)
 class Index(Section):
     """The contents of index.json."""
@@ -122,39 +113,32 @@ def record_name(number: int) -> str:
 
 @contextmanager
 def claimed(folder: Path, *, fresh: bool) -> Iterator[None]:
-    """`claim` a folder and lock it; an error empties it again if the network was not evaluated yet."""
-    _check_folder(folder)
+    """Lock a folder and make it recognisable as a cache; an error empties it if the network was not evaluated yet.
+
+    InvalidInput for one that holds something else, so that nothing of it is lost. ``fresh``: remove an older cache.
+    """
+    if os.path.exists(folder) and not folder.is_dir():
+        raise InvalidInput(f"{folder}: is a file; a cache is a folder.")
+    if _fields(folder) is None and folders.is_occupied(folder):
+        raise InvalidInput(f"{folder}: holds something else than a cache; give an empty or new folder.")
     with folders.exclusive(folder):
-        claim(folder, fresh=fresh)
+        for remains in folder.glob(".*.tmp"):  # of processes that were killed while writing
+            remains.unlink()
+        for remains in (folder / ROWS).glob(".*"):
+            shutil.rmtree(remains, ignore_errors=True)
+        new = _fields(folder) is None
+        if fresh and not new:
+            shutil.rmtree(folder / ROWS, ignore_errors=True)
+            for path in folder.glob("shard-*"):
+                path.unlink()
+        if fresh or new:
+            _write(folder, {"format": FORMAT, "version": VERSION})
         try:
             yield
         except BaseException:
             if read_index(folder) is None:
                 folders.discard_if_bare(folder, INDEX, ROWS)
             raise
-
-
-def _check_folder(folder: Path) -> None:
-    if os.path.exists(folder) and not folder.is_dir():
-        raise InvalidInput(f"{folder}: is a file; a cache is a folder.")
-    if _fields(folder) is None and folders.is_occupied(folder):
-        raise InvalidInput(f"{folder}: holds something else than a cache; give an empty or new folder.")
-
-
-def claim(folder: Path, *, fresh: bool) -> None:
-    """Make the folder recognisable as a cache; refuse one that holds something else, so that nothing of it is lost."""
-    _check_folder(folder)
-    fields = _fields(folder)
-    for remains in folder.glob(".*.tmp"):  # of processes that were killed while writing
-        remains.unlink()
-    for remains in (folder / ROWS).glob(".*"):
-        shutil.rmtree(remains, ignore_errors=True)
-    if fresh and fields is not None:
-        shutil.rmtree(folder / ROWS, ignore_errors=True)
-        for path in folder.glob("shard-*"):
-            path.unlink()
-    if fresh or fields is None:
-        _write(folder, {"format": FORMAT, "version": VERSION})
 
 
 def write_index(folder: Path, index: Index) -> None:
@@ -186,10 +170,7 @@ def read_index(folder: Path) -> Index | None:
     if fields.pop("sha256", None) != _digest(fields):
         raise FormatError(f"{where}: does not have its checksum: it was changed. Make the cache again.")
     said = {field.name: fields.get(field.name) for field in dataclasses.fields(Index)}
-    index: Index = validation.build(Index, said, str(where))
-    if fields.get("digest") != index.settings.digest() or len(index.shards) not in (0, index.settings.shards):
-        raise FormatError(f"{where}: its settings do not have its digest: it was changed. Make the cache again.")
-    return index
+    return validation.build(Index, said, str(where))  # type: ignore[no-any-return]  # it builds what is asked for
 
 
 def _digest(fields: dict[str, Any]) -> str:
@@ -222,8 +203,7 @@ def records(folder: Path, index: Index) -> list[Record | None]:
         if path.is_file():
             known[number] = None  # if it cannot be read, the shard is made again
             with contextlib.suppress(FormatError):
-                noted = validation.build(_Noted, text_files.read_json(path), str(path))
-                known[number] = noted.record if noted.digest == index.settings.digest() else None
+                known[number] = validation.build(Record, text_files.read_json(path), str(path))
     return known
 
 
@@ -233,7 +213,6 @@ def write_shard(folder: Path, number: int, entries: CachedWindows, settings: Cac
         "tokens": _unsigned(entries.tokens, settings),
         "masked": entries.masked,
         "level": entries.level,
-        "offsets": torch.cat((entries.begins, torch.tensor([len(entries.lists.truth)]))),
         **entries.lists._asdict(),
         "ids": _unsigned(entries.lists.ids, settings),
         **({} if entries.features is None else {"features": entries.features}),
@@ -242,71 +221,41 @@ def write_shard(folder: Path, number: int, entries: CachedWindows, settings: Cac
         # One word of metadata only: safetensors writes several in any order, and shards are the same to the byte.
         files.write_weights(shard, files.standalone(tensors), {FORMAT: settings.digest()})
         record = Record(files.sha256(shard), shard.stat().st_size, len(entries), len(entries.lists.truth))
-        files.write_text(note, json.dumps({"record": record._asdict(), "digest": settings.digest()}) + "\n")
+        files.write_text(note, json.dumps(record._asdict()) + "\n")
     return record
+
+
+def _content(folder: Path, number: int, record: Record) -> bytes:
+    """The bytes of a shard; FormatError unless they are those of its record."""
+    path = folder / shard_name(number)
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise FormatError(f"{path}: cannot be read ({error.strerror})") from error
+    if len(content) != record.bytes or hashlib.sha256(content).hexdigest() != record.sha256:
+        raise FormatError(f"{path}: is damaged, it has not the size and checksum of its record")
+    return content
 
 
 def damage(folder: Path, number: int, record: Record) -> str | None:
     """What is wrong with a finished shard; None if its size and checksum are right."""
-    path = folder / shard_name(number)
-    if not path.is_file():
-        return f"{path}: is missing"
-    if (size := path.stat().st_size) != record.bytes:
-        return f"{path}: has {size} bytes instead of {record.bytes}"
-    if files.sha256(path) != record.sha256:
-        return f"{path}: does not have its checksum"
+    try:
+        _content(folder, number, record)
+    except FormatError as error:
+        return str(error)
     return None
 
 
 def read_shard(folder: Path, number: int, index: Index) -> CachedWindows:
-    """Read a shard whole, and check it against its record."""
-    path, record = folder / shard_name(number), index.shards[number]
-    advice = "Run `codd cache` with the same arguments again: it makes this shard anew and no other."
+    """Read a shard, and check it against its record."""
     try:
-        if not path.is_file() or path.stat().st_size != record.bytes:
-            raise FormatError(f"{path}: is damaged, it is no file of {record.bytes} bytes. {advice}")
-        content = path.read_bytes()
-    except OSError as error:
-        raise FormatError(f"{path}: cannot be read ({error.strerror}). {advice}") from error
-    if hashlib.sha256(content).hexdigest() != record.sha256:
-        raise FormatError(f"{path}: is damaged, its checksum is not the index's. {advice}")
-    try:
-        tensors = load(content)
-        lists = TopK(*(_signed(tensors[name]) for name in TopK._fields))
-        begins = tensors["offsets"][:-1]
-        tokens = _signed(tensors["tokens"])
-    except (KeyError, SafetensorError) as error:
-        raise FormatError(f"{path}: is not a shard ({files.brief(error)}). {advice}") from error
-    if not _fits(tensors, lists, index, record):
-        raise FormatError(f"{path}: holds other windows than the index says. {advice}")
-    return CachedWindows(tokens, tensors["masked"], tensors["level"], begins, lists, tensors.get("features"))
-
-
-def _fits(tensors: dict[str, torch.Tensor], lists: TopK, index: Index, record: Record) -> bool:
-    """Whether the tensors of a shard are of the shapes that the index says, and all ids tokens."""
-    settings, (windows, masked) = index.settings, (record.windows, record.masked)
-    shapes = {
-        "tokens": (windows, settings.window.length),
-        "masked": (windows, settings.window.length),
-        "level": (windows,),
-        "offsets": (windows + 1,),
-        "ids": (masked, index.top_k),
-        "log_probs": (masked, index.top_k),
-        "truth": (masked,),
-        "tail": (masked,),
-    }
-    features = tensors.get("features")
-    return (
-        all(tuple(tensors[name].shape) == shape for name, shape in shapes.items())
-        and tensors["masked"].dtype == torch.bool
-        and torch.equal(tensors["offsets"], torch.nn.functional.pad(tensors["masked"].sum(-1).cumsum(0), (1, 0)))
-        and all(
-            not x.numel() or 0 <= int(x.min()) <= int(x.max()) < settings.vocab_size
-            for x in map(widen, (_signed(tensors["tokens"]), lists.ids))
-        )
-        and (features is None or features.shape[:-1] == tensors["tokens"].shape)
-        and settings.features == (features is not None)
-    )
+        tensors = load(_content(folder, number, index.shards[number]))
+    except FormatError as error:
+        advice = "Run `codd cache` with the same arguments again: it makes this shard anew and no other."
+        raise FormatError(f"{error}. {advice}") from error
+    lists = TopK(*(_signed(tensors[name]) for name in TopK._fields))
+    tokens, masked, level = _signed(tensors["tokens"]), tensors["masked"], tensors["level"]
+    return CachedWindows.of(tokens, masked, level, lists, tensors.get("features"))
 
 
 def _unsigned(ids: torch.Tensor, settings: CacheSettings) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from codd.circuits import HMM, Evidence
+from codd.circuits import HMM
 from codd.data.packing import narrow
 from codd.data.windows import WindowBatch
 from codd.errors import InvalidInput
@@ -74,6 +74,4 @@ def truncated(windows: WindowBatch, k: int) -> WindowBatch:
 
 
 def _log_likelihood(circuit: HMM, windows: WindowBatch) -> Float[Tensor, " W"]:
-    tokens, observed = torch.where(windows.masked, 0, windows.tokens), ~windows.masked
-    known = Evidence(tokens=tokens, observed=observed, logits=windows.logits, sparse=windows.sparse)
-    return circuit.conditional_log_prob(windows.tokens, known)
+    return circuit.conditional_log_prob(windows.tokens, windows.evidence())
