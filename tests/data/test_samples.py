@@ -1,6 +1,5 @@
 import importlib.util
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,7 +8,6 @@ from safetensors.torch import load_file, save_file
 
 from codd.backbones import Backbone, mini
 from codd.backbones.config import Config
-from codd.backbones.tensor_parallel import Partition, ShardedTransformer
 from codd.backbones.transformer import initialise
 from codd.data.samples import CausalModel, MiniReader, SampledDataset, load_causal, sample
 from codd.errors import FormatError, InvalidInput, MissingDependency
@@ -63,14 +61,6 @@ def test_samples_have_the_models_probabilities():
     best = int(given.argmax())
     expected = float(given.softmax(-1)[best])
     assert float((after == best).float().mean()) == pytest.approx(expected, abs=5 * (expected / len(after)) ** 0.5)
-
-
-def test_a_part_of_a_network_is_refused_instead_of_waiting_for_the_others():
-    part = ShardedTransformer(network().config, Partition(0, 2))
-    with pytest.raises(
-        InvalidInput, match="drawn by one process: load the causal model whole, without tensor_parallel"
-    ):
-        sample(replace(model(), network=part), [5], 2, 2, torch.Generator())
 
 
 def test_what_is_no_text_is_never_drawn():

@@ -22,7 +22,6 @@ from codd import files
 from codd.backbones import mini
 from codd.backbones.config import Config
 from codd.backbones.loading import MODEL_FILES, load_checkpoint
-from codd.backbones.tensor_parallel import ShardedTransformer
 from codd.backbones.tokenizer import Tokenizer
 from codd.backbones.transformer import Attention, Block, Transformer, apply_rotary, rotary_angles
 from codd.data.packing import PADDING, PackedSequences, concatenate, numbered_seed, token_dtype
@@ -45,11 +44,7 @@ class MiniReader:
     """One of our causal networks with the keys and values of what it has read."""
 
     def __init__(self, network: Transformer, rows: int, length: int):
-        """For so many texts of at most so many tokens; InvalidInput for a part of a network (tensor parallel)."""
-        if isinstance(network, ShardedTransformer):  # its layers wait for other processes, which nobody calls here
-            raise InvalidInput(
-                "samples are drawn by one process: load the causal model whole, without tensor_parallel."
-            )
+        """For so many texts of at most so many tokens."""
         config = network.config
         self.network, self.length = network, 0
         weight = network.embedding.tokens.weight

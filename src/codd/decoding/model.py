@@ -216,7 +216,6 @@ def load(
     adapter: AdapterSource | None = None,
     merge: bool = True,
     quantize: Quantization | None = None,
-    tensor_parallel: bool = False,
 ) -> Model:
     """Load a checkpoint of any known family with its circuit; without ``source``, the bundled model.
 
@@ -232,8 +231,6 @@ def load(
       apart; several, as {name: folder}, are switched with ``model.backbone.set_adapter(name)``.
     - ``quantize="int8"``: 8-bit weights in the network's layers and head: less time and memory, at slightly less
       precision.
-    - ``tensor_parallel``: divide the network among the processes that torchrun started. The call returns in the first
-      process only; the others compute their parts until that one exits, and then exit.
     """
     backbone, tokenizer, folder = load_checkpoint(
         source,
@@ -245,7 +242,6 @@ def load(
         adapter=adapter,
         merge=merge,
         quantize=quantize,
-        tensor_parallel=tensor_parallel,
     )
     if mask_id is None:
         mask_id = backbone.special.mask
