@@ -100,7 +100,7 @@ def load_checkpoint(
     revision: str | None = None,
     block_size: int | None = None,
     check: bool = True,
-    adapter: adapters.AdapterSource | None = None,
+    adapter: str | os.PathLike[str] | None = None,
     merge: bool = True,
     quantize: quantized.Quantization | None = None,
 ) -> Checkpoint:
@@ -110,7 +110,7 @@ def load_checkpoint(
     float32 on the CPU and the checkpoint's own elsewhere. ``block_size``: of a block-causal network, where its files do
     not say the right one. ``check`` refuses weights that are NaN or infinite, and a file whose sha256 is not the one
     that config.json states. ``adapter``: a PEFT LoRA checkpoint (a folder or a hub id) to add to the weights; without
-    ``merge`` it is kept apart to be switched (`Backbone.set_adapter`), and there may be several, by name.
+    ``merge`` it is kept apart, to be switched on and off (`Backbone.switch_adapter`).
     ``quantize="int8"`` rounds the weights of the layers and of the head (`codd.backbones.quantized`).
     Raises FormatError for files that are damaged or of an unknown family, InvalidInput for a device or dtype that this
     machine cannot use, and for what cannot be quantized.

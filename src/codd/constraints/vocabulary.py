@@ -4,9 +4,9 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -16,14 +16,6 @@ from tokenizers import pre_tokenizers
 from codd.errors import InvalidConstraint
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-
-
-@runtime_checkable
-class HasBackend(Protocol):
-    """codd's tokenizer, which holds one of the library ``tokenizers``."""
-
-    @property
-    def backend(self) -> tokenizers.Tokenizer: ...  # noqa: D102 - said above
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,14 +29,14 @@ class Vocabulary:
     """The ids of a text, for templates."""
 
     @classmethod
-    def of(cls, tokenizer: "tokenizers.Tokenizer | HasBackend", size: int | None = None) -> "Vocabulary":
-        """The vocabulary of a tokenizer: byte-level BPE, or SentencePiece (BPE or unigram, with or without bytes).
+    def of(cls, tokenizer: Any, size: int | None = None) -> "Vocabulary":
+        """The vocabulary of a tokenizer, codd's or one of the library ``tokenizers``: byte-level BPE, or SentencePiece (BPE or unigram, with or without bytes).
 
         Special and other added tokens write nothing, nor do ids up to ``size`` (the network's outputs) that the
         tokenizer lacks. Texts are what its ``decode`` gives. InvalidConstraint for tokenizers of other kinds, whose
         decoding is not a text for each token, one after the other (WordPiece).
         """
-        backend = tokenizer if isinstance(tokenizer, tokenizers.Tokenizer) else tokenizer.backend
+        backend: tokenizers.Tokenizer = getattr(tokenizer, "backend", tokenizer)
         spelling = _Spelling(json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else None)
         written = {id: spelling.bytes_of(token) for token, id in backend.get_vocab(with_added_tokens=False).items()}
         written |= dict.fromkeys(backend.get_added_tokens_decoder(), b"")
@@ -53,14 +45,6 @@ class Vocabulary:
             raise InvalidConstraint(f"the tokenizer has ids up to {count - 1}, but the network only {size} outputs.")
         tokens = tuple(written.get(id, b"") for id in range(count if size is None else size))
         return cls(tokens, spelling.strips_space, lambda text: backend.encode(text, add_special_tokens=False).ids)
-
-    def whole_characters(self) -> "Vocabulary":
-        """Without the tokens that are parts of characters.
-
-        Automata have far fewer states (one instead of eight where any character may stand), and characters that no
-        token writes as a whole cannot be written.
-        """
-        return replace(self, tokens=tuple(token if _is_utf8(token) else b"" for token in self.tokens))
 
     def __len__(self) -> int:
         """V, the number of token ids."""
@@ -150,14 +134,6 @@ class _Spelling:
         if self._drops_all and token.count("▁") > 1:
             return b""  # at the beginning of a text, and only there, decoding leaves out all of its spaces
         return token.replace("▁", " ").encode(errors="ignore")
-
-
-def _is_utf8(token: bytes) -> bool:
-    try:
-        token.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _byte_alphabet() -> dict[str, int]:

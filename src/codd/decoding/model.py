@@ -12,7 +12,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from codd.backbones import Backbone, Tokenizer, load_checkpoint
-from codd.backbones.adapters import AdapterSource
 from codd.backbones.quantized import Quantization
 from codd.circuits import HMM, load_circuit
 from codd.circuits.protocol import ProbabilisticCircuit
@@ -213,7 +212,7 @@ def load(
     block_size: int | None = None,
     mask_id: int | None = None,
     check: bool = True,
-    adapter: AdapterSource | None = None,
+    adapter: str | os.PathLike[str] | None = None,
     merge: bool = True,
     quantize: Quantization | None = None,
 ) -> Model:
@@ -228,7 +227,7 @@ def load(
       others.
     - ``check``: refuse weights with NaN, and files that do not match the sha256 beside them; False saves the time.
     - ``adapter``: a PEFT LoRA checkpoint (folder or hub id), merged into the weights. With ``merge=False`` it is kept
-      apart; several, as {name: folder}, are switched with ``model.backbone.set_adapter(name)``.
+      apart, on at first; ``model.backbone.switch_adapter(False)`` switches it off.
     - ``quantize="int8"``: 8-bit weights in the network's layers and head: less time and memory, at slightly less
       precision.
     """
