@@ -103,18 +103,15 @@ def join_processes(device: torch.device) -> None:
 
 
 @contextmanager
-def distributed(device: str | None = None, *, alone: bool = False) -> Iterator[DistributedContext]:
-    """Join the processes of this run, as torchrun's environment variables say; leave them at the end.
-
-    ``alone``: share no work with them: they compute parts of this one's network (`codd.backbones.tensor_parallel`).
-    """
+def distributed(device: str | None = None) -> Iterator[DistributedContext]:
+    """Join the processes of this run, as torchrun's environment variables say; leave them at the end."""
     world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     place = choose_device(device)
     if place.type == "cuda":
         local = int(os.environ.get("LOCAL_RANK", place.index or 0))
         place = torch.device("cuda", local % torch.cuda.device_count())  # Ray shows every process its own GPU only
         torch.cuda.set_device(place)
-    if world_size == 1 or alone:
+    if world_size == 1:
         yield DistributedContext(0, 1, place)
         return
     join_processes(place)

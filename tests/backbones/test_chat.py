@@ -1,14 +1,15 @@
-import os
+import json
 import re
-import signal
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 
 import pytest
 from jaxtyping import TypeCheckError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from codd.backbones import chat, chat_sandbox
+from codd.backbones import chat
 from codd.errors import CoddError, FormatError
 
 TURNS = [
@@ -114,12 +115,6 @@ def test_templates_stay_in_the_sandbox(template):
         chat.render(template, TURNS)
 
 
-@pytest.fixture
-def hurry(monkeypatch):
-    """A hundredth of the time: what never ends is stopped all the same."""
-    monkeypatch.setattr(chat, "SECONDS", chat.SECONDS / 100)
-
-
 FOREVER = "{% for a in range(90000) %}{% for b in range(90000) %}BODY{% endfor %}{% endfor %}"
 GROWING = "{% set n = namespace(s='xx') %}{% for i in range(60) %}BODY{% endfor %}{{ n.s | length }}"
 
@@ -184,18 +179,119 @@ GROWING = "{% set n = namespace(s='xx') %}{% for i in range(60) %}BODY{% endfor 
         "{{ lipsum(n=10 ** 9) | length }}",
         "{{ strftime_now('%Y' * 10 ** 8) | length }}",
         "{{ 'é' * 20000000 }}",
-        "{% if false %}{{ 7 ** (10 ** 8) }}{% endif %}",  # Jinja computes constants when it compiles
+        "{% autoescape 7 ** (10 ** 8) %}{% endautoescape %}",  # Jinja computes constants when it compiles
+        "{% for i in range(90000) %}{% if not i %}{% endif %}BODY{% endfor %}".replace("BODY", "{{ x }}" * 14000),
+        FOREVER.replace("BODY", "{% if x %}{% endif %}" * 4000),
+        "{% macro m() %}" + "{% if x %}{% endif %}" * 4000 + "{% endmacro %}" + FOREVER.replace("BODY", "{{ m() }}"),
+        "{% for a in range(90000) if " + "x or " * 400 + "x %}{% endfor %}",
+        "{% for a in [1] recursive %}" + "{{ loop(range(90000)) }}" * 9 + "{% endfor %}",
+        GROWING.replace("'xx'", "(1, 1)").replace("BODY", "{% set n.s = (n.s, n.s) %}") + "{{ {n.s: 1} }}",
+        GROWING.replace("'xx'", "(1, 1)").replace("BODY", "{% set n.s = (n.s, n.s) %}") + "{{ messages[0][n.s] }}",
+        GROWING.replace("'xx'", "(1, 1)").replace("BODY", "{% set n.s = (n.s, n.s) %}") + "{{ [n.s] | unique | list }}",
+        GROWING.replace("BODY", "{% set n.s = dict(a=n.s, b=n.s) %}") + "{{ n.s is eq(n.s) }}{{ n.s | string }}",
+        "{% macro m(d) %}{% if d %}{{ m(d - 1, varargs, varargs) }}{% else %}{{ varargs }}{% endif %}{% endmacro %}"
+        "{{ m(40, 1, 1) }}",
+        "{% set a, b = namespace(), namespace() %}{% set a.b = [b] %}{% set b.a = [a] %}{{ a.b }}",
+        "{% set n = namespace() %}{{ n }}",
+        "{{ ('f' * 10000000) | int(0, 16) }}",
+        "{{ (1).to_bytes(10 ** 9, 'big') }}",
+        "{{ ('x' * 20000000) | list | length }}",
+        "{{ ('x' * 20000000) | sort | length }}",
+        "{% for c in 'x' * 20000000 %}{% endfor %}",
+        "{{ ('x' * 1000).join(['y'] * 1000000) | length }}",
+        "{{ ('x' * 1000).replace('x', 'x' * 1000000) | length }}",
+        "{{ ('x\n' * 10000000).splitlines() | length }}",
+        "{{ ('x' * 20000000).split('x') | length }}",
+        FOREVER.replace("BODY", "{% if messages[0].content * 10000 == 'x' * 10000 %}{% endif %}"),
+        FOREVER.replace("BODY", "{% set s = ('x' * 90000)[1:] %}"),
+        FOREVER.replace("BODY", "{% if loop.changed(messages * 1000) %}{% endif %}"),
+        "{{ strftime_now('%1000000000Y') | length }}",
+        "{{ [1] | tojson(separators=('x' * 10 ** 9, ':')) }}",
+        "{{ [[1]] * 60000 | tojson(indent=16) }}{{ ([[1]] * 60000) | tojson(indent=16) }}",
         "{% if 1 %}" * 500 + "{% endif %}" * 500,
         "{{ 1" + " + 1" * 20000 + " }}",
         "{{ " + "not " * 20000 + "1 }}",
         "{{ x }}" * 200000,
+        "{{ x }}" * 14000 + FOREVER,
+        "{%" * 49000,
+        "{{ '" + "x" * 99000,
+        "{#" * 49000,
+        "{% raw %}" * 11000,
+        "-" * 99000 + "{{",
     ],
     ids=lambda template: template[:60],
 )
-@pytest.mark.usefixtures("hurry")
 def test_templates_end_and_stay_small(template):
     with pytest.raises(FormatError, match=r"^the chat template: .*another chat_template\.$"):
         chat.render(template, TURNS)
+
+
+def test_what_is_not_reached_is_not_computed():
+    """Jinja computes constants when it compiles, were it not kept from it."""
+    assert chat.render("{% if false %}{{ 7 ** (10 ** 8) }}{% endif %}", TURNS) == ""
+
+
+def test_hostile_templates_take_little_memory():
+    """Of what is kept while a template runs, since what it wrote is dropped."""
+    program = (
+        "import resource, sys\nfrom codd.backbones import chat\nfrom codd.errors import FormatError\n"
+        "chat.render('{{ messages }}', 'x')\nbefore = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "for template in sys.argv[1:]:\n    try:\n        chat.render(template, 'x')\n"
+        "    except FormatError:\n        pass\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+    )
+    hoards = (
+        "{% set n = namespace(l=[]) %}{% for i in range(90000) %}{% set n.l = [n.l, BODY] %}{% endfor %}{{ n.l }}",
+        "{% set n = namespace(l=[]) %}{% for i in range(90000) %}{% set n.l = n.l + [BODY] %}{% endfor %}{{ n.l }}",
+        "{% for i in range(90000) %}{{ BODY }}{% endfor %}",
+    )
+    bodies = ("'\U0001f600' * 100000", "i ~ 'x'", "'x' * 90000 ~ i", "range(90000) | list")
+    templates = [hoard.replace("BODY", body) for hoard in hoards for body in bodies]
+    done = subprocess.run([sys.executable, "-c", program, *templates], capture_output=True, check=True, text=True)
+    assert int(done.stdout) < 1_000_000  # kilobytes, on Linux; four bytes a character are the worst
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | join('|', ) }}", "a|c"),
+        ("{{ 'a,b,,c'.split(',') | reject('eq', '') | list }}{{ 'a b'.split() | last }}", "['a', 'b', 'c']b"),
+        ("{{ 'x</think>y'.split('</think>')[-1].strip('\\n') }}{{ 'a\nb'.splitlines() | length }}", "y2"),
+        ("{{ messages[::-1] | length }}{{ messages[0:1][0]['content'][1:] }}{{ 'b' in {'b': 1} }}", "3True"),
+        ("{{ 'x' ~ ('a' * 2) ~ 2 ** 3 ~ 7 % 4 ~ -1 ~ 1.5 }}", "xaa83-11.5"),
+        (
+            "{{ {'b': [1], 'a': none} | tojson(indent=2, sort_keys=true) }}",
+            '{\n  "a": null,\n  "b": [\n    1\n  ]\n}',
+        ),
+        (
+            "{% for x in [1, [2, [3]]] recursive %}{% if x is iterable %}({{ loop(x) }}){% else %}{{ x }}"
+            "{{ loop.last }}{% endif %}{% endfor %}",
+            "1False(2False(3True))",
+        ),
+        (
+            "{% for x in range(6) if x is odd %}{{ x }}/{{ loop.length }}{{ loop.cycle('a', 'b') }}{% endfor %}",
+            "1/3a3/3b5/3a",
+        ),
+        (
+            "{% macro m(x) %}<{{ x }}{{ caller() if caller else '' }}>{% endmacro %}"
+            "{% call m(1) %}c{% endcall %}{{ m(2) }}",
+            "<1c><2>",
+        ),
+        ("{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}", "3"),
+        ("{% filter upper %}a{{ 'b' }}{% endfilter %}{{ missing | default('d') }}{{ missing is defined }}", "ABdFalse"),
+        ("{{ (1, 2) < (1, 3) }}{{ 1 <= 2 < 3 }}{{ [3, 1] | sort }}{{ [1, 1] | unique | list }}", "TrueTrue[1, 3][1]"),
+        ("{% for k, v in {'x': {'y': 1}}.items() %}{{ k }}{{ v.y }}{{ v | items | list }}{% endfor %}", "x1[('y', 1)]"),
+    ],
+    ids=lambda value: value[:40],
+)
+def test_metered_templates_mean_what_they_mean_to_jinja(template, expected):
+    messages = [
+        {"role": role, "content": content} for role, content in zip(("user", "assistant", "user"), "abc", strict=True)
+    ]
+    assert chat.render(template, messages) == expected
+    plain = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    plain.filters["tojson"] = lambda value, **how: json.dumps(value, **how)
+    assert plain.from_string(template).render(messages=messages) == expected
 
 
 def test_long_conversations_are_rendered():
@@ -208,96 +304,10 @@ def test_long_conversations_are_rendered():
     assert chat.render(template, messages) == "".join(contents)
 
 
-@pytest.fixture
-def helper(monkeypatch):
-    """A process for this test alone, in place of the one that is shared."""
-    helper = chat._Helper()
-    monkeypatch.setattr(chat, "_helper", helper)
-    yield helper
-    helper.stop()
-
-
-@pytest.mark.parametrize("template", sorted(chat.OURS))
-def test_the_helper_renders_what_this_process_renders(template, helper):
-    for messages in ([SYSTEM, *TURNS], [SYSTEM], chat.as_messages("\ud800 é\u2028")):
-        variables = {"messages": messages, "add_generation_prompt": True}
-        assert helper.render(template, variables) == chat_sandbox.render(template, variables)
-
-
-def test_our_own_templates_need_no_helper(helper):
-    chat.compile_template(chat.MINI)
-    chat.render(chat.MINI, TURNS)
-    assert helper._process is None
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not enforce it, or show it")
-def test_the_memory_of_the_helper_is_limited(helper):
-    import resource
-
-    chat.compile_template("x")
-    assert resource.prlimit(helper._process.pid, resource.RLIMIT_AS) == (chat_sandbox.MEMORY,) * 2
-    with pytest.raises(FormatError, match="512 MiB of memory"):
-        chat.render("{{ ('%4000000000d' % 1) | length }}", TURNS)
-
-
-def test_the_helper_is_kept_and_replaced_when_it_dies(helper):
-    assert chat.render("{{ messages | length }}", TURNS) == "3"
-    first = helper._process
-    assert chat.render("{{ messages | length }}", "x") == "1"
-    assert helper._process is first
-    first.kill()
-    first.wait()
-    assert chat.render("{{ messages | length }}", "x") == "1"
-    second = helper._process
-    helper.reset()
-    second.communicate(timeout=60)  # its input ends, as when the process that asks is gone
-    assert second.returncode == 0
-
-
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="there is no timer")
-def test_an_interrupted_answer_is_not_the_next_one(helper):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    def render_in_vain():
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
-        chat.render(FOREVER, TURNS)
-
-    chat.compile_template("x")
-    handler = signal.signal(signal.SIGALRM, interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        render_in_vain()
-    signal.signal(signal.SIGALRM, handler)
-    assert chat.render("{{ messages[0].content }}", "next") == "next"
-
-
 def test_threads_get_their_own_answers():
     with ThreadPoolExecutor(8) as pool:
         texts = [str(number) for number in range(200)]
         assert list(pool.map(lambda text: chat.render("{{ messages[0].content }}", text), texts)) == texts
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_process_has_a_helper_of_its_own():
-    chat.compile_template("x")
-    mine = chat._helper._process
-    with chat._helper._lock:  # as if another thread were rendering: that thread is not in the child
-        child = os.fork()
-        if not child:
-            signal.alarm(60)
-            os._exit(chat.render("{{ 6 * 7 }}", "x") != "42" or chat._helper._process.pid == mine.pid)
-    assert os.waitpid(child, 0)[1] == 0
-    assert chat.render("{{ 6 * 7 }}", "x") == "42"
-    assert chat._helper._process is mine
-
-
-@pytest.mark.parametrize(("program", "message"), [("/no/such/python", "did not start"), ("true", "does not run")])
-def test_a_helper_that_does_not_start_is_an_error(program, message, helper, monkeypatch):
-    monkeypatch.setattr(sys, "executable", program)
-    with pytest.raises(CoddError, match=message) as caught:
-        chat.compile_template("x")
-    assert not isinstance(caught.value, FormatError)
 
 
 def test_what_is_no_json_is_refused():

@@ -495,17 +495,6 @@ def test_mdlm_without_its_prefix(tmp_path):
     assert torch.equal(logits_of(folder, "mdlm"), backbone("mdlm")(cases("mdlm")["b2"]["input_ids"]))
 
 
-def test_sedd_without_scaling(tmp_path):
-    folder = copy_of("sedd", tmp_path)
-    model = json.loads((folder / "config.json").read_text())["model"]
-    edit_config(folder, model={**model, "scale_by_sigma": False})
-    fields, plain = cases("sedd")["b2"], load_checkpoint(folder, device="cpu").backbone
-    ids, sigma = fields["input_ids"], fields["sigma"]
-    offset = (torch.expm1(sigma).log() + torch.tensor(101.0).log())[:, None, None]
-    other = torch.ones_like(fields["log_score"]).scatter(-1, ids[..., None], 0.0)
-    assert torch.allclose(plain.log_score(ids, sigma=sigma), fields["log_score"] + offset * other, atol=2e-4)
-
-
 def test_modernbert_as_newer_files_say_it(tmp_path):
     folder = copy_of("modernbert", tmp_path)
     edit_config(

@@ -181,7 +181,7 @@ def test_the_layers_go_through_the_residual_sum(monkeypatch, bundled):
     ("source", "options", "said"),
     [
         (BUNDLED, {"quantize": "int4"}, "quantize must be \"int8\" or None, found 'int4'"),
-        (BUNDLED, {"quantize": "int8", "adapter": {"a": "x"}, "merge": False}, "merge=False adds adapters to weights"),
+        (BUNDLED, {"quantize": "int8", "adapter": "x", "merge": False}, "merge=False adds an adapter to weights"),
         (FIXTURES / "llada_moe", {"quantize": "int8"}, "for networks without experts"),
     ],
     ids=["kind", "adapter", "experts"],

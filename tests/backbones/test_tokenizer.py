@@ -145,7 +145,7 @@ def test_dream_without_a_fast_file(dream):
     first = slow.vocab_size - len(DREAM_ADDED)
     assert [slow.token_to_id(text) for text in DREAM_ADDED] == list(range(first, first + len(DREAM_ADDED)))
     assert (slow.mask_id, slow.eos_id, slow.pad_id, slow.bos_id) == (first + 4, first, first, first + 3)
-    assert slow.unk_id is None
+    assert "unk_token" not in slow.special_tokens
     assert slow.chat_template == chat.CHATML
     assert slow.vocab_size == fast.vocab_size
     assert slow.special_ids == fast.special_ids == set(range(first, first + len(DREAM_ADDED)))
@@ -246,7 +246,7 @@ def test_bert_by_its_words_alone(bert):
     assert tokenizer.encode("the [MASK] zebra") == [5, 4, 1]
     assert tokenizer.encode("é") == [12]
     assert tokenizer.decode([2, 5, 6, 7, 8, 11, 3]) == "the cats sat."
-    assert (tokenizer.mask_id, tokenizer.pad_id, tokenizer.unk_id, tokenizer.eos_id) == (4, 0, 1, None)
+    assert (tokenizer.mask_id, tokenizer.pad_id, tokenizer.eos_id) == (4, 0, None)
     assert tokenizer.special_tokens["cls_token"] == "[CLS]"
     assert "[MASK]" in tokenizer.decode([4], skip_special_tokens=False)
     assert 4 not in tokenizer.encode("[MASK]", parse_special=False)

@@ -114,12 +114,10 @@ def test_the_model_that_was_asked_for(loaded):
 
     sampling.model_from(parsed("--model", "m", "--circuit", "c", "--device", "cpu", "--dtype", "bfloat16"))
     sampling.model_from(parsed("--circuit", "none", "--adapter", "a", "--quantize", "int8"))
-    sampling.model_from(parsed("--tensor-parallel"))
-    silent = {"device": None, "dtype": None, "adapter": None, "quantize": None, "tensor_parallel": False}
+    silent = {"device": None, "dtype": None, "adapter": None, "quantize": None}
     assert loaded == [
         (("m", "c"), silent | {"device": "cpu", "dtype": "bfloat16"}),
         ((None, None), silent | {"adapter": "a", "quantize": "int8"}),
-        ((None, "trained"), silent | {"tensor_parallel": True}),
     ]
 
 

@@ -136,17 +136,6 @@ def test_tokens_may_be_parts_of_characters():
     assert automaton.after([1]) == -1
 
 
-def test_whole_characters_need_fewer_states():
-    whole = BUNDLED_VOCABULARY.whole_characters()
-    text = Regex(".{1,20}")
-    assert text.compile(whole).num_states == 21
-    assert text.compile(BUNDLED_VOCABULARY).num_states == 8 * 20 + 1
-    ids = BUNDLED_TOKENIZER.encode("plain text")
-    assert text.compile(whole).accepts(ids)
-    partial = next(id for id, token in enumerate(BUNDLED_VOCABULARY.tokens) if token == b"\xf0")
-    assert whole.tokens[partial] == b""
-
-
 STRIPS_EACH = decoders.Sequence([decoders.Replace("▁", " "), decoders.Strip(" ", 1, 0)])
 
 

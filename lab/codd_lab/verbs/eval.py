@@ -98,7 +98,6 @@ examples:
     group.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
     group.add_argument("--dtype", metavar="TYPE", help=f"{', '.join(DTYPES)} (default: float32 on a CPU)")
     sampling.add_quantize_argument(group)
-    sampling.add_tensor_parallel_argument(group)
     group = parser.add_argument_group("sampling, several values with commas between them")
     for name in (*PACES, *AXES):
         _, metavar, text = sampling.SAMPLING[name]
@@ -139,7 +138,7 @@ def run(args: argparse.Namespace) -> int:
     from codd_lab.runs import Run
 
     device = "cpu" if args.stage in ("prepare", "score") else args.device
-    with distributed(device, alone=args.tensor_parallel) as context:
+    with distributed(device) as context:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # machines need not share a disk
             Run(args.out, create=args.stage in ("all", "prepare"))
         context.barrier()
@@ -173,8 +172,6 @@ def _check(args: argparse.Namespace) -> None:
         raise InvalidInput("--answer-rule is for a --task-file: tasks with a name have rules of their own.")
     if args.templates is not None and not (args.tasks or args.task_file):
         raise InvalidInput("--templates are for questions: name --tasks or a --task-file.")
-    if args.tensor_parallel and args.stage in ("prepare", "score"):
-        raise InvalidInput(f"--stage {args.stage} runs no network: leave --tensor-parallel out.")
     if args.data is not None and not args.data.is_dir():
         raise InvalidInput(f"--data {args.data}: there is no such folder.")
 
@@ -190,7 +187,6 @@ def _model(args: argparse.Namespace, context: DistributedContext) -> "Model":
             dtype=args.dtype,
             adapter=args.adapter,
             quantize=args.quantize,
-            tensor_parallel=args.tensor_parallel,
         )
 
 

@@ -1,19 +1,22 @@
-"""PEFT's LoRA checkpoints for every family: merged into the weights, or kept apart and switched by name.
+"""PEFT's LoRA checkpoints for every family: merged into the weights, or kept apart and switched on and off.
 
 The tensor ``base_model.model.M.lora_A.weight`` of an adapter changes the tensor ``M.weight`` of its base, so that the
 family's key table says which rows of which parameter it changes. The rules are PEFT's: W + s B A with s = alpha / r,
 or alpha / sqrt(r) if rank-stabilised; DoRA's magnitudes; whole tensors that were trained along (``modules_to_save``).
 """
 
+import itertools
 import json
+import math
 import os
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+import time
+from collections.abc import Iterable
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import tokenizers
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -23,18 +26,12 @@ from codd import files
 from codd.backbones import weights
 from codd.backbones.backbone import Backbone
 from codd.backbones.config import Config
-from codd.backbones.peft_rules import Rules
+from codd.backbones.tokenizer_files import guarded
 from codd.errors import FormatError, InvalidInput
 
 CONFIG, WEIGHTS = FILES = ("adapter_config.json", "adapter_model.safetensors")
 PREFIX = "base_model.model."
 """What PEFT puts before the name of a module."""
-DEFAULT = "default"
-"""The name of an adapter that was given none."""
-
-AdapterSource = str | os.PathLike[str] | Mapping[str, str | os.PathLike[str]]
-"""A folder or a hub id; or several of them, by name."""
-
 A, B, MAGNITUDE, COPY = "lora_A", "lora_B", "lora_magnitude_vector", "copy"
 EMBEDDING_A, EMBEDDING_B = "lora_embedding_A", "lora_embedding_B"
 _PART = re.compile(r"(.+)\.(lora_(?:embedding_)?[AB]|lora_magnitude_vector)(?:\.default)?(?:\.weight)?")
@@ -54,6 +51,10 @@ _UNREAD = (
     "velora_config",
 )
 """Settings that make another network of an adapter than A and B do."""
+LONGEST = 10_000
+"""Characters of a regular expression."""
+PATIENCE = 10
+"""Seconds for all regular expressions of an adapter."""
 _SHIFTED = ("pissa", "olora", "corda", "loftq")
 """Initialisations that change the base's weights, which PEFT does again when it loads such an adapter."""
 
@@ -83,26 +84,22 @@ class LowRank(nn.Module):
         return self.base
 
 
-def attach(backbone: Backbone, source: AdapterSource, *, merge: bool, check: bool = True) -> None:
-    """Merge an adapter into the weights of a backbone; or keep one or several beside them, the first switched on.
+def attach(backbone: Backbone, source: str | os.PathLike[str], *, merge: bool, check: bool = True) -> None:
+    """Merge an adapter into the weights of a backbone; or keep it beside them, switched on.
 
     ``check`` refuses NaN and infinite values. Raises FormatError for files that are damaged, of another base or of a
-    kind that codd does not read, InvalidInput for what cannot be merged or cannot be kept apart.
+    kind that codd does not read, InvalidInput for what cannot be kept apart.
     """
-    named = source if isinstance(source, Mapping) else {DEFAULT: source}
-    if not named or (merge and len(named) > 1):
-        raise InvalidInput(f"one adapter can be merged, found {len(named)}; merge=False keeps several to switch.")
-    backbone.set_adapter(None)
-    for name, where in named.items():
-        folder = files.local_folder(where, FILES)
-        config, path = read_config(folder), folder / WEIGHTS
-        with weights.open_safetensors(path) as handle:
-            adapter = _Adapter(path, handle, config, backbone, check)
-            if merge:
-                adapter.merge()
-            else:
-                backbone.adapters[name] = adapter.keep_apart()
-    backbone.set_adapter(next(iter(backbone.adapters), None))
+    folder = files.local_folder(source, FILES)
+    config, path = read_config(folder), folder / WEIGHTS
+    backbone.switch_adapter(False)
+    with weights.open_safetensors(path) as handle:
+        adapter = _Adapter(path, handle, config, backbone, check)
+        if merge:
+            adapter.merge()
+        else:
+            backbone.adapter = adapter.keep_apart()
+            backbone.switch_adapter(True)
 
 
 def read_config(folder: Path) -> Config:
@@ -139,15 +136,14 @@ class _Update(NamedTuple):
     """Kind (lora_A, ..., copy) -> name in the file."""
 
 
-@dataclass(frozen=True)
 class _Adapter:
     """An open adapter, for one backbone."""
 
-    path: Path
-    handle: Any
-    config: Config
-    backbone: Backbone
-    check: bool
+    def __init__(self, path: Path, handle: Any, config: Config, backbone: Backbone, check: bool):
+        self.path, self.handle, self.config, self.backbone, self.check = path, handle, config, backbone, check
+        self.parameters = {name: parameter.detach() for name, parameter in backbone.network.named_parameters()}
+        self.spent = 0.0
+        """Seconds for regular expressions."""
 
     @torch.no_grad()
     def merge(self) -> None:
@@ -211,31 +207,80 @@ class _Adapter:
                 raise self._wrong(f"{module!r:.200} has {_listed(kinds)}, but {CONFIG} asks for {_listed(wanted)}")
         return list(found.values())
 
-    @cached_property
-    def _rules(self) -> Rules:
-        return Rules(self.config, [update.module for update in self.updates])
-
-    @cached_property
-    def _parameters(self) -> dict[str, Tensor]:
-        return {name: parameter.detach() for name, parameter in self.backbone.network.named_parameters()}
-
     def _target(self, update: _Update) -> Tensor:
-        return update.slot.part(self._parameters[update.slot.target])
+        return update.slot.part(self.parameters[update.slot.target])
 
     def _factors(self, update: _Update) -> tuple[Tensor, Tensor, float]:
         """What is added to a tensor, as two matrices (r, in) and (out, r), and the scaling of their product."""
         target, parts = self._target(update), update.parts
         if target.ndim != 2:
             raise self._wrong(f"{update.module!r:.200} has a weight of shape {tuple(target.shape)}, no matrix")
-        if not self._rules.targets(update.module):
+        if not self._is_target(update.module):
             raise self._wrong(f"{update.module!r:.200} has {_listed(parts)}, but {CONFIG} does not name this module")
-        (rows, columns), (rank, scaling) = target.shape, self._rules.rank_and_scaling(update.module)
+        (rows, columns), (rank, scaling) = target.shape, self._rank_and_scaling(update.module)
         if EMBEDDING_A in parts:  # of the transpose
             up, down = self._read(parts[EMBEDDING_A], (rank, rows)).T, self._read(parts[EMBEDDING_B], (columns, rank)).T
         else:
             up, down = self._read(parts[B], (rows, rank)), self._read(parts[A], (rank, columns))
         dtype = torch.promote_types(target.dtype, torch.float32)
         return down.to(target.device, dtype), up.to(target.device, dtype), scaling
+
+    def _is_target(self, module: str) -> bool:
+        """Whether the configuration asks for a low-rank addition to a module."""
+        saved = self._strings("modules_to_save")
+        whole = any(self._matches("modules_to_save", rf"(?:.*\.)?(?:{name})(?:\..*)?", module) for name in saved)
+        if whole or self._names("exclude_modules", module):
+            return False
+        wanted, layers = self.config.get("target_modules"), self.config.get("layers_to_transform")
+        if wanted is None or (isinstance(wanted, str) and wanted.lower() == "all-linear"):  # the file says which
+            return True
+        if not self._names("target_modules", module):
+            return False
+        if isinstance(wanted, str) or layers in (None, []) or module in wanted:
+            return True
+        lists = "|".join(map(re.escape, self._strings("layers_pattern")))
+        layer = re.match(rf"(?:.*?\.)?(?:{lists})\.(\d+)\." if lists else r".*?\.[^.]*\.(\d+)\.", module)
+        return layer is not None and int(layer[1]) in (layers if isinstance(layers, list) else [layers])
+
+    def _rank_and_scaling(self, module: str) -> tuple[int, float]:
+        """The rank of a module's low-rank addition, and the factor that it is scaled with."""
+        rank = self._setting("rank_pattern", "r", module).count("r", 8)
+        alpha = self._setting("alpha_pattern", "lora_alpha", module).number("lora_alpha", 8.0)
+        return rank, alpha / (math.sqrt(rank) if self.config.flag("use_rslora", False) else rank)
+
+    def _setting(self, patterns: str, name: str, module: str) -> Config:
+        """Where a setting stands: in the first pattern that matches a module's name or its end, or outside of them."""
+        for pattern, value in (self.config.section(patterns).fields if self.config.get(patterns) else {}).items():
+            if self._matches(patterns, rf"(?:.*\.)?(?:{pattern})", module):
+                return Config({name: value}, f"{self.config.where} ({patterns})")
+        return self.config
+
+    def _names(self, field: str, module: str) -> bool:
+        """Whether a field lists a module's name or its end; or is a regular expression for all of it."""
+        if isinstance(pattern := self.config.get(field), str):
+            return self._matches(field, pattern, module)
+        ends = itertools.accumulate(reversed(module.split(".")), lambda end, name: f"{name}.{end}")
+        return not set(self._strings(field)).isdisjoint(ends)
+
+    def _strings(self, field: str) -> list[str]:
+        value = self.config.get(field) or []
+        names = [value] if isinstance(value, str) else value
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise FormatError(f"{self.config.where}: {field} must be a list of names, found {value!r:.200}.")
+        return names
+
+    def _matches(self, field: str, pattern: str, module: str) -> bool:
+        """Whether a regular expression matches a module's name. A stranger's may take for ever in Python's ``re``."""
+        begun = time.monotonic()
+        with guarded(f"{self.config.where}: {field}", f"match {pattern!r:.100}"):
+            found: bool = _whole(pattern).normalize_str(module) == ""
+        self.spent += time.monotonic() - begun
+        if self.spent > PATIENCE:
+            raise FormatError(
+                f"{self.config.where}: {field} has {pattern!r:.100} and more, which together take more than "
+                f"{PATIENCE} s. Correct it or use another adapter."
+            )
+        return found
 
     def _read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         part = self.handle.get_slice(name)
@@ -254,6 +299,14 @@ class _Adapter:
             f"{self.path}: {why}. The adapter says that it was made for {base!r:.200}: load it on that "
             "base, or save or download it again."
         )
+
+
+@lru_cache(maxsize=4096)
+def _whole(pattern: str) -> Any:
+    """What makes "" of a text that a regular expression matches whole, and gives up after ten million steps."""
+    if len(pattern) > LONGEST:
+        raise ValueError(f"more than {LONGEST} characters")
+    return tokenizers.normalizers.Replace(tokenizers.Regex(rf"\A(?:{pattern})\z"), "")
 
 
 def _joined(layer: nn.Module, additions: list[tuple[weights.Slot, Tensor, Tensor]]) -> LowRank:

@@ -123,25 +123,20 @@ class Backbone(nn.Module):
         self.batch_invariant = True
         """Whether a CPU evaluates the sequences of a batch one after the other: a sequence's result is then the same
         to the bit in any batch, but many short ones take longer."""
-        self.adapters: dict[str, dict[str, LowRank]] = {}
-        """Adapters loaded with ``merge=False``, by name: the layers that each puts in the place of the network's."""
-        self.adapter: str | None = None
-        """The name of the adapter that is switched on; None: none is."""
+        self.adapter: dict[str, LowRank] = {}
+        """Of an adapter loaded with ``merge=False``: the layers that it puts in the place of the network's."""
 
-    def set_adapter(self, name: str | None) -> None:
-        """Switch to an adapter that was loaded with ``merge=False``; None: to the network without any.
+    def switch_adapter(self, on: bool) -> None:
+        """Switch an adapter that was loaded with ``merge=False`` on or off.
 
-        Raises InvalidInput for a name that no adapter has.
+        Raises InvalidInput where there is none to switch on.
         """
-        if name is not None and name not in self.adapters:
-            known = ", ".join(map(repr, self.adapters)) or "none: give adapter= and merge=False to codd.load"
-            raise InvalidInput(f"there is no adapter {name!r:.100} to switch to; there are {known}.")
+        if on and not self.adapter:
+            raise InvalidInput("there is no adapter to switch on: give adapter= and merge=False to codd.load.")
         # Modules are exchanged, which those who keep captured graphs of the network notice.
-        for place, layer in self.adapters[self.adapter].items() if self.adapter is not None else ():
-            self.network.set_submodule(place, layer.base)
-        for place, layer in self.adapters[name].items() if name is not None else ():
-            self.network.set_submodule(place, layer.to(layer.base.weight.device, layer.base.weight.dtype))
-        self.adapter = name
+        for place, layer in self.adapter.items():
+            weight = layer.base.weight
+            self.network.set_submodule(place, layer.to(weight.device, weight.dtype) if on else layer.base)
 
     @property
     def family(self) -> str:

@@ -1,21 +1,14 @@
 """Chat templates: published Jinja templates rendered in a sandbox, and the default of each family.
 
-A template comes with a checkpoint, so it is foreign code: unless it is one of those below, it is compiled and rendered
-by another process (``chat_sandbox.py``) that has a limit on its memory and its time.
+A template comes with a checkpoint, so it is foreign code (`codd.backbones.chat_sandbox`).
 """
 
-import atexit
 import json
-import os
-import subprocess
-import sys
-import threading
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import jinja2
-import markupsafe
+from jinja2 import TemplateSyntaxError
+from jinja2.exceptions import SecurityError
 
 from codd.backbones import chat_sandbox
 from codd.errors import CoddError, FormatError, InvalidInput
@@ -64,12 +57,6 @@ PLAIN = (
 )
 """Models that were never taught to converse (BERT, MDLM, SEDD): the contents, with blank lines between them."""
 
-OURS = frozenset({LLADA, CHATML, MINI, PLAIN})
-"""The templates that take time in proportion to the conversation: this process renders them itself."""
-
-SECONDS = 10.0
-"""How long, by the clock, another template may take for one conversation."""
-
 Messages = Sequence[Mapping[str, str]] | str
 
 
@@ -83,7 +70,7 @@ def render(
     """The text of a conversation; ``messages`` that are one string are one message of the user.
 
     ``special_tokens`` ({"bos_token": ...}) become variables of the template. A template that is broken, leaves the
-    sandbox or does not end gives a FormatError; one that refuses the conversation itself gives a CoddError.
+    sandbox or does too much gives a FormatError; one that refuses the conversation itself gives a CoddError.
     """
     variables = {
         "messages": as_messages(messages),
@@ -118,84 +105,23 @@ def as_messages(messages: Messages) -> list[dict[str, str]]:
 
 
 def _render(template: str, variables: Mapping[str, Any] | None, where: str) -> str:
-    outcome, text = (chat_sandbox.render if template in OURS else _helper.render)(template, variables)
-    if outcome == "rendered":
-        return text
-    if outcome == "refused":
-        raise CoddError(f"{where} refuses this conversation: {text}.")
-    raise FormatError(f"{where}: {text}. Correct it, or use another chat_template.")
-
-
-class _Helper:
-    """The process that renders the templates of strangers: started for the first, stopped when this one ends."""
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        """Begin without a process; if there is one, it is left alone."""
-        self._process: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()
-
-    def render(self, template: str, variables: Mapping[str, Any] | None) -> tuple[str, str]:
-        """As `chat_sandbox.render`; CoddError if the process cannot be had or the variables are no JSON."""
-        try:
-            request = json.dumps([SECONDS, template, variables]).encode() + b"\n"
-        except (TypeError, ValueError, RecursionError) as error:
-            raise InvalidInput(f"expected messages of texts, numbers, lists and objects: {error}.") from error
-        line = b""
-        with self._lock:
-            try:
-                if self._process is None or self._process.poll() is not None:
-                    self.stop()
-                    self._process = _start()
-                    if not _exchange(self._process, b""):
-                        raise CoddError(
-                            f"the process that renders chat templates does not run: {self._process.args!r}."
-                        )
-                line = _exchange(self._process, request)
-            finally:
-                if not line:  # it died; or we are interrupted, and this answer must not be the next one
-                    self.stop()
-        if not line:
-            limits = f"{SECONDS:g} seconds or {chat_sandbox.MEMORY // 2**20} MiB of memory"
-            return "failed", f"was stopped: it takes more than {limits}, or it crashes Python"
-        outcome, text = json.loads(line)
-        return outcome, text
-
-    def stop(self) -> None:
-        """End the process, if there is one."""
-        process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.communicate()  # reaps it and closes the pipes
-
-
-def _start() -> "subprocess.Popen[bytes]":
-    """An interpreter that has its standard library and Jinja, and nothing of the user's settings and folders."""
-    folders = {str(Path(str(package.__file__)).parents[1]) for package in (jinja2, markupsafe)}
-    command = [sys.executable, "-I", "-S", chat_sandbox.__file__, *folders]
-    pipe = subprocess.PIPE
     try:
-        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
-    except OSError as error:
-        raise CoddError(f"the process that renders chat templates did not start: {error}.") from error
-
-
-def _exchange(process: "subprocess.Popen[bytes]", request: bytes) -> bytes:
-    """Send a request and wait for a line; nothing if the process dies."""
-    assert process.stdin is not None
-    assert process.stdout is not None
+        plain = None if variables is None else json.loads(json.dumps(variables))  # nothing that has methods of its own
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidInput(f"expected messages of texts, numbers, lists and objects: {error}.") from error
     try:
-        process.stdin.write(request)
-        process.stdin.flush()
-    except OSError:  # a broken pipe
-        return b""
-    line = process.stdout.readline()
-    return line if line.endswith(b"\n") else b""
+        return chat_sandbox.render(template, plain)
+    except chat_sandbox.Refusal as refusal:
+        raise CoddError(f"{where} refuses this conversation: {_one_line(refusal)}.") from refusal
+    except Exception as error:  # a template may fail in every way that Python can
+        if isinstance(error, TemplateSyntaxError):
+            why = f"is not valid Jinja (line {error.lineno}: {_one_line(error)})"
+        elif isinstance(error, SecurityError):
+            why = f"was stopped: {_one_line(error)}"
+        else:
+            why = f"failed ({type(error).__name__}: {_one_line(error)})"
+        raise FormatError(f"{where}: {why}. Correct it, or use another chat_template.") from error
 
 
-_helper = _Helper()
-atexit.register(_helper.stop)
-if hasattr(os, "register_at_fork"):  # two processes must not share a helper; Windows does not fork
-    os.register_at_fork(after_in_child=_helper.reset)
+def _one_line(error: object) -> str:
+    return " ".join(str(error).split())[:300].rstrip(".")

@@ -32,7 +32,6 @@ from codd.backbones import (
 from codd.backbones.backbone import Backbone, ModelSpec
 from codd.backbones.config import Config
 from codd.backbones.experts import Router
-from codd.backbones.tensor_parallel import MAIN, Partition, ShardedTransformer, join
 from codd.backbones.tokenizer import Tokenizer
 from codd.backbones.transformer import Transformer
 from codd.distributed import choose_device
@@ -101,10 +100,9 @@ def load_checkpoint(
     revision: str | None = None,
     block_size: int | None = None,
     check: bool = True,
-    adapter: adapters.AdapterSource | None = None,
+    adapter: str | os.PathLike[str] | None = None,
     merge: bool = True,
     quantize: quantized.Quantization | None = None,
-    tensor_parallel: bool = False,
 ) -> Checkpoint:
     """Read a checkpoint of any known family from a folder or the hub; None is the bundled model.
 
@@ -112,27 +110,16 @@ def load_checkpoint(
     float32 on the CPU and the checkpoint's own elsewhere. ``block_size``: of a block-causal network, where its files do
     not say the right one. ``check`` refuses weights that are NaN or infinite, and a file whose sha256 is not the one
     that config.json states. ``adapter``: a PEFT LoRA checkpoint (a folder or a hub id) to add to the weights; without
-    ``merge`` it is kept apart to be switched (`Backbone.set_adapter`), and there may be several, by name.
+    ``merge`` it is kept apart, to be switched on and off (`Backbone.switch_adapter`).
     ``quantize="int8"`` rounds the weights of the layers and of the head (`codd.backbones.quantized`).
-    ``tensor_parallel`` divides the network among the processes that torchrun started
-    (`codd.backbones.tensor_parallel`): the main one gets it, the others compute their parts of it and exit when that
-    one does. Raises FormatError for files that are damaged or of an unknown family, InvalidInput for a device or dtype
-    that this machine cannot use, and for what cannot be quantized or divided.
+    Raises FormatError for files that are damaged or of an unknown family, InvalidInput for a device or dtype that this
+    machine cannot use, and for what cannot be quantized.
     """
     quantized.check(quantize, merge=merge)
     floating = None if dtype is None else as_dtype(dtype)
-    if tensor_parallel and (adapter is not None or quantize is not None):
-        given = "quantize" if adapter is None else "adapter"
-        raise InvalidInput(f"{given} changes whole weights, of which tensor_parallel has parts: leave one of them out.")
     folder = BUNDLED if source is None else files.local_folder(source, CHECKPOINT_FILES, revision)
     spec = read_spec(folder, block_size)
-    place, partition = choose_device(device), None
-    if tensor_parallel:
-        partition, place = join(spec.transformer, place)
-    backbone = _read(folder, spec, place, floating, check, partition)
-    if isinstance(backbone.network, ShardedTransformer) and backbone.network.partition.rank != MAIN:
-        backbone.network.follow()
-        raise SystemExit(0)
+    backbone = _read(folder, spec, choose_device(device), floating, check)
     if adapter is not None:
         adapters.attach(backbone, adapter, merge=merge, check=check)
     if quantize is not None:
@@ -238,15 +225,7 @@ def stated_sha256(folder: Path) -> tuple[str | None, bool | None]:
     return str(stated), stated == files.sha256(folder / weights.SINGLE)
 
 
-def _read(
-    folder: Path,
-    spec: ModelSpec,
-    device: torch.device,
-    dtype: torch.dtype | None,
-    check: bool,
-    partition: Partition | None,
-) -> Backbone:
-    """The checkpoint's network, or with ``partition`` this process's part of it."""
+def _read(folder: Path, spec: ModelSpec, device: torch.device, dtype: torch.dtype | None, check: bool) -> Backbone:
     matched = match(folder, spec)
     if check and stated_sha256(folder)[1] is False:
         raise FormatError(
@@ -256,19 +235,12 @@ def _read(
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else weights.stored_dtype(matched.headers, matched.slots)
     check_dtype(dtype, device)
-    network, cuts = matched.network, None
-    if partition is not None:
-        with torch.device("meta"):
-            network = ShardedTransformer(spec.transformer, partition)
-        cuts = partition.cuts(spec.transformer)
-    network = network.to(dtype)
+    network = matched.network.to(dtype)
     for module in network.modules():
         if isinstance(module, Router):
             module.keep_precise()
     network = network.to_empty(device=device).requires_grad_(False)
-    weights.load(network, matched.files, matched.slots, check=check, cuts=cuts)
-    if isinstance(network, ShardedTransformer):
-        network.connect()
+    weights.load(network, matched.files, matched.slots, check=check)
     return (spec.backbone or Backbone)(spec, network).eval()
 
 

@@ -103,7 +103,7 @@ def check(quantize: str | None, *, merge: bool = True) -> None:
     if quantize not in (None, "int8"):
         raise InvalidInput(f'quantize must be "int8" or None, found {quantize!r:.100}.')
     if quantize is not None and not merge:
-        raise InvalidInput("merge=False adds adapters to weights that quantize would round: give merge=True, or one.")
+        raise InvalidInput("merge=False adds an adapter to weights that quantize would round: give merge=True, or one.")
 
 
 def quantize(network: "Transformer") -> None:

@@ -1,39 +1,14 @@
-"""SEDD: a network that scores how much more probable other tokens are than the present one, read as a denoiser."""
+"""SEDD: a network that scores how much more probable other tokens are than the present one, read as a denoiser.
 
-import math
-
-import torch
-from jaxtyping import Bool, Float, Int
-from torch import Tensor
+At a masked position the score, normalised over the real tokens, is the denoiser: the noise level cancels.
+"""
 
 from codd.backbones import chat, dit
-from codd.backbones.backbone import ModelSpec, NetworkInputs, SpecialTokenIds
+from codd.backbones.backbone import ModelSpec, SpecialTokenIds
 from codd.backbones.config import Config
 
 NAME = "sedd"
 KEYS = dit.KEYS
-
-
-class SEDD(dit.NoiseConditioned):
-    """At a masked position the score, normalised over the real tokens, is the denoiser: the noise level cancels."""
-
-    def log_score(
-        self,
-        ids: Int[Tensor, "B L"],
-        attention_mask: Int[Tensor, "B L"] | Bool[Tensor, "B L"] | None = None,
-        position_ids: Int[Tensor, "B L"] | None = None,
-        **extra: Tensor,
-    ) -> Float[Tensor, "B L V"]:
-        """log p(v) - log p(present token) at each position, at the noise level ``sigma`` (above 0) or time ``t``."""
-        inputs = self._prepare_inputs(ids, attention_mask, position_ids, extra)
-        return self._per_sequence(self._log_score, inputs, fill_padding=True)
-
-    def _log_score(self, inputs: NetworkInputs) -> Float[Tensor, "B L V"]:
-        raw = self.network.logits(self._states(inputs)).float()
-        if self.spec.options["scale_by_sigma"]:
-            sigma = self.extra_inputs(inputs.ids, inputs.valid, inputs.extra)["sigma"]
-            raw = raw - torch.expm1(sigma).log()[:, None, None] - math.log(self.vocab_size - 1)
-        return raw.scatter(-1, inputs.ids[..., None], 0.0)
 
 
 def recognises(config: Config) -> bool:
@@ -62,6 +37,5 @@ def read_spec(config: Config) -> ModelSpec:
         chat_template=chat.PLAIN,
         max_length=model.count("length", 1024),
         ignored=lambda name: name == dit.ROTARY_BUFFER,
-        backbone=SEDD,
-        options={"scale_by_sigma": model.flag("scale_by_sigma", True)},
+        backbone=dit.NoiseConditioned,
     )

@@ -109,11 +109,6 @@ class Tokenizer:
         """The id of the beginning-of-text token; None if there is none."""
         return self._special_ids.get("bos_token")
 
-    @property
-    def unk_id(self) -> int | None:
-        """The id of the unknown token; None if there is none."""
-        return self._special_ids.get("unk_token")
-
     @cached_property
     def special_ids(self) -> frozenset[int]:
         """The ids of all special tokens, named or not: those that ``skip_special_tokens`` skips."""

@@ -439,9 +439,6 @@ class Head(nn.Module):
 class Transformer(nn.Module):
     """Token ids to hidden states (`states`), hidden states to logits (`logits`)."""
 
-    capturable = True
-    """Whether its passes on a GPU may be captured in a CUDA graph."""
-
     def __init__(self, config: TransformerConfig):
         """Parameters are not initialised: they are loaded, or `initialise` draws them."""
         super().__init__()

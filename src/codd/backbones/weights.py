@@ -68,31 +68,6 @@ class Slot:
         return own if self.rows is None else own[slice(*self.rows)]
 
 
-@dataclass(frozen=True)
-class Cut:
-    """The ranges (from, to) of a parameter's rows (``dim`` 0) or columns (1) that one of several processes holds.
-
-    Of a parameter that stacks all experts, those of every expert.
-    """
-
-    dim: int
-    ranges: tuple[tuple[int, int], ...]
-
-    def pieces(self, slot: Slot) -> Iterator[tuple[tuple[slice, ...], Slot]]:
-        """What is read of the tensor that fills a slot of the whole parameter, and where it goes in the held one."""
-        if self.dim == 1:
-            yield (slice(None), slice(*self.ranges[0])), slot
-            return
-        first, last = slot.rows or (0, self.ranges[-1][1])
-        at = 0
-        for begin, end in self.ranges:
-            low, high = max(begin, first), min(end, last)
-            if low < high:
-                rows = at + low - begin, at + high - begin
-                yield (slice(low - first, high - first),), Slot(slot.target, rows, slot.expert)
-            at += end - begin
-
-
 def expand_keys(keys: Sequence[Key], config: TransformerConfig) -> dict[str, Slot]:
     """The key table with its layers and experts written out: name in the file -> slot."""
     ranges, table = config.row_ranges(), {}
@@ -231,56 +206,34 @@ def stored_dtype(headers: Mapping[str, TensorHeader], slots: Mapping[str, Slot])
 
 
 @torch.no_grad()
-def load(
-    network: nn.Module,
-    files: Mapping[str, Path],
-    slots: Mapping[str, Slot],
-    *,
-    check: bool = True,
-    cuts: Mapping[str, Cut] | None = None,
-) -> None:
+def load(network: nn.Module, files: Mapping[str, Path], slots: Mapping[str, Slot], *, check: bool = True) -> None:
     """Copy every tensor into its parameter, one at a time: each goes straight to its device and dtype.
 
     One file is mapped at a time, so that its pages are all that stays in the host's memory beside the network itself.
     On a terminal, a progress bar if it takes long. ``check``: also raise a FormatError for NaN or infinite values.
-    ``cuts``: of parameters of which the network has a part, by name; nothing else of their tensors is read.
     """
-    pieces = _pieces(network, slots, cuts or {})
-    filled = sum(target.numel() for parts in pieces.values() for _, target in parts)
+    targets = _targets(network, slots)
+    filled = sum(target.numel() for target in targets.values())
     assert filled == sum(p.numel() for p in network.parameters()), "the key table leaves parameters empty"
     with lasting_bar("loading the weights", filled) as advance:
         for shard, names in _by_shard(files, slots):
             with open_safetensors(shard) as file:
                 for name in names:
-                    for index, target in pieces[name]:
-                        _copy(shard, name, index, file, target, check)
-                        advance(target.numel())
+                    _copy(f"{shard}: {name}", _read(name, file), targets[name], check)
+                    advance(targets[name].numel())
 
 
-def _pieces(
-    network: nn.Module, slots: Mapping[str, Slot], cuts: Mapping[str, Cut]
-) -> dict[str, list[tuple[tuple[slice, ...], Tensor]]]:
-    """Which parts of each tensor of the files are read (none named: all of it), and what each fills."""
-    parameters = {name: parameter.detach() for name, parameter in network.named_parameters()}
-    pieces = {}
-    for name, slot in slots.items():
-        cut = cuts.get(slot.target)
-        parts = [((), slot)] if cut is None else cut.pieces(slot)
-        pieces[name] = [(index, own.part(parameters[own.target])) for index, own in parts]
-    return pieces
-
-
-def _copy(shard: Path, name: str, index: tuple[slice, ...], file: Any, target: Tensor, check: bool) -> None:
-    tensor = _read(name, index, file)
+def _copy(where: str, tensor: Tensor, target: Tensor, check: bool) -> None:
+    # In a function of its own: a tensor that a loop still holds would stand beside the next one.
     if check:
-        check_finite(f"{shard}: {name}", tensor)
+        check_finite(where, tensor)
     target.copy_(tensor)
 
 
-def _read(name: str, index: tuple[slice, ...], file: Any) -> Tensor:
-    tensor: Tensor = file.get_slice(name)[index] if index else file.get_tensor(name)
+def _read(name: str, file: Any) -> Tensor:
+    tensor: Tensor = file.get_tensor(name)
     if tensor.dtype == torch.int8:
-        scale: Tensor = file.get_tensor(name + SCALE)[index[:1]]
+        scale: Tensor = file.get_tensor(name + SCALE)
         return tensor.float().mul_(scale.float()[:, None])
     return tensor
 

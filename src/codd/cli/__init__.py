@@ -93,8 +93,6 @@ def _run(argv: Sequence[str]) -> int:
         code = ranks.run_on_ray(args, argv)
         if code is not None:
             return code
-        if getattr(args, "tensor_parallel", False) and os.environ.get("RANK", "0") != "0":
-            _compute_part(args)
         return verb.run(args)
     except SystemExit as stop:  # argparse after --help, --version (0) and usage errors (2); rich at a closed pipe (1)
         return stop.code if isinstance(stop.code, int) else FAILED
@@ -108,13 +106,6 @@ def _run(argv: Sequence[str]) -> int:
         found = f"{type(error).__name__}: {error}"
         hint = "please report it with the traceback above" if debug else "run it again with --debug for the traceback"
         return _fail(f"this is a bug in codd ({found}); {hint}", BUG, debug)
-
-
-def _compute_part(args: argparse.Namespace) -> None:
-    """Load a part of the network and compute it until the main process, which does all else, exits; so does this."""
-    from codd.cli import sampling
-
-    sampling.model_from(args)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -70,7 +70,6 @@ def add_arguments(parser: argparse.ArgumentParser, *, chat: bool = True) -> None
     group.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
     group.add_argument("--dtype", metavar="TYPE", help=f"{', '.join(DTYPES)} (default: float32 on a CPU)")
     add_quantize_argument(group)
-    add_tensor_parallel_argument(group)
     if chat:
         group.add_argument(
             "--chat",
@@ -104,15 +103,6 @@ def add_quantize_argument(parser: argparse._ActionsContainer) -> None:
     """Whether the model's weights are rounded."""
     parser.add_argument(
         "--quantize", choices=("int8",), help="8-bit weights: less time and memory, a little less precise"
-    )
-
-
-def add_tensor_parallel_argument(parser: argparse._ActionsContainer) -> None:
-    """Whether the network is divided among processes."""
-    parser.add_argument(
-        "--tensor-parallel",
-        action="store_true",
-        help="divide the network among the processes that torchrun started, one for each GPU",
     )
 
 
@@ -172,7 +162,6 @@ def model_from(args: argparse.Namespace) -> Model:
         dtype=args.dtype,
         adapter=args.adapter,
         quantize=args.quantize,
-        tensor_parallel=args.tensor_parallel,
     )
 
 

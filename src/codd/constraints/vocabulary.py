@@ -4,7 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -45,14 +45,6 @@ class Vocabulary:
             raise InvalidConstraint(f"the tokenizer has ids up to {count - 1}, but the network only {size} outputs.")
         tokens = tuple(written.get(id, b"") for id in range(count if size is None else size))
         return cls(tokens, spelling.strips_space, lambda text: backend.encode(text, add_special_tokens=False).ids)
-
-    def whole_characters(self) -> "Vocabulary":
-        """Without the tokens that are parts of characters.
-
-        Automata have far fewer states (one instead of eight where any character may stand), and characters that no
-        token writes as a whole cannot be written.
-        """
-        return replace(self, tokens=tuple(token if _is_utf8(token) else b"" for token in self.tokens))
 
     def __len__(self) -> int:
         """V, the number of token ids."""
@@ -142,14 +134,6 @@ class _Spelling:
         if self._drops_all and token.count("▁") > 1:
             return b""  # at the beginning of a text, and only there, decoding leaves out all of its spaces
         return token.replace("▁", " ").encode(errors="ignore")
-
-
-def _is_utf8(token: bytes) -> bool:
-    try:
-        token.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def _byte_alphabet() -> dict[str, int]:

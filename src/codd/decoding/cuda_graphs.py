@@ -108,8 +108,6 @@ def network_states(
     backbone: Backbone, ids: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"] | None
 ) -> Float[Tensor, "B L d"]:
     """The network's last hidden states on a GPU, from ids anywhere; the next call overwrites them."""
-    if not backbone.network.capturable:
-        return backbone.states(ids, valid, fill_padding=False)
     cache = _NETWORKS.setdefault(backbone, GraphCache(NETWORK_GRAPHS))
     key = (_addresses(backbone), ids.shape, valid is None)
     graph = cache.find(key, lambda: _CapturedNetwork(backbone, ids, valid, cache.pool))
@@ -118,8 +116,6 @@ def network_states(
 
 def cached_states(backbone: Backbone, ids: Int[Tensor, "B R"], past: CachedPass) -> Float[Tensor, "B R d"]:
     """`Backbone.cached_states` on a GPU, ids and places being anywhere; the next call overwrites the states."""
-    if not backbone.network.capturable:
-        return backbone.cached_states(ids.to(backbone.device), past.to(backbone.device))
     cache = _PASSES.setdefault(backbone, GraphCache(NETWORK_GRAPHS))
     memory = past.cache.memory
     key = (_addresses(backbone), memory.data_ptr(), memory.shape, ids.shape, past.seen, past.ends is None)

@@ -12,7 +12,6 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from codd.backbones import Backbone, Tokenizer, load_checkpoint
-from codd.backbones.adapters import AdapterSource
 from codd.backbones.quantized import Quantization
 from codd.circuits import HMM, load_circuit
 from codd.circuits.protocol import ProbabilisticCircuit
@@ -213,10 +212,9 @@ def load(
     block_size: int | None = None,
     mask_id: int | None = None,
     check: bool = True,
-    adapter: AdapterSource | None = None,
+    adapter: str | os.PathLike[str] | None = None,
     merge: bool = True,
     quantize: Quantization | None = None,
-    tensor_parallel: bool = False,
 ) -> Model:
     """Load a checkpoint of any known family with its circuit; without ``source``, the bundled model.
 
@@ -229,11 +227,9 @@ def load(
       others.
     - ``check``: refuse weights with NaN, and files that do not match the sha256 beside them; False saves the time.
     - ``adapter``: a PEFT LoRA checkpoint (folder or hub id), merged into the weights. With ``merge=False`` it is kept
-      apart; several, as {name: folder}, are switched with ``model.backbone.set_adapter(name)``.
+      apart, on at first; ``model.backbone.switch_adapter(False)`` switches it off.
     - ``quantize="int8"``: 8-bit weights in the network's layers and head: less time and memory, at slightly less
       precision.
-    - ``tensor_parallel``: divide the network among the processes that torchrun started. The call returns in the first
-      process only; the others compute their parts until that one exits, and then exit.
     """
     backbone, tokenizer, folder = load_checkpoint(
         source,
@@ -245,7 +241,6 @@ def load(
         adapter=adapter,
         merge=merge,
         quantize=quantize,
-        tensor_parallel=tensor_parallel,
     )
     if mask_id is None:
         mask_id = backbone.special.mask
