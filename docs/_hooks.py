@@ -6,7 +6,7 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-BESIDE = ("examples", "src/codd/training/recipes")
+BESIDE = ("examples", "src/codd/training/recipes", "lab/codd_lab/recipes")
 """Folders outside of docs/ to whose files pages link; they are copied into the site."""
 LEAVES = re.compile(rf"\]\(\.\./((?:\.\./)*(?:{'|'.join(BESIDE)})/)")
 CODE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)

@@ -20,7 +20,6 @@ from codd.cli import main
 from codd.training.logit_cache.reader import LogitCache
 from codd_lab.pretraining.bpe import train_bpe
 from codd_lab.problems import problems
-from tests.lab.test_published_causal import WORDS, gpt2
 from tests.support import FIXTURES
 from tests.support.two_processes import run_in_two_processes
 
@@ -89,7 +88,7 @@ def windows(out: Path) -> list[list[int]]:
 def test_help_teaches(capsys):
     assert main(["cache", "--help"]) == 0
     printed = capsys.readouterr().out
-    for word in ("--samples-from", "--top-k", "--tolerance", "--features", "--fresh", "torchrun", "--problems"):
+    for word in ("--top-k", "--tolerance", "--features", "--fresh", "torchrun"):
         assert word in printed
 
 
@@ -153,15 +152,10 @@ def test_a_backbone_with_an_adapter(tmp_path, capsys):
 
 
 def test_every_kind_of_data(tmp_path):
-    more = ["--data", "train.jsonl,prose.txt", "--problems", "30", "--samples-from", "causal", "--count", "6"]
-    assert cache(tmp_path, *more, "--top-k", "4", "--weights", "1,1", "--weights", "1,1") == 0
+    more = ["--data", "train.jsonl,prose.txt"]
+    assert cache(tmp_path, *more, "--top-k", "4", "--weights", "1", "--weights", "1") == 0
     found = LogitCache.open(tmp_path)
-    assert [name.split()[0] for name in found.settings.data] == [
-        "0-train.jsonl",
-        "1-prose.txt",
-        "2-problems",
-        "samples",
-    ]
+    assert [name.split()[0] for name in found.settings.data] == ["0-train.jsonl", "1-prose.txt"]
     assert all(name.endswith(" x 1") for name in found.settings.data)
     assert len(found) > 50
 
@@ -330,8 +324,6 @@ def test_backbones_that_cannot_be_used(tmp_path, root, capsys):
         (["--window=340"], "rows has the 340 tokens of a window"),
         (["--window=500"], "rows of 384 tokens hold no window of 500"),
         (["--device=tpu9"], "there is no device 'tpu9'"),
-        (["--samples-from=no"], "no: there is no such folder"),
-        (["--samples-from=mini"], "mini: is a denoiser; samples are drawn from a causal model"),
     ],
 )
 def test_errors_are_one_line(tmp_path, capsys, more, message):
@@ -342,7 +334,6 @@ def test_errors_are_one_line(tmp_path, capsys, more, message):
     ("argument", "message"),
     [
         ("--window=0", "argument --window: must be from 1 to 9223372036854775807, found 0"),
-        (f"--problems={2**63}", "argument --problems: must be from 1 to"),
         ("--seed=-1", "argument --seed: must be from 0 to"),
         ("--tolerance=0", "argument --tolerance: must be above 0, found 0"),
     ],
@@ -395,24 +386,3 @@ def test_out_that_holds_something_else_is_left_alone(tmp_path, capsys):
     for more in ([], ["--fresh"]):
         assert "holds something else than a cache" in refused(capsys, tmp_path, "--data", "train.jsonl", *more)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
-
-
-def test_a_backbone_without_a_tokenizer_reads_samples_of_its_own_tokens_only(tmp_path, capsys):
-    """SEDD and MDLM are published so: their tokens are GPT-2's, and the mask."""
-    given = [
-        "--backbone",
-        str(FIXTURES / "mdlm"),
-        "--count",
-        "4",
-        "--row-length",
-        "64",
-        "--top-k",
-        "8",
-        "--device",
-        "cpu",
-    ]
-    fitting, other = gpt2(tmp_path / "gpt2", WORDS), gpt2(tmp_path / "other", WORDS[:50])
-    assert main(["cache", *given, "--samples-from", str(fitting), "--out", str(tmp_path / "cache")]) == 0
-    capsys.readouterr()
-    assert main(["cache", *given, "--samples-from", str(other), "--out", str(tmp_path / "no")]) == 1
-    assert "102 tokens where" in " ".join(capsys.readouterr().err.split())

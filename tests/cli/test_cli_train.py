@@ -110,7 +110,7 @@ def metrics_of(out: Path) -> list[dict[str, float]]:
 def test_help_teaches(capsys):
     assert main(["train", "--help"]) == 0
     printed = capsys.readouterr().out
-    for word in ("codd train tiny-circuit", "torchrun", "--set", "--fresh", "--data", "metrics.jsonl"):
+    for word in ("codd train docs/tutorials/mine.yaml", "torchrun", "--set", "--fresh", "--data", "metrics.jsonl"):
         assert word in printed
 
 

@@ -9,8 +9,13 @@ import pytest
 from codd.decoding.options import DEFAULTS, OPTIONS, PACES, OptionInfo, default_in_words
 from tests.support import ROOT
 
-DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "benchmarks" / "README.md"]
-NAME = re.compile(r"\bcodd(?:\.[A-Za-z_]\w*)+")
+DOCUMENTS = [
+    *ROOT.glob("*.md"),
+    *ROOT.glob("docs/**/*.md"),
+    ROOT / "benchmarks" / "README.md",
+    ROOT / "lab" / "README.md",
+]
+NAME = re.compile(r"\bcodd(?:_lab)?(?:\.[A-Za-z_]\w*)+")
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]+)")
 
 

@@ -18,6 +18,7 @@ from codd.backbones import adapters, load_checkpoint
 from codd.cli import main
 from codd.training.circuit.joint import trainable
 from codd.training.logit_cache.reader import LogitCache
+from codd_lab import samples
 from codd_lab.problems import problems
 from codd_lab.runs import Run
 from tests.circuits.test_pyjuice import chain
@@ -38,10 +39,12 @@ SMALL = {
     "--windows": "40",
     "--row-length": "128",
     "--count": "8",
+    "--length": "128",
 }
 GRIDS = {"--circuit-temperature": 1, "--activation": 2, "--remasking": 2}
 """How many values of these options are kept."""
 ADDED = {
+    "samples": "--device cpu",
     "cache": "--top-k 16 --device cpu",
     "eval": "--problems 1 --device cpu",
     "report": "--no-png",
@@ -150,7 +153,7 @@ def check_written(verb: str, out: Path) -> None:
         assert run.results() or run.studies()
 
 
-def test_every_command_runs_to_its_table(hub, capsys):
+def test_every_command_runs_to_its_table(hub, capsys, monkeypatch):
     ran = []
     for words in commands():
         match words:
@@ -161,6 +164,13 @@ def test_every_command_runs_to_its_table(hub, capsys):
                 ran.append(out)
             case ["python", "-c", program]:
                 exec(compile(program, str(PAGE), "exec"), {})
+            case ["python", "-m", "codd_lab.samples", *arguments]:
+                monkeypatch.setattr("sys.argv", shortened(["samples", *arguments]))
+                samples.main()
+            case ["hf", "download", repo, *names, "--local-dir", folder]:
+                for path in [Path(repo, name) for name in names] or Path(repo).iterdir():
+                    Path(folder).mkdir(exist_ok=True)
+                    shutil.copy(path, folder)
             case ["mkdir", "-p", folder]:
                 Path(folder).mkdir(parents=True)
             case _:

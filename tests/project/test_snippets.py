@@ -24,6 +24,7 @@ import codd
 from codd.backbones import adapters
 from codd.cli import load, main
 from codd.training.circuit.joint import trainable
+from codd_lab import samples
 from tests.support import ROOT
 
 PAGES = ["README.md", *(str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("docs/**/*.md")))]
@@ -32,7 +33,7 @@ FENCE = re.compile(r'^```(\w*)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE |
 REASON = re.compile(r"# (needs|downloads|a study:) \w")
 COMMAND = re.compile(r"^ *(\$ |codd |make |python |pip |uv |import |from \w+ import )", re.MULTILINE)
 INDENTED = re.compile(r"^ {4,}(\$|codd|make|python|pip|uv|curl|torchrun|import) ", re.MULTILINE)
-UNCHECKED = {"pip", "uv", "git", "mkdir", "for", "export", "docker", "kubectl"}
+UNCHECKED = {"hf", "pip", "uv", "git", "mkdir", "for", "export", "docker", "kubectl"}
 """Programs whose command lines are left to the shell."""
 HERE = "http://127.0.0.1:8000"
 SHORTER = {
@@ -58,9 +59,9 @@ SHORTER = {
         "JsonSchema(schema)).texts": "JsonSchema(schema), gen_length=16).texts",
     },
     "docs/training.md": {
-        "codd train tiny-circuit": "codd train tiny-circuit --set steps=1 --set row_length=128 --set batch_windows=8"
-        " --set bank.windows=8 --set bank.rows_at_once=1 --set ratios=[0.05]",
-        "codd cache --problems 200": "codd cache --problems 8 --windows 8 --top-k 16",
+        "--data . --out runs/mine": "--data . --out runs/mine --set steps=1 --set row_length=64 --set batch_windows=8"
+        " --set bank.windows=8 --set bank.rows_at_once=1 --set ratios=[0.05] --set validate_every=1",
+        "--windows 200 --out": "--windows 8 --top-k 16 --out",
     },
     "docs/tutorials/checkpoint.md": {"--out": "--set steps=2 --out"},
     "docs/tutorials/circuit.md": {
@@ -138,7 +139,13 @@ def own_adapters(reader) -> None:
         adapters.save(model.backbone, Path("adapters") / name, "bundled")
 
 
-SUPPOSED = {"adapter=": "own_adapters", "quantize=": "int8_cpu"}
+@pytest.fixture
+def own_texts(reader) -> None:
+    Path("mine.txt").write_text("".join(path.read_text() for path in sorted(Path("docs").glob("*.md"))))
+    shutil.copy("CONTRIBUTING.md", "held-out.txt")
+
+
+SUPPOSED = {"adapter=": "own_adapters", "quantize=": "int8_cpu", "docs/tutorials/mine.yaml": "own_texts"}
 """What a snippet with such a text supposes: fixtures, of which those that this machine cannot have skip the rest."""
 
 
@@ -150,6 +157,8 @@ def run_command(line: str, request: pytest.FixtureRequest) -> None:
         assert main(arguments) == 0
     elif program == "make":  # it installs, and tests: it is only asked what it would do
         subprocess.run(["make", "--dry-run", *arguments], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    elif arguments[:2] == ["-m", "codd_lab.problems"]:
+        subprocess.run([sys.executable, *arguments], check=True)
     elif program in ("cat", "cp"):
         subprocess.run(["bash", "-c", line], check=True)
     else:
@@ -227,7 +236,13 @@ def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
             assert not [path for path in arguments if path.startswith("tests/") and not (ROOT / path).exists()]
         case ["make", *targets]:
             subprocess.run(["make", "--dry-run", *targets], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-        case ["python", "-m", "sglang.launch_server", *_]:  # not installed where tests run
+        case ["python", "-m", "codd_lab.samples", *arguments]:
+            with monkeypatch.context() as patch:
+                patch.setattr(sys, "argv", ["samples", *arguments])
+                patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+                with pytest.raises(Parsed):
+                    samples.main()
+        case ["python", "-m", "sglang.launch_server" | "codd.evaluation.harness", *_]:  # parsers of others
             return
         case ["python", "-c", program, *_]:
             compile(program, "-c", "exec")

@@ -78,7 +78,7 @@ def test_anemone_is_for_static_circuits_of_free_logits(tmp_path, rule):
         (["weighting=best"], "weighting must be 'token' or 'elbo', found 'best'"),
         (["data=[]"], "there is neither data nor a cache"),
         (["cache=x"], "give data or a cache, not both"),
-        (["data=[{kind: text, name: t}]"], "source t needs a path"),
+        (["data=[{kind: text, name: t}]"], "data[0]: lacks the field path"),
         (["keep_states=4"], "keep_states needs start"),
         (["joint.weights=lora", "adapter=x"], "writes an adapter for the backbone as it is, without another one"),
         (["joint.weights=all", "dtype=bfloat16"], "joint.weights 'all' needs dtype float32"),
