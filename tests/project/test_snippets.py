@@ -63,7 +63,7 @@ SHORTER = {
         " --set bank.windows=8 --set bank.rows_at_once=1 --set ratios=[0.05] --set validate_every=1",
         "--windows 200 --out": "--windows 8 --top-k 16 --out",
     },
-    "docs/tutorials/checkpoint.md": {"--out": "--set steps=2 --out"},
+    "docs/tutorials/checkpoint.md": {"pretrain tiny --out": "pretrain tiny --set steps=2 --out"},
     "docs/tutorials/circuit.md": {
         "steps: 100": "steps: 2",
         "batch_windows: 32": "batch_windows: 8",

@@ -39,7 +39,6 @@ class BackboneTrainer:
     """A network of the family mini, its optimizer, and the average of its weights, which is validated and kept."""
 
     unit = "tokens"
-    finished = False
 
     def __init__(self, recipe: Recipe, data: BackboneData, out: Path, context: DistributedContext):
         """Start at step 0, with weights drawn from the recipe's seed."""

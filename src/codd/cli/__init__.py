@@ -72,11 +72,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def load(name: str) -> Verb:
     """The module of a verb, of ours or of another package; InvalidInput says what to install for a missing one."""
-    if name in VERBS:
-        return cast(Verb, importlib.import_module(f"codd.cli.{name}"))
-    for entry in metadata.entry_points(group=GROUP, name=name):
+    for entry in () if name in VERBS else metadata.entry_points(group=GROUP, name=name):
         return cast(Verb, entry.load())
-    raise InvalidInput(f"codd {name} comes with codd-lab, which is not installed: pip install codd-lab.")
+    if name in LAB:
+        raise InvalidInput(f"codd {name} comes with codd-lab, which is not installed: pip install codd-lab.")
+    return cast(Verb, importlib.import_module(f"codd.cli.{name}"))
 
 
 def _run(argv: Sequence[str]) -> int:
