@@ -10,6 +10,9 @@ from tests.support import ROOT
 
 def test_the_citation_is_of_this_version():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lab = tomllib.loads((ROOT / "lab" / "pyproject.toml").read_text())["project"]
+    assert lab["version"] == project["version"]
+    assert f"codd-lm[eval]=={lab['version']}" in lab["dependencies"]
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert {"cff-version", "message", "title", "authors"} <= citation.keys()
     assert (citation["version"], citation["license"]) == (project["version"], project["license"])
