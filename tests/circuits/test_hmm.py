@@ -268,7 +268,7 @@ def flat_flows(flows) -> list[Tensor]:
 def test_distributions_sum_to_one_and_counts_to_the_length(case):
     hmm, ev = case
     one = torch.ones(ev.shape)
-    for rows in (hmm.marginals(ev), hmm.posterior(ev)(ev)):
+    for rows in (hmm.marginals(ev), hmm.posterior(ev)):
         assert_close(rows.exp().sum(-1), one, rtol=0, atol=1e-5)
     flows = flat_flows(hmm.flows(ev))
     batch, length = ev.shape

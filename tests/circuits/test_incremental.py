@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from codd.circuits import HMM, Evidence, incremental, ops
+from codd.circuits import HMM, Evidence, ops
 from codd.circuits.evidence import Kind
 from codd.errors import InvalidEvidence
 from tests.support.strategies import KINDS, LAYOUTS, generator, make_evidence, make_hmm, shape_checks
@@ -298,14 +298,8 @@ def test_only_changed_messages_are_computed_again(monkeypatch):
     tokens = torch.zeros(1, 10, dtype=torch.int64)
     found = hmm.incremental(Evidence(tokens=tokens, observed=observed, logits=torch.zeros(1, 10, 5)))
     found.log_marginals()
-    spans = []
-
-    class Noted(incremental._Part):
-        def __init__(self, leaf, message, begin, end):
-            super().__init__(leaf, message, begin, end)
-            spans.append((begin, end))
-
-    monkeypatch.setattr(incremental, "_Part", Noted)
+    spans, renew = [], found._renew
+    monkeypatch.setattr(found, "_renew", lambda messages, *span: (spans.append(span), renew(messages, *span)))
     found.commit(torch.tensor([6]), ONE)
     found.log_marginals()
     found.log_marginals()

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from codd.circuits.evidence import Evidence, check_possible, log_ratio
-from codd.circuits.hmm import HMM
+from codd.circuits.hmm import HMM, AroundHMM
 from codd.circuits.incremental import Recomputing
 from codd.circuits.ops.backend import backend_for
 from codd.circuits.ops.constrained.eager import Linear
@@ -51,7 +51,7 @@ class WindowConstraint(NamedTuple):
     log_end: Float[Tensor, " S"] | None = None
 
 
-class ConstrainedHMM(Recomputing):
+class ConstrainedHMM(AroundHMM, Recomputing):
     """An HMM whose strings are read by an automaton, all windows of a batch by the same one.
 
     ``log_start`` and ``log_end``, (S,), are log-weights of the automaton's state before the first position and after
@@ -62,7 +62,6 @@ class ConstrainedHMM(Recomputing):
     and nothing is differentiable.
     """
 
-    length: int | None
     supports_cuda_graphs = False
 
     def __init__(
@@ -93,7 +92,6 @@ class ConstrainedHMM(Recomputing):
             self._ends("log_start", log_start, start),
             self._ends("log_end", log_end, end),
         )
-        self.length, self.window = hmm.length, hmm.window
 
     def _ends(self, name: str, given: Tensor | None, otherwise: np.ndarray) -> Float[Tensor, " S"]:
         if given is None:
@@ -106,24 +104,9 @@ class ConstrainedHMM(Recomputing):
         return given.to(self.hmm.device, torch.float64)
 
     @property
-    def vocab_size(self) -> int:
-        """V, the number of tokens."""
-        return self.hmm.vocab_size
-
-    @property
     def num_latents(self) -> int:
         """S N: pairs of an automaton's state and a state of the HMM."""
         return self.automaton.num_states * self.hmm.num_states
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the parameters."""
-        return self.hmm.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of the results: float32 or float64."""
-        return self.hmm.dtype
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "ConstrainedHMM":
         """The same constrained circuit on another device, or in another type (float32 or float64)."""

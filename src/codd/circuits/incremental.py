@@ -64,38 +64,6 @@ class _Places:
         return x[self._sequences, self.index] if self.own else x[:, self.index]
 
 
-class _Part:
-    """Messages after ``begin``, where one is known, up to ``end``: backward ones if that is before."""
-
-    def __init__(self, leaf: Scaled, message: Scaled, begin: int, end: int) -> None:
-        """Views of the leaf values and messages at these positions; the messages change in place."""
-        self.reverse = end < begin
-        here = slice(min(begin, end), max(begin, end) + 1)
-        self.leaf = Scaled(leaf.values[:, here], leaf.log_scale[:, here])
-        self.message = Scaled(message.values[:, here], message.log_scale[:, here])
-
-    def start(self) -> Scaled:
-        """The leaf values of a chain that starts from one: what is known goes into the first leaf.
-
-        Its largest entry is at one, so that scales do not pile up over many short chains.
-        """
-        leaf, message = self.leaf, self.message
-        start = Scaled(leaf.values.clone(), leaf.log_scale.to(torch.float64, copy=True))
-        edge = slice(-1, None) if self.reverse else slice(1)
-        first = start.values[:, edge].mul_(message.values[:, edge])
-        top = first.amax(-1, keepdim=True)
-        top.masked_fill_(top == 0, 1)
-        first.div_(top)
-        start.log_scale[:, edge] += message.log_scale[:, edge] + top.log()
-        return start
-
-    def put(self, messages: Scaled) -> None:
-        """Write the messages after the first, which was known."""
-        new = slice(None, -1) if self.reverse else slice(1, None)
-        self.message.values[:, new] = messages.values[:, new]
-        self.message.log_scale[:, new] = messages.log_scale[:, new]
-
-
 class IncrementalConditioner:
     """An HMM and evidence to which tokens are added one by one. Made by ``HMM.incremental``."""
 
@@ -186,7 +154,7 @@ class IncrementalConditioner:
             self._log_partition = self._both = None
             return picked
         choice = pick_eager.choose(self.log_marginals(), open_, rule, given, candidates is not None, threshold)
-        at, tokens = (self._sequences, choice.positions), choice.numbers
+        at, tokens = (self._sequences, choice.positions), choice.tokens
         if candidates is not None:
             tokens = candidates[(*at, tokens)]
         self._observe(choice.positions, tokens, choice.keep)
@@ -396,13 +364,11 @@ class IncrementalConditioner:
     def _prepared(self) -> tuple[Float[Tensor, "B R K N"], Float[Tensor, "B R K"]]:
         """Columns of the candidates times latent potentials, and log-weights with the scales that belong to them."""
         assert self.candidates is not None
-        hmm, places, scale = self._hmm, self._places, self._leaf.log_scale
-        if self._totals is not None and self._backend.prepare is not None:
-            return self._backend.prepare(hmm.emission, self._given, self.candidates, scale, self._totals, self._latent)
-        return self._prepare(places.take(self.candidates))
-
-    def _prepare(self, ids: Int[Tensor, "B R K"]) -> tuple[Float[Tensor, "B R K N"], Float[Tensor, "B R K"]]:
         hmm, places = self._hmm, self._places
+        if self._totals is not None and self._backend.prepare is not None:
+            state = (self._leaf.log_scale, self._totals, self._latent)
+            return self._backend.prepare(hmm.emission, self._given, self.candidates, *state)
+        ids = places.take(self.candidates)
         columns = _columns(hmm.emission, ids, places.index)
         if self._latent is not None:
             columns *= places.take(self._latent.values)[:, :, None]
@@ -433,11 +399,8 @@ class IncrementalConditioner:
         """
         hmm, backend, both = self._hmm, self._backend, self._both
         if both is None:
-            if backend.forward_backward is not None:
-                both = backend.forward_backward(self._steps, hmm.log_initial, self._leaf, open_=open_)
-            else:
-                forward = backend.messages(self._steps, hmm.log_initial, self._leaf, False)
-                both = forward, backend.messages(self._steps, None, self._leaf, True)
+            assert backend.forward_backward is not None
+            both = backend.forward_backward(self._steps, hmm.log_initial, self._leaf, open_=open_)
             self._both = both
         if not self._host:
             return both
@@ -447,19 +410,32 @@ class IncrementalConditioner:
             low, high = 0, last
         # Tables that belong to their steps serve the whole chain only.
         whole = self._steps.stepwise
-        parts = []
         if high > self._ahead:
             self._ahead, begin = (last, 0) if whole else (high, self._ahead)
-            parts.append(_Part(self._leaf, both[0], begin, self._ahead))
+            self._renew(both[0], begin, self._ahead)
         if low < self._behind:
             self._behind, begin = (0, last) if whole else (low, self._behind)
-            parts.append(_Part(self._leaf, both[1], begin, self._behind))
-        for part in parts:
-            part.put(chain_eager.messages(self._steps, None, part.start(), part.reverse))
-            # Doubt all sequences if a product of message and leaf may have lost something; `_in_doubt` says which.
-            if not chain_eager.nothing_lost(part.leaf * part.message):
-                self._doubt.fill_(True)
+            self._renew(both[1], begin, self._behind)
         return both
+
+    def _renew(self, messages: Scaled, begin: int, end: int) -> None:
+        """Make the messages after ``begin``, where one is known, up to ``end``: backward ones if that is before."""
+        reverse, here = end < begin, slice(min(begin, end), max(begin, end) + 1)
+        leaf, message = (Scaled(x.values[:, here], x.log_scale[:, here]) for x in (self._leaf, messages))
+        # The chain starts from one: what is known goes into the first leaf, whose largest entry is at one, so that
+        # scales do not pile up over many short chains.
+        start = Scaled(leaf.values.clone(), leaf.log_scale.to(torch.float64, copy=True))
+        edge, new = (slice(-1, None), slice(None, -1)) if reverse else (slice(1), slice(1, None))
+        first = start.values[:, edge].mul_(message.values[:, edge])
+        top = first.amax(-1, keepdim=True)
+        top.masked_fill_(top == 0, 1)
+        first.div_(top)
+        start.log_scale[:, edge] += message.log_scale[:, edge] + top.log()
+        found = chain_eager.messages(self._steps, None, start, reverse)
+        message.values[:, new], message.log_scale[:, new] = found.values[:, new], found.log_scale[:, new]
+        # Doubt all sequences if a product of message and leaf may have lost something; `_in_doubt` says which.
+        if not chain_eager.nothing_lost(leaf * message):
+            self._doubt.fill_(True)
 
     def _root(self) -> Float[Tensor, " B"]:
         """log Z, at a position where both messages are right."""

@@ -10,11 +10,7 @@ from codd.circuits.hmm import HMM
 from codd.circuits.modulated import Modulated
 from codd.errors import FormatError
 
-_KINDS: dict[object, type[HMM] | type[Modulated] | type[Circuit]] = {
-    "hmm": HMM,
-    "modulated": Modulated,
-    "graph": Circuit,
-}
+_KINDS: dict[object, type[HMM] | type[Modulated] | type[Circuit]] = {x.kind: x for x in (HMM, Modulated, Circuit)}
 
 
 def load_circuit(

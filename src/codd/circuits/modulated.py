@@ -20,7 +20,7 @@ from torch.nn.functional import pad
 
 from codd.circuits import storage
 from codd.circuits.evidence import Evidence, Modulation
-from codd.circuits.hmm import HMM
+from codd.circuits.hmm import HMM, AroundHMM
 from codd.circuits.incremental import IncrementalConditioner
 from codd.circuits.results import JointStep, Samples
 from codd.errors import FormatError, InvalidCircuit, InvalidEvidence
@@ -94,7 +94,7 @@ def _mask_features(masked: Bool[Tensor, "B L"]) -> Float[Tensor, "B L w"]:
     return torch.cat((here[..., None], angles.cos()[:, None].expand(-1, masked.shape[1], -1)), -1)
 
 
-class Modulated(storage.HubMixin):
+class Modulated(storage.HubMixin, AroundHMM):
     """An HMM and the head that modulates it. `Coupled` takes one with the ``features`` of the window."""
 
     kind = "modulated"
@@ -112,11 +112,6 @@ class Modulated(storage.HubMixin):
         self.hmm, self.head = hmm, head.eval()
 
     @property
-    def vocab_size(self) -> int:
-        """V, the number of tokens."""
-        return self.hmm.vocab_size
-
-    @property
     def num_states(self) -> int:
         """N, the number of states."""
         return self.hmm.num_states
@@ -125,26 +120,6 @@ class Modulated(storage.HubMixin):
     def num_latents(self) -> int:
         """N, under the name that all circuits share."""
         return self.hmm.num_states
-
-    @property
-    def length(self) -> int | None:
-        """The only length that is served, or None: any."""
-        return self.hmm.length
-
-    @property
-    def window(self) -> int | None:
-        """The length that the circuit was made for, or None."""
-        return self.hmm.window
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the parameters."""
-        return self.hmm.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of the results: float32 or float64."""
-        return self.hmm.dtype
 
     @property
     def feature_width(self) -> int:

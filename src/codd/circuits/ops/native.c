@@ -60,49 +60,31 @@ static void product(const float **from, const float *matrix, float **to, int row
     else if (rows == 1) product_1(from, matrix, to, n);
 }
 
-/* Along one chain or several of equal length: arrays of (length, batch, n), norms of (length, batch). */
-typedef struct {
-    const float *leaf;
-    float *products, *messages, *norms;
-    int64_t length, batch, reverse, keep; /* keep: `messages` has a row for each position, else one for all */
-} chain_pass;
-
-/* Position t of a pass, its rescaling included: products[t] = message t times leaf t. */
-static void advance(const chain_pass *p, int64_t t, int64_t n, int rescale, float tiny) {
-    const int64_t size = p->batch * n;
-    const float *message = p->messages + (p->keep ? t * size : 0);
-    float *row = p->products + t * size;
-    for (int64_t i = 0; i < size; i++) row[i] = message[i] * p->leaf[t * size + i];
-    for (int64_t b = 0; rescale && b < p->batch; b++, row += n) {
-        float top = tiny;
-        for (int64_t i = 0; i < n; i++) top = row[i] > top ? row[i] : top;
-        for (int64_t i = 0; i < n; i++) row[i] /= top;
-        p->norms[t * p->batch + b] = top;
-    }
-}
-
-/* Passes that have nothing in common but the matrix, which is read once for 8 rows of any of them: the next message is
- * products[t] times matrix. Every few positions a row is divided by its largest entry, which goes into norms. */
-void codd_run_passes(const float *matrix, const chain_pass *passes, int64_t count, int64_t n, int64_t every, float tiny) {
-    const float *from[8];
-    float *to[8];
-    int64_t going = 1;
-    for (int64_t k = 0; going; k++) {
-        int rows = 0;
-        going = 0;
-        for (const chain_pass *p = passes; p < passes + count; p++) {
-            if (k >= p->length) continue;
-            const int64_t t = p->reverse ? p->length - 1 - k : k;
-            advance(p, t, n, (k + 1) % every == 0, tiny);
-            if (k + 1 == p->length) continue;
-            going = 1;
-            for (int64_t b = 0; b < p->batch; b++) {
-                from[rows] = p->products + (t * p->batch + b) * n;
-                to[rows] = p->messages + ((p->keep ? (p->reverse ? t - 1 : t + 1) : 0) * p->batch + b) * n;
-                if (++rows == 8) product(from, matrix, to, rows, n), rows = 0;
-            }
+/* One pass of messages along `batch` chains, forward or in reverse: arrays of (length, batch, n), norms of (length,
+ * batch). products[t] = message t times leaf t, and the next message is that times the matrix, which is read once for 8
+ * rows. Every few positions a row is divided by its largest entry, which goes into norms. `keep`: `messages` has rows
+ * for each position, else for one at a time. */
+void codd_pass(const float *matrix, const float *leaf, float *products, float *messages, float *norms, int64_t length,
+               int64_t batch, int64_t n, int64_t reverse, int64_t keep, int64_t every, float tiny) {
+    const int64_t size = batch * n;
+    for (int64_t k = 0; k < length; k++) {
+        const int64_t t = reverse ? length - 1 - k : k;
+        const float *message = messages + (keep ? t * size : 0);
+        float *row = products + t * size, *next = messages + (keep ? (reverse ? t - 1 : t + 1) * size : 0);
+        for (int64_t i = 0; i < size; i++) row[i] = message[i] * leaf[t * size + i];
+        for (int64_t b = 0; (k + 1) % every == 0 && b < batch; b++) {
+            float top = tiny, *one = row + b * n;
+            for (int64_t i = 0; i < n; i++) top = one[i] > top ? one[i] : top;
+            for (int64_t i = 0; i < n; i++) one[i] /= top;
+            norms[t * batch + b] = top;
         }
-        if (rows) product(from, matrix, to, rows, n);
+        for (int64_t b = 0; k + 1 < length && b < batch; b += 8) {
+            const float *from[8];
+            float *to[8];
+            const int rows = batch - b < 8 ? batch - b : 8;
+            for (int r = 0; r < rows; r++) from[r] = row + (b + r) * n, to[r] = next + (b + r) * n;
+            product(from, matrix, to, rows, n);
+        }
     }
 }
 

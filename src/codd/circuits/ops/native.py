@@ -14,7 +14,6 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -139,8 +138,8 @@ def _processor() -> bytes:
 
 
 def _declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
-    loaded.codd_run_passes.argtypes = [_DATA] * 2 + [_SIZE] * 3 + [_REAL]
-    loaded.codd_run_passes.restype = None
+    loaded.codd_pass.argtypes = [_DATA] * 5 + [_SIZE] * 6 + [_REAL]
+    loaded.codd_pass.restype = None
     loaded.codd_path.argtypes = [_DATA] * 6 + [_SIZE] * 4 + [_REAL]
     loaded.codd_path.restype = _SIZE
     loaded.codd_panels.argtypes = [_DATA] * 3 + [_SIZE] * 3
@@ -150,67 +149,30 @@ def _declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
     return loaded
 
 
-class _ChainPass(ctypes.Structure):
-    """The C struct ``chain_pass`` of native.c, field by field."""
+def chain_pass(
+    matrix: Float[Tensor, "N N"],
+    first: Float[Tensor, " N"] | None,
+    values: Float[Tensor, "L B N"],
+    norms: Float[Tensor, "L B 1"],
+    reverse: bool,
+    keep_messages: bool,
+    rescale_every: int,
+) -> tuple[Float[Tensor, "L B N"], Float[Tensor, "L B N"] | Float[Tensor, "1 B N"]] | None:
+    """Products and messages of one pass, as ``chain.eager`` computes them; None if unsupported (it takes NumPy).
 
-    _fields_ = (
-        *((name, _DATA) for name in ("leaf", "products", "messages", "norms")),
-        *((name, _SIZE) for name in ("length", "batch", "reverse", "keep")),
-    )
-
-
-@dataclass(frozen=True, eq=False)
-class ChainPass:
-    """One pass of messages along B chains of one length, forward or in reverse, with room for its results."""
-
-    matrix: Float[Tensor, "N N"]
-    values: Float[Tensor, "L B N"]
-    norms: Float[Tensor, "L B 1"]
-    products: Float[Tensor, "L B N"]
-    messages: Float[Tensor, "L B N"] | Float[Tensor, "1 B N"]
-    reverse: bool
-    keep_messages: bool
-    rescale_every: int
-    """Positions between two rescalings."""
-
-    @classmethod
-    def prepared(
-        cls,
-        matrix: Float[Tensor, "N N"],
-        first: Float[Tensor, " N"] | None,
-        values: Float[Tensor, "L B N"],
-        norms: Float[Tensor, "L B 1"],
-        reverse: bool,
-        keep_messages: bool,
-        rescale_every: int,
-    ) -> "ChainPass | None":
-        """A pass before its first step; None if unsupported (the caller falls back to NumPy)."""
-        _, batch, states = values.shape
-        if values.dtype != torch.float32 or batch * states * states > MAX_PRODUCT or library() is None:
-            return None
-        messages = torch.empty_like(values) if keep_messages else torch.empty_like(values[:1])
-        messages[-1 if reverse and keep_messages else 0] = 1.0 if first is None else first
-        return cls(matrix, values, norms, torch.empty_like(values), messages, reverse, keep_messages, rescale_every)
-
-    @property
-    def cost(self) -> int:
-        """Multiplications that the pass takes."""
-        return self.values.numel() * self.values.shape[-1]
-
-
-def run_passes(passes: Sequence[ChainPass]) -> None:
-    """Run passes that share matrix and rescaling as one batch, as ``chain.eager`` runs one with NumPy.
-
-    The results of one pass do not depend on the others, to the bit.
+    A sequence's results do not depend on the others, to the bit.
     """
-    loaded = library()
-    assert loaded is not None  # else `ChainPass.prepared` would have made none
-    arrays = [(p.values, p.products, p.messages, p.norms) for p in passes]
-    sizes = [(*p.values.shape[:2], p.reverse, p.keep_messages) for p in passes]
-    structs = (_ChainPass(*(x.data_ptr() for x in a), *b) for a, b in zip(arrays, sizes, strict=True))
-    arguments = (_ChainPass * len(passes))(*structs)
-    matrix, tiny = passes[0].matrix, torch.finfo(torch.float32).tiny
-    loaded.codd_run_passes(matrix.data_ptr(), arguments, len(passes), len(matrix), passes[0].rescale_every, tiny)
+    length, batch, states = values.shape
+    too_many = batch * states * states > MAX_PRODUCT
+    if values.dtype != torch.float32 or too_many or (loaded := library()) is None:
+        return None
+    messages = torch.empty_like(values if keep_messages else values[:1])
+    messages[-1 if reverse and keep_messages else 0] = 1.0 if first is None else first
+    products = torch.empty_like(values)
+    pointers = (x.data_ptr() for x in (matrix, values, products, messages, norms))
+    sizes = (length, batch, states, reverse, keep_messages, rescale_every)
+    loaded.codd_pass(*pointers, *sizes, torch.finfo(torch.float32).tiny)
+    return products, messages
 
 
 def path(

@@ -33,18 +33,15 @@ def messages(
     values = leaf.values.transpose(0, 1).contiguous()
     norms = values.new_ones(*values.shape[:2], 1)
     first = None if start is None else start.detach().to(values.dtype).exp()
-    factors, in_c = _factors(transition, reverse), None
+    factors, done = _factors(transition, reverse), None
     if values.device.type == "cpu" and len(factors) == 1 and factors[0].ndim == 2:
-        arrays = (factors[0], first, values, norms)
-        in_c = native.ChainPass.prepared(*arrays, reverse, not absorb, _RESCALE_EVERY[values.dtype])
-    if in_c is not None:
-        native.run_passes([in_c])
-        out = in_c.products if absorb else in_c.messages
-    else:
+        every = _RESCALE_EVERY[values.dtype]
+        done = native.chain_pass(factors[0], first, values, norms, reverse, not absorb, every)
+    if done is None:
         gates = None if transition.gates is None else transition.gates[0].transpose(0, 1)
         run = _pass_numpy if values.device.type == "cpu" else _pass_torch
-        products, carried = run(factors, gates, first, values, norms, reverse, keep_messages=not absorb)
-        out = products if absorb else carried
+        done = run(factors, gates, first, values, norms, reverse, keep_messages=not absorb)
+    out = done[0] if absorb else done[1]
     total = _scales(norms[..., 0], leaf.log_scale[..., 0].transpose(0, 1), reverse, absorb)
     if transition.gates is not None:
         total = total + _met_gates(transition.gates[1].transpose(0, 1).to(total.dtype), reverse)

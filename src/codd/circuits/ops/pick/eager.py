@@ -15,7 +15,7 @@ ROUNDING = 1e-5
 
 
 class Picked(NamedTuple):
-    """One token of each sequence, its probability, and whether it was committed.
+    """One token of each sequence (`choose`: the number of a candidate), its probability, and whether it was committed.
 
     Where it was not, because nothing was open or the picks have ended, it says nothing.
     """
@@ -25,16 +25,6 @@ class Picked(NamedTuple):
     probabilities: Float[Tensor, " B"]
     sure: Bool[Tensor, " B"]
     """Whether no token outside the candidates could change any of that; false where nothing is possible."""
-    keep: Bool[Tensor, " B"]
-
-
-class Choice(NamedTuple):
-    """As `Picked`, with the index of a candidate instead of a token id."""
-
-    positions: Int[Tensor, " B"]
-    numbers: Int[Tensor, " B"]
-    probabilities: Float[Tensor, " B"]
-    sure: Bool[Tensor, " B"]
     keep: Bool[Tensor, " B"]
 
 
@@ -86,7 +76,7 @@ def choose(
     given: Float[Tensor, "B L"] | None = None,
     partial: bool = True,
     threshold: float | None = None,
-) -> Choice:
+) -> Picked:
     """Which token of which position comes first, if it reaches the threshold.
 
     ``partial``: there are tokens besides those of ``log_p``.
@@ -115,7 +105,7 @@ def choose(
     ends = torch.zeros_like(some) if threshold is None else here[1] < threshold
     if threshold is not None:  # that nothing reaches it may be certain where it is not what comes first
         sure = torch.where(ends, ((rest < threshold) | ~open_).all(-1), sure)
-    return Choice(place[:, 0], here[0], here[1], sure | ~open_.any(-1), some & ~ends)
+    return Picked(place[:, 0], here[0], here[1], sure | ~open_.any(-1), some & ~ends)
 
 
 def close(open_: Bool[Tensor, "B L"], positions: Int[Tensor, " B"], keep: Bool[Tensor, " B"]) -> None:
@@ -140,8 +130,8 @@ def pick(
     """Choose a token, and commit it: ``open_``, ``leaf``, ``tokens`` and ``observed`` change in place."""
     choice = choose(log_p, open_, rule, given, threshold=threshold)
     at = (torch.arange(len(log_p), device=log_p.device), choice.positions)
-    token = candidates[(*at, choice.numbers)]
-    column = columns[(*at, choice.numbers)].to(leaf.values.dtype)
+    token = candidates[(*at, choice.tokens)]
+    column = columns[(*at, choice.tokens)].to(leaf.values.dtype)
     top = column.amax(-1, keepdim=True)
     top = torch.where(top > 0, top, 1)
     scale = top.log() if column_scale is None else top.log() + column_scale[at]
