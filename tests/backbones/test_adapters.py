@@ -326,6 +326,12 @@ def test_a_file_that_does_not_fit_is_refused_by_name(lora, changes, message):
         ({"target_modules": "q" * 10_001}, "more than 10000 characters"),
         ({"target_modules": [3]}, "target_modules must be a list of names"),
         ({"target_modules": ["v_proj"]}, "adapter_config.json does not name this module"),
+        ({"exclude_modules": ["q_proj"]}, "adapter_config.json does not name this module"),
+        ({"modules_to_save": ["self_attn"]}, "adapter_config.json does not name this module"),
+        (
+            {"target_modules": "all-linear", "rank_pattern": {"q_proj": 2}},
+            r"shape \(\d+, 4\), but .* ask for \(\d+, 2\)",
+        ),
     ],
 )
 def test_a_configuration_that_codd_does_not_read_is_refused_by_name(lora, changes, message, monkeypatch):

@@ -7,12 +7,13 @@ from torch import Tensor
 
 from codd.backbones import chat
 from codd.backbones.backbone import Backbone, ModelSpec, SpecialTokenIds
-from codd.backbones.config import Config
+from codd.backbones.config import Config, of_model_type
 from codd.backbones.transformer import TransformerConfig
 from codd.backbones.weights import Key
 from codd.errors import InvalidInput
 
 NAME = "bert"
+recognises = of_model_type("bert")
 
 _LAYER = "bert.encoder.layer.{i}."
 _HEAD = "cls.predictions."
@@ -62,11 +63,6 @@ class BERT(Backbone):
         if types.device.type == "cpu" and types.numel() and not 0 <= int(types.min()) <= int(types.max()) <= last:
             raise InvalidInput(f"token_type_ids must be from 0 to {last}.")
         return {"types": types}
-
-
-def recognises(config: Config) -> bool:
-    """Whether a config.json is of this family, by its model_type."""
-    return bool(config.get("model_type") == "bert")
 
 
 def read_spec(config: Config) -> ModelSpec:

@@ -2,7 +2,7 @@
 
 import json
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +124,8 @@ class Config:
         self, name: str, wanted: str, value: Any, advice: str = "correct it or download the file again"
     ) -> FormatError:
         return FormatError(f"{self.where}: {name} must be {wanted}, found {reprlib.repr(value)}; {advice}.")
+
+
+def of_model_type(name: str) -> Callable[[Config], bool]:
+    """What tells whether a config.json is of the family with this model_type."""
+    return lambda config: bool(config.get("model_type") == name)

@@ -6,9 +6,10 @@ from torch import Tensor
 
 from codd.backbones import chat, layouts
 from codd.backbones.backbone import Backbone, ModelSpec, leading_padding
-from codd.backbones.config import Config
+from codd.backbones.config import Config, of_model_type
 
 NAME = "dream"
+recognises = of_model_type("Dream")
 
 
 class Dream(Backbone):
@@ -23,11 +24,6 @@ class Dream(Backbone):
             return moved
         first = torch.arange(valid.shape[1], device=valid.device) == leading_padding(valid)[:, None]
         return torch.where(first[..., None], states, moved)
-
-
-def recognises(config: Config) -> bool:
-    """Whether a config.json is of this family, by its model_type."""
-    return bool(config.get("model_type") == "Dream")
 
 
 def read_spec(config: Config) -> ModelSpec:

@@ -6,10 +6,11 @@ from torch import Tensor
 
 from codd.backbones import chat, layouts
 from codd.backbones.backbone import ModelSpec, NetworkInputs
-from codd.backbones.config import Config
+from codd.backbones.config import Config, of_model_type
 from codd.backbones.dream import Dream
 
 NAME = "fast_dllm"
+recognises = of_model_type("Fast_dLLM_Qwen")
 MASK_ID = 151665
 """The mask token of the published checkpoints: no field of theirs states it."""
 BLOCK_SIZE = 32
@@ -29,11 +30,6 @@ class FastDLLM(Dream):
         assert self.block_size is not None
         first = inputs.positions % self.block_size == 0
         return self.logits(torch.where(first[..., None], states, moved), inputs.ids)
-
-
-def recognises(config: Config) -> bool:
-    """Whether a config.json is of this family, by its model_type."""
-    return bool(config.get("model_type") == "Fast_dLLM_Qwen")
 
 
 def read_spec(config: Config) -> ModelSpec:

@@ -2,16 +2,12 @@
 
 from codd.backbones import layouts
 from codd.backbones.backbone import ModelSpec
-from codd.backbones.config import Config
+from codd.backbones.config import Config, of_model_type
 
 NAME = "illada"
+recognises = of_model_type("illada")
 MASK_ID = 5
 """The mask token of the published checkpoint: none of its files states it."""
-
-
-def recognises(config: Config) -> bool:
-    """Whether a config.json is of this family, by its model_type."""
-    return bool(config.get("model_type") == "illada")
 
 
 def read_spec(config: Config) -> ModelSpec:

@@ -4,11 +4,12 @@ from dataclasses import replace
 
 from codd.backbones import layouts
 from codd.backbones.backbone import ModelSpec
-from codd.backbones.config import Config
+from codd.backbones.config import Config, of_model_type
 from codd.backbones.experts import ExpertsConfig
 from codd.backbones.weights import Key
 
 NAME = "llada2"
+recognises = of_model_type("llada2_moe")
 MASK_ID = 156895
 """The mask token of the published checkpoints: their config.json does not state it."""
 BLOCK_SIZE = 32
@@ -25,11 +26,6 @@ KEYS = (
     Key("model.norm.weight", "final_norm.weight"),
     *layouts.MLPS,
 )
-
-
-def recognises(config: Config) -> bool:
-    """Whether a config.json is of this family, by its model_type."""
-    return bool(config.get("model_type") == "llada2_moe")
 
 
 def read_spec(config: Config) -> ModelSpec:

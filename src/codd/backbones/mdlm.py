@@ -8,9 +8,10 @@ from torch import Tensor
 
 from codd.backbones import chat, dit
 from codd.backbones.backbone import ModelSpec, SpecialTokenIds
-from codd.backbones.config import Config
+from codd.backbones.config import Config, of_model_type
 
 NAME = "mdlm"
+recognises = of_model_type("mdlm")
 KEYS = dit.KEYS
 PREFIX = "backbone."
 """The prefix of every tensor's name in the files on the hub; those of a training run lack it."""
@@ -25,11 +26,6 @@ class MDLM(dit.NoiseConditioned):
         """The noise level; always 0 where the network was trained without one."""
         noise = super().extra_inputs(ids, valid, extra)
         return noise if self.spec.options["time_conditioning"] else {"sigma": torch.zeros_like(noise["sigma"])}
-
-
-def recognises(config: Config) -> bool:
-    """Whether a config.json is of this family, by its model_type."""
-    return bool(config.get("model_type") == "mdlm")
 
 
 def read_spec(config: Config) -> ModelSpec:

@@ -14,13 +14,14 @@ from torch import Tensor
 from codd import files
 from codd.backbones import chat
 from codd.backbones.backbone import Backbone, ModelSpec, SpecialTokenIds
-from codd.backbones.config import CONFIG, Config
+from codd.backbones.config import CONFIG, Config, of_model_type
 from codd.backbones.quantized import round_rows
 from codd.backbones.transformer import Transformer, TransformerConfig
 from codd.backbones.weights import SCALE, SINGLE, Key
 
 NAME = "mini"
 MODEL_TYPE = "codd-mini"
+recognises = of_model_type(MODEL_TYPE)
 
 KEYS = tuple(
     Key(name, name)
@@ -37,11 +38,6 @@ KEYS = tuple(
         "final_norm.weight",
     )
 )
-
-
-def recognises(config: Config) -> bool:
-    """Whether a config.json is of this family, by its model_type."""
-    return bool(config.get("model_type") == MODEL_TYPE)
 
 
 def read_spec(config: Config) -> ModelSpec:

@@ -2,12 +2,13 @@
 
 from codd.backbones import chat
 from codd.backbones.backbone import ModelSpec, SpecialTokenIds
-from codd.backbones.config import Config
+from codd.backbones.config import Config, of_model_type
 from codd.backbones.transformer import LocalLayers, TransformerConfig
 from codd.backbones.weights import Key
 from codd.errors import FormatError
 
 NAME = "modernbert"
+recognises = of_model_type("modernbert")
 GLOBAL, LOCAL = "full_attention", "sliding_attention"
 
 _LAYER = "model.layers.{i}."
@@ -25,11 +26,6 @@ KEYS = (
 )
 DECODER = Key("decoder.weight", "head.weight")
 DECODER_BIAS = Key("decoder.bias", "head.bias")
-
-
-def recognises(config: Config) -> bool:
-    """Whether a config.json is of this family, by its model_type."""
-    return bool(config.get("model_type") == "modernbert")
 
 
 def read_spec(config: Config) -> ModelSpec:

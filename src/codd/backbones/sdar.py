@@ -2,18 +2,14 @@
 
 from codd.backbones import chat, layouts
 from codd.backbones.backbone import ModelSpec
-from codd.backbones.config import Config
+from codd.backbones.config import Config, of_model_type
 
 NAME = "sdar"
+recognises = of_model_type("sdar")
 MASK_ID = 151669
 """The mask token of the published checkpoints, whose config.json does not state it."""
 BLOCK_SIZE = 4
 """Positions of a block in the published checkpoints; larger blocks are in the models' names (-b8 to -b64)."""
-
-
-def recognises(config: Config) -> bool:
-    """Whether a config.json is of this family, by its model_type."""
-    return bool(config.get("model_type") == "sdar")
 
 
 def read_spec(config: Config) -> ModelSpec:

@@ -30,11 +30,12 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: Any, size: int | None = None) -> "Vocabulary":
-        """The vocabulary of a tokenizer of ``tokenizers`` or of codd: byte-level BPE or SentencePiece (BPE, unigram).
+        """The vocabulary of a tokenizer, codd's or one of the library ``tokenizers``.
 
-        Special and other added tokens write nothing, nor do ids up to ``size`` (the network's outputs) that the
-        tokenizer lacks. Texts are what its ``decode`` gives. InvalidConstraint for tokenizers of other kinds, whose
-        decoding is not a text for each token, one after the other (WordPiece).
+        It is byte-level BPE, or SentencePiece (BPE or unigram, with or without bytes). Special and other added tokens
+        write nothing, nor do ids up to ``size`` (the network's outputs) that the tokenizer lacks. Texts are what its
+        ``decode`` gives. InvalidConstraint for tokenizers of other kinds, whose decoding is not a text for each token,
+        one after the other (WordPiece).
         """
         backend: tokenizers.Tokenizer = getattr(tokenizer, "backend", tokenizer)  # codd's own holds one
         spelling = _Spelling(json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else None)
