@@ -42,7 +42,7 @@ def test_both_ways_have_equal_calls_and_right_answers_are_counted(small, capsys)
         assert way["seconds"] > 0
     assert solved["ways"]["alone"]["calls"] == solved["ways"]["circuit"]["calls"] == 3 * 2
     text = found["filled"]["texts"]["alone"]
-    assert re.fullmatch(r"They walked.* the river, and in the evening.* the fire\\.", text)
+    assert re.fullmatch(r"They walked.* the river, and in the evening.* the fire\.", text)
 
 
 def test_the_seed_decides(small, capsys):
