@@ -47,10 +47,6 @@ def test_bodies_have_a_limit():
     answer = small.post("/v1/denoise", content=b"x" * 101)
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
     assert "100 bytes" in answer.json()["error"]["message"]
-
-
-def test_bodies_in_chunks_have_the_same_limit():
-    small = client(max_body=100)
     assert small.post("/v1/denoise", content=iter([b"x" * 50] * 2)).json()["size"] == 100
     assert small.post("/v1/denoise", content=iter([b"x" * 50] * 3)).status_code == 413
 
@@ -76,10 +72,8 @@ def test_no_more_is_read_than_needed():
     part = {"type": "http.request", "body": b"x" * 60, "more_body": True}
     sent, read = call(app(max_body=100), {"Host": "localhost"}, [part] * 9)
     assert (sent[0]["status"], read) == (413, 2)
-    sent, read = call(app(max_body=100), {"Host": "localhost", "Content-Length": "101"}, [part] * 9)
-    assert (sent[0]["status"], read) == (413, 0)
-    for odd, status in (("9" * 5000, 413), ("-1", 400), ("²", 400), ("", 400)):
-        sent, read = call(app(max_body=100), {"Host": "localhost", "Content-Length": odd}, [part] * 9)
+    for length, status in (("101", 413), ("9" * 5000, 413), ("-1", 400), ("²", 400), ("", 400)):
+        sent, read = call(app(max_body=100), {"Host": "localhost", "Content-Length": length}, [part] * 9)
         assert (sent[0]["status"], read) == (status, 0)
         assert "error" in json.loads(sent[1]["body"])
 
@@ -182,6 +176,7 @@ def test_no_way_around_the_key(path):
         ("acodd.example", {"hosts": ("*.codd.example",)}, False),
         ("evil.example", {"hosts": ("*",)}, True),
         ("", {}, False),
+        (None, {}, False),
         ("localhost:x", {}, False),
         ("a@localhost", {}, False),
         ("[::1", {}, False),
@@ -189,15 +184,10 @@ def test_no_way_around_the_key(path):
     ],
 )
 def test_names_of_the_server(host, security, known):
-    sent, _ = call(app(**security), {"Host": host}, [{"type": "http.request"}])
+    sent, _ = call(app(**security), {} if host is None else {"Host": host}, [{"type": "http.request"}])
     assert sent[0]["status"] == (200 if known else 400)
     if not known:
         assert json.loads(sent[1]["body"])["error"]["param"] == "Host"
-
-
-def test_a_request_without_a_name_is_refused():
-    sent, _ = call(app(), {}, [{"type": "http.request"}])
-    assert sent[0]["status"] == 400
 
 
 def test_headers_for_browsers():
