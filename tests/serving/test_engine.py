@@ -1,9 +1,7 @@
 """The engine: sequences of all kinds at once, each as if alone; and what happens when something does not go well."""
 
 import asyncio
-import math
 import threading
-import time
 
 import pytest
 
@@ -11,7 +9,6 @@ from codd.errors import InvalidInput
 from codd.serving.engine import Engine
 from codd.serving.requests import (
     REQUEST_ID,
-    DeadlineExceeded,
     ModelCall,
     ModelFailure,
     QueueFull,
@@ -150,41 +147,6 @@ def test_an_idle_engine_takes_as_many_as_it_has_slots_even_without_a_queue():
     running(test, slots=1, queue=0)
 
 
-def test_who_leaves_frees_the_slot_within_one_step():
-    async def test(engine: Engine) -> None:
-        gate = Gate()
-        gone = request(hooks=(gate,))
-        with engine.submit([gone]):
-            await arrived(gate)
-            other = request()
-            waiting = asyncio.create_task(written(engine, other))
-            await eventually(lambda: engine.load.waiting == 1)
-        gate.open.release()  # the step that was under way, and no other
-        await waiting
-        assert gate.reached.acquire(blocking=False) is False
-        assert gone.state.evaluations == 1
-        assert engine.metrics.evicted.labels("cancelled")._value.get() == 1
-
-    running(test, slots=1)
-
-
-def test_deadlines_end_what_is_under_way_and_what_waits():
-    async def test(engine: Engine) -> None:
-        gate = Gate()
-        slow, waits = request(hooks=(gate,), deadline=math.inf), request(client="other", deadline=math.inf)
-        with engine.submit([slow, waits]):
-            await arrived(gate)
-            slow.deadline = waits.deadline = time.monotonic()  # it passes while the step is under way
-            for late in (slow, waits):
-                with pytest.raises(DeadlineExceeded):
-                    await anext(late.steps())
-            gate.open.release()
-            await eventually(lambda: not (engine.load.running or engine.load.waiting))
-        await written(engine, request())
-
-    running(test, slots=1)
-
-
 def test_a_sequence_that_cannot_go_on_fails_alone():
     async def test(engine: Engine) -> None:
         bad, good = request(hooks=(cut,)), request()
@@ -196,26 +158,12 @@ def test_a_sequence_that_cannot_go_on_fails_alone():
     running(test)
 
 
-def test_after_a_failure_of_the_model_the_engine_goes_on(caplog):
-    async def test(engine: Engine) -> None:
-        REQUEST_ID.set("abc")
-        bad = request(hooks=(explode,))
-        with engine.submit([bad]), pytest.raises(ModelFailure):
-            await anext(bad.steps())
-        assert engine.load.running == 0
-        await written(engine, request())
-        assert b"codd_failures_total 1.0" in engine.metrics.text()
-
-    running(test)
-    assert "boom" in caplog.text
-    assert "request abc: the model failed" in caplog.text
-
-
 def test_an_unforeseen_error_is_nobody_elses(caplog):
     async def test(engine: Engine) -> None:
         expected = [await written(engine, request(**options)) for options in ({}, {"temperature": 1.0})]
         gate = Gate()
         first, second = request(hooks=(gate,)), request(temperature=1.0)
+        REQUEST_ID.set("abc")
         bad = request(hooks=(explode,))
         with engine.submit([first]):
             await arrived(gate)
@@ -227,8 +175,11 @@ def test_an_unforeseen_error_is_nobody_elses(caplog):
                 steps = [[step async for step in one.steps()] for one in (first, second)]
         assert [len(each) for each in steps] == [4, 4]
         assert [each[-1].ids.tolist() for each in steps] == expected
+        assert b"codd_failures_total 1.0" in engine.metrics.text()
 
     running(test)
+    assert "boom" in caplog.text
+    assert "request abc: the model failed" in caplog.text
     assert caplog.text.count("the model failed") == 1
 
 
