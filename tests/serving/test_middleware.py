@@ -152,38 +152,34 @@ def test_no_way_around_the_key(path):
     assert client(api_key=KEY).get(LOCAL + path, follow_redirects=False).status_code == 401
 
 
+NAMES: list[tuple[dict[str, Any], list[str], list[str | None]]] = [
+    (
+        {},
+        ["127.0.0.1:8000", "localhost", "LOCALHOST:9", "localhost.", "[::1]:8000", "127.8.9.10"],
+        [
+            *("evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "192.168.1.5"),
+            *("", None, "localhost:x", "a@localhost", "[::1", "é"),
+        ],
+    ),
+    ({"bound": "192.168.1.5"}, ["192.168.1.5:80"], ["192.168.1.6"]),
+    ({"bound": "0.0.0.0"}, ["192.168.1.6"], ["evil.example"]),
+    ({"bound": "::"}, ["[fe80::1]"], []),
+    ({"hosts": ("codd.example",)}, ["codd.example"], ["a.codd.example"]),
+    ({"hosts": ("*.codd.example",)}, ["a.codd.example:1"], ["acodd.example"]),
+    ({"hosts": ("*",)}, ["evil.example"], []),
+]
+
+
 @pytest.mark.parametrize(
-    ("host", "security", "known"),
+    ("security", "host", "known"),
     [
-        ("127.0.0.1:8000", {}, True),
-        ("localhost", {}, True),
-        ("LOCALHOST:9", {}, True),
-        ("localhost.", {}, True),
-        ("[::1]:8000", {}, True),
-        ("127.8.9.10", {}, True),
-        ("evil.example", {}, False),
-        ("localhost.evil.example", {}, False),
-        ("127.0.0.1.evil.example", {}, False),
-        ("192.168.1.5", {}, False),
-        ("192.168.1.5:80", {"bound": "192.168.1.5"}, True),
-        ("192.168.1.6", {"bound": "192.168.1.5"}, False),
-        ("192.168.1.6", {"bound": "0.0.0.0"}, True),
-        ("[fe80::1]", {"bound": "::"}, True),
-        ("evil.example", {"bound": "0.0.0.0"}, False),
-        ("codd.example", {"hosts": ("codd.example",)}, True),
-        ("a.codd.example", {"hosts": ("codd.example",)}, False),
-        ("a.codd.example:1", {"hosts": ("*.codd.example",)}, True),
-        ("acodd.example", {"hosts": ("*.codd.example",)}, False),
-        ("evil.example", {"hosts": ("*",)}, True),
-        ("", {}, False),
-        (None, {}, False),
-        ("localhost:x", {}, False),
-        ("a@localhost", {}, False),
-        ("[::1", {}, False),
-        ("é", {}, False),
+        (security, host, hosts is known)
+        for security, known, strange in NAMES
+        for hosts in (known, strange)
+        for host in hosts
     ],
 )
-def test_names_of_the_server(host, security, known):
+def test_names_of_the_server(security, host, known):
     sent, _ = call(app(**security), {} if host is None else {"Host": host}, [{"type": "http.request"}])
     assert sent[0]["status"] == (200 if known else 400)
     if not known:
