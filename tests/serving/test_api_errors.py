@@ -83,49 +83,43 @@ def test_a_malformed_request_names_the_field(body, param, words):
     assert found["message"].startswith(f"{param}: ")
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_openai_requests_need_a_model(path):
-    assert "is missing" in error_of(422, path, json={"prompt": "x", "messages": []})["message"]
-    found = error_of(400, path, json={**_fine(path), "frequency_penalty": 1})
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/v1/completions", {"prompt": "x"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+    ],
+)
+def test_openai_requests_need_a_model(path, said):
+    assert "is missing" in error_of(422, path, json=said)["message"]
+    found = error_of(400, path, json={"model": "m", **said, "frequency_penalty": 1})
     assert (found["param"], found["code"]) == ("frequency_penalty", "unsupported")
 
 
-def _fine(path: str) -> dict[str, Any]:
-    said = {"messages": [{"role": "user", "content": "x"}]} if "chat" in path else {"prompt": "x"}
-    return {"model": "m", **said}
-
-
 @pytest.mark.parametrize(
-    ("content", "status"),
+    ("content", "status", "param"),
     [
-        (b"{", 422),
-        (b'{"steps": }', 422),
-        (b"", 422),
-        (b"\xff\xfe\xff", 400),
-        (b'{"prompt": "\xe9"}', 400),
-        (b"[" * 100_000, 400),
-        (b"[" * 100_000 + b"]" * 100_000, 400),
-        (b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400),
-        (b'{"a":' * 40_000 + b"1" + b"}" * 40_000, 400),
-        (b'{"steps": ' + b"9" * 5_000 + b"}", 400),
+        (b"{", 422, "body"),
+        (b'{"steps": }', 422, "body"),
+        (b"", 422, "body"),
+        (b"null", 422, "body"),
+        (b"\xff\xfe\xff", 400, "body"),
+        (b'{"prompt": "\xe9"}', 400, "body"),
+        (b"[" * 100_000, 400, "body"),
+        (b"[" * 100_000 + b"]" * 100_000, 400, "body"),
+        (b'{"prompt":' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400, "body"),
+        (b'{"a":' * 40_000 + b"1" + b"}" * 40_000, 400, "body"),
+        (b'{"steps": ' + b"9" * 5_000 + b"}", 400, "body"),
+        (b'{"steps": ' + b"9" * 4_000 + b"}", 422, "steps"),
+        (b'{"temperature": 1e999}', 422, "temperature"),
+        (b'{"temperature": NaN}', 422, "temperature"),
+        (b'{"temperature": ' + b"9" * 400 + b"}", 422, "temperature"),
+        (b'{"prompt": [' + b"[" * 900 + b"]" * 900 + b"]}", 422, "prompt"),
+        (b'{"\\ud800": 1}', 422, "body"),  # a name that cannot be said
     ],
 )
-def test_what_is_no_json(content, status):
-    assert error_of(status, content=content)["param"] == "body"
-
-
-@pytest.mark.parametrize(
-    ("content", "param"),
-    [
-        (b'{"steps": ' + b"9" * 4_000 + b"}", "steps"),
-        (b'{"temperature": 1e999}', "temperature"),
-        (b'{"temperature": NaN}', "temperature"),
-        (b'{"temperature": ' + b"9" * 400 + b"}", "temperature"),
-        (b'{"prompt": [' + b"[" * 900 + b"]" * 900 + b"]}", "prompt"),
-    ],
-)
-def test_odd_numbers_and_depths(content, param):
-    assert error_of(422, content=content)["param"].startswith(param)
+def test_what_is_no_json_and_odd_numbers_and_depths(content, status, param):
+    assert error_of(status, content=content)["param"].partition(".")[0] == param
 
 
 def test_bodies_that_do_not_say_that_they_are_json_are_not_read_as_such():
@@ -139,7 +133,6 @@ def test_little_of_a_request_is_sent_back():
         found = error_of(422, json=body)
         assert "x" * 101 not in json.dumps(found)
         assert len(found["param"]) <= 100
-    assert error_of(422, content=b'{"\\ud800": 1}')["param"] == "body"  # a name that cannot be said
 
 
 def test_one_wrong_id_is_reported_not_all():
@@ -159,12 +152,7 @@ def test_addresses_and_methods():
     ("raised", "status", "kind", "param"),
     [
         (APIError(400, "no", "steps"), 400, "invalid_request_error", "steps"),
-        (
-            InvalidInput("the published loop knows no sampler='any_order'"),
-            400,
-            "invalid_request_error",
-            "sampler",
-        ),
+        (InvalidInput("the published loop knows no sampler='any_order'"), 400, "invalid_request_error", "sampler"),
         (InvalidInput("circuit_temperature must be positive"), 400, "invalid_request_error", "circuit_temperature"),
         (InvalidInput("every token is banned"), 400, "invalid_request_error", None),
         (InvalidEvidence("the potentials are infinite"), 400, "invalid_request_error", None),

@@ -1,11 +1,8 @@
 """KV caches in the server: each answer as if alone, in turns where there are few; and every one is given back."""
 
 import asyncio
-import json
 import os
-import socket
-from collections.abc import Awaitable, Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +11,31 @@ import torch
 
 import codd
 from codd.cli import main
-from codd.decoding import Model, Options
+from codd.decoding import Model
 from codd.errors import InvalidInput
-from codd.serving.app import Settings
 from codd.serving.engine import Engine
-from codd.serving.prompts import Limits
-from codd.serving.requests import DeadlineExceeded, ModelFailure, SequenceRequest, ShuttingDown
-from tests.support.live import PATIENCE, live, until
+from codd.serving.requests import DeadlineExceeded, ModelFailure, ShuttingDown
+from tests.support import engines
+from tests.support.engines import (
+    PROMPT,
+    Kind,
+    Test,
+    alone,
+    arrived,
+    crowd,
+    cut,
+    eventually,
+    explode,
+    noting,
+    running,
+    written,
+)
+from tests.support.live import PATIENCE, gated, live, raw, until
 from tests.support.small_models import FIXTURES, Gate, small
 
-PROMPT = [3, 1, 4, 1, 5]
 STATM = Path("/proc/self/statm")
 DUAL: dict[str, Any] = {"gen_length": 8, "block_length": 4, "steps": 4, "cache": "dual", "stop": False}
-KINDS: list[tuple[list[int], dict[str, Any]]] = [
+KINDS: list[Kind] = [
     ([1, 2, 3], {"gen_length": 16, "block_length": 8, "steps": 8, "temperature": 0.7, "seed": 5, "cache": "prefix"}),
     ([7], {"gen_length": 8, "block_length": 4, "sampler": "any_order", "steps": 6, "cache": "dual"}),
     ([9, 9, 2, 1], {"gen_length": 12, "mode": "full", "sampler": "factorized", "temperature": 1.0, "seed": 8}),
@@ -46,81 +55,38 @@ def memory(slots: int, model: Model, length: int) -> int:
     return slots * model.backbone.config.kv_shape.bytes_of(length, model.backbone.dtype)
 
 
-def request(
-    prompt: list[int] = PROMPT, *, client: str = "me", model: Model | None = None, **options: Any
-) -> SequenceRequest:
-    [state] = (model or small()).start([prompt], Options.of(**{**DUAL, **options}))
-    return SequenceRequest(state, client)
+request = partial(engines.request, base=DUAL)
 
 
-def running(
-    test: Callable[[Engine], Awaitable[None]], *, caches: int, model: Model | None = None, **settings: Any
-) -> None:
-    """Run a test with an engine of so many caches, which must all be free in the end."""
+def cached(test: Test, *, caches: int, model: Model | None = None, **settings: Any) -> None:
+    """Run a test with an engine of so many caches."""
+    served = model or small()
 
-    async def body() -> None:
-        served = model or small()
-        engine = Engine(served, cache_memory=memory(caches, served, 64), cache_length=64, **settings)
+    async def checked(engine: Engine) -> None:
         assert engine.load.cache_slots == min(caches, 2 * engine.slots)
-        engine.start()
-        try:
-            await asyncio.wait_for(test(engine), PATIENCE)
-        finally:
-            await engine.close()
-        assert (engine.load.running, engine.load.waiting, engine.load.cache_held) == (0, 0, 0)
+        await test(engine)
 
-    asyncio.run(body())
-
-
-async def written(engine: Engine, one: SequenceRequest) -> list[int]:
-    with engine.submit([one]):
-        return [step.ids.tolist() async for step in one.steps()][-1]
-
-
-async def arrived(gate: Gate) -> None:
-    assert await asyncio.to_thread(gate.reached.acquire, timeout=PATIENCE)
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.002)
+    running(checked, served, cache_memory=memory(caches, served, 64), cache_length=64, **settings)
 
 
 @pytest.mark.parametrize(("caches", "slots", "turn"), [(2, 4, 0.0), (3, 2, 0.0), (8, 4, 2.0)])
 def test_a_crowd_gets_what_each_would_get_alone_however_few_caches_there_are(caches, slots, turn):
-    alone = [small().generate([prompt], **{"stop": False, **how}).sequences[0].tolist() for prompt, how in KINDS]
-
     async def test(engine: Engine) -> None:
         engine.turn = turn
+        await crowd(engine, KINDS, 2)
 
-        async def one(number: int) -> list[int]:
-            await asyncio.sleep(0.003 * (number % 7))  # they come while others are under way
-            prompt, how = KINDS[number % len(KINDS)]
-            [state] = small().start([prompt], Options.of(stop=False, **how))
-            return await written(engine, SequenceRequest(state, str(number % 3)))
-
-        found = await asyncio.gather(*(one(number) for number in range(2 * len(KINDS))))
-        assert found == 2 * alone
-
-    running(test, caches=caches, slots=slots)
+    cached(test, caches=caches, slots=slots)
 
 
 def test_who_waits_for_two_caches_is_not_overtaken_by_those_who_need_one():
     steps: list[str] = []
 
-    def note(name: str) -> Callable[..., torch.Tensor]:
-        def hook(logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-            steps.append(name)
-            return logits
-
-        return hook
-
     async def test(engine: Engine) -> None:
         gate = Gate()
         first = request(hooks=(gate,))
-        guided = request(client="guided", cfg_scale=0.5, hooks=(note("guided"),))
-        later = [request(client=str(each), hooks=(note("later"),)) for each in range(3)]
-        whole = request(client="whole", cache=None, hooks=(note("whole"),))
+        guided = request(client="guided", cfg_scale=0.5, hooks=(noting(steps, "guided"),))
+        later = [request(client=str(each), hooks=(noting(steps, "later"),)) for each in range(3)]
+        whole = request(client="whole", cache=None, hooks=(noting(steps, "whole"),))
         with engine.submit([first]):
             await arrived(gate)
             gate.open.release(4)
@@ -128,12 +94,10 @@ def test_who_waits_for_two_caches_is_not_overtaken_by_those_who_need_one():
         assert steps[:3] == ["whole"] * 3, "what needs no cache did wait for one"
         assert [name for name in steps if name != "whole"] == ["guided"] * 4 + ["later"] * 12
 
-    running(test, caches=2, slots=4)
+    cached(test, caches=2, slots=4)
 
 
 def test_a_sequence_that_left_the_batch_for_a_while_keeps_its_cache():
-    alone = small().generate([PROMPT], **{**DUAL, "steps": 8}).sequences[0].tolist()
-
     async def test(engine: Engine) -> None:
         engine.turn = 0.0
         gate = Gate()
@@ -145,22 +109,19 @@ def test_a_sequence_that_left_the_batch_for_a_while_keeps_its_cache():
             await anext(short.steps())
             assert engine.load.cache_held == 2
         gate.open.release(8)
-        assert await long == alone
+        assert [await long] == alone([(PROMPT, {**DUAL, "steps": 8})])
 
-    running(test, caches=2, slots=1)
+    cached(test, caches=2, slots=1)
 
 
 @pytest.mark.parametrize("why", ["cancelled", "late", "wrong", "failed", "closing"])
 @pytest.mark.parametrize("in_batch", [True, False])
 def test_every_way_out_gives_the_cache_back(why, in_batch, caplog):
-    def hook(logits: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        if why == "failed":
-            raise RuntimeError("boom")
-        return logits[:, :2] if why == "wrong" else logits
+    hooks = {"wrong": (cut,), "failed": (explode,)}.get(why, ())
 
     async def test(engine: Engine) -> None:
         gate = Gate()
-        one = request(steps=8, hooks=(gate, hook) if why in ("wrong", "failed") else (gate,))
+        one = request(steps=8, hooks=(gate, *hooks))
         other = request(hooks=(gate,))
         with engine.submit([one]):
             await arrived(gate)
@@ -189,13 +150,13 @@ def test_every_way_out_gives_the_cache_back(why, in_batch, caplog):
                 if why != "closing":
                     assert len([step async for step in other.steps()]) == 4
 
-    running(test, caches=2, slots=1)
+    cached(test, caches=2, slots=1)
 
 
 def test_a_pass_that_fails_is_made_once_more_with_the_cache_as_it_was(monkeypatch):
     """A full pass that begins a block must not count as made, nor one between two of them twice."""
     kinds = [each for each in KINDS if each[1].get("cache")]
-    alone = [small().generate([prompt], **{"stop": False, **how}).sequences[0].tolist() for prompt, how in kinds]
+    expected = alone(kinds)
     real, calls = small().backbone.cached_states, iter(range(10**6))
 
     def failing(*arguments: Any) -> torch.Tensor:
@@ -205,33 +166,30 @@ def test_a_pass_that_fails_is_made_once_more_with_the_cache_as_it_was(monkeypatc
 
     async def test(engine: Engine) -> None:
         monkeypatch.setattr(small().backbone, "cached_states", failing)
-        states = [small().start([prompt], Options.of(stop=False, **how))[0] for prompt, how in kinds]
-        found = await asyncio.gather(
-            *(written(engine, SequenceRequest(state, "me")) for state in states), return_exceptions=True
-        )
-        right = [ids == expected for ids, expected in zip(found, alone, strict=True) if isinstance(ids, list)]
+        asked = [request(prompt, base={}, **how) for prompt, how in kinds]
+        found = await asyncio.gather(*(written(engine, one) for one in asked), return_exceptions=True)
+        right = [ids == wanted for ids, wanted in zip(found, expected, strict=True) if isinstance(ids, list)]
         assert right == [True] * len(right)
         assert len(right) > 1, "all failed twice in a row"
         assert all(isinstance(each, list | ModelFailure) for each in found)
 
-    running(test, caches=8, slots=8)
+    cached(test, caches=8, slots=8)
 
 
 @pytest.mark.parametrize("options", [{}, {"cfg_scale": 0.5}, {"gen_length": 60, "threshold": 0.01}])
 def test_a_block_causal_network_does_without_a_cache_where_there_is_none(options):
     model = block_causal()
     told = {"gen_length": 11, "stop": False, "threshold": 0.5, **options}
-    alone = model.generate([PROMPT], **told).sequences[0].tolist()
+    expected = model.generate([PROMPT], **told).sequences[0].tolist()
     seen = []
     for caches in (0, 1, 2):
 
         async def test(engine: Engine) -> None:
             before = engine.metrics.positions.labels("cached")._value.get()
-            [state] = model.start([PROMPT], Options.of(**told))
-            assert await written(engine, SequenceRequest(state, "me")) == alone
+            assert await written(engine, request(model=model, base=told)) == expected
             seen.append(engine.metrics.positions.labels("cached")._value.get() > before)
 
-        running(test, caches=caches, slots=1, model=model)
+        cached(test, caches=caches, slots=1, model=model)
     assert seen == [False, "cfg_scale" not in options and "gen_length" not in options, "gen_length" not in options]
 
 
@@ -257,13 +215,9 @@ BODY = {"prompt": PROMPT, **DUAL}
 
 def test_a_stream_that_is_cut_frees_its_cache_and_what_waits_goes_on():
     gate = Gate()
-    settings = Settings(limits=Limits(Options(hooks=(gate,))))
-    with live(small(), settings, slots=2, cache_memory=memory(1, small(), 64), cache_length=64) as server:
-        host, port = server.url.removeprefix("http://").split(":")
-        body = json.dumps(BODY).encode()
-        head = f"POST /v1/denoise HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-        with socket.create_connection((host, int(port)), timeout=PATIENCE) as wire:
-            wire.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    with live(small(), gated(gate), slots=2, cache_memory=memory(1, small(), 64), cache_length=64) as server:
+        with server.connect() as wire:
+            wire.sendall(raw(BODY))
             assert gate.reached.acquire(timeout=PATIENCE)
             gate.open.release()
             received = b""

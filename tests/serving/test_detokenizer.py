@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import tokenizers
@@ -74,6 +75,17 @@ def deltas(
     return found
 
 
+def one_by_one(answer: Sequence[int], **fields: Any) -> list[str]:
+    """What is sent if an answer is written from the left, and is not said to be done."""
+    detokenizer = Detokenizer(planned([5], len(answer), **fields), MODEL)
+    found, ids = [], torch.tensor([5, *[MODEL.mask_id] * len(answer)])
+    for place, token in enumerate(answer, start=1):
+        ids[place] = token
+        found.append(detokenizer.add(ids, False))
+    assert detokenizer.add(ids, True) == ""
+    return found
+
+
 def text_of(generation: GenerationRequest, whole: Sequence[int], model: codd.Model = MODEL) -> str:
     return model.text(torch.tensor(whole), generation.ids)
 
@@ -117,12 +129,7 @@ def test_the_whole_text_is_sent_if_the_prompt_had_masks(seed, portion):
 def test_characters_are_sent_whole():
     answer = MODEL.tokenizer.encode("a👩b")
     assert len(answer) > 3
-    found = []
-    detokenizer, ids = Detokenizer(planned([5], len(answer)), MODEL), torch.tensor([5, *[MODEL.mask_id] * len(answer)])
-    for place, token in enumerate(answer, start=1):
-        ids[place] = token
-        found.append(detokenizer.add(ids, place == len(answer)))
-    assert [delta for delta in found if delta] == ["a", "👩", "b"]
+    assert [delta for delta in one_by_one(answer) if delta] == ["a", "👩", "b"]
 
 
 def test_only_what_has_no_gap_before_it_is_sent():
@@ -181,14 +188,7 @@ def test_a_stop_ends_the_run_early():
 
 def test_what_may_become_a_stop_is_held_back():
     answer = MODEL.tokenizer.encode(" one two three")
-    detokenizer = Detokenizer(planned([5], 3, stops=(" two four",)), MODEL)
-    ids = torch.tensor([5, *[MODEL.mask_id] * 3])
-    found = []
-    for place, token in enumerate(answer, start=1):
-        ids[place] = token
-        found.append(detokenizer.add(ids, False))
-    assert found == [" one", "", " two three"]
-    assert detokenizer.add(ids, True) == ""
+    assert one_by_one(answer, stops=(" two four",)) == [" one", "", " two three"]
     held = Detokenizer(planned([5], 2, stops=(" two four",)), MODEL)
     assert held.add(torch.tensor([5, *answer[:2]]), False) == " one"
     assert held.add(torch.tensor([5, *answer[:2]]), True) == " two"
@@ -223,19 +223,6 @@ def test_why_a_text_ends(last, options, reason):
     assert detokenizer.reason == reason
     assert text == " one" + MODEL.tokenizer.decode([last])
     assert detokenizer.tokens == 2
-
-
-def test_a_real_run():
-    [ids] = MODEL.encode("Mia has 8 stamps and buys 4. How many has she?")
-    options = {"gen_length": 16, "steps": 8, "temperature": 0.7, "seed": 2, "remasking": "random"}
-    detokenizer, found = Detokenizer(planned(ids, 16, options=Options(**options)), MODEL), []
-    for step in MODEL.denoise([ids], **options):
-        found.append(detokenizer.add(step.ids, step.finished))
-        last = step.ids
-    assert "".join(found) == detokenizer.text == MODEL.text(last, ids)
-    assert sum(map(bool, found)) > 1
-    assert detokenizer.tokens == len(last) - len(ids)
-    assert detokenizer.reason == ("stop" if last[-1] == EOS else "length")
 
 
 def test_what_may_still_be_edited_is_not_sent():

@@ -13,14 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 from codd.serving.app import Settings
 from codd.serving.middleware import Security
-from tests.support.live import PATIENCE, Live, live
+from tests.support.live import IDS, Live, live
 from tests.support.small_models import small
 
 COUNT = int(os.environ.get("CODD_FUZZ", "200"))
-RUN = {"prompt": [3, 1, 4], "gen_length": 8, "block_length": 8, "steps": 4, "stop": False}
 BODIES = [
-    ("/v1/denoise", {**RUN, "temperature": 0.5, "seed": 3, "ban": [7]}),
-    ("/v1/denoise", {**RUN, "stream": False, "timeout": 60.0, "sampler": "any_order"}),
+    ("/v1/denoise", {**IDS, "temperature": 0.5, "seed": 3, "ban": [7]}),
+    ("/v1/denoise", {**IDS, "stream": False, "timeout": 60.0, "sampler": "any_order"}),
     ("/v1/denoise", {"messages": [{"role": "user", "content": [{"type": "text", "text": "h\u00e9"}]}], "chat": None}),
     ("/v1/completions", {"model": "codd", "prompt": ["a", "b"], "max_tokens": 4, "stop": ["\n"], "n": 2}),
     ("/v1/chat/completions", {"model": "codd", "messages": [{"role": "user", "content": "a"}], "stream": True}),
@@ -80,9 +79,8 @@ def statuses(server: Live, seed: int) -> tuple[bytes, list[int]]:
     """What is sent, in one or more pieces, and the statuses of all responses until the server closes."""
     rng = random.Random(seed)
     data = request(rng) if rng.random() < 0.3 else mutated(request(rng), rng)
-    host, port = server.url.removeprefix("http://").split(":")
     found = b""
-    with socket.create_connection((host, int(port)), timeout=PATIENCE) as wire:
+    with server.connect() as wire:
         try:
             for part in (data[: len(data) // 2], data[len(data) // 2 :]) if rng.random() < 0.5 else (data,):
                 wire.sendall(part)
@@ -104,11 +102,11 @@ def test_nothing_that_is_sent_breaks_the_server(caplog, monkeypatch):
     with live(small(), settings) as server, ThreadPoolExecutor(8) as clients:
         answers = list(clients.map(lambda seed: statuses(server, seed), range(COUNT)))
         server.until_idle()
-        found = server.http.post("/v1/denoise", json={**RUN, "stream": False})
+        found = server.http.post("/v1/denoise", json={**IDS, "stream": False})
     broken = [(data, status) for data, all in answers for status in all if status >= 500 and status != 504]
     assert broken == []
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
     given = {status for _, all in answers for status in all}
     assert {200, 400, 422} <= given, "the requests are all of one kind"
-    wanted = list(small().denoise([RUN["prompt"]], **{name: RUN[name] for name in RUN if name != "prompt"}))
+    wanted = list(small().denoise([IDS["prompt"]], **{name: IDS[name] for name in IDS if name != "prompt"}))
     assert [step["tokens"] for step in found.json()["steps"]] == [step.tokens.tolist() for step in wanted]

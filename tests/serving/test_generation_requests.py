@@ -26,6 +26,7 @@ MASK = MODEL.mask_id
 ROOM = MODEL.backbone.max_length
 assert ROOM is not None
 LIMITS = Limits()
+FEW = Limits(defaults=Options(gen_length=64, steps=4, block_length=16))
 QUICK: dict[str, Any] = {"steps": 2, "temperature": 1.0, "seed": 3}
 SAID = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 7 + 8?"}]
 
@@ -54,11 +55,8 @@ def texts(generations: list[GenerationRequest]) -> list[str]:
     return found
 
 
-def refused(call: Any, **fields: Any) -> APIError:
-    with pytest.raises(APIError) as found:
-        call(**fields)
-    assert found.value.status == 400
-    return found.value
+def look(**fields: Any) -> Any:
+    return inspection(InspectRequest.model_validate(fields), MODEL, LIMITS)
 
 
 def test_a_text_is_answered_as_in_python():
@@ -110,7 +108,6 @@ def test_a_suffix_is_written_up_to():
     assert texts([generation]) == [MODEL.tokenizer.decode(sequence[len(before) : len(before) + 3])]
     assert generation.prompt_tokens(MASK) == len(before) + len(after)
     assert complete(prompt="one", suffix="", max_tokens=3) == complete(prompt="one", max_tokens=3)
-    assert refused(complete, prompt="one", suffix="two", chat=True).param == "chat"
 
 
 def test_an_echo_is_what_was_sent():
@@ -125,60 +122,66 @@ def test_the_usual_length_is_cut_to_the_room():
     assert complete(prompt=[5] * (ROOM - 9))[0].options.gen_length == 9
     assert complete(Limits(length=20), prompt=[5] * 12)[0].options.gen_length == 8
     assert complete(prompt=[5] * 10, suffix="one", max_tokens=None)[0].end_text == 10 + 128
-    full = refused(complete, prompt=[5] * ROOM)
-    assert (full.param, full.code) == ("prompt", "context_length_exceeded")
 
 
 @pytest.mark.parametrize(
-    ("fields", "param"),
+    ("call", "fields", "param", "words"),
     [
-        ({"prompt": [5] * 380, "max_tokens": 5}, "max_tokens"),
-        ({"prompt": [5] * 380, "gen_length": 5}, "gen_length"),
-        ({"prompt": [5] * 385, "max_tokens": 5}, "prompt"),
-        ({"prompt": [5] * 384, "max_tokens": 1}, "prompt"),
-        ({"prompt": [5] * 383 + [MASK], "max_tokens": 1}, "max_tokens"),
-        ({"prompt": [5] * 383 + [MASK]}, "prompt"),
-        ({"prompt": [5], "max_tokens": 2**31 - 1}, "max_tokens"),
-        ({"prompt": "one " * 1000}, "prompt"),
-        ({"prompt": [5], "suffix": "one " * 400}, "prompt"),
-        ({"prompt": "one", "max_tokens": 0}, "max_tokens"),
-        ({"prompt": [8192]}, "prompt"),
-        ({"prompt": "half \ud800"}, "prompt"),
-        ({"prompt": "one", "suffix": "half \ud800"}, "suffix"),
-        ({"prompt": ["one"] * 17}, "prompt"),
-        ({"prompt": ["one"] * 2, "n": 9}, "n"),
-        ({"prompt": "one", "ban": [8192]}, "ban"),
-        ({"prompt": "one", "ban": list(range(8192))}, "ban"),
-        ({"prompt": "one", "steps": 1, "block_length": 4}, "steps"),
-        ({"prompt": "one", "preset": "reference", "max_tokens": 33}, "max_tokens"),
-        ({"prompt": "one", "preset": "reference", "steps": 2**31 - 1}, "steps"),
-        ({"prompt": "one", "preset": "reference", "steps": 2**31 - 1, "mode": "full"}, "steps"),
-        ({"prompt": "one", "circuit_temperature": 0}, "circuit_temperature"),
+        (complete, {"prompt": [5] * 380, "max_tokens": 5}, "max_tokens", ""),
+        (complete, {"prompt": [5] * 380, "gen_length": 5}, "gen_length", ""),
+        (complete, {"prompt": [5] * ROOM}, "prompt", "context_length_exceeded"),
+        (complete, {"prompt": [5] * 385, "max_tokens": 5}, "prompt", ""),
+        (complete, {"prompt": [5] * 384, "max_tokens": 1}, "prompt", ""),
+        (complete, {"prompt": [5] * 383 + [MASK], "max_tokens": 1}, "max_tokens", ""),
+        (complete, {"prompt": [5] * 383 + [MASK]}, "prompt", ""),
+        (complete, {"prompt": [5], "max_tokens": 2**31 - 1}, "max_tokens", ""),
+        (complete, {"prompt": "one " * 1000}, "prompt", ""),
+        (complete, {"prompt": [5], "suffix": "one " * 400}, "prompt", ""),
+        (complete, {"prompt": "one", "max_tokens": 0}, "max_tokens", ""),
+        (complete, {"prompt": [8192]}, "prompt", ""),
+        (complete, {"prompt": "half \ud800"}, "prompt", ""),
+        (complete, {"prompt": "one", "suffix": "half \ud800"}, "suffix", ""),
+        (complete, {"prompt": ["one"] * 17}, "prompt", ""),
+        (complete, {"prompt": ["one"] * 2, "n": 9}, "n", ""),
+        (complete, {"prompt": "one", "ban": [8192]}, "ban", ""),
+        (complete, {"prompt": "one", "ban": list(range(8192))}, "ban", ""),
+        (complete, {"prompt": "one", "steps": 1, "block_length": 4}, "steps", ""),
+        (complete, {"prompt": "one", "preset": "reference", "max_tokens": 33}, "max_tokens", ""),
+        (complete, {"prompt": "one", "preset": "reference", "steps": 2**31 - 1}, "steps", ""),
+        (complete, {"prompt": "one", "preset": "reference", "steps": 2**31 - 1, "mode": "full"}, "steps", ""),
+        (complete, {"prompt": "one", "circuit_temperature": 0}, "circuit_temperature", ""),
+        (complete, {"prompt": "one", "suffix": "two", "chat": True}, "chat", ""),
+        (complete, {"limits": FEW, "prompt": [5], "max_tokens": 320, "steps": 4}, "steps", ""),
+        (denoise, {}, "prompt", ""),
+        (denoise, {"prompt": "one", "messages": SAID}, "prompt", ""),
+        (denoise, {"messages": [SAID[0]] * 2}, "messages", ""),
+        (converse, {"messages": [SAID[0]] * 2}, "messages", "system message"),
+        (look, {"ids": [5] * 385, "window": [0, 2]}, "ids", ""),
+        (look, {"ids": [5, 8192], "window": [0, 2]}, "ids", ""),
+        *((look, {"ids": [5, MASK], "window": window}, "window", "") for window in ([0, 3], [1, 1], [2, 1], [0, 1])),
+        (look, {"ids": [5, MASK], "window": [0, 2], "ban": [9000]}, "ban", ""),
+        (look, {"ids": [5, MASK], "window": [0, 2], "circuit_temperature": 0}, "circuit_temperature", ""),
     ],
 )
-def test_what_cannot_be_done_names_the_field(fields, param):
-    assert refused(complete, **fields).param == param
-
-
-def test_denoise_takes_a_prompt_or_messages():
-    assert refused(denoise).param == "prompt"
-    assert refused(denoise, prompt="one", messages=SAID).param == "prompt"
-    twice = [SAID[0], SAID[0]]
-    assert refused(denoise, messages=twice).param == "messages"
-    assert "system message" in refused(converse, messages=twice).message
+def test_what_cannot_be_done_names_the_field(call, fields, param, words):
+    with pytest.raises(APIError) as found:
+        call(**fields)
+    assert (found.value.status, found.value.param) == (400, param)
+    assert words in f"{found.value.code}: {found.value.message}"
 
 
 def test_long_texts_get_the_usual_tokens_a_step():
-    limits = Limits(defaults=Options(gen_length=64, steps=4, block_length=16))
-    assert complete(limits, prompt=[5])[0].options.steps == 4
-    assert complete(limits, prompt=[5], max_tokens=32)[0].options.steps == 4
-    assert complete(limits, prompt=[5], max_tokens=320)[0].options.steps == 20
-    assert complete(limits, prompt=[5], max_tokens=320, block_length=8)[0].options.steps == 40
-    assert complete(limits, prompt=[5], max_tokens=320, mode="full")[0].options.steps == 4
-    assert complete(limits, prompt=[5], max_tokens=320, threshold=0.5)[0].options.steps is None
-    assert complete(limits, prompt=[5], max_tokens=320, steps=None)[0].options.steps is None
-    assert complete(limits, prompt=[5], suffix="one", max_tokens=320)[0].options.steps == 21  # blocks begin at the end
-    assert refused(complete, limits=limits, prompt=[5], max_tokens=320, steps=4).param == "steps"
+    for fields, steps in [
+        ({"max_tokens": None}, 4),
+        ({"max_tokens": 32}, 4),
+        ({}, 20),
+        ({"block_length": 8}, 40),
+        ({"mode": "full"}, 4),
+        ({"threshold": 0.5}, None),
+        ({"steps": None}, None),
+        ({"suffix": "one"}, 21),  # blocks begin at the end
+    ]:
+        assert complete(FEW, **{"prompt": [5], "max_tokens": 320, **fields})[0].options.steps == steps
 
 
 def test_the_state_is_the_sequence_before_its_first_step():
@@ -227,29 +230,9 @@ def test_without_a_tokenizer_only_ids_can_be_denoised():
         completion_generations(CompletionRequest.model_validate({"model": "m", "prompt": [5]}), blind, LIMITS)
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"ids": [5] * 385, "window": [0, 2]}, "ids"),
-        ({"ids": [5, 8192], "window": [0, 2]}, "ids"),
-        ({"ids": [5, MASK], "window": [0, 3]}, "window"),
-        ({"ids": [5, MASK], "window": [1, 1]}, "window"),
-        ({"ids": [5, MASK], "window": [2, 1]}, "window"),
-        ({"ids": [5, MASK], "window": [0, 1]}, "window"),
-        ({"ids": [5, MASK], "window": [0, 2], "ban": [9000]}, "ban"),
-        ({"ids": [5, MASK], "window": [0, 2], "circuit_temperature": 0}, "circuit_temperature"),
-    ],
-)
-def test_what_cannot_be_inspected(fields, param):
-    def call(**fields: Any) -> object:
-        return inspection(InspectRequest.model_validate(fields), MODEL, LIMITS)
-
-    assert refused(call, **fields).param == param
-
-
 def test_an_inspection():
     asked = {"ids": [5, MASK, 6], "window": [1, 3], "candidates": 3, "tempering": "paper"}
-    found = inspection(InspectRequest.model_validate(asked), MODEL, LIMITS)
+    found = look(**asked)
     assert found.args == (MODEL, [5, MASK, 6], (1, 3))
     assert found.keywords["candidates"] == 3
     # the circuit acts, whatever a run does

@@ -47,10 +47,6 @@ def test_bodies_have_a_limit():
     answer = small.post("/v1/denoise", content=b"x" * 101)
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
     assert "100 bytes" in answer.json()["error"]["message"]
-
-
-def test_bodies_in_chunks_have_the_same_limit():
-    small = client(max_body=100)
     assert small.post("/v1/denoise", content=iter([b"x" * 50] * 2)).json()["size"] == 100
     assert small.post("/v1/denoise", content=iter([b"x" * 50] * 3)).status_code == 413
 
@@ -76,10 +72,8 @@ def test_no_more_is_read_than_needed():
     part = {"type": "http.request", "body": b"x" * 60, "more_body": True}
     sent, read = call(app(max_body=100), {"Host": "localhost"}, [part] * 9)
     assert (sent[0]["status"], read) == (413, 2)
-    sent, read = call(app(max_body=100), {"Host": "localhost", "Content-Length": "101"}, [part] * 9)
-    assert (sent[0]["status"], read) == (413, 0)
-    for odd, status in (("9" * 5000, 413), ("-1", 400), ("²", 400), ("", 400)):
-        sent, read = call(app(max_body=100), {"Host": "localhost", "Content-Length": odd}, [part] * 9)
+    for length, status in (("101", 413), ("9" * 5000, 413), ("-1", 400), ("²", 400), ("", 400)):
+        sent, read = call(app(max_body=100), {"Host": "localhost", "Content-Length": length}, [part] * 9)
         assert (sent[0]["status"], read) == (status, 0)
         assert "error" in json.loads(sent[1]["body"])
 
@@ -158,46 +152,38 @@ def test_no_way_around_the_key(path):
     assert client(api_key=KEY).get(LOCAL + path, follow_redirects=False).status_code == 401
 
 
+NAMES: list[tuple[dict[str, Any], list[str], list[str | None]]] = [
+    (
+        {},
+        ["127.0.0.1:8000", "localhost", "LOCALHOST:9", "localhost.", "[::1]:8000", "127.8.9.10"],
+        [
+            *("evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "192.168.1.5"),
+            *("", None, "localhost:x", "a@localhost", "[::1", "é"),
+        ],
+    ),
+    ({"bound": "192.168.1.5"}, ["192.168.1.5:80"], ["192.168.1.6"]),
+    ({"bound": "0.0.0.0"}, ["192.168.1.6"], ["evil.example"]),
+    ({"bound": "::"}, ["[fe80::1]"], []),
+    ({"hosts": ("codd.example",)}, ["codd.example"], ["a.codd.example"]),
+    ({"hosts": ("*.codd.example",)}, ["a.codd.example:1"], ["acodd.example"]),
+    ({"hosts": ("*",)}, ["evil.example"], []),
+]
+
+
 @pytest.mark.parametrize(
-    ("host", "security", "known"),
+    ("security", "host", "known"),
     [
-        ("127.0.0.1:8000", {}, True),
-        ("localhost", {}, True),
-        ("LOCALHOST:9", {}, True),
-        ("localhost.", {}, True),
-        ("[::1]:8000", {}, True),
-        ("127.8.9.10", {}, True),
-        ("evil.example", {}, False),
-        ("localhost.evil.example", {}, False),
-        ("127.0.0.1.evil.example", {}, False),
-        ("192.168.1.5", {}, False),
-        ("192.168.1.5:80", {"bound": "192.168.1.5"}, True),
-        ("192.168.1.6", {"bound": "192.168.1.5"}, False),
-        ("192.168.1.6", {"bound": "0.0.0.0"}, True),
-        ("[fe80::1]", {"bound": "::"}, True),
-        ("evil.example", {"bound": "0.0.0.0"}, False),
-        ("codd.example", {"hosts": ("codd.example",)}, True),
-        ("a.codd.example", {"hosts": ("codd.example",)}, False),
-        ("a.codd.example:1", {"hosts": ("*.codd.example",)}, True),
-        ("acodd.example", {"hosts": ("*.codd.example",)}, False),
-        ("evil.example", {"hosts": ("*",)}, True),
-        ("", {}, False),
-        ("localhost:x", {}, False),
-        ("a@localhost", {}, False),
-        ("[::1", {}, False),
-        ("é", {}, False),
+        (security, host, hosts is known)
+        for security, known, strange in NAMES
+        for hosts in (known, strange)
+        for host in hosts
     ],
 )
-def test_names_of_the_server(host, security, known):
-    sent, _ = call(app(**security), {"Host": host}, [{"type": "http.request"}])
+def test_names_of_the_server(security, host, known):
+    sent, _ = call(app(**security), {} if host is None else {"Host": host}, [{"type": "http.request"}])
     assert sent[0]["status"] == (200 if known else 400)
     if not known:
         assert json.loads(sent[1]["body"])["error"]["param"] == "Host"
-
-
-def test_a_request_without_a_name_is_refused():
-    sent, _ = call(app(), {}, [{"type": "http.request"}])
-    assert sent[0]["status"] == 400
 
 
 def test_headers_for_browsers():

@@ -12,6 +12,7 @@ from codd.serving.app import Settings
 from tests.support.live import Live, bundled, live
 
 QUESTION = "Mia has 84 stamps. She gives half of them to Tom. How many does she keep?"
+SAID = [{"role": "user", "content": QUESTION}]
 STORY = "It was a dark night, and the old man"
 SHORT: dict[str, Any] = {"steps": 4, "block_length": 16}
 
@@ -19,12 +20,6 @@ SHORT: dict[str, Any] = {"steps": 4, "block_length": 16}
 @pytest.fixture(scope="module")
 def server() -> Iterator[Live]:
     with live(settings=Settings(name="mini"), slots=4) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def client(server: Live) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
         yield found
 
 
@@ -36,11 +31,11 @@ def generated(prompt: Any, **options: Any) -> str:
 
 @pytest.mark.parametrize("sampler", ["latent", "any_order", "factorized"])
 def test_a_chat_is_what_generate_gives(client, sampler):
-    expected = generated([[{"role": "user", "content": QUESTION}]], sampler=sampler, temperature=0.8, seed=7)
+    expected = generated([SAID], sampler=sampler, temperature=0.8, seed=7)
     assert expected
     asked: dict[str, Any] = {
         "model": "mini",
-        "messages": [{"role": "user", "content": QUESTION}],
+        "messages": SAID,
         "max_tokens": 16,
         "temperature": 0.8,
         "seed": 7,
@@ -80,29 +75,17 @@ def test_a_completion_is_what_generate_gives(client):
 
 def test_the_defaults_are_those_of_python(client, server):
     assert server.http.get("/v1/models/mini").json()["defaults"] == Options().as_json()
-    messages = [{"role": "user", "content": QUESTION}]
-    found = client.chat.completions.create(model="mini", messages=messages, max_tokens=16)
-    [expected] = bundled().generate([messages], gen_length=16).texts
+    found = client.chat.completions.create(model="mini", messages=SAID, max_tokens=16)
+    [expected] = bundled().generate([SAID], gen_length=16).texts
     assert found.choices[0].message.content == expected
 
 
-def test_what_is_between_two_texts_can_be_filled(client):
-    model = bundled()
-    found = client.completions.create(
-        model="mini", prompt="Tom has 3 apples. ", suffix=" He has 8 now.", max_tokens=8, extra_body={"steps": 4}
-    )
-    before, after = model.tokenizer.encode("Tom has 3 apples. "), model.tokenizer.encode(" He has 8 now.")
-    ids = [*before, *[model.mask_id] * 8, *after]
-    whole = model.generate([ids], gen_length=0, steps=4).sequences[0]
-    assert found.choices[0].text == model.tokenizer.decode(whole[len(before) : len(before) + 8])
-
-
 def test_a_stop_text_ends_the_answer_and_frees_the_slot(client, server):
-    [whole] = bundled().generate([[{"role": "user", "content": QUESTION}]], gen_length=16, steps=8).texts
+    [whole] = bundled().generate([SAID], gen_length=16, steps=8).texts
     stop = whole[len(whole) // 2 :][:3]
     asked: dict[str, Any] = {
         "model": "mini",
-        "messages": [{"role": "user", "content": QUESTION}],
+        "messages": SAID,
         "stop": [stop],
         "max_tokens": 16,
         "extra_body": {"steps": 8},
@@ -116,32 +99,25 @@ def test_a_stop_text_ends_the_answer_and_frees_the_slot(client, server):
 
 
 def test_a_crowd_of_clients_get_each_their_own(server):
-    wanted = [
-        (f"What is {i} + {i + 3}?", i, "any_order" if i % 2 else "latent") for i in range(6)
-    ]  # more than there are slots
-    expected = [
-        generated([[{"role": "user", "content": text}]], seed=seed, sampler=sampler, temperature=0.9)
-        for text, seed, sampler in wanted
+    wanted = [  # more than there are slots
+        ([{"role": "user", "content": f"What is {i} + {i + 3}?"}], i, "any_order" if i % 2 else "latent")
+        for i in range(6)
     ]
 
     async def ask() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-            answers = await asyncio.gather(
-                *(
-                    client.chat.completions.create(
-                        model="mini",
-                        messages=[{"role": "user", "content": text}],
-                        max_tokens=16,
-                        seed=seed,
-                        temperature=0.9,
-                        extra_body={**SHORT, "sampler": sampler},
-                    )
-                    for text, seed, sampler in wanted
+            common: dict[str, Any] = {"model": "mini", "max_tokens": 16, "temperature": 0.9}
+            asked = (
+                client.chat.completions.create(
+                    **common, messages=said, seed=seed, extra_body={**SHORT, "sampler": sampler}
                 )
+                for said, seed, sampler in wanted
             )
-            return [answer.choices[0].message.content for answer in answers]
+            return [answer.choices[0].message.content for answer in await asyncio.gather(*asked)]
 
-    assert asyncio.run(ask()) == expected
+    assert asyncio.run(ask()) == [
+        generated([said], seed=seed, sampler=sampler, temperature=0.9) for said, seed, sampler in wanted
+    ]
 
 
 def test_models_are_listed(client):

@@ -8,9 +8,6 @@ from typing import Any
 import openai
 import pydantic
 import pytest
-import schemathesis
-from hypothesis import HealthCheck, given, settings
-from schemathesis import GenerationMode
 
 from codd.decoding import Options
 from codd.serving.app import Settings
@@ -19,8 +16,10 @@ from tests.support.live import PATIENCE, Live, bundled, live, until
 from tests.support.small_models import Gate
 
 QUESTION = "Mia has 84 stamps. She gives half of them to Tom. How many does she keep?"
+SAID = [{"role": "user", "content": QUESTION}]
 HOW: dict[str, Any] = {"steps": 8, "block_length": 16, "seed": 7}
 ASKED: dict[str, Any] = {"model": "mini", "max_output_tokens": 16, "temperature": 0.8, "extra_body": HOW}
+CHAT: dict[str, Any] = {"model": "mini", "messages": SAID, "max_tokens": 16, "temperature": 0.8, "extra_body": HOW}
 SCHEMA = {"type": "object", "properties": {"stamps": {"type": "integer"}}, "required": ["stamps"]}
 
 
@@ -34,12 +33,6 @@ def server() -> Iterator[Live]:
         yield found
 
 
-@pytest.fixture(scope="module")
-def client(server: Live) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
-        yield found
-
-
 def generated(messages: list[dict[str, str]], **options: Any) -> str:
     texts = bundled().generate([messages], **{"gen_length": 16, "temperature": 0.8, **HOW, **options}).texts
     assert texts is not None
@@ -48,19 +41,12 @@ def generated(messages: list[dict[str, str]], **options: Any) -> str:
 
 def test_a_response_is_what_generate_gives(client):
     found = client.responses.create(input=QUESTION, top_p=0.9, metadata={"a": "b"}, **ASKED)
-    assert found.output_text == generated([{"role": "user", "content": QUESTION}], top_p=0.9)
+    assert found.output_text == generated(SAID, top_p=0.9)
     assert found.output_text
     assert (found.temperature, found.top_p, found.max_output_tokens) == (0.8, 0.9, 16)
     assert (found.object, found.model, found.metadata, found.store) == ("response", "mini", {"a": "b"}, False)
     assert found.usage.total_tokens == found.usage.input_tokens + found.usage.output_tokens
-    chat = client.chat.completions.create(
-        model="mini",
-        messages=[{"role": "user", "content": QUESTION}],
-        max_tokens=16,
-        temperature=0.8,
-        top_p=0.9,
-        extra_body=HOW,
-    )
+    chat = client.chat.completions.create(**CHAT, top_p=0.9)
     assert chat.choices[0].message.content == found.output_text
     assert (chat.usage.prompt_tokens, chat.usage.completion_tokens) == (
         found.usage.input_tokens,
@@ -153,10 +139,6 @@ def test_a_schema_binds_the_text(client):
     assert isinstance(parsed.output_parsed, Stamps)
     anything = client.responses.create(input=QUESTION, text={"format": {"type": "json_object"}}, **asked)
     assert isinstance(json.loads(anything.output_text), dict)
-    wrong = {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}
-    with pytest.raises(openai.BadRequestError) as error:
-        client.responses.create(input=QUESTION, text=wrong, **asked)
-    assert error.value.param == "text"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -167,56 +149,54 @@ def test_log_probabilities_are_those_of_a_chat(client, stream):
         found = [one for event in events if event.type == "response.output_text.delta" for one in event.logprobs]
     else:
         found = client.responses.create(input=QUESTION, **asked).output[0].content[0].logprobs
-    chat = client.chat.completions.create(
-        model="mini",
-        messages=[{"role": "user", "content": QUESTION}],
-        max_tokens=16,
-        temperature=0.8,
-        logprobs=True,
-        top_logprobs=2,
-        extra_body=HOW,
-    )
+    chat = client.chat.completions.create(**CHAT, logprobs=True, top_logprobs=2)
     expected = chat.choices[0].logprobs.content
     assert [one.token for one in found] == [one.token for one in expected]
     assert [one.logprob for one in found] == pytest.approx([one.logprob for one in expected], abs=1e-6)
     assert all(len(one.top_logprobs) == 2 for one in found)
 
 
+FORBIDDEN = {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}
+
+
 @pytest.mark.parametrize(
-    ("fields", "param", "said"),
+    ("fields", "status", "param", "said"),
     [
-        ({"store": True}, "store", "no response is kept"),
-        ({"previous_response_id": "resp-1"}, "previous_response_id", "no response is kept"),
-        ({"conversation": "conv-1"}, "conversation", "no response is kept"),
-        ({"background": True}, "background", "no response is kept"),
-        ({"tools": [{"type": "web_search"}]}, "tools", "not supported"),
-        ({"truncation": "auto"}, "truncation", "not supported"),
-        ({"top_logprobs": 2}, "top_logprobs", "include"),
-        ({"max_output_tokens": 999}, "max_output_tokens", "tokens"),
-        ({"input": "word " * 600}, "input", "tokens"),
-        ({"extra_body": {"gen_length": 3}}, "gen_length", "differ"),
-        ({"extra_body": {"codd_provisional": True}}, "codd_provisional", "stream"),
+        ({"store": True}, 400, "store", "no response is kept"),
+        ({"previous_response_id": "resp-1"}, 400, "previous_response_id", "no response is kept"),
+        ({"conversation": "conv-1"}, 400, "conversation", "no response is kept"),
+        ({"background": True}, 400, "background", "no response is kept"),
+        ({"tools": [{"type": "web_search"}]}, 400, "tools", "not supported"),
+        ({"truncation": "auto"}, 400, "truncation", "not supported"),
+        ({"top_logprobs": 2}, 400, "top_logprobs", "include"),
+        ({"max_output_tokens": 999}, 400, "max_output_tokens", "tokens"),
+        ({"input": "word " * 600}, 400, "input", "tokens"),
+        ({"extra_body": {"gen_length": 3}}, 400, "gen_length", "differ"),
+        ({"extra_body": {"codd_provisional": True}}, 400, "codd_provisional", "stream"),
+        ({"text": FORBIDDEN}, 400, "text", "not"),
+        *(
+            ({"input": [{"role": "user", "content": content}]}, 422, "input.0.content", "")
+            for content in ([{"type": "input_image", "image_url": "x"}], [])
+        ),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(client, fields, param, said):
-    with pytest.raises(openai.BadRequestError, match=said) as error:
+def test_what_is_not_supported_is_refused_by_name(client, fields, status, param, said):
+    with pytest.raises(openai.APIStatusError) as error:
         client.responses.create(**{"input": QUESTION, **ASKED, **fields})
-    assert error.value.param == param
-    client.responses.create(input=QUESTION, store=False, tools=[], truncation="disabled", **ASKED)
+    assert error.value.status_code == status
+    assert error.value.param.startswith(param)
+    assert said in error.value.message
 
 
-def test_items_other_than_text_are_refused(client):
-    for content in ([{"type": "input_image", "image_url": "x"}], []):
-        with pytest.raises(openai.UnprocessableEntityError) as error:
-            client.responses.create(input=[{"role": "user", "content": content}], **ASKED)
-        assert error.value.param.startswith("input.0.content")
+def test_what_asks_for_nothing_is_accepted(client):
+    assert client.responses.create(input=QUESTION, store=False, tools=[], truncation="disabled", **ASKED).output_text
 
 
 def check_resolving(steps: list[tuple[str, list[str | None]]], text: str) -> None:
     """Each step that is not the last says how many masks are left, and what it shows resolves to the text."""
     model = bundled()
     how: dict[str, Any] = {"gen_length": 16, "temperature": 0.8, **HOW}
-    run = list(model.denoise([[{"role": "user", "content": QUESTION}]], **how))
+    run = list(model.denoise([SAID], **how))
     masks = [int((step.ids == model.mask_id).sum()) for step in run if not step.finished]
     assert [pieces.count(None) for _, pieces in steps] == masks
     assert any(piece for _, pieces in steps for piece in pieces), "something is written behind a mask"
@@ -232,7 +212,7 @@ def test_provisional_text_comes_beside_the_committed_one(client):
         elif event.type == "response.codd_provisional":
             steps.append((committed, event.codd_provisional))
     check_resolving(steps, committed)
-    assert committed == generated([{"role": "user", "content": QUESTION}])
+    assert committed == generated(SAID)
 
 
 @pytest.mark.parametrize("chat", [True, False])
@@ -240,7 +220,7 @@ def test_provisional_text_in_completions_and_their_usage(client, chat):
     common: dict[str, Any] = {"model": "mini", "max_tokens": 16, "temperature": 0.8, "stream": True}
     common |= {"stream_options": {"include_usage": True}, "extra_body": {**HOW, "codd_provisional": True}}
     if chat:
-        chunks = list(client.chat.completions.create(messages=[{"role": "user", "content": QUESTION}], **common))
+        chunks = list(client.chat.completions.create(messages=SAID, **common))
     else:
         chunks = list(client.completions.create(prompt=QUESTION, **common))
     committed, steps = "", []
@@ -252,49 +232,23 @@ def test_provisional_text_in_completions_and_their_usage(client, chat):
             assert not text
             steps.append((committed, pieces))
     check_resolving(steps, committed)
-    assert committed == generated([{"role": "user", "content": QUESTION}])
+    assert committed == generated(SAID)
     assert [chunk.usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
     assert chunks[-1].choices == []
     assert 0 < chunks[-1].usage.completion_tokens <= 16
 
 
 def test_text_that_is_held_back_for_a_stop_string_is_provisional(client):
-    text = generated([{"role": "user", "content": QUESTION}])
+    text = generated(SAID)
     how = {**HOW, "codd_provisional": True}
     stop = text[3:6] + "\x00"  # of which the text has all but the end
-    chunks = client.chat.completions.create(
-        model="mini",
-        messages=[{"role": "user", "content": QUESTION}],
-        max_tokens=16,
-        temperature=0.8,
-        stop=[stop, text + "\x00"],
-        stream=True,
-        extra_body=how,
-    )
+    asked = {**CHAT, "stop": [stop, text + "\x00"], "stream": True, "extra_body": how}
     held = [
         choice.model_extra["codd_provisional"]
-        for chunk in chunks
+        for chunk in client.chat.completions.create(**asked)
         for choice in chunk.choices
         if "codd_provisional" in (choice.model_extra or {})
     ]
     written = [pieces for pieces in held if pieces and pieces[0] is not None]
     assert written
     assert all(text.startswith(pieces[0]) for pieces in written)
-
-
-@pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["right", "wrong"])
-def test_no_request_makes_the_route_fail(server, mode):
-    document = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
-    seen = []
-
-    @settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-    @given(case=document["/v1/responses"]["POST"].as_strategy(generation_mode=mode))
-    def ask(case: schemathesis.Case) -> None:
-        if mode is GenerationMode.POSITIVE and isinstance(case.body, dict):
-            case.body["model"] = "mini"
-        response = case.call(timeout=PATIENCE)
-        seen.append(response.status_code)
-        assert response.status_code in {200, 400, 404, 405, 406, 413, 415, 422, 429, 504}, response.text
-
-    ask()
-    assert seen

@@ -2,40 +2,22 @@
 
 import json
 import logging
-import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from http.client import HTTPConnection
-from typing import Any
 
 import httpx
 import pytest
 
-from codd.decoding import Options
 from codd.serving.app import Settings
 from codd.serving.engine import MAX_RETRY_AFTER
 from codd.serving.middleware import Security
-from codd.serving.prompts import Limits
-from tests.support.live import PATIENCE, live, until
+from tests.support.browser import serving
+from tests.support.live import IDS, PATIENCE, gated, live, until
 from tests.support.small_models import Gate, small
 
 PROBES = ("/health/live", "/health/ready")
-IDS: dict[str, Any] = {"prompt": [3, 1, 4], "gen_length": 8, "block_length": 8, "steps": 4, "stop": False}
-
-
-@pytest.fixture
-def clients() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(2) as pool:
-        yield pool
-
-
-def gated(gate: Gate, **settings: Any) -> Settings:
-    return Settings(limits=Limits(Options(hooks=(gate,))), **settings)
 
 
 def test_probes_need_neither_key_nor_name():
@@ -59,20 +41,6 @@ def test_a_model_thread_that_died_is_not_live(monkeypatch):
         monkeypatch.setattr(server.engine, "_admit", die)
         assert server.http.post("/v1/denoise", json={**IDS, "stream": False}).status_code == 503
         assert [server.http.get(path).status_code for path in PROBES] == [503, 503]
-
-
-def test_probes_and_metrics_pass_when_nothing_else_does(clients):
-    gate = Gate()
-    with live(small(), gated(gate, connections=1)) as server:
-        asked = clients.submit(httpx.post, f"{server.url}/v1/denoise", json={**IDS, "stream": False}, timeout=PATIENCE)
-        assert gate.reached.acquire(timeout=PATIENCE)
-        refused = server.http.get("/health")
-        assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
-        assert refused.json()["error"]["code"] == "too_many_requests"
-        assert [server.http.get(path).status_code for path in (*PROBES, "/metrics")] == [200] * 3
-        gate.open.release(1000)
-        assert asked.result(PATIENCE).status_code == 200
-        until(lambda: server.http.get("/health").status_code == 200)
 
 
 def test_while_it_drains_new_requests_are_refused_and_others_finished(clients, caplog):
@@ -134,61 +102,34 @@ def test_a_connection_outlives_the_longest_retry_after():
 
 
 def test_a_second_signal_ends_the_process_at_once():
-    command = [sys.executable, "-m", "codd", "serve", "--port", "0", "--json", "--drain-timeout", str(PATIENCE)]
     body = {"prompt": "What is 7 + 8?", "gen_length": 200, "steps": 200, "stop": False}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stderr is not None
-            url = json.loads(process.stdout.readline())["url"]
-            with httpx.stream("POST", f"{url}/v1/denoise", json=body, timeout=PATIENCE) as response:
-                lines = response.iter_lines()
-                assert next(lines) == "event: start"
-                process.send_signal(signal.SIGTERM)
-                assert "shutting down: 1 requests" in process.stderr.readline()
-                process.send_signal(signal.SIGTERM)
-                assert process.wait(PATIENCE) == 1
-                with pytest.raises(httpx.TransportError):
-                    list(lines)
-            assert "1 broken off" in process.stderr.read()
-        finally:
-            process.kill()
+    with serving("--drain-timeout", str(PATIENCE), logged=True) as server:
+        assert server.process.stderr is not None
+        with httpx.stream("POST", f"{server.url}/v1/denoise", json=body, timeout=PATIENCE) as response:
+            lines = response.iter_lines()
+            assert next(lines) == "event: start"
+            server.process.send_signal(signal.SIGTERM)
+            assert "shutting down: 1 requests" in server.process.stderr.readline()
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(PATIENCE) == 1
+            with pytest.raises(httpx.TransportError):
+                list(lines)
+        assert "1 broken off" in server.process.stderr.read()
 
 
 def test_metrics_have_a_port_of_their_own_and_sigint_ends_the_process():
-    command = [
-        sys.executable,
-        "-m",
-        "codd",
-        "serve",
-        "--port",
-        "0",
-        "--metrics-port",
-        "0",
-        "--json",
-        "--log-format",
-        "json",
-    ]
-    environment = {**os.environ, "CODD_API_KEY": "k"}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    ) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stderr is not None
-            told = json.loads(process.stdout.readline())
-            own = told["metrics"].removesuffix("/metrics")
-            assert own != told["url"]
-            stranger = {"Host": "prometheus.example"}
-            assert "codd_running 0.0" in httpx.get(told["metrics"], headers=stranger).text
-            assert [httpx.get(own + path).status_code for path in PROBES] == [200, 200]
-            for path in ("/", "/health", "/v1/models", "/openapi.json"):
-                assert httpx.get(own + path, headers={"Authorization": "Bearer k"}).status_code == 404
-            assert httpx.get(f"{told['url']}/metrics").status_code == 401
-            process.send_signal(signal.SIGINT)
-            assert process.wait(PATIENCE) == 0
-            *_, begun, ended = [json.loads(line)["message"] for line in process.stderr]
-            assert begun.startswith("shutting down: 0 requests")
-            assert ended.startswith("shut down after")
-        finally:
-            process.kill()
+    with serving("--metrics-port", "0", "--log-format", "json", logged=True, CODD_API_KEY="k") as server:
+        assert server.process.stderr is not None
+        own = server.told["metrics"].removesuffix("/metrics")
+        assert own != server.url
+        stranger = {"Host": "prometheus.example"}
+        assert "codd_running 0.0" in httpx.get(server.told["metrics"], headers=stranger).text
+        assert [httpx.get(own + path).status_code for path in PROBES] == [200, 200]
+        for path in ("/", "/health", "/v1/models", "/openapi.json"):
+            assert httpx.get(own + path, headers={"Authorization": "Bearer k"}).status_code == 404
+        assert httpx.get(f"{server.url}/metrics").status_code == 401
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(PATIENCE) == 0
+        *_, begun, ended = [json.loads(line)["message"] for line in server.process.stderr]
+        assert begun.startswith("shutting down: 0 requests")
+        assert ended.startswith("shut down after")

@@ -1,7 +1,6 @@
 """Clients that send half of a request, read nothing, come in hundreds, or ask for what takes long."""
 
 import asyncio
-import json
 import logging
 import select
 import socket
@@ -9,22 +8,18 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
-from typing import Any
 
 import pytest
 
-from codd.decoding import Options
 from codd.serving.app import Settings
 from codd.serving.middleware import Security
 from codd.serving.prompts import Limits
 from codd.serving.protocol import OncePerMinute
 from codd.serving.requests import DeadlineExceeded, before
-from tests.support.live import PATIENCE, Live, bundled, live, until
+from tests.support.live import IDS, PATIENCE, POST, Live, bundled, gated, live, raw, until
 from tests.support.small_models import Gate, small
 
-POST = "POST /v1/denoise HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 SHORT = Settings(io_timeout=0.3, connections=8, security=Security(api_key="sesame"))
-IDS: dict[str, Any] = {"prompt": [3, 1, 4], "gen_length": 8, "block_length": 8, "steps": 4, "stop": False}
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +33,6 @@ def talking() -> Iterator[Live]:
     """A server whose model reads text."""
     with live() as found:
         yield found
-
-
-def connect(server: Live) -> socket.socket:
-    host, port = server.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=PATIENCE)
 
 
 def received(wire: socket.socket) -> bytes:
@@ -69,7 +59,7 @@ def received(wire: socket.socket) -> bytes:
     ],
 )
 def test_half_of_a_request_is_not_waited_for_for_ever(server, sent, answer):
-    with connect(server) as wire:
+    with server.connect() as wire:
         wire.sendall(sent.encode())
         found = received(wire)
     assert found.startswith(answer)
@@ -80,7 +70,7 @@ def test_half_of_a_request_is_not_waited_for_for_ever(server, sent, answer):
 @pytest.mark.parametrize("pause", [0.0, 0.05])
 def test_a_body_that_is_no_http_is_refused_once(server, caplog, key, pause):
     caplog.set_level(logging.ERROR)
-    with connect(server) as wire:
+    with server.connect() as wire:
         wire.sendall(f"{POST}{key}Transfer-Encoding: chunked\r\n\r\n".encode())
         time.sleep(pause)  # so that the application may have answered, which without a key it does before the body
         wire.sendall(b"no chunk\r\n")
@@ -90,7 +80,7 @@ def test_a_body_that_is_no_http_is_refused_once(server, caplog, key, pause):
 
 def test_who_sends_too_much_is_told_so(talking):
     """Though it reads nothing before all is sent: a connection closed early would be broken under it."""
-    with connect(talking) as wire:
+    with talking.connect() as wire:
         wire.sendall(f"{POST}Content-Length: 1500000\r\n\r\n".encode() + b" " * 500_000)
         select.select([wire], [], [], PATIENCE)
         wire.sendall(b" " * 1_000_000)
@@ -101,7 +91,7 @@ def test_who_sends_too_much_is_told_so(talking):
 
 
 def test_a_byte_now_and_then_does_not_keep_a_connection_open(server):
-    with connect(server) as wire:
+    with server.connect() as wire:
         wire.sendall(POST.encode() + b"Content-Length: 100000\r\n\r\n")
         with pytest.raises(ConnectionError):  # noqa: PT012 - the byte that breaks it is one of many
             for _ in range(PATIENCE * 50):
@@ -111,7 +101,7 @@ def test_a_byte_now_and_then_does_not_keep_a_connection_open(server):
 
 def test_one_connection_too_many_takes_the_place_of_one_that_waits():
     with live(small(), Settings(connections=8)) as server, ExitStack() as stack:
-        wires = [stack.enter_context(connect(server)) for _ in range(30)]
+        wires = [stack.enter_context(server.connect()) for _ in range(30)]
         for wire in wires:
             wire.settimeout(0.5)
             try:
@@ -133,22 +123,26 @@ def is_open(wire: socket.socket) -> bool:
 
 
 def test_requests_under_way_are_not_displaced_and_one_more_is_told_so():
+    """But probes and metrics pass when nothing else does."""
     gate = Gate()
-    with live(small(), Settings(limits=Limits(Options(hooks=(gate,))), connections=3)) as server, ExitStack() as stack:
-        body = json.dumps({**IDS, "stream": False}).encode()
-        wires = [stack.enter_context(connect(server)) for _ in range(3)]
+    with live(small(), gated(gate, connections=3)) as server, ExitStack() as stack:
+        wires = [stack.enter_context(server.connect()) for _ in range(3)]
         for wire in wires:
-            wire.sendall(f"{POST}Connection: close\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+            wire.sendall(raw({**IDS, "stream": False}, "Connection: close\r\n"))
         until(lambda: server.engine.load.running + server.engine.load.waiting == 3)
-        assert server.http.get("/health").status_code == 503
+        refused = server.http.get("/health")
+        assert (refused.status_code, refused.headers["Retry-After"]) == (503, "1")
+        assert refused.json()["error"]["code"] == "too_many_requests"
+        passing = ("/health/live", "/health/ready", "/metrics")
+        assert [server.http.get(path).status_code for path in passing] == [200] * 3
         gate.open.release(1000)
         assert [received(wire)[:12] for wire in wires] == [b"HTTP/1.1 200"] * 3
-        assert server.http.get("/health").status_code == 200
+        until(lambda: server.http.get("/health").status_code == 200)
 
 
 def test_who_does_not_read_is_cut_off(server):
     """Responses are asked for until no buffer takes any more, and none is read."""
-    with connect(server) as wire:
+    with server.connect() as wire:
         wire.setblocking(False)
         wanted = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
         end = time.monotonic() + PATIENCE
@@ -163,7 +157,7 @@ def test_who_does_not_read_is_cut_off(server):
 
 def test_a_deadline_is_kept_though_the_model_is_busy():
     gate = Gate()
-    with live(small(), Settings(limits=Limits(Options(hooks=(gate,)))), slots=1) as server:
+    with live(small(), gated(gate), slots=1) as server:
         with ExitStack() as stack:
             stack.callback(gate.open.release, 1000)
             busy = threading.Thread(target=server.http.post, args=("/v1/denoise",), kwargs={"json": IDS})

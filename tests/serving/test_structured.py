@@ -20,7 +20,6 @@ from typing import Any
 
 import httpx
 import jsonschema_rs
-import openai
 import pytest
 from pydantic import BaseModel
 
@@ -56,12 +55,6 @@ def server() -> Iterator[Live]:
         yield found
 
 
-@pytest.fixture(scope="module")
-def client(server: Live) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as found:
-        yield found
-
-
 def refused(server: Live, path: str = "/v1/chat/completions", **fields: Any) -> tuple[str, str]:
     """What is wrong, and with which field."""
     body = {**(ASKED if "chat" in path else {}), **fields}
@@ -88,31 +81,27 @@ def test_a_schema_is_followed_streamed_or_not(client, schema):
 
 
 def test_formats_of_openai(client):
-    some = client.chat.completions.create(
-        **ASKED, max_tokens=8, response_format={"type": "json_object"}, extra_body=QUICK
-    )
-    assert isinstance(json.loads(some.choices[0].message.content), dict)
-    parsed = client.chat.completions.parse(**ASKED, max_tokens=8, response_format=Answer, extra_body=QUICK)
+    asked: dict[str, Any] = {**ASKED, "max_tokens": 8, "extra_body": QUICK}
+    parsed = client.chat.completions.parse(**asked, response_format=Answer)
     assert isinstance(parsed.choices[0].message.parsed, Answer)
-    plain = [
-        client.chat.completions.create(**ASKED, max_tokens=8, extra_body={**QUICK, **more}).choices[0].message.content
-        for more in ({}, {"response_format": {"type": "text"}})
-    ]
-    assert plain[0] == plain[1]
+    some, plain, unsaid = (
+        client.chat.completions.create(**asked, **more).choices[0].message.content
+        for more in ({"response_format": {"type": "json_object"}}, {"response_format": {"type": "text"}}, {})
+    )
+    assert isinstance(json.loads(some), dict)
+    assert plain == unsaid
 
 
 @pytest.mark.parametrize("sampler", ["latent", "factorized", "any_order"])
 def test_a_pattern_is_followed_in_both_routes_and_in_denoise(server, client, sampler):
     how = {"sampler": sampler, "steps": 2, "temperature": 1.0, "guided_regex": r"\d\d:\d\d"}
+    asked: dict[str, Any] = {"model": "mini", "prompt": "At ", "max_tokens": 6, "extra_body": how}
+    whole = server.http.post("/v1/denoise", json={"prompt": "At ", "gen_length": 6, "stream": False, **how}).json()
     texts = [
         client.chat.completions.create(**ASKED, max_tokens=6, extra_body=how).choices[0].message.content,
-        client.completions.create(model="mini", prompt="At ", max_tokens=6, extra_body=how).choices[0].text,
-        client.completions.create(model="mini", prompt="At ", suffix=" sharp.", max_tokens=6, extra_body=how)
-        .choices[0]
-        .text,
-        server.http.post("/v1/denoise", json={"prompt": "At ", "gen_length": 6, "stream": False, **how}).json()["done"][
-            "text"
-        ],
+        client.completions.create(**asked).choices[0].text,
+        client.completions.create(**asked, suffix=" sharp.").choices[0].text,
+        whole["done"]["text"],
     ]
     assert all(re.fullmatch(r"\d\d:\d\d", text) for text in texts), texts
 
@@ -170,17 +159,7 @@ def test_functions_are_called_by_their_schemas_streamed_or_not(client, choice):
         assert [log for chunk in of_it if chunk.logprobs for log in chunk.logprobs.content] == each.logprobs.content
 
 
-def test_which_function_is_not_left_to_the_model(server, client):
-    for choice in ({}, {"tool_choice": "auto"}):
-        message, param = refused(server, tools=TOOLS, **choice)
-        assert (param, '"required"' in message) == ("tool_choice", True)
-    assert refused(server, tool_choice="required")[1] == "tool_choice"
-    assert (
-        refused(server, tools=TOOLS[:2], tool_choice={"type": "function", "function": {"name": "stop"}})[1]
-        == "tool_choice"
-    )
-    assert refused(server, tools=TOOLS * 2, tool_choice="required")[1] == "tools"
-    assert refused(server, tools=[tool("f", {"a": {"multipleOf": 3}})], tool_choice="required")[1] == "tools"
+def test_tools_without_their_use_are_answered_with_text(client):
     plain, unused = (
         client.chat.completions.create(**ASKED, max_tokens=4, extra_body=QUICK, **more).choices[0].message
         for more in ({}, {"tools": TOOLS, "tool_choice": "none"})
@@ -188,26 +167,39 @@ def test_which_function_is_not_left_to_the_model(server, client):
     assert plain == unused
 
 
-def test_what_cannot_be_is_refused_by_name(server):
-    assert refused(server, guided_regex="(a")[1] == "guided_regex"
-    message, param = refused(server, guided_json={"properties": {"a": {"multipleOf": 3}}})
-    assert (param, "#/properties/a/multipleOf" in message) == ("guided_json", True)
-    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}}
-    message, param = refused(server, response_format=schema)
-    assert (param, "#/not" in message) == ("response_format", True)
-    assert refused(server, guided_regex="[^\\x00-\\U0010ffff]")[1] == "guided_regex"
-    assert refused(server, guided_regex=r"\d{40}", max_tokens=8)[1] == "guided_regex"
-    message, param = refused(server, guided_regex="a", guided_choice=["a"])
-    assert (param, "guided_regex and guided_choice" in message) == ("guided_choice", True)
-    assert refused(server, guided_regex="a*", stop=["aa"])[1] == "stop"
-    assert refused(server, guided_regex="a*", preset="reference", steps=2, max_tokens=4)[1] == "guided_regex"
+NAMED = {"type": "function", "function": {"name": "stop"}}
+UNSUPPORTED = {"a": {"multipleOf": 3}}
+FORBIDDEN = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}}
 
 
-def test_what_is_too_large_is_refused(server):
-    assert "bytes" in refused(server, guided_regex="a" * 40_000)[0]
-    assert "too large" in refused(server, guided_regex=".*a.{12}")[0]
-    assert "too large" in refused(server, guided_choice=[f"{i:x}" * 9 for i in range(1000, 2000)])[0]
-    assert refused(server, guided_regex="(" * 500 + ")" * 500)[1] == "guided_regex"
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"tools": TOOLS}, "tool_choice", '"required"'),
+        ({"tools": TOOLS, "tool_choice": "auto"}, "tool_choice", '"required"'),
+        ({"tool_choice": "required"}, "tool_choice", ""),
+        ({"tools": TOOLS[:2], "tool_choice": NAMED}, "tool_choice", ""),
+        ({"tools": TOOLS * 2, "tool_choice": "required"}, "tools", ""),
+        ({"tools": [tool("f", UNSUPPORTED)], "tool_choice": "required"}, "tools", ""),
+        ({"guided_regex": "(a"}, "guided_regex", ""),
+        ({"guided_json": {"properties": UNSUPPORTED}}, "guided_json", "#/properties/a/multipleOf"),
+        ({"response_format": FORBIDDEN}, "response_format", "#/not"),
+        ({"guided_regex": "[^\\x00-\\U0010ffff]"}, "guided_regex", ""),
+        ({"guided_regex": r"\d{40}", "max_tokens": 8}, "guided_regex", ""),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "guided_regex and guided_choice"),
+        ({"guided_regex": "a*", "stop": ["aa"]}, "stop", ""),
+        ({"guided_regex": "a*", "preset": "reference", "steps": 2, "max_tokens": 4}, "guided_regex", ""),
+        ({"guided_regex": "a" * 40_000}, "guided_regex", "bytes"),
+        ({"guided_regex": ".*a.{12}"}, "guided_regex", "too large"),
+        ({"guided_choice": [f"{i:x}" * 9 for i in range(1000, 2000)]}, "guided_choice", "too large"),
+        ({"guided_regex": "(" * 500 + ")" * 500}, "guided_regex", ""),
+        ({"logprobs": True, "top_logprobs": 2, **QUICK}, "top_logprobs", ""),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(server, fields, param, words):
+    message, named = refused(server, **fields)
+    assert named == param
+    assert words in message
 
 
 def test_sizes_of_constraints_are_told(server):
@@ -324,10 +316,9 @@ def test_a_server_that_ends_tells_who_still_waits_for_a_pattern():
 def compiled_alone(pattern: str, limits: Limits) -> Compiled | None:
     """By a process that is started for it."""
     compiler = Compiler(bundled(), limits)
+    wanted = Constraint("guided_regex", "regex", pattern)
     try:
-        return asyncio.run(
-            compiler(Constraint("guided_regex", "regex", pattern), "client", time.monotonic() + PATIENCE)
-        )
+        return asyncio.run(compiler(wanted, "client", time.monotonic() + PATIENCE))
     finally:
         compiler.close()
 
@@ -393,7 +384,6 @@ def test_log_probabilities_of_a_completion(client):
         assert all(len(top) <= count for top in found.top_logprobs)
 
 
-def test_the_latent_sampler_knows_no_alternatives(server, client):
-    assert refused(server, logprobs=True, top_logprobs=2, **QUICK)[1] == "top_logprobs"
+def test_the_latent_sampler_knows_no_alternatives(client):
     found = client.chat.completions.create(**ASKED, max_tokens=4, logprobs=True, extra_body={**QUICK, "stop": False})
     assert all(each.top_logprobs == [] for each in found.choices[0].logprobs.content)

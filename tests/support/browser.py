@@ -25,8 +25,12 @@ PATIENCE = 180_000
 class Server:
     """`codd serve` in a process of its own."""
 
-    url: str
+    told: dict[str, str]
     process: subprocess.Popen[str]
+
+    @property
+    def url(self) -> str:
+        return self.told["url"]
 
 
 class Relay:
@@ -70,15 +74,21 @@ def _pump(source: socket.socket, sink: socket.socket) -> None:
 
 
 @contextmanager
-def serving(*arguments: str) -> Iterator[Server]:
+def serving(*arguments: str, logged: bool = False, **environment: str) -> Iterator[Server]:
+    """``logged`` makes its log a pipe, for a test that reads it."""
     command = [sys.executable, "-m", "codd", "serve", "--port", "0", "--json", *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE if logged else None,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+    ) as process:
         try:
             assert process.stdout is not None
             line = process.stdout.readline()
             assert line, f"the server ended with {process.wait()} before it was ready"
-            yield Server(json.loads(line)["url"], process)
+            yield Server(json.loads(line), process)
         finally:
             process.kill()
 
