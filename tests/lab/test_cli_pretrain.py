@@ -35,13 +35,6 @@ def test_a_second_process_is_kept_out_of_the_folder(tmp_path, capsys):
             assert f"{tmp_path}: the process {os.getpid()} is writing into this folder" in message
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("runs") / "new" / "tiny"
-    assert pretrain(out) == 0
-    return out
-
-
 def test_help_teaches(capsys):
     assert main(["pretrain", "--help"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
@@ -51,12 +44,17 @@ def test_help_teaches(capsys):
 
 
 def test_text(tmp_path, capsys):
-    assert pretrain(tmp_path) == 0
+    out = tmp_path / "new" / "tiny"
+    assert pretrain(out) == 0
     printed = capsys.readouterr()
-    assert printed.out.startswith(f"trained: {tmp_path / 'model'}\n")
-    assert f"codd info {tmp_path / 'model'}" in printed.out
+    assert printed.out.startswith(f"trained: {out / 'model'}\n")
+    assert f"codd info {out / 'model'}" in printed.out
     assert "validation/problems" in printed.out
     assert printed.err.startswith("tiny: 2 steps of 2 x 384 tokens, on cpu\nstep 2: ")
+    before = (out / "model" / "model.safetensors").read_bytes()
+    assert pretrain(out) == 0
+    assert capsys.readouterr().out.startswith("trained: ")  # a finished run says so again
+    assert (out / "model" / "model.safetensors").read_bytes() == before
 
 
 def test_json(tmp_path, capsys):
@@ -96,13 +94,6 @@ def test_another_recipe_needs_fresh(tmp_path, capsys):
     assert (tmp_path / "notes.txt").read_text() == "mine"
     assert pretrain(tmp_path, "--fresh") == 0
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == before
-
-
-def test_a_finished_run_says_so_again(finished, capsys):
-    before = (finished / "model" / "model.safetensors").read_bytes()
-    assert pretrain(finished) == 0
-    assert capsys.readouterr().out.startswith("trained: ")
-    assert (finished / "model" / "model.safetensors").read_bytes() == before
 
 
 def test_out_that_is_a_file(tmp_path, capsys):
