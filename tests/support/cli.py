@@ -15,8 +15,11 @@ from codd.cli import main
 
 
 def printed_json(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> dict[str, Any]:
+    capsys.readouterr()
     assert main([*map(str, arguments), "--json"]) == code
-    return json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    return json.loads(printed.out)
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
