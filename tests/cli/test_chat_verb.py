@@ -13,6 +13,7 @@ from codd.cli.chat import Conversation, frame
 from codd.decoding import Options, Step
 from codd.errors import InvalidInput
 from tests.support import FIXTURES
+from tests.support.cli import refused
 
 FEW = ("--gen-length", "8", "--steps", "2")
 MASK, EOS = 1, 2
@@ -173,8 +174,7 @@ def test_without_a_template_the_text_goes_on(ask, bundled):
 
 
 def test_a_model_without_a_tokenizer(capsys):
-    assert main(["chat", "--model", str(FIXTURES / "decode_llada")]) == 1
-    assert "has no tokenizer" in capsys.readouterr().err
+    assert "has no tokenizer" in refused(capsys, "chat", "--model", FIXTURES / "decode_llada")
 
 
 def shown_on_a_terminal(conversation: Conversation, lines, chosen=None) -> str:
@@ -239,6 +239,6 @@ def test_lines_are_typed_until_the_end(monkeypatch, capsys):
 
 def test_the_options_are_checked_before_the_model_is_loaded(capsys, monkeypatch):
     monkeypatch.setattr(sampling, "load", None)
-    assert main(["chat", "--top-p", "3"]) == 1
-    assert capsys.readouterr().err == "codd: top_p must be a number of at least 0 and at most 1, found 3.0.\n"
+    message = "codd: top_p must be a number of at least 0 and at most 1, found 3.0.\n"
+    assert refused(capsys, "chat", "--top-p", "3") == message
     assert Options() == sampling.options_of({})

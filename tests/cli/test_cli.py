@@ -42,6 +42,12 @@ def test_help_lists_every_verb(capsys):
         assert line in printed
 
 
+WORDS = {
+    "cache": ("--top-k", "--tolerance", "--features", "--fresh", "torchrun"),
+    "train": ("codd train docs/tutorials/mine.yaml", "torchrun", "--set", "--fresh", "--data", "metrics.jsonl"),
+}
+
+
 @pytest.mark.parametrize("name", cli.VERBS)
 def test_help_of_every_verb_teaches(name, capsys):
     verb = cli.load(name)
@@ -54,6 +60,7 @@ def test_help_of_every_verb_teaches(name, capsys):
     assert f"\nexamples:\n  codd {name}" in printed
     assert "--debug" in printed
     assert "--json" in printed
+    assert not [word for word in WORDS.get(name, ()) if word not in " ".join(printed.split())]
 
 
 def test_version(capsys):

@@ -2,41 +2,24 @@ import json
 import lzma
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from codd import folders
-from codd.backbones import mini
-from codd.backbones.config import Config
-from codd.backbones.transformer import initialise
 from codd.circuits import HMM
 from codd.cli import main
 from codd.training.logit_cache.reader import LogitCache
-from codd_lab.pretraining.bpe import train_bpe
 from codd_lab.problems import problems
-from tests.support import FIXTURES
+from tests.support import FIXTURES, cli
+from tests.support.cli import kill_codd
+from tests.support.small_runs import save_network
 from tests.support.two_processes import run_in_two_processes
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # here as in the processes that are started: the same bits
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 WINDOW = 8
 SMALL = ["--window", str(WINDOW), "--row-length", "384", "--device", "cpu"]
-
-
-def save_network(folder: Path, tokenizer, **changes) -> Path:
-    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_id") for name in ("mask", "eos", "pad")}
-    sizes = {"vocab_size": tokenizer.vocab_size, "width": 16, "layers": 1, "heads": 2, "mlp_width": 16}
-    built = mini.build(Config({**sizes, **special, **changes}, "a test"))
-    initialise(built.network, generator=torch.Generator().manual_seed(3), std=0.3)
-    mini.save(built, folder)
-    tokenizer.save(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +27,8 @@ def root(tmp_path_factory) -> Path:
     """A small denoiser, a small causal model, questions and prose."""
     root = tmp_path_factory.mktemp("root")
     made = list(problems(60))
-    tokenizer = train_bpe([f"{p.question}\n{p.solution}" for p in made], vocab_size=400)
-    save_network(root / "mini", tokenizer)
-    save_network(root / "causal", tokenizer, causal=True)
+    save_network(root / "mini")
+    save_network(root / "causal", causal=True)
     lines = [json.dumps({"question": p.question, "answer": p.solution}) for p in made]
     (root / "train.jsonl").write_text("\n".join(lines) + "\n")
     (root / "prose.txt").write_text("\n\n".join(p.question for p in made) * 3)
@@ -67,12 +49,7 @@ def cache(out: Path, *more: str, backbone: str = "mini") -> int:
 
 
 def refused(capsys, out: Path, *more: str, backbone: str = "mini") -> str:
-    assert cache(out, *more, backbone=backbone) == 1
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.startswith("codd: ")
-    assert printed.err.count("\n") == 1
-    return printed.err
+    return cli.refused(capsys, *arguments(out, *more, backbone=backbone))
 
 
 def shards(out: Path) -> dict[str, bytes]:
@@ -83,13 +60,6 @@ def windows(out: Path) -> list[list[int]]:
     """The tokens of all windows, and what the network says of each."""
     shown = LogitCache.open(out).load("cpu")
     return [shown.tokens.tolist(), shown.windows(torch.arange(len(shown))).factorized_log_prob().tolist()]
-
-
-def test_help_teaches(capsys):
-    assert main(["cache", "--help"]) == 0
-    printed = capsys.readouterr().out
-    for word in ("--top-k", "--tolerance", "--features", "--fresh", "torchrun"):
-        assert word in printed
 
 
 def test_text(tmp_path, capsys):
@@ -147,7 +117,6 @@ def test_a_backbone_with_an_adapter(tmp_path, capsys):
     assert cache(tmp_path / "plain", *more) == 0
     assert cache(tmp_path / "adapted", *more, *adapter) == 0
     assert shards(tmp_path / "plain") != shards(tmp_path / "adapted")
-    capsys.readouterr()
     assert "--fresh" in refused(capsys, tmp_path / "plain", *more, *adapter)
 
 
@@ -168,7 +137,6 @@ def test_an_array_of_json_is_questions_and_answers(tmp_path, root, capsys):
     assert cache(tmp_path / "array", *few, "--data", str(tmp_path / "train.json")) == 0
     assert windows(tmp_path / "array") == windows(tmp_path / "lines")
     (tmp_path / "train.csv").write_text("question,answer\n1,2\n")
-    capsys.readouterr()
     message = refused(capsys, tmp_path / "csv", *few, "--data", str(tmp_path / "train.csv"))
     assert "train.csv: codd does not read .csv files. Give .jsonl" in message
 
@@ -227,13 +195,7 @@ def whole(root, tmp_path_factory) -> Path:
 
 def test_kill_9_and_restart_gives_the_same_bytes(whole, tmp_path):
     out = tmp_path / "killed"
-    command = [sys.executable, "-m", "codd", *arguments(out, *MANY)]
-    running = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
-    while not (out / "shard-00002.json").exists() and running.poll() is None:
-        time.sleep(0.001)
-    running.send_signal(signal.SIGKILL)
-    _, printed = running.communicate()
-    assert running.returncode == -signal.SIGKILL, printed
+    kill_codd(arguments(out, *MANY), (out / "shard-00002.json").exists)
     finished = {path.with_suffix(".safetensors"): 0 for path in out.glob("shard-*.json")}
     finished = {path: path.stat().st_mtime_ns for path in finished}
     assert 3 <= len(finished) < LogitCache.open(whole).settings.shards
@@ -269,7 +231,6 @@ def test_two_processes_make_what_one_makes(whole, tmp_path):
 def test_other_arguments_need_fresh(whole, tmp_path, capsys):
     out = shutil.copytree(whole, tmp_path / "other")
     before = shards(out)
-    capsys.readouterr()
     message = refused(capsys, out, *MANY, "--seed", "1")
     assert "is a cache of other settings (" in message
     assert "seed was 0, is 1" in message
@@ -368,16 +329,16 @@ def test_special_files_and_long_names(tmp_path, capsys):
 
 
 def test_a_second_process_is_kept_out_of_the_folder(tmp_path, capsys):
-    assert cache(tmp_path, "--data", "train.jsonl", "--windows", "20", "--top-k", "4") == 0
-    capsys.readouterr()
+    few = ["--data", "train.jsonl", "--windows", "20", "--top-k", "4"]
+    assert cache(tmp_path, *few) == 0
     before = {path.name: path.read_bytes() for path in tmp_path.glob("*.*")}
     with folders.exclusive(tmp_path):
         for more in ([], ["--fresh"]):
-            message = refused(capsys, tmp_path, "--data", "train.jsonl", "--windows", "20", "--top-k", "4", *more)
+            message = refused(capsys, tmp_path, *few, *more)
             assert f"{tmp_path}: the process {os.getpid()} is writing into this folder" in message
             assert "Wait until it has ended, or give another folder" in message
     assert {path.name: path.read_bytes() for path in tmp_path.glob("*.*")} == before
-    assert cache(tmp_path, "--data", "train.jsonl", "--windows", "20", "--top-k", "4") == 0
+    assert cache(tmp_path, *few) == 0
     assert {path.name: path.read_bytes() for path in tmp_path.glob("*.*")} == before
 
 

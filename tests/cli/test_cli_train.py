@@ -2,10 +2,6 @@ import json
 import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,19 +10,17 @@ import torch
 import codd
 from codd import folders
 from codd.backbones import adapters, load_checkpoint, mini
-from codd.backbones.config import Config
-from codd.backbones.transformer import initialise
 from codd.circuits import HMM, Modulated, load_circuit
 from codd.cli import main
 from codd.cli.train import _gaps as gaps
 from codd.training.checkpoints import checkpoints
 from codd.training.circuit.joint import trainable
-from codd_lab.pretraining.bpe import train_bpe
 from codd_lab.problems import problems
+from tests.support.cli import kill_codd
+from tests.support.small_runs import save_network
 from tests.support.two_processes import run_in_two_processes
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # here as in the processes that are started: the same bits
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 CLOCK = ("windows_per_second", "seconds")
 RECIPE = """\
 name: small
@@ -46,18 +40,6 @@ checkpoint_every: 2
 """
 SOFT = ["--set=head.latents=true", "--set=head.dropout=0.2"]
 CACHED = ["--set=data=[]", "--set=validation=[]"]
-
-
-def save_network(folder: Path, vocab_size: int = 400, **changes) -> Path:
-    made = [f"{p.question}\n{p.solution}" for p in problems(60)]
-    tokenizer = train_bpe(made, vocab_size=vocab_size)
-    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_id") for name in ("mask", "eos", "pad")}
-    sizes = {"vocab_size": tokenizer.vocab_size, "width": 16, "layers": 1, "heads": 2, "mlp_width": 16}
-    built = mini.build(Config({**sizes, **special, **changes}, "a test"))
-    initialise(built.network, generator=torch.Generator().manual_seed(3), std=0.3)
-    mini.save(built, folder)
-    tokenizer.save(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -105,13 +87,6 @@ def refused(capsys, out: Path, *more: str, recipe: str | Path = "small.yaml") ->
 def metrics_of(out: Path) -> list[dict[str, float]]:
     lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
     return [{name: value for name, value in line.items() if name not in CLOCK} for line in lines]
-
-
-def test_help_teaches(capsys):
-    assert main(["train", "--help"]) == 0
-    printed = capsys.readouterr().out
-    for word in ("codd train docs/tutorials/mine.yaml", "torchrun", "--set", "--fresh", "--data", "metrics.jsonl"):
-        assert word in printed
 
 
 def test_the_gap_closed_is_that_of_the_largest_ratio():
@@ -259,13 +234,7 @@ def test_kill_9_and_resume_gives_the_same_bytes(tmp_path, monkeypatch):
     # So many steps that the end is far when the first checkpoint is seen; logs and checkpoints are out of step.
     many = [*SOFT, "--set=steps=40", "--set=log_every=5", "--set=validate_every=20", "--set=checkpoint_every=3"]
     out = tmp_path / "killed"
-    command = [sys.executable, "-m", "codd", *arguments(out, *many)]
-    running = subprocess.Popen(command, env=ENVIRONMENT, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
-    while not checkpoints(out / "checkpoints") and running.poll() is None:
-        time.sleep(0.001)
-    running.send_signal(signal.SIGKILL)
-    _, printed = running.communicate()
-    assert running.returncode == -signal.SIGKILL, printed
+    kill_codd(arguments(out, *many), lambda: checkpoints(out / "checkpoints"))
     assert not (out / "curve.png").exists()
     for each in (out, tmp_path / "whole"):
         assert train(each, *many) == 0

@@ -7,6 +7,7 @@ import torch
 from codd.circuits import HMM, Evidence
 from codd.cli import main
 from tests.support import FIXTURES
+from tests.support.cli import refused
 
 SOURCE = FIXTURES / "hmm" / "hmm_n16.jpc"
 
@@ -69,11 +70,7 @@ def test_bfloat16_rows_that_round_badly_load_again(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("path", sorted((FIXTURES / "malicious").glob("*.jpc")), ids=lambda path: path.stem)
 def test_a_malicious_file_creates_nothing(path, tmp_path, capsys):
-    assert main(["convert", str(path), str(tmp_path / "out")]) == 1
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.startswith(f"codd: {path}")
-    assert printed.err.count("\n") == 1
+    assert refused(capsys, "convert", path, tmp_path / "out").startswith(f"codd: {path}")
     assert names(tmp_path) == []
 
 
@@ -82,18 +79,14 @@ def test_missing_and_damaged_files(content, tmp_path, capsys):
     source = tmp_path / "model.jpc"
     if content is not None:
         source.write_bytes(content)
-    assert main(["convert", str(source), str(tmp_path / "out")]) == 1
-    printed = capsys.readouterr()
-    assert printed.err.startswith(f"codd: {source}")
-    assert printed.err.count("\n") == 1
+    assert refused(capsys, "convert", source, tmp_path / "out").startswith(f"codd: {source}")
     assert not (tmp_path / "out").exists()
 
 
 def test_an_existing_circuit_is_replaced_only_when_told(tmp_path, capsys):
     old = HMM.random(2, 3)
     old.save(tmp_path)
-    assert main(["convert", str(SOURCE), str(tmp_path)]) == 1
-    assert "--force" in capsys.readouterr().err
+    assert "--force" in refused(capsys, "convert", SOURCE, tmp_path)
     assert HMM.load(tmp_path).num_states == 2
     assert main(["convert", str(SOURCE), str(tmp_path), "--force"]) == 0
     assert HMM.load(tmp_path).num_states == 16
@@ -108,15 +101,11 @@ def test_a_damaged_circuit_can_be_replaced(tmp_path):
     assert HMM.load(tmp_path).log_partition(Evidence(tokens=ids)).isfinite().all()
 
 
-def test_the_configuration_of_something_else_is_never_replaced(tmp_path, capsys):
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    assert main(["convert", str(SOURCE), str(tmp_path), "--force"]) == 1
-    assert "no circuit" in capsys.readouterr().err
-    assert (tmp_path / "config.json").read_text() == '{"model_type": "llama"}'
-
-
-def test_a_file_is_no_folder(tmp_path, capsys):
-    (tmp_path / "file").write_text("mine")
-    assert main(["convert", str(SOURCE), str(tmp_path / "file"), "--force"]) == 1
-    assert "is a file" in capsys.readouterr().err
-    assert (tmp_path / "file").read_text() == "mine"
+@pytest.mark.parametrize(
+    ("name", "content", "out", "words"),
+    [("config.json", '{"model_type": "llama"}', "", "no circuit"), ("file", "mine", "file", "is a file")],
+)
+def test_what_is_something_else_is_never_replaced(tmp_path, capsys, name, content, out, words):
+    (tmp_path / name).write_text(content)
+    assert words in refused(capsys, "convert", SOURCE, tmp_path / out, "--force")
+    assert (tmp_path / name).read_text() == content

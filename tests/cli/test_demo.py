@@ -1,4 +1,3 @@
-import json
 import re
 from dataclasses import replace
 
@@ -10,6 +9,7 @@ from codd.cli.questions import extract_answer, questions
 from codd.decoding import Options, load
 from codd_lab.problems import extract_answer as lab_answer
 from codd_lab.problems import problems
+from tests.support.cli import printed_json, refused
 
 BUNDLED = replace(load(device="cpu", circuit=None), circuit=HMM.random(4, 8192))
 """Loaded once, with a circuit that nobody trained."""
@@ -24,10 +24,7 @@ def small(monkeypatch):
 
 
 def results(capsys, *arguments: str) -> dict:
-    assert main(["demo", "--json", *arguments]) == 0
-    printed = capsys.readouterr()
-    assert printed.err == ""
-    return json.loads(printed.out)
+    return printed_json(capsys, "demo", *arguments)
 
 
 def test_both_ways_have_equal_calls_and_right_answers_are_counted(small, capsys):
@@ -76,8 +73,7 @@ def test_the_bundled_circuit_writes_other_text_than_the_network_alone():
 
 
 def test_there_must_be_a_circuit(capsys):
-    assert main(["demo", "--circuit", "none"]) == 1
-    assert "--circuit must not be none" in capsys.readouterr().err
+    assert "--circuit must not be none" in refused(capsys, "demo", "--circuit", "none")
 
 
 def test_questions_are_the_generators_and_no_training_saw_them():

@@ -1,4 +1,5 @@
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -6,20 +7,16 @@ import torch
 from codd import files
 from codd.circuits import HMM, Factors, Head, HeadConfig, Modulated, storage
 from codd.cli import main
-from tests.support import FIXTURES
+from tests.support import FIXTURES, cli
+from tests.support.cli import printed_json
 
 
-def described(capsys, path: object, *options: str, code: int = 0) -> dict[str, object]:
-    assert main(["info", str(path), "--json", *options]) == code
-    return json.loads(capsys.readouterr().out)
+def described(capsys, *arguments: object, code: int = 0) -> dict[str, Any]:
+    return printed_json(capsys, "info", *arguments, code=code)
 
 
-def refused(capsys, path: object, *options: str) -> str:
-    assert main(["info", str(path), *options]) == 1
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.count("\n") == 1
-    return printed.err
+def refused(capsys, *arguments: object) -> str:
+    return cli.refused(capsys, "info", *arguments)
 
 
 def test_a_circuit(tmp_path, capsys):
@@ -127,6 +124,7 @@ def test_a_jpc(capsys):
         "parameters": 8 + 4 * 64 + 5 * 240,
         "bytes": path.stat().st_size,
     }
+    assert described(capsys, path, "--check") == {**found, "checked": True}
 
 
 def test_weights_that_do_not_belong_to_the_configuration(tmp_path, capsys):
@@ -138,18 +136,12 @@ def test_weights_that_do_not_belong_to_the_configuration(tmp_path, capsys):
     assert "DOES NOT MATCH" in capsys.readouterr().out
 
 
-def test_a_hub_id(tmp_path, capsys, monkeypatch):
-    HMM.random(4, 7).save(tmp_path)
-    monkeypatch.setattr(files, "_download", lambda repo_id, wanted, revision: tmp_path)
-    found = described(capsys, "someone/circuit")
-    assert (found["path"], found["num_states"], found["sha256_matches"]) == ("someone/circuit", 4, True)
-
-
 def test_a_hub_id_is_asked_for_its_configuration_first(tmp_path, capsys, monkeypatch):
     HMM.random(4, 7).save(tmp_path)
     asked = []
     monkeypatch.setattr(files, "_download", lambda repo_id, wanted, revision: asked.append(wanted) or tmp_path)
-    described(capsys, "someone/circuit")
+    found = described(capsys, "someone/circuit")
+    assert (found["path"], found["num_states"], found["sha256_matches"]) == ("someone/circuit", 4, True)
     assert asked == [
         ("config.json", "adapter_config.json"),
         ("config.json", "circuit.safetensors", *storage.PYJUICE_FILES),
@@ -174,10 +166,6 @@ def test_check_of_a_circuit(tmp_path, capsys):
     assert "save or download" in message
 
 
-def test_check_of_a_jpc(capsys):
-    assert described(capsys, FIXTURES / "hmm" / "hmm_n16.jpc", "--check")["checked"] is True
-
-
 @pytest.mark.parametrize("name", ["top_exec", "nested_dist"])
 def test_a_malicious_jpc(name, capsys):
     refused(capsys, FIXTURES / "malicious" / f"{name}.jpc")
@@ -195,14 +183,11 @@ def test_something_else(tmp_path, capsys):
     assert f"{tmp_path / 'config.json'}: expected a JSON object" in refused(capsys, tmp_path)
 
 
-def test_a_folder_around_a_circuit_says_where_it_is(tmp_path, capsys):
+def test_beside_a_circuit_it_is_said_where_it_is(tmp_path, capsys):
     HMM.random(4, 7).save(tmp_path / "inner")
     assert f"give one inside it: codd info {tmp_path / 'inner'}" in refused(capsys, tmp_path)
-
-
-def test_a_file_of_a_circuit_names_its_folder(tmp_path, capsys):
-    HMM.random(4, 7).save(tmp_path)
-    assert f"give the folder: codd info {tmp_path}" in refused(capsys, tmp_path / "circuit.safetensors")
+    file = tmp_path / "inner" / "circuit.safetensors"
+    assert f"give the folder: codd info {tmp_path / 'inner'}" in refused(capsys, file)
 
 
 @pytest.mark.parametrize("damage", ["config.json", "circuit.safetensors"])

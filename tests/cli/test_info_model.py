@@ -2,25 +2,24 @@
 
 import json
 import math
-import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models
 
 from codd import files
 from codd.backbones import loading, mini, weights
-from codd.backbones.config import Config
-from codd.backbones.transformer import initialise
 from codd.circuits import HMM, Head, HeadConfig, Modulated
 from codd.cli import info, main
-from tests.support import FIXTURES
-from tests.support.checkpoints import MINI
+from tests.support import FIXTURES, checkpoints, cli
+from tests.support.checkpoints import copy_of, edit_config, edit_weights
+from tests.support.cli import printed_json
 
 ROTARY = "rotary_emb.inv_freq"
 
@@ -49,9 +48,8 @@ BLOCKS = {"sdar": 4, "fast_dllm": 32, "llada2": 32}
 """The published ones."""
 
 
-def described(capsys, *arguments: object, code: int = 0) -> dict[str, object]:
-    assert main(["info", *map(str, arguments), "--json"]) == code
-    return json.loads(capsys.readouterr().out)
+def described(capsys, *arguments: object, code: int = 0) -> dict[str, Any]:
+    return printed_json(capsys, "info", *arguments, code=code)
 
 
 def shown(capsys, *arguments: object, code: int = 0) -> dict[str, str]:
@@ -63,12 +61,7 @@ def shown(capsys, *arguments: object, code: int = 0) -> dict[str, str]:
 
 
 def refused(capsys, *arguments: object) -> str:
-    assert main(["info", *map(str, arguments)]) == 1
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.count("\n") == 1
-    assert "Traceback" not in printed.err
-    return printed.err
+    return cli.refused(capsys, "info", *arguments)
 
 
 def headers(folder: Path) -> dict[str, dict[str, object]]:
@@ -90,23 +83,8 @@ def config_of(folder: Path) -> dict[str, object]:
     return json.loads((folder / "config.json").read_text())
 
 
-def edit_config(folder: Path, **changes: object) -> None:
-    (folder / "config.json").write_text(json.dumps({**config_of(folder), **changes}))
-
-
-def copy_of(name: str, folder: Path) -> Path:
-    return Path(shutil.copytree(FIXTURES / name, folder / name, ignore=shutil.ignore_patterns("case.*")))
-
-
 def random_mini(folder: Path, *, int8: bool = False, **changes: object) -> Path:
-    built = mini.build(Config({**MINI, **changes}))
-    initialise(built.network, generator=torch.Generator().manual_seed(0))
-    return mini.save(built, folder, int8=int8)
-
-
-def edit_weights(folder: Path, **changes: torch.Tensor) -> None:
-    path = folder / "model.safetensors"
-    save_file({**load_file(path), **changes}, path)
+    return mini.save(checkpoints.random_mini(**changes), folder, int8=int8)
 
 
 @pytest.fixture
@@ -270,31 +248,27 @@ def test_its_circuit(tmp_path, capsys):
     assert found["checked"] is True
 
 
-def test_a_circuit_that_does_not_belong_to_it(tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("name", "field", "circuit"),
+    [
+        ("circuit", "circuit", HMM.random(4, 61)),
+        ("circuit-static", "static_circuit", Modulated(HMM.random(4, 60), Head(HeadConfig(33, 4)))),
+    ],
+)
+def test_a_circuit_that_does_not_belong_to_it(name, field, circuit, tmp_path, capsys):
     folder = random_mini(tmp_path)
-    HMM.random(4, 61).save(folder / "circuit")
-    assert described(capsys, folder, code=1)["circuit"]["vocab_size"] == 61
-    line = shown(capsys, folder, code=1)["circuit"]
-    assert line.endswith("it DOES NOT BELONG to a model of 60 tokens that is 32 wide: remove the folder circuit/")
+    circuit.save(folder / name)
+    assert described(capsys, folder, code=1)[field]["vocab_size"] == circuit.vocab_size
+    line = shown(capsys, folder, code=1)[field]
+    assert line.endswith(f"it DOES NOT BELONG to a model of 60 tokens that is 32 wide: remove the folder {name}/")
 
 
 def test_both_of_its_circuits(tmp_path, capsys):
     folder = random_mini(tmp_path)
-    width = described(capsys, folder)["width"]
-    Modulated(HMM.random(4, 60), Head(HeadConfig(width, 4))).save(folder / "circuit")
+    Modulated(HMM.random(4, 60), Head(HeadConfig(32, 4))).save(folder / "circuit")
     HMM.random(3, 60).save(folder / "circuit-static")
     found = described(capsys, folder)
     assert (found["circuit"]["kind"], found["static_circuit"]["kind"]) == ("modulated", "hmm")
-
-
-def test_a_circuit_that_listens_to_another_network(tmp_path, capsys):
-    folder = random_mini(tmp_path)
-    width = described(capsys, folder)["width"]
-    Modulated(HMM.random(4, 60), Head(HeadConfig(width + 1, 4))).save(folder / "circuit-static")
-    line = shown(capsys, folder, code=1)["static_circuit"]
-    assert line.endswith(
-        f"DOES NOT BELONG to a model of 60 tokens that is {width} wide: remove the folder circuit-static/"
-    )
 
 
 def test_a_circuit_that_was_changed(tmp_path, capsys):
@@ -387,16 +361,15 @@ def test_integers_without_scales(tmp_path, capsys):
     folder = random_mini(tmp_path, int8=True)
     name = "blocks.0.mlp.up.weight"
     tensors = load_file(folder / "model.safetensors")
-    scale = tensors.pop(name + "_scale")
-    save_file(tensors, folder / "model.safetensors")
+    scale = tensors[name + "_scale"]
+    edit_weights(folder, drop=(name + "_scale",))
     message = refused(capsys, folder)
     assert str(folder / "model.safetensors") in message
     assert f"{name}_scale with one number for each of its rows is missing. Save it again" in message
     edit_weights(folder, **{name + "_scale": scale[1:]})
     assert "is missing. Save it again" in refused(capsys, folder)
     edit_weights(folder, **{name: tensors[name].int()})
-    message = refused(capsys, folder)
-    assert f"{name} is of type I32; expected floating-point weights" in message
+    assert f"{name} is of type I32; expected floating-point weights" in refused(capsys, folder)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])

@@ -41,20 +41,17 @@ def test_a_wrong_value_is_a_usage_error(capsys):
     assert "argument --weights: invalid list of float value: '1,x'" in capsys.readouterr().err
 
 
-def test_verbs_follow_the_rule(capsys):
-    parser = argparse.ArgumentParser()
-    cache.configure(parser)
-    args = parser.parse_args(
-        ["--out", "x", "--data=a,b", "--data=c", "--fields", "q,a", "--weights", "1,2", "--weights=3"]
-    )
+def test_verbs_follow_the_rule():
+    def read(verb, *argv: str) -> argparse.Namespace:
+        parser = argparse.ArgumentParser()
+        verb.configure(parser)
+        return parser.parse_args(argv)
+
+    args = read(cache, "--out=x", "--data=a,b", "--data=c", "--fields", "q,a", "--weights", "1,2", "--weights=3")
     assert (args.data, args.fields, args.weights) == ([Path("a"), Path("b"), Path("c")], ["q", "a"], [1.0, 2.0, 3.0])
-    parser = argparse.ArgumentParser()
-    generate.configure(parser)
-    args = parser.parse_args(["--ban", "3,5", "--ban", "7", "--stop", "a, b", "--stop", "c"])
+    args = read(generate, "--ban", "3,5", "--ban", "7", "--stop", "a, b", "--stop", "c")
     assert (args.ban, args.stop) == ((3, 5, 7), ["a, b", "c"])
-    parser = argparse.ArgumentParser()
-    load("eval").configure(parser)
-    args = parser.parse_args(["--out", "x", "--tasks", "a,b", "--tasks", "c", "--threshold", "0.5,none"])
+    args = read(load("eval"), "--out=x", "--tasks", "a,b", "--tasks", "c", "--threshold", "0.5,none")
     assert (args.tasks, args.circuit, args.threshold) == (["a", "b", "c"], ["trained"], [0.5, None])
 
 

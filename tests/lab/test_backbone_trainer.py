@@ -1,11 +1,6 @@
 import dataclasses
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,13 +13,13 @@ from codd.distributed import DistributedContext
 from codd.errors import Diverged, FormatError, InvalidInput
 from codd.training import run as run_module
 from codd.training.checkpoints import checkpoints, read_checkpoint, write_checkpoint
-from codd.training.ema import update_ema
 from codd.training.run import Trainer
 from codd_lab.pretraining.data import BackboneData, prepare
 from codd_lab.pretraining.loss import loss_sum
 from codd_lab.pretraining.recipe import OptimizerRecipe, Recipe, read_recipe
 from codd_lab.pretraining.trainer import BackboneTrainer, batch_maker, learning_rate, train
 from tests.support import PROBLEMS
+from tests.support.cli import kill_codd
 from tests.support.small_runs import CPU, TINY
 from tests.support.two_processes import run_in_two_processes
 
@@ -42,7 +37,6 @@ CHANGES = [
 ]
 ARGUMENTS = ["pretrain", str(TINY), "--device", "cpu", *(f"--set={change}" for change in CHANGES)]
 pytestmark = pytest.mark.usefixtures("one_thread")  # here as in the processes that are started: the same bits
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
 def small(*changes: str) -> Recipe:
@@ -116,14 +110,7 @@ def test_what_a_run_writes(whole):
 def test_kill_9_and_resume_gives_the_same_bytes(tmp_path):
     # So many steps that the end is far when the first checkpoint is seen.
     arguments, out = [*ARGUMENTS, "--set=steps=24", "--set=log_every=5", "--set=validate_every=12"], tmp_path / "killed"
-    running = subprocess.Popen(
-        [sys.executable, "-m", "codd", *arguments, "--out", str(out)], env=ENVIRONMENT, stderr=subprocess.PIPE
-    )
-    while not checkpoints(out / "checkpoints") and running.poll() is None:
-        time.sleep(0.002)
-    running.send_signal(signal.SIGKILL)
-    _, printed = running.communicate()
-    assert running.returncode == -signal.SIGKILL, printed
+    kill_codd([*arguments, "--out", str(out)], lambda: checkpoints(out / "checkpoints"))
     assert not (out / "model").exists()
     assert main([*arguments, "--out", str(out)]) == 0
     assert main([*arguments, "--out", str(tmp_path / "whole")]) == 0
@@ -266,14 +253,6 @@ def test_the_average_follows_the_weights(data, tmp_path):
             torch.testing.assert_close(state[f"average.{name}"], average)
 
 
-def test_average_formula():
-    average, current = [torch.tensor([1.0])], [torch.tensor([2.0])]
-    update_ema(average, current, step=0, decay=0.999)
-    assert average[0].item() == pytest.approx(1.9)  # a tenth of the old
-    update_ema(average, current, step=10**9, decay=0.999)
-    assert average[0].item() == pytest.approx(1.9 * 0.999 + 2.0 * 0.001)
-
-
 def test_learning_rates():
     linear = OptimizerRecipe(lr=2.0, warmup=4, decay="linear", final_lr=0.1)
     rates = [learning_rate(step, 14, linear) for step in range(15)]
@@ -344,18 +323,14 @@ def test_validation_has_masks_of_its_own(data, tmp_path):
     assert BackboneTrainer(two, data, tmp_path, ALONE).validate(7) == found
 
 
-def test_a_run_that_diverges_stops_before_it_writes_a_checkpoint(tmp_path):
-    changes = ["optimizer.lr=1e30", "optimizer.warmup=1", "checkpoint_every=1", "validation=[]"]
-    with pytest.raises(Diverged, match=r"is (nan|-?inf) after step \d+: .*Lower optimizer.lr"):
+@pytest.mark.parametrize(("every", "what"), [(1, "is (nan|-?inf)"), (99, "the loss is (nan|inf)")])
+def test_a_run_that_diverges_stops_before_it_writes_a_checkpoint(tmp_path, every, what):
+    changes = ["optimizer.lr=1e30", "optimizer.warmup=1", f"checkpoint_every={every}", "validation=[]"]
+    with pytest.raises(Diverged, match=rf"{what} after step \d+: .*Lower optimizer.lr"):
         run(small(*changes), tmp_path)
     for folder in checkpoints(tmp_path / "checkpoints"):
         kept, _ = read_checkpoint(folder, "cpu")
         assert all(bool(torch.isfinite(value).all()) for name, value in kept.items() if name.startswith("weights."))
-
-
-def test_a_loss_that_is_no_number_stops_the_run(tmp_path):
-    with pytest.raises(Diverged, match=r"the loss is (nan|inf) after step \d+: .*Lower optimizer.lr"):
-        run(small("optimizer.lr=1e30", "optimizer.warmup=1", "checkpoint_every=99", "validation=[]"), tmp_path)
 
 
 def test_a_checkpoint_of_another_network_is_named(tmp_path):

@@ -1,9 +1,9 @@
-import json
-
 import pytest
 import torch
 
+from codd.backbones.loading import BUNDLED
 from codd.cli import main
+from tests.support.cli import printed_json, refused
 
 SMALL = ["--gen-length", "2", "--steps", "1", "--rounds", "2", "--device", "cpu", "--circuit", "static"]
 
@@ -16,8 +16,7 @@ def _same_threads():
 
 
 def test_json(capsys):
-    assert main(["bench", "--json", "--seed", "3", "--threads", "1", *SMALL]) == 0
-    report = json.loads(capsys.readouterr().out)
+    report = printed_json(capsys, "bench", "--seed", "3", "--threads", "1", *SMALL)
     assert set(report["samplers"]) == {"network alone", "latent sampler", "any-order sampler"}
     for name, row in report["samplers"].items():
         assert 0 < row["ms_a_step"]["low"] <= row["ms_a_step"]["median"] <= row["ms_a_step"]["high"]
@@ -32,27 +31,24 @@ def test_json(capsys):
 
 
 def test_int8_weights(int8_cpu, capsys):
-    assert main(["bench", "--json", "--quantize", "int8", *SMALL, "--rounds", "1"]) == 0
-    assert json.loads(capsys.readouterr().out)["provenance"]["dtype"] == "float32 and int8"
+    report = printed_json(capsys, "bench", "--quantize", "int8", *SMALL, "--rounds", "1")
+    assert report["provenance"]["dtype"] == "float32 and int8"
 
 
 def test_table(capsys):
     assert main(["bench", *SMALL, "--rounds", "1"]) == 0
     printed = capsys.readouterr().out
-    assert all(
-        word in printed for word in ("network alone", "latent sampler", "any-order sampler", "ms a step", "times")
-    )
+    words = ("network alone", "latent sampler", "any-order sampler", "ms a step", "times")
+    assert all(word in printed for word in words)
     assert "2 tokens in 1 steps, 1 rounds" in printed
 
 
 def test_a_model_without_circuit(tmp_path, capsys):
-    from codd.backbones.loading import BUNDLED
-
     for file in BUNDLED.iterdir():
         if file.is_file():
             (tmp_path / file.name).symlink_to(file)
-    assert main(["bench", "--model", str(tmp_path), "--device", "cpu"]) == 1
-    assert f"{tmp_path} has no circuit of its own: name one with --circuit" in capsys.readouterr().err
+    message = refused(capsys, "bench", "--model", tmp_path, "--device", "cpu")
+    assert f"{tmp_path} has no circuit of its own: name one with --circuit" in message
 
 
 @pytest.mark.parametrize("argument", ["--steps", "--rounds", "--threads", "--gen-length"])

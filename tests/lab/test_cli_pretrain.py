@@ -6,7 +6,7 @@ import pytest
 
 from codd import folders
 from codd.cli import main
-from tests.support import PROBLEMS
+from tests.support import PROBLEMS, cli
 
 FEW = [
     "--set=steps=2",
@@ -16,17 +16,16 @@ FEW = [
 ]
 
 
-def pretrain(out: Path, *more: str, recipe: str | Path = "tiny") -> int:
-    return main(["pretrain", str(recipe), "--out", str(out), "--device", "cpu", *FEW, *more])
+def arguments(out: Path, *more: str, recipe: str | Path = "tiny") -> list[str]:
+    return ["pretrain", str(recipe), "--out", str(out), "--device", "cpu", *FEW, *more]
+
+
+def pretrain(out: Path, *more: str) -> int:
+    return main(arguments(out, *more))
 
 
 def refused(capsys, out: Path, *more: str, recipe: str | Path = "tiny") -> str:
-    assert pretrain(out, *more, recipe=recipe) == 1
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.startswith("codd: ")
-    assert printed.err.count("\n") == 1
-    return printed.err
+    return cli.refused(capsys, *arguments(out, *more, recipe=recipe))
 
 
 def test_a_second_process_is_kept_out_of_the_folder(tmp_path, capsys):
@@ -36,37 +35,26 @@ def test_a_second_process_is_kept_out_of_the_folder(tmp_path, capsys):
             assert f"{tmp_path}: the process {os.getpid()} is writing into this folder" in message
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("runs") / "new" / "tiny"
-    assert pretrain(out) == 0
-    return out
-
-
 def test_help_teaches(capsys):
     assert main(["pretrain", "--help"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    for word in (
-        "codd pretrain tiny",
-        "torchrun",
-        "--set",
-        "--fresh",
-        "--data",
-        "checkpoints",
-        "model-int8",
-        "tiny, mini, blocks, or the path",
-        "where this command is run",
-    ):
+    words = ("codd pretrain tiny", "torchrun", "--set", "--fresh", "--data", "checkpoints", "model-int8")
+    for word in (*words, "tiny, mini, blocks, or the path", "where this command is run"):
         assert word in printed
 
 
 def test_text(tmp_path, capsys):
-    assert pretrain(tmp_path) == 0
+    out = tmp_path / "new" / "tiny"
+    assert pretrain(out) == 0
     printed = capsys.readouterr()
-    assert printed.out.startswith(f"trained: {tmp_path / 'model'}\n")
-    assert f"codd info {tmp_path / 'model'}" in printed.out
+    assert printed.out.startswith(f"trained: {out / 'model'}\n")
+    assert f"codd info {out / 'model'}" in printed.out
     assert "validation/problems" in printed.out
     assert printed.err.startswith("tiny: 2 steps of 2 x 384 tokens, on cpu\nstep 2: ")
+    before = (out / "model" / "model.safetensors").read_bytes()
+    assert pretrain(out) == 0
+    assert capsys.readouterr().out.startswith("trained: ")  # a finished run says so again
+    assert (out / "model" / "model.safetensors").read_bytes() == before
 
 
 def test_json(tmp_path, capsys):
@@ -99,22 +87,13 @@ def test_another_recipe_needs_fresh(tmp_path, capsys):
     assert pretrain(tmp_path) == 0
     (tmp_path / "notes.txt").write_text("mine")
     before = (tmp_path / "model" / "model.safetensors").read_bytes()
-    capsys.readouterr()
-    assert pretrain(tmp_path, "--seed=1") == 1
-    assert "is of another recipe (seed differ). Give another --out, or --fresh" in capsys.readouterr().err
+    assert "is of another recipe (seed differ). Give another --out, or --fresh" in refused(capsys, tmp_path, "--seed=1")
     assert pretrain(tmp_path, "--seed=1", "--fresh") == 0
     assert (tmp_path / "model" / "model.safetensors").read_bytes() != before
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
     assert (tmp_path / "notes.txt").read_text() == "mine"
     assert pretrain(tmp_path, "--fresh") == 0
     assert (tmp_path / "model" / "model.safetensors").read_bytes() == before
-
-
-def test_a_finished_run_says_so_again(finished, capsys):
-    before = (finished / "model" / "model.safetensors").read_bytes()
-    assert pretrain(finished) == 0
-    assert capsys.readouterr().out.startswith("trained: ")
-    assert (finished / "model" / "model.safetensors").read_bytes() == before
 
 
 def test_out_that_is_a_file(tmp_path, capsys):

@@ -27,12 +27,6 @@ def test_holm_by_hand():
     assert holm([]) == []
 
 
-def test_holm_leaves_less_than_no_correction_and_more_than_bonferroni():
-    ps = [0.001, 0.012, 0.03, 0.2]
-    for p, adjusted in zip(ps, holm(ps), strict=True):
-        assert p <= adjusted <= min(1, len(ps) * p)
-
-
 def test_swapping_agrees_with_all_swaps():
     mine, theirs = np.array([1.0, 2.0, 4.0, 1.5, 2.5]), np.array([2.0, 2.5, 5.0, 3.0, 2.0])
     counts, others = np.array([2.0, 3.0, 4.0, 2.0, 3.0]), np.array([3.0, 2.0, 4.0, 2.0, 3.0])

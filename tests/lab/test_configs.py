@@ -94,13 +94,13 @@ def test_a_change_of_anything_is_another_config():
     assert config.with_circuit(NULL) == others[1]
 
 
-def test_options_are_checked_before_anything_is_computed():
-    with pytest.raises(InvalidInput, match="steps must be"):
-        EvalConfig("gsm8k", options={"steps": 0})
-    with pytest.raises(InvalidInput, match="no option 'stpes'"):
-        EvalConfig("gsm8k", options={"stpes": 8})
-    with pytest.raises(InvalidInput, match="a seed of its own"):
-        EvalConfig("gsm8k", options={"seed": 8})
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"steps": 0}, "steps must be"), ({"stpes": 8}, "no option 'stpes'"), ({"seed": 8}, "a seed of its own")],
+)
+def test_options_are_checked_before_anything_is_computed(options, message):
+    with pytest.raises(InvalidInput, match=message):
+        EvalConfig("gsm8k", options=options)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from codd.errors import FormatError, InvalidInput, MissingDependency
 from codd_lab.text import judging
 from codd_lab.text.judge import Judge, Score, load_judge
 from tests.support import ROOT
+from tests.support.checkpoints import edit_config
 
 transformers = pytest.importorskip("transformers", reason="judges need transformers: pip install codd-lm[eval]")
 
@@ -164,11 +165,18 @@ def test_special_tokens_in_a_text_are_text(judge: Judge):
     assert score.bytes == 4
 
 
-def test_without_a_prompt_nothing_predicts_the_first_token(judge: Judge):
-    with pytest.raises(InvalidInput, match="text 1 has no prompt"):
-        judge.score(["A", ""], ["b", "b"])
-    with pytest.raises(InvalidInput, match="1 prompts do not go with 2"):
-        judge.score(["A"], ["b", "b"])
+@pytest.mark.parametrize(
+    ("ask", "prompts", "texts", "message"),
+    [
+        ("score", ["A", ""], ["b", "b"], "text 1 has no prompt"),  # nothing predicts its first token
+        ("score", ["A"], ["b", "b"], "1 prompts do not go with 2"),
+        ("score", ["A", "A"], [" b", " boat" * 70], r"text 1 has \d+ tokens, but .* reads at most 64: cut it"),
+        ("assess", ["A", ""], [" b", ""], "text 1 is empty"),
+    ],
+)
+def test_texts_that_cannot_be_judged(judge: Judge, ask: str, prompts: list[str], texts: list[str], message: str):
+    with pytest.raises(InvalidInput, match=message):
+        getattr(judge, ask)(prompts, texts)
 
 
 def test_a_beginning_mark_is_given_and_an_end_mark_left_out(tmp_path: Path):
@@ -180,19 +188,12 @@ def test_a_beginning_mark_is_given_and_an_end_mark_left_out(tmp_path: Path):
     assert score.nats == pytest.approx(-sum(float(rows[i - 1, id]) for i, id in enumerate(ids) if i), abs=1e-4)
 
 
-def test_a_text_that_is_too_long_is_refused(judge: Judge):
-    with pytest.raises(InvalidInput, match=r"text 1 has \d+ tokens, but .* reads at most 64: cut it"):
-        judge.score(["A", "A"], [" b", " boat" * 70])
-
-
 def test_features_are_the_state_at_the_last_token(judge: Judge, folder: Path):
     model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32)
     for found, prompt, text in zip(judge.assess(PROMPTS, TEXTS), PROMPTS, TEXTS, strict=True):
         ids = torch.tensor([judge.tokenizer.encode(prompt + text).ids])
         with torch.no_grad():
             assert torch.allclose(found.feature, model(ids).last_hidden_state[0, -1], atol=1e-4)
-    with pytest.raises(InvalidInput, match="text 1 is empty"):
-        judge.assess(["A", ""], [" b", ""])
 
 
 def test_it_says_what_it_is(judge: Judge, folder: Path):
@@ -228,16 +229,14 @@ def drop_a_weight(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def no_weights(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
+HARMS = (
+    drop_a_weight,
+    lambda folder: (folder / "model.safetensors").unlink(),
+    lambda folder: edit_config(folder, model_type="nothing"),
+)
 
 
-def unknown_model(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text()) | {"model_type": "nothing"}
-    (folder / "config.json").write_text(json.dumps(config))
-
-
-@pytest.mark.parametrize("harm", [drop_a_weight, no_weights, unknown_model])
+@pytest.mark.parametrize("harm", HARMS)
 def test_a_damaged_folder_is_refused(folder: Path, tmp_path: Path, harm: Callable[[Path], None]):
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)

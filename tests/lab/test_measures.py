@@ -1,4 +1,3 @@
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from codd_lab.report.render import make_report, render
 from codd_lab.runs import Result, Run, Sample
 from codd_lab.tasks.configs import EvalConfig
 from codd_lab.tasks.templates import PromptTemplate
+from tests.support.cli import printed_json
 from tests.support.small_evaluations import whole_run
 
 
@@ -99,7 +99,7 @@ def replace_template(made: Result, accuracy: float) -> Result:
 
 def test_the_table_of_codd_eval_and_the_page_have_them(tmp_path, capsys):
     whole_run(tmp_path / "run")
-    areas = run_json(tmp_path / "run", capsys)["measures"]["aup"]
+    areas = printed_json(capsys, "eval", "--stage", "score", "--out", tmp_path / "run")["measures"]["aup"]
     found = {each["circuit"]: each for each in areas if each["split"] == "test"}
     assert main(["eval", "--stage", "score", "--out", str(tmp_path / "run")]) == 0
     shown = " ".join(capsys.readouterr().out.split())
@@ -111,11 +111,6 @@ def test_the_table_of_codd_eval_and_the_page_have_them(tmp_path, capsys):
     difference = found["trained"]["aup"] - found["trained"]["null"]
     assert f"<td>{found['trained']['aup']:.1f}</td>" in page
     assert f"<td>{difference:+.1f}</td>" in page
-
-
-def run_json(folder: Path, capsys) -> dict:
-    assert main(["eval", "--stage", "score", "--json", "--out", str(folder)]) == 0
-    return json.loads(capsys.readouterr().out)
 
 
 def test_continued_text_has_no_accuracy():

@@ -44,11 +44,6 @@ def accuracies(out):
     return {result.config.task: result.accuracy for result in Run(out).results()}
 
 
-def test_at_once(root, oracle, tmp_path):
-    assert oracles.run(oracle, arguments(root, tmp_path)) == 0
-    assert accuracies(tmp_path) == ALL_RIGHT
-
-
 def test_in_stages(root, oracle, tmp_path):
     """The state of Python's random numbers differs between them, as it does between processes."""
     random.seed(1)
@@ -95,6 +90,7 @@ def test_in_two_processes(root, oracle, tmp_path):
     assert accuracies(two) == ALL_RIGHT
     assert Run(two).results()[0].provenance["processes"] == 2
     assert oracles.run(oracle, arguments(root, tmp_path / "one")) == 0
+    assert accuracies(tmp_path / "one") == ALL_RIGHT
     prompts = [[[s.prompt for s in result.samples] for result in Run(out).results()] for out in (tmp_path / "one", two)]
     assert prompts[0] == prompts[1]
 

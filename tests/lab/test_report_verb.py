@@ -6,6 +6,7 @@ import pytest
 from codd.cli import main
 from codd_lab.runs import Result, Run, Sample
 from codd_lab.tasks.configs import EvalConfig
+from tests.support.cli import refused
 
 
 def add(run: Run, circuit: str, right: int) -> None:
@@ -68,11 +69,7 @@ def test_json_and_another_place(folder, tmp_path, capsys):
 )
 def test_errors_are_one_line(folder, monkeypatch, capsys, arguments, said):
     monkeypatch.chdir(folder.parent)
-    assert main(["report", *arguments]) == 1
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert said in printed.err
-    assert printed.err.count("\n") == 1
+    assert said in refused(capsys, "report", *arguments)
     assert not (folder.parent / "nowhere").exists()
 
 

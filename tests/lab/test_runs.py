@@ -78,8 +78,7 @@ def test_a_broken_line_in_the_middle_is_an_error(tmp_path):
 def test_without_a_folder_a_log_only_remembers():
     log = Log(None)
     log.add([{"key": "a"}])
-    assert log.get("a")
-    assert log.path is None
+    assert (log.get("a"), log.path) == ({"key": "a"}, None)
 
 
 def test_a_foreign_result_is_named(tmp_path):

@@ -30,11 +30,6 @@ def alive() -> set[int]:
 
 
 @confinement
-def test_a_program_that_comes_to_its_end_passes():
-    assert run_program("def double(x):\n    return 2 * x\nassert double(2) == 4", SMALL) == (True, "passed")
-
-
-@confinement
 @pytest.mark.parametrize(
     ("source", "reason"),
     [
@@ -95,6 +90,7 @@ def test_claiming_success_does_not_help():
 @pytest.mark.parametrize(
     "source",
     [
+        "def double(x):\n    return 2 * x\nassert double(2) == 4",
         "import math, re, itertools, collections, heapq, random, datetime, json, decimal, fractions, cmath, bisect",
         "from typing import List\nfrom dataclasses import dataclass\n@dataclass\nclass A:\n    x: List[int]\nA([1])",
         "import builtins\nbuiltins.print = builtins.exec = builtins.len = None",
@@ -105,6 +101,8 @@ def test_claiming_success_does_not_help():
         "print('é' * 10**7)",
         "import os\nos.write(2, bytes(10**6))",
         "import threading\nthreading.Thread(target=threading.Event().wait).start()",
+        "from concurrent.futures import ThreadPoolExecutor\nwith ThreadPoolExecutor(4) as pool:\n"
+        "    assert list(pool.map(abs, range(-9, 0))) == list(range(9, 0, -1))",
         "import os, sys\nassert sys.argv == ['program.py'] and set(os.environ) <= "
         "{'PYTHONHASHSEED', 'OPENBLAS_NUM_THREADS', 'LD_LIBRARY_PATH', 'LC_CTYPE'}",
         "#" * 10**6,
@@ -113,16 +111,6 @@ def test_claiming_success_does_not_help():
 )
 def test_harmless_programs_are_not_disturbed(source):
     assert run_program(source, SMALL) == (True, "passed")
-
-
-@confinement
-def test_threads_work():
-    source = (
-        "from concurrent.futures import ThreadPoolExecutor\n"
-        "with ThreadPoolExecutor(4) as pool:\n"
-        "    assert list(pool.map(abs, range(-9, 0))) == list(range(9, 0, -1))"
-    )
-    assert run_program(source, SMALL).passed
 
 
 @confinement
@@ -147,15 +135,9 @@ def test_a_program_without_end_is_ended(source):
 
 
 @confinement
-@pytest.mark.parametrize(
-    ("source", "reason"),
-    [
-        ("bytearray(50 * 2**30)", "out of memory"),
-        ("x = [0]\nwhile True:\n    x += x", "out of memory"),
-    ],
-)
-def test_greed_ends_at_the_limit(source, reason):
-    assert run_program(source, SMALL) == (False, reason)
+@pytest.mark.parametrize("source", ["bytearray(50 * 2**30)", "x = [0]\nwhile True:\n    x += x"])
+def test_greed_ends_at_the_limit(source):
+    assert run_program(source, SMALL) == (False, "out of memory")
 
 
 @confinement
@@ -311,11 +293,9 @@ def test_a_machine_that_cannot_confine_refuses(monkeypatch):
     assert run_program("assert True", Limits(confined=False)).passed
 
 
-def test_a_sandbox_that_does_not_start_is_no_verdict(monkeypatch):
-    monkeypatch.setattr(sandbox.sys, "executable", "/bin/false")
-    with pytest.raises(CoddError, match="did not start"):
-        run_program("assert True", Limits(confined=False))
-    monkeypatch.setattr(sandbox.sys, "executable", "/nowhere/python")
+@pytest.mark.parametrize("executable", ["/bin/false", "/nowhere/python"])
+def test_a_sandbox_that_does_not_start_is_no_verdict(monkeypatch, executable):
+    monkeypatch.setattr(sandbox.sys, "executable", executable)
     with pytest.raises(CoddError, match="did not start"):
         run_program("assert True", Limits(confined=False))
 

@@ -85,17 +85,9 @@ def test_without_lm_eval(tmp_path):
     """A subprocess that cannot import it: at once, and in stages."""
     root, out = data(tmp_path / "data"), str(tmp_path / "run")
     stages = ["eval", "--tasks", "word_problems", "--problems", "2", *SMALL, "--stage", "prepare", "--out", out]
+    mine = ["--tasks", "word_problems,books_text", "--problems", "2", "--data", str(root)]
     commands = [
-        told(
-            written(tmp_path),
-            tmp_path / "mine",
-            "--tasks",
-            "word_problems,books_text",
-            "--problems",
-            "2",
-            "--data",
-            str(root),
-        ),
+        told(written(tmp_path), tmp_path / "mine", *mine),
         stages,
         ["eval", "--stage", "answer", "--device", "cpu", "--out", out],
         ["eval", "--stage", "score", "--out", out],

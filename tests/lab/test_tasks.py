@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from tests.support.two_processes import run_in_two_processes
 
 lm_eval = pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance  # noqa: E402 only where it is installed
+from lm_eval.api.registry import get_model  # noqa: E402
 
 HEADER = "<|start_header_id|>%s<|end_header_id|>\n\n"
 BEGUN = "\n```python\n"
@@ -49,6 +51,8 @@ def test_four_problems_of_each_task(run, task):
     result = run_config(config(task), run)
     assert result.problems == ASKED
     assert result.metric == TASKS[task].metric
+    assert run.model.circuit is None
+    assert torch.is_grad_enabled()
     assert [sample.doc_id for sample in result.samples] == list(range(ASKED))
     assert all(sample.calls == 2 for sample in result.samples if sample.tokens == 16)
     assert (result.accuracy is None) == (result.metric is None)  # test_oracles.py says what it is
@@ -158,7 +162,7 @@ def test_in_stages_without_the_harness_in_the_middle(run, tmp_path, root, monkey
 
 def test_answers_of_another_device_are_waited_for(tmp_path, root):
     elsewhere = session(tmp_path / "run", root)
-    wanted = type(config("gsm8k"))("gsm8k", "none", TINY, problems=ASKED, device="cuda")
+    wanted = replace(config("gsm8k"), device="cuda")
     with pytest.raises(InvalidInput, match="4 of 4 answers are not there yet"):
         run_config(wanted, elsewhere)
     prepare_config(wanted, elsewhere)
@@ -168,12 +172,13 @@ def test_answers_of_another_device_are_waited_for(tmp_path, root):
 
 def test_a_circuit_trained_anew_under_the_same_name_is_not_mixed_with_the_old_one(tmp_path, root):
     path = str(tmp_path / "circuit")
+    ran = partial(run_config, config("word_problems", path))
     codd.HMM.random(2, 8192, seed=0).save(path)
-    first = run_config(config("word_problems", path), session(tmp_path / "run", root))
-    assert run_config(config("word_problems", path), session(tmp_path / "run", root)).samples == first.samples
+    first, again = (ran(session(tmp_path / "run", root)) for _ in range(2))
+    assert first.samples == again.samples
     codd.HMM.random(2, 8192, seed=1).save(path)
     with pytest.raises(InvalidInput, match="begun with another circuit"):
-        run_config(config("word_problems", path), session(tmp_path / "run", root))
+        ran(session(tmp_path / "run", root))
 
 
 def test_published_tasks_are_found_without_looking_through_all_of_them():
@@ -243,8 +248,6 @@ class TestAdapter:
         assert lm.apply_chat_template(talk[:1]) == before
 
     def test_the_harness_knows_it_by_name(self):
-        from lm_eval.api.registry import get_model
-
         assert get_model("codd") is CoddLM
 
     def test_keys_tell_requests_apart(self):
@@ -267,15 +270,20 @@ def test_lengths_follow_the_paper_where_the_model_has_room():
     assert TASKS["gsm8k"].gen_length == 512
 
 
-def test_errors_name_what_is_missing(run, tmp_path):
-    with pytest.raises(InvalidInput, match=r"no task 'gsm8kk'.*gsm8k"):
-        run_config(config("gsm8kk"), run)
-    with pytest.raises(FormatError, match=r"gsm8k/test.jsonl: there is no such file"):
-        run_config(config("gsm8k"), session(tmp_path / "run", tmp_path))
-    with pytest.raises(FormatError, match="GPQA's authors ask"):
-        run_config(config("gpqa_main_generative_n_shot"), session(tmp_path / "run", tmp_path))
-    with pytest.raises(InvalidInput, match="has no split 'validation'"):
-        run_config(type(config("gsm8k"))("minerva_math500", "none", TINY, split="validation"), run)
+@pytest.mark.parametrize(
+    ("wanted", "error", "message"),
+    [
+        (config("gsm8kk"), InvalidInput, r"no task 'gsm8kk'.*gsm8k"),
+        (config("gsm8k"), FormatError, r"gsm8k/test.jsonl: there is no such file"),
+        (config("gpqa_main_generative_n_shot"), FormatError, "GPQA's authors ask"),
+        (config("text:other.txt"), FormatError, r"other.txt: there is no such file"),
+        (replace(config("minerva_math500"), split="validation"), InvalidInput, "has no split 'validation'"),
+    ],
+)
+def test_errors_name_what_is_missing(run, tmp_path, wanted, error, message):
+    here = type(run)(Run(tmp_path / "run", create=True), run.model, run.context, tmp_path, 4)
+    with pytest.raises(error, match=message):
+        run_config(wanted, here)
 
 
 def test_passages_are_the_same_for_every_count(root):
@@ -294,10 +302,3 @@ def test_passages_of_a_file_of_ones_own(run, root):
     result = run_config(config("text:mine.txt"), run)
     assert (result.problems, result.metric, result.accuracy) == (ASKED, None, None)
     assert all(sample.prompt.startswith("word") and sample.target.split() for sample in result.samples)
-    with pytest.raises(FormatError, match=r"other.txt: there is no such file"):
-        run_config(config("text:other.txt"), run)
-
-
-def test_the_model_is_not_changed_by_an_evaluation(run):
-    assert run.model.circuit is None
-    assert torch.is_grad_enabled()

@@ -1,6 +1,7 @@
 """What several tests of training share: the tiny recipe, a vocabulary, a network with weights that say something."""
 
 import functools
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -29,6 +30,18 @@ def small_network(vocab_size: int, *, causal: bool = False, std: float = 0.4) ->
     network = mini.build(config).network
     initialise(network, generator=torch.Generator().manual_seed(1), std=std)
     return network.requires_grad_(False)
+
+
+def save_network(folder: Path, vocab_size: int = 400, **changes: object) -> Path:
+    """A random network of one layer with its tokenizer."""
+    tokenizer = small_tokenizer(vocab_size)
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_id") for name in ("mask", "eos", "pad")}
+    sizes = {"vocab_size": tokenizer.vocab_size, "width": 16, "layers": 1, "heads": 2, "mlp_width": 16}
+    built = mini.build(Config({**sizes, **special, **changes}, "a test"))
+    initialise(built.network, generator=torch.Generator().manual_seed(3), std=0.3)
+    mini.save(built, folder)
+    tokenizer.save(folder)
+    return folder
 
 
 def packed(texts: list[tuple[int, int]], length: int, vocab_size: int = 30) -> PackedSequences:
