@@ -71,7 +71,7 @@ def assert_same(found: codd.HMM | None, wanted: codd.HMM) -> None:
 
 
 def test_every_language_model_among_the_fixtures_is_listed():
-    folders = {path.parent.name for path in FIXTURES.glob("*/config.json")}
+    folders = {path.parent.name for path in FIXTURES.glob("*/config.json")} - {"graph"}  # a circuit
     assert folders == set(MASKS)
 
 

@@ -3,13 +3,13 @@
 import argparse
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from codd.cli import console, sampling, tables
 from codd.cli.questions import Question, extract_answer, questions
 from codd.cli.tables import Cell, Section
-from codd.decoding import Model, Options, load
+from codd.decoding import Generation, Model, Options, load
 from codd.errors import InvalidInput
 from codd.evaluation.statistics import mcnemar
 
@@ -66,16 +66,16 @@ def run(args: argparse.Namespace) -> int:
     models = {"alone": circuit.with_circuit("null"), "circuit": circuit}
     mask = circuit.tokenizer.special_tokens["mask_token"] if circuit.tokenizer else ""
     sentence = re.sub(r"\[(\d) masks\]", lambda count: int(count[1]) * mask, SENTENCE)
-    parts = {
-        "filled": (_written, (models, sentence, FILL, args.seed), _filled),
-        "continued": (_written, (models, PASSAGE, CONTINUE, args.seed), _continued),
-        "problems": (_solved, (models, questions(args.seed)[: args.problems], args.seed), _scores),
-    }
     results: dict[str, Any] = {"seed": args.seed}
-    for name, (compute, given, section) in parts.items():
-        results[name] = compute(*given)
+
+    def add(name: str, found: dict[str, Any], section: Callable[[Mapping[str, Any]], Section]) -> None:
+        results[name] = found
         if not args.json:
-            tables.show([section(results[name])])
+            tables.show([section(found)])
+
+    add("filled", _written(models, sentence, FILL, args.seed), _filled)
+    add("continued", _written(models, PASSAGE, CONTINUE, args.seed), _continued)
+    add("problems", _solved(models, questions(args.seed)[: args.problems], args.seed), _scores)
     if args.json:
         console.as_json(results)
     else:
@@ -88,8 +88,13 @@ def _written(models: Mapping[str, Model], prompt: str, options: Options, seed: i
     """The text of both ways, and the network calls of each."""
     with console.working("writing"):
         made = {name: model.generate(prompt, options, seed=seed, chat=False) for name, model in models.items()}
-    texts = {name: sampling.printable(each.texts[0]).strip() for name, each in made.items()}
+    texts = {name: sampling.printable(_text(each)).strip() for name, each in made.items()}
     return {"texts": texts, "calls": {name: each.steps[0] for name, each in made.items()}}
+
+
+def _text(made: Generation) -> str:
+    assert made.texts is not None, "the bundled model has a tokenizer"
+    return made.texts[0]
 
 
 def _solved(models: Mapping[str, Model], asked: Sequence[Question], seed: int) -> dict[str, Any]:
@@ -103,7 +108,7 @@ def _solved(models: Mapping[str, Model], asked: Sequence[Question], seed: int) -
                 made = models[name].generate(question.question, SOLVE, seed=seed)
                 way["seconds"] += time.perf_counter() - begun
                 way["calls"] += made.steps[0]
-                way["answers"].append(extract_answer(made.texts[0]) == question.result)
+                way["answers"].append(extract_answer(_text(made)) == question.result)
             bar.advance()
     for way in ways.values():
         way["right"] = sum(way["answers"])
