@@ -205,6 +205,19 @@ class TestAnyOrder:
             options = Options.of(threshold=threshold)
             assert len(sample_any_order(joint, ROWS, None, options, noise()).rows) == wanted
 
+    def test_candidates_that_are_certain_are_the_tokens_of_that_number(self, monkeypatch):
+        """Without the loops in C, and with few of many tokens looked at: the same picks as among all of them."""
+        monkeypatch.setattr(any_order, "_runs_natively", lambda options: False)
+        monkeypatch.setattr(any_order, "CANDIDATES", 3)
+        for seed in range(3):
+            joint = window(seed, vocab=12, scale=60)
+            few, all_ = (
+                sample_any_order(joint, ROWS, 2, Options.of(), noise(), dense=dense) for dense in (False, True)
+            )
+            assert few.scores.tolist() == pytest.approx(all_.scores.tolist())
+            assert few.rows.tolist() == all_.rows.tolist()
+            assert few.tokens.tolist() == all_.tokens.tolist()
+
     def test_an_entropy_budget_is_spent_on_conditional_entropies(self):
         joint = window(2)
         ranking = sample_any_order(joint, ROWS, 2, Options.of(), noise())
