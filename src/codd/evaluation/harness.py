@@ -57,6 +57,8 @@ class CoddLM(LM):  # type: ignore[misc] # lm-eval has no types
         if answerer is None and not isinstance(pretrained, Model):
             kind = None if dtype is None else getattr(torch, dtype)
             own = None if circuit == "none" else circuit
+            if device is not None and device.startswith("cuda") and not torch.cuda.is_available():
+                device = None  # lm-eval's command line says cuda:0 where nobody said anything
             pretrained = load(pretrained, own, device=device, dtype=kind, quantize=quantize)
         if answerer is None:
             assert isinstance(pretrained, Model)
