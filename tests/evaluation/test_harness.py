@@ -29,13 +29,8 @@ def test_the_command_line_of_lm_eval(tmp_path):
     command = [sys.executable, "-m", "codd.evaluation.harness", "--model", "codd", "--tasks", "sums", "--limit", "2"]
     command += ["--model_args", "circuit=null,steps=2,gen_length=16", "--include_path", str(tmp_path), "--log_samples"]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
-    subprocess.run(
-        [*command, "--output_path", str(tmp_path / "out")],
-        env=environment,
-        check=True,
-        capture_output=True,
-        timeout=300,
-    )
+    command += ["--output_path", str(tmp_path / "out")]
+    subprocess.run(command, env=environment, check=True, capture_output=True, timeout=300)
     [log] = (tmp_path / "out").rglob("samples_sums_*.jsonl")
     samples = [json.loads(line) for line in log.read_text().splitlines()]
     assert len(samples) == 2

@@ -75,7 +75,7 @@ def load(name: str) -> Verb:
     for entry in () if name in VERBS else metadata.entry_points(group=GROUP, name=name):
         return cast(Verb, entry.load())
     if name in LAB:
-        raise InvalidInput(f"codd {name} comes with codd-lab: pip install codd-lab, or in a checkout pip install . ./lab.")
+        raise InvalidInput(f"codd {name} is of codd-lab: pip install codd-lab, or in a checkout pip install . ./lab.")
     return cast(Verb, importlib.import_module(f"codd.cli.{name}"))
 
 
