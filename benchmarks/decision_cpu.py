@@ -18,6 +18,7 @@ import codd
 from codd.circuits.incremental import IncrementalConditioner
 from codd.circuits.ops import native
 from codd.decoding import loop
+from codd.decoding.any_order import sampling_rule
 from codd.decoding.samplers import WindowInputs, sample_window
 from codd_lab.problems import problems
 
@@ -84,8 +85,8 @@ def stages(
             "leaf values": lambda: native.product(weights, emission.panels) if emission.panels is not None else None,
             "candidates (top 64)": lambda: window.logits.topk(64),
             "leaf values, candidates, the rest of it": lambda: joint.conditionals(64),
-            "messages, first pick": lambda: conditioner.picks("low_confidence", window.masked, None, 1),
-            "messages, all picks": lambda: conditioner.picks("low_confidence", window.masked, None, args.tokens),
+            "messages, first pick": lambda: committed(conditioner, window, options, 1),
+            "messages, all picks": lambda: committed(conditioner, window, options, args.tokens),
             "the whole decision": lambda: sample_window(circuit, window, args.tokens, options),
         }
         ms = {name: 1e3 * timed(function, args.rounds) for name, function in timings.items()}
@@ -104,6 +105,12 @@ def stages(
         "the whole decision": (length * head + leaf + again, 4 * head + table + matrix * width),
     }
     return [(name, ms[name], float(work[name][0]), float(work[name][1])) for name in timings]
+
+
+def committed(conditioner: IncrementalConditioner, window: WindowInputs, options: codd.Options, count: int) -> object:
+    """What the commit loop decides; the conditioner stays as it is."""
+    rule = sampling_rule(options, count, adaptive=False)
+    return conditioner.commit_tokens(window.masked, window.noise.tokens, None, rule)
 
 
 def timed(function: Callable[[], object], rounds: int) -> float:

@@ -1,6 +1,5 @@
 """Gates on the inner states of low-rank transitions: every query against all strings and all latent paths."""
 
-import itertools
 import math
 import warnings
 from dataclasses import dataclass, replace
@@ -214,25 +213,6 @@ def test_tokens_that_become_known_one_by_one(layout, size, backend):
         assert torch.equal(found.evidence.step_log_gates, ev.step_log_gates)
 
 
-@pytest.mark.parametrize("candidates", [None, V])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_picks_are_the_most_probable_tokens(layout, candidates, backend):
-    hmm = make_hmm(layout, seed=5)
-    ev = Evidence(logits=make_evidence("logits", (B, L), seed=6).logits, step_log_gates=make_gates((B, L), size=3.0))
-    found, open_ = hmm.incremental(ev, candidates), torch.ones(B, L, dtype=torch.bool)
-    now = ev
-    for _ in range(L):
-        top, token = GatedTruth(hmm, now).marginals.exp().max(-1)
-        place = torch.where(open_, top, -1.0).argmax(-1, keepdim=True)
-        picked = found.pick("low_confidence", open_)
-        assert torch.equal(picked.positions, place[:, 0])
-        assert torch.equal(picked.tokens, token.gather(1, place)[:, 0])
-        assert_close(picked.probabilities.double(), top.gather(1, place)[:, 0], rtol=0, atol=1e-6)
-        here = torch.zeros(B, L, dtype=torch.bool).scatter(1, place, True)
-        now = observing(now, picked.tokens[:, None].expand(B, L), here)
-    assert not bool(open_.any())
-
-
 # float32, and what it would lose.
 
 
@@ -315,18 +295,6 @@ def test_an_improbable_start_times_an_improbable_future(gap):
     assert_agrees(hmm, ev)
 
 
-def test_long_windows_keep_their_scale():
-    hmm, length = HMM.random(4, 5, seed=1, rank=3), 3000
-    ev = make_evidence("logits", (1, length), 4, 5, dtype=torch.float32)
-    gates = make_gates((1, length), 3, size=60.0).float() + 7.7
-    value = hmm.to(dtype=torch.float64).log_partition(replace(ev, step_log_gates=gates))
-    assert float(value) > 1e5
-    assert_close(hmm.log_partition(replace(ev, step_log_gates=gates)).double(), value, rtol=1e-6, atol=0)
-    found, wanted = (flat(x.flows(replace(ev, step_log_gates=gates))) for x in (hmm, hmm.to(dtype=torch.float64)))
-    for a, b in zip(found, wanted, strict=True):
-        assert_close(a.double(), b, rtol=1e-4, atol=1e-4)
-
-
 # What gates mean.
 
 
@@ -344,53 +312,6 @@ def test_gates_of_zero_are_no_gates(layout, kind, backend):
         assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_what_all_inner_states_share_is_a_factor_of_z(backend):
-    truth = truth_of("low_rank", "mixed_dense")
-    shift = torch.randn(B, L - 1, 1, generator=generator(1), dtype=torch.float64) * 40
-    moved = replace(truth.ev, step_log_gates=truth.ev.step_log_gates + shift)
-    assert_close(truth.hmm.log_partition(moved), truth.log_partition + shift.sum((1, 2)), **EXACT)
-    assert_close(truth.hmm.posterior(moved), truth.posterior, **EXACT)
-
-
-def test_a_sequence_does_not_depend_on_its_neighbours(backend):
-    truth = truth_of("low_rank", "mixed_all", size=60.0)
-    for b in range(B):
-        alone = truth.ev.select(torch.tensor([b]))
-        assert_close(truth.hmm.log_partition(alone), truth.log_partition[b : b + 1], **EXACT)
-        assert_close(truth.hmm.marginals(alone), truth.marginals[b : b + 1], **EXACT)
-
-
-def test_an_impossible_neighbour_changes_nothing(backend):
-    hmm, potentials = make_hmm("low_rank"), torch.zeros(2, L, V, dtype=torch.float64)
-    gates = make_gates((2, L), size=30.0)
-    broken = potentials.clone()
-    broken[1, 2] = -math.inf
-    hurt = Evidence(log_potentials=broken, step_log_gates=gates)
-    alone = hurt.select(torch.tensor([0]))
-    assert float(hmm.log_partition(hurt)[1]) == -math.inf
-    assert bool((hmm.marginals(hurt)[1] == -math.inf).all())
-    assert_close(hmm.marginals(hurt)[:1], hmm.marginals(alone), **EXACT)
-    for found, wanted in zip(flat(hmm.flows(hurt)), flat(hmm.flows(alone)), strict=True):
-        assert_close(found, wanted, **EXACT)
-
-
-def test_gates_may_have_another_type_than_the_circuit(backend):
-    hmm = make_hmm("low_rank", dtype=torch.float32)
-    gates, logits = make_gates((B, L)), torch.zeros(B, L, V)
-    for dtype in (torch.bfloat16, torch.float16, torch.float64):
-        found, same = (
-            Evidence(logits=logits, step_log_gates=g) for g in (gates.to(dtype), gates.to(dtype).to(torch.float32))
-        )
-        for a, b in zip(answers(hmm, found), answers(hmm, same), strict=True):
-            assert_close(a, b, rtol=1e-5, atol=1e-5)
-
-
-def test_evidence_takes_its_gates_along():
-    ev = truth_of("low_rank", "mixed_dense").ev
-    assert torch.equal(ev.select(torch.tensor([2, 0])).step_log_gates, ev.step_log_gates[[2, 0]])
-    assert ev.to("meta").step_log_gates.device.type == "meta"
-
-
 def test_the_kernels_leave_gates_to_the_eager_path():
     pytest.importorskip("triton")
     hmm = make_hmm("low_rank", dtype=torch.float32)
@@ -405,19 +326,6 @@ def test_the_kernels_leave_gates_to_the_eager_path():
         assert_close(a, b, rtol=1e-3, atol=1e-3)
     exact = hmm.marginals(ev).gather(-1, hmm.incremental(ev, V).candidates)
     assert_close(marginals, exact, rtol=2e-3, atol=2e-3)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_query_keeps_the_shapes_of_its_signature(layout, backend):
-    with shape_checks(True):
-        hmm = make_hmm(layout)
-        for kind, length in itertools.product(("mixed_dense", "missing"), (1, L)):
-            if layout == "low_rank_per_position" and length != L:
-                continue
-            ev = replace(make_evidence(kind, (B, length)), step_log_gates=make_gates((B, length)))
-            assert len(answers(hmm, ev)) == 10
-            assert hmm.incremental(ev).log_marginals().shape == (B, length, V)
-            assert hmm.conditional_log_prob(torch.zeros(B, length, dtype=torch.int64), ev).shape == (B,)
 
 
 # What is refused.

@@ -1,6 +1,5 @@
 """Tokens that become known one by one, against the marginals of evidence that has them observed from the start."""
 
-import itertools
 import math
 import warnings
 from dataclasses import replace
@@ -112,53 +111,6 @@ def test_compact_emission(backend, length):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         follow(hmm, ev, 5, 3, 1e-5 if backend == "eager" else 3e-3, backend, queries=4)
-
-
-@pytest.mark.numerics
-def test_by_hand():
-    """Three places, three tokens: every string and path, its weight written down."""
-    hmm = HMM.random(2, 3, seed=5, dtype=torch.float64)
-    logits = torch.tensor([[[0.1, 1.0, -0.5], [2.0, 0.0, 0.3], [-1.0, 0.5, 0.5]]], dtype=torch.float64)
-    w, g, a, e = (x.exp() for x in (logits.log_softmax(-1)[0], hmm.log_initial, hmm.log_transition, hmm.log_emission))
-
-    def weight(x: tuple[int, ...], own: set[int]) -> float:
-        """``own``: where the network's weight counts, which is where nothing was committed."""
-        paths = itertools.product(range(2), repeat=3)
-        circuit = sum(g[i] * e[i, x[0]] * a[i, j] * e[j, x[1]] * a[j, k] * e[k, x[2]] for i, j, k in paths)
-        return float(circuit * math.prod(float(w[t, x[t]]) for t in own))
-
-    strings = list(itertools.product(range(3), repeat=3))
-    found = hmm.incremental(Evidence(logits=logits))
-    hidden: set[int] = {0, 1, 2}
-    fixed: dict[int, int] = {}
-    for position, token in ((1, 2), (2, 0), (0, 1)):
-        allowed = {x: weight(x, hidden) for x in strings if all(x[t] == v for t, v in fixed.items())}
-        total = sum(allowed.values())
-        assert float(found.log_partition) == pytest.approx(math.log(total), abs=1e-12)
-        got = found.log_marginals()[0].exp()
-        for t, v in itertools.product(range(3), range(3)):
-            share = sum(p for x, p in allowed.items() if x[t] == v) / total
-            assert float(got[t, v]) == pytest.approx(share, abs=1e-12)
-        found.commit(torch.tensor([position]), torch.tensor([token]))
-        hidden.remove(position)
-        fixed[position] = token
-    assert float(found.log_partition) == pytest.approx(math.log(weight((1, 2, 0), set())), abs=1e-12)
-    assert found.log_marginals()[0].argmax(-1).tolist() == [1, 2, 0]
-
-
-@pytest.mark.numerics
-def test_candidates_are_the_heaviest_and_leave_the_mass_of_the_others():
-    hmm = HMM.random(5, 40, seed=1)
-    logits = torch.randn(2, 4, 40, generator=generator(0))
-    found = hmm.incremental(Evidence(logits=logits, temperature=0.5), 6)
-    assert torch.equal(found.candidates.sort(-1).values, logits.argsort(-1, descending=True)[..., :6].sort(-1).values)
-    found.commit(torch.tensor([0, 2]), torch.tensor([7, 9]))
-    every = found.dense_log_marginals().exp()
-    others = every.scatter(-1, found.candidates, 0).sum(-1)
-    left = 1 - found.log_marginals().logsumexp(-1).exp()
-    masked = ~found.evidence.observed
-    assert float(others[masked].min()) > 1e-3  # there is a mass to speak of
-    assert_close(left[masked], others[masked], rtol=0, atol=1e-5)
 
 
 @pytest.mark.numerics
@@ -288,22 +240,6 @@ def test_a_long_window_from_left_to_right_keeps_its_scale():
         found.commit(torch.tensor([t]), tokens[:, t])
     assert total == pytest.approx(float(hmm.log_prob(tokens)), rel=1e-5)
     assert float(found.log_partition) == pytest.approx(float(hmm.log_prob(tokens)), rel=1e-5)
-
-
-def test_only_changed_messages_are_computed_again(monkeypatch):
-    """After a token at t: those after t up to the last masked position, and those before t down to the first."""
-    hmm = HMM.random(3, 5, seed=1)
-    observed = torch.zeros(1, 10, dtype=torch.bool)
-    observed[0, [0, 1, 9]] = True
-    tokens = torch.zeros(1, 10, dtype=torch.int64)
-    found = hmm.incremental(Evidence(tokens=tokens, observed=observed, logits=torch.zeros(1, 10, 5)))
-    found.log_marginals()
-    spans, renew = [], found._renew
-    monkeypatch.setattr(found, "_renew", lambda messages, *span: (spans.append(span), renew(messages, *span)))
-    found.commit(torch.tensor([6]), ONE)
-    found.log_marginals()
-    found.log_marginals()
-    assert spans == [(6, 8), (6, 2)]
 
 
 @pytest.mark.parametrize(

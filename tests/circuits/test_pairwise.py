@@ -135,7 +135,8 @@ def test_the_fast_way_answers_by_itself(layout, dtype, backends):
         hmm, ev = make_hmm(layout, 20, 30, 12, dtype=dtype), make_evidence(kind, (2, 12), 20, 30)
         ev = with_gates(ev, hmm.rank) if "low_rank" in layout else ev
         hmm.pairwise(ev, some_tokens((2, 12), 30, 5))
-    assert backends == ["eager", "eager"]
+    assert len(backends) == 2
+    assert "reference" not in backends
 
 
 def test_rows_that_lose_something_are_propagated_again(backends, monkeypatch):
@@ -150,7 +151,7 @@ def test_rows_that_lose_something_are_propagated_again(backends, monkeypatch):
 
     monkeypatch.setattr(pairwise, "_through", lossy)
     assert_close(hmm.pairwise(ev, candidates), wanted, **ROUNDED)
-    assert backends == ["eager", "eager", "reference"]
+    assert [name == "reference" for name in backends] == [False, False, True]
 
 
 @settings(max_examples=30, deadline=None)

@@ -18,16 +18,16 @@ from torch import Tensor
 
 from codd.circuits.evidence import Evidence, check_possible, log_ratio
 from codd.circuits.hmm import HMM, AroundHMM
-from codd.circuits.incremental import Recomputing
+from codd.circuits.incremental import CommitsTokens, Recomputing
 from codd.circuits.ops.backend import backend_for
 from codd.circuits.ops.constrained.eager import Linear
 from codd.circuits.ops.constrained.layout import Structure
 from codd.circuits.ops.constrained.passes import Algebra, Chain, Passes, Paths, WindowPasses
 from codd.circuits.ops.constrained.reference import LogSpace
-from codd.circuits.ops.doubt import either
 from codd.circuits.protocol import ProbabilisticCircuit
 from codd.circuits.results import JointStep, Samples
 from codd.circuits.sampling import draw_token
+from codd.circuits.underflow import either
 from codd.constraints import Automaton
 from codd.errors import InvalidCircuit, InvalidEvidence
 
@@ -248,7 +248,7 @@ class ConstrainedHMM(AroundHMM, Recomputing):
         return out
 
 
-class ConstrainedConditioner:
+class ConstrainedConditioner(CommitsTokens):
     """Token marginals given the language while tokens are committed. Made by ``ConstrainedHMM.incremental``.
 
     After a token at t the forward messages after t and the backward ones before t are made again, for the states of the
@@ -256,6 +256,7 @@ class ConstrainedConditioner:
     """
 
     candidates: Int[Tensor, "B L K"] | None = None
+    certain_is_free = True
 
     @torch.no_grad()
     def __init__(self, circuit: ConstrainedHMM, ev: Evidence, candidates: int | None = None) -> None:

@@ -13,7 +13,6 @@ from codd.circuits import inference
 from codd.circuits.evidence import Evidence, Kind
 from codd.circuits.inference import Smoothed
 from codd.circuits.ops.backend import REFERENCE, Backend, backend_for
-from codd.circuits.ops.chain import eager, reference
 
 if TYPE_CHECKING:
     from codd.circuits.hmm import HMM
@@ -40,8 +39,8 @@ class _LogPartition(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hmm: "HMM", ev: Evidence, *inputs: Tensor | None) -> Tensor:
         backend = backend_for(ev.device, hmm.dtype)
-        smoothed = inference.smooth(hmm, ev, backend, each=False)
-        if smoothed.doubt is not None:  # rare, and only on the CPU: all of it again, without doubt
+        smoothed = inference.smooth(hmm, ev, backend)
+        if smoothed.suspects is not None:  # rare, and only on the CPU: all of it again, by the reference
             backend = REFERENCE
             smoothed = inference.smooth(hmm, ev, backend)
         ctx.hmm, ctx.ev, ctx.smoothed, ctx.backend = hmm, ev, smoothed, backend
@@ -62,8 +61,7 @@ class _LogPartition(torch.autograd.Function):
             out[2], out[3] = _sparse_gradient(hmm, ev, smoothed, backend, grad)
         if needs[4]:
             messages = (smoothed.source, smoothed.target, smoothed.log_partition, grad)
-            gate_flow = reference.gate_flow if backend is REFERENCE else eager.gate_flow
-            out[4] = gate_flow(inference.steps_of(hmm, ev), *messages).to(ev.step_log_gates.dtype)
+            out[4] = backend.gate_flow(inference.steps_of(hmm, ev), *messages).to(ev.step_log_gates.dtype)
         if any(needs[5:]):
             counts = inference.counts_of(hmm, ev, smoothed, backend, grad)
             out[5:] = [x.to(hmm.dtype) for x in (counts.initial, counts.emission, *counts.steps)]

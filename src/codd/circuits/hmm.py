@@ -271,7 +271,9 @@ class HMM(storage.HubMixin, Unconditioned):
         With ``candidates`` those of that many tokens of each position, the ones with the largest dense potentials.
         """
         self._check(ev)
-        return IncrementalConditioner(self, ev, candidates)
+        backend = backend_for(ev.device, self.dtype)
+        made: IncrementalConditioner = backend.conditioner(self, ev, candidates, backend)
+        return made
 
     def sample(
         self,
@@ -322,17 +324,7 @@ class HMM(storage.HubMixin, Unconditioned):
         self._check(ev)
         if uniforms is None:
             uniforms = torch.rand(ev.shape, generator=generator, device=ev.device)
-        backend = backend_for(ev.device, self.dtype)
-        if backend.joint_step is not None and self._plain and ev.sparse is None:
-            return JointStep(*backend.joint_step(self.emission, self.transition, self.log_initial, ev, uniforms))
-        centred, offset = self.centred(ev)
-        latents, log_z = inference.sample_latents(self, centred, uniforms[:, None])
-        return JointStep(latents[:, 0], self.conditional_scores(ev, latents[:, 0]), (log_z + offset).to(self.dtype))
-
-    @property
-    def _plain(self) -> bool:
-        """One dense transition and one emission table: what the fused kernels serve."""
-        return self.homogeneous and not self.transition.low_rank
+        return JointStep(*backend_for(ev.device, self.dtype).joint_step(self, ev, uniforms))
 
     def flows(self, ev: Evidence, weights: Float[Tensor, " B"] | None = None) -> Flows:
         """Expected counts summed over the batch, each sequence with its weight: d sum(w log Z) / d log-parameters."""

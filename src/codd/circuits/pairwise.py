@@ -22,11 +22,11 @@ from torch import Tensor
 
 from codd.circuits import inference
 from codd.circuits.evidence import Evidence, Kind
-from codd.circuits.inference import Answer, Pick, Smoothed
+from codd.circuits.inference import Smoothed
 from codd.circuits.ops.backend import REFERENCE, Backend
-from codd.circuits.ops.doubt import either
 from codd.circuits.parameters import Emission, Transition
 from codd.circuits.protocol import ProbabilisticCircuit
+from codd.circuits.underflow import Answer, Select, either, with_float64_fallback
 from codd.errors import InvalidEvidence
 
 if TYPE_CHECKING:
@@ -82,20 +82,20 @@ def tables(hmm: "HMM", ev: Evidence, candidates: Int[Tensor, "B L K"]) -> Float[
     """The tables of an HMM; of impossible evidence all are zero."""
     check_candidates(candidates, ev, hmm.vocab_size)
 
-    def query(ev: Evidence, backend: Backend, pick: Pick) -> Answer:
-        smoothed = inference.smooth(hmm, ev, backend, each=False)
+    def query(ev: Evidence, backend: Backend, select: Select) -> Answer:
+        smoothed = inference.smooth(hmm, ev, backend)
         dtype = smoothed.leaf.values.dtype
-        shares = _class_shares(hmm.emission, ev, backend, pick(candidates)).to(dtype)
+        shares = _class_shares(hmm.emission, ev, backend, select(candidates)).to(dtype)
         out, lost = _propagated(
             smoothed.posterior.normalised().to(dtype), shares, _open(ev), _propagator(hmm, ev, backend, smoothed)
         )
-        doubt = smoothed.doubt
+        suspects = smoothed.suspects
         if backend.checked and ev.device.type == "cpu":
             faint = ~(lost <= LOST[dtype])
-            doubt = either(doubt, faint if bool(faint.any()) else None)
-        return (out,), doubt
+            suspects = either(suspects, faint if bool(faint.any()) else None)
+        return (out,), suspects
 
-    return inference.exactly(hmm, ev, query)[0].to(hmm.dtype)
+    return with_float64_fallback(hmm, ev, query)[0].to(hmm.dtype)
 
 
 def check_candidates(candidates: Int[Tensor, "B L K"], ev: Evidence, vocab_size: int) -> None:

@@ -109,12 +109,25 @@ class Emission:
         table = self.log.detach()
         return table[positions, states] if self.per_position else table[states]
 
-    def entries(
-        self, states: Int[Tensor, " R"], positions: Int[Tensor, " R"], ids: Int[Tensor, "R K"]
-    ) -> Float[Tensor, "R K"]:
-        """The probabilities of some tokens under some states."""
-        index = (states[:, None], ids)
-        return (self.linear[positions[:, None], *index] if self.per_position else self.linear[index]).to(self.dtype)
+    def log_columns(self, tokens: Int[Tensor, " B"], positions: Int[Tensor, " B"]) -> Float[Tensor, "B N"]:
+        """The log-probabilities of some tokens, each at its position, under every state."""
+        table = self.stored.detach()
+        column = table[positions, :, tokens] if self.per_position else table[:, tokens].T
+        return column.float().log() if self.compact else column
+
+    def columns_of(self, ids: Int[Tensor, "B L K"]) -> Float[Tensor, "B L K N"]:
+        """The probabilities of some tokens at all positions, under every state."""
+        if not self.per_position:
+            return torch.nn.functional.embedding(ids, self.columns)
+        return self.columns[torch.arange(ids.shape[1], device=ids.device)[:, None], ids]
+
+    def emitted(
+        self, weights: Float[Tensor, "B R N"], positions: slice | Int[Tensor, "*B R"]
+    ) -> Float[Tensor, "B R V"]:
+        """sum_i c(i) E[i, v] at some positions: the weight of every token under weights of the states."""
+        if self.per_position:
+            return (weights[..., None, :] @ self.linear[positions].to(weights.dtype))[..., 0, :]
+        return weights @ (self.columns.T if self.compact else self.linear)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -149,7 +162,7 @@ class Transition:
         if log_gates is None:
             return self
         made = Transition(self.log_factors, log_gates.detach())
-        for name in ("linear", "support", "transposed"):
+        for name in ("linear", "transposed"):
             made.__dict__[name] = getattr(self, name)
         return made
 
@@ -189,11 +202,6 @@ class Transition:
     def linear(self) -> tuple[Float[Tensor, "*steps _ _"], ...]:
         """The factors as probabilities."""
         return tuple(f.detach().exp() for f in self.log_factors)
-
-    @cached_property
-    def support(self) -> tuple[Bool[Tensor, "*steps _ _"], ...]:
-        """Which entries are not zero, also where the probability is too small for a number other than zero."""
-        return tuple(f.detach() > -torch.inf for f in self.log_factors)
 
     @cached_property
     def transposed(self) -> tuple[Float[Tensor, "*steps _ _"], ...]:

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from codd.circuits.evidence import Evidence, Modulation
+from codd.circuits.ops.sampling_rule import Committed, SamplingRule
 from codd.circuits.results import JointStep, Samples
 
 
@@ -22,6 +23,8 @@ class Conditioner(Protocol):
 
     candidates: Int[Tensor, "B L K"] | None
     """The tokens that `log_marginals` is about; None: all V."""
+    certain_is_free: bool
+    """Whether `commit_tokens` does not count tokens that are certain."""
 
     @property
     def log_partition(self) -> Float[Tensor, " B"]:
@@ -35,6 +38,15 @@ class Conditioner(Protocol):
 
     def commit(self, positions: Int[Tensor, " B"], tokens: Int[Tensor, " B"]) -> None:
         """Observe one more token of each sequence; a position that is observed already keeps its token."""
+
+    def commit_tokens(
+        self,
+        open_: Bool[Tensor, " L"],
+        uniforms: Float[Tensor, " L"],
+        given: Float[Tensor, " L"] | None,
+        rule: SamplingRule,
+    ) -> Committed:
+        """Choose and commit tokens at open positions one after the other, each given those before; of one sequence."""
 
 
 _Circuit = TypeVar("_Circuit")

@@ -1,7 +1,7 @@
-"""The operations of the engine, each in three implementations behind one signature.
+"""The operations of the engine, each in four implementations behind one signature.
 
-"reference" is the float64 reference, the truth that the other two are compared with; "eager" is PyTorch with loops in C
-or NumPy on the CPU; "triton" are the GPU kernels.
+"reference" is the float64 reference, the truth that the others are compared with; "eager" is PyTorch, and NumPy for
+short loops on a CPU; "native" has these loops in C; "triton" are the GPU kernels.
 
 ``backend_for`` picks one by device, once; ``use`` overrides the choice, for tests and for study:
 

@@ -14,13 +14,11 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from codd.files import cache_folder
@@ -35,10 +33,6 @@ PANEL = 32
 """Columns of the matrix that lie together in memory in the layout that `product` reads."""
 MAX_ROWS = 64
 """Rows up to which `product` is worth its while."""
-FEW = 4
-"""Candidates of a position that are looked at before more of them are."""
-FAINT = 1e-10
-"""A sum of weights, each with its largest at one, from which on what float32 lost is less than it rounds off."""
 MAX_PRODUCT = 2**23
 """Multiplications a step up to which one core in C beats a threaded matrix product."""
 
@@ -158,7 +152,7 @@ def chain_pass(
     keep_messages: bool,
     rescale_every: int,
 ) -> tuple[Float[Tensor, "L B N"], Float[Tensor, "L B N"] | Float[Tensor, "1 B N"]] | None:
-    """Products and messages of one pass, as ``chain.eager`` computes them; None if unsupported (it takes NumPy).
+    """Products and messages of one pass, as ``chain.eager`` computes them; None if unsupported.
 
     A sequence's results do not depend on the others, to the bit.
     """
@@ -213,89 +207,8 @@ def product(rows: Float[Tensor, "R K"], panels: Float[Tensor, "P K 32"]) -> Floa
     return out
 
 
-class _Window(ctypes.Structure):
-    """The C struct ``window`` of native.c, field by field."""
-
-    _tables = ("matrix", "columns", "latent", "leaf", "forward", "backward", "work", "candidates", "weights")
-    _fields_ = (
-        *((name, _DATA) for name in (*_tables, "open", "given", "uniforms", "by_id", "found")),
-        *((name, _SIZE) for name in ("length", "n", "k", "compact", "rule")),
-        ("power", ctypes.c_double),
-    )
-
-
 def narrowed(matrix: Float[Tensor, "N N"]) -> Int[Tensor, "N N"] | None:
     """Probabilities in 16 bits, each within one part in 2048; None if some are too small for that."""
     if bool((matrix < _SMALLEST).any()) or bool((matrix > 1).any()):
         return None
     return ((matrix.contiguous().view(torch.int32) + 2**12) >> 13).to(torch.int16)  # the low half: 6 and 10 bits
-
-
-@dataclass(frozen=True, eq=False)
-class Chain:
-    """What of a window of a chain does not depend on how it is picked from."""
-
-    matrix: Float[Tensor, "N N"] | Int[Tensor, "N N"]
-    """The transition as float32, or in 16 bits as `narrowed` makes it."""
-    initial: Float[Tensor, " N"]
-    columns: Float[Tensor, "V N"]
-    latent: Float[Tensor, "L N"] | None
-    leaf: Float[Tensor, "L N"]
-    candidates: Int[Tensor, "L K"]
-    """Token ids of each position, by descending weight."""
-    weights: Float[Tensor, "L K"]
-    """p = weight * sum(cavity latent column) / sum(cavity leaf)."""
-
-
-@dataclass(frozen=True, eq=False)
-class Drawing:
-    """That tokens are drawn, with one uniform number each, and not the most probable ones."""
-
-    uniforms: Float[Tensor, " L"]
-    temperature: float
-    """At most 1: then what was not looked at is bounded."""
-
-
-class Picks(NamedTuple):
-    """Positions, tokens and probabilities in the order in which they were picked."""
-
-    positions: Int[Tensor, " R"]
-    tokens: Int[Tensor, " R"]
-    probabilities: Float[Tensor, " R"]
-    complete: bool
-    """False if float32 or the candidates did not suffice for the next."""
-
-
-def pick(
-    chain: Chain,
-    open_: Bool[Tensor, " L"],
-    rule: int,
-    given: Float[Tensor, " L"] | None,
-    count: int,
-    threshold: float,
-    rounding: float,
-    draw: Drawing | None = None,
-) -> Picks | None:
-    """See ``codd_pick``: up to ``count`` picks, each given those before it. Changes nothing; None without a library."""
-    loaded = library()
-    if loaded is None:
-        return None
-    (length, states), width = chain.leaf.shape, chain.candidates.shape[-1]
-    room = torch.empty(2 * length + 2, states)
-    room[0], room[2 * length - 1] = chain.initial, 1
-    forward, backward, work = room[:length], room[length : 2 * length], room[2 * length :]
-    leaf, candidates = chain.leaf.clone(memory_format=torch.contiguous_format), chain.candidates.contiguous()
-    uniforms, by_id = (None, None) if draw is None else (draw.uniforms.contiguous(), candidates.argsort(-1))
-    marginals = torch.empty(length, width)
-    tables = (chain.matrix, chain.columns, chain.latent, leaf, forward, backward, work, candidates)
-    kept = (*tables, chain.weights.clone(), open_.clone(), given, uniforms, by_id, marginals)
-    sizes = (length, states, width, chain.matrix.dtype == torch.int16, rule)
-    power = 1.0 if draw is None else 1 / draw.temperature
-    window = _Window(*(None if x is None else x.data_ptr() for x in kept), *sizes, power)
-    beliefs = torch.empty(length, 4, dtype=torch.int64)  # three floats and two numbers each
-    positions, tokens = torch.empty(2, max(count, 1), dtype=torch.int64)
-    probabilities, complete = torch.empty(max(count, 1)), ctypes.c_int64()
-    limits = (count, threshold, FEW, rounding, FAINT)
-    results = (positions.data_ptr(), tokens.data_ptr(), probabilities.data_ptr(), ctypes.addressof(complete))
-    done = loaded.codd_pick(ctypes.byref(window), beliefs.data_ptr(), *limits, *results)
-    return Picks(positions[:done], tokens[:done], probabilities[:done], bool(complete.value))

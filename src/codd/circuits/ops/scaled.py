@@ -6,6 +6,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+LEAF_FLUSH = 1e-30
+"""A leaf value below this may have lost terms to the smallest number of float32."""
+FLUSH = {torch.float32: 1e-36, torch.float64: 1e-300}
+"""A product of message and leaf value below this may have been lost."""
+
 
 def exponentials(log: Float[Tensor, "B L N"]) -> "Scaled":
     """Exponentials with the largest of each row taken out; position-major in memory, as the chain reads them."""

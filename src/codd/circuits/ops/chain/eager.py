@@ -1,12 +1,12 @@
 """Messages along the chain as matrix products on scaled values: two small operations a position.
 
 Messages are rescaled every few positions only, and every message keeps its own logarithmic scale. What float32 could
-lose on the way is looked for afterwards (``lost_terms``), so the loop itself carries no checks.
+lose on the way is looked for afterwards (`codd.circuits.underflow`), so the loop itself carries no checks.
 """
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from torch import Tensor
 
 from codd.circuits.ops import native
@@ -14,8 +14,6 @@ from codd.circuits.ops.scaled import Scaled
 from codd.circuits.parameters import Transition
 
 _RESCALE_EVERY = {torch.float32: 4, torch.float64: 16}
-FLUSH = {torch.float32: 1e-36, torch.float64: 1e-300}
-"""Products under this may have been lost."""
 
 
 def _factors(transition: Transition, reverse: bool) -> tuple[Float[Tensor, "*steps _ _"], ...]:
@@ -23,9 +21,15 @@ def _factors(transition: Transition, reverse: bool) -> tuple[Float[Tensor, "*ste
 
 
 def messages(
-    transition: Transition, start: Float[Tensor, " N"] | None, leaf: Scaled, reverse: bool, absorb: bool = False
+    transition: Transition,
+    start: Float[Tensor, " N"] | None,
+    leaf: Scaled,
+    reverse: bool,
+    absorb: bool = False,
+    *,
+    compiled: bool = False,
 ) -> Scaled:
-    """The messages of one pass along the chain.
+    """The messages of one pass along the chain; ``compiled``: by the loops in C, where they serve it.
 
     Forward: p(z_t, evidence before t), from ``start`` in logarithms. Reverse: p(evidence after t | z_t). With
     ``absorb`` each message comes multiplied with the leaf values of its own position, as the next step needs it.
@@ -34,7 +38,7 @@ def messages(
     norms = values.new_ones(*values.shape[:2], 1)
     first = None if start is None else start.detach().to(values.dtype).exp()
     factors, done = _factors(transition, reverse), None
-    if values.device.type == "cpu" and len(factors) == 1 and factors[0].ndim == 2:
+    if compiled and len(factors) == 1 and factors[0].ndim == 2:
         every = _RESCALE_EVERY[values.dtype]
         done = native.chain_pass(factors[0], first, values, norms, reverse, not absorb, every)
     if done is None:
@@ -49,13 +53,11 @@ def messages(
 
 
 def forward_backward(
-    transition: Transition, start: Float[Tensor, " N"], leaf: Scaled, *, open_: Bool[Tensor, "B L"] | None = None
+    transition: Transition, start: Float[Tensor, " N"], leaf: Scaled, *, compiled: bool = False
 ) -> tuple[Scaled, Scaled]:
-    """Forward and backward messages.
-
-    Sequences with no position in ``open_`` may get anything instead; here it saves nothing.
-    """
-    return messages(transition, start, leaf, False), messages(transition, None, leaf, True)
+    """Forward and backward messages."""
+    forward = messages(transition, start, leaf, False, compiled=compiled)
+    return forward, messages(transition, None, leaf, True, compiled=compiled)
 
 
 def _scales(
@@ -150,42 +152,6 @@ def _pass_numpy(
                     row *= gates[step].numpy()
             np.dot(row, last[step] if last.ndim == 3 else last, kept[order[k]])
     return products, carried
-
-
-def nothing_lost(product: Scaled) -> bool:
-    """Whether all products are so far from zero that none of their factors can have lost anything."""
-    return float(product.values.numpy().min()) >= FLUSH[product.values.dtype]
-
-
-def lost_terms(
-    transition: Transition, start: Float[Tensor, " N"] | None, leaf: Scaled, message: Scaled, reverse: bool
-) -> Bool[Tensor, " B"] | None:
-    """The sequences in which a product that is not zero may have been lost to underflow; None if there are none."""
-    flush = FLUSH[leaf.values.dtype]
-    got, values = message.values.transpose(0, 1), leaf.values.transpose(0, 1)
-    work = got * values
-    lost = ((work < flush) & (got > 0) & (values > 0)).any(-1).any(0)
-    if start is not None:
-        lost |= ((got[0] < flush) & (start.detach() > -torch.inf) & (values[0] > 0)).any(-1)
-    if len(values) > 1 and bool((got < flush).any()):
-        lost |= _lost_in_product(transition, work, got, flush, reverse)
-    return lost if bool(lost.any()) else None
-
-
-def _lost_in_product(
-    transition: Transition,
-    work: Float[Tensor, "L B N"],
-    got: Float[Tensor, "L B N"],
-    flush: float,
-    reverse: bool,
-) -> Bool[Tensor, " B"]:
-    """Sequences in which a message entry is (nearly) zero although some path supports it."""
-    source, target = (work[1:], got[:-1]) if reverse else (work[:-1], got[1:])
-    support = (source > 0).to(work.dtype)
-    tables = [f.mT for f in reversed(transition.support)] if reverse else transition.support
-    for table in tables:
-        support = ((support @ table.to(work.dtype)) > 0).to(work.dtype)
-    return ((support > 0) & (target < flush)).any(-1).any(0)
 
 
 def transition_flow(

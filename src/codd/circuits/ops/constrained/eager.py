@@ -15,9 +15,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from codd.circuits.ops.constrained.layout import Atoms, Ids, SortedColumns
-from codd.circuits.ops.doubt import either
 from codd.circuits.ops.path.eager import leaving
 from codd.circuits.parameters import Emission, Transition
+from codd.circuits.underflow import either
 
 _FAINT = {torch.float32: 1e-18, torch.float64: 1e-150}
 """Where the largest value of a product of rows is below this, values that matter may have been lost."""

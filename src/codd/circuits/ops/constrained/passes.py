@@ -20,8 +20,8 @@ from codd.circuits.evidence import Evidence, Kind, log_softmax, tempered
 from codd.circuits.ops.constrained.eager import Linear
 from codd.circuits.ops.constrained.layout import Ids, Layout, Structure
 from codd.circuits.ops.constrained.reference import LogSpace
-from codd.circuits.ops.doubt import either
 from codd.circuits.parameters import Emission, Transition
+from codd.circuits.underflow import either
 from codd.errors import InvalidEvidence
 
 _BLOCK = 2**22

@@ -14,11 +14,8 @@ from torch.nn.functional import embedding_bag
 
 from codd.circuits.evidence import Evidence, Kind, tempered
 from codd.circuits.ops import native
-from codd.circuits.ops.scaled import Scaled, exponentials
+from codd.circuits.ops.scaled import LEAF_FLUSH, Scaled, exponentials
 from codd.circuits.parameters import Emission
-
-FLUSH = 1e-30
-"""A leaf value under this may have lost terms to the smallest number of float32."""
 
 
 class Rows:
@@ -109,9 +106,9 @@ def _observed(table: Emission, ev: Evidence, rows: Rows) -> Float[Tensor, "R N"]
     return table.columns[tokens]
 
 
-def _mixed(weights: Float[Tensor, "R V"], table: Emission) -> Float[Tensor, "R N"]:
+def _mixed(weights: Float[Tensor, "R V"], table: Emission, compiled: bool) -> Float[Tensor, "R N"]:
     """The leaf values of each row of weights: the sum over tokens v of w(v) E[:, v]."""
-    panels = table.panels if len(weights) <= native.MAX_ROWS else None
+    panels = table.panels if compiled and len(weights) <= native.MAX_ROWS else None
     return weights @ table.columns if panels is None else native.product(weights, panels)
 
 
@@ -140,10 +137,10 @@ def _sparse(table: Emission, ev: Evidence, rows: Rows) -> tuple[Float[Tensor, "R
     return values, log_scale
 
 
-def leaf_values(emission: Emission, ev: Evidence) -> Scaled:
+def leaf_values(emission: Emission, ev: Evidence, *, compiled: bool = False) -> Scaled:
     """sum_v E[i, v] w_t(v) at every position, scaled so that the largest entry of a row is one.
 
-    Observed rows are one look-up, missing rows nothing.
+    Observed rows are one look-up, missing rows nothing. ``compiled``: a few dense rows are multiplied in C.
     """
     batch, length = ev.shape
     states, dtype = emission.stored.shape[-2], emission.dtype
@@ -155,7 +152,7 @@ def leaf_values(emission: Emission, ev: Evidence) -> Scaled:
     for table, here in _tables(emission, ev):
         if ev.potentials is not None and (rows := _rows(ev, Kind.DENSE, here)):
             weights, log_total = dense_weights(ev, rows, dtype)
-            rows.put(out, _mixed(weights, table))
+            rows.put(out, _mixed(weights, table, compiled))
             rows.put(scale, log_total)
         if ev.sparse is not None and (rows := _rows(ev, Kind.SPARSE, here)):
             values, log_total = _sparse(table, ev, rows)
@@ -172,51 +169,12 @@ def leaf_values(emission: Emission, ev: Evidence) -> Scaled:
 def _rescaled(leaf: Scaled) -> Scaled:
     """The same with the largest entry of each row at one.
 
-    On the CPU a row that is small throughout stays so: it may have lost digits, which ``lost_terms`` then sees.
+    On the CPU a row that is small throughout stays so: it may have lost digits, which `underflow.suspects` then sees.
     """
     values = leaf.values.transpose(0, 1)
     top = values.amax(-1, keepdim=True)
-    top.masked_fill_(top <= (FLUSH if top.device.type == "cpu" else 0), 1)
+    top.masked_fill_(top <= (LEAF_FLUSH if top.device.type == "cpu" else 0), 1)
     return Scaled(values.div_(top).transpose(0, 1), leaf.log_scale + top.log().transpose(0, 1))
-
-
-def lost_terms(emission: Emission, ev: Evidence, leaf: Scaled) -> Bool[Tensor, " B"] | None:
-    """The sequences in which a leaf value that is not zero may have been lost to underflow; None if there are none."""
-    small = leaf.values < FLUSH
-    if ev.latent_log_potentials is not None:
-        small &= ev.latent_log_potentials > -torch.inf
-    else:
-        small &= ~ev.rows(Kind.OBSERVED)[..., None]
-    small &= (ev.kind != Kind.MISSING)[..., None] | (ev.latent_log_potentials is not None)
-    lost = _observed_faintly(emission, ev)
-    if bool(small.any()):
-        support = _support(emission, ev, small.any(-1))
-        lost |= (small & support).flatten(1).any(-1)
-    return lost if bool(lost.any()) else None
-
-
-def _observed_faintly(emission: Emission, ev: Evidence) -> Bool[Tensor, " B"]:
-    """The sequences with a token that some state emits with less than the smallest number."""
-    out = torch.zeros(ev.shape[0], dtype=torch.bool, device=ev.device)
-    if ev.tokens is None or emission.compact:
-        return out
-    smallest = torch.finfo(emission.dtype).tiny
-    for table, here in _tables(emission, ev):
-        rows = _rows(ev, Kind.OBSERVED, here)
-        tokens = rows.take(ev.tokens)
-        log = table.stored.detach()[:, tokens].T
-        faint = ((log > -torch.inf) & (table.columns[tokens] < smallest)).any(-1)
-        out[rows.index[0][faint]] = True
-    return out
-
-
-def _support(emission: Emission, ev: Evidence, suspects: Bool[Tensor, "B L"]) -> Bool[Tensor, "B L N"]:
-    """Whether a state has any token that the evidence allows, at suspect positions (elsewhere: yes)."""
-    out = torch.ones(*ev.shape, emission.stored.shape[-2], dtype=torch.bool, device=ev.device)
-    possible = (ev.dense_log_weights(emission.stored.shape[-1]) > -torch.inf).to(emission.dtype)
-    for b, t in suspects.nonzero().tolist():
-        out[b, t] = (emission.at(t).support.to(emission.dtype) @ possible[b, t]) > 0
-    return out
 
 
 def _cavity(ev: Evidence, leaf: Scaled, posterior: Scaled) -> tuple[Float[Tensor, "B L N"], Float[Tensor, "B L"]]:

@@ -14,15 +14,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from codd.circuits.evidence import Evidence, Kind
-from codd.circuits.ops.draw.eager import RULES, Draw, Marginals
 from codd.circuits.ops.gpu import INTERPRETED
 from codd.circuits.ops.leaf.triton import unit_stride
-from codd.circuits.ops.pick.eager import Offers
+from codd.circuits.ops.sampling_rule import ORDERS, Proposals
 from codd.circuits.ops.scaled import Scaled
 from codd.circuits.parameters import Emission
 
 _DENSE = tl.constexpr(int(Kind.DENSE))
-_MARGIN, _ENTROPY = tl.constexpr(RULES.index("margin")), tl.constexpr(RULES.index("entropy"))
+_MARGIN, _ENTROPY = tl.constexpr(ORDERS.index("margin")), tl.constexpr(ORDERS.index("entropy"))
 _SUMS = 4
 """Numbers kept of a strip: the largest log-probability, the tempered mass, what an order needs, the sum of p log p."""
 
@@ -270,10 +269,15 @@ def dense_marginals(
     tokens: Int[Tensor, "B L"],
     observed: Bool[Tensor, "B L"],
     open_: Bool[Tensor, "B L"] | None,
-    draw: Draw,
+    cooling: float,
+    order: str,
+    entropies: bool,
     tiling: Tiling | None = None,
-) -> Marginals:
+) -> tuple[Float[Tensor, "B L V"], Float[Tensor, "4 B L S"], int]:
     """log p of all tokens at every position, or at those in ``open_``: the others may get anything.
+
+    With it what `propose` needs of each strip of the vocabulary, and the width of a strip. ``cooling`` multiplies
+    log-probabilities before a token is drawn; ``order`` and ``entropies`` say what is kept besides.
 
     ``totals`` are the normalisers that the leaf values needed anyway. Dense evidence and one emission table only.
     """
@@ -329,9 +333,9 @@ def dense_marginals(
         strips,
         potentials.stride(0),
         potentials.stride(1),
-        draw.cooling,
-        RULE=RULES.index(draw.rule),
-        ENTROPY=draw.needs_entropies,
+        cooling,
+        RULE=ORDERS.index(order),
+        ENTROPY=entropies,
         OPEN=open_ is not None,
         NORMALISED=ev.normalised,
         LATENT=latent is not None,
@@ -343,31 +347,40 @@ def dense_marginals(
         num_warps=plan.warps,
         num_stages=plan.stages,
     )
-    return Marginals(out, sums, plan.tokens)
+    return out, sums, plan.tokens
 
 
-def propose(given: Marginals, open_: Bool[Tensor, "B L"], draw: Draw, uniforms: Float[Tensor, "B L"] | None) -> Offers:
-    """A token for every open position: the most probable one, or drawn with the given numbers."""
-    batch, length, vocab = given.log_p.shape
-    rows, strips, device = batch * length, given.sums.shape[-1], given.log_p.device
+def propose(
+    log_p: Float[Tensor, "B L V"],
+    sums: Float[Tensor, "4 B L S"],
+    strip: int,
+    open_: Bool[Tensor, "B L"],
+    cooling: float,
+    order: str,
+    entropies: bool,
+    uniforms: Float[Tensor, "B L"] | None,
+) -> Proposals:
+    """A token for every open position, from what `dense_marginals` gave: the most probable one, or drawn."""
+    batch, length, vocab = log_p.shape
+    rows, strips, device = batch * length, sums.shape[-1], log_p.device
     tokens = torch.empty(batch, length, dtype=torch.int64, device=device)
     numbers = torch.empty(3, batch, length, device=device)
     _propose[(rows,)](
-        given.log_p,
-        given.sums,
-        given.sums if uniforms is None else uniforms.float().contiguous(),
+        log_p,
+        sums,
+        sums if uniforms is None else uniforms.float().contiguous(),
         open_.contiguous().view(torch.uint8),
         tokens,
         *numbers,
         rows,
         vocab,
         strips,
-        draw.cooling,
-        RULE=RULES.index(draw.rule),
-        ENTROPY=draw.needs_entropies,
+        cooling,
+        RULE=ORDERS.index(order),
+        ENTROPY=entropies,
         GREEDY=uniforms is None,
-        V=given.strip,
+        V=strip,
         S=triton.next_power_of_2(strips),
         num_warps=4,
     )
-    return Offers(tokens, *numbers)
+    return Proposals(tokens, *numbers)

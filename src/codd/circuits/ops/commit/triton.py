@@ -16,13 +16,12 @@ from torch import Tensor
 from codd.circuits.evidence import Evidence, Kind
 from codd.circuits.ops.gpu import INTERPRETED
 from codd.circuits.ops.leaf.triton import unit_stride
-from codd.circuits.ops.pick import eager
-from codd.circuits.ops.pick.eager import ROUNDING, RULES, Limits, Offers, Picked
+from codd.circuits.ops.sampling_rule import ORDERS, ROUNDING, Proposals
 from codd.circuits.ops.scaled import Scaled
 from codd.circuits.parameters import Emission
 
 _DENSE = tl.constexpr(int(Kind.DENSE))
-_MARGIN, _GIVEN = tl.constexpr(RULES.index("margin")), tl.constexpr(RULES.index("given"))
+_MARGIN, _GIVEN = tl.constexpr(ORDERS.index("margin")), tl.constexpr(ORDERS.index("given"))
 _ROUNDING = tl.constexpr(ROUNDING)
 LARGEST = 128
 """Positions, and candidates, of a sequence that one program chooses from: a tile that registers hold."""
@@ -470,7 +469,7 @@ def pick(
     log_p: Float[Tensor, "B L K"],
     candidates: Int[Tensor, "B L K"],
     open_: Bool[Tensor, "B L"],
-    rule: str,
+    order: str,
     given: Float[Tensor, "B L"] | None,
     columns: Float[Tensor, "B L K N"],
     column_scale: Float[Tensor, "B L 1"] | None,
@@ -478,13 +477,16 @@ def pick(
     tokens: Int[Tensor, "B L"],
     observed: Bool[Tensor, "B L"],
     threshold: float | None = None,
-) -> Picked:
-    """Choose a token and commit it, in one launch; what does not fit into a tile goes through PyTorch."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Choose a candidate and commit it, in one launch; at most ``LARGEST`` positions and candidates.
+
+    ``open_``, ``leaf``, ``tokens`` and ``observed``, the last three contiguous, change in place.
+
+    Returns:
+        Position, token, probability, whether no token outside the candidates could change any of that, and whether the
+        token was committed, each (B,).
+    """
     batch, length, count, states = columns.shape
-    written = (leaf.values, leaf.log_scale, tokens, observed)
-    if max(length, count) > LARGEST or not all(x.is_contiguous() for x in written):
-        state = (leaf, tokens, observed)
-        return eager.pick(log_p, candidates, open_, rule, given, columns, column_scale, *state, threshold)
     made = _Made(batch, log_p.device)
     _pick[(batch,)](
         log_p.contiguous(),
@@ -505,7 +507,7 @@ def pick(
         open_.stride(0),
         open_.stride(1),
         -1.0 if threshold is None else threshold,
-        RULE=RULES.index(rule),
+        RULE=ORDERS.index(order),
         SCALED=column_scale is not None,
         L=triton.next_power_of_2(length),
         K=triton.next_power_of_2(count),
@@ -516,23 +518,29 @@ def pick(
 
 
 def take(
-    offers: Offers,
+    proposals: Proposals,
     open_: Bool[Tensor, "B L"],
-    limits: Limits,
+    spent: Float[Tensor, " B"],
+    limits: tuple[float | None, float | None],
+    first: bool,
     emission: Emission,
     latent: Scaled | None,
     leaf: Scaled,
     tokens: Int[Tensor, "B L"],
     observed: Bool[Tensor, "B L"],
-) -> Picked:
-    """Take an offer and commit it, in one launch. One emission table; the leaf values and tokens contiguous."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Choose a proposal and commit it, in one launch; results as of `pick`.
+
+    One emission table; the leaf values and tokens contiguous. ``limits`` are a threshold and a budget, ``spent`` the
+    entropies so far, which change in place; the first is never held back by them.
+    """
     batch, length, states = leaf.values.shape
-    made, none = _Made(batch, leaf.values.device), -1.0
-    threshold = none if limits.threshold is None else limits.threshold
+    made = _Made(batch, leaf.values.device)
+    threshold, budget = (-1.0 if limits[0] is None else limits[0]), limits[1]
     _take[(batch,)](
-        *(part.contiguous() for part in offers),
+        *(part.contiguous() for part in proposals),
         open_.view(torch.uint8),
-        limits.spent,
+        spent,
         emission.linear,
         leaf.values if latent is None else latent.values.contiguous(),
         leaf.values if latent is None else latent.log_scale.contiguous(),
@@ -548,8 +556,8 @@ def take(
         open_.stride(0),
         open_.stride(1),
         threshold,
-        none if limits.first else threshold,
-        math.inf if limits.first or limits.budget is None else limits.budget,
+        -1.0 if first else threshold,
+        math.inf if first or budget is None else budget,
         LATENT=latent is not None,
         L=triton.next_power_of_2(length),
         N=16 if INTERPRETED else min(1024, triton.next_power_of_2(states)),
@@ -566,6 +574,7 @@ class _Made:
         probabilities = torch.empty(batch, device=device)
         self.outputs = positions, tokens, probabilities, torch.empty(2, batch, dtype=torch.uint8, device=device)
 
-    def picked(self) -> Picked:
-        *numbers, flags = self.outputs
-        return Picked(*numbers, *flags.view(torch.bool))
+    def picked(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        positions, tokens, probabilities, flags = self.outputs
+        settled, keep = flags.view(torch.bool)
+        return positions, tokens, probabilities, settled, keep

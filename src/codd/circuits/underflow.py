@@ -1,0 +1,89 @@
+"""The one rule for underflow: a fast answer where the total keeps its digits, float64 in log space where it does not.
+
+At every position Z is the sum over states of forward message times leaf value times backward message. What one of the
+three loses to the smallest number of float32 costs Z at most that number times the largest of the other two. Where all
+that can be lost is a tolerated share of the sum, the fast answer stands, however far apart its terms are; where it is
+not, or the sum is zero or not a number, the reference answers. That is looked at on a CPU only: on a GPU it would mean
+waiting for the device.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from codd.circuits.evidence import Evidence
+from codd.circuits.ops.backend import REFERENCE, Backend, backend_for
+from codd.circuits.ops.scaled import FLUSH, LEAF_FLUSH, Scaled
+
+if TYPE_CHECKING:
+    from codd.circuits.hmm import HMM
+
+Suspects: TypeAlias = Bool[Tensor, " B"] | None
+"""True for the sequences that may have lost too much; None: there are none."""
+Select: TypeAlias = Callable[[Tensor], Tensor]
+Answer: TypeAlias = tuple[tuple[Tensor, ...], Suspects]
+Query: TypeAlias = Callable[[Evidence, Backend, Select], Answer]
+"""Gets the evidence, the backend, and what selects the same sequences from any other batch-first tensor."""
+
+TOLERATED = 1e-6
+"""The share of Z that may be lost: less than float32 rounds off on the way."""
+
+
+@torch.no_grad()
+def with_float64_fallback(hmm: "HMM", ev: Evidence, query: Query) -> tuple[Tensor, ...]:
+    """Answer a query whose results have the batch first; suspect sequences are answered by the reference.
+
+    Results are in the precision that they were computed in, for more to be added to them.
+    """
+    out, suspects = query(ev, backend_for(ev.device, hmm.dtype), lambda x: x)
+    if suspects is not None:
+        index = suspects.nonzero()[:, 0]
+        exact, _ = query(ev.select(index), REFERENCE, lambda x: x[index])
+        for fast, slow in zip(out, exact, strict=True):
+            fast[index] = slow.to(fast.dtype)
+    return out
+
+
+def all_large(*values: tuple[Float[Tensor, "..."], float]) -> bool:
+    """Whether all entries on a CPU are at least so large that nothing can have been lost; elsewhere nobody looks."""
+    return all(x.device.type != "cpu" or float(x.numpy().min()) >= least for x, least in values)
+
+
+def suspects(leaf: Scaled, forward: Scaled, backward: Scaled, backend: Backend) -> Suspects:
+    """The sequences that may have lost more than is tolerated."""
+    if not backend.checked:
+        return None
+    flush, both = FLUSH[leaf.values.dtype], forward.values * leaf.values
+    products = ((both, flush), (leaf.values * backward.values, flush))
+    totals = (both * backward.values).sum(-1)
+    if all_large((leaf.values, LEAF_FLUSH), *products, (totals, LEAF_FLUSH)):
+        return None
+    found = ~(lost_share(forward.values, leaf.values, backward.values) <= TOLERATED)
+    return found if bool(found.any()) else None
+
+
+def lost_share(
+    forward: Float[Tensor, "B L N"], leaf: Float[Tensor, "B L N"], backward: Float[Tensor, "B L N"]
+) -> Float[Tensor, " B"]:
+    """A bound of the share of Z that underflow can have cost, in each sequence; infinite where the sum is zero.
+
+    A leaf value that was lost is below its flush, a product with a message below the chain's (in the units of that
+    message, or in those that make its largest entry one).
+    """
+    total = (forward * leaf * backward).sum(-1)
+    high, above = forward.amax(-1), backward.amax(-1)
+    products = FLUSH[leaf.dtype] * (above * high.clamp_min(1) + high * above.clamp_min(1))
+    lost = leaf.shape[-1] * (LEAF_FLUSH * high * above + products)
+    return torch.where(total > 0, lost / total, torch.inf).amax(-1)
+
+
+def either(*parts: Suspects) -> Suspects:
+    """The sequences that are suspect for any of these reasons; None if every one of them is None."""
+    out: Suspects = None
+    for part in parts:
+        if part is not None:
+            out = part if out is None else out | part
+    return out
