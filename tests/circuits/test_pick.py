@@ -15,7 +15,7 @@ from codd.circuits.ops.pick import eager
 from codd.coupling import Coupled
 from codd.decoding import any_order, ranking
 from codd.decoding.options import Options
-from codd.decoding.ranking import Noise
+from codd.decoding.samplers import Noise
 from codd.errors import InvalidEvidence
 from tests.support.strategies import generator, shape_checks
 
@@ -441,15 +441,15 @@ def test_the_samplers_picks_on_a_device_are_those_on_the_host(monkeypatch, backe
     open_rows = hidden[0, rows]
     chosen = Options.of(sampler="any_order", **options)
     few = chosen.temperature == 0 and chosen.entropy_budget is None and any_order._candidates_suffice(chosen)
-    for count in (None,) if not chosen.counted else (1, 3, 4) if backend == "eager" else (4,):
+    for count in (None,) if not chosen.fixed_count else (1, 3, 4) if backend == "eager" else (4,):
         noise = Noise(torch.rand(6, generator=g), torch.zeros(6).scatter(0, rows, shuffled), torch.zeros(6))
         want = any_order.sample_any_order(joint, rows[open_rows], count, chosen, noise)
         with ops.use(backend):
             given = joint.conditionals(any_order.CANDIDATES if few else None)
             got = any_order._sample_on_device(given, rows, open_rows, count, noise.at(rows), chosen)
         assert bool(got.valid)
-        got = got.chosen()
-        assert rows[got.rows].tolist() == rows[open_rows][want.rows].tolist()
+        got = got.writes()
+        assert rows[got.positions].tolist() == rows[open_rows][want.rows].tolist()
         assert got.tokens.tolist() == want.tokens.tolist()
         assert_close(got.scores, want.scores, rtol=0, atol=3e-3)
 

@@ -15,7 +15,7 @@ from codd.circuits.ops.pick.eager import choose as pick_surest
 from codd.circuits.protocol import Conditioner
 from codd.coupling import Coupled
 from codd.decoding.options import Options
-from codd.decoding.ranking import (
+from codd.decoding.samplers import (
     COLDEST,
     HOTTEST,
     Noise,
