@@ -19,7 +19,8 @@ from codd.circuits.incremental import IncrementalConditioner
 from codd.circuits.ops import native
 from codd.decoding import loop
 from codd.decoding.any_order import sampling_rule
-from codd.decoding.samplers import WindowInputs, sample_window
+from codd.decoding.loop import sample_window
+from codd.decoding.samplers import Ranking, WindowInputs
 from codd_lab.problems import problems
 
 
@@ -42,17 +43,17 @@ def main() -> None:
     print(f"this machine: {rate / 1e9:.1f} G multiplications/s on one core, {copying / 1e9:.1f} GB/s read\n")
     print("| masks | stage | ms | needed, ms | by |\n|---|---|---|---|---|")
     for masks in args.masks:
-        window = next(each for each in windows if len(each.positions) <= masks)
+        window = next(each for each in windows if int(each.masked.sum()) <= masks)
         for name, ms, work, read in stages(circuit, window, args):
             needed = max((work / rate, "operations"), (read / copying, "bytes"))
-            print(f"| {len(window.positions)} | {name} | {ms:.2f} | {1e3 * needed[0]:.2f} | {needed[1]} |")
+            print(f"| {int(window.masked.sum())} | {name} | {ms:.2f} | {1e3 * needed[0]:.2f} | {needed[1]} |")
 
 
 def passed_through(model: codd.Model, question: str, tokens: int) -> list[WindowInputs]:
     """The windows that a run by number of tokens has."""
     found: list[WindowInputs] = []
 
-    def kept(circuit: object, window: WindowInputs, *rest: object) -> torch.Tensor:
+    def kept(circuit: object, window: WindowInputs, *rest: object) -> Ranking:
         found.append(window)
         return sample_window(circuit, window, *rest)  # type: ignore[arg-type]
 
@@ -73,9 +74,10 @@ def stages(
     circuit: codd.Modulated, window: WindowInputs, args: argparse.Namespace
 ) -> list[tuple[str, float, float, float]]:
     """Name, milliseconds, multiplications and bytes of each stage and of the whole."""
-    length, masks, states, vocab = len(window.tokens), len(window.positions), circuit.num_states, circuit.vocab_size
+    length, masks, states, vocab = len(window.tokens), int(window.masked.sum()), circuit.num_states, circuit.vocab_size
     emission, options = circuit.hmm.emission, codd.Options(sampler="any_order", steps=1)
-    weights = window.logits.softmax(-1)
+    logits = window.logits[window.masked]
+    weights = logits.softmax(-1)
     with torch.no_grad():
         joint = window.joint(circuit, 1.0)
         conditioner = joint.conditionals(64)
@@ -83,7 +85,7 @@ def stages(
         timings: dict[str, Callable[[], object]] = {
             "evidence and head": lambda: window.joint(circuit, 1.0),
             "leaf values": lambda: native.product(weights, emission.panels) if emission.panels is not None else None,
-            "candidates (top 64)": lambda: window.logits.topk(64),
+            "candidates (top 64)": lambda: logits.topk(64),
             "leaf values, candidates, the rest of it": lambda: joint.conditionals(64),
             "messages, first pick": lambda: committed(conditioner, window, options, 1),
             "messages, all picks": lambda: committed(conditioner, window, options, args.tokens),

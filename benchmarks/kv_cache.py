@@ -34,7 +34,7 @@ from codd.backbones.transformer import initialise
 from codd.decoding import Options
 from codd.decoding.loop import denoise
 from codd.decoding.runner import FullRecompute, NetworkRunner, runner_for
-from codd.decoding.state import SequenceState
+from codd.decoding.sequence import SequenceState
 from decoding import SAMPLERS, llada_8b
 from families import BANDWIDTH, SHAPES, SMALL, milliseconds, random_backbone, run_parts, spec_of
 

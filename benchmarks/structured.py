@@ -43,8 +43,8 @@ from codd.constraints import cache as compiled
 from codd.coupling import Coupled
 from codd.decoding import Options
 from codd.decoding.cuda_graphs import sample_captured
-from codd.decoding.ranking import Noise
-from codd.decoding.samplers import WindowInputs, sample_window
+from codd.decoding.loop import sample_window
+from codd.decoding.samplers import Noise, WindowInputs
 from codd.errors import InvalidConstraint
 from codd.evaluation.statistics import paired, share_interval
 from codd_lab.problems import problems
@@ -436,10 +436,12 @@ def queries(circuit: Any, window: WindowInputs, args: argparse.Namespace) -> dic
     }
     for sampler, temperature in (("latent", 1.0), ("any_order", 0.0), ("any_order", 1.0)):
         options = Options.of(sampler=sampler, temperature=temperature, steps=4)
-        sample = sample_captured if captured else sample_window
 
-        def step(sample: Any = sample, options: Options = options) -> None:
-            packed = sample(circuit, window, args.tokens, options).cpu()
+        def step(options: Options = options) -> None:
+            if captured:
+                packed = sample_captured(sample_window, circuit, window, args.tokens, options).cpu()
+            else:
+                packed = sample_window(circuit, window, args.tokens, options).packed().cpu()
             assert packed[0, -1] == 1, "a step that is void"
 
         made[f"{sampler}, T {temperature:g}"] = step
@@ -481,9 +483,8 @@ def inputs(args: argparse.Namespace, dtype: torch.dtype) -> tuple[Any, WindowInp
         circuit = circuit.to(emission=torch.bfloat16) if args.device.type == "cuda" else circuit
         logits = (8 * torch.randn(WINDOW, vocab, device=args.device, generator=gpu)).to(dtype)
     hidden = torch.ones(WINDOW, dtype=torch.bool)
-    tokens, places = torch.zeros(WINDOW, dtype=torch.long), torch.arange(WINDOW)
-    window = WindowInputs(tokens, hidden, places, logits, Noise.drawn(WINDOW, draw))
-    return circuit, window if features is None else window._replace(features=features, masked_for_network=hidden)
+    tokens = torch.zeros(WINDOW, dtype=torch.long)
+    return circuit, WindowInputs(tokens, hidden, logits, Noise.drawn(WINDOW, draw), features)
 
 
 def automata(args: argparse.Namespace, vocabulary: Vocabulary) -> dict[str, Automaton]:

@@ -18,7 +18,7 @@ from codd.circuits.parameters import WIDEST
 from codd.coupling import Coupled
 from codd.decoding import any_order
 from codd.decoding.options import Options
-from codd.decoding.ranking import Noise, Ranking
+from codd.decoding.samplers import Noise, Ranking
 from tests.support.strategies import generator
 
 CUDA = torch.cuda.is_available()
@@ -178,10 +178,11 @@ def test_every_token_follows_the_conditionals_given_those_before(backend, option
         want, near = by_hand(given)
         if near < 2 * CLOSE[backend] or compared == enough:
             continue
-        got = given.sampled(backend).chosen()
-        assert bool(got.valid)
+        ranking = given.sampled(backend)
+        assert bool(ranking.valid)
+        got = ranking.writes()
         compared += 1
-        positions = HIDDEN[0].nonzero()[:, 0][got.rows].tolist()
+        positions = HIDDEN[0].nonzero()[:, 0][got.positions].tolist()
         assert [*zip(positions, got.tokens.tolist(), strict=True)] == [each[:2] for each in want]
         assert_close(got.scores.double(), torch.tensor([p for *_, p in want]).double(), rtol=0, atol=CLOSE[backend])
     assert compared == enough

@@ -20,8 +20,7 @@ from codd.constraints import Automaton
 from codd.coupling import Coupled
 from codd.decoding.any_order import sample_any_order
 from codd.decoding.options import Options
-from codd.decoding.ranking import Noise
-from codd.decoding.samplers import sample_latent
+from codd.decoding.samplers import Noise, sample_latent
 from codd.errors import ImpossibleEvidence, InvalidCircuit, InvalidEvidence
 from tests.circuits.test_gates import GatedTruth, make_gates
 from tests.support.enumeration import chi_square_p_value, log_normalise
@@ -389,13 +388,17 @@ class TestCoupled:
             while bool(joint.masked.any()):
                 rows = joint.masked[0].nonzero()[:, 0]
                 options = Options.of(temperature=temperature, sampler=sampler)
-                sample = sample_any_order if sampler == "any_order" else sample_latent
-                ranking = sample(joint, rows, 1, options, noise).chosen()
+                if sampler == "any_order":
+                    ranking = sample_any_order(joint, rows, 1, options, noise)
+                    ranking = ranking._replace(rows=rows[ranking.rows])
+                else:
+                    ranking = sample_latent(joint, 1, options, noise)
                 assert bool(ranking.valid)
+                step = ranking.writes()
                 where = torch.zeros_like(joint.masked)
-                where[0, rows[ranking.rows]] = True
+                where[0, step.positions] = True
                 tokens = joint.tokens.clone()
-                tokens[0, rows[ranking.rows]] = ranking.tokens
+                tokens[0, step.positions] = step.tokens
                 joint = joint.condition(tokens, where)
             assert self.automaton.accepts(joint.tokens[0].tolist())
             written.add(tuple(joint.tokens[0].tolist()))
@@ -417,7 +420,7 @@ class TestCoupled:
         for temperature in (0.0, 1.0):
             options = Options.of(temperature=temperature)
             assert not bool(sample_any_order(joint, rows, 2, options, noise).valid)
-            assert not bool(sample_latent(joint, rows, 2, options, noise).valid)
+            assert not bool(sample_latent(joint, 2, options, noise).valid)
 
 
 def test_only_live_states_and_classes_cost(monkeypatch):

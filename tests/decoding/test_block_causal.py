@@ -12,12 +12,11 @@ from codd.circuits import HMM
 from codd.decoding import Options
 from codd.decoding.inspect import inspect
 from codd.decoding.loop import denoise
-from codd.decoding.runner import FullRecompute, StateRequest
-from codd.decoding.start import start_sequences
-from codd.decoding.state import HiddenStates, Step, StopCondition
+from codd.decoding.runner import FullRecompute, HiddenStateRequest
+from codd.decoding.sequence import Step, StopCondition, start_sequences
 from codd.errors import InvalidInput
 from tests.support import FIXTURES
-from tests.support.tiny_models import MASK, VOCAB, filled_in, last, modulated, of, random_hmm, run, stated, tiny
+from tests.support.tiny_models import MASK, VOCAB, filled_in, last, modulated, random_hmm, run, stated, tiny
 
 FAMILIES = ("sdar", "fastdllm_v2", "llada2")
 SIZE = 4
@@ -122,22 +121,6 @@ def test_what_follows_the_block_makes_no_difference(family):
         sequences = start_sequences(backbone, [[3, 1, 4, 1, 5]], Options(gen_length=16, threshold=0.3), mask_id=95)
         texts.append([step.ids.tolist() for step in denoise(runner, sequences)])
     assert texts[0] == texts[1]
-
-
-@pytest.mark.usefixtures("as_users_run_it")
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("options", [{"steps": 6, "temperature": 0.9}, {"editing_threshold": 0.3}])
-def test_alone_and_in_a_batch_of_unequal_prompts(family, options):
-    backbone = loaded(family, 8).backbone
-    circuit = HMM.random(4, 96, 0, scale=2.0)
-    told = {"gen_length": 8, "circuit": circuit, "max_post_steps": 4, **options}
-    together = run(backbone, PROMPTS[:3], **told)
-    for i, prompt in enumerate(PROMPTS[:3]):
-        alone = run(backbone, [prompt], **told)
-        assert [step.ids.tolist() for step in of(together, i)] == [step.ids.tolist() for step in alone]
-        assert [step.scores.tolist() for step in of(together, i)] == [step.scores.tolist() for step in alone]
-        assert 95 not in last(alone)
-        assert len(last(alone)) == len(prompt) + 8
 
 
 @pytest.mark.usefixtures("as_users_run_it")
@@ -325,6 +308,6 @@ def test_requests_begin_where_the_network_does():
     """A runner gives states of the positions asked for, also where leading ones are not shown."""
     [state] = start_sequences(network(), [[1, 2, 3, 4]], Options(gen_length=4), mask_id=MASK, stop=StopCondition())
     ids = torch.tensor([MASK] * 4)
-    [found] = FullRecompute(network())([StateRequest(state, ids, (4, 8), 4)])
-    assert isinstance(found, HiddenStates)
-    assert torch.equal(found.at((4, 8)), network().states(ids[None])[0])
+    state.unseen = 4
+    [found] = FullRecompute(network())([HiddenStateRequest(state, ids, (5, 8))])
+    assert torch.equal(found, network().states(ids[None])[0, 1:])

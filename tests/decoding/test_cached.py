@@ -14,8 +14,7 @@ from codd.circuits.protocol import ProbabilisticCircuit
 from codd.decoding import Options
 from codd.decoding.loop import denoise
 from codd.decoding.runner import CachedRunner, FullRecompute, NetworkRunner, runner_for
-from codd.decoding.start import start_sequences
-from codd.decoding.state import Step, StopCondition
+from codd.decoding.sequence import Step, StopCondition, start_sequences
 from codd.errors import InvalidInput
 from tests.support import FIXTURES
 from tests.support.tiny_models import MASK, modulated, random_hmm, tiny

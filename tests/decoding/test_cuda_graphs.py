@@ -11,10 +11,10 @@ from codd.backbones.kv_cache import CachedPass, KVCache
 from codd.circuits import HMM, Modulated
 from codd.decoding import cuda_graphs
 from codd.decoding.cuda_graphs import WARMUP, GraphCache, sample_captured
+from codd.decoding.loop import sample_window
 from codd.decoding.options import Options
-from codd.decoding.ranking import Ranking
-from codd.decoding.samplers import sample_window
-from tests.support.decoding_windows import heard, written
+from codd.decoding.samplers import Ranking
+from tests.support.decoding_windows import heard
 from tests.support.tiny_models import detouring, modulated, random_hmm
 
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a CUDA device")
@@ -129,19 +129,18 @@ def test_a_device_writes_what_the_host_writes(options):
 )
 @torch.no_grad()
 def test_a_captured_step_is_the_hosts(settings, kind):
-    """The graph reads the window, the features and what was hidden from buffers that every call fills anew."""
+    """The graph reads the window and the features from buffers that every call fills anew."""
     host, options = chain(kind), Options.of(**{"sampler": "any_order", **settings})
-    count = 3 if options.counted else None
+    count = 3 if options.fixed_count else None
     device = host.to("cuda")
     windows = [heard(seed, 12, 0.8) for seed in range(1, WARMUP + 4)]  # in that of seed 0 two tokens are nearly tied
-    windows.append(written(windows[-1], windows[-1].positions[:2], torch.tensor([3, 4])))
     for window in windows:
         moved = window._replace(logits=window.logits.cuda(), features=window.features.cuda())
-        moved = moved if kind != "plain" else moved._replace(features=None, masked_for_network=None)
-        found = Ranking.unpacked(sample_captured(device, moved, count, options).cpu()).chosen()
-        wanted = Ranking.unpacked(sample_window(host, window, count, options)).chosen()
+        moved = moved if kind != "plain" else moved._replace(features=None)
+        found = Ranking.unpacked(sample_captured(sample_window, device, moved, count, options).cpu())
         assert bool(found.valid)
-        assert found.rows.tolist() == wanted.rows.tolist()
+        found, wanted = found.writes(), sample_window(host, window, count, options).writes()
+        assert found.positions.tolist() == wanted.positions.tolist()
         assert found.tokens.tolist() == wanted.tokens.tolist()
         torch.testing.assert_close(found.scores, wanted.scores, rtol=1e-3, atol=1e-4)
     assert len(cuda_graphs.graphs_of(device).graphs) == 1

@@ -1,7 +1,6 @@
 """What `generate` gives and takes beyond the text: options as an object, scores, stop strings, the network's seam."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import tokenizers
@@ -9,11 +8,10 @@ import torch
 from tokenizers import models, pre_tokenizers
 
 import codd
-from codd.circuits import Circuit, leaf, mixture, product
 from codd.decoding.loop import denoise
 from codd.decoding.options import DEFAULT_COUNTED, DEFAULT_GREEDY, DEFAULT_SAMPLED, DEFAULTS, Options
-from codd.decoding.runner import FullRecompute, StateRequest
-from codd.decoding.state import HiddenStates, StopCondition, first_stop
+from codd.decoding.runner import FullRecompute, HiddenStateRequest
+from codd.decoding.sequence import StopCondition, first_stop
 from codd.errors import InvalidInput
 from tests.support.tiny_models import EOS, MASK, VOCAB, detouring, modulated, random_hmm, tiny
 
@@ -59,7 +57,7 @@ class TestOptionsObject:
         assert Options(threshold=0.5).changed(steps=None) == Options(steps=None)
         assert Options(threshold=0.5).changed(entropy_budget=1.0).threshold is None
         assert Options(steps=None).changed(temperature=1.0).steps is None
-        assert Options().changed(gen_length=7).pace == DEFAULTS.pace
+        assert Options().changed(gen_length=7).commit_rule == DEFAULTS.commit_rule
         with pytest.raises(InvalidInput, match="drop steps to commit by threshold"):
             counted.changed(threshold=0.5, steps=3)
 
@@ -83,14 +81,14 @@ class TestOptionsObject:
     )
     def test_a_pace_that_nobody_gave_follows_the_other_options(self, given, pace):
         options = Options(**given)
-        assert options.pace == pace
+        assert options.commit_rule == pace
         assert options.as_json().items() >= pace.items()
         assert options.sampler == given.get("sampler", "latent" if "preset" in given else "any_order")
         said = Options(**options.as_json())  # a record of a run makes the same run
-        assert (said, said.pace) == (options.changed(ban=[]), pace)
+        assert (said, said.commit_rule) == (options.changed(ban=[]), pace)
         for start in (Options(), Options(temperature=0.3), Options(preset="reference"), Options(sampler="latent")):
             told = {"temperature": 0.0, "preset": None, "sampler": options.sampler, **given}
-            assert start.changed(**told).pace == pace
+            assert start.changed(**told).commit_rule == pace
         assert Options().changed(**given) == options  # the sampler that nobody gave follows the preset, too
         assert Options(preset="reference").changed(**{"preset": None, **given}) == options
 
@@ -98,7 +96,7 @@ class TestOptionsObject:
         said = Options(**DEFAULT_GREEDY, sampler="any_order")
         assert said == Options()
         assert hash(said) == hash(Options())
-        assert said.changed(temperature=0.7).pace == DEFAULT_GREEDY
+        assert said.changed(temperature=0.7).commit_rule == DEFAULT_GREEDY
         assert said.changed(temperature=0.7) != Options().changed(temperature=0.7)
         with pytest.raises(InvalidInput, match="knows no sampler"):
             said.changed(preset="reference", steps=4)
@@ -112,7 +110,7 @@ class TestOptionsObject:
             Options(**pace).changed(sampler="latent")
         with pytest.raises(InvalidInput, match=message):
             Options(sampler="latent").changed(**pace)
-        assert Options(**pace).changed(sampler="latent", steps=4).pace == {"steps": 4}
+        assert Options(**pace).changed(sampler="latent", steps=4).commit_rule == {"steps": 4}
 
     @pytest.mark.parametrize("wrong", [{"steps": 3}, "fast", 3])
     def test_anything_else_is_an_error(self, wrong):
@@ -145,23 +143,6 @@ def test_scores_are_those_of_the_steps(way, circuit):
         assert all(0 < score <= 1 for score in found.scores[number].tolist())
         assert found.steps[number] == len(own)
         assert found.circuit_steps[number] == sum(step.circuit for step in own) == (len(own) if circuit else 0)
-
-
-def test_prompts_are_encoded_and_checked_once(monkeypatch):
-    reader, counts = words(), {"encode": 0, "options": 0}
-    encode, check = codd.Tokenizer.encode, Options.__post_init__
-
-    def counted(name, function):
-        def call(*arguments, **options):
-            counts[name] += 1
-            return function(*arguments, **options)
-
-        return call
-
-    monkeypatch.setattr(codd.Tokenizer, "encode", counted("encode", encode))
-    monkeypatch.setattr(Options, "__post_init__", counted("options", check))
-    codd.Model(tiny(), None, reader, MASK).generate(["w1 w2", "w3"], chat=False, **SIZES, steps=2)
-    assert counts == {"encode": 2, "options": 1}
 
 
 class TestStop:
@@ -211,13 +192,9 @@ class OnlyWhatIsNeeded(FullRecompute):
 
     shortest = 99
 
-    def __call__(self, requests: Sequence[StateRequest]) -> list[HiddenStates]:
-        found = []
-        for request, states in zip(requests, super().__call__(requests), strict=True):
-            begin, end = request.span
-            self.shortest = min(self.shortest, end - begin)
-            found.append(HiddenStates(begin, states.values[begin:end]))
-        return found
+    def __call__(self, requests: Sequence[HiddenStateRequest]) -> list[torch.Tensor]:
+        self.shortest = min(self.shortest, *(end - begin for begin, end in (request.span for request in requests)))
+        return super().__call__(requests)
 
 
 CIRCUITS = {
@@ -252,14 +229,3 @@ def test_a_step_asks_for_the_states_that_it_uses(way, circuit):
     wanted = list(own.denoise(prompts, **SIZES, **way))
     assert [step.ids.tolist() for step in steps] == [step.ids.tolist() for step in wanted]
     assert runner.shortest <= 6 or way.get("mode") == "full"
-
-
-def test_a_general_circuit_is_loaded_like_any_other(tmp_path: Path):
-    tables = (2 * torch.randn(2, 6, VOCAB, generator=torch.Generator().manual_seed(0))).softmax(-1)
-    strings = [product([leaf(t, row) for t, row in enumerate(table)]) for table in tables]
-    general = Circuit(mixture(strings, weights=[0.5, 0.5]))
-    general.save(tmp_path / "general")
-    loaded = codd.load_circuit(tmp_path / "general")
-    found = model(loaded).generate(PROMPTS, **SIZES, steps=4)
-    assert ids(found) == ids(model(general).generate(PROMPTS, **SIZES, steps=4))
-    assert found.circuit_steps == found.steps

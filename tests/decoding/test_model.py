@@ -77,7 +77,7 @@ def test_every_language_model_among_the_fixtures_is_listed():
 
 @pytest.mark.parametrize("name", MASKS)
 def test_every_fixture_loads_without_circuit_or_tokenizer_and_works_with_ids(name):
-    model = codd.load(FIXTURES / name, circuit=None)
+    model = codd.load(str(FIXTURES / name), circuit=None)
     assert model.circuit is None
     assert model.tokenizer is None
     assert model.mask_id == MASKS[name]
@@ -96,10 +96,6 @@ def test_every_fixture_loads_without_circuit_or_tokenizer_and_works_with_ids(nam
     assert torch.equal(logits, plain(ids))
 
 
-def test_a_source_may_be_a_string():
-    assert codd.load(str(BERT), circuit=None).backbone.family == "bert"
-
-
 class TestCircuit:
     @pytest.mark.parametrize("name", ["llada_mha", "bert", "sedd"])
     def test_null_is_neutral_over_the_models_vocabulary(self, name):
@@ -109,46 +105,29 @@ class TestCircuit:
         lost = -model.circuit.log_prob(torch.tensor([[0, 3, model.backbone.vocab_size - 1, 1], [5, 5, 5, 5]]))
         torch.testing.assert_close(lost, torch.full((2,), 4 * math.log(model.backbone.vocab_size)))
 
-    @pytest.mark.parametrize("as_given", [str, Path])
-    def test_a_folder(self, as_given, tmp_path):
-        saved = circuit_over(BERT_VOCAB)
-        saved.save(tmp_path / "mine")
-        assert_same(codd.load(BERT, as_given(tmp_path / "mine"), device="cpu").circuit, saved)
-
-    def test_an_object(self):
-        given = circuit_over(BERT_VOCAB)
-        assert_same(codd.load(BERT, given, device="cpu").circuit, given)
-
-    def test_trained_is_what_lies_beside_the_weights(self, tmp_path):
+    def test_a_folder_an_object_or_what_lies_beside_the_weights(self, tmp_path):
         folder = Path(shutil.copytree(BERT, tmp_path / "bert"))
         assert codd.load(folder).circuit is None
-        saved = circuit_over(BERT_VOCAB)
-        saved.save(folder / "circuit")
-        assert_same(codd.load(folder, device="cpu").circuit, saved)
-        assert_same(codd.load(folder, "trained", device="cpu").circuit, saved)
+        beside, other = circuit_over(BERT_VOCAB), circuit_over(BERT_VOCAB, seed=1)
+        beside.save(folder / "circuit")
+        other.save(tmp_path / "other")
+        for given in ((), ("trained",)):
+            assert_same(codd.load(folder, *given, device="cpu").circuit, beside)
         assert codd.load(folder, None).circuit is None
-        other = circuit_over(BERT_VOCAB, seed=1)
-        assert_same(codd.load(folder, other, device="cpu").circuit, other)
+        for given in (other, tmp_path / "other", str(tmp_path / "other")):
+            assert_same(codd.load(folder, given, device="cpu").circuit, other)
 
     @pytest.mark.parametrize("way", ["object", "folder", "trained"])
-    def test_of_another_vocabulary(self, way, tmp_path):
+    def test_of_another_model(self, way, tmp_path):
         folder = Path(shutil.copytree(BERT, tmp_path / "bert"))
-        wrong = circuit_over(BERT_VOCAB + 1)
-        wrong.save(folder / "circuit")
-        given = {"object": wrong, "folder": folder / "circuit", "trained": "trained"}[way]
-        with pytest.raises(InvalidInput, match="over 121 tokens, the model over 120"):
-            codd.load(folder, given)
-
-    @pytest.mark.parametrize("way", ["object", "folder", "trained"])
-    def test_that_listens_to_another_network(self, way, tmp_path):
-        folder = Path(shutil.copytree(BERT, tmp_path / "bert"))
-        width = codd.load(BERT, None, device="cpu").backbone.config.width
-        hmm = circuit_over(BERT_VOCAB)
-        fitting, wrong = (Modulated(hmm, Head(HeadConfig(size, 3))) for size in (width, 2 * width))
-        wrong.save(folder / "circuit")
-        given = {"object": wrong, "folder": folder / "circuit", "trained": "trained"}[way]
-        with pytest.raises(InvalidInput, match=f"states of {2 * width} numbers, those of the model have {width}: "):
-            codd.load(folder, given)
+        width, hmm = codd.load(BERT, None, device="cpu").backbone.config.width, circuit_over(BERT_VOCAB)
+        fitting, deaf = (Modulated(hmm, Head(HeadConfig(size, 3))) for size in (width, 2 * width))
+        words = f"states of {2 * width} numbers, those of the model have {width}: "
+        for wrong, message in ((circuit_over(BERT_VOCAB + 1), "over 121 tokens, the model over 120"), (deaf, words)):
+            wrong.save(folder / "circuit")
+            given = {"object": wrong, "folder": folder / "circuit", "trained": "trained"}[way]
+            with pytest.raises(InvalidInput, match=message):
+                codd.load(folder, given)
         fitting.save(folder / "circuit")
         found = codd.load(folder, "trained", device="cpu").circuit
         assert isinstance(found, Modulated)

@@ -17,14 +17,14 @@ from torch import Tensor
 import codd
 from codd.coupling import Coupled
 from codd.decoding import Options, Step
-from codd.decoding.published import schedule
-from codd.decoding.published.steps import block_step, coupled_logits, full_step
-from codd.decoding.start import new_sequence
-from codd.decoding.state import StepInputs, StepPlan, generator_for
+from codd.decoding.published import bidirectional
+from codd.decoding.published.bidirectional import coupled_logits
+from codd.decoding.samplers import StepInputs
+from codd.decoding.sequence import StepPlan, generator_for, new_sequence
 from codd.errors import InvalidInput
 from tests.support import FIXTURES
 from tests.support import published_oracle as oracle
-from tests.support.published_oracle import Chain, Settings, Turn, fits
+from tests.support.published_oracle import Chain, Settings, Turn
 from tests.support.tiny_models import run as denoised
 from tests.support.tiny_models import tiny
 
@@ -77,7 +77,7 @@ def test_published_block_diffusion(case):
 @pytest.mark.parametrize("case", cases_of("decode_dream"))
 def test_published_full_diffusion(case, monkeypatch):
     assert case["temperature"] == 0
-    monkeypatch.setattr(schedule, "EPS", case["eps"])
+    monkeypatch.setattr(bidirectional, "EPS", case["eps"])
     chosen = {key: case[key] for key in ("top_p", "top_k")}
     as_published("decode_dream", case, mode="full", remasking=case["alg"], **chosen)
 
@@ -219,16 +219,6 @@ def runs(case: Case) -> list[Run]:
     raise AssertionError(f"{case}: too few numbers leave every decision sure")
 
 
-def changed(case: Case) -> bool:
-    """Whether a token was written that would not have been the most probable without the circuit."""
-    turns = [turn for run in runs(case) for turn in run.turns]
-    return any(
-        token != turn.unmodified.get(place, token)
-        for turn in turns
-        for place, token in zip(turn.positions, turn.tokens, strict=True)
-    )
-
-
 def assert_same(steps: list[Step], turns: list[Turn]) -> None:
     assert len(steps) == len(turns)
     for number, (step, turn) in enumerate(zip(steps, turns, strict=True)):
@@ -325,31 +315,6 @@ class TestBlocks:
         for run in runs(case):
             assert_same(run.steps(), run.turns)
 
-    @named([case for case in BLOCKS if "threshold" in case.name or case.name in ("not-at-the-first-step", "dream")])
-    def test_a_mask_ratio_that_equals_the_threshold_is_not_below_it(self, case):
-        turns = [turn for run in runs(case) for turn in run.turns]
-        border = [turn for turn in turns if turn.ratio == case.options["activation"]]
-        assert border
-        assert not any(turn.circuit for turn in border)
-        assert any(turn.circuit for turn in turns)
-        found = runs(case)[0].steps(activation=case.options["activation"] + 1e-9)
-        at = [step for step in found if step.mask_ratio == case.options["activation"]]
-        assert at
-        assert all(step.circuit for step in at)
-
-    def test_the_cases_are_what_they_are_called(self):
-        turns = {case.name: [turn for run in runs(case) for turn in run.turns] for case in BLOCKS}
-        assert {len(turn.positions) for turn in turns["uneven-at-the-threshold"]} == {2, 3}
-        assert any(not turn.positions for turn in turns["more-steps-than-tokens"])
-        assert not any(turn.circuit for turn in turns["never"])
-        assert any(MASK in turn.tokens for turn in turns["masks-written"])
-        assert any(place < 6 for turn in turns["masks-in-the-prompt"] for place in turn.positions)
-        assert any(MASK in turn.after[6:14] for turn in turns["masks-in-the-prompt"] if turn.window[0] == 14)
-
-    def test_the_circuit_changes_what_is_written(self):
-        for case in BLOCKS:
-            assert changed(case) == (case.chain is not None and case.name != "never"), case
-
     def test_in_a_batch_of_others(self):
         """Padding and neighbours change nothing."""
         found = [run for case in BLOCKS[1:2] for run in runs(case)]
@@ -372,8 +337,8 @@ class TestBlocks:
         options = Options(preset="reference", circuit_temperature=tau, gen_length=0)
         state = new_sequence(ids, options, mask_id=MASK)
         state.generator = generator
-        hmm, plan = hmm_of(chain, None), StepPlan(4, 10, 1, last=False)
-        found, possible, _ = coupled_logits(hmm, StepInputs(state, plan, rows, logits, None, hmm), (4, 10))
+        hmm, state.plan = hmm_of(chain, None), StepPlan(4, 10, 1, last=False)
+        found, possible, _ = coupled_logits(hmm, StepInputs(state, rows, logits, hmm), (4, 10))
         assert found.dtype == torch.bfloat16
         assert bool(possible)
         dense = np.zeros((size, VOCAB))
@@ -418,12 +383,6 @@ class TestBlocks:
             assert len(run.turns) == 6
             assert_same(run.steps(), run.turns)
 
-    def test_scores_are_probabilities(self):
-        """As `Step.scores` says."""
-        for case in (BLOCKS[2], WINDOWED[0]):
-            for step in runs(case)[0].steps():
-                assert bool(((step.scores >= 0) & (step.scores <= 1)).all())
-
 
 PLAIN = [
     full("top-p", (16, 6), top_p=0.7, wanted=3),
@@ -457,40 +416,6 @@ class TestPlain:
         assert run.how.steps == run.how.gen_length
         assert_same(run.steps(steps=None), run.turns)
 
-    def test_one_a_step_begins_with_none(self):
-        counts = [len(turn.positions) for turn in runs(PLAIN[3])[0].turns]
-        assert counts[0] == 0
-        assert sum(counts) == 12
-
-    def test_filters_change_the_order(self):
-        for case in PLAIN[:3]:
-            changed = [
-                run.steps(top_p=None, top_k=None)[-1].ids.tolist() != run.turns[-1].after
-                or [s.positions.tolist() for s in run.steps(top_p=None, top_k=None)]
-                != [turn.positions for turn in run.turns]
-                for run in runs(case)
-            ]
-            assert any(changed), case
-
-    def test_coins_fall_as_often_as_they_should(self):
-        """1 - s/t of the masks in every step but the last, each by itself; all in the last."""
-        prompt, gen_length, steps, many = [3, 1, 4], 8, 3, 60
-        options = FULL | {"gen_length": gen_length, "steps": steps, "remasking": "origin"}
-        found = list(loaded(DREAM).denoise([prompt] * many, preset="reference", **options, seed=list(range(many))))
-        times = np.linspace(1, 1e-3, steps + 1)
-        for number in range(steps):
-            own = [step for step in found if step.number == number]
-            masks = sum(round(step.mask_ratio * len(step.ids)) for step in own)
-            revealed = sum(len(step.positions) for step in own)
-            chance = 1 - times[number + 1] / times[number] if number < steps - 1 else 1.0
-            assert len(own) == many
-            assert abs(revealed - masks * chance) <= 4 * math.sqrt(masks * chance * (1 - chance))
-        first = torch.zeros(gen_length)
-        for step in (step for step in found if step.number == 0):
-            first[step.positions - len(prompt)] += 1
-        chance = 1 - times[1]
-        assert (first - many * chance).abs().max() < 4.5 * math.sqrt(many * chance * (1 - chance))
-
 
 WINDOWED = [
     full(
@@ -522,72 +447,11 @@ WINDOWED = [
 ]
 
 
-def situations(turn: Turn, how: Settings) -> set[str]:
-    """What is special about a step."""
-    begin, end = turn.window
-    total, masks = len(turn.before), turn.before.count(MASK)
-    found = set()
-    if turn.must:
-        found.add("targets outside, circuit on" if turn.circuit else "targets outside, circuit off")
-    if turn.coverage > 1 and not turn.circuit:
-        assert turn.ratio >= how.frac
-        found.add("off by the ratio")
-        if turn.ratio == how.frac:
-            found.add("the ratio equals the threshold")
-    if turn.coverage == 1 and turn.ratio < how.frac:
-        found.add("off by coverage")
-    if turn.coverage > 0 and how.window < total:
-        if begin == 0 and all(target < how.window // 2 for target in turn.targets - turn.must):
-            found.add("clipped at the beginning")
-        if end == total and all(target > total - how.window // 2 for target in turn.targets - turn.must):
-            found.add("clipped at the end")
-        if min(target for target in turn.targets) - how.window // 2 > 0 and end < total:
-            found.add("not clipped")
-    if masks < 2:
-        found.add("fewer than two masks")
-    if turn.circuit and set(turn.positions) - turn.targets:
-        found.add("other than targets")
-    if turn.circuit and any(token != MASK for token in turn.before[begin:end]):
-        found.add("evidence in the window")
-    if MASK in turn.tokens:
-        found.add("a mask was written")
-    if not turn.positions and masks >= 2:
-        found.add("nothing due")
-    return found
-
-
 class TestWindows:
     @named(WINDOWED)
     def test_every_step(self, case):
         for run in runs(case):
             assert_same(run.steps(), run.turns)
-
-    def test_every_situation_occurs(self):
-        found: dict[str, int] = {}
-        for case in WINDOWED:
-            for run in runs(case):
-                for turn in run.turns:
-                    for name in situations(turn, run.how):
-                        found[name] = found.get(name, 0) + 1
-        assert found.keys() == {
-            "targets outside, circuit on",
-            "targets outside, circuit off",
-            "off by the ratio",
-            "the ratio equals the threshold",
-            "off by coverage",
-            "clipped at the beginning",
-            "clipped at the end",
-            "not clipped",
-            "fewer than two masks",
-            "other than targets",
-            "evidence in the window",
-            "a mask was written",
-            "nothing due",
-        }
-
-    def test_the_circuit_changes_what_is_written(self):
-        for case in WINDOWED:
-            assert changed(case) == (case.name != "one-mask"), case
 
     def test_the_blocks_length_is_the_windows_where_the_circuit_says_nothing(self):
         run = runs(WINDOWED[0])[0]
@@ -671,14 +535,6 @@ class TestFallback:
         assert surely >= 3
         assert {True, False} == set(greedy)
 
-    def test_float32_hardly_ever_falls_back(self):
-        """At temperature 0.2 two seeds write different texts where nothing is rounded to half precision."""
-        options = {"gen_length": 24, "block_length": 8, "steps": 6, "remasking": "random", **self.OPTIONS}
-        texts = {
-            tuple(loaded(DREAM).generate([[1, 2, 3]], **options, seed=seed).sequences[0].tolist()) for seed in (1, 2)
-        }
-        assert len(texts) == 2
-
     @pytest.mark.parametrize("windowed", [False, True])
     def test_a_position_that_is_written_already_can_spoil_the_draw(self, windowed):
         """Through the circuit, too, which the published loop applies to all positions of its window."""
@@ -690,10 +546,9 @@ class TestFallback:
             logits = torch.from_numpy(rng.normal(size=(6, VOCAB))).bfloat16()
             state = new_sequence(ids.tolist(), options, mask_id=MASK, seed=trial)
             generator = state.generator.get_state()
-            plan = StepPlan(0, 6, 2, last=False)
-            inputs = StepInputs(state, plan, torch.arange(6), logits, circuit=hmm)
-            step = full_step(inputs) if windowed else block_step(inputs, dream=True)
-            assert step.circuit
+            state.plan, state.family = StepPlan(0, 6, 2, last=False), "dream"
+            result = bidirectional.step(StepInputs(state, torch.arange(6), logits, hmm))
+            assert result.circuit
             state.generator.set_state(generator)
             path = torch.rand(6, generator=state.generator)
             free = Coupled(hmm, logits=logits[None], tokens=ids[None], masked=(ids == MASK)[None])
@@ -707,47 +562,10 @@ class TestFallback:
             alone = drawn_or_greedy(scores[4:], torch.ones(2, dtype=torch.bool), uniforms)[2]
             outcomes.add((fell, alone))
             if near > SURE:
-                ranking = step.ranking()
+                ranking = result.ranking()
                 found = dict(zip(ranking.rows.tolist(), ranking.tokens.tolist(), strict=True))
                 assert [found[4], found[5]] == tokens.tolist()
         assert (True, False) in outcomes  # the two masked positions by themselves would have been drawn
-
-
-class TestDrawnTokens:
-    """One position, many seeds: tokens come as often as their probabilities say."""
-
-    PROMPT, MANY = (1, 2, 3, 4), 240
-
-    def counts(self, name: str, **options: Any) -> tuple[Tensor, oracle.Array]:
-        options |= {"gen_length": 1, "block_length": 1, "steps": 1, "seed": list(range(self.MANY))}
-        out = loaded(name).generate([list(self.PROMPT)] * self.MANY, preset="reference", **options)
-        drawn = torch.stack([ids[-1] for ids in out.sequences])
-        logits = network_of(name)([*self.PROMPT, MASK])[-1]
-        return drawn.bincount(minlength=VOCAB), logits
-
-    @pytest.mark.parametrize(("temperature", "wrong"), [(0.7, 1.3), (1.3, 0.7)])
-    def test_llada(self, temperature, wrong):
-        counts, logits = self.counts(LLADA, temperature=temperature)
-        assert fits(counts, oracle.softmax(logits / temperature))
-        assert not fits(counts, oracle.softmax(logits / wrong))
-
-    def test_dream(self):
-        counts, logits = self.counts(DREAM, temperature=1.5, top_p=0.8, mode="full")
-        assert fits(counts, oracle.softmax(oracle.filtered(logits / 1.5, 0.8, None)))
-        assert not fits(counts, oracle.softmax(logits / 1.5))
-
-    def test_through_the_circuit(self):
-        """Paths are drawn from their posterior: at temperature 1 tokens follow the product's marginal."""
-        chain = chain_of("plain", np.random.default_rng(1))
-        model = replace(loaded(LLADA), circuit=hmm_of(chain, None))
-        options = {"gen_length": 1, "block_length": 1, "steps": 1, "temperature": 1.0, "circuit_temperature": 0.7}
-        prompts = [list(self.PROMPT)] * self.MANY
-        out = model.generate(prompts, preset="reference", **options, seed=list(range(self.MANY)))
-        counts = torch.stack([ids[-1] for ids in out.sequences]).bincount(minlength=VOCAB)
-        phi = oracle.softmax(network_of(LLADA)([*self.PROMPT, MASK])[-1] / 0.7)
-        product = phi * (chain.initial @ chain.emission)
-        assert fits(counts, product / product.sum())
-        assert not fits(counts, phi)
 
 
 def test_a_step_with_nothing_due_is_legal():

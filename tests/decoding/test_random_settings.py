@@ -17,8 +17,7 @@ from codd.circuits import HMM
 from codd.decoding.loop import denoise
 from codd.decoding.options import OPTIONS, Options
 from codd.decoding.runner import FullRecompute
-from codd.decoding.start import start_sequences
-from codd.decoding.state import SequenceState, StopCondition
+from codd.decoding.sequence import SequenceState, StopCondition, start_sequences
 from codd.errors import CircuitSteppedAside, CoddError
 from tests.support.tiny_models import EOS, MASK, PAD, detouring, modulated, random_hmm, tiny
 

@@ -7,8 +7,7 @@ import codd
 from codd.decoding import Options, Step
 from codd.decoding.loop import advance
 from codd.decoding.runner import FullRecompute
-from codd.decoding.state import SequenceState
-from codd.errors import CoddError, InvalidInput
+from codd.decoding.sequence import SequenceState
 from tests.support.tiny_models import MASK, tiny
 
 VOCAB = tiny().vocab_size
@@ -67,31 +66,3 @@ def test_sequences_of_all_kinds_share_their_steps_and_are_as_if_alone(one_by_one
         expected = alone(number)
         assert len(steps) == len(expected)
         assert all(map(same, steps, expected))
-
-
-def test_a_sequence_that_fails_leaves_the_others_as_they_are():
-    def spoil(logits, rows, ids):
-        return logits[:1, :3]
-
-    [bad] = MODEL.start([[1, 2]], Options(gen_length=4, hooks=(spoil,)))
-    good = [started(0), started(1)]
-    found = advance(FullRecompute(MODEL.backbone), [good[0], bad, good[1]])
-    assert isinstance(found[1], InvalidInput)
-    assert "hook" in str(found[1])
-    assert bad.finished
-    assert same(found[0], alone(0)[0])
-    assert same(found[2], alone(1)[0])
-
-
-def test_logits_that_are_not_numbers_end_only_their_own_started():
-    [bad] = MODEL.start([[1, 2]], Options(gen_length=4, hooks=(lambda logits, rows, ids: logits * torch.nan,)))
-    good = started(2)
-    found = advance(FullRecompute(MODEL.backbone), [bad, good])
-    assert isinstance(found[0], CoddError)
-    assert "NaN" in str(found[0])
-    assert same(found[1], alone(2)[0])
-
-
-def test_a_sequence_says_what_is_wrong_before_it_starts():
-    with pytest.raises(InvalidInput, match="prompt 0 has the id 999"):
-        MODEL.start([[999]], Options(gen_length=4))

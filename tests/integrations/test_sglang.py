@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from codd.circuits import HMM, Head, HeadConfig, Modulated
-from codd.decoding.ranking import Noise
+from codd.decoding.samplers import Noise
 from codd.errors import InvalidInput
 from codd.integrations import sglang as plugin
 from tests.support import sglang_contract

@@ -78,11 +78,11 @@ def test_a_question_is_answered_by_who_says_nothing(bundled):
 
 def test_what_the_server_was_told_holds_for_requests_that_say_nothing(bundled):
     told = Limits(Options(threshold=0.8))
-    assert requested(bundled, told, {"temperature": 0.7})[0].pace == {"threshold": 0.8}
-    assert requested(bundled, told, {"steps": None})[0].pace == {"steps": None}
+    assert requested(bundled, told, {"temperature": 0.7})[0].commit_rule == {"threshold": 0.8}
+    assert requested(bundled, told, {"steps": None})[0].commit_rule == {"steps": None}
     warm = Limits(Options(temperature=0.7))
-    assert [each.pace for each in requested(bundled, warm, {})] == [DEFAULT_SAMPLED] * 3
-    assert [each.pace for each in requested(bundled, warm, {"temperature": 0})] == [DEFAULT_GREEDY] * 3
+    assert [each.commit_rule for each in requested(bundled, warm, {})] == [DEFAULT_SAMPLED] * 3
+    assert [each.commit_rule for each in requested(bundled, warm, {"temperature": 0})] == [DEFAULT_GREEDY] * 3
 
 
 @pytest.mark.parametrize("pace", [{"threshold": 0.9}, {"entropy_budget": 0.5}])

@@ -14,7 +14,7 @@ from tokenizers import decoders, models
 
 import codd
 from codd.decoding.options import Options
-from codd.decoding.state import first_stop
+from codd.decoding.sequence import first_stop
 from codd.serving.detokenizer import Detokenizer
 from codd.serving.prompts import GenerationRequest
 from tests.support import FIXTURES

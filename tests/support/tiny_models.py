@@ -13,8 +13,7 @@ from codd.decoding import Step
 from codd.decoding.loop import denoise
 from codd.decoding.options import Options
 from codd.decoding.runner import runner_for
-from codd.decoding.start import start_sequences
-from codd.decoding.state import StopCondition
+from codd.decoding.sequence import StopCondition, start_sequences
 from tests.support import FIXTURES
 
 VOCAB, MASK, PAD, EOS = 23, 21, 22, 20

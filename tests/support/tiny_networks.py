@@ -11,7 +11,7 @@ from codd.circuits import HMM
 from codd.decoding.loop import denoise
 from codd.decoding.options import Options
 from codd.decoding.runner import runner_for
-from codd.decoding.start import start_sequences
+from codd.decoding.sequence import start_sequences
 
 SIZE, VOCAB, MASK, EOS = 8, 23, 21, 20
 

@@ -21,14 +21,14 @@ def circuit_label(circuit: str) -> str:
 
 def kind(config: EvalConfig) -> str:
     """The kind of budget, one of `KINDS`: what decides how many tokens a step commits."""
-    [name] = config.decoding.pace
+    [name] = config.decoding.commit_rule
     joint = "joint " if name == "threshold" and option(config, "sampler") == "any_order" else ""
     return joint + name.replace("_", " ")
 
 
 def budget(config: EvalConfig) -> str:
     """The budget with its value, as "16 steps" or "joint threshold 0.9"."""
-    if config.decoding.pace == {"steps": None}:
+    if config.decoding.commit_rule == {"steps": None}:
         return "one token a step"
     return f"joint {config.budget}" if kind(config) == "joint threshold" else config.budget
 
@@ -103,7 +103,7 @@ def order(config: EvalConfig) -> tuple[Any, ...]:
     """A key to sort by: budget first; at one budget the network alone, then each circuit beside its control."""
     kinds = {"steps": 0, "threshold": 1, "joint threshold": 1, "entropy budget": 2}
     circuit = {NONE: 0, TRAINED: 1, NULL: 9}.get(config.circuit, 5)
-    [value] = config.decoding.pace.values()
+    [value] = config.decoding.commit_rule.values()
     slowness = float("inf") if value is None else float(value)  # one token a step is slower than any number of steps
     others = json.dumps(rest(config), sort_keys=True) if circuit else ""
     return kinds[kind(config)], slowness, sampler(config), others, circuit, config.circuit
@@ -114,7 +114,7 @@ def plain(config: EvalConfig) -> EvalConfig:
     changed = {name: value for name, value in config.options.items() if value != getattr(DEFAULTS, name)}
     kept = {name: value for name, value in changed.items() if name not in (*PACES, "sampler")}
     chosen = {} if config.circuit == NONE else {"sampler": config.decoding.sampler}
-    return replace(config, options={**kept, **chosen, **config.decoding.pace})
+    return replace(config, options={**kept, **chosen, **config.decoding.commit_rule})
 
 
 def grouped(results: Iterable[Result], key: Callable[[EvalConfig], str]) -> dict[str, list[Result]]:

@@ -75,7 +75,7 @@ class EvalConfig(Section):
     @property
     def budget(self) -> str:
         """What decides how many tokens a step commits, in words: "16 steps", "threshold 0.9"."""
-        [(name, value)] = self.decoding.pace.items()
+        [(name, value)] = self.decoding.commit_rule.items()
         return f"{value} steps" if name == "steps" else f"{name.replace('_', ' ')} {value:g}"
 
     def words(self) -> list[str]:
@@ -158,7 +158,7 @@ def _latent_without_steps(options: Mapping[str, Any]) -> bool:
 def _named(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options with sampler and budget named, since their defaults may change between versions."""
     chosen = Options.of(**options)
-    return {**options, "sampler": chosen.sampler, **chosen.pace}
+    return {**options, "sampler": chosen.sampler, **chosen.commit_rule}
 
 
 def _simplified(config: EvalConfig) -> EvalConfig:

@@ -15,10 +15,13 @@ PATIENCE = 2.0
 
 
 @contextmanager
-def lasting_bar(message: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr if that is a terminal, once it has lasted, gone when done; gives what advances it."""
+def lasting_bar(message: str, total: int, *, always: bool = False) -> Iterator[Callable[[int], None]]:
+    """A progress bar on stderr if that is a terminal, once it has lasted, gone when done; gives what advances it.
+
+    ``always``: at once, and whatever stderr is.
+    """
     begun, done = time.monotonic(), 0
-    bar: Progress | None = None
+    bar: Progress | None = _started(message, total) if always else None
 
     def advance(count: int) -> None:
         nonlocal bar, done

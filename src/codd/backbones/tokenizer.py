@@ -95,6 +95,11 @@ class Tokenizer:
         return self._special_ids.get("mask_token")
 
     @property
+    def mask_token(self) -> str | None:
+        """The mask token as texts spell it; None if there is none."""
+        return self.special_tokens.get("mask_token")
+
+    @property
     def eos_id(self) -> int | None:
         """The id of the end-of-text token; None if there is none."""
         return self._special_ids.get("eos_token")
@@ -142,6 +147,10 @@ class Tokenizer:
         """A token as the vocabulary spells it, None if there is no such id; ``decode`` gives text."""
         token: str | None = self._backend.id_to_token(id) if id in self._known_ids else None
         return token
+
+    def __call__(self, text: str) -> list[int]:
+        """The ids of a text, as ``encode`` gives them."""
+        return self.encode(text)
 
     def encode(self, text: str, *, add_special_tokens: bool = False, parse_special: bool = True) -> list[int]:
         """The ids of a text; ``add_special_tokens`` adds what the checkpoint puts around one ([CLS] and [SEP]).

@@ -20,7 +20,7 @@ from codd.cli.sampling import Answer
 from codd.decoding import Model, Options, Step
 from codd.decoding.options import PACES
 from codd.decoding.prompts import Prompt, can_chat
-from codd.decoding.start import options_for
+from codd.decoding.sequence import options_for
 from codd.errors import CoddError, InvalidInput
 
 NAME = "chat"
@@ -134,7 +134,7 @@ def frame(model: Model, options: Options, step: Step, prompt_length: int, second
             place += 1
     # Short enough for 80 columns: a line that wraps would jump.
     done, written = step.number + 1, sum(token != model.mask_id for token in ids)
-    of = f" of {min(options.steps, options.gen_length)}" if options.counted and options.steps else ""
+    of = f" of {min(options.steps, options.gen_length)}" if options.fixed_count and options.steps else ""
     circuit = f"circuit {'on' if step.circuit else 'off'}, {step.mask_ratio:.0%} masked"
     status = f"step {done}{of}, {done} evaluation{'s' * (done != 1)}, {written} tokens, {circuit}, {seconds:.1f} s"
     return shown.append(f"\n\n{status}", style="dim")

@@ -13,7 +13,7 @@ from codd.cli import console, constraint, sampling
 from codd.cli.sampling import Answer
 from codd.decoding import Model, Options, Step
 from codd.decoding.prompts import Prompt
-from codd.decoding.start import options_for
+from codd.decoding.sequence import options_for
 from codd.errors import InvalidInput
 from codd.validation import build
 

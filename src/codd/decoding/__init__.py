@@ -4,4 +4,4 @@ from codd.decoding.model import Generation as Generation
 from codd.decoding.model import Model as Model
 from codd.decoding.model import load as load
 from codd.decoding.options import Options as Options
-from codd.decoding.state import Step as Step
+from codd.decoding.sequence import Step as Step

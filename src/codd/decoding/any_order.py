@@ -9,7 +9,7 @@ from torch import Tensor
 from codd.circuits.ops.sampling_rule import Proposals, SamplingRule
 from codd.coupling import Coupled
 from codd.decoding.options import Options
-from codd.decoding.ranking import (
+from codd.decoding.samplers import (
     COLDEST,
     HOTTEST,
     Noise,

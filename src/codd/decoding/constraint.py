@@ -20,9 +20,10 @@ from codd.circuits import HMM
 from codd.circuits.constrained import WindowConstraint
 from codd.circuits.evidence import log_softmax, tempered
 from codd.constraints import Automaton
-from codd.decoding.state import Window
 from codd.errors import InvalidInput
 
+Window = tuple[int, int]
+"""First position, and one beyond the last."""
 Weights = Mapping[int, NDArray[np.float64]]
 """The probabilities of the classes of tokens at some masked positions."""
 

@@ -19,10 +19,8 @@ from torch import Tensor
 from codd.backbones.backbone import Backbone
 from codd.backbones.kv_cache import CachedPass
 from codd.circuits.protocol import ProbabilisticCircuit
-from codd.coupling import Coupled
 from codd.decoding.options import Options
-from codd.decoding.ranking import Noise
-from codd.decoding.samplers import WindowInputs, logits_temperature, sample_whole_window
+from codd.decoding.samplers import Noise, Ranking, WindowInputs
 
 NETWORK_GRAPHS, STEP_GRAPHS = 32, 16
 """Graphs kept for one network (they share their memory) and for one circuit; the least recently used one goes."""
@@ -190,58 +188,45 @@ def _flat(tensors: Sequence[Tensor]) -> Int[Tensor, " n"]:
     return torch.cat([each.flatten() for each in tensors])
 
 
-def sample_eagerly(
-    circuit: ProbabilisticCircuit, window: WindowInputs, count: int | None, options: Options, *, dense: bool = False
-) -> Float[Tensor, "4 more"]:
-    """What a captured step computes, without a graph; ``dense``: from all tokens, where candidates did not suffice."""
-    joint = window.joint(circuit, logits_temperature(options))
-    return sample_whole_window(joint, window.noise.to(window.logits.device), count, options, dense=dense).packed()
-
-
 def sample_captured(
-    circuit: ProbabilisticCircuit, window: WindowInputs, count: int | None, options: Options
+    sample: Callable[[ProbabilisticCircuit, WindowInputs, int | None, Options], Ranking],
+    circuit: ProbabilisticCircuit,
+    window: WindowInputs,
+    count: int | None,
+    options: Options,
 ) -> Float[Tensor, "4 more"]:
-    """The same from a CUDA graph, once steps of this kind have come often enough to be captured."""
+    """What ``sample`` gives, packed; from a CUDA graph, once steps of this kind have come often enough."""
     features = window.features
-    kind = (
-        len(window.tokens),
-        *window.logits.shape[1:],
-        window.logits.dtype,
-        None if features is None else features.dtype,
-    )
+    kind = (*window.logits.shape, window.logits.dtype, None if features is None else features.dtype)
     key = (*kind, count, *(getattr(options, name) for name in SAMPLER_OPTIONS))
-    graph = graphs_of(circuit).find(key, lambda: _CapturedStep(circuit, window, count, options))
-    return sample_eagerly(circuit, window, count, options) if graph is None else graph(window)
+    graph = graphs_of(circuit).find(
+        key, lambda: _CapturedStep(window, lambda own: sample(circuit, own, count, options).packed())
+    )
+    return sample(circuit, window, count, options).packed() if graph is None else graph(window)
 
 
 class _CapturedStep:
     """The coupled part of a step, captured for windows of one length and one number of tokens."""
 
-    def __init__(self, circuit: ProbabilisticCircuit, window: WindowInputs, count: int | None, options: Options):
-        # Logits of an earlier step may remain at observed positions: nothing reads them there.
-        self.logits = window.logits.new_zeros(1, len(window.tokens), window.logits.shape[-1])
-        self.features = None if window.features is None else window.features[None].clone()
-        self.packed = window.packed().to(window.logits.device)
+    def __init__(self, window: WindowInputs, sample: Callable[[WindowInputs], Float[Tensor, "4 more"]]):
+        self.logits, self.features = window.logits.clone(), None if window.features is None else window.features.clone()
+        self.packed = _host_part(window).to(window.logits.device)
 
         def step() -> Float[Tensor, "4 more"]:
-            tokens, masked, hidden = self.packed[:1].long(), self.packed[1:2].bool(), self.packed[5:].bool()
-            joint = Coupled(
-                circuit,
-                logits=self.logits,
-                tokens=tokens,
-                masked=masked,
-                temperature=logits_temperature(options),
-                features=self.features,
-                hidden=None if self.features is None else hidden,
-            )
-            return sample_whole_window(joint, Noise(*self.packed[2:5].float()), count, options).packed()
+            tokens, masked, noise = self.packed[0].long(), self.packed[1].bool(), Noise(*self.packed[2:].float())
+            return sample(WindowInputs(tokens, masked, self.logits, noise, self.features))
 
         self.graph, self.output = capture(step)
 
     def __call__(self, window: WindowInputs) -> Float[Tensor, "4 more"]:
-        self.logits[0].index_copy_(0, window.positions.to(self.logits.device, non_blocking=True), window.logits)
-        self.packed.copy_(window.packed(), non_blocking=True)
+        self.logits.copy_(window.logits)
+        self.packed.copy_(_host_part(window), non_blocking=True)
         if self.features is not None and window.features is not None:
-            self.features[0].copy_(window.features)
+            self.features.copy_(window.features)
         self.graph.replay()
         return self.output.clone()  # the next sequence replays the same graph
+
+
+def _host_part(window: WindowInputs) -> Float[Tensor, "5 L"]:
+    """Tokens, masks and noise in one tensor, so that they cross to the device in one transfer."""
+    return torch.stack([row.double() for row in (window.tokens, window.masked, *window.noise)])

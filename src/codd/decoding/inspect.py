@@ -15,16 +15,22 @@ from torch import Tensor
 from codd.circuits import HMM
 from codd.circuits.pairwise import mutual_information
 from codd.circuits.protocol import ProbabilisticCircuit
-from codd.decoding.constraint import SequenceConstraint
-from codd.decoding.loop import head_rows, state_requests, step_inputs
+from codd.decoding.constraint import SequenceConstraint, Window
+from codd.decoding.loop import step_inputs
 from codd.decoding.model import Model
 from codd.decoding.options import Options
-from codd.decoding.ranking import Noise, entropy, temper_conditional
 from codd.decoding.runner import FullRecompute
-from codd.decoding.samplers import logits_temperature, window_inputs
-from codd.decoding.schedule import activation_ratio, circuit_acts, fit_window, masked_positions
-from codd.decoding.start import banned_ids, new_sequence
-from codd.decoding.state import SequenceState, StepInputs, StepPlan, Window
+from codd.decoding.samplers import (
+    Noise,
+    StepInputs,
+    activation_ratio,
+    circuit_acts,
+    entropy,
+    fit_window,
+    logits_temperature,
+    temper_conditional,
+)
+from codd.decoding.sequence import SequenceState, StepPlan, banned_ids, new_sequence
 from codd.errors import InvalidInput
 
 LONGEST, MOST = 128, 32
@@ -141,10 +147,13 @@ def _allowed(constraint: SequenceConstraint, ids: Sequence[int], positions: Sequ
 def _inputs(model: Model, state: SequenceState, window: Window) -> StepInputs:
     """The network's logits at all masks of the window, as a step of the loop has them."""
     state.plan = StepPlan(*window, None, last=False)
-    positions = masked_positions(state, state.plan)
-    runner = FullRecompute(model.backbone)
-    states = runner(state_requests(state, positions))
-    return step_inputs(state, positions, states, runner.logits(head_rows(state, positions, states), state.mask_id))
+    runner, step = FullRecompute(model.backbone), step_inputs(state)
+    rows = step.send(runner(next(step)))
+    try:
+        step.send(runner.logits(rows, state.mask_id))
+    except StopIteration as end:
+        inputs: StepInputs = end.value
+    return inputs
 
 
 def _under_joint(
@@ -162,7 +171,7 @@ def _under_joint(
         constraint = state.constraint.at(state.ids, window, {})
         if circuit.length not in (None, window[1] - window[0]):
             return None
-    given = window_inputs(inputs, window, Noise.none(len(state.ids)), constraint)
+    given = inputs.window(window, Noise.none(len(state.ids)), constraint)
     joint = given.joint(circuit, logits_temperature(inputs.options))
     conditionals = joint.conditionals()
     if float(conditionals.log_partition[0]) == -torch.inf:

@@ -1,49 +1,44 @@
 """The denoising loop: there is one, and it is a generator of steps.
 
-The network evaluates all unfinished sequences at once; all else is done for each by itself, whatever its neighbours do:
-hidden states to logits, through a sampler, to the tokens that are committed.
+A step reads from top to bottom in `denoising_step`. The network evaluates all unfinished sequences at once; all else is
+done for each by itself, whatever its neighbours do.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from codd.circuits.protocol import Conditioner, ProbabilisticCircuit
+from codd.circuits.protocol import ProbabilisticCircuit
 from codd.decoding import published
-from codd.decoding.cuda_graphs import sample_captured, sample_eagerly
+from codd.decoding.any_order import sample_any_order
+from codd.decoding.constraint import Window
+from codd.decoding.cuda_graphs import sample_captured
 from codd.decoding.options import Options
-from codd.decoding.ranking import Noise, Ranking, temper_conditional
-from codd.decoding.runner import NetworkRunner, StateRequest
-from codd.decoding.samplers import WindowInputs, logits_temperature, sample_factorized, sample_window, window_inputs
-from codd.decoding.schedule import (
+from codd.decoding.runner import HiddenStateRequest, NetworkRunner
+from codd.decoding.samplers import (
+    Noise,
+    Ranking,
+    StepInputs,
+    StepResult,
+    WindowInputs,
     activation_ratio,
     best_window,
     circuit_acts,
     fit_window,
-    masked_positions,
+    logits_temperature,
+    sample_factorized,
+    sample_latent,
+    temper_conditional,
     window_length,
 )
-from codd.decoding.state import (
-    Alternatives,
-    HiddenStates,
-    Revision,
-    SequenceState,
-    Step,
-    StepInputs,
-    StepPlan,
-    StepResult,
-    Window,
-    Writes,
-)
+from codd.decoding.sequence import Alternatives, SequenceState, Step, Writes
 from codd.errors import CircuitSteppedAside, CoddError, InvalidInput
-
-Result = TypeVar("Result")
 
 
 @torch.no_grad()
@@ -67,9 +62,10 @@ def denoise(runner: NetworkRunner, sequences: Sequence[SequenceState]) -> Iterat
 
 @torch.no_grad()
 def advance(runner: NetworkRunner, sequences: Sequence[SequenceState]) -> list[Step | Exception]:
-    """One step of each sequence, none of them finished, of any lengths and options; an error instead ends its own.
+    """One step of each sequence, none of them finished, of any lengths and options.
 
-    After an unforeseen error, which may be a neighbour's, the step is made once more for that sequence alone.
+    A failing sequence gets its exception as its result, and is finished; the others continue. After an unforeseen
+    error, which may be a neighbour's, the step is made once more for that sequence alone.
     """
     random_states = [state.generator.get_state() for state in sequences]
     outcomes = _step_batch(runner, sequences)
@@ -83,67 +79,58 @@ def advance(runner: NetworkRunner, sequences: Sequence[SequenceState]) -> list[S
 
 
 def _step_batch(runner: NetworkRunner, sequences: Sequence[SequenceState]) -> list[Step | Exception]:
-    positions = [_caught(_positions, state) for state in sequences]
-    requests = [_caught(state_requests, *each) for each in zip(sequences, positions, strict=True)]
-    outputs = _caught(runner, [request for each in requests if not isinstance(each, Exception) for request in each])
-    if isinstance(outputs, Exception):
-        return [outputs] * len(sequences)
-    states = iter(outputs)
-    hidden = [each if isinstance(each, Exception) else [next(states) for _ in each] for each in requests]
-    logits = _head(
-        runner, sequences, [_caught(head_rows, *each) for each in zip(sequences, positions, hidden, strict=True)]
-    )
-    inputs = [_caught(step_inputs, *each) for each in zip(sequences, positions, hidden, logits, strict=True)]
-    results = [_caught(_run, each) for each in inputs]
+    """One step of every sequence: they go on by themselves but where the network, or its head, evaluates them all."""
+    steps = [denoising_step(state) for state in sequences]
+    hidden = _together(runner, [_resume(step) for step in steps])
+    rows = [_resume(*each) for each in zip(steps, hidden, strict=True)]
+    logits = _together(partial(runner.logits, mask_id=sequences[0].mask_id), rows)
+    decided = [_resume(*each) for each in zip(steps, logits, strict=True)]
     # The host waits for the device from here on, when the work of all sequences is on its way.
-    return [_caught(_commit, *each) for each in zip(inputs, results, strict=True)]
+    return [_resume(*each) for each in zip(steps, decided, strict=True)]
 
 
-def _head(
-    runner: NetworkRunner, sequences: Sequence[SequenceState], rows: Sequence[list[Tensor] | Exception]
-) -> list[list[Tensor] | Exception]:
-    """The logits of all sequences' rows, or the error that one of them has, or all."""
-    wanted = [row for each in rows if not isinstance(each, Exception) for row in each]
-    outputs = _caught(runner.logits, wanted, sequences[0].mask_id)
-    if isinstance(outputs, Exception):
-        return [each if isinstance(each, Exception) else outputs for each in rows]
-    logits = iter(outputs)
-    return [each if isinstance(each, Exception) else [next(logits) for _ in each] for each in rows]
-
-
-def _caught(function: Callable[..., Result], *arguments: Any) -> Result | Exception:
-    """What a function returns, or the error that it raises; an error among its arguments is the result, too."""
+def _resume(step: Generator[Any, Any, Step], answer: Any = None) -> Any:
+    """What a step asks for next, or returns at its end; in place of that its error, or the one that it is answered."""
+    if isinstance(answer, Exception):
+        return answer
     try:
-        wrong = next((argument for argument in arguments if isinstance(argument, Exception)), None)
-        return function(*arguments) if wrong is None else wrong
+        return step.send(answer)
+    except StopIteration as end:
+        return end.value
     except Exception as error:
         return error
 
 
-def _positions(state: SequenceState) -> Int[Tensor, " R"]:
-    assert state.plan is not None, "a finished sequence takes no step"
-    return (published.positions if state.options.published else masked_positions)(state, state.plan)
+def _together(evaluate: Callable[[list[Any]], Sequence[Any]], asked: Sequence[Any]) -> list[Any]:
+    """The answers to what each sequence asks for, evaluated at once; an error is the answer of all that asked."""
+    questions = [question for each in asked if not isinstance(each, Exception) for question in each]
+    try:
+        answers = iter(evaluate(questions) if questions else ())
+    except Exception as error:
+        return [each if isinstance(each, Exception) else error for each in asked]
+    return [each if isinstance(each, Exception) else [next(answers) for _ in each] for each in asked]
 
 
-def _run(inputs: StepInputs) -> StepResult:
-    step = published.step if inputs.options.published else run_step
-    return replace(step(inputs), edits=find_edits(inputs))
+def denoising_step(state: SequenceState) -> Generator[Any, Any, Step]:
+    """One step of one sequence, which is changed: network, sampler, commitment.
 
-
-def _commit(inputs: StepInputs, result: StepResult) -> Step:
-    """Write what a step decided; where the circuit excludes the evidence, what the network alone decides."""
-    state = inputs.state
+    Yields what is evaluated for many sequences at once (see `step_inputs`), and None when it waits for the device.
+    Where the circuit excludes what is written, the step is what the network alone decides.
+    """
+    inputs = yield from step_inputs(state)
+    result, edits = decide(inputs), find_edits(inputs)
+    yield None
     ranking = result.ranking()
     if result.circuit and not bool(ranking.valid):
         inputs = without_circuit(inputs)
-        result = _run(inputs)
+        result = decide(inputs)
         ranking = result.ranking()
     if state.constraint is not None and not bool(ranking.valid):
         raise InvalidInput(
             f"sequence {state.number}: no text that the constraint allows is possible any more: the network gives them "
             "probability zero. Check the hooks."
         )
-    written, edited = Writes.of(ranking), result.edited()
+    written, edited = ranking.writes(), edits().writes() if edits else Writes.none()
     check_scores(state, written)
     alternatives = find_alternatives(inputs, result, written) if state.alternatives else None
     positions, tokens = torch.cat((written.positions, edited.positions)), torch.cat((written.tokens, edited.tokens))
@@ -167,85 +154,63 @@ def _commit(inputs: StepInputs, result: StepResult) -> Step:
     )
 
 
-def state_requests(state: SequenceState, positions: Int[Tensor, " R"]) -> list[StateRequest]:
-    """What a step at these positions needs of the network; with guidance also with all that was given hidden."""
-    span = _needed_span(state, positions)
+def step_inputs(state: SequenceState) -> Generator[Any, Any, StepInputs]:
+    """Ask the network about the positions of a step, and about those that may be edited.
+
+    Yields requests for hidden states, with guidance also with all that was given hidden, and is sent the states of each
+    request's span; then yields rows of these and is sent the head's logits. With guidance a circuit gets the states
+    that saw the prompt. Raises InvalidInput if a hook returns anything but logits.
+    """
+    assert state.plan is not None, "a finished sequence takes no step"
+    positions = published.positions(state) if state.options.published else _masked_in_block(state)
+    editable = _editable(state)
+    wanted = torch.cat((positions, editable))
+    begin, _ = span = _needed_span(state, wanted.tolist())
+    hidden = yield hidden_state_requests(state, span)
+    at = wanted - begin
+    logits = yield [states[at.to(states.device, non_blocking=True)] for states in hidden]
+    count, conditioned = len(positions), state.circuit is not None and state.circuit.feature_width is not None
+    edited = _changed(state, editable, [each[count:] for each in logits]) if len(editable) else None
+    changed = _changed(state, positions, [each[:count] for each in logits])
+    return StepInputs(
+        state, positions, changed, state.circuit, hidden[0] if conditioned else None, begin, editable, edited
+    )
+
+
+def hidden_state_requests(state: SequenceState, span: Window) -> list[HiddenStateRequest]:
+    """What a step that needs the hidden states of a span asks the network."""
     size = state.block_size
     seen = slice(state.unseen, None if size is None else -(-span[1] // size) * size)
     views = [state.ids]
     if state.options.cfg_scale > 0:
         views.append(torch.where(state.given, state.mask_id, state.ids))
-    return [StateRequest(state, ids[seen], span, state.unseen) for ids in views]
+    return [HiddenStateRequest(state, ids[seen], span) for ids in views]
 
 
-def _needed_span(state: SequenceState, positions: Int[Tensor, " R"]) -> Window:
-    """The positions of a step and of the window that its circuit covers; in full mode the window is not known yet."""
+def _masked_in_block(state: SequenceState) -> Int[Tensor, " R"]:
+    """The masked positions of the plan's block, ascending."""
+    assert state.plan is not None
+    begin, end = state.plan.block
+    return state.masked[begin:end].nonzero()[:, 0] + begin
+
+
+def _editable(state: SequenceState) -> Int[Tensor, " E"]:
+    """The positions of the plan's block that the loop has written, ascending; none where nothing is to be edited."""
+    assert state.plan is not None
+    if state.options.editing_threshold is None:
+        return torch.zeros(0, dtype=torch.long)
+    begin, end = state.plan.block
+    return (~state.given & ~state.masked)[begin:end].nonzero()[:, 0] + begin
+
+
+def _needed_span(state: SequenceState, positions: Sequence[int]) -> Window:
+    """All between the positions of a step and its circuit's window, which in full mode is not known yet."""
     assert state.plan is not None
     if state.options.mode == "full":
         reach = 0 if state.circuit is None else window_length(state.circuit, state.options, len(state.ids))
-        return max(0, min(positions.tolist(), default=0) - reach), len(state.ids)
-    block = (state.plan.begin, state.plan.end)
-    begin, end = fit_window(block, state.circuit, len(state.ids)) or block
-    outer = [*positions[:1].tolist(), *positions[-1:].tolist()]
-    return min([begin, *outer]), max([end, *(position + 1 for position in outer)])
-
-
-def head_rows(
-    state: SequenceState, positions: Int[Tensor, " R"], states: Sequence[HiddenStates]
-) -> list[Float[Tensor, "n d"]]:
-    """What the head is to read: the hidden states at the step's positions, then at those that may be edited.
-
-    ``states`` answer `state_requests`.
-    """
-    assert state.plan is not None
-    wanted = torch.cat((positions, _editable(state, state.plan)))
-    return [each.values[(wanted - each.begin).to(each.values.device, non_blocking=True)] for each in states]
-
-
-def step_inputs(
-    state: SequenceState,
-    positions: Int[Tensor, " R"],
-    states: Sequence[HiddenStates],
-    logits: Sequence[Float[Tensor, "n V"]],
-) -> StepInputs:
-    """The logits of a step after guidance, hooks and bans, and hidden states if the circuit is conditioned on them.
-
-    ``logits`` are what the head makes of `head_rows`; with guidance the circuit gets the states that saw the prompt.
-    Raises InvalidInput if a hook returns anything but logits.
-    """
-    assert state.plan is not None
-    count, written = len(positions), _editable(state, state.plan)
-    conditioned = state.circuit is not None and state.circuit.feature_width is not None
-    features = states[0] if conditioned else None
-    revision = None
-    if len(written):
-        revision = Revision(written, _changed(state, written, [each[count:] for each in logits]))
-    changed = _changed(state, positions, [each[:count] for each in logits])
-    return StepInputs(state, state.plan, positions, changed, features, state.circuit, revision)
-
-
-def _editable(state: SequenceState, plan: StepPlan) -> Int[Tensor, " E"]:
-    """The positions of a plan's block that the loop has written, ascending; none where nothing is to be edited."""
-    if state.options.editing_threshold is None:
-        return torch.zeros(0, dtype=torch.long)
-    written = ~state.given & ~state.masked
-    return written[plan.begin : plan.end].nonzero()[:, 0] + plan.begin
-
-
-def find_edits(inputs: StepInputs) -> Float[Tensor, "4 more"] | None:
-    """A packed `Ranking` of the written tokens that the network, having seen them, would replace with enough certainty.
-
-    It is asked about each by itself and without the circuit, whose tokens they may be.
-    """
-    threshold = inputs.options.editing_threshold
-    if inputs.revision is None or threshold is None:
-        return None
-    positions, logits = inputs.revision
-    best = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)).max(-1)
-    present = inputs.state.ids[positions].to(logits.device, non_blocking=True)
-    keep = (best.indices != present) & (best.values > threshold)
-    rows, valid = positions.to(logits.device, non_blocking=True), torch.ones((), dtype=torch.bool, device=keep.device)
-    return Ranking(rows, best.indices, best.values, keep, valid).packed()
+        return max(0, min(positions, default=0) - reach), len(state.ids)
+    begin, end = fit_window(state.plan.block, state.circuit, len(state.ids)) or state.plan.block
+    return min([begin, *positions]), max([end, *(position + 1 for position in positions)])
 
 
 def _changed(
@@ -255,7 +220,7 @@ def _changed(
     options = state.options
     logits = given[0] if len(given) == 1 else given[1] + (options.cfg_scale + 1) * (given[0] - given[1])
     for hook in options.hooks:
-        logits = _hooked(hook(logits, positions, state.ids.clone()), logits)
+        logits = _check_hook_output(hook(logits, positions, state.ids.clone()), logits)
     if state.banned is None or not len(state.banned):
         return logits
     state.banned = state.banned.to(logits.device, non_blocking=True)
@@ -263,7 +228,7 @@ def _changed(
     return fill(1, state.banned, -torch.inf)
 
 
-def _hooked(logits: object, given: Float[Tensor, "R V"]) -> Float[Tensor, "R V"]:
+def _check_hook_output(logits: object, given: Float[Tensor, "R V"]) -> Float[Tensor, "R V"]:
     shape = tuple(given.shape)
     if not isinstance(logits, Tensor):
         raise InvalidInput(f"a hook returned {type(logits).__name__}, expected logits of shape {shape}.")
@@ -277,108 +242,141 @@ def _hooked(logits: object, given: Float[Tensor, "R V"]) -> Float[Tensor, "R V"]
     return logits
 
 
-def run_step(inputs: StepInputs) -> StepResult:
-    """Which tokens to commit, by our own algorithm."""
-    if inputs.plan.count == 0:  # only edits: the ranking is empty
-        nothing = torch.ones(4, 1, dtype=torch.float64)
-        return StepResult(nothing, 0, (inputs.plan.begin, inputs.plan.end), 0.0, False)
-    return _block_step(inputs) if inputs.options.mode == "block" else _full_step(inputs)
-
-
-def _block_step(inputs: StepInputs) -> StepResult:
-    """Block diffusion: the circuit covers the block."""
-    state, plan, circuit = inputs.state, inputs.plan, inputs.circuit
-    block = (plan.begin, plan.end)
-    mask_ratio = state.mask_ratio(block)
-    window = fit_window(block, circuit, len(state.ids))
+def decide(inputs: StepInputs) -> StepResult:
+    """Which tokens to commit."""
+    state, plan = inputs.state, inputs.state.plan
+    assert plan is not None
+    if inputs.options.published:
+        return published.step(inputs)
+    if plan.count == 0:  # only edits
+        none = torch.zeros(0, dtype=torch.long)
+        nothing = Ranking(none, none, none.float(), none.bool(), torch.tensor(True))
+        return StepResult(lambda: nothing, plan.block, mask_ratio=0.0)
     noise = Noise.drawn(len(state.ids), state.generator)
+    return _block_step(inputs, noise) if inputs.options.mode == "block" else _full_step(inputs, noise)
+
+
+def _block_step(inputs: StepInputs, noise: Noise) -> StepResult:
+    """Block diffusion: the circuit covers the block."""
+    state, plan, circuit = inputs.state, inputs.state.plan, inputs.circuit
+    assert plan is not None
+    window = fit_window(plan.block, circuit, len(state.ids))
+    acts = window is not None and circuit_acts(circuit, activation_ratio(state, plan.block), inputs.options)
     if state.constraint is not None:
-        acts = window is not None and circuit_acts(circuit, activation_ratio(state, block), inputs.options)
-        return _constrained(inputs, block, circuit if acts else None, plan.count, noise)
-    acts = circuit_acts(circuit, activation_ratio(state, block), inputs.options)
-    if circuit is not None and window is not None and acts:
-        given = window_inputs(inputs, window, noise)
-        return _coupled(circuit, given, plan.count, inputs.options, window, mask_ratio)
-    return StepResult(_network_alone(inputs, noise).packed(), 0, block, mask_ratio, False)
+        return _constrained(inputs, plan.block, circuit if acts else None, plan.count, noise)
+    mask_ratio = state.mask_ratio(plan.block)
+    if circuit is None or window is None or not acts:
+        return StepResult(_network_alone(inputs, noise).to_host(), plan.block, mask_ratio)
+    ranking, joint = _from_joint(circuit, inputs.window(window, noise), window[0], plan.count, inputs.options)
+    return StepResult(ranking, window, mask_ratio, True, joint)
 
 
-def _full_step(inputs: StepInputs) -> StepResult:
+def _full_step(inputs: StepInputs, noise: Noise) -> StepResult:
     """Full diffusion: the circuit covers the window in which most of the tokens that are due stand."""
-    state, plan, circuit, options = inputs.state, inputs.plan, inputs.circuit, inputs.options
-    length = len(state.ids)
-    noise = Noise.drawn(length, state.generator)
-    constrained = None if state.constraint is None else partial(_constrained, inputs, noise=noise)
-    if constrained is not None and (circuit is None or options.sampler == "factorized" or plan.last):
-        return constrained((0, length), None, plan.count)
-    packed = _network_alone(inputs, noise).packed()
+    state, plan, circuit, options = inputs.state, inputs.state.plan, inputs.circuit, inputs.options
+    assert plan is not None
+    whole = plan.block
+    if state.constraint is not None and (circuit is None or options.sampler == "factorized" or plan.last):
+        return _constrained(inputs, whole, None, plan.count, noise)
+    waiting = _network_alone(inputs, noise).to_host()
     if circuit is None or options.sampler == "factorized":
-        return StepResult(packed, 0, (0, length), state.mask_ratio((0, length)), False)
-    packed = packed.cpu()  # the window depends on it, and with the window whether the circuit acts
-    alone = Ranking.unpacked(packed)
-    due = torch.zeros(length, dtype=torch.bool)
+        return StepResult(waiting, whole, state.mask_ratio(whole))
+    alone = waiting()  # the window depends on it, and with the window whether the circuit acts
+    due = torch.zeros(len(state.ids), dtype=torch.bool)
     due[alone.rows[alone.keep]] = True
-    size = window_length(circuit, options, length)
+    size = window_length(circuit, options, len(state.ids))
     begin = int(best_window(due, size))
     window = (begin, begin + size)
     mask_ratio, covered = state.mask_ratio(window), int(due[begin : begin + size].sum())
     acts = covered >= options.activation_targets and circuit_acts(circuit, activation_ratio(state, window), options)
-    if not acts or (circuit.length is not None and circuit.length != size):
-        return (
-            constrained((0, length), None, plan.count)
-            if constrained
-            else StepResult(packed, 0, window, mask_ratio, False)
-        )
-    count = None if plan.count is None else covered
-    if constrained is not None:  # tokens outside of the window are not independent of it: they wait
-        return constrained(window, circuit, count)
-    coupled = _coupled(circuit, window_inputs(inputs, window, noise), count, options, window, mask_ratio)
+    acts = acts and circuit.length in (None, size)
+    count = covered if acts and plan.count is not None else plan.count
+    if state.constraint is not None:  # tokens outside of the window are not independent of it: they wait
+        return _constrained(inputs, window if acts else whole, circuit if acts else None, count, noise)
+    if not acts:
+        return StepResult(lambda: alone, window, mask_ratio)
+    found, joint = _from_joint(circuit, inputs.window(window, noise), begin, count, options)
     deferred = options.outside == "defer" and not plan.last
     away = (alone.rows < begin) | (alone.rows >= begin + size)
     outside = alone._replace(keep=alone.keep & away & (not deferred))
-    joined = Ranking.joined([coupled.ranking(), outside]).packed()
-    return StepResult(joined, 0, window, mask_ratio, True, joint=coupled.joint)
+    coupled = found()
+    joined = [torch.cat((a, b.to(a.dtype))) for a, b in zip(coupled[:4], outside[:4], strict=True)]
+    ranking = Ranking(*joined, coupled.valid & outside.valid)  # type: ignore[call-arg]
+    return StepResult(lambda: ranking, window, mask_ratio, True, joint)
 
 
 def _constrained(
     inputs: StepInputs, window: Window, circuit: ProbabilisticCircuit | None, count: int | None, noise: Noise
 ) -> StepResult:
     """What network and circuit (None: the network alone) decide in the part of a window that the constraint reads."""
-    state, options = inputs.state, inputs.options
-    assert state.constraint is not None
-    begin, end = part = state.constraint.clipped(window)
+    state, constraint = inputs.state, inputs.state.constraint
+    assert constraint is not None
+    begin, end = part = constraint.clipped(window)
     if circuit is not None and circuit.length not in (None, end - begin):
         circuit = None
-    weights = state.constraint.weights(inputs.positions, inputs.logits, part, logits_temperature(options))
-    given = window_inputs(inputs, part, noise, state.constraint.at(state.ids, part, weights))
-    packed = sample_window(circuit or state.constraint.alone, given, count, options)
-    joint = partial(given.joint, circuit or state.constraint.alone, logits_temperature(options))
-    return StepResult(packed, begin, part, state.mask_ratio(part), circuit is not None, joint=joint)
-
-
-def _coupled(
-    circuit: ProbabilisticCircuit,
-    given: WindowInputs,
-    count: int | None,
-    options: Options,
-    window: Window,
-    mask_ratio: float,
-) -> StepResult:
-    """What network and circuit decide together in a window."""
-    joint = partial(given.joint, circuit, logits_temperature(options))
-    if given.logits.device.type != "cuda" or not circuit.supports_cuda_graphs:
-        packed = sample_window(circuit, given, count, options)
-        return StepResult(packed, window[0], window, mask_ratio, True, joint=joint)
-    packed, again = sample_captured(circuit, given, count, options), None
-    if options.sampler == "any_order":
-        again = partial(sample_eagerly, circuit, given, count, options, dense=True)
-    return StepResult(packed, window[0], window, mask_ratio, True, again, joint=joint)
+    weights = constraint.weights(inputs.positions, inputs.logits, part, logits_temperature(inputs.options))
+    given = inputs.window(part, noise, constraint.at(state.ids, part, weights))
+    ranking, joint = _from_joint(circuit or constraint.alone, given, begin, count, inputs.options)
+    return StepResult(ranking, part, state.mask_ratio(part), circuit is not None, joint)
 
 
 def _network_alone(inputs: StepInputs, noise: Noise) -> Ranking:
     """The factorized sampler on the positions of a step, its rows being positions of the sequence."""
-    positions, logits = inputs.positions, inputs.logits
-    ranking = sample_factorized(logits, inputs.plan.count, inputs.options, noise.at(positions).to(logits.device))
-    return ranking._replace(rows=positions.to(logits.device, non_blocking=True).index_select(0, ranking.rows))
+    assert inputs.state.plan is not None
+    positions, device = inputs.positions, inputs.logits.device
+    ranking = sample_factorized(inputs.logits, inputs.state.plan.count, inputs.options, noise.at(positions).to(device))
+    return ranking._replace(rows=positions.to(device, non_blocking=True).index_select(0, ranking.rows))
+
+
+def _from_joint(
+    circuit: ProbabilisticCircuit, window: WindowInputs, begin: int, count: int | None, options: Options
+) -> tuple[Callable[[], Ranking], Callable[[], Any]]:
+    """What network and circuit decide together in a window that begins at a position; and their joint distribution."""
+    on_host = window.logits.device.type == "cpu"
+    if on_host or window.constraint is not None or not circuit.supports_cuda_graphs:
+        waiting = sample_window(circuit, window, count, options).to_host()
+    else:
+        packed = sample_captured(sample_window, circuit, window, count, options)
+        waiting = lambda: Ranking.unpacked(packed.cpu())  # noqa: E731 it waits
+
+    def ranking() -> Ranking:
+        found = waiting()
+        if not (on_host or options.sampler == "latent" or bool(found.valid)):  # a few candidates did not suffice
+            found = sample_window(circuit, window, count, options, dense=True).to_host()()
+        return found._replace(rows=found.rows + begin)
+
+    return ranking, partial(window.joint, circuit, logits_temperature(options))
+
+
+def sample_window(
+    circuit: ProbabilisticCircuit, window: WindowInputs, count: int | None, options: Options, *, dense: bool = False
+) -> Ranking:
+    """Rank the masked positions of a window; void if the circuit excludes the evidence, or candidates do not suffice.
+
+    On a GPU it can be captured: its shapes are the same whatever is masked. ``dense``: from all tokens instead of the
+    most probable candidates of each position.
+    """
+    joint, noise = window.joint(circuit, logits_temperature(options)), window.noise.to(window.logits.device)
+    if options.sampler == "latent":
+        assert count is not None, "the latent sampler commits by number"
+        return sample_latent(joint, count, options, noise)
+    rows = torch.arange(len(window.tokens), device=window.logits.device)
+    return sample_any_order(joint, rows, count, options, noise, joint.masked[0], dense=dense)
+
+
+def find_edits(inputs: StepInputs) -> Callable[[], Ranking] | None:
+    """The written tokens that the network, having seen them, would replace with enough certainty.
+
+    It is asked about each by itself and without the circuit, whose tokens they may be.
+    """
+    threshold, logits, positions = inputs.options.editing_threshold, inputs.editable_logits, inputs.editable
+    if threshold is None or logits is None or positions is None:
+        return None
+    best = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)).max(-1)
+    present = inputs.state.ids[positions].to(logits.device, non_blocking=True)
+    keep = (best.indices != present) & (best.values > threshold)
+    rows, valid = positions.to(logits.device, non_blocking=True), torch.ones((), dtype=torch.bool, device=keep.device)
+    return Ranking(rows, best.indices, best.values, keep, valid).to_host()
 
 
 def without_circuit(inputs: StepInputs) -> StepInputs:
@@ -416,19 +414,13 @@ def find_alternatives(inputs: StepInputs, result: StepResult, written: Writes) -
     network = dict(zip(inputs.positions.tolist(), range(len(inputs.positions)), strict=True))
     rows = []
     for position, token in zip(written.positions.tolist(), written.tokens, strict=True):
-        if joint is not None and begin <= position < end:
-            rows.append(temper_conditional(_given_others(joint, position - begin, token), inputs.options))
-        else:
+        if joint is None or not begin <= position < end:
             rows.append(inputs.logits[network[position]].float().log_softmax(-1))
+            continue
+        at = torch.tensor([position - begin], device=joint.log_partition.device)
+        rows.append(temper_conditional(joint.dense_log_marginals(at)[0], inputs.options))
+        joint.commit(at, token.to(at.device).reshape(1))
     count = min(inputs.state.alternatives, inputs.logits.shape[-1])
     log_p = torch.stack(rows) if rows else inputs.logits.new_zeros(0, inputs.logits.shape[-1])
     top = log_p.topk(count, dim=-1)
     return Alternatives(top.indices.cpu(), top.values.float().cpu())
-
-
-def _given_others(joint: Conditioner, place: int, token: Tensor) -> Float[Tensor, " V"]:
-    """The log-probabilities at one place of the window, where then a token is committed."""
-    at = torch.tensor([place], device=joint.log_partition.device)
-    log_p = joint.dense_log_marginals(at)[0]
-    joint.commit(at, token.to(at.device).reshape(1))
-    return log_p

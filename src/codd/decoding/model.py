@@ -1,6 +1,7 @@
 """A backbone, its circuit and its tokenizer under one name: load, generate, denoise."""
 
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -12,17 +13,19 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from codd.backbones import Backbone, Tokenizer, load_checkpoint
+from codd.backbones.loading import DTYPES, as_dtype, check_dtype
+from codd.backbones.progress import lasting_bar
 from codd.backbones.quantized import Quantization
 from codd.circuits import HMM, load_circuit
 from codd.circuits.protocol import ProbabilisticCircuit
 from codd.constraints import Automaton, Vocabulary
 from codd.decoding.loop import denoise
 from codd.decoding.options import Constraint, Keywords, Options
-from codd.decoding.prompts import Prompts, encode_prompts
+from codd.decoding.prompts import Prompts, can_chat, check_masks, encode_prompts, is_text
 from codd.decoding.runner import runner_for
-from codd.decoding.start import start_sequences
-from codd.decoding.state import SequenceState, Step, StopCondition, first_stop
-from codd.errors import InvalidInput, shown
+from codd.decoding.sequence import SequenceState, Step, StopCondition, first_stop, start_sequences
+from codd.distributed import choose_device
+from codd.errors import InvalidInput, PaceNotGiven, shown
 
 CIRCUIT_FOLDERS = {"trained": "circuit", "static": "circuit-static"}
 """Where a checkpoint keeps the circuits that belong to it: its best one, and the best that no network modulates."""
@@ -33,7 +36,7 @@ CircuitSource = str | os.PathLike[str] | ProbabilisticCircuit | Literal["trained
 """How a circuit is named: see `load`."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Generation:
     """What `Model.generate` gives: lists with an entry for each prompt."""
 
@@ -51,6 +54,15 @@ class Generation:
     """Where tokens were written, ascending: the continuation, and the masks of the prompt if it had any."""
     scores: list[Float[Tensor, "..."]]
     """The probability of each written token under the distribution that it was taken from, in the same order."""
+
+    def __repr__(self) -> str:
+        """One line per prompt: the text, cut short, and what it took."""
+        lines = [f"Generation of {len(self.steps)} prompt{'s' * (len(self.steps) != 1)}:"]
+        for number, ids in enumerate(self.completions):
+            text = shown(ids.tolist() if self.texts is None else self.texts[number])
+            calls = f"{self.steps[number]} network calls, the circuit in {self.circuit_steps[number]}"
+            lines.append(f"  {number}: {text} ({len(self.positions[number])} tokens written, {calls})")
+        return "\n".join(lines)
 
     @property
     def completions(self) -> list[Int[Tensor, "..."]]:
@@ -74,6 +86,32 @@ class Model:
         """The same network with another circuit, named as for `load`; the weights are shared."""
         return replace(self, circuit=_resolve_circuit(circuit, self.backbone, self.folder))
 
+    def to(self, *places: torch.device | torch.dtype | str, dtype: torch.dtype | str | None = None) -> "Model":
+        """Move the network (in place, as PyTorch does) and the circuit to a device; convert the network to a type.
+
+        Args:
+            places: A device, a floating-point type, or both; or their names.
+            dtype: The type, where it is not among ``places``.
+
+        Returns:
+            The model itself.
+
+        Raises:
+            InvalidInput: A device that this machine lacks, a type that it cannot compute in, or int8 weights.
+        """
+        device = self.backbone.device
+        for place in places:
+            if isinstance(place, torch.dtype) or place in DTYPES:
+                dtype = place
+            else:
+                device = choose_device(place)
+        floating = self.backbone.dtype if dtype is None else as_dtype(dtype)
+        check_dtype(floating, device)
+        self.backbone.to(device, floating)
+        if self.circuit is not None:
+            object.__setattr__(self, "circuit", self.circuit.to(device=device))
+        return self
+
     @property
     def stop_ids(self) -> frozenset[int]:
         """The ids of the tokens that end an answer: end-of-text and ends of a turn."""
@@ -92,21 +130,33 @@ class Model:
         options: Options | None = None,
         *,
         chat: bool | None = None,
+        progress: bool | None = None,
         **overrides: Unpack[Keywords],
     ) -> Generation:
-        """Answer prompts: a text, a list of texts, of id lists, or of conversations (lists of messages).
+        """Answer prompts.
 
-        ``options`` and, on top of them, keywords say how: see `Options`. ``chat``: whether a text is put into the
-        model's chat template; by default if it has one, unless the text has masks to be filled. ``gen_length`` (128)
-        masks follow every prompt; masks in the prompt are filled first. Raises InvalidInput for prompts or options
-        that cannot be used.
+        Args:
+            prompts: A text, a list of texts, of id lists, or of conversations (lists of messages). Masks in a prompt
+                are filled first.
+            options: How; see `Options`.
+            chat: Whether a text is put into the model's chat template; None: if it has one, unless the text has masks
+                to be filled.
+            progress: Whether a progress bar is shown on stderr; None: for several prompts that take longer than two
+                seconds, if stderr is a terminal.
+            overrides: Options by name, which take the place of those in ``options``.
+
+        Raises:
+            InvalidInput: Prompts or options that cannot be used.
         """
         chosen = _options(options, overrides)
-        sequences = self.start(self.encode(prompts, gen_length=chosen.gen_length, chat=chat), chosen)
+        sequences = self._started(prompts, chosen, chat)
         prompt_ids = [state.ids[: state.prompt_length].tolist() for state in sequences]
         scores = [torch.zeros(len(state.ids)) for state in sequences]
         circuit_steps = [0] * len(sequences)
-        for step in denoise(runner_for(self.backbone, sequences), sequences):
+        steps = denoise(runner_for(self.backbone, sequences), sequences)
+        if progress or (progress is None and len(sequences) > 1):
+            steps = _with_bar(steps, sequences, always=bool(progress))
+        for step in steps:
             scores[step.sequence][step.positions] = step.scores
             scores[step.sequence][step.edits.positions] = step.edits.scores
             circuit_steps[step.sequence] += step.circuit
@@ -136,10 +186,24 @@ class Model:
         **overrides: Unpack[Keywords],
     ) -> Iterator[Step]:
         """The run of `generate` as a stream of steps: each is one network evaluation for one prompt."""
-        chosen = _options(options, overrides)
-        ids = self.encode(prompts, gen_length=chosen.gen_length, chat=chat)
-        sequences = self.start(ids, chosen)
+        sequences = self._started(prompts, _options(options, overrides), chat)
         return denoise(runner_for(self.backbone, sequences), sequences)
+
+    def _started(self, prompts: Prompts, options: Options, chat: bool | None) -> list[SequenceState]:
+        """The sequences of a run; says what is missing where a prompt has no mask to fill, or prose has no pace."""
+        ids = self.encode(prompts, gen_length=options.gen_length, chat=chat)
+        if options.gen_length == 0 and self.mask_id is not None:
+            check_masks(prompts, ids, self.tokenizer, self.mask_id)
+        talks = chat is not False and self.tokenizer is not None and can_chat(self.tokenizer)
+        by_default = "steps" in options.unset and options.threshold is not None
+        if by_default and options.temperature > 0 and options.gen_length and is_text(prompts) and not talks:
+            warnings.warn(
+                f"prose at temperature {options.temperature:g} without steps or a threshold takes about one network "
+                "call per token: give steps (gen_length / 8, for instance), or a lower threshold.",
+                PaceNotGiven,
+                stacklevel=3,
+            )
+        return self.start(ids, options)
 
     def start(self, ids: Sequence[Sequence[int]], options: Options) -> list[SequenceState]:
         """The sequences of a run before their first step, checked: for those who take the steps themselves."""
@@ -191,6 +255,17 @@ class Model:
             return self.tokenizer.decode(sequence)
         text = self.tokenizer.decode(sequence[len(prompt) :])
         return text[: first_stop(text, stops)]
+
+
+def _with_bar(steps: Iterator[Step], sequences: Sequence[SequenceState], *, always: bool) -> Iterator[Step]:
+    """The same steps, with a bar over the tokens that are written; what a sequence does not need counts at its end."""
+    left = [int(state.masked.sum()) for state in sequences]
+    with lasting_bar(f"{len(sequences)} prompt{'s' * (len(sequences) != 1)}", sum(left), always=always) as advance:
+        for step in steps:
+            done = left[step.sequence] if step.finished else len(step.positions)
+            left[step.sequence] -= done
+            advance(done)
+            yield step
 
 
 def _options(options: Options | None, overrides: Keywords) -> Options:

@@ -1,8 +1,10 @@
+# ruff: noqa: RUF009 (the functions that declare options return fields of the dataclass)
 """Decoding options: the one list from which keywords, command-line flags, request fields and evaluation axes are made.
 
 Every field of `Options` carries an `OptionInfo`: its range, its help, and whether it concerns the circuit only.
 """
 
+import difflib
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -26,6 +28,8 @@ Constraint = Language | Template | Automaton
 UNTYPED = ("hooks", "constraint")
 """The options that neither JSON nor a command line can hold as they are."""
 
+OTHER_NAMES = {"max_new_tokens": "gen_length"}
+"""Other people's names for the same options."""
 ALIASES = {"maskgit_plus": "low_confidence", "topk_margin": "margin"}
 """Other people's names for the same orders."""
 PUBLISHED_ORDERS = ("topprob", "origin")
@@ -51,6 +55,9 @@ DEFAULT_SAMPLED: Mapping[str, float] = {"threshold": 0.95}
 """The pace of a run that is told none, above temperature 0."""
 DEFAULT_COUNTED: Mapping[str, float] = {"steps": 32}
 """The pace where nobody can tell how sure a token is: the latent sampler and the published implementation."""
+LLADA2_STEPS, LLADA2_THRESHOLD = 32, 0.95
+FAST_DLLM_THRESHOLD, FAST_DLLM_BLOCK = 0.9, 8
+"""Those of its scripts; its `generate` itself has 1, which is one token a pass."""
 _UNSET: Any = type("Unset", (), {"__repr__": lambda self: "unset"})()
 
 
@@ -89,24 +96,27 @@ class OptionInfo:
         return bool(self.low <= number <= self.high and number != math.inf)
 
 
-def _count(
-    help: str, *, low: int = 1, high: int = LARGEST, metavar: str = "N", optional: bool = False, circuit: bool = False
-) -> dict[str, OptionInfo]:
-    return {"info": OptionInfo("count", help, low, high, metavar=metavar, optional=optional, circuit=circuit)}
+def _option(default: Any, kind: Any, help: str, metavar: str = "", **limits: Any) -> Any:
+    return field(default=default, metadata={"info": OptionInfo(kind, help, metavar=metavar, **limits)})
 
 
-def _number(help: str, metavar: str, **limits: Any) -> dict[str, OptionInfo]:
-    return {"info": OptionInfo("number", help, metavar=metavar, **limits)}
+def _count(default: Any, help: str, metavar: str = "N", *, low: int = 1, high: int = LARGEST, **flags: bool) -> Any:
+    return _option(default, "count", help, metavar, low=low, high=high, **flags)
 
 
-def _choice(help: str, choices: Sequence[str], metavar: str = "", **flags: Any) -> dict[str, OptionInfo]:
-    return {"info": OptionInfo("choice", help, choices=tuple(choices), metavar=metavar or "|".join(choices), **flags)}
+def _number(default: Any, help: str, metavar: str, **limits: Any) -> Any:
+    return _option(default, "number", help, metavar, **limits)
+
+
+def _choice(default: Any, help: str, choices: Sequence[str], metavar: str = "", **flags: bool) -> Any:
+    return _option(default, "choice", help, metavar or "|".join(choices), choices=tuple(choices), **flags)
 
 
 class Keywords(TypedDict, total=False):
-    """The fields of `Options`, for editors and type checkers to complete and check."""
+    """The fields of `Options` and their other names, for editors and type checkers to complete and check."""
 
     gen_length: int
+    max_new_tokens: int
     block_length: int
     steps: int | None
     mode: Mode
@@ -186,151 +196,101 @@ class Options:
     Raises InvalidInput for a value out of its range, and for options that contradict each other.
     """
 
-    gen_length: int = field(
-        default=128, metadata=_count("masks put after each prompt; 0: only the masks in the prompt are filled", low=0)
+    gen_length: int = _count(128, "masks put after each prompt; 0: only the masks in the prompt are filled", low=0)
+    block_length: int = _count(_UNSET, "tokens of a block; by default a block-causal network's own")
+    steps: int | None = _count(_UNSET, "network evaluations for each prompt; null: one for each token", optional=True)
+    mode: Mode = _choice("block", "block after block, or everything at once", get_args(Mode))
+    remasking: str = _choice(
+        "low_confidence",
+        f"which tokens come first: {', '.join(get_args(Order)[:-1])} or {get_args(Order)[-1]}",
+        (*get_args(Order), *ALIASES, *PUBLISHED_ORDERS),
+        "ORDER",
     )
-    block_length: int = field(
-        default=_UNSET, metadata=_count("tokens of a block; by default a block-causal network's own")
+    sampler: Sampler = _choice(
+        _UNSET,
+        "how the circuit is used: any_order, latent, or factorized for not at all",
+        get_args(Sampler),
+        "NAME",
+        circuit=True,
     )
-    steps: int | None = field(
-        default=_UNSET,
-        metadata=_count("network evaluations for each prompt; null: one for each token", optional=True),
+    temperature: float = _number(0.0, "of the tokens; 0 takes the most probable one", "T", high=HOTTEST)
+    top_p: float | None = _number(
+        None, "draw from the smallest set of tokens that is more probable than this", "P", high=1.0, optional=True
     )
-    mode: Mode = field(default="block", metadata=_choice("block after block, or everything at once", get_args(Mode)))
-    remasking: str = field(
-        default="low_confidence",
-        metadata=_choice(
-            f"which tokens come first: {', '.join(get_args(Order)[:-1])} or {get_args(Order)[-1]}",
-            (*get_args(Order), *ALIASES, *PUBLISHED_ORDERS),
-            "ORDER",
-        ),
+    top_k: int | None = _count(None, "draw from so many of the most probable tokens", "K", optional=True)
+    cfg_scale: float = _number(0.0, "guidance by the prompt; 0 is none", "X", high=HOTTEST)
+    circuit_temperature: float = _number(
+        1.0, "divides the logits before the product with the circuit", "T", high=HOTTEST, circuit=True
     )
-    sampler: Sampler = field(
-        default=_UNSET,
-        metadata=_choice(
-            "how the circuit is used: any_order, latent, or factorized for not at all",
-            get_args(Sampler),
-            "NAME",
-            circuit=True,
-        ),
+    tempering: Tempering = _choice(
+        "published",
+        "whether circuit_temperature divides the logits, or sharpens what the product says of each token",
+        get_args(Tempering),
+        circuit=True,
     )
-    temperature: float = field(
-        default=0.0, metadata=_number("of the tokens; 0 takes the most probable one", "T", high=HOTTEST)
+    activation: float | None = _number(
+        None,
+        "the circuit acts while the share of masks is below this; null: always",
+        "RATIO",
+        optional=True,
+        circuit=True,
     )
-    top_p: float | None = field(
-        default=None,
-        metadata=_number(
-            "draw from the smallest set of tokens that is more probable than this", "P", high=1.0, optional=True
-        ),
+    activation_scope: ActivationScope = _choice(
+        "window",
+        "where masks are counted for activation: in the circuit's window, or in all that is to be written",
+        get_args(ActivationScope),
+        circuit=True,
     )
-    top_k: int | None = field(
-        default=None,
-        metadata=_count("draw from so many of the most probable tokens", metavar="K", optional=True),
+    activation_targets: int = _count(
+        1, "in full mode the circuit acts where so many due tokens are in its window", circuit=True
     )
-    cfg_scale: float = field(default=0.0, metadata=_number("guidance by the prompt; 0 is none", "X", high=HOTTEST))
-    circuit_temperature: float = field(
-        default=1.0,
-        metadata=_number("divides the logits before the product with the circuit", "T", high=HOTTEST, circuit=True),
+    outside: Outside = _choice(
+        "factorized",
+        "what becomes of due tokens outside of the window in full mode",
+        get_args(Outside),
+        circuit=True,
     )
-    tempering: Tempering = field(
-        default="published",
-        metadata=_choice(
-            "whether circuit_temperature divides the logits, or sharpens what the product says of each token",
-            get_args(Tempering),
-            circuit=True,
-        ),
+    threshold: float | None = _number(
+        None, "commit all tokens at least so probable instead of a fixed number", "P", high=1.0, optional=True
     )
-    activation: float | None = field(
-        default=None,
-        metadata=_number(
-            "the circuit acts while the share of masks is below this; null: always",
-            "RATIO",
-            optional=True,
-            circuit=True,
-        ),
+    entropy_budget: float | None = _number(
+        None, "commit tokens while their entropies (nats) sum to less", "NATS", optional=True
     )
-    activation_scope: ActivationScope = field(
-        default="window",
-        metadata=_choice(
-            "where masks are counted for activation: in the circuit's window, or in all that is to be written",
-            get_args(ActivationScope),
-            circuit=True,
-        ),
+    editing_threshold: float | None = _number(
+        None,
+        "replace written tokens of the block where another is more probable than this",
+        "P",
+        high=1.0,
+        optional=True,
     )
-    activation_targets: int = field(
-        default=1,
-        metadata=_count("in full mode the circuit acts where so many due tokens are in its window", circuit=True),
+    max_post_steps: int = _count(
+        16, "evaluations at most that only edit, for each block without masks", low=0, high=MOST_EDIT_STEPS
     )
-    outside: Outside = field(
-        default="factorized",
-        metadata=_choice(
-            "what becomes of due tokens outside of the window in full mode", get_args(Outside), circuit=True
-        ),
+    ban: Collection[int] = _option((), "ids", "token ids that are never written", "ID,ID")
+    hooks: Sequence[Hook] = _option((), "hooks", "functions that change the logits")
+    constraint: Constraint | None = _option(None, "constraint", "a language that the text must be in", optional=True)
+    stop: bool | str | Sequence[str] = _option(True, "stop", "end at the end-of-text token, or also before a text")
+    preset: Literal["reference"] | None = _choice(
+        None, "follow the published implementation step by step", ("reference",), optional=True
     )
-    threshold: float | None = field(
-        default=None,
-        metadata=_number(
-            "commit all tokens at least so probable instead of a fixed number", "P", high=1.0, optional=True
-        ),
+    cache: CacheKind | None = _choice(
+        None,
+        "a KV cache where attention is to all positions: of all before the block, or of all outside of it",
+        get_args(CacheKind),
+        optional=True,
     )
-    entropy_budget: float | None = field(
-        default=None,
-        metadata=_number("commit tokens while their entropies (nats) sum to less", "NATS", optional=True),
+    refresh: int | None = _count(
+        None, "a full pass after so many with the cache, beside those that begin a block", optional=True
     )
-    editing_threshold: float | None = field(
-        default=None,
-        metadata=_number(
-            "replace written tokens of the block where another is more probable than this", "P", high=1.0, optional=True
-        ),
-    )
-    max_post_steps: int = field(
-        default=16,
-        metadata=_count(
-            "evaluations at most that only edit, for each block without masks", low=0, high=MOST_EDIT_STEPS
-        ),
-    )
-    ban: Collection[int] = field(
-        default=(), metadata={"info": OptionInfo("ids", "token ids that are never written", metavar="ID,ID")}
-    )
-    hooks: Sequence[Hook] = field(
-        default=(), metadata={"info": OptionInfo("hooks", "functions that change the logits")}
-    )
-    constraint: Constraint | None = field(
-        default=None,
-        metadata={"info": OptionInfo("constraint", "a language that the text must be in", optional=True)},
-    )
-    stop: bool | str | Sequence[str] = field(
-        default=True,
-        metadata={"info": OptionInfo("stop", "end at the end-of-text token, or also before a text")},
-    )
-    preset: Literal["reference"] | None = field(
-        default=None,
-        metadata=_choice("follow the published implementation step by step", ("reference",), optional=True),
-    )
-    cache: CacheKind | None = field(
-        default=None,
-        metadata=_choice(
-            "a KV cache where attention is to all positions: of all before the block, or of all outside of it",
-            get_args(CacheKind),
-            optional=True,
-        ),
-    )
-    refresh: int | None = field(
-        default=None,
-        metadata=_count("a full pass after so many with the cache, beside those that begin a block", optional=True),
-    )
-    seed: int | Sequence[int] = field(
-        default=0, metadata={"info": OptionInfo("seed", "fixes everything that is drawn", metavar="N")}
-    )
+    seed: int | Sequence[int] = _option(0, "seed", "fixes everything that is drawn", "N")
 
-    defaulted: ClassVar[frozenset[str]] = frozenset()
-    """Of sampler, pace and block length what nobody gave: no part of an object's value; `changed` chooses it anew."""
+    unset: ClassVar[frozenset[str]] = frozenset()
+    """Options left unset, of sampler, pace and block length. Not compared; `changed` chooses them anew."""
 
     @classmethod
     def of(cls, **given: Any) -> "Options":
         """From keywords; one that does not exist is an error that names those that do."""
-        _check_names(given)
-        return cls(**given)
+        return cls(**_by_name(given))
 
     def changed(self, **changes: Any) -> "Options":
         """A copy with some options replaced; a new pace takes the place of the old one.
@@ -338,9 +298,9 @@ class Options:
         ``steps=None`` is a pace, one token a step; None for the others withdraws them. What nobody gave of sampler,
         pace and block length is chosen anew, by the other options.
         """
-        _check_names(changes)
-        dropped = set(self.defaulted)
-        if {"steps", *self.pace} & changes.keys() or any(changes.get(name) is not None for name in PACES):
+        changes = _by_name(changes)
+        dropped = set(self.unset)
+        if {"steps", *self.commit_rule} & changes.keys() or any(changes.get(name) is not None for name in PACES):
             dropped.update(PACES)
         kept = {name: getattr(self, name) for name in OPTIONS if name not in dropped}
         return Options(**{**kept, **changes})
@@ -366,11 +326,11 @@ class Options:
         _check_stop(self.stop)
         self._check_constraint()
         if self.published:
-            from codd.decoding.published.check import check_known
+            from codd.decoding.published import check_known
 
             check_known(self)
-        elif self.sampler == "latent" and not self.counted:
-            [(name, value)] = self.pace.items()
+        elif self.sampler == "latent" and not self.fixed_count:
+            [(name, value)] = self.commit_rule.items()
             raise InvalidInput(
                 f'{name}={value:g} does not go with sampler="latent", to which every token looks sure: '
                 'sampler="any_order" does it exactly, or give steps.'
@@ -408,22 +368,46 @@ class Options:
                 f"{one[0]}={shown(one[1])} and {other[0]}={shown(other[1])} both say how many tokens a step commits: "
                 f"drop {one[0]} to commit by {other[0]}, or drop {other[0]}."
             )
-        defaulted = set()
+        unset = set()
         if self.block_length is _UNSET:
-            defaulted.add("block_length")
+            unset.add("block_length")
             object.__setattr__(self, "block_length", DEFAULT_BLOCK)
         if self.sampler is _UNSET:
-            defaulted.add("sampler")
+            unset.add("sampler")
             object.__setattr__(self, "sampler", "latent" if self.published else "any_order")
         if self.steps is _UNSET and not paces:
-            defaulted.update(PACES)
+            unset.update(PACES)
             counted = self.published or self.sampler == "latent"
             paces = DEFAULT_COUNTED if counted else DEFAULT_GREEDY if self.temperature == 0 else DEFAULT_SAMPLED
             for name in PACES:
                 object.__setattr__(self, name, paces.get(name))
         elif self.steps is _UNSET:
             object.__setattr__(self, "steps", None)
-        object.__setattr__(self, "defaulted", frozenset(defaulted))
+        object.__setattr__(self, "unset", frozenset(unset))
+
+    def for_network(self, family: str, block_size: int | None) -> "Options":
+        """With what a block-causal network decides where nobody else did: its blocks, and its published loop's pace.
+
+        Args:
+            family: The network's family.
+            block_size: Tokens of its blocks; None: it attends to all positions, and nothing changes.
+        """
+        if block_size is None:
+            return self
+        changes: dict[str, Any] = {}
+        if "block_length" in self.unset:
+            divided = self.published and family == "fast_dllm" and block_size % FAST_DLLM_BLOCK == 0
+            changes["block_length"] = FAST_DLLM_BLOCK if divided else block_size
+        if self.published:
+            steps, threshold = None if "steps" in self.unset else self.steps, self.threshold
+            if family == "sdar":
+                steps = block_size if steps is None else steps
+            elif threshold is None:
+                threshold = FAST_DLLM_THRESHOLD if family == "fast_dllm" else LLADA2_THRESHOLD
+            if family == "llada2" and steps is None and self.editing_threshold is None:
+                steps = LLADA2_STEPS
+            changes |= {"steps": steps, "threshold": threshold}
+        return self.changed(**changes) if changes else self
 
     @property
     def published(self) -> bool:
@@ -431,14 +415,14 @@ class Options:
         return self.preset == "reference"
 
     @property
-    def pace(self) -> dict[str, Any]:
+    def commit_rule(self) -> dict[str, Any]:
         """The one of steps, threshold and entropy_budget by which it commits; steps may be None."""
         return {name: value for name in PACES[1:] if (value := getattr(self, name)) is not None} or {
             "steps": self.steps
         }
 
     @property
-    def counted(self) -> bool:
+    def fixed_count(self) -> bool:
         """Whether the schedule says how many tokens a step commits."""
         return self.threshold is None and self.entropy_budget is None
 
@@ -466,10 +450,19 @@ CIRCUIT_OPTIONS = tuple(name for name, info in OPTIONS.items() if info.circuit)
 """The options that only a circuit heeds: without one, they change nothing."""
 
 
-def _check_names(given: Iterable[str]) -> None:
-    for name in given:
+def _by_name(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options by our own names. Raises InvalidInput for one that does not exist, or that is given by two names."""
+    found: dict[str, Any] = {}
+    for given_name, value in given.items():
+        name = OTHER_NAMES.get(given_name, given_name)
         if name not in OPTIONS:
-            raise InvalidInput(f"there is no option {name!r}; there are {', '.join(OPTIONS)}.")
+            close = difflib.get_close_matches(given_name, [*OPTIONS, *OTHER_NAMES], 1)
+            known = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(OPTIONS)}."
+            raise InvalidInput(f"there is no option {given_name!r}: {known}")
+        if name in found:
+            raise InvalidInput(f"{' and '.join(n for n in given if n in (name, given_name))} are one option: give one.")
+        found[name] = value
+    return found
 
 
 def _check_whole(name: str, values: Iterable[object], expected: str) -> None:

@@ -10,6 +10,9 @@ from codd.backbones import Tokenizer
 from codd.backbones.chat import PLAIN
 from codd.errors import InvalidInput
 
+FOREIGN_MASKS = ("<|mask|>", "[MASK]", "<mask>", "<|mdm_mask|>", "<|MASK|>", "[M]")
+"""How models, and people, write masks."""
+
 Ids: TypeAlias = Sequence[int] | Tensor
 Conversation: TypeAlias = Sequence[Mapping[str, str]]
 Prompt: TypeAlias = str | Ids | Conversation
@@ -66,7 +69,7 @@ def _encode(prompt: Any, tokenizer: Tokenizer | None, chat: bool | None, whole: 
 
 
 def _encode_text(text: str, tokenizer: Tokenizer, chat: bool | None, whole: bool) -> list[int]:
-    mask = tokenizer.special_tokens.get("mask_token")
+    mask = tokenizer.mask_token
     if chat is None:
         chat = can_chat(tokenizer) and not (mask is not None and mask in text)
     return tokenizer.encode_chat(text) if chat else tokenizer.encode(text, add_special_tokens=whole)
@@ -75,6 +78,26 @@ def _encode_text(text: str, tokenizer: Tokenizer, chat: bool | None, whole: bool
 def can_chat(tokenizer: Tokenizer) -> bool:
     """Whether the model was trained with a chat template."""
     return tokenizer.chat_template not in (None, PLAIN)
+
+
+def is_text(prompts: Prompts) -> bool:
+    """Whether any of the prompts is a text, not ids or a conversation."""
+    return any(isinstance(prompt, str) for prompt in _listed(prompts))
+
+
+def check_masks(prompts: Prompts, ids: Sequence[Sequence[int]], tokenizer: Tokenizer | None, mask_id: int) -> None:
+    """Raise InvalidInput for a prompt that is to be filled (gen_length 0) and has no mask; name the model's own."""
+    named = None if tokenizer is None else tokenizer.mask_token
+    mask = f"the id {mask_id}" if named is None else repr(named)
+    for number, (prompt, encoded) in enumerate(zip(_listed(prompts), ids, strict=True)):
+        if mask_id in encoded:
+            continue
+        other = next((each for each in FOREIGN_MASKS if isinstance(prompt, str) and each in prompt), None)
+        found = "" if other is None else f"; {other!r} is plain text to this model"
+        raise InvalidInput(
+            f"prompt {number} has no mask to fill{found}: with gen_length=0 put {mask} where a token is wanted, or "
+            "give a gen_length to go on after the prompt."
+        )
 
 
 def _required(tokenizer: Tokenizer | None) -> Tokenizer:

@@ -18,7 +18,8 @@ from torch import Tensor
 from codd.backbones.backbone import Backbone
 from codd.backbones.kv_cache import CachedPass, default_memory
 from codd.decoding import cuda_graphs
-from codd.decoding.state import HiddenStates, SequenceState, Window
+from codd.decoding.constraint import Window
+from codd.decoding.sequence import SequenceState
 from codd.errors import InvalidInput
 
 LENGTH_MULTIPLE = 32
@@ -27,27 +28,26 @@ GRANULARITY = 128
 """Positions in which the length of a cache is counted on a GPU."""
 
 
-class StateRequest(NamedTuple):
+class HiddenStateRequest(NamedTuple):
     """The hidden states that a step needs: of some positions of a sequence, as it is or with its prompt hidden."""
 
     state: SequenceState
     """The sequence that the ids are of; a cache is keyed by it."""
     ids: Int[Tensor, " L"]
-    """All that the network is to see: of a block-causal one nothing beyond the blocks of the span."""
+    """All that the network is to see, from position ``state.unseen`` on: of a block-causal network nothing beyond the
+    blocks of the span."""
     span: Window
     """The positions whose states are needed."""
-    begin: int = 0
-    """The position of the first of ``ids``."""
 
 
 @runtime_checkable
 class NetworkRunner(Protocol):
     """Evaluates the network for the sequences that share a step."""
 
-    def __call__(self, requests: Sequence[StateRequest]) -> list[HiddenStates]:
-        """The states of each request, covering at least its span."""
+    def __call__(self, requests: Sequence[HiddenStateRequest]) -> Sequence[Float[Tensor, "_ d"]]:
+        """The last hidden states at the positions of each request's span, on the network's device."""
 
-    def logits(self, rows: Sequence[Float[Tensor, "_ d"]], mask_id: int) -> list[Float[Tensor, "_ V"]]:
+    def logits(self, rows: Sequence[Float[Tensor, "_ d"]], mask_id: int) -> Sequence[Float[Tensor, "_ V"]]:
         """What the head makes of hidden states, as those of masked positions."""
 
     def admit(self, state: SequenceState) -> bool:
@@ -67,23 +67,24 @@ class FullRecompute:
     def __init__(self, backbone: Backbone, *, one_by_one: bool = False):
         """Run ``backbone`` on its own device."""
         self.backbone, self.one_by_one = backbone, one_by_one
+        self.batched = backbone.device.type != "cpu"
+        """Whether sequences are evaluated together."""
 
-    def __call__(self, requests: Sequence[StateRequest]) -> list[HiddenStates]:
-        """The hidden states of all positions of each request's ids."""
+    def __call__(self, requests: Sequence[HiddenStateRequest]) -> list[Float[Tensor, "_ d"]]:
+        """The last hidden states at the positions of each request's span."""
         sequences = [request.ids for request in requests]
         if not self.one_by_one:
             hidden = self._batch(sequences)
         else:  # cloned: the next call overwrites what a graph gave
             hidden = [self._states(ids[None], None)[0].clone() for ids in sequences]
-        for request in requests:
-            request.state.computed = request.state.cached = 0
-        for request in requests:  # with guidance there are two of a sequence
-            request.state.computed += len(request.ids)
-        return [HiddenStates(request.begin, states) for request, states in zip(requests, hidden, strict=True)]
+        for state in {request.state for request in requests}:
+            state.computed = sum(len(request.ids) for request in requests if request.state is state)  # two if guided
+            state.cached = 0
+        return [_spanned(*each, 0) for each in zip(requests, hidden, strict=True)]
 
     def logits(self, rows: Sequence[Float[Tensor, "_ d"]], mask_id: int) -> list[Float[Tensor, "_ V"]]:
         """What the head makes of hidden states: of all sequences together where the network is evaluated so."""
-        if self.one_by_one or self.backbone.device.type == "cpu":
+        if self.one_by_one or not self.batched:
             return [self._logits(each, mask_id) for each in rows]
         return list(torch.split(self._logits(torch.cat(list(rows)), mask_id), [len(each) for each in rows]))
 
@@ -121,6 +122,12 @@ class FullRecompute:
         return rounded if limit is None else max(longest, min(rounded, limit))
 
 
+def _spanned(request: HiddenStateRequest, states: Float[Tensor, "R d"], begin: int) -> Float[Tensor, "P d"]:
+    """The states of a request's span, from those at positions ``begin`` and on of what the network sees."""
+    skipped = request.state.unseen + begin
+    return states[request.span[0] - skipped : request.span[1] - skipped]
+
+
 def pad_left(
     sequences: Sequence[Sequence[int] | Tensor], pad_id: int, device: torch.device, at_least: int = 0
 ) -> tuple[Tensor, Tensor]:
@@ -155,7 +162,7 @@ class Slot:
 class Pass(NamedTuple):
     """What is computed for one request, at positions counted from the first that the network sees."""
 
-    request: StateRequest
+    request: HiddenStateRequest
     slot: int
     begin: int
     end: int
@@ -203,7 +210,7 @@ def _slots(state: SequenceState) -> int:
     return 2 if state.options.cfg_scale > 0 else 1
 
 
-class CachedRunner:
+class CachedRunner(FullRecompute):
     """Evaluates the network on the positions that steps need, with a cache for the others; see the module.
 
     Sequences that want none are computed whole.
@@ -214,10 +221,8 @@ class CachedRunner:
 
         ``one_by_one``: as `FullRecompute` has it.
         """
-        self.backbone, self.whole = backbone, FullRecompute(backbone, one_by_one=one_by_one)
+        super().__init__(backbone, one_by_one=one_by_one)
         self.memory = backbone.network.kv_cache(slots, length)
-        self.batched = backbone.device.type != "cpu"
-        """Whether sequences are evaluated together: on a CPU each by itself, as `FullRecompute` does."""
         self._free = list(range(slots))[::-1]
         self._held: dict[SequenceState, list[Slot]] = {}
 
@@ -258,8 +263,8 @@ class CachedRunner:
         """Give back what a sequence holds; nothing if it holds nothing."""
         self._free += [slot.number for slot in self._held.pop(state, [])]
 
-    def __call__(self, requests: Sequence[StateRequest]) -> list[HiddenStates]:
-        """The states of each request, covering at least its span."""
+    def __call__(self, requests: Sequence[HiddenStateRequest]) -> list[Float[Tensor, "_ d"]]:
+        """The last hidden states at the positions of each request's span."""
         turns: dict[SequenceState, int] = {}
         passes = []
         for request in requests:
@@ -267,15 +272,11 @@ class CachedRunner:
                 turn = turns[request.state] = turns.get(request.state, -1) + 1
                 passes.append(self._plan(request, self._held[request.state][turn], first=turn == 0))
         plain = [each for each in requests if each.state not in self._held]
-        whole = iter(self.whole(plain) if plain else [])
+        whole = iter(super().__call__(plain) if plain else [])
         cached = iter(self._together(passes) if self.batched else map(self._alone, passes))
         return [next(cached if request.state in self._held else whole) for request in requests]
 
-    def logits(self, rows: Sequence[Float[Tensor, "_ d"]], mask_id: int) -> list[Float[Tensor, "_ V"]]:
-        """What the head makes of hidden states."""
-        return self.whole.logits(rows, mask_id)
-
-    def _plan(self, request: StateRequest, slot: Slot, *, first: bool) -> Pass:
+    def _plan(self, request: HiddenStateRequest, slot: Slot, *, first: bool) -> Pass:
         state = request.state
         if slot.step != state.evaluations:
             slot.step, slot.rows = state.evaluations, self._rows(request, slot)
@@ -284,25 +285,26 @@ class CachedRunner:
         state.computed, state.cached = before[0] + end - begin, before[1] + len(request.ids) - (end - begin)
         return Pass(request, slot.number, begin, end)
 
-    def _alone(self, each: Pass) -> HiddenStates:
+    def _alone(self, each: Pass) -> Float[Tensor, "P d"]:
         """One sequence, without padding: to the bit what it is in any company."""
         slots, positions = torch.tensor([each.slot]), torch.arange(each.begin, each.end)[None]
         past = CachedPass(self.memory, slots, positions, seen=len(each.request.ids))
-        return self._aligned(each, self.backbone.cached_states(each.ids[None], past)[0])
+        return _spanned(each.request, self.backbone.cached_states(each.ids[None], past)[0], each.begin)
 
-    def _together(self, passes: Sequence[Pass]) -> list[HiddenStates]:
+    def _together(self, passes: Sequence[Pass]) -> list[Float[Tensor, "_ d"]]:
         """All sequences, in a batch for each number of rows, which is rounded up so that there are few."""
         batches: dict[tuple[int, int], list[int]] = {}
         for number, each in enumerate(passes):
-            own = number if self.whole.one_by_one else 0
+            own = number if self.one_by_one else 0
             batches.setdefault((_rounded(each.end - each.begin), own), []).append(number)
-        states_of: dict[int, HiddenStates] = {}
+        states_of: dict[int, Tensor] = {}
         for (rows, _), numbers in batches.items():
-            states = self._batch([passes[number] for number in numbers], rows)
-            states_of |= {n: self._aligned(passes[n], own) for n, own in zip(numbers, states, strict=True)}
+            states = self._pass([passes[number] for number in numbers], rows)
+            for number, own_states in zip(numbers, states, strict=True):
+                states_of[number] = _spanned(passes[number].request, own_states, passes[number].begin)
         return [states_of[number] for number in range(len(passes))]
 
-    def _batch(self, passes: Sequence[Pass], rows: int) -> Float[Tensor, "B R d"]:
+    def _pass(self, passes: Sequence[Pass], rows: int) -> Float[Tensor, "B R d"]:
         ids = torch.zeros(len(passes), rows, dtype=torch.long)
         for row, each in enumerate(passes):
             ids[row, : each.end - each.begin] = each.ids
@@ -315,15 +317,10 @@ class CachedRunner:
             return self.backbone.cached_states(ids, past)
         return cuda_graphs.cached_states(self.backbone, ids, past).clone()  # the next batch overwrites them
 
-    def _aligned(self, each: Pass, states: Float[Tensor, "R d"]) -> HiddenStates:
-        """What was computed without padding, nor the first row of a shifted family: see `Backbone.cached_states`."""
-        unaligned = self.backbone.shift if each.begin else 0
-        return HiddenStates(each.request.begin + each.begin + unaligned, states[unaligned : each.end - each.begin])
-
-    def _rows(self, request: StateRequest, slot: Slot) -> Window:
+    def _rows(self, request: HiddenStateRequest, slot: Slot) -> Window:
         plan, options, length = request.state.plan, request.state.options, len(request.ids)
         assert plan is not None
-        begin, end = (place - request.begin for place in request.span)
+        begin, end = (place - request.state.unseen for place in request.span)
         begin, size = max(0, begin - self.backbone.shift), self.backbone.block_size
         if size is not None:
             return self._rows_of_blocks(request, slot, begin, size)
@@ -334,14 +331,14 @@ class CachedRunner:
         slot.age += 1
         return begin, end if options.cache == "dual" else length
 
-    def _rows_of_blocks(self, request: StateRequest, slot: Slot, begin: int, size: int) -> Window:
+    def _rows_of_blocks(self, request: HiddenStateRequest, slot: Slot, begin: int, size: int) -> Window:
         state, plan, length = request.state, request.state.plan, len(request.ids)
         assert plan is not None
-        start = (plan.begin - request.begin) // size * size
+        start = (plan.begin - request.state.unseen) // size * size
         if state.options.cache == "dual" and plan.end - plan.begin < size:
             known = int(state.ids[plan.begin]) != state.mask_id
             if known and slot.block == (start, start + size):
-                return plan.begin - request.begin, plan.end - request.begin
+                return plan.begin - request.state.unseen, plan.end - request.state.unseen
             slot.block = (start, start + size)
         stored, slot.stored = slot.stored, start
         return min(begin, stored), length

@@ -1,5 +1,12 @@
-"""The samplers: each position by itself, all given one latent path, or one after the other; and the window they see."""
+"""The samplers, and what a step gives them and gets from them.
 
+A token is chosen for each position by itself (`sample_factorized`), for all given one latent path (`sample_latent`), or
+one after the other, each given those before it (`codd.decoding.any_order`).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -8,83 +15,207 @@ from torch import Tensor
 
 from codd.circuits.constrained import WindowConstraint
 from codd.circuits.protocol import ProbabilisticCircuit
+from codd.circuits.sampling import draw_token
 from codd.coupling import Coupled
-from codd.decoding.any_order import sample_any_order
+from codd.decoding.constraint import Window
 from codd.decoding.options import Options
-from codd.decoding.ranking import (
-    Noise,
-    Ranking,
-    by_priority,
-    choose_tokens,
-    entropy,
-    priority,
-    temper,
-    token_probability,
-)
-from codd.decoding.state import StepInputs, Window
+from codd.decoding.sequence import SequenceState, Writes
+
+COLDEST, HOTTEST = 1e-30, 1e30
+"""Temperatures beyond these count as these: float32 would make 0 or infinity of some of them."""
+
+
+class Noise(NamedTuple):
+    """Uniform numbers in [0, 1), one of each kind for a position, whether the options need them or not.
+
+    A position's numbers are then the same with and without a circuit, so that the null circuit writes the network's
+    own text.
+    """
+
+    tokens: Float[Tensor, " n"]
+    order: Float[Tensor, " n"]
+    path: Float[Tensor, " n"]
+
+    @classmethod
+    def drawn(cls, size: int, generator: torch.Generator) -> "Noise":
+        """Draw the numbers of ``size`` positions."""
+        return cls(*torch.rand(3, size, generator=generator))
+
+    @classmethod
+    def none(cls, size: int) -> "Noise":
+        """Zeros, for queries that draw nothing."""
+        return cls(*torch.zeros(3, size))
+
+    def at(self, positions: Int[Tensor, " R"] | slice) -> "Noise":
+        """The random numbers of some of the positions, in the order given."""
+        return Noise(*(part[positions] for part in self))
+
+    def to(self, device: torch.device) -> "Noise":
+        """Copy to a device, in one transfer."""
+        return self if self.tokens.device == device else Noise(*torch.stack(tuple(self)).to(device, non_blocking=True))
+
+
+class Ranking(NamedTuple):
+    """Rows in the order of commitment, with a token and a score each, and which of them to commit."""
+
+    rows: Int[Tensor, " k"]
+    tokens: Int[Tensor, " k"]
+    scores: Float[Tensor, " k"]
+    """The probability of each token under the distribution that it was taken from."""
+    keep: Bool[Tensor, " k"]
+    valid: Bool[Tensor, ""]
+    """False: the circuit gives zero probability to the evidence, or the candidates did not suffice; discard it."""
+
+    def writes(self) -> Writes:
+        """The rows that are to be committed; probabilities, which rounding may have moved, are at most 1."""
+        kept = self.keep.nonzero()[:, 0]
+        rows, tokens, scores = (part.index_select(0, kept) for part in self[:3])
+        return Writes(rows, tokens, scores.float().clamp(max=1))
+
+    def packed(self) -> Float[Tensor, "4 more"]:
+        """One float64 tensor (exact for ids of any vocabulary), so that it crosses to the host in one transfer.
+
+        The last column holds ``valid``.
+        """
+        parts = torch.stack([part.double() for part in self[:4]])
+        return torch.cat((parts, self.valid.double().expand(4, 1)), dim=1)
+
+    @classmethod
+    def unpacked(cls, packed: Float[Tensor, "4 more"]) -> "Ranking":
+        """The inverse of ``packed``."""
+        rows, tokens, scores, keep = packed[:, :-1]
+        return cls(rows.long(), tokens.long(), scores.float(), keep.bool(), packed[0, -1].bool())
+
+    def to_host(self) -> Callable[[], "Ranking"]:
+        """Send it to the host: what is returned waits until it is there. From a GPU it crosses as one tensor."""
+        if self.rows.device.type == "cpu":
+            return lambda: self
+        packed = self.packed()
+        return lambda: Ranking.unpacked(packed.cpu())
+
+
+@dataclass(frozen=True, eq=False)
+class StepInputs:
+    """All that one step of one sequence is computed from."""
+
+    state: SequenceState
+    positions: Int[Tensor, " R"]
+    """The masked positions that the step is about, ascending, on the host."""
+    logits: Float[Tensor, "R V"]
+    """The network's logits there, after guidance, hooks and bans, on its device."""
+    circuit: ProbabilisticCircuit | None = None
+    features: Float[Tensor, "P d"] | None = None
+    """The network's hidden states from position ``begin`` on, for a circuit that is conditioned on them."""
+    begin: int = 0
+    editable: Int[Tensor, " E"] | None = None
+    """Positions that the loop has written and may write again, ascending, on the host; None: there are none."""
+    editable_logits: Float[Tensor, "E V"] | None = None
+
+    @property
+    def options(self) -> Options:
+        """The options of the sequence."""
+        return self.state.options
+
+    def window(self, window: Window, noise: Noise, constraint: WindowConstraint | None = None) -> "WindowInputs":
+        """A window, whose masked positions are among those of the step, as the circuit is given it."""
+        begin, end = window
+        tokens = self.state.ids[begin:end]
+        inside = (self.positions >= begin) & (self.positions < end)
+        logits, device = self.logits, self.logits.device
+        if not bool(inside.all()):
+            logits = logits[inside.nonzero()[:, 0].to(device, non_blocking=True)]
+        if len(logits) < len(tokens):
+            places = (self.positions[inside] - begin).to(device, non_blocking=True)
+            dense = logits.new_zeros(len(tokens), logits.shape[-1])
+            logits = dense.index_copy_(0, places, logits)
+        features = None if self.features is None else self.features[begin - self.begin : end - self.begin]
+        return WindowInputs(
+            tokens, tokens == self.state.mask_id, logits, noise.at(slice(begin, end)), features, constraint
+        )
 
 
 class WindowInputs(NamedTuple):
-    """One window: ids and noise on the host, the logits of its masked positions on the network's device."""
+    """One window: ids and noise on the host, logits and hidden states on the network's device."""
 
     tokens: Int[Tensor, " L"]
     masked: Bool[Tensor, " L"]
-    positions: Int[Tensor, " R"]
-    """The masked positions, counted from the window's first one."""
-    logits: Float[Tensor, "R V"]
+    logits: Float[Tensor, "L V"]
+    """Those at masked positions count."""
     noise: Noise
     features: Float[Tensor, "L d"] | None = None
-    """The network's last hidden states in the window, on the device, for a circuit that is conditioned on them."""
-    masked_for_network: Bool[Tensor, " L"] | None = None
-    """What was masked when the network computed ``features``: more than ``masked``, once tokens are committed."""
     constraint: WindowConstraint | None = None
     """The language that the window is part of."""
 
-    def packed(self) -> Float[Tensor, "rows L"]:
-        """All host tensors in one, so that they cross to the device in one transfer."""
-        extra = () if self.masked_for_network is None else (self.masked_for_network,)
-        return torch.stack([row.double() for row in (self.tokens, self.masked, *self.noise, *extra)])
-
     def joint(self, circuit: ProbabilisticCircuit, temperature: float) -> Coupled:
         """The product of network and circuit, on the logits' device."""
-        device, dense = self.logits.device, self.logits
-        if len(self.positions) != len(self.tokens):
-            dense = self.logits.new_zeros(len(self.tokens), self.logits.shape[-1])
-            dense[self.positions.to(device)] = self.logits
-        seen = self.masked_for_network
         return Coupled(
             circuit,
-            logits=dense[None],
-            tokens=self.tokens[None].to(device),
-            masked=self.masked[None].to(device),
+            logits=self.logits[None],
+            tokens=self.tokens[None].to(self.logits.device),
+            masked=self.masked[None].to(self.logits.device),
             temperature=temperature,
             features=None if self.features is None else self.features[None],
-            hidden=None if seen is None else seen[None].to(device),
             constraint=self.constraint,
         )
 
 
-def window_inputs(
-    inputs: StepInputs, window: Window, noise: Noise, constraint: WindowConstraint | None = None
-) -> WindowInputs:
-    """A window, whose masked positions are among those of the step, as the circuit is given it."""
-    state, positions, logits = inputs.state, inputs.positions, inputs.logits
+@dataclass(frozen=True, eq=False)
+class StepResult:
+    """What a step commits."""
+
+    ranking: Callable[[], Ranking]
+    """Gives the ranking on the host, whose rows are positions of the sequence; waits for the device."""
+    window: Window
+    mask_ratio: float
+    """The share of masks in the window before the step."""
+    circuit: bool = False
+    """Whether the circuit acted."""
+    joint: Callable[[], Coupled] | None = None
+    """What tokens of the window were taken from; None: the network alone."""
+
+
+def best_window(due: Bool[Tensor, " L"], length: int) -> int:
+    """The first position of a window of ``length`` that covers as many due positions as any.
+
+    Of the windows that do, those that begin in a row with the first of them are equally good; the middle one leaves
+    the same context on both sides.
+    """
+    length = min(length, len(due))
+    covered = due.long().unfold(0, length, 1).sum(-1)
+    best = (covered == covered.max()).tolist()
+    first = best.index(True)
+    row = best[first:]
+    return (2 * first + (row.index(False) if False in row else len(row)) - 1) // 2
+
+
+def fit_window(window: Window, circuit: ProbabilisticCircuit | None, length: int) -> Window | None:
+    """The window as the circuit can serve it: one of fixed length reaches back into what is written.
+
+    None if a sequence of ``length`` positions has no room for it.
+    """
     begin, end = window
-    tokens = state.ids[begin:end]
-    masked = tokens == state.mask_id
-    inside = (positions >= begin) & (positions < end)
-    part = logits if bool(inside.all()) else logits[inside.nonzero()[:, 0].to(logits.device, non_blocking=True)]
-    made = WindowInputs(
-        tokens, masked, positions[inside] - begin, part, noise.at(slice(begin, end)), constraint=constraint
-    )
-    if inputs.features is None:
-        return made
-    return made._replace(features=inputs.features.at(window), masked_for_network=masked)
+    if circuit is None or circuit.length is None or circuit.length == end - begin:
+        return window
+    begin = max(0, end - circuit.length)
+    return (begin, begin + circuit.length) if begin + circuit.length <= length else None
 
 
-def logits_temperature(options: Options) -> float:
-    """What divides the logits before the product; the paper tempers the tokens after it instead."""
-    return 1.0 if options.tempering == "paper" else options.circuit_temperature
+def window_length(circuit: ProbabilisticCircuit, options: Options, length: int) -> int:
+    """How many positions the circuit covers in full mode."""
+    return min(circuit.length or circuit.window or options.block_length, length)
+
+
+def activation_ratio(state: SequenceState, window: Window) -> float:
+    """The share of masks that ``activation`` is compared with: in the window, or in all that the run is to write."""
+    if state.options.activation_scope == "window":
+        return state.mask_ratio(window)
+    return int(state.masked.sum()) / max(1, int((~state.given).sum()))
+
+
+def circuit_acts(circuit: ProbabilisticCircuit | None, mask_ratio: float, options: Options) -> bool:
+    """Whether the circuit takes part in a step at this mask ratio."""
+    wanted = circuit is not None and options.sampler != "factorized"
+    return wanted and (options.activation is None or mask_ratio < options.activation)
 
 
 def sample_factorized(
@@ -129,50 +260,118 @@ def _kept(
     return passed | ((rank == 0) & ~passed.any())
 
 
-def sample_latent(
-    joint: Coupled,
-    rows: Int[Tensor, " R"] | None,
-    count: int,
-    options: Options,
-    noise: Noise,
-    open_rows: Bool[Tensor, " R"] | None = None,
-) -> Ranking:
-    """Rank positions of a window (B = 1) given one latent path; void where the evidence has probability zero.
-
-    ``rows`` are positions in the window; None: all of them, of which some are open. ``noise`` is the whole window's.
-    """
+def sample_latent(joint: Coupled, count: int, options: Options, noise: Noise) -> Ranking:
+    """Rank the masked positions of a window (B = 1) given one latent path; void where the evidence is impossible."""
     step = joint.joint_step(noise.path[None])
-    scores = step.scores[0] if rows is None else step.scores[0, rows]
-    if options.tempering == "paper":
-        scores = temper(scores, options.circuit_temperature)
-    ranking = sample_factorized(scores, count, options, noise if rows is None else noise.at(rows), open_rows)
+    scores = temper(step.scores[0], options.circuit_temperature) if options.tempering == "paper" else step.scores[0]
+    ranking = sample_factorized(scores, count, options, noise, joint.masked[0])
     return ranking._replace(valid=step.log_partition[0] > -torch.inf)
 
 
-def sample_window(
-    circuit: ProbabilisticCircuit, window: WindowInputs, count: int | None, options: Options
-) -> Float[Tensor, "4 more"]:
-    """A packed `Ranking` whose rows are positions in the window; invalid if the circuit excludes the evidence."""
-    device = window.logits.device
-    rows, noise = window.positions.to(device), window.noise.to(device)
-    joint = window.joint(circuit, logits_temperature(options))
-    if options.sampler == "latent":
-        assert count is not None, "the latent sampler commits by number"
-        ranking = sample_latent(joint, rows, count, options, noise)
-    else:
-        ranking = sample_any_order(joint, rows, count, options, noise)
-        if device.type != "cpu" and not bool(ranking.valid):
-            ranking = sample_any_order(joint, rows, count, options, noise, dense=True)
-    return ranking._replace(rows=rows.index_select(0, ranking.rows)).packed()
+def logits_temperature(options: Options) -> float:
+    """What divides the logits before the product; the paper tempers the tokens after it instead."""
+    return 1.0 if options.tempering == "paper" else options.circuit_temperature
 
 
-def sample_whole_window(
-    joint: Coupled, noise: Noise, count: int | None, options: Options, *, dense: bool = False
-) -> Ranking:
-    """Like the samplers, but over all positions, of which the masked ones are open: shapes that a graph can capture."""
-    open_rows = joint.masked[0]
-    if options.sampler == "latent":
-        assert count is not None, "the latent sampler commits by number"
-        return sample_latent(joint, None, count, options, noise, open_rows)
-    rows = torch.arange(len(open_rows), device=open_rows.device)
-    return sample_any_order(joint, rows, count, options, noise, open_rows, dense=dense)
+def token_probability(log_p: Float[Tensor, "R V"], tokens: Int[Tensor, " R"]) -> Float[Tensor, " R"]:
+    """The probability of one token in each row."""
+    return log_p.gather(-1, tokens[:, None])[:, 0].exp()
+
+
+def margin(log_p: Float[Tensor, "R V"]) -> Float[Tensor, " R"]:
+    """The probability of the best token less that of the second best."""
+    if log_p.shape[-1] == 1:
+        return log_p[:, 0].exp()
+    top = log_p.topk(2, dim=-1).values.exp()
+    return top[:, 0] - top[:, 1]
+
+
+def entropy(log_p: Float[Tensor, "R V"]) -> Float[Tensor, " R"]:
+    """The entropy of each row, in nats."""
+    return -(log_p.exp() * log_p.clamp_min(torch.finfo(log_p.dtype).min)).sum(-1)
+
+
+def priority(
+    rule: str,
+    log_p: Float[Tensor, "R V"],
+    tokens: Int[Tensor, " R"],
+    uniforms: Float[Tensor, " R"] | None,
+) -> Float[Tensor, " R"]:
+    """How early each row may be committed by a remasking rule: larger is earlier.
+
+    Rows stand in the order of their positions; ``tokens`` are the proposed ones, ``log_p`` the log-probabilities of all
+    tokens, and ``uniforms`` the numbers of the random order.
+    """
+    if rule == "low_confidence":
+        return token_probability(log_p, tokens)
+    if rule == "margin":
+        return margin(log_p)
+    if rule == "entropy":
+        return -entropy(log_p)
+    if rule == "random":
+        assert uniforms is not None
+        return uniforms
+    assert rule == "left_to_right"
+    return torch.arange(len(tokens), 0, -1, dtype=log_p.dtype, device=log_p.device)
+
+
+def by_priority(priorities: Float[Tensor, " R"]) -> Int[Tensor, " R"]:
+    """Rows from the earliest to the latest; of equals, the leftmost comes first."""
+    return priorities.argsort(descending=True, stable=True)
+
+
+def temper(scores: Float[Tensor, "R V"], temperature: float) -> Float[Tensor, "R V"]:
+    """Scores over a temperature, the best of each row at 0: nothing overflows but what becomes impossible."""
+    return (scores - scores.amax(-1, keepdim=True)) / min(max(temperature, COLDEST), HOTTEST)
+
+
+def temper_conditional(log_p: Float[Tensor, "*R V"], options: Options) -> Float[Tensor, "*R V"]:
+    """Log-probabilities of tokens given what is written, as the any-order sampler tempers them, or as they are.
+
+    With ``tempering="paper"`` that is each token's conditional under the joint to the power of 1 / circuit temperature.
+    """
+    if not tempers_conditionals(options):
+        return log_p
+    return temper(log_p, options.circuit_temperature).log_softmax(-1)
+
+
+def tempers_conditionals(options: Options) -> bool:
+    """Whether the circuit temperature acts on conditionals of the joint rather than on the network's logits."""
+    return options.sampler == "any_order" and options.tempering == "paper" and options.circuit_temperature != 1
+
+
+def keep_top_k(scores: Float[Tensor, "R V"], k: int | None) -> Float[Tensor, "R V"]:
+    """Set all but the k largest scores of each row (and what equals the k-th) to -inf."""
+    if k is None or k >= scores.shape[-1]:
+        return scores
+    least = scores.topk(k, dim=-1).values[..., -1:]
+    return scores.masked_fill(scores < least, -math.inf)
+
+
+def keep_top_p(scores: Float[Tensor, "R V"], p: float | None) -> Float[Tensor, "R V"]:
+    """Keep the smallest set of tokens whose probability exceeds p, the one that crosses it included; -inf elsewhere."""
+    if p is None or p >= 1:
+        return scores
+    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+    before = ordered.softmax(-1).cumsum(-1).roll(1, -1)
+    before[..., 0] = 0
+    drop = before > p
+    return scores.masked_fill(torch.zeros_like(drop).scatter(-1, order, drop), -math.inf)
+
+
+def choose_tokens(
+    scores: Float[Tensor, "R V"],
+    uniforms: Float[Tensor, " R"] | None,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+) -> Int[Tensor, " R"]:
+    """One token a row: the best at temperature 0, otherwise drawn by inverse CDF with one uniform number a row.
+
+    A token whose score is -inf is never chosen while there is another, whatever the temperature.
+    """
+    if temperature == 0:
+        return scores.argmax(-1)
+    assert uniforms is not None
+    kept = keep_top_p(keep_top_k(temper(scores, temperature), top_k), top_p)
+    return draw_token(kept.softmax(-1), uniforms)

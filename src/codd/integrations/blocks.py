@@ -11,9 +11,8 @@ from codd.circuits import load_circuit
 from codd.circuits.protocol import ProbabilisticCircuit
 from codd.decoding.loop import advance
 from codd.decoding.options import Options
-from codd.decoding.runner import StateRequest
-from codd.decoding.schedule import plan_steps
-from codd.decoding.state import HiddenStates, SequenceState, Step
+from codd.decoding.runner import HiddenStateRequest
+from codd.decoding.sequence import SequenceState, Step, plan_steps
 from codd.errors import CoddError, InvalidInput
 
 UNWRITTEN = -1
@@ -65,8 +64,7 @@ class BlockDecoder:
             generator = torch.Generator().manual_seed(self.options.seed if isinstance(self.options.seed, int) else 0)
         open_ids = torch.where((ids == self.mask_id) & ~given, UNWRITTEN, ids.long())
         state = SequenceState(open_ids, given, 0, UNWRITTEN, self.options, generator)
-        state.schedule = plan_steps(state)
-        state.plan = next(state.schedule, None)
+        state.begin(plan_steps(state))
         return state
 
     def ids(self, state: SequenceState) -> Int[Tensor, " S"]:
@@ -118,8 +116,8 @@ class _EngineLogits:
     def __init__(self, logits: Mapping[int, Float[Tensor, "S V"]]):
         self._logits = logits
 
-    def __call__(self, requests: Sequence[StateRequest]) -> list[HiddenStates]:
-        return [HiddenStates(0, self._logits[id(request.state)]) for request in requests]
+    def __call__(self, requests: Sequence[HiddenStateRequest]) -> list[Float[Tensor, "_ V"]]:
+        return [self._logits[id(request.state)][slice(*request.span)] for request in requests]
 
     def logits(self, rows: Sequence[Float[Tensor, "_ V"]], mask_id: int) -> list[Float[Tensor, "_ V"]]:
         return [each.float() for each in rows]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from codd.decoding.options import Options
-from codd.decoding.state import Step, StepPlan, Writes
+from codd.decoding.sequence import Step, StepPlan, Writes
 from codd.errors import CoddError, InvalidInput, MissingDependency
 from codd.integrations.blocks import BlockDecoder
 

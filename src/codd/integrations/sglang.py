@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from codd.decoding.state import SequenceState
+from codd.decoding.sequence import SequenceState
 from codd.errors import CoddError, MissingDependency
 from codd.integrations.blocks import BlockDecoder
 

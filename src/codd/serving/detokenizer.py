@@ -12,7 +12,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from codd.decoding import Model
-from codd.decoding.state import first_stop
+from codd.decoding.sequence import first_stop
 from codd.serving.prompts import GenerationRequest
 from codd.serving.responses import FinishReason
 

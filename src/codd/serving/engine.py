@@ -21,7 +21,7 @@ from codd.backbones.kv_cache import default_memory
 from codd.decoding import Model
 from codd.decoding.loop import advance
 from codd.decoding.runner import CachedRunner
-from codd.decoding.state import SequenceState, Step
+from codd.decoding.sequence import SequenceState, Step
 from codd.errors import CoddError, InvalidInput
 from codd.serving.metrics import Metrics
 from codd.serving.queue import FairQueue

@@ -14,8 +14,7 @@ from codd.constraints import Automaton
 from codd.decoding import Model, Options
 from codd.decoding.inspect import Inspection, inspect
 from codd.decoding.prompts import Prompt
-from codd.decoding.start import options_for
-from codd.decoding.state import SequenceState
+from codd.decoding.sequence import SequenceState, options_for
 from codd.errors import CoddError, InvalidConstraint, InvalidInput
 from codd.serving.errors import APIError, bad_request
 from codd.serving.options import SamplingOptions

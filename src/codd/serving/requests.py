@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequen
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
-from codd.decoding.state import SequenceState, Step
+from codd.decoding.sequence import SequenceState, Step
 
 REQUEST_ID: ContextVar[str] = ContextVar("codd_request_id", default="-")
 """The id of the HTTP request that is being answered; "-" if there is none."""

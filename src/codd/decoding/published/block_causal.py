@@ -9,32 +9,13 @@ forgets a prompt of exactly one block, and leaves the next block's first token a
 from collections.abc import Iterator
 
 import torch
+from jaxtyping import Int
+from torch import Tensor
 from torch.nn.functional import pad
 
-from codd.decoding.options import Options
-from codd.decoding.published.steps import Proposals, step_result
-from codd.decoding.schedule import edit_steps, spread
-from codd.decoding.state import SequenceState, StepInputs, StepPlan, StepResult, StopCondition
-
-LLADA2_STEPS, LLADA2_THRESHOLD = 32, 0.95
-FAST_DLLM_THRESHOLD, FAST_DLLM_BLOCK = 0.9, 8
-"""Those of its scripts; `generate` itself has 1, which is one token a pass."""
-
-
-def with_defaults(options: Options, family: str, size: int) -> Options:
-    """What a family's own loop does where nobody says; ``size`` is that of its blocks."""
-    steps = None if "steps" in options.defaulted else options.steps
-    threshold = options.threshold
-    if "block_length" in options.defaulted:
-        whole = family != "fast_dllm" or size % FAST_DLLM_BLOCK != 0
-        options = options.changed(block_length=size if whole else FAST_DLLM_BLOCK)
-    if family == "sdar":
-        steps = size if steps is None else steps
-    elif threshold is None:
-        threshold = FAST_DLLM_THRESHOLD if family == "fast_dllm" else LLADA2_THRESHOLD
-    if family == "llada2" and steps is None and options.editing_threshold is None:
-        steps = LLADA2_STEPS
-    return options.changed(steps=steps, threshold=threshold)
+from codd.decoding.published.bidirectional import Proposals, step_result
+from codd.decoding.samplers import StepInputs, StepResult
+from codd.decoding.sequence import SequenceState, StepPlan, StopCondition, edit_steps, spread
 
 
 def plan_steps(state: SequenceState, stop: StopCondition) -> Iterator[StepPlan]:
@@ -43,16 +24,24 @@ def plan_steps(state: SequenceState, stop: StopCondition) -> Iterator[StepPlan]:
     return {"sdar": _sdar, "fast_dllm": _fast_dllm, "llada2": _llada2}[state.family](state, state.block_size, stop)
 
 
+def positions(state: SequenceState) -> Int[Tensor, " R"]:
+    """The masked positions of the plan's block, ascending."""
+    assert state.plan is not None
+    begin, end = state.plan.block
+    return state.masked[begin:end].nonzero()[:, 0] + begin
+
+
 def step(inputs: StepInputs) -> StepResult:
     """All that are surer than the threshold, but at least ``plan.count``: then the surest, or the leftmost."""
-    options, window = inputs.options, (inputs.plan.begin, inputs.plan.end)
+    options, plan = inputs.options, inputs.state.plan
+    assert plan is not None
     best = inputs.logits.softmax(-1).max(-1)
     first = -torch.arange(len(best.values), device=best.values.device).float()
     order = first if options.remasking == "left_to_right" else best.values
     proposals = Proposals(best.indices, order, best.values)
     sure = 0 if options.threshold is None else int((best.values > options.threshold).sum())
-    count = max(sure, inputs.plan.count or 0)
-    return step_result(inputs, proposals, count, window, inputs.state.mask_ratio(window), False)
+    count = max(sure, plan.count or 0)
+    return step_result(inputs, proposals, count, plan.block, inputs.state.mask_ratio(plan.block), False)
 
 
 def _sdar(state: SequenceState, size: int, stop: StopCondition) -> Iterator[StepPlan]:

@@ -1,5 +1,6 @@
-"""The published steps: LLaDA's block diffusion, Dream's sampling, and full diffusion with dynamic windows."""
+"""The published loops of bidirectional families: LLaDA's block diffusion, Dream's sampling, and full diffusion."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -8,24 +9,107 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from codd.circuits.protocol import ProbabilisticCircuit
+from codd.decoding.constraint import Window
 from codd.decoding.options import Options
-from codd.decoding.published.schedule import centred_window
-from codd.decoding.ranking import Noise, Ranking, by_priority, choose_tokens, keep_top_k, keep_top_p
-from codd.decoding.samplers import window_inputs
-from codd.decoding.schedule import circuit_acts, window_length
-from codd.decoding.state import SequenceState, StepInputs, StepResult, Window
+from codd.decoding.samplers import (
+    Noise,
+    Ranking,
+    StepInputs,
+    StepResult,
+    by_priority,
+    choose_tokens,
+    circuit_acts,
+    keep_top_k,
+    keep_top_p,
+    window_length,
+)
+from codd.decoding.sequence import SequenceState, StepPlan, spread
 
+EPS = 1e-3
+"""The last time in full mode."""
 _TINY = 1e-10
 _SIMPLEX = 1e-6
 """How far from 1 probabilities may sum before PyTorch's Categorical refuses them."""
 _NEVER, _ALWAYS = -1e9, 1e9
 
 
-def block_step(inputs: StepInputs, *, dream: bool) -> StepResult:
+def plan_steps(state: SequenceState) -> Iterator[StepPlan]:
+    """The steps of a sequence, those that have nothing to commit included."""
+    return _block_schedule(state) if state.options.mode == "block" else _full_schedule(state)
+
+
+def _block_schedule(state: SequenceState) -> Iterator[StepPlan]:
+    """The steps of the blocks appended to the prompt; each block's masks are spread over its share of the steps."""
+    options = state.options
+    blocks, steps = options.gen_length // options.block_length, options.steps or options.gen_length
+    for block in range(blocks):
+        begin = state.prompt_length + block * options.block_length
+        end = begin + options.block_length
+        masks = int(state.masked[begin:end].sum())
+        for count in spread(masks, steps // blocks):
+            yield StepPlan(begin, end, count, last=False)
+
+
+def _full_schedule(state: SequenceState) -> Iterator[StepPlan]:
+    steps = state.options.steps or state.options.gen_length
+    times = diffusion_times(steps)
+    for i in range(steps):
+        now, then, last = times[i], times[i + 1], i == steps - 1
+        count = revealed(int(state.masked.sum()), now, then, last)
+        yield StepPlan(0, len(state.ids), count, last=last, time=(now, then))
+
+
+def positions(state: SequenceState) -> Int[Tensor, " R"]:
+    """All masked positions before the end of the block: masks in the prompt take part, too.
+
+    Where tokens are drawn at every position, all of them: those that are written already can spoil the draw.
+    """
+    assert state.plan is not None
+    options, full = state.options, state.options.mode == "full"
+    windowed = full and state.circuit is not None and options.sampler != "factorized"
+    if options.temperature > 0 and (windowed or (state.family == "dream" and not full)):
+        return torch.arange(len(state.ids))
+    return state.masked[: state.plan.end].nonzero()[:, 0]
+
+
+def diffusion_times(steps: int) -> list[float]:
+    """The times of full mode: from 1 to `EPS`."""
+    return torch.linspace(1, EPS, steps + 1).tolist()
+
+
+def revealed(masks: int, now: float, then: float, last: bool) -> int:
+    """How many of the masks are revealed between two times, in the original's arithmetic (float32, cut)."""
+    if last:
+        return masks
+    return int(torch.tensor(float(masks)) * (1 - torch.tensor(then) / torch.tensor(now)))
+
+
+def centred_window(due: Bool[Tensor, " L"], length: int) -> tuple[int, int]:
+    """The window centred on a due position (moved inside at the ends) that covers most, the first of equals.
+
+    Returns its first position and the number of due positions covered; (0, 0) if nothing is due.
+    """
+    total = len(due)
+    begin, most = 0, 0
+    for position in due.nonzero()[:, 0].tolist():
+        at = max(0, min(position - length // 2, total - length))
+        covered = int(due[at : at + length].sum())
+        if covered > most:
+            begin, most = at, covered
+    return begin, most
+
+
+def step(inputs: StepInputs) -> StepResult:
+    """Which tokens to commit."""
+    return full_step(inputs) if inputs.options.mode == "full" else block_step(inputs)
+
+
+def block_step(inputs: StepInputs) -> StepResult:
     """Block diffusion, as for LLaDA or, with Dream's way of sampling, as for Dream."""
     inputs, others = _split(inputs)
     state, circuit, logits, options = inputs.state, inputs.circuit, inputs.logits, inputs.options
-    window = (inputs.plan.begin, inputs.plan.end)
+    plan, dream = _plan(inputs), state.family == "dream"
+    window = plan.block
     mask_ratio = state.mask_ratio(window)
     acts = circuit is not None and circuit_acts(circuit, mask_ratio, options) and len(inputs.positions) > 0
     possible = _true(logits)
@@ -34,13 +118,13 @@ def block_step(inputs: StepInputs, *, dream: bool) -> StepResult:
         logits, possible, latents = coupled_logits(circuit, inputs, window)
         others = _with_circuit(circuit, others, window, latents)
     proposals = _propose_dream(logits, options, state, others) if dream else _propose_llada(logits, options, state)
-    return step_result(inputs, proposals, inputs.plan.count, window, mask_ratio, acts, possible)
+    return step_result(inputs, proposals, plan.count, window, mask_ratio, acts, possible)
 
 
 def full_step(inputs: StepInputs) -> StepResult:
     """Full diffusion: Dream's own loop, or with a circuit the one with dynamic windows."""
     inputs, others = _split(inputs)
-    state, plan, circuit, options = inputs.state, inputs.plan, inputs.circuit, inputs.options
+    state, plan, circuit, options = inputs.state, _plan(inputs), inputs.circuit, inputs.options
     if circuit is not None and options.sampler != "factorized":
         return _windowed_step(inputs, others, circuit)
     proposals = _propose_dream(inputs.logits, options, state)
@@ -54,11 +138,12 @@ def full_step(inputs: StepInputs) -> StepResult:
 
 def _windowed_step(inputs: StepInputs, others: StepInputs, circuit: ProbabilisticCircuit) -> StepResult:
     state, positions, logits, options = inputs.state, inputs.positions, inputs.logits, inputs.options
+    plan = _plan(inputs)
     total = len(state.ids)
     length = window_length(circuit, options, total)
     due = torch.zeros(total, dtype=torch.bool)
     if len(positions) > 1:
-        first = by_priority(_target_confidence(logits, options, state))[: inputs.plan.count].cpu()
+        first = by_priority(_target_confidence(logits, options, state))[: plan.count].cpu()
         due[positions[first]] = True
     begin, covered = centred_window(due, length)
     window: Window = (begin, begin + length)
@@ -76,12 +161,12 @@ def _windowed_step(inputs: StepInputs, others: StepInputs, circuit: Probabilisti
         confidence = confidence.masked_fill(outside.to(confidence.device), _NEVER)
     confidence = confidence.masked_fill((outside & due[positions]).to(confidence.device), _ALWAYS)
     proposals = proposals._replace(confidence=confidence)
-    return step_result(inputs, proposals, inputs.plan.count, window, mask_ratio, acts, possible)
+    return step_result(inputs, proposals, plan.count, window, mask_ratio, acts, possible)
 
 
 def _split(inputs: StepInputs) -> tuple[StepInputs, StepInputs]:
     """The masked positions up to the end of the block, of which tokens may be committed, and all others."""
-    masked = inputs.state.masked[inputs.positions] & (inputs.positions < inputs.plan.end)
+    masked = inputs.state.masked[inputs.positions] & (inputs.positions < _plan(inputs).end)
 
     def part(chosen: Bool[Tensor, " R"]) -> StepInputs:
         rows = chosen.nonzero()[:, 0]
@@ -101,9 +186,8 @@ class CoupledLogits(NamedTuple):
 
 def coupled_logits(circuit: ProbabilisticCircuit, inputs: StepInputs, window: Window) -> CoupledLogits:
     """The logits of masked positions with the circuit's scores in the window, in the logits' own type."""
-    path = inputs.state.draw(window[1] - window[0], inputs.logits.device)
-    noise = Noise.none(len(inputs.state.ids))
-    joint = window_inputs(_divided(inputs), window, noise).joint(circuit, 1.0)
+    path = _draw(inputs.state, window[1] - window[0], inputs.logits.device)
+    joint = _divided(inputs).window(window, Noise.none(len(inputs.state.ids))).joint(circuit, 1.0)
     step = joint.joint_step(path[None])
     return CoupledLogits(_overwritten(inputs, window, step.scores[0]), step.log_partition[0] > -torch.inf, step.latents)
 
@@ -114,7 +198,7 @@ def _with_circuit(
     """The scores given the same path at the window's other positions, which the published loop writes there as well."""
     if not bool(((others.positions >= window[0]) & (others.positions < window[1])).any()):
         return others
-    given = window_inputs(_divided(others), window, Noise.none(len(others.state.ids)))
+    given = _divided(others).window(window, Noise.none(len(others.state.ids)))
     free = given._replace(masked=torch.ones_like(given.masked))  # a score is asked for where a token is known
     return replace(others, logits=_overwritten(others, window, free.joint(circuit, 1.0).scores(latents)[0]))
 
@@ -145,7 +229,7 @@ def _propose_llada(logits: Float[Tensor, "R V"], options: Options, state: Sequen
     scores = logits
     if options.temperature > 0:
         noise = (
-            state.draw(logits.numel(), logits.device)
+            _draw(state, logits.numel(), logits.device)
             .double()
             .view(logits.shape)
             .clamp_min(torch.finfo(torch.float64).tiny)
@@ -157,7 +241,7 @@ def _propose_llada(logits: Float[Tensor, "R V"], options: Options, state: Sequen
     if options.remasking == "low_confidence":
         return Proposals(tokens, probability, probability)
     if options.remasking == "random":
-        return Proposals(tokens, state.draw(len(logits), logits.device), probability)
+        return Proposals(tokens, _draw(state, len(logits), logits.device), probability)
     if options.temperature > 0:
         scores = scores.exp().clamp_max(torch.finfo(scores.dtype).max)
     return Proposals(tokens, _spread(scores.softmax(-1), options.remasking), probability)
@@ -175,14 +259,14 @@ def _propose_dream(
     tokens = p.argmax(-1)
     if options.temperature > 0:
         shares = _normalised(p)
-        drawn = choose_tokens(shares.float().log(), state.draw(len(logits), logits.device), 1.0, None, None)
+        drawn = choose_tokens(shares.float().log(), _draw(state, len(logits), logits.device), 1.0, None, None)
         accepted = _is_simplex(shares)
         if others is not None and len(others.positions):
             accepted = accepted & _is_simplex(_normalised(_dream_probabilities(others.logits, options)))
         tokens = torch.where(accepted, drawn, tokens)
     probability = p.gather(-1, tokens[:, None])[:, 0]
     if options.remasking in ("random", "origin"):
-        return Proposals(tokens, state.draw(len(logits), logits.device), probability)
+        return Proposals(tokens, _draw(state, len(logits), logits.device), probability)
     if options.remasking == "topprob":
         return Proposals(tokens, logits.softmax(-1).amax(-1), probability)
     if options.remasking == "low_confidence":
@@ -212,11 +296,21 @@ def _spread(p: Float[Tensor, "R V"], rule: str) -> Float[Tensor, " R"]:
     return (p * (p + _TINY).log()).sum(-1)
 
 
+def _plan(inputs: StepInputs) -> StepPlan:
+    assert inputs.state.plan is not None
+    return inputs.state.plan
+
+
+def _draw(state: SequenceState, size: int, device: torch.device) -> Float[Tensor, " n"]:
+    """Uniform numbers in [0, 1) from the sequence's own generator."""
+    return torch.rand(size, generator=state.generator).to(device, non_blocking=True)
+
+
 def _target_confidence(logits: Float[Tensor, "R V"], options: Options, state: SequenceState) -> Float[Tensor, " R"]:
     """The confidences by which the windowed loop chooses its targets, from untempered logits."""
     p = logits.softmax(-1)
     if options.remasking in ("random", "origin"):
-        return state.draw(len(logits), logits.device)
+        return _draw(state, len(logits), logits.device)
     if options.remasking == "entropy":
         entropies: Float[Tensor, " R"] = torch.special.entr(p).sum(-1)
         return -entropies
@@ -242,4 +336,4 @@ def step_result(
     positions, scores = inputs.positions.to(first.device)[first], proposals.probability[first].float()
     valid = _true(inputs.logits) if possible is None else possible
     ranking = Ranking(positions, proposals.tokens[first], scores, keep, valid)
-    return StepResult(ranking.packed(), 0, window, mask_ratio, circuit)
+    return StepResult(ranking.to_host(), window, mask_ratio, circuit)
