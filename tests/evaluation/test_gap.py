@@ -14,11 +14,19 @@ from codd.backbones.config import Config
 from codd.backbones.transformer import initialise
 from codd.circuits import HMM, Factors, Head, HeadConfig, Modulated
 from codd.coupling import Coupled
-from codd.coupling.gap import SMALLEST_GAP, gap_closed
+from codd.coupling.gap import (
+    SMALLEST_GAP,
+    block_scores,
+    check_blocks,
+    gap_closed,
+    reveal_order,
+    rows_at_once,
+    summary,
+)
 from codd.decoding import Model
 from codd.errors import InvalidEvidence, InvalidInput
-from codd.evaluation import gap, misspecification
-from codd.evaluation.gap import block_scores, circuit_length, reveal_order, rows_at_once, summary
+from codd.evaluation import misspecification
+from codd.evaluation.gap import circuit_length
 from tests.support import FIXTURES
 
 VOCAB, MASK, PAD = 7, 5, 6
@@ -371,7 +379,7 @@ def test_what_cannot_be_measured_is_refused_in_one_line(change, message):
 def test_shapes_are_checked_without_jaxtyping_too():
     ids, starts = texts()
     with pytest.raises(InvalidInput, match=r"found \(3, 12\) and \(2,\)"):
-        gap._check(ids, starts[:2], (1.0,), LENGTH)
+        check_blocks(ids, starts[:2], (1.0,), LENGTH, MASK, VOCAB)
 
 
 def test_a_circuit_of_another_vocabulary_is_refused():

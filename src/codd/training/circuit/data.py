@@ -1,6 +1,5 @@
 """What a circuit is trained on: windows of hidden states in memory, of a logit cache, or of a changing network."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -214,7 +213,7 @@ class _Network:
         for name, rows in validation.items():
             size, seed = recipe.windows.length, VALIDATION_SEED
             prepared[name] = HeldOut.prepare(self.backbone, self.mask_id, rows, size, recipe.ratios, seed)
-            _check_numbers(recipe, not any(map(math.isnan, prepared[name].sequential.values())))
+            _check_numbers(recipe, prepared[name].is_finite())
         return prepared
 
 

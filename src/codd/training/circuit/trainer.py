@@ -20,7 +20,6 @@ from codd.training.circuit import joint
 from codd.training.circuit.data import TrainingData, batch_index, strata_of
 from codd.training.circuit.initial import state_usage
 from codd.training.circuit.updaters import CapturedUpdater, GradientUpdater, make_updater
-from codd.training.circuit.validation import Score
 from codd.training.circuit_recipe import CircuitRecipe
 from codd.training.curve import write_curve
 from codd.training.run import METRICS, Progress, run
@@ -113,7 +112,7 @@ class CircuitTrainer:
         for name, held_out in self.data.held_out().items():
             for ratio, score in held_out.scores(circuit).items():
                 figures |= _figures(name, ratio, score)
-                scores.append(score.coupled)
+                scores.append(score["coupled"])
         if not all(map(math.isfinite, scores)):
             raise Diverged(f"held-out text has no probability after step {step}: the training has diverged. {LOWER}")
         mean = sum(scores) / len(scores) if scores else None
@@ -156,11 +155,11 @@ class CircuitTrainer:
             write_curve(self.out / METRICS, self.out / CURVE)
 
 
-def _figures(name: str, ratio: float, score: Score) -> dict[str, float]:
+def _figures(name: str, ratio: float, score: Mapping[str, float]) -> dict[str, float]:
     """Figures for the log; where there is no gap to close, no share of it."""
     start = f"held_out/{name}@{ratio:g}"
-    closed = {} if math.isnan(score.gap_closed) else {f"{start}/gap_closed": score.gap_closed}
-    return {**closed, f"{start}/log_likelihood": score.coupled}
+    closed = {} if math.isnan(score["gap_closed"]) else {f"{start}/gap_closed": score["gap_closed"]}
+    return {**closed, f"{start}/log_likelihood": score["coupled"]}
 
 
 def cosine_rate(step: int, progress: float, warmup: int) -> float:
