@@ -25,7 +25,7 @@ from codd.training.logit_cache.entries import CachedWindows, TopK
 
 WAYS: dict[str, dict[str, Any]] = {
     "adam, rank 128": {"circuit": {"emission_rank": 128, "transition_rank": 64}, "optimizer": {}},
-    "adam, free logits, flows": {"circuit": {}, "optimizer": {}},
+    "adam, free logits": {"circuit": {}, "optimizer": {}},
     "anemone, ratio": {"circuit": {}, "optimizer": {"rule": "ratio"}},
 }
 

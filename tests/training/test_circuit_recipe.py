@@ -23,7 +23,6 @@ def test_shipped_recipes_are_read(name):
     recipe = read_circuit_recipe(SHIPPED / f"{name}.yaml")
     assert recipe.name == name
     assert recipe.head.latents
-    assert not recipe.by_flows
 
 
 def test_the_shipped_circuit_is_made_of_the_larger_one():
@@ -55,15 +54,9 @@ def test_the_digest_names_the_recipe(tmp_path):
     assert read(tmp_path).digest() != read(tmp_path, "windows.length=16").digest()
 
 
-def test_flows_are_for_static_circuits_of_free_logits(tmp_path):
-    assert read(tmp_path).by_flows
-    for change in ("circuit.emission_rank=4", "circuit.transition_rank=4", "head.latents=true", "joint.weights=lora"):
-        assert not read(tmp_path, change).by_flows
-
-
 @pytest.mark.parametrize("rule", ["ratio", "baum-welch"])
 def test_anemone_is_for_static_circuits_of_free_logits(tmp_path, rule):
-    assert read(tmp_path, f"optimizer.rule={rule}").by_flows
+    assert read(tmp_path, f"optimizer.rule={rule}").optimizer.rule == rule
     for change in ("head.latents=true", "circuit.emission_rank=4"):
         with pytest.raises(FormatError, match=f"'{rule}' is for static circuits of free logits"):
             read(tmp_path, f"optimizer.rule={rule}", change)

@@ -20,7 +20,6 @@ from codd.data.packing import numbered_seed
 from codd.distributed import DistributedContext
 from codd.errors import Diverged, FormatError
 from codd.training.checkpoints import adam_tensors, restore_adam
-from codd.training.ema import update_ema
 from codd.training.run import VALIDATION_SEED, Progress, run
 from codd_lab.pretraining.data import BackboneData
 from codd_lab.pretraining.loss import Maker, causal_batch, diffusion_batch, loss_sum, mean_loss
@@ -88,7 +87,9 @@ class BackboneTrainer:
         norm = torch.nn.utils.clip_grad_norm_(parameters, recipe.optimizer.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        update_ema(self.average.values(), parameters, step, recipe.optimizer.ema)
+        forget = 1 - min(recipe.optimizer.ema, (1 + step) / (10 + step))  # faster at first: the start is random
+        with torch.no_grad():
+            torch._foreach_lerp_(list(self.average.values()), parameters, forget)
         self._last = {"loss": lost, "gradient_norm": norm, "lr": torch.tensor(rate)}
 
     def metrics(self, step: int) -> dict[str, float]:

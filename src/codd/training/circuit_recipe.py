@@ -137,12 +137,6 @@ class CircuitRecipe(Section):
         """Names the run: two recipes with the same digest train the same circuit."""
         return digest_of(self)
 
-    @property
-    def by_flows(self) -> bool:
-        """Whether free logits of a static circuit move by flows alone, without a graph."""
-        factored = self.circuit.transition_rank is not None or self.circuit.emission_rank is not None
-        return not (factored or self.head.wanted or self.joint.weights != "none")
-
 
 def read_circuit_recipe(path: Path, changes: Sequence[str] = ()) -> CircuitRecipe:
     """Read a YAML file; ``changes`` like ``circuit.num_states=512`` come on top of it."""
@@ -163,7 +157,8 @@ def _broken_rules(recipe: CircuitRecipe) -> Iterator[str]:
     if recipe.windows.length > recipe.row_length:
         yield f"rows of {recipe.row_length} tokens hold no window of {recipe.windows.length}: raise row_length"
     rule = recipe.optimizer.rule
-    if rule != "adam" and not recipe.by_flows:
+    factored = recipe.circuit.transition_rank is not None or recipe.circuit.emission_rank is not None
+    if rule != "adam" and (factored or recipe.head.wanted or recipe.joint.weights != "none"):
         yield f"optimizer.rule {rule!r} is for static circuits of free logits: no ranks, no head, no joint training"
     if recipe.joint.weights != "none" and recipe.cache is not None:
         yield "a cache holds what a frozen backbone said: joint training needs data"
