@@ -13,7 +13,7 @@ import pytest
 from codd.data import entries
 from codd.data.entries import HubDataset, locate, read_entries
 from codd.data.sources import QuestionAnswer, Source, find_sources, read_documents, read_pairs
-from codd.errors import FormatError, MissingDependency
+from codd.errors import MissingDependency
 
 ROWS = [
     {"instruction": f'How many is {n}, "{{[]}}" é?', "output": f"It is\n{n}.", "source": "x", "n": n} for n in range(9)
@@ -73,33 +73,6 @@ def test_the_fields_of_known_datasets_are_found(tmp_path, keys, known):
     assert (source.kind, source.fields) == ("text", (keys[0],))
 
 
-@pytest.mark.parametrize("text", ["[]", "[ ]", " [\n]\n", "", " "])
-def test_arrays_of_nothing(tmp_path, text):
-    (tmp_path / "a.json").write_text(text)
-    with pytest.raises(FormatError, match=r"a\.json: is empty"):
-        find_sources([tmp_path / "a.json"], None)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('[{"a": 1}, 2]', "a.json: entry 2 is not a JSON object"),
-        ('[{"a": 1}, {"a": ', "a.json: entry 2 is not JSON (JSONDecodeError"),
-        ('[{"a": 1},', "a.json: ends before its array does"),
-        ('[{"a": 1}', "a.json: ends before its array does"),
-        ('"text"', "a.json: entry 1 is not a JSON object"),
-        ('[{"a": ' + "[" * 100_000, "a.json: entry 1 is not JSON (RecursionError"),
-        ('{"a": 1}\n{"a": 2', "a.json: entry 2 is not JSON"),
-    ],
-)
-def test_arrays_that_are_damaged(tmp_path, text, message):
-    (tmp_path / "a.json").write_text(text)
-    with pytest.raises(FormatError) as caught:
-        list(read_entries(tmp_path / "a.json"))
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
 def test_an_array_is_not_in_memory_as_a_whole(tmp_path):
     with (tmp_path / "a.json").open("w") as file:
         file.write(
@@ -111,27 +84,6 @@ def test_an_array_is_not_in_memory_as_a_whole(tmp_path):
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 3e6
-
-
-@pytest.mark.parametrize("name", ["a.csv", "a.pdf", "a.tsv.xz", "a.bin", "a.gz", "a.jsonl.gz", "a.docx", "nothing"])
-def test_other_files_are_refused_in_one_line(tmp_path, name):
-    (tmp_path / name).write_text("question,answer\nq,a\n")
-    with pytest.raises(FormatError) as caught:
-        find_sources([tmp_path / name], None)
-    assert ".jsonl" in str(caught.value)
-    assert "\n" not in str(caught.value)
-    if name != "nothing":  # a recipe says itself that it is text
-        with pytest.raises(FormatError, match="codd does not read"):
-            list(read_documents(Source("text", "a", path=name), tmp_path))
-    with pytest.raises(FormatError, match=r"codd does not read|has no fields"):
-        list(read_pairs(Source("qa", "a", path=name), tmp_path))
-
-
-def test_parquet_that_is_damaged(tmp_path):
-    path = write(tmp_path / "a.parquet")
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(FormatError, match=r"a\.parquet: cannot be read as parquet"):
-        list(read_entries(path))
 
 
 @pytest.mark.parametrize(

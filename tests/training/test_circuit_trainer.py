@@ -2,10 +2,8 @@ import dataclasses
 import json
 import math
 import os
-import resource
 import subprocess
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -23,10 +21,9 @@ from codd.errors import Diverged, FormatError, InvalidInput
 from codd.training import run as run_module
 from codd.training.checkpoints import checkpoints, read_checkpoint, write_checkpoint
 from codd.training.circuit import trainer
-from codd.training.circuit.data import batch_index, prepare, strata_of
-from codd.training.circuit.trainer import CircuitTrainer, train
+from codd.training.circuit.data import prepare
 from codd.training.circuit.validation import HeldOut
-from codd.training.run import VALIDATION_SEED, Clock, Trainer, check_recipe
+from codd.training.run import VALIDATION_SEED, Clock, check_recipe
 from tests.support import PYTHONPATH, small_circuits
 from tests.support.small_circuits import (
     ALONE,
@@ -43,6 +40,7 @@ from tests.support.small_circuits import (
     save_published,
     small,
 )
+from tests.support.small_runs import files_of_at_most
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
 KINDS = {"static": [], "modulated": HEAD, "anemone": ANEMONE}
@@ -403,28 +401,6 @@ def test_texts_that_are_all_shorter_than_a_window_are_refused(root, tmp_path, we
         prepare(small(root, *long), Path(), tmp_path, ALONE)
 
 
-def test_circuits_that_do_not_belong_to_the_network(whole, root, tmp_path):
-    other = HMM.random(8, 401).save(tmp_path / "other")
-    with pytest.raises(InvalidInput, match="is over 401 tokens, the backbone over 400"):
-        run(small(root, f"start={other}"), tmp_path / "out")
-    wide = save_network(tmp_path / "wide", width=32)
-    with pytest.raises(InvalidInput, match="listens to hidden states of 16 numbers, there are 32"):
-        run(small(root, f"start={whole['modulated'] / 'circuit'}", f"backbone={wide}"), tmp_path / "out")
-    with pytest.raises(InvalidInput, match="was not made with 3 inner states, which cannot be added"):
-        run(small(root, f"start={whole['static'] / 'circuit'}", "head.inner_states=3"), tmp_path / "out")
-
-
-@contextmanager
-def files_of_at_most(size: int):
-    """A real limit of the system: what is written beyond it fails, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def test_a_full_disk_loses_nothing_that_was_finished(whole, root, tmp_path):
     recipe = small(root, *HEAD)
     run(recipe, tmp_path, steps=5)
@@ -440,17 +416,6 @@ def test_a_full_disk_loses_nothing_that_was_finished(whole, root, tmp_path):
 
 
 # Several processes.
-
-
-def test_processes_share_the_windows_of_every_step(root):
-    recipe = small(root)
-    assert [list(strata_of(DistributedContext(rank, 4, CPU))) for rank in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    together = batch_index(recipe, 5, range(8), 64)
-    halves = [batch_index(recipe, 5, strata, 32) + 8 * strata.start for strata in (range(4), range(4, 8))]
-    assert torch.equal(together, torch.cat(halves))
-    assert len(together) == recipe.batch_windows
-    assert torch.equal(together // 8, torch.arange(8).repeat_interleave(2))
-    assert not torch.equal(together, batch_index(recipe, 6, range(8), 64))
 
 
 def test_processes_that_cannot_share_are_refused_at_once(root, tmp_path):
@@ -503,12 +468,3 @@ def test_two_processes_train_what_one_trains(whole, root, tmp_path):
             same = [key for key in line if "gap_closed" not in key]  # a quotient of small numbers in a random network
             assert [line[key] for key in same] == pytest.approx([other[key] for key in same], rel=1e-4, abs=1e-4)
     assert (tmp_path / "seconds.0").read_text() == (tmp_path / "seconds.1").read_text()
-
-
-def test_yields_every_step(root, tmp_path):
-    recipe = small(root)
-    assert isinstance(CircuitTrainer(recipe, prepare(recipe, Path(), tmp_path, ALONE), tmp_path, ALONE), Trainer)
-    data = prepare(recipe, Path(), tmp_path, ALONE)
-    found = list(train(recipe, data, tmp_path, ALONE))
-    assert [progress.step for progress in found] == list(range(1, STEPS + 1))
-    assert [progress.step for progress in found if progress.metrics] == [3, 4, 6, 8]
