@@ -16,6 +16,7 @@ from codd.circuits import HMM, Factors, Head, HeadConfig, Modulated
 from codd.coupling import Coupled
 from codd.coupling.gap import (
     block_scores,
+    check_blocks,
     gap_closed,
     reveal_order,
     rows_at_once,
@@ -338,8 +339,6 @@ class Silent(Backbone):
         ({"ratios": ()}, "ratios must be above 0"),
         ({"ratios": (0.5, 0.0)}, "ratios must be above 0"),
         ({"ratios": (1.1,)}, r"at most 1, found \[1.1\]"),
-        ({"starts": torch.tensor([0, 1])}, r"found \(3, 12\) and \(2,\)"),
-        ({"ids": [[1, 2]]}, "must be torch tensors, found"),
         ({"model": Model(tiny(), None, None, None)}, "which token is the mask"),
         ({"model": model(None, Silent(tiny().spec, tiny().network))}, "text 0: the network's logits are NaN"),
     ],
@@ -350,6 +349,12 @@ def test_what_cannot_be_measured_is_refused_in_one_line(change, message):
     with pytest.raises(InvalidInput, match=message) as caught:
         misspecification(**given)
     assert "\n" not in str(caught.value)
+
+
+def test_shapes_are_checked_without_jaxtyping_too():
+    ids, starts = texts()
+    with pytest.raises(InvalidInput, match=r"found \(3, 12\) and \(2,\)"):
+        check_blocks(ids, starts[:2], (1.0,), LENGTH, MASK, VOCAB)
 
 
 def test_is_there_after_import_codd():

@@ -363,7 +363,7 @@ def causal():
         (
             lambda at: steps(at, settings_of(), backbone=causal()),
             InvalidInput,
-            "is a causal model; a cache needs a den",
+            "is a causal model; a cache needs",
         ),
         (lambda at: steps(at, settings_of(), backbone=broken_for(MASK)), Diverged, "not numbers in shard 0"),
         (
