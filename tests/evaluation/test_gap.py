@@ -12,8 +12,7 @@ import codd
 from codd.backbones import Backbone, load_checkpoint, mini
 from codd.backbones.config import Config
 from codd.backbones.transformer import initialise
-from codd.circuits import HMM, Factors, Head, HeadConfig, Modulated
-from codd.coupling import Coupled
+from codd.circuits import HMM, Modulated
 from codd.coupling.gap import (
     block_scores,
     check_blocks,
@@ -128,36 +127,6 @@ def test_serves_families_with_quirks(name):
         wanted = slowly(backbone, None, ids, starts, ratio, 0)
         assert found[ratio]["factorized"] == pytest.approx(wanted["factorized"], abs=1e-4)
         assert found[ratio]["sequential"] == pytest.approx(wanted["sequential"], abs=1e-4)
-
-
-@pytest.mark.parametrize("inner_states", [0, 2])
-def test_a_modulated_circuit_hears_the_states_of_its_block(inner_states):
-    ids, starts = texts()
-    factors = Factors.near_neutral(4, VOCAB, inner_states=inner_states, noise=2.0)
-    head = Head(HeadConfig(16, 4, inner_states))
-    with torch.no_grad():
-        for weight in head.parameters():
-            weight.normal_(0, 0.5, generator=torch.Generator().manual_seed(1))
-    circuit = Modulated(HMM.from_factors(factors, window=LENGTH), head)
-    found = misspecification(model(circuit), ids, starts, RATIOS)
-    order = reveal_order(len(ids), LENGTH, 0)
-    for ratio, masked in zip(RATIOS, (1, 2, 4), strict=True):
-        total = 0.0
-        for row, start, last in zip(ids, starts.tolist(), order[:, LENGTH - masked :], strict=True):
-            block, hidden = slice(start, start + LENGTH), torch.zeros(1, LENGTH, dtype=torch.bool)
-            hidden[0, last] = True
-            shown = row.clone()
-            shown[block.stop :] = MASK
-            shown[start + last] = MASK
-            logits = tiny()(shown[None])[:, block]
-            logits[..., MASK] = -torch.inf
-            with torch.no_grad():
-                latents, gates = circuit.modulate(tiny().states(shown[None])[:, block], hidden)
-            potentials = {"latent_log_potentials": latents, "step_log_gates": gates}
-            joint = Coupled(circuit.hmm, logits=logits, tokens=row[None, block], masked=hidden, **potentials)
-            total += float(joint.log_prob(row[None, block]))
-        assert found[ratio]["coupled"] == pytest.approx(total / (masked * len(ids)), abs=1e-5)
-    assert found[1.0]["coupled"] != misspecification(model(circuit.hmm), ids, starts, (1.0,))[1.0]["coupled"]
 
 
 def test_the_neutral_circuit_changes_nothing():

@@ -17,7 +17,7 @@ from codd.errors import Diverged, FormatError, InvalidInput
 from codd.training.logit_cache import build as build_module
 from codd.training.logit_cache import storage, top_k
 from codd.training.logit_cache.build import draw_shard, windows_per_row
-from codd.training.logit_cache.entries import keep_top_k
+from codd.training.logit_cache.cached_windows import keep_top_k
 from codd.training.logit_cache.reader import LogitCache
 from tests.support import FIXTURES
 from tests.support.small_caches import (

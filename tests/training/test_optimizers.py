@@ -31,19 +31,6 @@ def assert_normalised(hmm: HMM) -> None:
         torch.testing.assert_close(table.exp().sum(-1), torch.ones_like(table[..., 0]))
 
 
-def dependent(count: int = 40, length: int = 6, vocab: int = 6) -> WindowBatch:
-    """Each token is followed by the next; the network knows only how often each occurs."""
-    generator = torch.Generator().manual_seed(0)
-    first = torch.randint(vocab, (count, 1), generator=generator)
-    tokens = (first + torch.arange(length)) % vocab
-    masked = torch.rand(count, length, generator=generator) < torch.rand(count, 1, generator=generator)
-    return WindowBatch(tokens, masked, logits=torch.zeros(count, length, vocab))
-
-
-def near_neutral(vocab: int) -> HMM:
-    return HMM.random(8, vocab, 1, scale=0.3)
-
-
 def test_visits_are_those_of_all_paths():
     hmm = circuit(1)
     found = expected_visits(hmm, LENGTH)
@@ -146,17 +133,6 @@ def test_small_full_batch_steps_increase_the_objective(rule, sparse):
         hmm = optimizer.update(hmm, signed)
         assert_normalised(hmm)
     assert all(b > a for a, b in itertools.pairwise(values))
-
-
-@pytest.mark.parametrize("name", MAKERS)
-def test_dependencies_are_learned_from_near_the_neutral_circuit(name):
-    windows, hmm, optimizer = dependent(), near_neutral(6), MAKERS[name]()
-    first = per_token(signed_flows(hmm, windows))
-    assert first == pytest.approx(-np.log(6), abs=0.15)
-    for _ in range(30):
-        hmm = optimizer.update(hmm, signed_flows(hmm, windows))
-    assert per_token(signed_flows(hmm, windows)) > first + 0.3
-    assert_normalised(hmm)
 
 
 @pytest.mark.parametrize("name", MAKERS)

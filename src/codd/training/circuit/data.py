@@ -20,7 +20,7 @@ from codd.errors import Diverged, InvalidInput
 from codd.training.circuit.initial import CircuitSpec
 from codd.training.circuit.validation import HeldOut
 from codd.training.circuit_recipe import CircuitRecipe
-from codd.training.logit_cache.entries import CachedWindows
+from codd.training.logit_cache.cached_windows import CachedWindows
 from codd.training.logit_cache.reader import LogitCache
 from codd.training.logit_cache.sources import adapter_digest, network_name
 from codd.training.run import VALIDATION_SEED

@@ -23,7 +23,7 @@ from codd.data.windows import MaskedRows, WindowBatch, choose_windows, predict_w
 from codd.distributed import DistributedContext
 from codd.errors import Diverged, InvalidInput
 from codd.training.logit_cache import storage
-from codd.training.logit_cache.entries import CachedWindows, TopK, join, keep_top_k
+from codd.training.logit_cache.cached_windows import CachedWindows, TopK, join, keep_top_k
 from codd.training.logit_cache.storage import CacheSettings, Index
 from codd.training.logit_cache.top_k import choose_top_k, random_circuit
 

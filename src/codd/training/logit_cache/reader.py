@@ -14,7 +14,7 @@ import torch
 
 from codd.errors import FormatError, InvalidInput
 from codd.training.logit_cache import storage
-from codd.training.logit_cache.entries import CachedWindows, join
+from codd.training.logit_cache.cached_windows import CachedWindows, join
 from codd.training.logit_cache.storage import CacheSettings, Index
 
 

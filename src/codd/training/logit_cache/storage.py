@@ -25,7 +25,7 @@ from codd.data import text_files
 from codd.data.packing import NARROW
 from codd.data.windows import WindowRecipe
 from codd.errors import FormatError, InvalidInput
-from codd.training.logit_cache.entries import CachedWindows, TopK
+from codd.training.logit_cache.cached_windows import CachedWindows, TopK
 from codd.validation import List, Section, Whole
 
 FORMAT, VERSION = "codd logit cache", 2
@@ -77,7 +77,7 @@ class Change(NamedTuple):
     change: float
 
 
-class Record(NamedTuple):
+class Shard(NamedTuple):
     """Checksum and sizes of a finished shard."""
 
     sha256: str
@@ -93,7 +93,7 @@ class Index(Section):
     settings: CacheSettings
     top_k: Whole
     measured: List[Change]
-    shards: List[Record] = ()
+    shards: List[Shard] = ()
     """Empty until all are finished."""
 
     def counts(self) -> dict[str, int]:
@@ -195,19 +195,19 @@ def _write(folder: Path, fields: dict[str, Any]) -> None:
         files.write_text(path, json.dumps(fields, indent=1) + "\n")
 
 
-def records(folder: Path, index: Index) -> list[Record | None]:
+def records(folder: Path, index: Index) -> list[Shard | None]:
     """The record of each shard: in a file of its own, if there is one, else the index's; None if it is not finished."""
-    known: list[Record | None] = [*index.shards] or [None] * index.settings.shards
+    known: list[Shard | None] = [*index.shards] or [None] * index.settings.shards
     for number in range(len(known)):
         path = folder / record_name(number)
         if path.is_file():
             known[number] = None  # if it cannot be read, the shard is made again
             with contextlib.suppress(FormatError):
-                known[number] = validation.build(Record, text_files.read_json(path), str(path))
+                known[number] = validation.build(Shard, text_files.read_json(path), str(path))
     return known
 
 
-def write_shard(folder: Path, number: int, entries: CachedWindows, settings: CacheSettings) -> Record:
+def write_shard(folder: Path, number: int, entries: CachedWindows, settings: CacheSettings) -> Shard:
     """Shard and record, both on the disk when this returns."""
     tensors = {
         "tokens": _unsigned(entries.tokens, settings),
@@ -220,12 +220,12 @@ def write_shard(folder: Path, number: int, entries: CachedWindows, settings: Cac
     with files.replacing(folder, shard_name(number), record_name(number)) as (shard, note):
         # One word of metadata only: safetensors writes several in any order, and shards are the same to the byte.
         files.write_weights(shard, files.standalone(tensors), {FORMAT: settings.digest()})
-        record = Record(files.sha256(shard), shard.stat().st_size, len(entries), len(entries.lists.truth))
+        record = Shard(files.sha256(shard), shard.stat().st_size, len(entries), len(entries.lists.truth))
         files.write_text(note, json.dumps(record._asdict()) + "\n")
     return record
 
 
-def _content(folder: Path, number: int, record: Record) -> bytes:
+def _content(folder: Path, number: int, record: Shard) -> bytes:
     """The bytes of a shard; FormatError unless they are those of its record."""
     path = folder / shard_name(number)
     try:
@@ -237,7 +237,7 @@ def _content(folder: Path, number: int, record: Record) -> bytes:
     return content
 
 
-def damage(folder: Path, number: int, record: Record) -> str | None:
+def damage(folder: Path, number: int, record: Shard) -> str | None:
     """What is wrong with a finished shard; None if its size and checksum are right."""
     try:
         _content(folder, number, record)

@@ -10,8 +10,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from codd.data import entries
-from codd.data.entries import HubDataset, locate, read_entries
+from codd.data import records
+from codd.data.records import HubDataset, locate, read_records
 from codd.data.sources import QuestionAnswer, Source, find_sources, read_documents, read_pairs
 from codd.errors import MissingDependency
 
@@ -42,9 +42,9 @@ def test_pairs_of_every_format(tmp_path, name, monkeypatch):
         QuestionAnswer("It is\n1.", "x"),
     ]
     for size in (1, 7, 64):  # wherever the pieces end that a file is read by
-        monkeypatch.setattr(entries, "_AT_ONCE", size)
-        monkeypatch.setattr(entries, "BATCH_ROWS", size)
-        assert [entry for _, entry in read_entries(path)] == ROWS
+        monkeypatch.setattr(records, "_AT_ONCE", size)
+        monkeypatch.setattr(records, "BATCH_ROWS", size)
+        assert [record for _, record in read_records(path)] == ROWS
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.parquet"])
@@ -80,7 +80,7 @@ def test_an_array_is_not_in_memory_as_a_whole(tmp_path):
         )
     assert (tmp_path / "a.json").stat().st_size > 20e6
     tracemalloc.start()
-    assert sum(1 for _ in read_entries(tmp_path / "a.json")) == 4000
+    assert sum(1 for _ in read_records(tmp_path / "a.json")) == 4000
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 3e6
@@ -117,7 +117,7 @@ def test_a_file_comes_before_the_hub(tmp_path):
 HUB = """
 import sys
 from pathlib import Path
-from codd.data.entries import content_digest, locate
+from codd.data.records import content_digest, locate
 from codd.data.sources import find_sources, read_pairs
 (source,) = find_sources([Path(sys.argv[1])], None)
 print(source.kind, *source.fields)
@@ -133,7 +133,7 @@ def test_a_dataset_of_the_hub(tmp_path):
     code = "import sys, datasets; datasets.load_dataset('json', data_files=sys.argv[1], cache_dir=sys.argv[2])"
     array = str(write(tmp_path / "a.json"))
     environment = {"PATH": "", "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "HOME": str(tmp_path)}
-    environment["PYTHONPATH"] = str(Path(entries.__file__).parents[2])
+    environment["PYTHONPATH"] = str(Path(records.__file__).parents[2])
     subprocess.run([sys.executable, "-c", code, array, str(made)], check=True, env=environment)
     (folder,) = made.glob("json/*/*/*/")
     kept = tmp_path / "home" / "datasets" / "TIGER-Lab___math_instruct" / "default" / "0.0.0" / folder.name
@@ -160,4 +160,4 @@ def test_what_is_not_installed_is_named(tmp_path, monkeypatch, name, package):
     for module in ("pyarrow.parquet", "datasets"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingDependency, match=rf"needs the package {package}: pip install 'codd-lm\[data\]'"):
-        list(read_entries(locate(name, tmp_path)))
+        list(read_records(locate(name, tmp_path)))
