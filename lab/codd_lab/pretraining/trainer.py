@@ -89,7 +89,7 @@ class BackboneTrainer:
         self.optimizer.zero_grad(set_to_none=True)
         forget = 1 - min(recipe.optimizer.ema, (1 + step) / (10 + step))  # faster at first: the start is random
         with torch.no_grad():
-            torch._foreach_lerp_(list(self.average.values()), parameters, forget)
+            torch._foreach_lerp_([*self.average.values()], [*parameters], forget)
         self._last = {"loss": lost, "gradient_norm": norm, "lr": torch.tensor(rate)}
 
     def metrics(self, step: int) -> dict[str, float]:

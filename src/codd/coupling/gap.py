@@ -117,8 +117,10 @@ class MaskedBlocks(NamedTuple):
         """The scores of some circuits for one evaluation of the network."""
         seen = torch.where(self.hidden, mask_id, self.tokens)
         logits = backbone.masked_logits_from_states(self.states, seen, mask_id=mask_id)
-        given = {"logits": logits, "tokens": self.tokens, "masked": self.hidden, "features": self.states}
-        coupled = {name: Coupled(circuit, **given).log_prob(self.tokens).double() for name, circuit in circuits.items()}
+        coupled = {}
+        for name, circuit in circuits.items():
+            joint = Coupled(circuit, logits=logits, tokens=self.tokens, masked=self.hidden, features=self.states)
+            coupled[name] = joint.log_prob(self.tokens).double()
         return BlockScores(int(self.hidden[0].sum()), self.factorized, coupled, self.sequential)
 
 
