@@ -22,7 +22,7 @@ from codd.training.circuit import joint
 from codd.training.circuit.initial import AllReduce, CircuitSpec, Usage, initial_circuit
 from codd.training.circuit.objectives import signed_flows, weights_of
 from codd.training.circuit.optimizers import Anemone
-from codd.training.circuit_recipe import CircuitRecipe
+from codd.training.circuit_recipe import AUTO, CircuitRecipe
 
 
 def make_updater(
@@ -111,9 +111,10 @@ class GradientUpdater:
     def _adam(self) -> tuple[torch.optim.AdamW, list[float]]:
         chosen = self.recipe.optimizer
         head = [] if self.head is None else list(self.head.parameters())
+        lr, head_lr = (1.5e-2, 1e-3) if self.recipe.start in (None, AUTO) else (1.5e-3, 1e-4)
         groups = [
-            (list(self.factors.values()), chosen.lr),
-            (head, chosen.head_lr),
+            (list(self.factors.values()), chosen.lr or lr),
+            (head, chosen.head_lr or head_lr),
             (list(self.network.values()), self.recipe.joint.lr),
         ]
         groups = [group for group in groups if group[0]]

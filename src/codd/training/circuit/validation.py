@@ -27,6 +27,7 @@ class HeldOut:
     mask_id: int
     counts: Mapping[float, int]
     """How many tokens of a block each ratio masks."""
+    blocks: Blocks
     parts: Sequence[Mapping[int, MaskedBlocks]]
 
     @classmethod
@@ -36,7 +37,8 @@ class HeldOut:
         """Evaluate the network. The seed fixes blocks and masks; those of a higher ratio contain the lower's."""
         counts = masked_counts(ratios, size)
         blocks = held_out_blocks(rows, size, seed, absolute=backbone.block_size is not None)
-        return cls(backbone, mask_id, counts, list(evaluate_blocks(backbone, blocks, set(counts.values()), mask_id)))
+        parts = list(evaluate_blocks(backbone, blocks, set(counts.values()), mask_id))
+        return cls(backbone, mask_id, counts, blocks, parts)
 
     def is_finite(self) -> bool:
         """Whether the network gave numbers everywhere."""
