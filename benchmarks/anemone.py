@@ -24,10 +24,33 @@ from torch import Tensor
 
 from codd.circuits import HMM, Evidence, SparsePotentials
 from codd.data.windows import WindowBatch
-from codd.training.circuit.objectives import signed_flows, weights_of
-from codd.training.circuit.optimizers import Adam, Anemone, Optimizer
+from codd.training.circuit.objectives import Signed, log_tables, signed_flows, weights_of, with_tables
+from codd.training.circuit.optimizers import Anemone
 
-WAYS: dict[str, Callable[[], Optimizer]] = {
+
+class Adam:
+    """Adam on logits u with theta = softmax(u): dJ / du = G - theta sum G, where G = F+ - F-, per masked token."""
+
+    def __init__(self, rate: float):
+        self.rate = rate
+        self.logits: list[Tensor] = []
+
+    @torch.no_grad()
+    def update(self, hmm: HMM, signed: Signed) -> HMM:
+        """As `Anemone.update`."""
+        if not self.logits:
+            self.logits = [x.clone() for x in log_tables(hmm)]
+            self.adam = torch.optim.Adam(self.logits, betas=(0.9, 0.99))
+        for logits, log_theta, up, down in zip(self.logits, log_tables(hmm), signed.plus, signed.minus, strict=True):
+            flow = up - down
+            logits.grad = (log_theta.exp() * flow.sum(-1, keepdim=True) - flow) / signed.tokens
+        self.adam.param_groups[0]["lr"] = self.rate
+        self.adam.step()
+        initial, transition, emission = (x.log_softmax(-1) for x in self.logits)
+        return with_tables(hmm, (initial, transition, emission))
+
+
+WAYS: dict[str, Callable[[], Adam | Anemone]] = {
     "adam 1.5e-2": lambda: Adam(1.5e-2),
     "adam 5e-2": lambda: Adam(5e-2),
     "adam 1.5e-1": lambda: Adam(1.5e-1),
@@ -160,7 +183,7 @@ def score(hmm: HMM, windows: WindowBatch) -> float:
 
 
 def train(
-    optimizer: Optimizer, pool: WindowBatch, held_out: WindowBatch, args: argparse.Namespace
+    optimizer: Adam | Anemone, pool: WindowBatch, held_out: WindowBatch, args: argparse.Namespace
 ) -> Iterator[tuple[int, float, float]]:
     """Updates and seconds so far, and the score on held-out windows, at even times; ends early when it broke."""
     hmm = HMM.random(num_states=args.states, vocab_size=args.vocab, seed=args.seed, scale=0.5)

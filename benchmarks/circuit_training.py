@@ -21,11 +21,11 @@ from codd.data.packing import narrow
 from codd.training.circuit.initial import CircuitSpec
 from codd.training.circuit.updaters import CapturedUpdater, GradientUpdater, make_updater
 from codd.training.circuit_recipe import CircuitRecipe, RuleRecipe, TablesRecipe
-from codd.training.logit_cache.entries import CachedWindows, TopK
+from codd.training.logit_cache.cached_windows import CachedWindows, TopK
 
 WAYS: dict[str, dict[str, Any]] = {
     "adam, rank 128": {"circuit": {"emission_rank": 128, "transition_rank": 64}, "optimizer": {}},
-    "adam, free logits, flows": {"circuit": {}, "optimizer": {}},
+    "adam, free logits": {"circuit": {}, "optimizer": {}},
     "anemone, ratio": {"circuit": {}, "optimizer": {"rule": "ratio"}},
 }
 

@@ -12,7 +12,7 @@ from codd import folders
 from codd.backbones import adapters, load_checkpoint, mini
 from codd.circuits import HMM, Modulated, load_circuit
 from codd.cli import main
-from codd.cli.train import _gaps as gaps
+from codd.cli.train import gaps_in_words
 from codd.training.checkpoints import checkpoints
 from codd.training.circuit.joint import trainable
 from codd_lab.problems import problems
@@ -93,7 +93,7 @@ def test_the_gap_closed_is_that_of_the_largest_ratio():
     shares = {"books@0.5": 0.2, "books@1": 0.614, "own@0.5": 0.1}
     figures = {f"held_out/{name}/gap_closed": share for name, share in shares.items()}
     figures |= {f"held_out/{name}/log_likelihood": -1.0 for name in (*shares, "own@1")}
-    assert gaps(figures) == "books: 61%, own: no gap to close"
+    assert gaps_in_words(figures) == "books: 61% (-1.000 nats per token), own: no gap to close (-1.000 nats per token)"
 
 
 def test_text_and_what_is_written(tmp_path, capsys):

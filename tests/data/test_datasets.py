@@ -17,7 +17,7 @@ from codd.data.windows import WindowRecipe, choose_windows
 from codd.errors import InvalidInput
 from codd.training.circuit.data import batch_index
 from codd.training.circuit_recipe import BankRecipe, CircuitRecipe
-from tests.support.small_windows import MASK, VOCAB, WINDOW, network, prose, recipe_of, rows_of_pairs
+from tests.support.small_windows import MASK, WINDOW, network, prose, recipe_of, rows_of_pairs
 
 RECIPE = recipe_of(bank=BankRecipe(windows=96, rows_at_once=8), windows=WindowRecipe(WINDOW, per_row=2))
 COLUMNS = ("tokens", "masked", "level", "features")
@@ -47,33 +47,26 @@ def filled(strata: range, **changes) -> HiddenStateDataset:
     return fill(sources(), dataclasses.replace(RECIPE, **changes), strata)
 
 
-def test_strata_do_not_depend_on_who_fills_them():
+def test_processes_share_the_strata_and_every_batch():
     whole = filled(range(STRATA))
     assert len(whole) == 96
     assert isinstance(whole, WindowDataset)
+    assert whole.tokens.dtype.itemsize <= 2
     for count in (2, 4):
-        each = STRATA // count
-        parts = [filled(range(i * each, (i + 1) * each)) for i in range(count)]
+        strata = [range(i * STRATA // count, (i + 1) * STRATA // count) for i in range(count)]
+        parts = [filled(some) for some in strata]
         for name in COLUMNS:
             assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name))
-    other = filled(range(STRATA), seed=1)
-    assert not torch.equal(other.masked, whole.masked)
-
-
-def test_processes_share_a_batch():
-    whole = filled(range(STRATA))
-    for step in (0, 1, 7):
-        batch = whole.windows(batch_index(RECIPE, step, range(STRATA), len(whole)))
-        assert len(batch.tokens) == RECIPE.batch_windows
-        for count in (2, 4):
-            each = STRATA // count
-            strata = [range(i * each, (i + 1) * each) for i in range(count)]
-            banks = [filled(some) for some in strata]
-            parts = [b.windows(batch_index(RECIPE, step, s, len(b))) for b, s in zip(banks, strata, strict=True)]
-            for name in ("tokens", "masked", "level", "features"):
-                assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(batch, name))
+        for step in (0, 7):
+            batch = whole.windows(batch_index(RECIPE, step, range(STRATA), len(whole)))
+            shared = [x.windows(batch_index(RECIPE, step, s, len(x))) for x, s in zip(parts, strata, strict=True)]
+            assert len(batch.tokens) == RECIPE.batch_windows
+            for name in COLUMNS:
+                assert torch.equal(torch.cat([getattr(part, name) for part in shared]), getattr(batch, name))
     first, second = (batch_index(RECIPE, step, range(STRATA), len(whole)) for step in (0, 1))
     assert not torch.equal(first, second)
+    other = filled(range(STRATA), seed=1)
+    assert not torch.equal(other.masked, whole.masked)
 
 
 def test_each_source_has_its_share_of_every_stratum():
@@ -119,8 +112,3 @@ def test_a_bank_that_is_too_small_for_its_sources_is_refused():
     recipe = dataclasses.replace(RECIPE, bank=BankRecipe(windows=STRATA, rows_at_once=8))
     with pytest.raises(InvalidInput, match=r"bank.windows 8 is too few for 2 sources"):
         fill(sources(), recipe, range(STRATA))
-
-
-def test_tokens_are_kept_narrow():
-    assert filled(range(1)).tokens.dtype.itemsize <= 2
-    assert network().vocab_size == VOCAB

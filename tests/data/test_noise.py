@@ -3,8 +3,7 @@ import dataclasses
 import pytest
 import torch
 
-from codd.data import noise
-from codd.data.noise import Noise, NoiseRecipe, add_noise, positions_in, segment_starts, stratified
+from codd.data.noise import Noise, NoiseRecipe, add_noise, positions_in, segment_starts
 from codd.data.packing import PackedSequences
 from tests.support.small_runs import CPU, packed
 
@@ -20,14 +19,6 @@ def draw(rows: PackedSequences, recipe: NoiseRecipe, generator: torch.Generator)
 def draws(rows: PackedSequences, recipe: NoiseRecipe, count: int) -> list[Noise]:
     generator = torch.Generator().manual_seed(3)
     return [draw(rows, recipe, generator) for _ in range(count)]
-
-
-def test_uniform_noise_counts_every_scored_token_once_on_average():
-    rows = packed([(3, 9)] * 16, 12)
-    weights = torch.stack([found.weights for found in draws(rows, UNIFORM, 600)])
-    # One weight has a variance of about 2.2, and 600 draws of 16 rows a standard error of 0.015.
-    assert weights.mean(dim=(0, 1))[3:].tolist() == pytest.approx([1.0] * 9, abs=0.08)
-    assert not weights[..., :3].any()
 
 
 @pytest.mark.parametrize("recipe", [UNIFORM, BLOCKS, dataclasses.replace(BLOCKS, block_share=0.4)])
@@ -54,25 +45,6 @@ def test_each_text_of_a_batch_has_its_own_stratum():
         of_segment = torch.where(torch.from_numpy(rows.segments == segment), found.weights, 0.0)
         level = (1 / of_segment.amax(dim=1) - UNIFORM.minimum) / (1 - UNIFORM.minimum)
         assert sorted((level * 16).floor().int().tolist()) == list(range(16))
-
-
-def test_strata():
-    found = stratified(7, 3, torch.Generator().manual_seed(0), CPU)
-    assert (found * 7).floor().sort(dim=0).values.T.tolist() == [list(range(7))] * 3
-    assert len({tuple(column.argsort().tolist()) for column in found.T}) == 3
-    assert found.min() >= 0
-    assert found.max() < 1
-
-
-def test_strata_make_batches_more_alike_than_independent_levels(monkeypatch):
-    rows = packed([(0, 100)] * 16, 100)
-
-    def spread() -> float:
-        return float(torch.stack([each.hidden.float().mean() for each in draws(rows, UNIFORM, 300)]).var())
-
-    stratified_spread = spread()
-    monkeypatch.setattr(noise, "stratified", lambda rows, columns, g, d: torch.rand(rows, columns, generator=g))
-    assert 4 * stratified_spread < spread()
 
 
 def scored_parts(rows: PackedSequences, found: Noise):

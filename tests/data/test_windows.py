@@ -10,7 +10,6 @@ from codd.data.windows import (
     WindowRecipe,
     draw_windows,
     gather_windows,
-    mask_block,
     mask_rows,
     predict_windows,
     sample_blocks,
@@ -140,13 +139,6 @@ def test_held_out_blocks_lie_in_one_text(rows):
         assert len(segments[row, here].unique()) == 1
         assert int(segments[row, begin]) != PADDING
         assert bool(scored[row, here].all())
-
-
-def test_a_block_is_masked_with_all_to_its_right():
-    segments = torch.tensor([[1] * 10 + [2] * 5 + [0]])
-    scored = torch.tensor([[False] * 2 + [True] * 8 + [False] + [True] * 4 + [False]])
-    hidden = mask_block(segments, scored, torch.tensor([[2]]), torch.tensor([[True, False, False, True]]))
-    assert hidden[0].nonzero().flatten().tolist() == [2, 5, 6, 7, 8, 9]
 
 
 def test_no_more_windows_than_there_are():

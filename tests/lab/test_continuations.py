@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from codd.circuits import HMM
+from codd.coupling.gap import block_scores, reveal_order
 from codd.errors import InvalidInput
-from codd.evaluation.gap import block_scores, reveal_order
 from codd_lab.likelihood.continuations import continuation_scores
 from tests.support.small_denoisers import MASK, VOCAB, causal_log_prob, log_probs, network
 

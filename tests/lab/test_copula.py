@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from codd.backbones import Backbone, load_checkpoint
+from codd.coupling.gap import block_scores, reveal_order, rows_at_once
 from codd.errors import InvalidInput
-from codd.evaluation.gap import block_scores, reveal_order, rows_at_once
 from codd_lab.likelihood.copula import dcd_scores
 from tests.support import FIXTURES
 from tests.support.small_denoisers import MASK, VOCAB, causal_log_prob, flat, log_probs, network, without

@@ -13,9 +13,9 @@ from codd.backbones import Tokenizer, load_checkpoint, mini
 from codd.backbones.config import Config
 from codd.backbones.transformer import initialise
 from codd.circuits import HMM
+from codd.coupling.gap import BlockScores, block_scores, summary
 from codd.decoding import Model
 from codd.errors import FormatError, InvalidInput
-from codd.evaluation.gap import BlockScores, block_scores, summary
 from codd_lab.likelihood.corpora import BlockSpec, draw_blocks, draw_continuations
 from codd_lab.likelihood.studies import (
     closed_interval,

@@ -1,8 +1,8 @@
 """A small network on the disk, recipes of circuits for it, and runs of them; as a program, in several processes."""
 
-import itertools
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,15 @@ def run(
 ) -> list[Progress]:
     """Some steps of a run, as if it had been killed after them, or all."""
     data = data or prepare(recipe, Path(), out, ALONE)
-    return list(itertools.islice(train(recipe, data, out, ALONE), steps))
+    return list(up_to(steps, train(recipe, data, out, ALONE)))
+
+
+def up_to(steps: int | None, made: Iterator[Progress]) -> Iterator[Progress]:
+    """A run as far as a step; what follows is never asked for, as if the process had died."""
+    for progress in made:
+        yield progress
+        if progress.step == steps:
+            return
 
 
 def metrics_of(out: Path) -> list[dict[str, float]]:
@@ -113,7 +121,7 @@ def main(root: Path, out: Path, jobs: dict[str, Any]) -> None:
         for name, (changes, steps) in jobs.items():
             recipe = small(root, *changes)
             data = prepare(recipe, Path(), out / name, context)
-            made = len(list(itertools.islice(train(recipe, data, out / name, context), steps)))
+            made = len(list(up_to(steps, train(recipe, data, out / name, context))))
             (out / f"{name}.{context.rank}").write_text(str(made))
 
 

@@ -1,6 +1,9 @@
 """What several tests of training share: the tiny recipe, a vocabulary, a network with weights that say something."""
 
 import functools
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +25,17 @@ CPU = torch.device("cpu")
 @functools.cache
 def small_tokenizer(vocab_size: int = 400) -> Tokenizer:
     return train_bpe([f"{p.question}\n{p.solution}" for p in problems(100)], vocab_size=vocab_size)
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """A real limit of the system: what is written beyond it fails, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def small_network(vocab_size: int, *, causal: bool = False, std: float = 0.4) -> Transformer:

@@ -6,7 +6,7 @@ import torch
 
 from codd.circuits import HMM, Evidence, SparsePotentials
 from codd.data.windows import WindowBatch
-from codd.training.circuit.objectives import log_tables
+from codd.training.circuit.objectives import Signed, log_tables
 
 STATES, VOCAB, LENGTH = 3, 4, 3
 
@@ -69,3 +69,9 @@ def log_prob(tables: tuple[torch.Tensor, ...], windows: WindowBatch) -> torch.Te
 def logits_of(hmm: HMM) -> list[torch.Tensor]:
     """Free logits of the circuit, none of them normalised."""
     return [(x + 0.3 * i).clone().requires_grad_() for i, x in enumerate(log_tables(hmm))]
+
+
+def gradient_of(hmm: HMM, signed: Signed) -> list[torch.Tensor]:
+    """dJ / du for logits u with theta = softmax(u): G - theta sum G, where G = F+ - F-."""
+    flows = [plus - minus for plus, minus in zip(signed.plus, signed.minus, strict=True)]
+    return [g - x.exp() * g.sum(-1, keepdim=True) for x, g in zip(log_tables(hmm), flows, strict=True)]

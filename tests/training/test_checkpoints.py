@@ -43,10 +43,6 @@ def test_the_newest_is_last_whatever_the_digits(tmp_path):
     assert [int(path.name[5:]) for path in checkpoints(tmp_path)] == [5, 99_999_999, 100_000_000]
 
 
-def test_nothing_yet(tmp_path):
-    assert checkpoints(tmp_path / "nowhere") == []
-
-
 def test_what_a_kill_left_half_written_is_passed_over_and_removed(tmp_path):
     write(tmp_path, 10)
     partial = tmp_path / ".step-0000020.123"

@@ -71,7 +71,7 @@ def test_the_circuit_of_the_paper(model):
     assert (shipped.backbone, shipped.circuit.num_states, shipped.windows.length) == (MODELS[model], 1024, 32)
     assert (shipped.weighting, shipped.optimizer.rule) == ("elbo", "baum-welch")
     cache = run_cache(f"paper-{model}")
-    assert cache.window == 32
+    assert cache.settings.window.length == 32
     assert cache.settings.window.block_share == 0
     out = run_train(f"paper-{model}", "circuit.num_states=8")
     loaded = codd.load("tiny", circuit=out / "circuit", device="cpu")

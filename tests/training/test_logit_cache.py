@@ -1,8 +1,6 @@
 import dataclasses
 import json
-import resource
 import shutil
-from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 
@@ -13,13 +11,13 @@ from safetensors import safe_open
 
 from codd.backbones.loading import load_checkpoint
 from codd.circuits import HMM, Evidence
-from codd.data.packing import PackedSequences, narrow, widen
+from codd.data.packing import PackedSequences, widen
 from codd.data.windows import WindowBatch, WindowRecipe, predict_windows
 from codd.errors import Diverged, FormatError, InvalidInput
 from codd.training.logit_cache import build as build_module
 from codd.training.logit_cache import storage, top_k
 from codd.training.logit_cache.build import draw_shard, windows_per_row
-from codd.training.logit_cache.entries import keep_top_k
+from codd.training.logit_cache.cached_windows import keep_top_k
 from codd.training.logit_cache.reader import LogitCache
 from tests.support import FIXTURES
 from tests.support.small_caches import (
@@ -35,6 +33,7 @@ from tests.support.small_caches import (
     shards,
     steps,
 )
+from tests.support.small_runs import files_of_at_most
 
 
 @pytest.fixture(scope="module")
@@ -100,19 +99,12 @@ def test_logits_that_are_no_numbers_show_in_the_truth():
     assert keep_top_k(logits, torch.tensor([1, 1, 1]), 2).truth.isnan().tolist() == [False, True, True]
 
 
-@pytest.mark.parametrize(("vocab_size", "size"), [(2**16, 2), (2**16 + 1, 4)])
-def test_ids_take_as_many_bytes_as_the_vocabulary_needs(vocab_size, size):
-    ids = torch.tensor([0, 1, 32_767, 32_768, vocab_size - 1])
-    assert narrow(ids, vocab_size).element_size() == size
-    assert torch.equal(widen(narrow(ids, vocab_size)), ids)
-
-
 # Windows, as they come back.
 
 
 def test_windows_come_back_as_the_network_saw_them(whole):
     cache, begin = LogitCache.open(whole), 0
-    for shard, record in enumerate(cache.index.shards):
+    for shard, record in enumerate(cache.shards):
         wanted, level = dense(cache.settings, shard)
         found = windows_of(cache, range(begin, begin + record.windows))
         begin += record.windows
@@ -129,16 +121,7 @@ def test_windows_come_back_as_the_network_saw_them(whole):
             torch.ones(int(found.masked.sum())), atol=2e-3
         )
     assert begin == len(cache) > 20
-    assert cache.index.counts()["masked"] < len(cache) * WINDOW
-
-
-def test_levels_are_the_masking_probabilities(tmp_path):
-    settings = settings_of(shard_rows=60, shards=1, window=WindowRecipe(WINDOW, per_row=9))
-    windows = windows_of(made(tmp_path, settings), range(150))
-    many = windows.level > 0.7
-    assert windows.masked[many].float().mean() > 0.75
-    assert windows.masked[windows.level < 0.4].float().mean() < 0.45
-    assert (windows.masked.any(-1)).all()
+    assert cache.counts()["masked"] < len(cache) * WINDOW
 
 
 @pytest.mark.parametrize("start", ["neutral", "random"])
@@ -148,12 +131,12 @@ def test_the_likelihood_from_a_cache_is_the_dense_one_within_the_tolerance(tmp_p
     settings = settings_of(top_k=None, tolerance=tolerance)
     cache = made(tmp_path, settings, circuit=circuit)
     changes = dict(cache.index.measured)
-    assert changes[cache.top_k] < tolerance
-    assert all(change >= tolerance for k, change in changes.items() if k < cache.top_k)
+    assert changes[cache.index.top_k] < tolerance
+    assert all(change >= tolerance for k, change in changes.items() if k < cache.index.top_k)
     if start == "random":
-        assert cache.top_k > 16
+        assert cache.index.top_k > 16
     moved, tokens, begin = 0.0, 0, 0
-    for shard, record in enumerate(cache.index.shards):
+    for shard, record in enumerate(cache.shards):
         wanted = log_likelihood(circuit, dense(settings, shard)[0])
         found = log_likelihood(circuit, windows_of(cache, range(begin, begin + record.windows)))
         begin, tokens = begin + record.windows, tokens + record.masked
@@ -174,11 +157,6 @@ def test_lists_of_all_tokens_move_nothing_but_by_rounding(tmp_path):
     torch.testing.assert_close(log_likelihood(circuit, found), wanted, atol=1e-2, rtol=0)
 
 
-def test_a_tolerance_below_the_rounding_is_refused(tmp_path):
-    with pytest.raises(InvalidInput, match=r"even lists of all 90 tokens change .* more than the tolerance 1e-09"):
-        made(tmp_path, settings_of(top_k=None, tolerance=1e-9), circuit=HMM.random(12, VOCAB, scale=2.0))
-
-
 def test_lengths_double():
     assert top_k.candidates(100) == [16, 32, 64, 100]
     assert top_k.candidates(64) == [16, 32, 64]
@@ -188,18 +166,12 @@ def test_lengths_double():
 
 def test_a_part_of_a_cache(whole):
     cache = LogitCache.open(whole)
-    everything, first = cache.load(), cache.index.shards[0].windows
+    everything, first = cache.load(), cache.shards[0].windows
     for part in (range(2, 5), range(first - 1, first + 2), range(first, len(cache)), range(1, len(cache) - 1)):
         loaded = cache.load(CPU, part)
         assert len(loaded) == len(part)
         same(loaded.windows(torch.arange(len(part))), everything.windows(torch.tensor(part)))
         assert len(loaded.lists.truth) == int(loaded.masked.sum())
-
-
-@pytest.mark.parametrize("part", [range(0), range(0, 10_000), range(0, 10, 2), range(5, 3)])
-def test_parts_that_are_not_there(whole, part):
-    with pytest.raises(InvalidInput, match="part must be a range inside"):
-        LogitCache.open(whole).load(CPU, part)
 
 
 def test_positions_that_are_not_masked_have_lists_that_do_no_harm(whole):
@@ -230,13 +202,12 @@ def test_a_large_vocabulary(tmp_path):
 
 
 def test_what_a_shard_holds(whole):
-    index = json.loads((whole / "index.json").read_text())
-    names = [storage.shard_name(number) for number in range(len(index["shards"]))]
-    assert [path.name for path in sorted(whole.iterdir())] == ["index.json", *names]
-    assert index["windows"] == sum(shard["windows"] for shard in index["shards"])
-    assert index["bytes"] == sum((whole / name).stat().st_size for name in names)
-    record = index["shards"][0]
-    windows, masked = record["windows"], record["masked"]
+    names = [storage.shard_name(number) for number in range(3)]
+    records = [storage.record_name(number) for number in range(3)]
+    assert [path.name for path in sorted(whole.iterdir())] == sorted(["index.json", *names, *records])
+    cache = LogitCache.open(whole)
+    assert cache.counts()["bytes"] == sum((whole / name).stat().st_size for name in names)
+    windows, masked = cache.shards[0].windows, cache.shards[0].masked
     with safe_open(whole / names[0], "pt") as file:
         kinds = {name: (file.get_slice(name).get_dtype(), file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118  # no mapping
     assert kinds == {
@@ -280,7 +251,7 @@ def test_only_a_damaged_shard_is_made_again(whole, copy, how):
     assert notes[0].startswith(str(path))
     assert notes[0].endswith("it is made again")
     assert shards(copy) == shards(whole)
-    assert [p.name for p in before if p.stat().st_mtime_ns != before[p]] == [path.name]
+    assert {p for p in before if p.stat().st_mtime_ns != before[p]} == {path, path.with_suffix(".json")}
     assert len(LogitCache.open(copy).load()) == len(LogitCache.open(copy))
 
 
@@ -352,11 +323,10 @@ def resealed(text: str, name: str, value: object) -> str:
     [
         (lambda text: text.replace('"seed": 0', '"seed": 1'), "does not have its checksum"),
         (lambda text: text[:100], "is not JSON"),
-        (lambda text: text.replace('"version": 2', '"version": 3'), "is of version 3, this codd reads 2"),
+        (lambda text: text.replace('"version": 3', '"version": 2'), "is of version 2, this codd reads 3"),
         (lambda text: text.replace('"mask_id": 0,', ""), "does not have its checksum"),
         (lambda text: text.replace('"sha256"', '"sha1"'), "does not have its checksum"),
-        (lambda text: resealed(text, "shards", []), "is an unfinished cache"),
-        (lambda text: resealed(text, "shards", 5), "shards must be a list, found 5"),
+        (lambda text: resealed(text, "measured", 5), "measured must be a list, found 5"),
         (lambda text: resealed(text, "top_k", 10**30), "top_k must be below 2"),
         (lambda text: resealed(text, "measured", [{}]), "lacks the field k, change"),
     ],
@@ -377,11 +347,44 @@ def test_folders_without_a_cache(tmp_path):
 # Failures.
 
 
-def test_sizes_that_do_not_fit_are_refused(tmp_path):
-    with pytest.raises(InvalidInput, match="the circuit is over 91 tokens, the backbone over 90"):
-        steps(tmp_path, settings_of(), circuit=HMM.neutral(2, 91))
-    with pytest.raises(InvalidInput, match="top_k must be from 1 to the 90 tokens, found 91"):
-        steps(tmp_path, settings_of(top_k=91))
+def causal():
+    found = deepcopy(network())
+    found.network.config = dataclasses.replace(found.config, causal=True)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "words"),
+    [
+        (lambda at: steps(at, settings_of(), circuit=HMM.neutral(2, 91)), InvalidInput, "is over 91 tokens, the backb"),
+        (lambda at: steps(at, settings_of(top_k=91)), InvalidInput, "top_k must be from 1 to the 90 tokens, found 91"),
+        (
+            lambda at: steps(at, settings_of(), backbone=causal()),
+            InvalidInput,
+            "is a causal model; a cache needs",
+        ),
+        (lambda at: steps(at, settings_of(), backbone=broken_for(MASK)), Diverged, "not numbers in shard 0"),
+        (
+            lambda at: made(at, settings_of(top_k=None, tolerance=1e-9), circuit=HMM.random(12, VOCAB, scale=2.0)),
+            InvalidInput,
+            "even lists of all 90 tokens change .* more than the tolerance 1e-09",
+        ),
+        (lambda at: window_count(30), InvalidInput, "6 rows hold no window of 30 tokens with a masked one"),
+        (lambda at: window_count(50), InvalidInput, "rows of 40 tokens hold no window of 50"),
+        *(
+            (lambda at, part=part: made(at).load(CPU, part), InvalidInput, "part must be a range inside")
+            for part in (range(0), range(0, 10_000), range(0, 10, 2), range(5, 3))
+        ),
+    ],
+)
+def test_what_gives_no_cache_is_refused(tmp_path, call, kind, words):
+    with pytest.raises(kind, match=words):
+        call(tmp_path)
+
+
+def window_count(length: int) -> float:
+    settings = settings_of(window=WindowRecipe(length))
+    return windows_per_row(rows_at(settings)(0), settings)
 
 
 def broken_for(token: int):
@@ -413,22 +416,6 @@ def test_logits_that_are_no_numbers_name_the_shard_and_lose_no_other(tmp_path, m
     assert list(shards(tmp_path)) == ["shard-00000.json", "shard-00000.safetensors"]
 
 
-def test_a_network_without_numbers_is_noticed_before_any_work(tmp_path):
-    with pytest.raises(Diverged, match="not numbers in shard 0"):
-        steps(tmp_path, settings_of(), backbone=broken_for(MASK))
-
-
-@contextmanager
-def files_of_at_most(size: int):
-    """A real limit of the system: what is written beyond it fails, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
 def test_a_full_disk_says_how_to_go_on(tmp_path):
     settings = settings_of()
     given = rows_at(settings)
@@ -438,7 +425,7 @@ def test_a_full_disk_says_how_to_go_on(tmp_path):
         return PackedSequences(*(x[: 2 if shard == 0 else None] for x in given(shard)))
 
     steps(tmp_path / "whole", settings, rows=growing)
-    sizes = [record.bytes for record in LogitCache.open(tmp_path / "whole").index.shards]
+    sizes = [record.bytes for record in LogitCache.open(tmp_path / "whole").shards]
     out = tmp_path / "out"
     with (
         files_of_at_most((sizes[0] + sizes[1]) // 2),
@@ -452,14 +439,6 @@ def test_a_full_disk_says_how_to_go_on(tmp_path):
     assert (out / "shard-00000.safetensors").stat().st_mtime_ns == before
 
 
-def test_texts_shorter_than_a_window(tmp_path):
-    settings = settings_of(window=WindowRecipe(30))
-    with pytest.raises(InvalidInput, match=r"6 rows hold no window of 30 tokens with a masked one"):
-        windows_per_row(rows_at(settings)(0), settings)
-    with pytest.raises(InvalidInput, match="rows of 40 tokens hold no window of 50"):
-        windows_per_row(rows_at(settings)(0), settings_of(window=WindowRecipe(50)))
-
-
 def test_a_shard_without_windows_is_no_harm(tmp_path):
     settings = settings_of()
     given = rows_at(settings)
@@ -470,16 +449,9 @@ def test_a_shard_without_windows_is_no_harm(tmp_path):
 
     steps(tmp_path, settings, rows=some)
     cache = LogitCache.open(tmp_path)
-    assert cache.index.shards[1].windows == 0
+    assert cache.shards[1].windows == 0
     wanted = torch.cat([dense(settings, shard)[0].tokens for shard in (0, 2)])
     assert torch.equal(windows_of(cache).tokens, wanted)
-
-
-def test_a_causal_model_is_no_denoiser(tmp_path):
-    causal = deepcopy(network())
-    causal.network.config = dataclasses.replace(causal.config, causal=True)
-    with pytest.raises(InvalidInput, match="is a causal model; a cache needs a denoiser"):
-        steps(tmp_path, settings_of(), backbone=causal)
 
 
 # Other families.
@@ -511,20 +483,3 @@ def test_other_families_are_asked_in_their_own_way(name, tmp_path):
             torch.testing.assert_close(found[masked], truth[masked], atol=1e-4, rtol=1e-4)
             at += 1
     assert at == len(cache) > 5
-
-
-def test_rows_of_mini_hold_several_texts_and_are_asked_as_if_alone():
-    settings = settings_of()
-    wanted = []
-    drawn = draw_shard(rows_at(settings)(0), settings, 0)
-    tokens, segments, hidden = drawn[:3]
-    assert segments.max() > 1
-    windows = predict_windows(network(), MASK, drawn, WINDOW)
-    for row, slot in drawn.valid.nonzero().tolist():
-        begin = int(drawn.first[row, slot])
-        text = segments[row] == segments[row, begin]
-        shown = torch.where(hidden, MASK, tokens)[row, text]
-        at = begin - int(text.nonzero()[0])
-        wanted.append(network()(shown[None])[0, at : at + WINDOW, 1:])
-    use = drawn.valid.flatten()
-    torch.testing.assert_close(windows.logits[use][..., 1:], torch.stack(wanted), atol=1e-4, rtol=1e-4)

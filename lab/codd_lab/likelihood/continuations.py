@@ -2,7 +2,7 @@
 
 A continuation is longer than the blocks that circuits are for. It is scored **block by block, as it would be written**:
 the true tokens left of a block are given, all tokens of the block are masked together, and what stands right of it, up
-to the end of the continuation, is masked. Within a block the masked tokens are scored as in `codd.evaluation.gap`, at
+to the end of the continuation, is masked. Within a block the masked tokens are scored as in `codd.coupling.gap`, at
 mask ratio 1; the log-likelihoods of the blocks add up. So factorized and coupled need one network evaluation a block,
 and the dependence between blocks is the network's own under all labels.
 
@@ -20,8 +20,8 @@ from torch import Tensor
 
 from codd.backbones.backbone import Backbone
 from codd.circuits import ProbabilisticCircuit
+from codd.coupling.gap import BLOCK_LENGTH, Progress, block_scores
 from codd.errors import InvalidInput
-from codd.evaluation.gap import BLOCK_LENGTH, Progress, block_scores
 from codd_lab.likelihood.causal import CausalModel
 from codd_lab.likelihood.copula import dcd_scores
 

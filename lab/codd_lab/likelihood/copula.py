@@ -24,7 +24,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from codd.backbones.backbone import Backbone
-from codd.evaluation.gap import (
+from codd.coupling.gap import (
     BLOCK_LENGTH,
     RATIOS,
     Blocks,
@@ -66,10 +66,10 @@ def dcd_scores(
     counts = masked_counts(ratios, block_length)
     order = reveal_order(len(ids), block_length, seed)
     stops = set(counts.values())
-    advance = counted(progress, _evaluations(order, stops))
+    advance = counted(progress, _evaluations(Blocks(ids, starts, order), stops))
     parts = [
         _scores(backbone, causal, blocks, stops, mask_id, advance)
-        for blocks in batches(backbone, ids, starts, order, rows_at_once(backbone, block_length))
+        for blocks in batches(backbone, Blocks(ids, starts, order))
     ]
     by_ratio = {ratio: torch.cat([part[count] for part in parts]).cpu() for ratio, count in counts.items()}
     check_numbers(by_ratio.values())
@@ -91,8 +91,7 @@ def _scores(
     advance(len(truth))
     by_count = {}
     for masked in counts:
-        hidden = _hidden(blocks.order, masked)
-        shown = torch.where(blocks.turns() >= truth.shape[1] - masked, mask_id, blocks.ids)
+        hidden, shown = blocks.hidden(masked), blocks.shown(masked, mask_id)
         by_all = backbone.masked_logits(shown, window, mask_id=mask_id).logits.log_softmax(-1)
         advance(len(truth))
         by_left = by_all.clone()  # right where nothing is observed behind
@@ -138,10 +137,6 @@ def _views(
         yield text[which], place, log_probs[which, place]
 
 
-def _hidden(order: Int[Tensor, "B S"], masked: int) -> Bool[Tensor, "B S"]:
-    return order.argsort(dim=1) >= order.shape[1] - masked
-
-
 def _run_begins(hidden: Bool[Tensor, "B S"]) -> Bool[Tensor, "B S"]:
     """Where a run of masked tokens begins."""
     before = torch.nn.functional.pad(hidden, (1, 0))[:, :-1]
@@ -154,6 +149,7 @@ def _seen_behind(hidden: Bool[Tensor, "B S"]) -> Bool[Tensor, "B S"]:
     return _run_begins(hidden) & (seen > 0)
 
 
-def _evaluations(order: Int[Tensor, "B S"], counts: set[int]) -> int:
+def _evaluations(blocks: Blocks, counts: set[int]) -> int:
     """How many sequences the two models evaluate."""
-    return len(order) + sum(len(order) + int(_seen_behind(_hidden(order, masked)).sum()) for masked in counts)
+    once = len(blocks.ids)
+    return once + sum(once + int(_seen_behind(blocks.hidden(masked)).sum()) for masked in counts)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from codd.backbones import Tokenizer
 from codd.data import sources
-from codd.data.entries import ENDINGS, locate
+from codd.data.records import ENDINGS, locate
 from codd.data.sources import QuestionAnswer, Source, read_pairs
 from codd.data.tokenization import TAILS, EncodedPair, PackingConfig, encode_pairs, pad_answer, token_stream
 from codd.errors import FormatError, InvalidInput

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from codd.backbones import Backbone, Tokenizer
 from codd.circuits import ProbabilisticCircuit
+from codd.coupling.gap import BLOCK_LENGTH, RATIOS, BlockScores, block_scores, check_grid, joined, summary
 from codd.data.sources import source_place
 from codd.decoding.model import Model
 from codd.errors import InvalidInput
-from codd.evaluation.gap import BLOCK_LENGTH, RATIOS, BlockScores, block_scores, check_grid, joined, summary
 from codd.evaluation.statistics import bootstrap_interval
 from codd_lab.likelihood import continuations
 from codd_lab.likelihood.causal import CausalModel, as_causal, check_tokenizers

@@ -5,7 +5,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +19,6 @@ from codd.data.packing import numbered_seed
 from codd.distributed import DistributedContext
 from codd.errors import Diverged, FormatError
 from codd.training.checkpoints import adam_tensors, restore_adam
-from codd.training.ema import update_ema
 from codd.training.run import VALIDATION_SEED, Progress, run
 from codd_lab.pretraining.data import BackboneData
 from codd_lab.pretraining.loss import Maker, causal_batch, diffusion_batch, loss_sum, mean_loss
@@ -88,7 +86,9 @@ class BackboneTrainer:
         norm = torch.nn.utils.clip_grad_norm_(parameters, recipe.optimizer.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        update_ema(self.average.values(), parameters, step, recipe.optimizer.ema)
+        forget = 1 - min(recipe.optimizer.ema, (1 + step) / (10 + step))  # faster at first: the start is random
+        with torch.no_grad():
+            torch._foreach_lerp_([*self.average.values()], [*parameters], forget)
         self._last = {"loss": lost, "gradient_norm": norm, "lr": torch.tensor(rate)}
 
     def metrics(self, step: int) -> dict[str, float]:
@@ -99,6 +99,8 @@ class BackboneTrainer:
 
     def validate(self, step: int) -> dict[str, float]:
         """The loss of the averaged weights on each validation source; every process computes the same."""
+        if not step:
+            return {}
         make = batch_maker(self.recipe, self.data.tokenizer, blocks=False)
         current = [parameter.detach().clone() for parameter in self.network.parameters()]
         _copy(self.average.values(), self.network)
@@ -118,23 +120,16 @@ class BackboneTrainer:
         finally:
             _copy(current, self.network)
 
-    def check(self, step: int) -> None:
-        """Raise Diverged if a weight is no number."""
+    def state(self, step: int) -> dict[str, Tensor]:
+        """Weights, their average, Adam's moments; Diverged if a weight is NaN."""
         _check_finite(float(sum(p.detach().sum() for p in self.network.parameters())), "the weights' sum", step)
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Weights, their average, Adam's moments."""
         weights = {f"weights.{name}": parameter.detach() for name, parameter in self.parameters.items()}
         average = {f"average.{name}": value for name, value in self.average.items()}
         return {**weights, **average, **adam_tensors(self.optimizer, self.parameters)}
 
-    def notes(self) -> dict[str, Any]:
-        """Empty: a checkpoint's tensors hold the whole state."""
-        return {}
-
     @torch.no_grad()
-    def restore(self, tensors: Mapping[str, Tensor], notes: Mapping[str, Any]) -> None:
-        """Go on from what `tensors` gave; KeyError or RuntimeError if it is of another network."""
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from what `state` gave; KeyError or RuntimeError if it is of another network."""
         for name, parameter in self.parameters.items():
             parameter.copy_(tensors[f"weights.{name}"])
             self.average[name].copy_(tensors[f"average.{name}"])

@@ -15,8 +15,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from codd.backbones import Backbone
+from codd.coupling.gap import Progress
 from codd.errors import InvalidInput
-from codd.evaluation.gap import Progress
 
 NUMBERS = 2**27
 """The most logits that are held at a time: half a gigabyte in float32."""

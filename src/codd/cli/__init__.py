@@ -98,8 +98,8 @@ def _run(argv: Sequence[str]) -> int:
         return stop.code if isinstance(stop.code, int) else FAILED
     except BrokenPipeError:
         raise
-    except KeyboardInterrupt:
-        return _fail("interrupted", INTERRUPTED, debug)
+    except KeyboardInterrupt as interrupt:
+        return _fail(": ".join(filter(None, ("interrupted", str(interrupt)))), INTERRUPTED, debug)
     except (CoddError, OSError) as error:
         return _fail(_describe(error), FAILED, debug)
     except Exception as error:

@@ -233,15 +233,15 @@ def _table(out: Path) -> None:
 
 def _report(out: Path, *, as_json: bool) -> None:
     cache = LogitCache.open(out)
-    counts, change = cache.index.counts(), dict(cache.index.measured)[cache.top_k]
-    each, dense = counts["bytes"] / max(1, counts["masked"]), 2 * cache.vocab_size
+    counts, change = cache.counts(), dict(cache.index.measured)[cache.index.top_k]
+    each, dense = counts["bytes"] / max(1, counts["masked"]), 2 * cache.settings.vocab_size
     if each >= dense:
         console.say("note: this is no smaller than dense logits; a larger --tolerance or a --top-k makes it so.")
     sizes = {
         "windows": counts["windows"],
         "masked_tokens": counts["masked"],
         "shards": cache.settings.shards,
-        "top_k": cache.top_k,
+        "top_k": cache.index.top_k,
     }
     end = {"digest": cache.settings.digest(), "out": str(out)}
     if as_json:

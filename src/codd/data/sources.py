@@ -11,7 +11,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from codd.data import text_files
-from codd.data.entries import ENDINGS, Place, ending, is_prose, locate, read_entries
+from codd.data.records import ENDINGS, Place, ending, is_prose, locate, read_records
 from codd.errors import FormatError
 from codd.validation import LONGEST_NAME, Count, FolderName, List, Positive, Section
 
@@ -44,7 +44,7 @@ class Source(Section):
     """text: files of prose, packed into full rows. qa: questions and answers."""
     name: FolderName
     path: Annotated[str, Field(min_length=1)]
-    """A file (.jsonl, .json, .parquet, .txt), or a dataset of the hub (`codd.data.entries.HubDataset`)."""
+    """A file (.jsonl, .json, .parquet, .txt), or a dataset of the hub (`codd.data.records.HubDataset`)."""
     weight: Positive = 1.0
     """Share of the rows of a batch, relative to the other sources."""
     fields: List[str] = ("question", "answer")
@@ -81,7 +81,7 @@ def read_chunks(source: Source, root: Path, most: int | None = None) -> Iterator
     if isinstance(place, Path) and is_prose(place):
         return take_until(_file_chunks(place), chunk_size, most)
     key = source.fields[0] if len(source.fields) == 1 else "text"
-    entries = read_entries(place, source.count)
+    entries = read_records(place, source.count)
     return take_until((TextChunk(_field(entry, key, where), True) for where, entry in entries), chunk_size, most)
 
 
@@ -146,7 +146,7 @@ def read_pairs(source: Source, root: Path, most: int | None = None) -> Iterator[
 
 
 def _pairs(place: Place, source: Source) -> Iterator[QuestionAnswer]:
-    for where, entry in read_entries(place, source.count):
+    for where, entry in read_records(place, source.count):
         question, answer = (_field(entry, key, where) for key in source.fields)
         if source.strip == "gsm8k":
             answer = CALCULATOR.sub("", answer)
@@ -230,7 +230,7 @@ def _detect_kind(place: Place, fields: Sequence[str] | None) -> tuple[Literal["t
         return "text", ("text",)
     if fields is not None:
         return ("qa" if len(fields) == 2 else "text"), tuple(fields)
-    first = next(read_entries(place, 1), None)
+    first = next(read_records(place, 1), None)
     if first is None:
         raise FormatError(f"{place}: is empty. Give a file with JSON objects, or rows.")
     for keys in KNOWN_FIELDS:

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from codd import files
 from codd.backbones.tokenizer import Tokenizer
-from codd.data.entries import content_digest
 from codd.data.packing import (
     MAX_TEXTS_PER_ROW,
     Example,
@@ -28,6 +27,7 @@ from codd.data.packing import (
     pack,
     token_dtype,
 )
+from codd.data.records import content_digest
 from codd.data.sources import (
     PARAGRAPH,
     QuestionAnswer,

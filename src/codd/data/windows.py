@@ -276,12 +276,3 @@ def sample_blocks(
     blocks = _grid(segments, scored, size, generator, absolute) & _inside(segments, scored, scored, size)
     first, valid = sample_starts(blocks, 1, generator)
     return first, valid, torch.rand(len(tokens), size, generator=generator).argsort(dim=1)
-
-
-def mask_block(
-    segments: Int[Tensor, "B L"], scored: Bool[Tensor, "B L"], starts: Int[Tensor, "B 1"], chosen: Bool[Tensor, "B S"]
-) -> Bool[Tensor, "B L"]:
-    """Hide the chosen tokens of a block and all of its text to its right."""
-    places = torch.arange(segments.shape[1])
-    right = (places >= starts + chosen.shape[1]) & (segments == segments.gather(1, starts)) & scored
-    return right.scatter(1, starts + torch.arange(chosen.shape[1]), chosen)

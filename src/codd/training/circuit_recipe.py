@@ -15,6 +15,7 @@ from codd.training.circuit.objectives import Weighting
 from codd.training.recipe import Betas, check_rules, digest_of, name_rules, read_fields
 from codd.validation import BelowOne, Count, FolderName, List, Natural, NotNegative, Positive, Section
 
+AUTO = "auto"
 Strata = Annotated[Count, Field(multiple_of=STRATA)]
 Ratio = Annotated[float, Field(gt=0, le=1)]
 
@@ -55,9 +56,10 @@ class RuleRecipe(Section):
 
     rule: Literal["adam", "ratio", "baum-welch"] = "adam"
     """adam: on logits. The others are the two forms of anemone, for static circuits of free logits."""
-    lr: Positive = 1.5e-2
-    """Learning rate of Adam; anemone has a step_size."""
-    head_lr: Positive = 1e-3
+    lr: Positive | None = None
+    """Learning rate of Adam; None: 1.5e-2, and on from another circuit 1.5e-3. Anemone has a step_size."""
+    head_lr: Positive | None = None
+    """None: 1e-3, and on from another circuit 1e-4."""
     betas: Betas = (0.9, 0.99)
     warmup: Natural = 50
     step_size: Ratio = 0.4
@@ -96,8 +98,9 @@ class CircuitRecipe(Section):
     """A LoRA adapter of PEFT that is merged into the backbone first: its folder or hub id."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of the backbone's weights: bfloat16 takes half the memory, on a GPU."""
-    start: str | None = None
-    """A circuit to continue training from, instead of a new one, with the sizes that it has."""
+    start: str | None = AUTO
+    """A circuit to train on from, with the sizes that it has: its folder or hub id. auto: the one in the backbone's
+    folder (circuit/), if there is one and the section circuit, the sizes of a new one, is left out. null: a new one."""
     keep_states: Count | None = None
     """How many states of the start circuit are kept, those that the windows use most; None: all."""
     cache: str | None = None
@@ -137,12 +140,6 @@ class CircuitRecipe(Section):
         """Names the run: two recipes with the same digest train the same circuit."""
         return digest_of(self)
 
-    @property
-    def by_flows(self) -> bool:
-        """Whether free logits of a static circuit move by flows alone, without a graph."""
-        factored = self.circuit.transition_rank is not None or self.circuit.emission_rank is not None
-        return not (factored or self.head.wanted or self.joint.weights != "none")
-
 
 def read_circuit_recipe(path: Path, changes: Sequence[str] = ()) -> CircuitRecipe:
     """Read a YAML file; ``changes`` like ``circuit.num_states=512`` come on top of it."""
@@ -163,7 +160,8 @@ def _broken_rules(recipe: CircuitRecipe) -> Iterator[str]:
     if recipe.windows.length > recipe.row_length:
         yield f"rows of {recipe.row_length} tokens hold no window of {recipe.windows.length}: raise row_length"
     rule = recipe.optimizer.rule
-    if rule != "adam" and not recipe.by_flows:
+    factored = recipe.circuit.transition_rank is not None or recipe.circuit.emission_rank is not None
+    if rule != "adam" and (factored or recipe.head.wanted or recipe.joint.weights != "none"):
         yield f"optimizer.rule {rule!r} is for static circuits of free logits: no ranks, no head, no joint training"
     if recipe.joint.weights != "none" and recipe.cache is not None:
         yield "a cache holds what a frozen backbone said: joint training needs data"

@@ -57,7 +57,7 @@ class AnyRecipe(Protocol):
 
 
 class Progress(NamedTuple):
-    """What the run loop yields after a step."""
+    """What the run loop yields after a step, and before the first if there are figures of that."""
 
     step: int
     metrics: dict[str, float]
@@ -69,28 +69,22 @@ class Trainer(Protocol):
     """Parameters in training, as the run loop drives them."""
 
     unit: str
-    """What a step processes so many of: tokens or windows."""
+    """What a step processes ``per_step`` of: tokens or windows."""
     per_step: int
 
     def step(self, step: int, progress: float) -> None:
         """Update the parameters with batch number ``step``; ``progress`` is the part of the run behind it, 0 to 1."""
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Figures of the steps since the last call; Diverged if they are no numbers."""
+        """Figures of the steps since the last call; Diverged if they are not numbers."""
 
     def validate(self, step: int) -> dict[str, float]:
-        """Figures of held-out text, the same in all processes; Diverged if they are no numbers."""
+        """Figures of held-out text, the same in all processes; Diverged if they are not numbers. Step 0: before all."""
 
-    def check(self, step: int) -> None:
-        """Raise Diverged if the parameters are no numbers, before they take the place of older, better ones."""
+    def state(self, step: int) -> dict[str, Tensor]:
+        """All that a checkpoint keeps; Diverged if it holds NaN, before it takes the place of an older, better one."""
 
-    def tensors(self) -> dict[str, Tensor]:
-        """All tensors that a checkpoint keeps."""
-
-    def notes(self) -> dict[str, Any]:
-        """All other values that a checkpoint keeps, for JSON."""
-
-    def restore(self, tensors: Mapping[str, Tensor], notes: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Tensor]) -> None:
         """Go on from a checkpoint; KeyError and the like if it does not fit."""
 
     def export(self) -> None:
@@ -103,12 +97,20 @@ def run(trainer: Trainer, recipe: AnyRecipe, out: Path, context: DistributedCont
     step = resume(trainer, recipe, out, context, clock)
     log = Log(out, step) if context.is_main else None
     progress = clock.progress(step)
+    if step == 0:
+        clock.pause()
+        metrics = trainer.validate(0)
+        if metrics and log:
+            log.write(0, metrics)
+        clock.resume()
+        if metrics:
+            yield Progress(0, metrics)
     while progress < 1:
         trainer.step(step, progress)
         step += 1
         progress = clock.progress(step)
         last = progress >= 1
-        metrics: dict[str, float] = {}
+        metrics = {}
         if step % recipe.log_every == 0 or last:
             metrics = trainer.metrics(step) | clock.read(step, trainer.unit, trainer.per_step)
         validates, keeps = (step % every == 0 or last for every in (recipe.validate_every, recipe.checkpoint_every))
@@ -119,12 +121,10 @@ def run(trainer: Trainer, recipe: AnyRecipe, out: Path, context: DistributedCont
         if metrics and log:  # before the checkpoint: a run that goes on from it does not write this line again
             log.write(step, metrics)
         if keeps:
-            trainer.check(step)
+            state = trainer.state(step)
             if context.is_main:
                 notes = {"recipe": dataclasses.asdict(recipe), "digest": recipe.digest(), **clock.notes()}
-                write_checkpoint(
-                    out / CHECKPOINTS, step, trainer.tensors(), {**notes, **trainer.notes()}, keep=recipe.keep
-                )
+                write_checkpoint(out / CHECKPOINTS, step, state, notes, keep=recipe.keep)
         clock.resume()
         yield Progress(step, metrics)
     if context.is_main:
@@ -140,7 +140,7 @@ def resume(trainer: Trainer, recipe: AnyRecipe, out: Path, context: DistributedC
     tensors, notes = read_checkpoint(kept[-1], str(context.device))
     _check_notes(recipe, notes, kept[-1])
     try:
-        trainer.restore(tensors, notes)
+        trainer.restore(tensors)
         clock.restore(notes)
         return int(notes["step"])
     except (KeyError, TypeError, ValueError, RuntimeError, CoddError) as error:
@@ -169,9 +169,10 @@ class Log:
     """Writes metrics.jsonl; a run that goes on drops the lines that it will write again."""
 
     def __init__(self, out: Path, step: int):
-        """``step`` is the one that the run goes on from."""
+        """``step`` is the one that the run goes on from; 0: a new run."""
         self.path = out / METRICS
-        kept = [line for line in read_metrics(self.path) if line["step"] <= step] if self.path.exists() else []
+        lines = read_metrics(self.path) if step and self.path.exists() else ()
+        kept = [line for line in lines if line["step"] <= step]
         with files.replacing(out, METRICS) as (temporary,):
             files.write_text(temporary, "".join(json.dumps(line) + "\n" for line in kept))
 
@@ -196,7 +197,7 @@ class Clock:
     """Seconds of training, without those of validation and checkpoints, and how much of a run lies behind it."""
 
     def __init__(self, steps: int, seconds: float | None, context: DistributedContext):
-        """A run ends after so many steps, or seconds if those are limited; the clock goes from now on."""
+        """A run ends after these steps, or seconds if they are limited; the clock goes from now on."""
         self.steps, self.seconds, self.context = steps, seconds, context
         self.spent, self.read_at = 0.0, (0, 0.0)
         self.since: float | None = time.perf_counter()
@@ -217,7 +218,7 @@ class Clock:
             self.since = time.perf_counter()
 
     def progress(self, step: int) -> float:
-        """The part of the run that is done after so many steps, from 0 to 1; the same in all processes."""
+        """The part of the run that is done after ``step`` steps, from 0 to 1; the same in all processes."""
         by_steps = step / self.steps
         if self.seconds is None:
             return by_steps

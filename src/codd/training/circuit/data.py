@@ -1,6 +1,6 @@
 """What a circuit is trained on: windows of hidden states in memory, of a logit cache, or of a changing network."""
 
-import math
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from codd.backbones import Tokenizer, load_checkpoint, mini
 from codd.backbones.backbone import Backbone
+from codd.backbones.loading import BUNDLED
 from codd.data.datasets import STRATA, WindowDataset, build_hidden_states
-from codd.data.packing import MAX_TEXTS_PER_ROW, PackedSequences, SequenceDataset, concatenate, numbered_seed
+from codd.data.packing import MAX_TEXTS_PER_ROW, SequenceDataset, concatenate, numbered_seed
 from codd.data.sources import Source
 from codd.data.tokenization import PackingConfig, load_source
 from codd.data.windows import WindowBatch, check_lengths, concatenate_windows, draw_windows, supports_packing
@@ -20,24 +21,24 @@ from codd.distributed import DistributedContext
 from codd.errors import Diverged, InvalidInput
 from codd.training.circuit.initial import CircuitSpec
 from codd.training.circuit.validation import HeldOut
-from codd.training.circuit_recipe import CircuitRecipe
-from codd.training.logit_cache.entries import CachedWindows
+from codd.training.circuit_recipe import AUTO, CircuitRecipe, TablesRecipe
+from codd.training.logit_cache.cached_windows import CachedWindows
 from codd.training.logit_cache.reader import LogitCache
 from codd.training.logit_cache.sources import adapter_digest, network_name
 from codd.training.run import VALIDATION_SEED
-
-Draw = Callable[[int], WindowBatch]
-"""The windows of a step that are this process's."""
 
 
 @dataclass(frozen=True)
 class TrainingData:
     """What a circuit is trained on, and the held-out text that it is scored on."""
 
+    recipe: CircuitRecipe
+    """The recipe, with the circuit that it starts from."""
     spec: CircuitSpec
     dataset: WindowDataset | None
     """None: the network is evaluated at each step, since it changes."""
-    draw: Draw
+    draw: Callable[[int], WindowBatch]
+    """The windows of a step that are this process's."""
     held_out: Callable[[], Mapping[str, HeldOut]]
     """Held-out text by name, as the network sees it now."""
     tokenizer: Tokenizer | None = None
@@ -47,31 +48,36 @@ def prepare(recipe: CircuitRecipe, root: Path, out: Path, context: DistributedCo
     """Load the network, read the data or the cache, evaluate the network on it."""
     strata = strata_of(context)
     cache = None if recipe.cache is None else LogitCache.open(root / recipe.cache)
-    dataset: WindowDataset
+    dataset: WindowDataset | None = None
     if cache is not None:
         _check_adapter(recipe, cache)
-        dataset = _from_cache(cache, recipe, strata, context.device)
-        features = 0 if dataset.features is None else dataset.features.shape[-1]
-        spec = CircuitSpec(cache.vocab_size, features, context.device)
+        dataset = cached = _from_cache(cache, recipe, strata, context.device)
+        width = 0 if cached.features is None else cached.features.shape[-1]
         if not recipe.validation:
-            return TrainingData(spec, dataset, _picking(recipe, dataset, strata), dict)
+            begun = begun_from(recipe, BUNDLED if recipe.backbone == "bundled" else Path(recipe.backbone))
+            spec = CircuitSpec(cache.settings.vocab_size, width, context.device)
+            return TrainingData(begun, spec, dataset, _picking(recipe, dataset, strata), dict)
     network = _Network.open(recipe, root, out, context)
-    if cache is not None:
-        _check_belongs(cache, features, network)
+    backbone = network.backbone
+    if cache is None:
+        width = backbone.config.width
     else:
-        spec = CircuitSpec(network.backbone.vocab_size, network.backbone.config.width, context.device)
-    validation = network.validation()
-    held_out = network.held_out(validation)
+        _check_belongs(cache, width, network)
+    begun = begun_from(recipe, network.folder)
+    spec = CircuitSpec(backbone.vocab_size, width, context.device)
+    validation = list(zip(recipe.validation, network.sources(recipe.validation), strict=True))
     if cache is None:
         sources = network.sources(recipe.data)
         for source, rows in zip(recipe.data, sources, strict=True):
-            absolute = network.backbone.block_size is not None
-            check_lengths(source.name, rows, recipe.windows.length, absolute=absolute)
+            check_lengths(source.name, rows, recipe.windows.length, absolute=backbone.block_size is not None)
         if recipe.joint.weights != "none":
-            draw, spec = _online(network, sources, strata), spec._replace(backbone=network.backbone)
-            return TrainingData(spec, None, draw, lambda: network.held_out(validation), network.tokenizer)
-        dataset = build_hidden_states(
-            network.backbone,
+            spec = spec._replace(backbone=backbone)
+            draw = _online(network, sources, strata)
+            return TrainingData(begun, spec, None, draw, lambda: network.held_out(validation), network.tokenizer)
+    held_out = network.held_out(validation)
+    if dataset is None:
+        hidden = build_hidden_states(
+            backbone,
             network.mask_id,
             [(rows, source.weight) for rows, source in zip(sources, recipe.data, strict=True)],
             recipe.windows,
@@ -80,8 +86,18 @@ def prepare(recipe: CircuitRecipe, root: Path, out: Path, context: DistributedCo
             seed=recipe.seed,
             strata=strata,
         )
-        _check_numbers(recipe, bool(dataset.features.isfinite().all()))
-    return TrainingData(spec, dataset, _picking(recipe, dataset, strata), lambda: held_out, network.tokenizer)
+        _check_numbers(recipe, bool(hidden.features.isfinite().all()))
+        dataset = hidden
+    return TrainingData(begun, spec, dataset, _picking(recipe, dataset, strata), lambda: held_out, network.tokenizer)
+
+
+def begun_from(recipe: CircuitRecipe, checkpoint: Path) -> CircuitRecipe:
+    """The recipe with the circuit that training starts from in the place of `AUTO`."""
+    if recipe.start != AUTO:
+        return recipe
+    own = checkpoint / "circuit"
+    takes = recipe.circuit == TablesRecipe() and recipe.optimizer.rule == "adam" and own.is_dir()
+    return dataclasses.replace(recipe, start=str(own) if takes else None)
 
 
 def _check_numbers(recipe: CircuitRecipe, good: bool) -> None:
@@ -105,13 +121,13 @@ def _check_adapter(recipe: CircuitRecipe, cache: LogitCache) -> None:
     )
 
 
-def _check_belongs(cache: LogitCache, features: int, opened: "_Network") -> None:
+def _check_belongs(cache: LogitCache, width: int, opened: "_Network") -> None:
     """Refuse a cache that another network has made."""
     network, name = opened.backbone, opened.recipe.backbone
-    if cache.vocab_size != network.vocab_size or features not in (0, network.config.width):
+    if cache.settings.vocab_size != network.vocab_size or width not in (0, network.config.width):
         raise InvalidInput(
-            f"cache: {opened.recipe.cache} is over {cache.vocab_size} tokens"
-            + (f" and hidden states of {features} numbers" if features else "")
+            f"cache: {opened.recipe.cache} is over {cache.settings.vocab_size} tokens"
+            + (f" and hidden states of {width} numbers" if width else "")
             + f", the backbone {name} over {network.vocab_size} and of {network.config.width}: they do not belong "
             "together."
         )
@@ -137,15 +153,15 @@ def _from_cache(cache: LogitCache, recipe: CircuitRecipe, strata: range, device:
     each = len(cache) // STRATA
     if not each:
         raise InvalidInput(f"{cache.folder}: has {len(cache)} windows; there must be at least {STRATA}.")
-    if cache.window != recipe.windows.length:
+    if (has := cache.settings.window.length) != recipe.windows.length:
         raise InvalidInput(
-            f"{cache.folder}: has windows of {cache.window} tokens, the recipe of {recipe.windows.length}: set "
-            "windows.length, or make another cache with --window."
+            f"{cache.folder}: has windows of {has} tokens, the recipe of {recipe.windows.length}: set windows.length, "
+            "or make another cache with --window."
         )
     return cache.load(device, range(strata.start * each, strata.stop * each))
 
 
-def _picking(recipe: CircuitRecipe, dataset: WindowDataset, strata: range) -> Draw:
+def _picking(recipe: CircuitRecipe, dataset: WindowDataset, strata: range) -> Callable[[int], WindowBatch]:
     return lambda step: dataset.windows(batch_index(recipe, step, strata, len(dataset)))
 
 
@@ -202,23 +218,19 @@ class _Network:
         with self.context.main_first():
             return [load_source(s, self.root, self.tokenizer, packing, self.out / "data") for s in wanted]
 
-    def validation(self) -> dict[str, PackedSequences]:
-        """The rows that are scored during the run."""
-        wanted = self.recipe.validation
-        loaded = zip(wanted, self.sources(wanted), strict=True)
-        return {source.name: rows.take(0, min(len(rows), source.rows or len(rows))) for source, rows in loaded}
-
-    def held_out(self, validation: Mapping[str, PackedSequences]) -> dict[str, HeldOut]:
-        """The network's states of them; Diverged if they are no numbers."""
+    def held_out(self, validation: Sequence[tuple[Source, SequenceDataset]]) -> dict[str, HeldOut]:
+        """What the network says of the rows that are scored during the run; Diverged if they are not numbers."""
         recipe, prepared = self.recipe, {}
-        for name, rows in validation.items():
+        for source, rows in validation:
+            some = rows.take(0, min(len(rows), source.rows or len(rows)))
             size, seed = recipe.windows.length, VALIDATION_SEED
-            prepared[name] = HeldOut.prepare(self.backbone, self.mask_id, rows, size, recipe.ratios, seed)
-            _check_numbers(recipe, not any(map(math.isnan, prepared[name].sequential.values())))
+            made = HeldOut.prepare(self.backbone, self.mask_id, some, size, recipe.ratios, seed)
+            _check_numbers(recipe, made.is_finite())
+            prepared[source.name] = made
         return prepared
 
 
-def _online(network: _Network, sources: list[SequenceDataset], strata: range) -> Draw:
+def _online(network: _Network, sources: list[SequenceDataset], strata: range) -> Callable[[int], WindowBatch]:
     """Windows of fresh rows, through which gradients reach the network."""
     recipe, backbone = network.recipe, network.backbone
     weights = [source.weight for source in recipe.data]

@@ -11,7 +11,7 @@ from codd.backbones.backbone import Backbone
 from codd.circuits import HMM, Circuit, Factors, Head, HeadConfig, Modulated, load_circuit
 from codd.data.windows import WindowBatch
 from codd.errors import InvalidInput
-from codd.training.circuit_recipe import CircuitRecipe
+from codd.training.circuit_recipe import AUTO, CircuitRecipe
 
 USAGE_BATCHES = 22
 """How many batches, those of the first steps, usage is measured on: 8,448 windows where a batch has 384."""
@@ -54,7 +54,7 @@ def state_usage(
 def initial_circuit(recipe: CircuitRecipe, spec: CircuitSpec, usage: Usage | None) -> tuple[Factors, Head | None]:
     """Factors and head at step 0: near the null circuit, or those of the recipe's ``start``."""
     sizes = recipe.circuit
-    if recipe.start is not None:
+    if recipe.start not in (None, AUTO):
         return _from_saved(load_circuit(recipe.start, device=spec.device), recipe, spec, usage)
     factors = Factors.near_neutral(
         sizes.num_states,

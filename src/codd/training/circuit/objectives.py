@@ -81,14 +81,6 @@ def _flow_tables(hmm: HMM, ev: Evidence, w: Float[Tensor, " W"]) -> Tables:
     return flows.initial, flows.transition, flows.emission
 
 
-def gradient_of(hmm: HMM, signed: Signed) -> Tables:
-    """dJ / du for logits u with theta = softmax(u): G - theta sum G, where G = F+ - F-."""
-    initial, transition, emission = (plus - minus for plus, minus in zip(signed.plus, signed.minus, strict=True))
-    tables = zip(log_tables(hmm), (initial, transition, emission), strict=True)
-    initial, transition, emission = (g - log_theta.exp() * g.sum(-1, keepdim=True) for log_theta, g in tables)
-    return initial, transition, emission
-
-
 def log_tables(hmm: HMM) -> Tables:
     """The log-probabilities of each table, without gradients."""
     return hmm.log_initial.detach(), hmm.transition.log_factors[0].detach(), hmm.log_emission.detach()

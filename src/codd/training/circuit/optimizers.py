@@ -1,7 +1,6 @@
-"""What turns flows into the next circuit: Adam on free logits, and anemone, a mini-batch EM."""
+"""Anemone, a mini-batch EM: what turns flows into the next circuit."""
 
-import abc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, TypeAlias
 
 import torch
@@ -10,68 +9,16 @@ from torch import Tensor
 
 from codd.circuits import HMM
 from codd.errors import InvalidInput
-from codd.training.circuit.objectives import Signed, Tables, gradient_of, log_tables, with_tables
-from codd.training.ema import EMA
+from codd.training.circuit.objectives import Signed, Tables, log_tables, with_tables
 
 Rule: TypeAlias = Literal["ratio", "baum-welch"]
+UPDATES = "updates"
 _SAFETY = 2.0
 _SMALLEST = 1e-30
 """Negative flows take no probability below this: in 32 bits it would soon be zero for good."""
 
 
-class Optimizer(abc.ABC):
-    """Maximises the objective, mini-batch by mini-batch. The circuit and ``tensors`` are all that a run must keep."""
-
-    def __init__(self, rate: float):
-        """``rate``: the step size or learning rate, free to be changed between updates."""
-        self.rate, self._averages = rate, EMA()
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The running averages and the count of updates, for a checkpoint."""
-        return self._averages.tensors()
-
-    def restore(self, tensors: Mapping[str, Tensor]) -> None:
-        """Restore the state that `tensors` gave."""
-        self._averages.restore(tensors)
-
-    @torch.no_grad()
-    def update(self, hmm: HMM, signed: Signed) -> HMM:
-        """One update; gives the circuit with new parameters."""
-        tables = self._new_tables(hmm, signed)
-        self._averages.updates += 1
-        return with_tables(hmm, tables)
-
-    @abc.abstractmethod
-    def _new_tables(self, hmm: HMM, signed: Signed) -> Tables: ...
-
-
-class Adam(Optimizer):
-    """Adam on logits u with theta = softmax(u).
-
-    The gradient is that of the log-likelihood per scored token, ``value / tokens``. The logits are the circuit's own
-    log-probabilities: what a row of logits has in common changes nothing. ``rate`` is the learning rate.
-    """
-
-    eps = 1e-8
-
-    def __init__(self, lr: float = 1.5e-2, betas: tuple[float, float] = (0.9, 0.99)) -> None:
-        """The names are those of torch.optim.Adam."""
-        super().__init__(lr)
-        self.betas = betas
-
-    def _new_tables(self, hmm: HMM, signed: Signed) -> Tables:
-        tokens = signed.tokens.clamp(min=torch.finfo(signed.tokens.dtype).tiny)  # no tokens, no gradient
-        gradients = [g / tokens for g in gradient_of(hmm, signed)]
-        first = self._averages.smoothed("first", gradients, self.betas[0])
-        second = self._averages.smoothed("second", [g * g for g in gradients], self.betas[1])
-        initial, transition, emission = (
-            (log_theta + self.rate * m / (v.sqrt() + self.eps)).log_softmax(-1)
-            for log_theta, m, v in zip(log_tables(hmm), first, second, strict=True)
-        )
-        return initial, transition, emission
-
-
-class Anemone(Optimizer):
+class Anemone:
     """Anemone: mini-batch EM with anchors, in its forms for objectives with negative flows.
 
     Flows F of a mini-batch of weight W are smoothed over updates, divided by W, and mixed with what the circuit itself
@@ -82,7 +29,7 @@ class Anemone(Optimizer):
 
     so that rows which the data visit more than the circuit expects move more. D is twice the least that keeps every
     entry of its row from falling under zero, ``2 max_c s (F-_c - F+_c) / theta_c``. With s = 1 and no momentum these
-    are the plain full-batch updates. ``rate`` is the step size s. The ratio form with momentum 0.9 is the paper's.
+    are the plain full-batch updates. The ratio form with momentum 0.9 is the paper's.
 
     The ratio form is unstable with momentum: a token of a large vocabulary is in few batches, one of which moves its
     logarithm by about log V; remembered, it makes such a step again in every update that follows, until most of the
@@ -93,10 +40,22 @@ class Anemone(Optimizer):
         self, step_size: float = 0.4, momentum: float = 0.0, pseudocount: float = 1e-6, rule: Rule = "baum-welch"
     ) -> None:
         """The step size is in (0, 1], the momentum in [0, 1); the positive pseudocount is that of a whole row."""
-        super().__init__(step_size)
-        self.momentum, self.pseudocount, self.rule = momentum, pseudocount, rule
+        self.rate, self.momentum, self.pseudocount, self.rule = step_size, momentum, pseudocount, rule
+        self.updates = 0
+        self._averages: dict[str, Tensor] = {}
 
-    def _new_tables(self, hmm: HMM, signed: Signed) -> Tables:
+    def tensors(self) -> dict[str, Tensor]:
+        """The running averages of flows and the count of updates, for a checkpoint; the next update changes them."""
+        return {UPDATES: torch.tensor(self.updates), **self._averages}
+
+    def restore(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore the state that `tensors` gave; KeyError if the count of updates is missing."""
+        self.updates = int(tensors[UPDATES])
+        self._averages = {name: x.clone() for name, x in tensors.items() if name != UPDATES}
+
+    @torch.no_grad()
+    def update(self, hmm: HMM, signed: Signed) -> HMM:
+        """One update; gives the circuit with new parameters."""
         # Elsewhere than on the CPU, looking would wait for the device.
         if signed.weight.device.type == "cpu" and not float(signed.weight) >= self.rate:
             raise InvalidInput(
@@ -104,14 +63,25 @@ class Anemone(Optimizer):
                 "give more windows with masked tokens, or larger weights"
             )
         share = self.rate / signed.weight.clamp(min=self.rate)
-        plus = self._averages.smoothed("plus", signed.plus, self.momentum)
-        minus = self._averages.smoothed("minus", signed.minus, self.momentum)
+        plus, minus = self._smoothed("plus", signed.plus), self._smoothed("minus", signed.minus)
         visits = expected_visits(hmm, signed.length)
         initial, transition, emission = (
             self._step(log_theta, share * up, share * down, (1 - self.rate) * times[..., None])
             for log_theta, up, down, times in zip(log_tables(hmm), plus, minus, visits, strict=True)
         )
-        return initial, transition, emission
+        self.updates += 1
+        return with_tables(hmm, (initial, transition, emission))
+
+    def _smoothed(self, name: str, flows: Tables) -> Sequence[Tensor]:
+        """Averages over the updates so far, corrected for their start at zero."""
+        if self.momentum == 0:
+            return flows
+        out = []
+        for i, flow in enumerate(flows):
+            average = self._averages.setdefault(f"{name}.{i}", torch.zeros_like(flow))
+            average.mul_(self.momentum).add_(flow, alpha=1 - self.momentum)
+            out.append(average / (1 - self.momentum ** (self.updates + 1)))
+        return out
 
     def _step(
         self,

@@ -4,7 +4,6 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -20,13 +19,12 @@ from codd.training.circuit import joint
 from codd.training.circuit.data import TrainingData, batch_index, strata_of
 from codd.training.circuit.initial import state_usage
 from codd.training.circuit.updaters import CapturedUpdater, GradientUpdater, make_updater
-from codd.training.circuit.validation import Score
 from codd.training.circuit_recipe import CircuitRecipe
 from codd.training.curve import write_curve
 from codd.training.run import METRICS, Progress, run
 
 CURVE, CIRCUIT, MODEL, ADAPTER = "curve.png", "circuit", "model", "adapter"
-SUMS = "run.sums"
+SUMS, BEST = "run.sums", "run.best"
 WORST = 100.0
 """Nats per token beyond which a loss is a sign of divergence: to know nothing of a token costs about ten."""
 LOWER = (
@@ -53,8 +51,8 @@ class CircuitTrainer:
         self.recipe, self.data, self.out, self.context = recipe, data, out, context
         self.per_step, self.rate = recipe.batch_windows, 0.0
         usage = functools.partial(state_usage, draw=data.draw, all_reduce=context.all_reduce)
-        self.updater = make_updater(recipe, data.spec, usage)
-        self.best = -math.inf
+        self.updater = make_updater(data.recipe, data.spec, usage)
+        self.best = torch.tensor(-math.inf, dtype=torch.float64)
         """The best validation so far."""
         self.sums = torch.zeros(3, device=context.device)
         """Log-likelihood, the network's own, and tokens, of the steps since the last that was logged."""
@@ -98,27 +96,26 @@ class CircuitTrainer:
         if not loss < WORST:
             raise Diverged(f"the loss is {loss:g} nats per token at step {step}: the training has diverged. {LOWER}")
 
-    def check(self, step: int) -> None:
-        """Raise Diverged if the loss or a parameter is no number."""
+    def _check(self, step: int) -> None:
         self._check_loss(step)
         if any(bool(x.isnan().any()) for x in self.updater.tensors().values()):
             raise Diverged(f"parameters are no numbers after step {step}: the training has diverged. {LOWER}")
 
     def validate(self, step: int) -> dict[str, float]:
         """Scores of held-out text, the same in every process; a circuit that is better than all before is saved."""
-        self.check(step)
+        self._check(step)
         circuit = self.updater.circuit()
         figures: dict[str, float] = {}
         scores = []
         for name, held_out in self.data.held_out().items():
             for ratio, score in held_out.scores(circuit).items():
                 figures |= _figures(name, ratio, score)
-                scores.append(score.coupled)
+                scores.append(score["coupled"])
         if not all(map(math.isfinite, scores)):
             raise Diverged(f"held-out text has no probability after step {step}: the training has diverged. {LOWER}")
-        mean = sum(scores) / len(scores) if scores else None
-        if mean is None or mean > self.best:  # without held-out text the last circuit is kept
-            self.best = self.best if mean is None else mean
+        mean = sum(scores) / len(scores) if scores else -math.inf
+        if step and (not scores or mean > self.best):  # without held-out text the last circuit is kept
+            self.best.fill_(mean)
             if self.context.is_main and self.data.spec.backbone is None:
                 self._save(circuit, self.out / CIRCUIT)
         return figures
@@ -126,19 +123,15 @@ class CircuitTrainer:
     def _save(self, circuit: HMM | Modulated, folder: Path) -> None:
         circuit.save(folder, half=self.recipe.half)
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Parameters, the optimizer's state, and the sums that were not logged yet."""
-        return {**self.updater.tensors(), SUMS: self.sums}
+    def state(self, step: int) -> dict[str, Tensor]:
+        """Parameters, the optimizer's state, the best validation, and the sums that were not logged yet."""
+        self._check(step)
+        return {**self.updater.tensors(), BEST: self.best, SUMS: self.sums}
 
-    def notes(self) -> dict[str, Any]:
-        """The best validation so far."""
-        return {"best": self.best}
-
-    def restore(self, tensors: Mapping[str, Tensor], notes: Mapping[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Tensor]) -> None:
         """Go on from a checkpoint; an error if it is of another circuit."""
-        self.updater.restore(tensors)
-        self.best = float(notes["best"])
-        self.sums = tensors[SUMS]
+        self.updater.restore(state)
+        self.best, self.sums = state[BEST].cpu(), state[SUMS]
 
     def export(self) -> None:
         """The curve; and of a backbone that was trained along, LoRA as an adapter, and a network of ours as a whole."""
@@ -156,11 +149,11 @@ class CircuitTrainer:
             write_curve(self.out / METRICS, self.out / CURVE)
 
 
-def _figures(name: str, ratio: float, score: Score) -> dict[str, float]:
+def _figures(name: str, ratio: float, score: Mapping[str, float]) -> dict[str, float]:
     """Figures for the log; where there is no gap to close, no share of it."""
     start = f"held_out/{name}@{ratio:g}"
-    closed = {} if math.isnan(score.gap_closed) else {f"{start}/gap_closed": score.gap_closed}
-    return {**closed, f"{start}/log_likelihood": score.coupled}
+    closed = {} if math.isnan(score["gap_closed"]) else {f"{start}/gap_closed": score["gap_closed"]}
+    return {**closed, f"{start}/log_likelihood": score["coupled"]}
 
 
 def cosine_rate(step: int, progress: float, warmup: int) -> float:

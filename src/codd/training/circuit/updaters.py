@@ -21,8 +21,8 @@ from codd.training.checkpoints import adam_tensors, below, restore_adam
 from codd.training.circuit import joint
 from codd.training.circuit.initial import AllReduce, CircuitSpec, Usage, initial_circuit
 from codd.training.circuit.objectives import signed_flows, weights_of
-from codd.training.circuit.optimizers import Adam, Anemone, Optimizer
-from codd.training.circuit_recipe import CircuitRecipe
+from codd.training.circuit.optimizers import Anemone
+from codd.training.circuit_recipe import AUTO, CircuitRecipe
 
 
 def make_updater(
@@ -30,14 +30,14 @@ def make_updater(
 ) -> "FlowUpdater | GradientUpdater":
     """The updater of a recipe, at step 0; with ``keep_states``, ``usage`` says how much each state is used."""
     factors, head = initial_circuit(recipe, spec, usage)
-    if recipe.by_flows and head is None and _is_free(factors):
-        return FlowUpdater(recipe, factors)
-    if recipe.optimizer.rule != "adam":
+    if recipe.optimizer.rule == "adam":
+        return GradientUpdater(recipe, factors, head, spec)
+    if head is not None or not _is_free(factors):
         raise InvalidInput(
             f"start: the circuit {recipe.start} is modulated or factored; the rule {recipe.optimizer.rule!r} is for "
             "static circuits of free logits: use 'adam'."
         )
-    return GradientUpdater(recipe, factors, head, spec)
+    return FlowUpdater(recipe, factors)
 
 
 def _is_free(factors: Factors) -> bool:
@@ -47,16 +47,18 @@ def _is_free(factors: Factors) -> bool:
 
 
 class FlowUpdater:
-    """For a static circuit of free logits: flows, then EM or Adam, without autograd."""
+    """For a static circuit of free logits: flows, then EM, without autograd."""
 
     def __init__(self, recipe: CircuitRecipe, factors: Factors):
         """Start from the circuit that the factors stand for."""
-        self.recipe, self.optimizer = recipe, _optimizer(recipe)
-        self.full_rate = self.optimizer.rate
+        chosen = recipe.optimizer
+        assert chosen.rule != "adam"
+        self.recipe = recipe
+        self.optimizer = Anemone(chosen.step_size, chosen.momentum, chosen.pseudocount, chosen.rule)
         self.hmm = HMM(*factors.tables(), window=recipe.windows.length, validate=False)
 
     def update(self, windows: WindowBatch, rate: float, all_reduce: AllReduce) -> Float[Tensor, " 3"]:
-        """Flows, summed over processes, and an update at ``rate`` times the full learning rate.
+        """Flows, summed over processes, and an update; a mini-batch EM has no learning rate.
 
         Gives the sums of log-likelihood, the network's own, and tokens.
         """
@@ -64,7 +66,6 @@ class FlowUpdater:
         signed = signed_flows(self.hmm, windows, weights)
         alone = (windows.factorized_log_prob() * weights).sum()
         all_reduce([*signed.tensors(), alone])
-        self.optimizer.rate = self.full_rate * rate if isinstance(self.optimizer, Adam) else self.full_rate
         self.hmm = self.optimizer.update(self.hmm, signed)
         return torch.stack([x.float() for x in (signed.value, alone, signed.tokens)])
 
@@ -84,13 +85,6 @@ class FlowUpdater:
         tables = (kept[f"table.{name}"] for name in ("initial", "transition", "emission"))
         self.hmm = HMM(*tables, window=self.recipe.windows.length, validate=False)
         self.optimizer.restore(below("optimizer.", kept))
-
-
-def _optimizer(recipe: CircuitRecipe) -> Optimizer:
-    chosen = recipe.optimizer
-    if chosen.rule == "adam":
-        return Adam(lr=chosen.lr, betas=(chosen.betas[0], chosen.betas[1]))
-    return Anemone(chosen.step_size, chosen.momentum, chosen.pseudocount, chosen.rule)
 
 
 class GradientUpdater:
@@ -117,9 +111,10 @@ class GradientUpdater:
     def _adam(self) -> tuple[torch.optim.AdamW, list[float]]:
         chosen = self.recipe.optimizer
         head = [] if self.head is None else list(self.head.parameters())
+        lr, head_lr = (1.5e-2, 1e-3) if self.recipe.start in (None, AUTO) else (1.5e-3, 1e-4)
         groups = [
-            (list(self.factors.values()), chosen.lr),
-            (head, chosen.head_lr),
+            (list(self.factors.values()), chosen.lr or lr),
+            (head, chosen.head_lr or head_lr),
             (list(self.network.values()), self.recipe.joint.lr),
         ]
         groups = [group for group in groups if group[0]]
@@ -157,7 +152,7 @@ class GradientUpdater:
         return [p.grad for p in self.parameters.values() if p.grad is not None]
 
     def update(self, windows: WindowBatch, rate: float, all_reduce: AllReduce) -> Float[Tensor, " 3"]:
-        """Gradients, summed over processes, and Adam's update; rate and result as of `FlowUpdater.update`."""
+        """Gradients, summed over processes, and Adam's update at ``rate`` times the full learning rates."""
         with fast_matmul(self.device):
             return self.move(self.differentiate(windows), rate, all_reduce)
 
@@ -175,7 +170,10 @@ class GradientUpdater:
         """A copy of the circuit as it is now, without gradients."""
         with torch.no_grad():
             kept = Factors.from_named({name: x.detach().clone() for name, x in self.factors.items()})
-            hmm = HMM.from_factors(kept, window=self.recipe.windows.length)
+            window = self.recipe.windows.length
+            if self.head is None and _is_free(kept):  # stored as the tables that they are
+                return HMM(*kept.tables(), window=window, validate=False)
+            hmm = HMM.from_factors(kept, window=window)
             if self.head is None:
                 return hmm
             head = Head(self.head.config).to(hmm.device)

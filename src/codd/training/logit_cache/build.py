@@ -21,9 +21,9 @@ from codd.data.datasets import evaluate_windows
 from codd.data.packing import PackedSequences, numbered_seed, widen
 from codd.data.windows import MaskedRows, WindowBatch, choose_windows, predict_windows
 from codd.distributed import DistributedContext
-from codd.errors import Diverged, InvalidInput
+from codd.errors import Diverged, FormatError, InvalidInput
 from codd.training.logit_cache import storage
-from codd.training.logit_cache.entries import CachedWindows, TopK, join, keep_top_k
+from codd.training.logit_cache.cached_windows import CachedWindows, TopK, join, keep_top_k
 from codd.training.logit_cache.storage import CacheSettings, Index
 from codd.training.logit_cache.top_k import choose_top_k, random_circuit
 
@@ -94,27 +94,26 @@ def build(
     context.barrier()
     index = storage.read_index(folder)
     assert index is not None, "it was just written"
-    known = storage.records(folder, index)
-    own = range(context.rank, settings.shards, context.world_size)
+    known = storage.records(folder, settings)
     rows, windows = 0, 0
     yield Progress(rows, windows)
-    for number in own:
+    for number in range(context.rank, settings.shards, context.world_size):
         record = known[number]
-        wrong = None if record is None else storage.damage(folder, number, record)
-        if record is None or wrong is not None:
-            if wrong is not None:
-                yield Progress(rows, windows, f"{wrong}; it is made again")
+        if record is not None:
+            try:
+                storage.checked_content(folder, number, record)
+            except FormatError as error:
+                yield Progress(rows, windows, f"{error}; it is made again")
+                record = None
+        if record is None:
             parts = []
-            for entries in evaluate_shard(backbone, rows_at(number), settings, number, index.top_k, batch_rows):
-                parts.append(entries)
-                windows += len(entries)
+            for made in evaluate_shard(backbone, rows_at(number), settings, number, index.top_k, batch_rows):
+                parts.append(made)
+                windows += len(made)
                 yield Progress(min(rows + batch_rows * len(parts), rows + settings.shard_rows), windows)
-            finish_shard(folder, number, parts, index)
+            finish_shard(folder, number, parts, settings)
         rows += settings.shard_rows
         yield Progress(rows, windows)
-    context.barrier()
-    if context.is_main:
-        finish_index(folder, index)
     context.barrier()
 
 
@@ -213,21 +212,14 @@ def _lists(backbone: Backbone, mask_id: int, states: Float[Tensor, "M d"], truth
     return TopK(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def finish_shard(folder: Path, number: int, parts: list[CachedWindows], index: Index) -> None:
+def finish_shard(folder: Path, number: int, parts: list[CachedWindows], settings: CacheSettings) -> None:
     """Write a shard; an error says what is finished nevertheless."""
-    entries = join(parts, sum(map(len, parts)), sum(len(part.lists.truth) for part in parts), "cpu")
+    windows = join(parts, sum(map(len, parts)), sum(len(part.lists.truth) for part in parts), "cpu")
     try:
-        storage.write_shard(folder, number, entries, index.settings)
+        storage.write_shard(folder, number, windows, settings)
     except OSError as error:
-        done = sum(record is not None for record in storage.records(folder, index))
+        done = sum(record is not None for record in storage.records(folder, settings))
         raise OSError(
             f"{folder / storage.shard_name(number)}: could not be written ({error.strerror or error}). {done} of "
-            f"{index.settings.shards} shards are finished and kept: make room and run the same command to go on."
+            f"{settings.shards} shards are finished and kept: make room and run the same command to go on."
         ) from error
-
-
-def finish_index(folder: Path, index: Index) -> None:
-    """All shards are there: the index takes their records over."""
-    known = [record for record in storage.records(folder, index) if record is not None]
-    assert len(known) == index.settings.shards
-    storage.write_index(folder, dataclasses.replace(index, shards=tuple(known)))

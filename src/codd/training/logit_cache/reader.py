@@ -7,57 +7,42 @@
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from codd.errors import FormatError, InvalidInput
 from codd.training.logit_cache import storage
-from codd.training.logit_cache.entries import CachedWindows, join
-from codd.training.logit_cache.storage import CacheSettings, Index
+from codd.training.logit_cache.cached_windows import CachedWindows, join
+from codd.training.logit_cache.storage import Index, Shard
 
 
 class LogitCache:
     """The windows of a finished cache. A shard is checked when it is read."""
 
-    def __init__(self, folder: Path, index: Index):
+    def __init__(self, folder: Path, index: Index, shards: Sequence[Shard]):
         """Use `LogitCache.open`."""
-        self.folder, self.index = folder, index
-        self._ends = list(itertools.accumulate(record.windows for record in index.shards))
+        self.folder, self.index, self.settings, self.shards = folder, index, index.settings, shards
+        self._ends = list(itertools.accumulate(shard.windows for shard in shards))
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> "LogitCache":
-        """Read the index of a finished cache."""
+        """Read the index of a finished cache, and what is noted of its shards."""
         folder = Path(folder)
         index = storage.read_index(folder)
-        if index is None or not index.shards:
-            known = [] if index is None else storage.records(folder, index)
+        known = [] if index is None else storage.records(folder, index.settings)
+        shards = [shard for shard in known if shard is not None]
+        if index is None or len(shards) < len(known):
             raise FormatError(
-                f"{folder}: is an unfinished cache, {sum(map(bool, known))} of {len(known) or 'its'} shards are there. "
+                f"{folder}: is an unfinished cache, {len(shards)} of {len(known) or 'its'} shards are there. "
                 "Run `codd cache` with the same arguments to go on."
             )
-        return cls(folder, index)
+        return cls(folder, index, shards)
 
-    @property
-    def settings(self) -> CacheSettings:
-        """All that the cache was made with."""
-        return self.index.settings
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of tokens V that its distributions are over."""
-        return self.settings.vocab_size
-
-    @property
-    def window(self) -> int:
-        """The length of a window in tokens."""
-        return self.settings.window.length
-
-    @property
-    def top_k(self) -> int:
-        """How many tokens are listed at a masked position, the truth among them."""
-        return self.index.top_k
+    def counts(self) -> dict[str, int]:
+        """Windows, masked tokens and bytes of all shards."""
+        return {name: sum(getattr(shard, name) for shard in self.shards) for name in ("windows", "masked", "bytes")}
 
     def __len__(self) -> int:
         """How many windows there are."""
@@ -68,14 +53,14 @@ class LogitCache:
         part = range(len(self)) if part is None else part
         if part.step != 1 or not 0 <= part.start < part.stop <= len(self):
             raise InvalidInput(f"part must be a range inside the {len(self)} windows, found {part}.")
-        ends = zip(self.index.shards, self._ends, strict=True)
-        spans = [(n, end - record.windows, end) for n, (record, end) in enumerate(ends)]
+        ends = zip(self.shards, self._ends, strict=True)
+        spans = [(n, end - shard.windows, end) for n, (shard, end) in enumerate(ends)]
         spans = [span for span in spans if span[1] < part.stop and span[2] > part.start]
 
         def read() -> Iterator[CachedWindows]:
-            for shard, begin, end in spans:
-                entries = storage.read_shard(self.folder, shard, self.index)
+            for n, begin, end in spans:
+                windows = storage.read_shard(self.folder, n, self.shards[n])
                 inside = begin >= part.start and end <= part.stop
-                yield entries if inside else entries.part(max(part.start - begin, 0), min(part.stop, end) - begin)
+                yield windows if inside else windows.part(max(part.start - begin, 0), min(part.stop, end) - begin)
 
-        return join(read(), len(part), sum(self.index.shards[n].masked for n, _, _ in spans), device)
+        return join(read(), len(part), sum(self.shards[n].masked for n, _, _ in spans), device)

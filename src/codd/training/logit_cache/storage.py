@@ -1,8 +1,8 @@
 """The folder of a cache: index.json, and shards that take their place only when they are whole.
 
-While a cache is made, each finished shard has a record (its checksum and sizes) in a file of its own, so that several
-processes need not share one. The index takes the records over at the end. Shard and record are renamed in this order:
-a shard without a record, or with one that does not fit it, is not finished and is made again.
+Each finished shard has a record (its checksum and sizes) in a file of its own, so that several processes need not share
+one. Shard and record are renamed in this order: a shard without a record, or with one that does not fit it, is not
+finished and is made again.
 """
 
 import contextlib
@@ -25,10 +25,10 @@ from codd.data import text_files
 from codd.data.packing import NARROW
 from codd.data.windows import WindowRecipe
 from codd.errors import FormatError, InvalidInput
-from codd.training.logit_cache.entries import CachedWindows, TopK
+from codd.training.logit_cache.cached_windows import CachedWindows, TopK
 from codd.validation import List, Section, Whole
 
-FORMAT, VERSION = "codd logit cache", 2
+FORMAT, VERSION = "codd logit cache", 3
 INDEX, ROWS = "index.json", "rows"
 WITH_ADAPTER = " + "
 """The separator between the digests of a network and of its adapter in `CacheSettings.backbone`."""
@@ -77,7 +77,7 @@ class Change(NamedTuple):
     change: float
 
 
-class Record(NamedTuple):
+class Shard(NamedTuple):
     """Checksum and sizes of a finished shard."""
 
     sha256: str
@@ -93,12 +93,6 @@ class Index(Section):
     settings: CacheSettings
     top_k: Whole
     measured: List[Change]
-    shards: List[Record] = ()
-    """Empty until all are finished."""
-
-    def counts(self) -> dict[str, int]:
-        """Windows, masked tokens and bytes of all shards."""
-        return {name: sum(getattr(shard, name) for shard in self.shards) for name in ("windows", "masked", "bytes")}
 
 
 def shard_name(number: int) -> str:
@@ -142,7 +136,7 @@ def claimed(folder: Path, *, fresh: bool) -> Iterator[None]:
 
 
 def write_index(folder: Path, index: Index) -> None:
-    """Write index.json; the records that it takes over are removed."""
+    """Write index.json."""
     settings = index.settings
     fields: dict[str, Any] = {
         "format": FORMAT,
@@ -151,13 +145,8 @@ def write_index(folder: Path, index: Index) -> None:
         "settings": dataclasses.asdict(settings),
         "top_k": index.top_k,
         "measured": [change._asdict() for change in index.measured],
-        **index.counts(),
-        "shards": [record._asdict() for record in index.shards],
     }
     _write(folder, {**fields, "sha256": _digest(fields)})
-    if index.shards:
-        for path in folder.glob("shard-*.json"):
-            path.unlink()
 
 
 def read_index(folder: Path) -> Index | None:
@@ -195,37 +184,35 @@ def _write(folder: Path, fields: dict[str, Any]) -> None:
         files.write_text(path, json.dumps(fields, indent=1) + "\n")
 
 
-def records(folder: Path, index: Index) -> list[Record | None]:
-    """The record of each shard: in a file of its own, if there is one, else the index's; None if it is not finished."""
-    known: list[Record | None] = [*index.shards] or [None] * index.settings.shards
-    for number in range(len(known)):
+def records(folder: Path, settings: CacheSettings) -> list[Shard | None]:
+    """The record of each shard; None if it is not finished, or has a record that cannot be read."""
+    known: list[Shard | None] = [None] * settings.shards
+    for number in range(settings.shards):
         path = folder / record_name(number)
-        if path.is_file():
-            known[number] = None  # if it cannot be read, the shard is made again
-            with contextlib.suppress(FormatError):
-                known[number] = validation.build(Record, text_files.read_json(path), str(path))
+        with contextlib.suppress(FormatError):
+            known[number] = validation.build(Shard, text_files.read_json(path), str(path))
     return known
 
 
-def write_shard(folder: Path, number: int, entries: CachedWindows, settings: CacheSettings) -> Record:
+def write_shard(folder: Path, number: int, windows: CachedWindows, settings: CacheSettings) -> Shard:
     """Shard and record, both on the disk when this returns."""
     tensors = {
-        "tokens": _unsigned(entries.tokens, settings),
-        "masked": entries.masked,
-        "level": entries.level,
-        **entries.lists._asdict(),
-        "ids": _unsigned(entries.lists.ids, settings),
-        **({} if entries.features is None else {"features": entries.features}),
+        "tokens": _unsigned(windows.tokens, settings),
+        "masked": windows.masked,
+        "level": windows.level,
+        **windows.lists._asdict(),
+        "ids": _unsigned(windows.lists.ids, settings),
+        **({} if windows.features is None else {"features": windows.features}),
     }
     with files.replacing(folder, shard_name(number), record_name(number)) as (shard, note):
         # One word of metadata only: safetensors writes several in any order, and shards are the same to the byte.
         files.write_weights(shard, files.standalone(tensors), {FORMAT: settings.digest()})
-        record = Record(files.sha256(shard), shard.stat().st_size, len(entries), len(entries.lists.truth))
+        record = Shard(files.sha256(shard), shard.stat().st_size, len(windows), len(windows.lists.truth))
         files.write_text(note, json.dumps(record._asdict()) + "\n")
     return record
 
 
-def _content(folder: Path, number: int, record: Record) -> bytes:
+def checked_content(folder: Path, number: int, record: Shard) -> bytes:
     """The bytes of a shard; FormatError unless they are those of its record."""
     path = folder / shard_name(number)
     try:
@@ -237,19 +224,10 @@ def _content(folder: Path, number: int, record: Record) -> bytes:
     return content
 
 
-def damage(folder: Path, number: int, record: Record) -> str | None:
-    """What is wrong with a finished shard; None if its size and checksum are right."""
-    try:
-        _content(folder, number, record)
-    except FormatError as error:
-        return str(error)
-    return None
-
-
-def read_shard(folder: Path, number: int, index: Index) -> CachedWindows:
+def read_shard(folder: Path, number: int, record: Shard) -> CachedWindows:
     """Read a shard, and check it against its record."""
     try:
-        tensors = load(_content(folder, number, index.shards[number]))
+        tensors = load(checked_content(folder, number, record))
     except FormatError as error:
         advice = "Run `codd cache` with the same arguments again: it makes this shard anew and no other."
         raise FormatError(f"{error}. {advice}") from error

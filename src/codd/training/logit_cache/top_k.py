@@ -14,7 +14,7 @@ from codd.circuits import HMM
 from codd.data.packing import narrow
 from codd.data.windows import WindowBatch
 from codd.errors import InvalidInput
-from codd.training.logit_cache.entries import CachedWindows, keep_top_k
+from codd.training.logit_cache.cached_windows import CachedWindows, keep_top_k
 from codd.training.logit_cache.storage import Change
 
 SMALLEST = 16

@@ -1,4 +1,4 @@
-"""Entries of data: objects of JSON files, rows of parquet files and of datasets on the hub, one after the other.
+"""Records of data: objects of JSON files, rows of parquet files and of datasets on the hub, one after the other.
 
 Files may be anyone's. What is in memory at a time is one line or object of JSON, one batch of rows of a parquet file; a
 dataset of the hub lies on the disk, where the package datasets keeps it.
@@ -28,8 +28,8 @@ _BETWEEN = " \t\r\n,[]"
 _DECODER = json.JSONDecoder()
 _HUB = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?::([\w.-]+)(?=:))?(?::(\w[\w.+-]*(?:\[[^][]*\])?))?")
 
-Entry = tuple[str, dict[str, Any]]
-"""Where the entry is (file and line, for messages), and its fields."""
+Record = tuple[str, dict[str, Any]]
+"""Where the record is (file and line, for messages), and its fields."""
 
 
 class HubDataset(NamedTuple):
@@ -79,7 +79,7 @@ def ending(path: Path) -> str:
 
 
 def is_prose(place: Place) -> bool:
-    """Whether a file holds prose instead of entries; FormatError for one that codd does not read."""
+    """Whether a file holds prose instead of records; FormatError for one that codd does not read."""
     if isinstance(place, HubDataset) or ending(place) in (LINES, ARRAY, PARQUET):
         return False
     if ending(place) in (*PROSE, ""):
@@ -90,12 +90,12 @@ def is_prose(place: Place) -> bool:
     )
 
 
-def read_entries(place: Place, most: int | None = None) -> Iterator[Entry]:
-    """The entries of a file or dataset, or ``most`` of them; FormatError for one that holds none."""
-    return itertools.islice(_entries(place), most)
+def read_records(place: Place, most: int | None = None) -> Iterator[Record]:
+    """The records of a file or dataset, or ``most`` of them; FormatError for one that holds none."""
+    return itertools.islice(_records(place), most)
 
 
-def _entries(place: Place) -> Iterator[Entry]:
+def _records(place: Place) -> Iterator[Record]:
     if isinstance(place, HubDataset):
         return ((f"{place}: row {number}", row) for number, row in enumerate(place.load(), start=1))
     if is_prose(place):
@@ -107,7 +107,7 @@ def _entries(place: Place) -> Iterator[Entry]:
     return text_files.json_lines(place) if ending(place) == LINES else _objects(place)
 
 
-def _objects(path: Path) -> Iterator[Entry]:
+def _objects(path: Path) -> Iterator[Record]:
     """The objects of a JSON array, or objects one after the other, without the whole of them in memory."""
     with text_files.open_text(path) as file:
         text, number, marks = "", 0, set[str]()
@@ -134,7 +134,7 @@ def _objects(path: Path) -> Iterator[Entry]:
             text, number = rest[end:], number + 1
 
 
-def _parquet_rows(path: Path) -> Iterator[Entry]:
+def _parquet_rows(path: Path) -> Iterator[Record]:
     library = _library("pyarrow.parquet", str(path))
     with files.open_regular(path) as raw:
         try:

@@ -10,10 +10,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from codd.data import entries
-from codd.data.entries import HubDataset, locate, read_entries
+from codd.data import records
+from codd.data.records import HubDataset, locate, read_records
 from codd.data.sources import QuestionAnswer, Source, find_sources, read_documents, read_pairs
-from codd.errors import FormatError, MissingDependency
+from codd.errors import MissingDependency
 
 ROWS = [
     {"instruction": f'How many is {n}, "{{[]}}" é?', "output": f"It is\n{n}.", "source": "x", "n": n} for n in range(9)
@@ -42,9 +42,9 @@ def test_pairs_of_every_format(tmp_path, name, monkeypatch):
         QuestionAnswer("It is\n1.", "x"),
     ]
     for size in (1, 7, 64):  # wherever the pieces end that a file is read by
-        monkeypatch.setattr(entries, "_AT_ONCE", size)
-        monkeypatch.setattr(entries, "BATCH_ROWS", size)
-        assert [entry for _, entry in read_entries(path)] == ROWS
+        monkeypatch.setattr(records, "_AT_ONCE", size)
+        monkeypatch.setattr(records, "BATCH_ROWS", size)
+        assert [record for _, record in read_records(path)] == ROWS
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.parquet"])
@@ -73,33 +73,6 @@ def test_the_fields_of_known_datasets_are_found(tmp_path, keys, known):
     assert (source.kind, source.fields) == ("text", (keys[0],))
 
 
-@pytest.mark.parametrize("text", ["[]", "[ ]", " [\n]\n", "", " "])
-def test_arrays_of_nothing(tmp_path, text):
-    (tmp_path / "a.json").write_text(text)
-    with pytest.raises(FormatError, match=r"a\.json: is empty"):
-        find_sources([tmp_path / "a.json"], None)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('[{"a": 1}, 2]', "a.json: entry 2 is not a JSON object"),
-        ('[{"a": 1}, {"a": ', "a.json: entry 2 is not JSON (JSONDecodeError"),
-        ('[{"a": 1},', "a.json: ends before its array does"),
-        ('[{"a": 1}', "a.json: ends before its array does"),
-        ('"text"', "a.json: entry 1 is not a JSON object"),
-        ('[{"a": ' + "[" * 100_000, "a.json: entry 1 is not JSON (RecursionError"),
-        ('{"a": 1}\n{"a": 2', "a.json: entry 2 is not JSON"),
-    ],
-)
-def test_arrays_that_are_damaged(tmp_path, text, message):
-    (tmp_path / "a.json").write_text(text)
-    with pytest.raises(FormatError) as caught:
-        list(read_entries(tmp_path / "a.json"))
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
 def test_an_array_is_not_in_memory_as_a_whole(tmp_path):
     with (tmp_path / "a.json").open("w") as file:
         file.write(
@@ -107,31 +80,10 @@ def test_an_array_is_not_in_memory_as_a_whole(tmp_path):
         )
     assert (tmp_path / "a.json").stat().st_size > 20e6
     tracemalloc.start()
-    assert sum(1 for _ in read_entries(tmp_path / "a.json")) == 4000
+    assert sum(1 for _ in read_records(tmp_path / "a.json")) == 4000
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 3e6
-
-
-@pytest.mark.parametrize("name", ["a.csv", "a.pdf", "a.tsv.xz", "a.bin", "a.gz", "a.jsonl.gz", "a.docx", "nothing"])
-def test_other_files_are_refused_in_one_line(tmp_path, name):
-    (tmp_path / name).write_text("question,answer\nq,a\n")
-    with pytest.raises(FormatError) as caught:
-        find_sources([tmp_path / name], None)
-    assert ".jsonl" in str(caught.value)
-    assert "\n" not in str(caught.value)
-    if name != "nothing":  # a recipe says itself that it is text
-        with pytest.raises(FormatError, match="codd does not read"):
-            list(read_documents(Source("text", "a", path=name), tmp_path))
-    with pytest.raises(FormatError, match=r"codd does not read|has no fields"):
-        list(read_pairs(Source("qa", "a", path=name), tmp_path))
-
-
-def test_parquet_that_is_damaged(tmp_path):
-    path = write(tmp_path / "a.parquet")
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(FormatError, match=r"a\.parquet: cannot be read as parquet"):
-        list(read_entries(path))
 
 
 @pytest.mark.parametrize(
@@ -165,7 +117,7 @@ def test_a_file_comes_before_the_hub(tmp_path):
 HUB = """
 import sys
 from pathlib import Path
-from codd.data.entries import content_digest, locate
+from codd.data.records import content_digest, locate
 from codd.data.sources import find_sources, read_pairs
 (source,) = find_sources([Path(sys.argv[1])], None)
 print(source.kind, *source.fields)
@@ -181,7 +133,7 @@ def test_a_dataset_of_the_hub(tmp_path):
     code = "import sys, datasets; datasets.load_dataset('json', data_files=sys.argv[1], cache_dir=sys.argv[2])"
     array = str(write(tmp_path / "a.json"))
     environment = {"PATH": "", "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "1", "HOME": str(tmp_path)}
-    environment["PYTHONPATH"] = str(Path(entries.__file__).parents[2])
+    environment["PYTHONPATH"] = str(Path(records.__file__).parents[2])
     subprocess.run([sys.executable, "-c", code, array, str(made)], check=True, env=environment)
     (folder,) = made.glob("json/*/*/*/")
     kept = tmp_path / "home" / "datasets" / "TIGER-Lab___math_instruct" / "default" / "0.0.0" / folder.name
@@ -208,4 +160,4 @@ def test_what_is_not_installed_is_named(tmp_path, monkeypatch, name, package):
     for module in ("pyarrow.parquet", "datasets"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingDependency, match=rf"needs the package {package}: pip install 'codd-lm\[data\]'"):
-        list(read_entries(locate(name, tmp_path)))
+        list(read_records(locate(name, tmp_path)))

@@ -1,0 +1,92 @@
+"""What the verbs pretrain and train share: arguments, the folder of a run, its progress."""
+
+import argparse
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TypeVar
+
+from codd import folders
+from codd.cli import console
+from codd.distributed import DistributedContext, distributed
+from codd.errors import InvalidInput
+from codd.training.recipe import find_recipe
+from codd.training.run import CHECKPOINTS, METRICS, AnyRecipe, Progress, check_recipe
+
+DATA = "data"
+"""Where a run keeps the rows that it made of its data."""
+Recipe = TypeVar("Recipe")
+
+
+def add_arguments(parser: argparse.ArgumentParser, recipes: Sequence[Path]) -> None:
+    """A recipe, where the data is, where the result goes."""
+    parser.add_argument(
+        "recipe",
+        metavar="RECIPE",
+        help=f"what to train on what: {', '.join(path.stem for path in recipes)}, or the path of a YAML file; its "
+        "relative paths begin where this command is run, those of data and caches in --data",
+    )
+    parser.add_argument(
+        "--data", metavar="DIR", type=Path, default=Path(), help="a folder (default: where this is run)"
+    )
+    parser.add_argument("--out", metavar="OUT_DIR", type=Path, help="default: runs/ and the recipe's name")
+    parser.add_argument("--set", metavar="NAME=VALUE", action="append", default=[], help="change a field of the recipe")
+    parser.add_argument("--seed", type=int, help="of parameters, order and noise (default: the recipe's)")
+    parser.add_argument("--device", help="cpu or cuda (default: cuda if there is one)")
+    parser.add_argument("--fresh", action="store_true", help="throw away what OUT_DIR holds of an earlier run")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end instead of text")
+
+
+def read_recipe(
+    args: argparse.Namespace, recipes: Sequence[Path], read: Callable[[Path, Sequence[str]], Recipe]
+) -> Recipe:
+    """The recipe that a command names, with its changes."""
+    seed = [] if args.seed is None else [f"seed={args.seed}"]
+    return read(find_recipe(args.recipe, recipes), [*args.set, *seed])
+
+
+@contextmanager
+def run_folder(
+    args: argparse.Namespace, recipe: AnyRecipe, out: Path, results: Sequence[str]
+) -> Iterator[DistributedContext]:
+    """Have the folder of a run to ourselves; ``results`` are what --fresh removes beside its data and checkpoints.
+
+    --fresh throws away nothing that is not a run, and a run that fails before it has done anything leaves nothing.
+    """
+    if os.path.exists(out) and not out.is_dir():
+        raise InvalidInput(f"{out}: is a file; --out must be a folder.")
+    if folders.is_occupied(out) and not (out / METRICS).is_file():
+        raise InvalidInput(f"{out}: holds something else than a run; give an empty or new folder with --out.")
+    if not args.fresh:
+        check_recipe(recipe, out)
+    with distributed(args.device) as context, folders.exclusive(out) if context.is_main else nullcontext():
+        if context.is_main:
+            for name in (CHECKPOINTS, DATA, METRICS, *results) if args.fresh else ():
+                shutil.rmtree(out / name) if (out / name).is_dir() else (out / name).unlink(missing_ok=True)
+            (out / METRICS).touch()
+            for remains in (out / DATA).glob(".*"):  # of processes that were killed
+                shutil.rmtree(remains, ignore_errors=True)
+        try:
+            yield context
+        except BaseException as error:
+            if context.is_main and not (out / METRICS).stat().st_size:
+                folders.discard_if_bare(out, METRICS, DATA)
+            if isinstance(error, KeyboardInterrupt) and out.is_dir():
+                raise KeyboardInterrupt("run the same command to go on") from error
+            raise
+
+
+def announce(recipe: str, description: str, context: DistributedContext) -> None:
+    """Say what is trained, and where."""
+    if context.is_main:
+        processes = f", {context.world_size} processes" if context.world_size > 1 else ""
+        console.say(f"{recipe}: {description}, on {context.device}{processes}")
+
+
+def show(bar: console.Bar, made: Progress, status: str, line: str | None, context: DistributedContext) -> None:
+    """Move a bar on; where there is no terminal for it, print the line, if there is one."""
+    bar.update(made.step, status)
+    if context.is_main and line and not console.err().is_terminal:
+        console.say(line)

@@ -1,0 +1,104 @@
+"""What a run was worth: held-out text before and after it, and text that is sampled in few calls; kept in a file."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from codd import files
+from codd.circuits import ProbabilisticCircuit, load_circuit
+from codd.coupling.gap import SMALLEST_GAP, gap_closed
+from codd.data import text_files
+from codd.decoding.model import Model
+from codd.training.circuit.data import TrainingData
+from codd.training.circuit.validation import HeldOut
+from codd.training.run import METRICS, read_metrics
+
+SUMMARY = "summary.json"
+CALLS, TEMPERATURE, SEED, PROMPT = 4, 1.0, 0, 48
+"""Of sampled text: network calls for a block, and the most tokens that stand before it."""
+
+Summary = dict[str, Any]
+"""``digest`` of the recipe; folders of the circuits ``start`` (or None) and ``circuit``, the trained one; ``scores`` by
+text and ratio: ``network``, ``before``, ``after`` and ``one_at_a_time``, log-likelihoods in nats per token, and
+``gap_closed_before`` and ``gap_closed_after``; ``samples``: ``prompt`` and what each circuit makes of it."""
+
+
+def read_summary(out: Path, digest: str) -> Summary | None:
+    """The summary of a run of this recipe that has ended; None if there is none."""
+    if not (out / SUMMARY).is_file():
+        return None
+    found = text_files.read_json(out / SUMMARY)
+    return found if isinstance(found, dict) and found.get("digest") == digest else None
+
+
+def summarize(data: TrainingData, digest: str, circuit: Path, out: Path) -> Summary:
+    """Score and sample once more, with the circuit that the run wrote, and keep what was found beside the metrics."""
+    trained = load_circuit(circuit, device=data.spec.device)
+    held_out = data.held_out()
+    summary = {
+        "digest": digest,
+        "start": data.recipe.start,
+        "circuit": str(circuit),
+        "scores": _scores(held_out, trained, next(iter(read_metrics(out / METRICS)), {})),
+        "samples": None if data.tokenizer is None or not held_out else _samples(data, held_out, trained),
+    }
+    with files.replacing(out, SUMMARY) as (path,):
+        files.write_text(path, json.dumps(summary, indent=1, ensure_ascii=False) + "\n")
+    return summary
+
+
+def _scores(
+    held_out: Mapping[str, HeldOut], trained: ProbabilisticCircuit, first: Mapping[str, float]
+) -> dict[str, dict[str, float | None]]:
+    """Of each text and ratio; ``first`` is the line of metrics from before the first step."""
+    found: dict[str, dict[str, float | None]] = {}
+    for name, text in held_out.items():
+        for ratio, score in text.scores(trained).items():
+            before = first.get(f"held_out/{name}@{ratio:g}/log_likelihood", math.nan)
+            network, last = score["factorized"], score["sequential"]
+            row = {
+                "network": network,
+                "before": before,
+                "after": score["coupled"],
+                "one_at_a_time": last,
+                "gap_closed_before": gap_closed(network, before, last),
+                "gap_closed_after": score["gap_closed"],
+            }
+            found[f"{name}@{ratio:g}"] = {key: x if math.isfinite(x) else None for key, x in row.items()}
+    return found
+
+
+def warnings(summary: Summary) -> Iterator[str]:
+    """In plain words, where the trained circuit is worse than none, or than the one that it started from."""
+    others = {"network": "no circuit"}
+    if summary["start"] is not None:
+        others["before"] = f"the circuit that it started from ({summary['start']})"
+    for name, row in summary["scores"].items():
+        for key, what in others.items():
+            after, other = row["after"], row[key]
+            if other is not None and (after is None or after < other - SMALLEST_GAP):
+                found = "impossible" if after is None else f"{after:.3f} nats per token"
+                yield f"on {name} the trained circuit is worse than {what}: {found} against {other:.3f}."
+
+
+def _samples(data: TrainingData, held_out: Mapping[str, HeldOut], trained: ProbabilisticCircuit) -> dict[str, str]:
+    """A block after the beginning of a held-out text: by the network alone, and with the circuits before and after."""
+    text, tokenizer = next(iter(held_out.values())), data.tokenizer
+    assert tokenizer is not None
+    row = int((text.blocks.starts >= min(PROMPT, int(text.blocks.starts.max()))).nonzero()[0])
+    begin = int(text.blocks.starts[row])
+    prompt = text.blocks.ids[row, max(0, begin - PROMPT) : begin].tolist()
+    size = text.blocks.order.shape[1]
+    circuits = {"network": None, "after": trained}
+    if data.recipe.start is not None:
+        circuits["before"] = load_circuit(data.recipe.start, device=data.spec.device)
+    made = {"prompt": tokenizer.decode(prompt)}
+    for name, circuit in circuits.items():
+        model = Model(text.backbone, circuit, tokenizer, text.mask_id)
+        out = model.generate(
+            [prompt], gen_length=size, block_length=size, steps=CALLS, temperature=TEMPERATURE, seed=SEED
+        )
+        made[name] = (out.texts or [""])[0]
+    return made
