@@ -1,6 +1,8 @@
 """What mkdocs has to be told about pages that are also read on a forge, as they lie in the repository."""
 
+import os
 import re
+import subprocess
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -10,6 +12,17 @@ BESIDE = ("examples", "src/codd/training/recipes", "lab/codd_lab/recipes")
 """Folders outside of docs/ to whose files pages link; they are copied into the site."""
 LEAVES = re.compile(rf"\]\(\.\./((?:\.\./)*(?:{'|'.join(BESIDE)})/)")
 CODE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Link the repository that the site is built from: a forge's workflow names it, a clone has it as its origin."""
+    name = os.environ.get("GITHUB_REPOSITORY")
+    command = ["git", "-C", config.docs_dir, "remote", "get-url", "origin"]
+    origin = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    url = f"{os.environ.get('GITHUB_SERVER_URL', 'https://github.com')}/{name}" if name else origin
+    if url.startswith("https://"):
+        config.repo_url, config.repo_name = url.removesuffix(".git"), "Source"
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -35,6 +35,7 @@ def tokenizer():
 def ask(bundled, monkeypatch, capsys):
     """Runs the verb on piped lines."""
     monkeypatch.setattr(sampling, "load", lambda *given, **named: bundled)
+    monkeypatch.setattr(sampling, "about", lambda args: None)  # as for a model that knows conversations
 
     def run(lines: str, *arguments: str, code: int = 0) -> tuple[str, str]:
         monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
@@ -65,7 +66,7 @@ def test_a_frame_shows_masks_fresh_tokens_and_old_ones(tokenizer, bundled):
     shown = frame(bundled, FOUR, step, 2, 1.25)
     answer, status = shown.plain.split("\n\n")
     assert answer == " river" + chat.BLOCK * 2 + " moon stone house"
-    assert status == "step 2 of 4, 2 evaluations, 4 tokens, circuit on, 50% masked, 1.2 s"
+    assert status == "step 2 of 4, 4 tokens, 2 masked, circuit on, 1.2 s"
     found = styles(shown)
     assert found[chat.BLOCK] == chat.MASK
     assert [found[word] for word in (" moon", " stone", " house")] == [chat.SURE, chat.FAIR, chat.UNSURE]
@@ -76,7 +77,7 @@ def test_a_frame_ends_where_the_text_does(tokenizer, bundled):
     [river] = tokenizer.encode(" river")
     step = step_of([9, 9, MASK, river, EOS, river, MASK], [3], [0.5], circuit=False, number=0)
     shown = frame(bundled, Options(), step, 2, 1.25).plain
-    assert shown.startswith(f"{chat.BLOCK} river\n\nstep 1, 1 evaluation, ")
+    assert shown.startswith(f"{chat.BLOCK} river\n\nstep 1, ")
     assert "circuit off" in shown
     everything = frame(bundled, Options(stop=False), step, 2, 1.25).plain
     assert everything.startswith(f"{chat.BLOCK} river river{chat.BLOCK}\n")
@@ -120,6 +121,12 @@ def test_the_conversation_is_remembered_and_reset(ask, bundled):
     assert first["question"] == "What is 7 + 8?"
     assert (first["steps"], first["dropped"]) == (2, 0)
     assert first["settings"]["gen_length"] == 8
+
+
+def test_the_bundled_model_is_asked_single_questions(ask, monkeypatch):
+    monkeypatch.setattr(sampling, "about", lambda args: sampling.ABOUT)
+    first, second = (json.loads(line) for line in ask("And 2?\nAnd 2?\n", "--json")[0].splitlines())
+    assert first["text"] == second["text"]
 
 
 def test_commands(ask):
@@ -205,7 +212,7 @@ def test_a_greeting_says_what_to_expect_if_that_is_known(bundled, monkeypatch, a
         monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
     assert main(["chat", *arguments]) == 0
     greeting = " ".join(written.getvalue().split())
-    assert greeting == (f"{sampling.ABOUT} {END}" if known else END)
+    assert greeting == (f"{sampling.ABOUT} {chat.SINGLE} {END}" if known else END)
 
 
 def test_an_interrupt_stops_the_answer_only(bundled, monkeypatch):
@@ -235,10 +242,3 @@ def test_lines_are_typed_until_the_end(monkeypatch, capsys):
 
     monkeypatch.setattr("builtins.input", line)
     assert list(chat._typed()) == ["one", "two"]
-
-
-def test_the_options_are_checked_before_the_model_is_loaded(capsys, monkeypatch):
-    monkeypatch.setattr(sampling, "load", None)
-    message = "codd: top_p must be a number of at least 0 and at most 1, found 3.0.\n"
-    assert refused(capsys, "chat", "--top-p", "3") == message
-    assert Options() == sampling.options_of({})

@@ -9,7 +9,7 @@ from codd.cli.questions import extract_answer, questions
 from codd.decoding import Options, load
 from codd_lab.problems import extract_answer as lab_answer
 from codd_lab.problems import problems
-from tests.support.cli import printed_json, refused
+from tests.support.cli import printed_json
 
 BUNDLED = replace(load(device="cpu", circuit=None), circuit=HMM.random(4, 8192))
 """Loaded once, with a circuit that nobody trained."""
@@ -72,13 +72,9 @@ def test_the_bundled_circuit_writes_other_text_than_the_network_alone():
     assert found["texts"]["circuit"] != found["texts"]["alone"]
 
 
-def test_there_must_be_a_circuit(capsys):
-    assert "--circuit must not be none" in refused(capsys, "demo", "--circuit", "none")
-
-
 def test_questions_are_the_generators_and_no_training_saw_them():
     found = questions(0)
-    wanted = list(problems(len(found), split="test"))
+    wanted = list(problems(len(found), split="test", seed=200))
     assert [(each.question, each.answer, each.result) for each in found] == [
         (each.question, each.solution, each.answer) for each in wanted
     ]
@@ -89,11 +85,3 @@ def test_questions_are_the_generators_and_no_training_saw_them():
 @pytest.mark.parametrize("text", ["#### 42", "a\n#### $1,200 b", "#### x", "no", "#### 1\n#### -7"])
 def test_answers_are_read_as_the_generator_writes_them(text):
     assert extract_answer(text) == lab_answer(text)
-
-
-@pytest.mark.parametrize(
-    ("option", "value"), [("--seed", "-1"), ("--seed", "x"), ("--seed", str(2**63)), ("--problems", "0")]
-)
-def test_numbers_out_of_range_are_usage_errors(option, value, capsys):
-    assert main(["demo", option, value]) == 2
-    assert f"argument {option}" in capsys.readouterr().err

@@ -108,7 +108,6 @@ def test_every_family(name, capsys):
     pad = config.get("pad_token_id")
     found = described(capsys, folder)
     mlp_width = found.pop("mlp_width")
-    assert (found.pop("int8_parameters") == 0) == (config.get("num_experts") is not None)
     if family != "llada_moe":  # its layers all have experts
         assert any(mlp_width in header["shape"] or 2 * mlp_width in header["shape"] for header in used.values())
     assert found == {
@@ -132,6 +131,7 @@ def test_every_family(name, capsys):
         "eos_id": config.get("eos_token_id", pad if family == "llada2" else None),
         "pad_id": pad,
         "bos_id": config.get("bos_token_id"),
+        "mask_token": None,
         "tokenizer": None,
         "circuit": None,
         "static_circuit": None,
@@ -156,7 +156,6 @@ def test_the_bundled_model(capsys):
     assert (found["family"], found["bundled"]) == ("mini", True)
     assert found["parameters"] == count(matrices) + count(others)
     assert found["dtypes"] == {"int8": count(matrices), "float32": count(others)}
-    assert found["int8_parameters"] == count(matrices)  # the embedding is also the head
     assert (found["tensors"], found["unused_tensors"]) == (len(matrices) + len(others), 0)
     for ours, stated in (("mask_id", "mask_token_id"), ("eos_id", "eos_token_id"), ("pad_id", "pad_token_id")):
         assert found[ours] == config[stated]
@@ -165,6 +164,7 @@ def test_the_bundled_model(capsys):
     assert found["sha256"] == files.sha256(folder / "model.safetensors")
     assert found["sha256_matches"] is True
     size = len(json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"])
+    assert found["mask_token"] == "<|mask|>"
     assert found["tokenizer"] == {"kind": "BPE", "vocab_size": size, "chat_template": "own"}
 
 
@@ -227,6 +227,7 @@ def test_a_tokenizer_fills_in_what_the_configuration_does_not_say(tmp_path, caps
     save_tokenizer(folder, 120, mask_token="t103", pad_token="t7", chat_template="{{ messages }}")
     found = described(capsys, folder)
     assert (found["mask_id"], found["pad_id"], found["eos_id"]) == (103, 0, None)
+    assert found["mask_token"] == "t103"
     assert found["tokenizer"] == {"kind": "WordLevel", "vocab_size": 120, "chat_template": "own"}
 
 

@@ -10,33 +10,6 @@ import pytest
 from codd.cli import FAILED, main, serve
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--slots", "0"], "--slots: must be at least 1"),
-        (["--port", "70000"], "--port: must be at most 65535"),
-        (["--timeout", "0"], "--timeout: must be above 0"),
-        (["--io-timeout", "nan"], "--io-timeout: must be above 0"),
-        (["--connections", "0"], "--connections: must be at least 1"),
-        (["--max-text", "0"], "--max-text: must be at least 1"),
-        (["--max-pattern", "0"], "--max-pattern: must be at least 1"),
-        (["--max-states", "0"], "--max-states: must be at least 1"),
-        (["--compile-timeout", "0"], "--compile-timeout: must be above 0"),
-        (["--compile-timeout", "4000"], "--compile-timeout: must be at most 3600"),
-        (["--compile-memory", "nan"], "--compile-memory: must be a finite number"),
-        (["--cache-memory", "inf"], "--cache-memory: must be a finite number"),
-        (["--api-key-file", "/nowhere/key"], "/nowhere/key"),
-        (["--threshold", "2"], "threshold must be"),
-        (["--model", "/nowhere/model"], "/nowhere/model"),
-    ],
-)
-def test_what_makes_no_sense_is_one_line(capsys, arguments, words):
-    assert main(["serve", *arguments]) == FAILED
-    found = capsys.readouterr().err.strip()
-    assert words in found
-    assert "\n" not in found
-
-
 def test_limits_of_constraints_are_what_the_options_say():
     pytest.importorskip("fastapi", reason="the extra serve is not installed")
     from codd.serving.prompts import Limits

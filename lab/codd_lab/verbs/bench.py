@@ -26,7 +26,7 @@ examples:
   codd bench                                   # the bundled model; on a GPU if there is one
   codd bench --device cpu --threads 1
   codd bench --circuit static --rounds 20 --json > cost.json"""
-    positive = console.whole_number(1)
+    positive = console.number(int, 1)
     parser.add_argument("--model", metavar="PATH", help="a folder or hub id (default: the bundled model)")
     parser.add_argument(
         "--circuit",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from codd.backbones.loading import DTYPES
 from codd.cli import console, sampling, tables
 from codd.cli.lists import add_list
-from codd.cli.ranks import add_ray_argument
+from codd.cli.ray_launch import add_ray_argument
 from codd.decoding.options import PACES
 from codd.distributed import DistributedContext, distributed
 from codd.errors import InvalidInput

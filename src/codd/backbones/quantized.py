@@ -122,13 +122,6 @@ def quantize(network: "Transformer") -> None:
     head.weight = head.bias = None
 
 
-def int8_parameters(network: "Transformer") -> int:
-    """How many weights `quantize` would round; none of a mixture of experts."""
-    if network.config.experts is not None:
-        return 0
-    return _head_weight(network).numel() + sum(layer.weight.numel() for layer in _projections(network).values())
-
-
 def _projections(network: "Transformer") -> dict[str, nn.Linear]:
     """The linear layers of the blocks, but for those that read the noise level."""
     layers = network.blocks.named_modules()

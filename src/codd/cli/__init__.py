@@ -1,21 +1,25 @@
 """The command line: ``codd VERB``. One module a verb; this one finds it, runs it, and turns errors into exit codes.
 
-Nothing here imports torch, so that ``codd --help`` and usage errors answer at once. To add a verb, write
-``codd/cli/NAME.py`` with what `Verb` says and give it a line in `VERBS`. Another package adds one by an entry point
-``NAME = "its.module"`` in the group `GROUP`.
+Nothing here imports torch, so that ``codd --help`` and usage errors answer at once. The module of a verb has ``NAME``,
+``HELP`` (what the verb does and what it prints), ``configure(parser)``, which adds arguments and examples, and
+``run(args)``, which returns the exit code. Ours are ``codd/cli/NAME.py`` with a line in `VERBS`; another package adds
+one by an entry point ``NAME = "its.module"`` in the group `GROUP`.
 """
 
 import argparse
+import difflib
 import importlib
 import io
 import os
+import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import metadata
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, NoReturn
 
-from codd.cli import console, lists, ranks
+import codd
+from codd.cli import console, lists, ray_launch
 from codd.errors import CoddError, InvalidInput
 
 VERBS = {
@@ -42,20 +46,6 @@ FAILED, USAGE, BUG, INTERRUPTED = 1, 2, 70, 130
 """Exit codes. 70 is EX_SOFTWARE of sysexits.h; 130 is what a shell reports for Ctrl-C."""
 
 
-class Verb(Protocol):
-    """What the module of a verb holds."""
-
-    NAME: str
-    HELP: str
-    """A paragraph: what the verb does and what it prints."""
-
-    def configure(self, parser: argparse.ArgumentParser) -> None:
-        """Add the arguments, and an example as the epilog."""
-
-    def run(self, args: argparse.Namespace) -> int:
-        """Do it; the exit code."""
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return the exit code: 0 on success only."""
     try:
@@ -70,13 +60,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-def load(name: str) -> Verb:
+def load(name: str) -> Any:
     """The module of a verb, of ours or of another package; InvalidInput says what to install for a missing one."""
     for entry in () if name in VERBS else metadata.entry_points(group=GROUP, name=name):
-        return cast(Verb, entry.load())
+        return entry.load()
     if name in LAB:
         raise InvalidInput(f"codd {name} is of codd-lab: pip install codd-lab, or in a checkout pip install . ./lab.")
-    return cast(Verb, importlib.import_module(f"codd.cli.{name}"))
+    return importlib.import_module(f"codd.cli.{name}")
 
 
 def _run(argv: Sequence[str]) -> int:
@@ -90,10 +80,8 @@ def _run(argv: Sequence[str]) -> int:
         verb = load(first.verb)
         args = _verb_parser(verb).parse_args(first.arguments)
         debug = first.debug or args.debug
-        code = ranks.run_on_ray(args, argv)
-        if code is not None:
-            return code
-        return verb.run(args)
+        code = ray_launch.run_on_ray(args, argv)
+        return verb.run(args) if code is None else code
     except SystemExit as stop:  # argparse after --help, --version (0) and usage errors (2); rich at a closed pipe (1)
         return stop.code if isinstance(stop.code, int) else FAILED
     except BrokenPipeError:
@@ -109,11 +97,23 @@ def _run(argv: Sequence[str]) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong with the arguments, without the list of all of them."""
+    """Says in one line what is wrong with the arguments, and what was probably meant."""
 
     def error(self, message: str) -> NoReturn:
         """End with `USAGE`."""
-        self.exit(USAGE, f"codd: {console.one_line(message)}; see {self.prog} --help\n")
+        meant = ""
+        if wrong := re.fullmatch(r"unrecognized arguments: (--[^ =]+).*", message, re.DOTALL):
+            meant = did_you_mean(wrong[1], self._option_string_actions)
+        elif wrong := re.match(r"argument VERB: invalid choice: '([^']*)'", message):
+            message = f"there is no verb '{wrong[1]}'"
+            meant = did_you_mean(wrong[1], (*VERBS, *LAB, *_installed()))
+        self.exit(USAGE, f"codd: {console.one_line(message)}{meant}; see {self.prog} --help\n")
+
+
+def did_you_mean(wrong: str, known: Iterable[str]) -> str:
+    """A question about the known name that is most like the wrong one; empty if none is."""
+    near = difflib.get_close_matches(wrong, list(known), n=1, cutoff=0.7)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -136,7 +136,8 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
+    version = f"codd {codd.__version__}"
+    parser.add_argument("--version", action="version", version=version, help="print the version and exit")
     _add_debug(parser)
     parser.add_argument("verb", choices=[*VERBS, *LAB, *of_others], metavar="VERB", help="what to do, see below")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -148,7 +149,7 @@ def _installed() -> dict[str, str]:
     return {each.name: each.dist.name if each.dist else each.module for each in metadata.entry_points(group=GROUP)}
 
 
-def _verb_parser(verb: Verb) -> argparse.ArgumentParser:
+def _verb_parser(verb: Any) -> argparse.ArgumentParser:
     parser = _Parser(
         prog=f"codd {verb.NAME}",
         description=verb.HELP,
@@ -162,16 +163,6 @@ def _verb_parser(verb: Verb) -> argparse.ArgumentParser:
 
 def _add_debug(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
-
-
-class _Version(argparse.Action):
-    """Look the version up only when it is asked for: reading package metadata takes a while."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        import codd
-
-        print(f"codd {codd.__version__}")
-        parser.exit()
 
 
 def _fail(message: str, code: int, debug: bool) -> int:

@@ -14,7 +14,7 @@ from codd.backbones.tokenizer import Tokenizer
 from codd.circuits import HMM
 from codd.cli import console
 from codd.cli.lists import add_list
-from codd.cli.ranks import add_ray_argument
+from codd.cli.ray_launch import add_ray_argument
 from codd.data.packing import MAX_TEXTS_PER_ROW
 from codd.data.sources import find_sources
 from codd.data.tokenization import PackingConfig
@@ -37,11 +37,10 @@ datasets of the hub), prose (.txt, or a text field). Start it again with the sam
 interruption: finished shards are kept, damaged ones are made again. Under torchrun, the processes share the shards.
 
 Prints what the lists change for each k, a progress bar, and at the end the size of the cache."""
-COUNT = console.whole_number(1, LARGEST - 1)
+COUNT = console.number(int, 1, LARGEST - 1)
 LONGEST_ROW = 384
-FEWEST, CHARACTERS = 2**18, 16
-"""Of each file so many characters are read at least, and so many times the tokens of a row for each of --windows. A
-token is about four characters and a row has about four windows: of what is read, a sixteenth is used."""
+MIN_CHARACTERS, CHARACTERS_PER_TOKEN = 2**18, 16
+"""Minimum characters read per file, and per row token and requested window (a row has about four windows)."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -57,10 +56,15 @@ examples:
     _configure_data(parser)
     _configure_windows(parser)
     parser.add_argument("--top-k", type=COUNT, metavar="K", help="how many tokens to list (default: by the tolerance)")
-    parser.add_argument("--tolerance", type=_above_zero, default=1e-3, help="nats a masked token (default: 1e-3)")
+    parser.add_argument(
+        "--tolerance",
+        type=console.number(float, 0, above=True),
+        default=1e-3,
+        help="nats per masked token (default: 1e-3)",
+    )
     parser.add_argument("--circuit", type=Path, help="to measure with (default: the backbone's own, or a random one)")
     parser.add_argument("--features", action="store_true", help="keep the last hidden states too, in float16")
-    parser.add_argument("--shard-windows", type=COUNT, default=8192, help="about so many in a file (default: 8192)")
+    parser.add_argument("--shard-windows", type=COUNT, default=8192, help="windows per file, about (default: 8192)")
     parser.add_argument("--batch-rows", type=COUNT, default=32, help="rows in one pass of the network (default: 32)")
     parser.add_argument("--mask-id", type=int, help="for checkpoints that do not say which token is the mask")
     parser.add_argument("--seed", type=console.seed, default=0, help="of order, noise and samples (default: 0)")
@@ -93,18 +97,11 @@ def _configure_windows(parser: argparse.ArgumentParser) -> None:
         "--windows",
         metavar="N",
         type=COUNT,
-        help="about so many in all, of the beginning of large files (default: one pass over the data)",
+        help="how many in all, about, from the beginning of large files (default: one pass over the data)",
     )
-    add("--per-row", metavar="N", type=COUNT, default=4, help="at most so many of each row (default: 4)")
+    add("--per-row", metavar="N", type=COUNT, default=4, help="at most this many per row (default: 4)")
     add("--block-share", type=float, default=0.5, help="rows with block noise instead of uniform noise (default: 0.5)")
     add("--minimum", type=float, default=1e-3, help="the smallest masking probability (default: 1e-3)")
-
-
-def _above_zero(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"must be above 0, found {value:g}")
-    return value
 
 
 def run(args: argparse.Namespace) -> int:
@@ -137,7 +134,7 @@ def _prepare(
     length = args.row_length or min(LONGEST_ROW, backbone.max_length or LONGEST_ROW)
     packing = PackingConfig(length, args.window, args.seed, MAX_TEXTS_PER_ROW if supports_packing(backbone) else 1)
     if args.windows is not None:
-        packing = packing._replace(characters=max(FEWEST, args.windows * length * CHARACTERS))
+        packing = packing._replace(characters=max(MIN_CHARACTERS, args.windows * length * CHARACTERS_PER_TOKEN))
     sources = find_sources(args.data, args.fields, args.strip)
     with context.main_first():
         datasets = open_datasets(sources, tokenizer, packing, kept=args.out / ROWS)
@@ -226,31 +223,29 @@ def _table(out: Path) -> None:
     """Print what was measured for each k."""
     index = storage.read_index(out)
     assert index is not None
-    console.say("k      change of the log-likelihood, nats a masked token")
+    console.say("k      change of the log-likelihood, nats per masked token")
     for k, change in index.measured:
         console.say(f"{k:<5}  {change:.2e}{'  <- kept' if k == index.top_k else ''}")
 
 
 def _report(out: Path, *, as_json: bool) -> None:
     cache = LogitCache.open(out)
-    counts, change = cache.counts(), dict(cache.index.measured)[cache.index.top_k]
-    each, dense = counts["bytes"] / max(1, counts["masked"]), 2 * cache.settings.vocab_size
-    if each >= dense:
-        console.say("note: this is no smaller than dense logits; a larger --tolerance or a --top-k makes it so.")
-    sizes = {
+    counts = cache.counts()
+    found = {
         "windows": counts["windows"],
         "masked_tokens": counts["masked"],
         "shards": cache.settings.shards,
         "top_k": cache.index.top_k,
+        "change": dict(cache.index.measured)[cache.index.top_k],
+        "bytes": counts["bytes"],
+        "bytes_per_token": counts["bytes"] / max(1, counts["masked"]),
+        "dense_bytes_per_token": 2 * cache.settings.vocab_size,
+        "digest": cache.settings.digest(),
+        "out": str(out),
     }
-    end = {"digest": cache.settings.digest(), "out": str(out)}
+    if found["bytes_per_token"] >= found["dense_bytes_per_token"]:
+        console.say("note: this is no smaller than dense logits; a larger --tolerance or a --top-k makes it so.")
     if as_json:
-        told = {"change": change, "bytes": counts["bytes"], "bytes_per_token": each, "dense_bytes_per_token": dense}
-        console.as_json({**sizes, **told, **end, "measured": [each._asdict() for each in cache.index.measured]})
-        return
-    shown = {
-        "change": f"{change:.2e} nats a masked token",
-        "bytes": console.size(counts["bytes"]),
-        "bytes_per_token": f"{each:.0f}, dense logits {dense:,}",
-    }
-    console.fields(f"cached: {out}", {**sizes, **shown, **end})
+        console.as_json({**found, "measured": [each._asdict() for each in cache.index.measured]})
+    else:
+        console.fields(f"cached: {out}", found)

@@ -25,15 +25,15 @@ from codd.errors import CoddError, InvalidInput
 
 NAME = "chat"
 HELP = """\
-A conversation with a model. On a terminal its answer resolves in place: masks are blocks, the tokens of the
-latest step are coloured by their probability (green from 90%, yellow from 50%, red below), and a line below
-says how far it is. The conversation goes through the model's chat template; a model without one continues
-the text. What is too long for the model is forgotten, the oldest first. The bundled model solves word
-problems, whose final answer stands after ####, and is no assistant.
+A conversation with a model. On a terminal its answer resolves in place: masks are blocks, the tokens of the latest step
+are coloured by their probability (green from 90%, yellow from 50%, red below), and a line below shows the progress.
+The conversation goes through the model's chat template; a model without one continues the text. What is too long for
+the model is forgotten, the oldest first. The bundled model was trained on single word problems, so every question is
+asked by itself; the final answer stands after ####.
 
-Prints each answer. Questions may be piped in, one a line; then the answers alone are printed, without
-control codes, or with --json one object a line. /help lists the commands; Ctrl-C stops an answer,
-Ctrl-D ends the conversation."""
+Prints each answer. Questions may be piped in, one per line; then the answers alone are printed, without control codes,
+or with --json one object per line. /help lists the commands; Ctrl-C stops an answer, Ctrl-D ends the conversation."""
+SINGLE = "Each question is asked by itself: this model was trained on single questions."
 COMMANDS = """\
 /set NAME VALUE  change an option of sampling, as in `codd generate --help`; "none" for its default
 /set             show the options
@@ -53,9 +53,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = """\
 examples:
   codd chat
-  codd chat --tokens-per-step 2 --temperature 0.5
-  printf 'What is 7 + 8?\\n' | codd chat --json"""
-    parser.add_argument("--json", action="store_true", help="print one JSON object an answer, one a line")
+  codd chat --steps 16
+  echo 'Mia has 84 stamps. She gives away 12 of them. How many stamps are left?' | codd chat --json"""
+    parser.add_argument("--json", action="store_true", help="print one JSON object per answer and line")
     sampling.add_arguments(parser)
 
 
@@ -67,7 +67,9 @@ def run(args: argparse.Namespace) -> int:
     if model.tokenizer is None:
         raise InvalidInput("this checkpoint has no tokenizer, so it cannot converse: codd generate takes ids.")
     chat = can_chat(model.tokenizer) if args.chat is None else args.chat
-    conversation = Conversation(model, chat, about=sampling.about(args))
+    about = sampling.about(args)
+    single = chat and about is not None
+    conversation = Conversation(model, chat, single, f"{about} {SINGLE}" if single else about)
     if args.json or not (sys.stdin.isatty() and sys.stdout.isatty()):
         _piped(conversation, chosen, sys.stdin, as_json=args.json)
     else:
@@ -82,9 +84,11 @@ class Conversation:
     model: Model
     chat: bool
     """Whether it goes through the chat template, or is one text."""
-    exchanges: list[tuple[str, str]] = field(default_factory=list)
+    single: bool = False
+    """Whether every question is asked without those before it."""
     about: str | None = None
     """What to expect of the model, for those who are new to it."""
+    exchanges: list[tuple[str, str]] = field(default_factory=list)
 
     def prompt(self, question: str) -> Prompt:
         """All that was said, and the question."""
@@ -111,12 +115,13 @@ class Conversation:
         """Answer and remember; ``watch`` sees every step and the length of the prompt."""
         ids, dropped = self.encode(question, options.gen_length)
         [found] = sampling.answer(self.model, [ids], options, lambda step: watch(step, len(ids)))
-        self.exchanges.append((question, found.text or ""))
+        if not self.single:
+            self.exchanges.append((question, found.text or ""))
         return found, dropped
 
 
 def frame(model: Model, options: Options, step: Step, prompt_length: int, seconds: float) -> Text:
-    """The answer as it stands after a step, and a line about it."""
+    """The answer as it stands after a step, and its progress."""
     assert model.tokenizer is not None
     ids = step.ids[prompt_length:].tolist()
     stop_ids = model.stop_ids if options.stops else ()
@@ -133,10 +138,10 @@ def frame(model: Model, options: Options, step: Step, prompt_length: int, second
             shown.append(sampling.printable(piece), style=tone)
             place += 1
     # Short enough for 80 columns: a line that wraps would jump.
-    done, written = step.number + 1, sum(token != model.mask_id for token in ids)
+    done, left = step.number + 1, ids.count(model.mask_id)
     of = f" of {min(options.steps, options.gen_length)}" if options.fixed_count and options.steps else ""
-    circuit = f"circuit {'on' if step.circuit else 'off'}, {step.mask_ratio:.0%} masked"
-    status = f"step {done}{of}, {done} evaluation{'s' * (done != 1)}, {written} tokens, {circuit}, {seconds:.1f} s"
+    circuit = f"circuit {'on' if step.circuit else 'off'}"
+    status = f"step {done}{of}, {len(ids) - left} tokens, {left} masked, {circuit}, {seconds:.1f} s"
     return shown.append(f"\n\n{status}", style="dim")
 
 
@@ -223,7 +228,7 @@ class _Quit(Exception):
 
 
 def command(line: str, conversation: Conversation, chosen: dict[str, Any], say: Callable[[str], None]) -> bool:
-    """Do what a line with a slash asks for, and nothing for an empty one; False if it is a question."""
+    """Run a line with a slash, and skip an empty one; False if it is a question."""
     words = line.split()
     if not words or not words[0].startswith("/"):
         return not words

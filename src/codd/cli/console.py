@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import sys
 import warnings
@@ -99,35 +100,51 @@ def one_line_warnings() -> Iterator[None]:
         yield
 
 
-def fields(title: str, values: Mapping[str, object], bad: tuple[str, ...] = ()) -> None:
-    """A title and one line for each value; those named in ``bad`` in red. Never wrapped, so that grep can be used."""
+def fields(title: str, values: Mapping[str, object], wrong: Mapping[str, str] | None = None) -> None:
+    """A title and a line per value, in red with what is ``wrong`` with it. Never wrapped, so that grep can be used."""
     from rich.text import Text
 
-    console = out()
+    console, wrong = out(), wrong or {}
     console.print(Text(one_line(title), style="bold"), soft_wrap=True)
     width = max(map(len, values))
     for name, value in values.items():
         line = Text(f"  {name:<{width}}  ", style="cyan")
-        line.append(one_line(value), style="red" if name in bad else "default")
-        console.print(line, soft_wrap=True)
+        shown = one_line(in_words(name, value) + wrong.get(name, ""))
+        console.print(line.append(shown, style="red" if name in wrong else "default"), soft_wrap=True)
 
 
-def whole_number(low: int, high: int | None = None) -> Callable[[str], int]:
-    """A type for argparse: whole numbers from ``low`` to ``high``, both included."""
+def in_words(name: str, value: object) -> str:
+    """A value on one line; of a value with parts, those that have no parts themselves."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{each} {in_words(each, x)}" for each, x in value.items() if not isinstance(x, Mapping))
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    if value is None or isinstance(value, bool):
+        return {None: "none", True: "yes", False: "no"}[value]
+    if isinstance(value, int):
+        return size(value) if name in ("bytes", "bytes_in", "bytes_out") else f"{value:,}"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
-    def parse(text: str) -> int:
-        value = int(text)
-        if value < low or (high is not None and value > high):
-            wanted = f"at least {low}" if high is None else f"from {low} to {high}"
-            raise argparse.ArgumentTypeError(f"must be {wanted}, found {value}")
+
+def number(
+    kind: type[int | float], low: int | float, high: int | float = math.inf, *, above: bool = False
+) -> Callable[[str], Any]:
+    """A type for argparse: numbers from ``low`` (or ``above`` it) to ``high``."""
+
+    def parse(text: str) -> int | float:
+        value = kind(text)
+        if not (low < value if above else low <= value) or not value <= high:
+            least = f"{'above' if above else 'at least' if high == math.inf else 'from'} {low}"
+            most = "" if high == math.inf else f" and at most {high}" if above else f" to {high}"
+            raise argparse.ArgumentTypeError(f"must be {least}{most}, found {text}")
         return value
 
-    parse.__name__ = "whole number"  # argparse names it where the text is no number
+    parse.__name__ = "whole number" if kind is int else "number"  # argparse names it where the text is not one
     return parse
 
 
-seed = whole_number(0, 2**63 - 1)
-"""A type for argparse: the seeds that every generator takes, and that the files of a run can hold."""
+seed = number(int, 0, 2**63 - 1)
+"""A type for argparse: seeds that every generator takes."""
 
 
 def as_json(value: object) -> None:
@@ -138,9 +155,6 @@ def as_json(value: object) -> None:
 
 def size(count: int) -> str:
     """12_345_678 -> '12.3 MB (12,345,678 bytes)'."""
-    scaled, unit = float(count), "bytes"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if scaled < 1000:
-            break
-        scaled, unit = scaled / 1000, larger
-    return f"{count:,} bytes" if unit == "bytes" else f"{scaled:.3g} {unit} ({count:,} bytes)"
+    from rich.filesize import decimal
+
+    return decimal(count) if count < 1000 else f"{decimal(count)} ({count:,} bytes)"

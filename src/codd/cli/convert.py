@@ -3,10 +3,14 @@
 import argparse
 import contextlib
 from pathlib import Path
-from typing import Any
 
+import torch
+
+from codd.circuits import HMM
+from codd.circuits.storage import CONFIG_FILE, FORMAT, WEIGHTS_FILE
 from codd.cli import console
 from codd.errors import CoddError, FormatError
+from codd.files import read_json_object
 
 NAME = "convert"
 HELP = """\
@@ -14,7 +18,7 @@ Reads a hidden Markov model that PyJuice saved (.jpc) and writes it as a codd ci
 config.json and circuit.safetensors, which codd.HMM.load reads. A .jpc is a pickle, and a pickle is a
 program; here nothing of it is run, and a file that asks for anything but plain arrays is refused.
 
-Prints the number of states and tokens, the window, whether all positions share their parameters
+Prints the number of states and tokens, the window (none: any length), whether all positions share their parameters
 (homogeneous), and the bytes of both forms."""
 
 
@@ -38,11 +42,6 @@ examples:
 
 def run(args: argparse.Namespace) -> int:
     """Convert and say what was written."""
-    import torch  # here and below, so that --help answers at once
-
-    from codd.circuits import HMM
-    from codd.circuits.storage import CONFIG_FILE, WEIGHTS_FILE
-
     _check_target(args.folder, args.force)
     with console.working(f"reading {args.source}"):
         hmm = HMM.from_pyjuice(args.source)
@@ -50,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
         hmm = hmm.to(emission=torch.bfloat16)
     with console.working(f"writing {args.folder}"):
         folder = hmm.save(args.folder)
-    report: dict[str, Any] = {
+    report = {
         "input": str(args.source),
         "output": str(folder),
         "num_states": hmm.num_states,
@@ -64,27 +63,13 @@ def run(args: argparse.Namespace) -> int:
     }
     if args.json:
         console.as_json(report)
-        return 0
-    serves = "the circuit serves any length" if hmm.length is None else "the circuit serves this length only"
-    shown = {
-        "states": f"{hmm.num_states:,}",
-        "tokens": f"{hmm.vocab_size:,}",
-        "window": f"{hmm.window} positions; {serves}",
-        "homogeneous": "yes" if hmm.homogeneous else "no: positions have parameters of their own",
-        "emission": args.dtype,
-        "read": console.size(report["bytes_in"]),
-        "written": console.size(report["bytes_out"]),
-        "safety": "the file is a pickle; nothing of it was run",
-    }
-    console.fields(f"{args.source} -> {folder}", shown)
+    else:
+        console.fields(f"{args.source} -> {folder}", report)
     return 0
 
 
 def _check_target(folder: Path, force: bool) -> None:
-    """Before the work: will writing replace something? Not even --force destroys a language model's configuration."""
-    from codd.circuits.storage import CONFIG_FILE, FORMAT, WEIGHTS_FILE
-    from codd.files import read_json_object
-
+    """Refuse to replace anything but, with --force, a circuit."""
     if folder.exists() and not folder.is_dir():
         raise CoddError(f"{folder}: is a file; give the name of a folder to write the circuit to")
     present = [name for name in (CONFIG_FILE, WEIGHTS_FILE) if (folder / name).exists()]
@@ -93,4 +78,6 @@ def _check_target(folder: Path, force: bool) -> None:
     if CONFIG_FILE in present:
         with contextlib.suppress(FormatError):  # a circuit that was damaged may be replaced
             if read_json_object(folder / CONFIG_FILE).get("format") != FORMAT:
-                raise CoddError(f"{folder / CONFIG_FILE}: belongs to something that is no circuit; give another folder")
+                raise CoddError(
+                    f"{folder / CONFIG_FILE}: belongs to something that is not a circuit; give another folder"
+                )

@@ -3,41 +3,48 @@
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, Field
 
 from codd.cli import console, constraint, sampling
 from codd.cli.sampling import Answer
-from codd.decoding import Model, Options, Step
-from codd.decoding.prompts import Prompt
+from codd.decoding import Options
+from codd.decoding.options import PACES
+from codd.decoding.prompts import Prompt, can_chat
 from codd.decoding.sequence import options_for
 from codd.errors import InvalidInput
 from codd.validation import build
 
 NAME = "generate"
 HELP = """\
-Answers prompts, or continues them: those given as arguments, or those of a file, or what comes through a
-pipe as one prompt. A file has one prompt a line; if its lines are JSON objects, each has "prompt" (a text),
-"messages" (a conversation) or "ids" (tokens, for models without a tokenizer). A prompt may have masks,
-which are filled; --gen-length 0 writes nothing after it.
+Answers prompts, or continues them: those given as arguments, those of a file, or what comes through a pipe as one
+prompt. A file has one prompt per line; if its lines are JSON objects, each has "prompt" (a text), "messages" (a
+conversation) or "ids" (tokens, for models without a tokenizer). A prompt may hold masks, as `codd info` names them
+(<|mask|> in the bundled model): they are filled. --gen-length 0 writes nothing after the prompt.
 
 Prints the texts, with a blank line between two of them, and on stderr what they cost: tokens, network
-evaluations, seconds, and in how many of the steps the circuit acted. With --json one object a prompt, each on a line
-of its own: prompt, text, ids, tokens, steps, circuit_steps, seconds, settings."""
+evaluations, seconds, and in how many of the steps the circuit acted. With --json one object per prompt and line:
+prompt, text, ids, tokens, steps, circuit_steps, seconds, settings."""
+PACE = (
+    "above temperature 0 few tokens of prose are certain enough to be written together, so this takes about one "
+    "network call per token; --steps sets the number of calls, as in --steps 16."
+)
 
 
 class Message(BaseModel, strict=True):
-    """A message of a conversation; other fields of it are nobody's business here."""
+    """A message of a conversation; other fields are ignored."""
 
     role: str
     content: str
 
 
 FIELDS = {"prompt": str, "messages": Annotated[list[Message], Field(min_length=1)], "ids": list[int]}
-"""What an object of a line may hold."""
+"""What the object on a line may hold."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -45,16 +52,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "codd generate [options] [PROMPT ...]"
     parser.epilog = """\
 examples:
-  codd generate "Mia has 84 stamps and gives away half of them. How many are left?"
-  codd generate --no-chat --temperature 0.8 --seed 3 "It was a dark night, and"
-  codd generate --file prompts.jsonl --tokens-per-step 4 --json > answers.jsonl
-  echo "What is 7 + 8?" | codd generate --circuit null
-  codd generate --json-schema answer.json "Mia has 84 stamps and gives away half of them. How many are left?"
-  codd generate "Mia has 84 stamps and gives away half of them. How many are left?" --after "#### " --regex "[0-9]+"""
+  codd generate "Mia has 84 stamps. She gives away 12 of them. How many stamps are left?"
+  codd generate --no-chat --temperature 1 --steps 16 --seed 3 "It was a dark night, and"
+  codd generate --no-chat --gen-length 0 --steps 2 "They walked<|mask|><|mask|><|mask|> the river."
+  codd generate --file prompts.jsonl --steps 16 --json --output answers.jsonl
+  echo "Mia has 84 stamps. She gives away 12 of them. How many stamps are left?" | codd generate --circuit null
+  codd generate "Mia has 84 stamps. She gives away 12 of them. How many are left?" --after "#### " --regex '[0-9]+'"""
     parser.add_argument("prompt", metavar="PROMPT", nargs="*", help="what to answer; default: what is piped in")
     parser.add_argument("--file", metavar="PATH", help="prompts, one a line, as text or JSON; - for stdin")
-    parser.add_argument("--batch", type=int, metavar="N", default=8, help="prompts at a time (default: 8)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object a prompt, one a line")
+    parser.add_argument(
+        "--batch", type=console.number(int, 1), metavar="N", default=8, help="prompts at a time (default: 8)"
+    )
+    parser.add_argument("--limit", type=console.number(int, 1), metavar="N", help="answer the first N prompts only")
+    parser.add_argument("--output", metavar="PATH", type=Path, help="write the answers to a file instead")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per prompt and line")
     sampling.add_arguments(parser)
     constraint.add_arguments(parser)
 
@@ -62,23 +73,29 @@ examples:
 def run(args: argparse.Namespace) -> int:
     """Answer them, some at a time."""
     options = sampling.options_from(args).changed(constraint=constraint.from_arguments(args))
-    if args.batch < 1:
-        raise InvalidInput(f"--batch must be at least 1, found {args.batch}.")
-    prompts = read_prompts(args)
+    prompts = read_prompts(args)[: args.limit]
     model = sampling.model_from(args)
     options = options_for(model.backbone, options)
     ids = model.encode(prompts, gen_length=options.gen_length, chat=args.chat)
     model.start(ids, options)  # an error in the last prompt comes first
+    prose = args.chat is False or model.tokenizer is None or not can_chat(model.tokenizer)
+    if prose and options.temperature > 0 and not {*PACES, "tokens_per_step"} & sampling.given(args).keys():
+        console.say(PACE)
     found: list[Answer] = []
-    seconds = 0.0
-    for first in range(0, len(ids), args.batch):
-        part = slice(first, first + args.batch)
-        new = _answer(model, ids[part], options, f"prompt {first + 1} to {min(part.stop, len(ids))} of {len(ids)}")
-        for prompt, answer in zip(prompts[part], new, strict=True):
-            _print(prompt, answer, options, args, blank=bool(found))
-            found.append(answer)
-        seconds += max(answer.seconds for answer in new)
+    begun = time.perf_counter()
+    masks = len(ids) * options.gen_length + sum(list(prompt).count(model.mask_id) for prompt in ids)
+    with (
+        nullcontext(sys.stdout) if args.output is None else args.output.open("w", encoding="utf-8") as out,
+        console.bar(f"{len(ids)} prompt{'s' * (len(ids) != 1)}", masks) as bar,
+    ):
+        for first in range(0, len(ids), args.batch):
+            part = slice(first, first + args.batch)
+            new = sampling.answer(model, ids[part], options, lambda step: bar.advance(len(step.positions)))
+            for prompt, answer in zip(prompts[part], new, strict=True):
+                print(_shown(prompt, answer, options, args, blank=bool(found)), file=out, flush=True)
+                found.append(answer)
     if not args.json:
+        seconds = time.perf_counter() - begun
         console.err().print(sampling.summary(found, model, seconds), style="dim", soft_wrap=True)
     return 0
 
@@ -137,25 +154,10 @@ def _of_json(line: str, where: str) -> Prompt:
     raise InvalidInput(f'{where}: expected an object with "prompt", "messages" or "ids".')
 
 
-def _answer(model: Model, ids: Sequence[Sequence[int]], options: Options, label: str) -> list[Answer]:
-    """With a bar that counts tokens."""
-    masks = sum(options.gen_length + sum(token == model.mask_id for token in prompt) for prompt in ids)
-    with console.bar(label, masks) as bar:
-
-        def watch(step: Step) -> None:
-            bar.advance(len(step.positions))
-
-        return sampling.answer(model, ids, options, watch)
-
-
-def _print(prompt: Prompt, answer: Answer, options: Options, args: argparse.Namespace, *, blank: bool) -> None:
+def _shown(prompt: Prompt, answer: Answer, options: Options, args: argparse.Namespace, *, blank: bool) -> str:
     if args.json:
-        print(json.dumps(_record(prompt, answer, options, args), allow_nan=False), flush=True)
-        return
+        chosen = {name: getattr(args, name) for name in ("model", "adapter", "quantize", "circuit", "chat")}
+        record = {"prompt": prompt, **vars(answer), "settings": chosen | options.as_json()}
+        return json.dumps(record, allow_nan=False)
     text = " ".join(map(str, answer.ids)) if answer.text is None else sampling.printable(answer.text)
-    print(f"\n{text}" if blank else text, flush=True)
-
-
-def _record(prompt: Prompt, answer: Answer, options: Options, args: argparse.Namespace) -> dict[str, Any]:
-    chosen = {name: getattr(args, name) for name in ("model", "adapter", "quantize", "circuit", "chat")}
-    return {"prompt": prompt, **vars(answer), "settings": chosen | options.as_json()}
+    return f"\n{text}" if blank else text

@@ -5,7 +5,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -35,14 +35,6 @@ def _switch(text: str) -> bool:
     return text == "on"
 
 
-class Argument(NamedTuple):
-    """How an option is read from text, and what it does."""
-
-    parse: Callable[[str], Any]
-    metavar: str
-    help: str
-
-
 _PARSERS: dict[str, Callable[[str], Any]] = {
     "count": int,
     "number": float,
@@ -52,13 +44,15 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "seed": int,
 }
 SAMPLING = {
-    name: Argument(_PARSERS[info.kind], info.metavar, info.help.replace("null:", "none:"))
+    name: (_PARSERS[info.kind], info.metavar, info.help.replace("null:", "none:"))
     for name, info in OPTIONS.items()
     if info.kind in _PARSERS
 }
-"""Every option of `Options` that can be typed as it is (hooks and constraints cannot), and one that means ``steps``."""
-SAMPLING["tokens_per_step"] = Argument(int, "N", "instead of --steps: this many tokens in each")
-SAMPLING["stop"] = SAMPLING["stop"]._replace(metavar="on|off", help="end at the end-of-text token")
+"""Every option that can be typed as text, and one that means ``steps``: its parser, its metavar and its help."""
+SAMPLING["tokens_per_step"] = int, "N", "instead of --steps: this many tokens in each"
+SAMPLING["stop"] = _switch, "on|off", "end at the end-of-text token"
+ALIASES = {"gen_length": ("--max-new-tokens",)}
+"""Names that other tools give to an option's flag."""
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, chat: bool = True) -> None:
@@ -89,9 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser, *, chat: bool = True) -> None
         else:
             described = text if name == "tokens_per_step" else f"{text} (default: {default_in_words(name)})"
             action = lists.Extend if parse is _ids else "store"
-            where.add_argument(
-                f"--{name.replace('_', '-')}", action=action, type=parse, metavar=metavar, help=described
-            )
+            flags = f"--{name.replace('_', '-')}", *ALIASES.get(name, ())
+            where.add_argument(*flags, action=action, type=parse, metavar=metavar, help=described)
 
 
 def add_adapter_argument(parser: argparse._ActionsContainer) -> None:
@@ -148,7 +141,7 @@ def parse_option(name: str, text: str) -> Any:
     if text == "none":
         return None
     try:
-        return SAMPLING[name].parse(text)
+        return SAMPLING[name][0](text)
     except (ValueError, argparse.ArgumentTypeError) as error:
         raise InvalidInput(f"{name}: {error}.") from None
 

@@ -6,18 +6,17 @@ import json
 import logging
 import os
 import shlex
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING
 
 import torch
-from pydantic import Field
 
 from codd.cli import console, sampling
 from codd.cli.lists import add_list
 from codd.errors import InvalidInput, MissingDependency
-from codd.validation import Natural, build
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -27,14 +26,14 @@ if TYPE_CHECKING:
 
 NAME = "serve"
 HELP = """\
-Serves a model over HTTP: OpenAI's /v1/completions, /v1/chat/completions and /v1/responses (streaming and
-not), our own /v1/denoise, which streams every step, /v1/models, /health, /metrics, and at / a playground in
-which the network alone and the circuit write side by side. Requests share denoising steps, whatever their
-settings, and get what they would get alone. Options of sampling are what is used where a request is silent.
+Serves a model over HTTP: OpenAI's /v1/completions, /v1/chat/completions and /v1/responses (streaming and not), our own
+/v1/denoise, which streams every step, /v1/models, /health, /metrics, and at / a playground in which the network alone
+and the circuit write side by side. Requests share denoising steps, whatever their settings, and get what they would
+get alone. Options of sampling are the defaults of requests.
 
-Prints the address once it takes requests (with --json: one object, {"url": ..., "model": ...}), and on
-stderr one line a request with its id; never a word of what was asked or answered unless --log-text is
-given. Ctrl-C or SIGTERM takes nothing new and finishes what is under way; a second one leaves at once."""
+Prints the address once it takes requests (with --json: one object, {"url": ..., "model": ...}), and on stderr one line
+per request with its id; texts are logged with --log-text only. Ctrl-C or SIGTERM takes nothing new and finishes what
+is under way; a second one leaves at once."""
 EXAMPLES = """\
 examples:
   codd serve                                   then open http://127.0.0.1:8000
@@ -42,49 +41,40 @@ examples:
   CODD_API_KEY=secret codd serve --host 0.0.0.0 --allow-host models.example.org
   codd serve --replicas 2 --gpus-per-replica 1
   curl -N http://127.0.0.1:8000/v1/denoise -H 'Content-Type: application/json' \\
-       -d '{"prompt": "What is 7 + 8?", "gen_length": 32, "steps": 8}'"""
+       -d '{"prompt": "Mia has 84 stamps. She gives away 12 of them. How many are left?", "steps": 16}'"""
 KEY = "CODD_API_KEY"
 LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
-Port = Annotated[int, Field(ge=0, le=65535)]
-Count = Annotated[int, Field(ge=1)]
-Seconds = Annotated[float, Field(gt=0, allow_inf_nan=True)]
-NUMBERS: tuple[tuple[str, str, Any, int | float | None, str], ...] = (
-    ("--port", "PORT", Port, 8000, "0: one that is free"),
+COUNT, NATURAL, PORT = console.number(int, 1), console.number(int, 0), console.number(int, 0, 65535)
+SECONDS = console.number(float, 0, above=True)
+HELD = "for KV caches, taken at the start; 0: none (default: 1, on a GPU half of what is free)"
+TEXT = "of a text or conversation, if that can fit at all (default: 16 for each token that fits)"
+NUMBERS: tuple[tuple[str, str, Callable[[str], float], float | None, str], ...] = (
+    ("--port", "PORT", PORT, 8000, "0: one that is free"),
+    ("--metrics-port", "PORT", PORT, None, "/metrics and the probes here, too, without a key or a check of the host"),
+    ("--slots", "N", COUNT, 8, "sequences that share a step"),
+    ("--queue", "N", NATURAL, 64, "sequences that may wait"),
+    ("--timeout", "S", SECONDS, 600.0, "seconds a request may take"),
+    ("--drain-timeout", "S", NATURAL, 30, "seconds to finish what is under way when stopped"),
+    ("--cache-memory", "GIB", console.number(float, 0, 2**20), None, HELD),
+    ("--max-length", "N", COUNT, 4096, "tokens of a sequence"),
+    ("--max-body", "BYTES", COUNT, 1_000_000, "of a request"),
+    ("--max-text", "BYTES", COUNT, None, TEXT),
+    ("--max-pattern", "BYTES", COUNT, 1 << 15, "of a regular expression, JSON schema or list of choices"),
+    ("--max-states", "N", COUNT, 512, "of its automaton: the work of a step grows with them"),
     (
-        "--metrics-port",
-        *("PORT", Port, None),
-        "serve /metrics and the probes at this port, too, without a key or a check of the host",
+        "--compile-timeout",
+        "S",
+        console.number(float, 0, 3600, above=True),
+        5.0,
+        "seconds of processor time to compile it",
     ),
-    ("--slots", "N", Count, 8, "sequences that share a step"),
-    ("--queue", "N", Natural, 64, "sequences that may wait"),
-    ("--timeout", "S", Seconds, 600.0, "seconds a request may take"),
-    ("--drain-timeout", "S", Natural, 30, "seconds to finish what is under way when stopped"),
-    (
-        "--cache-memory",
-        *("GIB", Annotated[float, Field(ge=0, le=2**20)], None),
-        "for KV caches, taken at the start; 0: none (default: 1, on a GPU half of what is free)",
-    ),
-    ("--max-length", "N", Count, 4096, "tokens of a sequence"),
-    ("--max-body", "BYTES", Count, 1_000_000, "of a request"),
-    (
-        "--max-text",
-        *("BYTES", Count, None),
-        "of a text or conversation; never more than can fit (default: 16 for each token that fits)",
-    ),
-    ("--max-pattern", "BYTES", Count, 1 << 15, "of a regular expression, JSON schema or list of choices"),
-    ("--max-states", "N", Count, 512, "of its automaton: the work of a step grows with them"),
-    ("--compile-timeout", "S", Annotated[float, Field(gt=0, le=3600)], 5.0, "seconds of processor time to compile it"),
-    ("--compile-memory", "GIB", Annotated[float, Field(gt=0, le=1024)], 1.0, "to compile it, at most"),
-    ("--connections", "N", Count, 256, "sockets that are held"),
-    (
-        "--io-timeout",
-        *("S", Seconds, 30.0),
-        "seconds in which a client must send its headers, then its body, and read what it is sent",
-    ),
+    ("--compile-memory", "GIB", console.number(float, 0, 1024, above=True), 1.0, "to compile it, at most"),
+    ("--connections", "N", COUNT, 256, "sockets that are held"),
+    ("--io-timeout", "S", SECONDS, 30.0, "seconds to send headers, to send a body, and to read an answer"),
 )
-"""Flags that take a number: what it is called, its type with the range, its default (None: worked out), and help."""
+"""Flags that take a number: metavar, type, default (None: worked out) and help."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -97,8 +87,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--name", help="what clients call the model (default: the folder's name; codd-mini if bundled)")
     for flag, metavar, kind, default, text in NUMBERS:
-        shown = "" if default is None else f" (default: {default:{'g' if isinstance(default, float) else ''}})"
-        group.add_argument(flag, type=kind.__origin__, metavar=metavar, default=default, help=text + shown)
+        shown = "" if default is None else f" (default: {default:.10g})"
+        group.add_argument(flag, type=kind, metavar=metavar, default=default, help=text + shown)
     group.add_argument("--api-key-file", metavar="PATH", help=f"clients must know the key in this file (or in ${KEY})")
     add_list(
         group,
@@ -129,8 +119,8 @@ def _add_replicas(group: argparse._ArgumentGroup) -> None:
         "--replicas",
         type=_replicas,
         metavar="N|A-B",
-        help="serve with so many processes on a Ray cluster (RAY_ADDRESS, or one of this machine's own), each with "
-        "--slots and --queue of its own; A-B: as many as the load needs",
+        help="processes on a Ray cluster (RAY_ADDRESS, or one of this machine's own), each with --slots and --queue of "
+        "its own; A-B: as many as the load needs",
     )
     group.add_argument(
         "--gpus-per-replica",
@@ -246,13 +236,13 @@ def _replicas(text: str) -> tuple[int, int]:
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected a number, or two with - between them, found {text!r}") from None
     if not 1 <= found[0] <= found[1]:
-        raise argparse.ArgumentTypeError(f"expected at least 1, and not fewer at most than at least, found {text!r}")
+        raise argparse.ArgumentTypeError(f"expected at least 1, and the smaller number first, found {text!r}")
     return found
 
 
 def _tell(url: str, settings: "Settings", as_json: bool) -> None:
     found, port = {"url": url, "model": settings.name}, settings.security.metrics_port
-    line = f"{settings.name} is served at {url}"
+    line = f"{settings.name} is served at {url} (in a browser: the playground)"
     if port is not None:
         found["metrics"] = f"{url.rpartition(':')[0]}:{port}/metrics"
         line += f", its metrics at {found['metrics']}"
@@ -260,10 +250,6 @@ def _tell(url: str, settings: "Settings", as_json: bool) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    for flag, _, kind, _, _ in NUMBERS:
-        value = getattr(args, flag.strip("-").replace("-", "_"))
-        if value is not None:
-            build(kind, value, flag)
     if args.replicas is not None and args.metrics_port is not None:
         raise InvalidInput("--metrics-port is of one process: with --replicas, /metrics of the address has them all.")
     if args.gpus_per_replica is not None and not 0 <= args.gpus_per_replica <= 1:
@@ -283,7 +269,7 @@ def _settings(args: argparse.Namespace) -> "Settings":
     key = _key(args)
     if key is None and args.host not in LOCAL:
         console.err().print(
-            f"codd: anybody who can reach {args.host} can use this server: set {KEY} to ask for a key.", style="yellow"
+            f"codd: everyone who can reach {args.host} can use this server: set {KEY} to require a key.", style="yellow"
         )
     return Settings(
         name=args.name or _name(args),
@@ -319,6 +305,6 @@ def _key(args: argparse.Namespace) -> str | None:
         key = Path(args.api_key_file).read_text(encoding="utf-8", errors="surrogateescape").strip()
         if not key:
             raise InvalidInput(f"{args.api_key_file}: there is no key in it.")
-    if not key.isprintable():  # nor are bytes that are no UTF-8
+    if not key.isprintable():  # nor are bytes that are not UTF-8
         raise InvalidInput(f"{args.api_key_file or KEY}: a key is one line of text, which a header can hold.")
     return key or None
