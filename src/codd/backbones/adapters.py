@@ -34,10 +34,10 @@ A, B, MAGNITUDE, COPY = "lora_A", "lora_B", "lora_magnitude_vector", "copy"
 EMBEDDING_A, EMBEDDING_B = "lora_embedding_A", "lora_embedding_B"
 _PART = re.compile(r"(.+)\.(lora_(?:embedding_)?[AB]|lora_magnitude_vector)(?:\.default)?(?:\.weight)?")
 _WRAPPER = re.compile(r"\.(?:base_layer|modules_to_save(?:\.default)?)(?=\.)")
-_UNREAD = (
-    "alora_invocation_tokens arrow_config kasa_config layer_replication lora_bias megatron_config monteclora_config "
-    "target_parameters trainable_token_indices use_bdlora use_qalora velora_config"
-).split()  # noqa: SIM905 - a list has a word in each line
+_UNREAD = set(
+    """alora_invocation_tokens arrow_config kasa_config layer_replication lora_bias megatron_config monteclora_config
+    target_parameters trainable_token_indices use_bdlora use_qalora velora_config""".split()  # noqa: SIM905 - shorter
+)
 """Settings that make another network of an adapter than A and B do."""
 _SHIFTED = ("pissa", "olora", "corda", "loftq")
 """Initialisations that change the base's weights, which PEFT does again when it loads such an adapter."""
@@ -101,7 +101,7 @@ def read_config(folder: Path) -> Config:
         raise FormatError(f"{folder}: has no {WEIGHTS}. {fix if pickled else 'Download the adapter again'}.")
     config = Config(files.read_json_object(path), str(path))
     kind, start = config.get("peft_type"), config.get("init_lora_weights")
-    unread = [name for name in _UNREAD if config.get(name)]
+    unread = [name for name in sorted(_UNREAD) if config.get(name)]
     if isinstance(start, str) and start.lower().startswith(_SHIFTED):
         unread.append(f"init_lora_weights {start!r:.100}")
     if kind != "LORA":

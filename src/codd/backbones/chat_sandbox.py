@@ -33,10 +33,10 @@ ALLOWANCE = 32_000_000
 STEP, NODE = 64, 4
 """Units of an item, an operator or a turn of a loop, and of each node of the syntax tree that may run in the turn."""
 
-_METHODS = frozenset(
-    "capitalize casefold count endswith find index isalnum isalpha isascii isdecimal isdigit islower isnumeric isspace "
-    "istitle isupper join lower lstrip partition removeprefix removesuffix replace rfind rindex rpartition rsplit "
-    "rstrip split splitlines startswith strip swapcase title upper".split()  # noqa: SIM905 - shorter than a list
+_METHODS = set(
+    """capitalize casefold count endswith find index isalnum isalpha isascii isdecimal isdigit islower isnumeric isspace
+    istitle isupper join lower lstrip partition removeprefix removesuffix replace rfind rindex rpartition rsplit rstrip
+    split splitlines startswith strip swapcase title upper""".split()  # noqa: SIM905 - a list has a word in each line
 )
 """Methods of texts that are offered."""
 _SHALLOW = {"count", "d", "default", "first", "items", "last", "length", "map", "safe"}
