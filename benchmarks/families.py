@@ -233,7 +233,7 @@ def measure(family: str, args: argparse.Namespace) -> dict[str, Any]:
             states = backbone.states(ids)
         assert bool(states.isfinite().all())
         row = needs(backbone, length, sum(touched))
-        row["eager_ms"] = milliseconds(partial(backbone.states, ids, fill_padding=False), args.rounds)
+        row["eager_ms"] = milliseconds(partial(backbone.states, ids), args.rounds)
         if args.device.type == "cuda":
             row["graph_ms"] = milliseconds(partial(network_states, backbone, ids, None), args.rounds)
             assert len(cuda_graphs._NETWORKS[backbone].graphs) == len(found), "the network could not be captured"
