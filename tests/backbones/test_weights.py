@@ -377,7 +377,7 @@ def test_wrong_dtypes_and_devices():
 def test_stored_dtype(tmp_path, dtype, found):
     save_file({"embedding": torch.zeros(3, 2, dtype=dtype)}, tmp_path / "model.safetensors")
     slots = {"embedding": weights.Slot("embedding.tokens.weight", None)}
-    assert weights.stored_dtype(weights.read_headers(weights.tensor_files(tmp_path)), slots) == found
+    assert weights.stored_dtype(weights.checkpoint_headers(tmp_path), slots) == found
 
 
 def survival(*results: bool):
@@ -443,4 +443,4 @@ def test_a_table_that_leaves_something_empty_is_our_own_mistake(llada):
     network = Transformer(spec.transformer)
     table = weights.expand_keys(spec.keys[1:], spec.transformer)
     with pytest.raises(AssertionError, match="leaves parameters empty"):
-        weights.load(network, weights.tensor_files(llada), table)
+        weights.load(network, weights.checkpoint_headers(llada), table)

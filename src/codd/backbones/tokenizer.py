@@ -69,20 +69,16 @@ class Tokenizer:
         folder: str | os.PathLike[str],
         *,
         chat_template: str | None = None,
-        special: Mapping[str, str] | None = None,
         vocab_size: int | None = None,
     ) -> "Tokenizer | None":
         """The tokenizer of a checkpoint, or None if its folder has no tokenizer files at all.
 
-        ``chat_template`` and ``special`` are the family's own, for a checkpoint that does not state them;
-        ``vocab_size`` is the network's. FormatError if the files are damaged, contradict each other, or are far larger
-        than such a network can use.
+        ``chat_template`` is the family's, for a checkpoint that has none; ``vocab_size`` is the network's. FormatError
+        if the files are damaged, contradict each other, or are far larger than such a network can use.
         """
         with guarded(folder, "make its tokenizer"):
-            files = read_files(Path(folder), special or {}, vocab_size)
-            if files is None:
-                return None
-            return cls(files.backend, special=files.special, chat_template=files.chat_template or chat_template)
+            found = read_files(Path(folder), vocab_size)
+            return None if found is None else cls(found[0], special=found[1], chat_template=found[2] or chat_template)
 
     @property
     def vocab_size(self) -> int:

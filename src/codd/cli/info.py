@@ -234,8 +234,7 @@ def adapter(source: str, check: bool) -> dict[str, Any]:
     """A LoRA adapter in a folder or on the hub; FormatError if codd cannot read it."""
     folder = files.local_folder(source, adapters.FILES)
     config, path = adapters.read_config(folder), folder / adapters.WEIGHTS
-    with weights.open_safetensors(path) as file:
-        headers = weights.read_headers(dict.fromkeys(file.keys(), path))
+    headers = weights.read_headers(path)
     if check:
         check_values(headers)
     return {
