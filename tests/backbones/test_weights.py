@@ -135,6 +135,7 @@ DAMAGED = [
         "q_norm\\nweight', which this family does not use",
     ),
     ("llada_mha", lambda folder: edit_config(folder, n_layers=2), " and 5 more, which this family does not use."),
+    ("llada_mha", lambda folder: edit_config(folder, n_layers=9_999), "states 9,999 layers, but there are only 30 ten"),
     ("mdlm", doubled, "'backbone.vocab_embed.embedding', 'vocab_embed.embedding' are the same tensor"),
     (
         "llada_mha",

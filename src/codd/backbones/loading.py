@@ -181,9 +181,17 @@ class MatchedFiles(NamedTuple):
 
 def match(folder: Path, spec: ModelSpec) -> MatchedFiles:
     """Match tensors with parameters from the headers alone; FormatError if the checkpoint cannot be loaded."""
-    headers = weights.checkpoint_headers(folder)
+    headers, layers = weights.checkpoint_headers(folder), spec.transformer.layers
+    if layers > len(headers):
+        raise FormatError(
+            f"{folder}: config.json states {layers:,} layers, but there are only {len(headers):,} tensors. Download both "
+            "again."
+        )
     table = weights.expand_keys(spec.keys, spec.transformer)
-    slots = weights.assign_slots(folder, headers, table, rename=spec.rename, ignored=spec.ignored)
+    heads = {key.source for key in spec.keys if key.target == "head.weight"}  # copies of the embedding, if it is tied
+    slots = weights.assign_slots(
+        folder, headers, table, rename=spec.rename, ignored=lambda name: name in heads or spec.ignored(name)
+    )
     with torch.device("meta"):
         network = Transformer(spec.transformer)
     weights.check_headers(network, headers, slots)

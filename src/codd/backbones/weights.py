@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from codd.backbones.progress import lasting_bar
-from codd.backbones.transformer import TransformerConfig
+from codd.backbones.transformer import Transformer, TransformerConfig
 from codd.errors import FormatError
 from codd.files import brief, read_json_object
 
@@ -39,18 +39,20 @@ DTYPES = {
 """The dtypes that weights may be stored in: safetensors' names and torch's."""
 
 
-@dataclass(frozen=True)
-class Key:
+class Key(NamedTuple):
     """One line of a key table. On both sides ``{i}`` stands for the number of a layer, ``{e}`` for an expert's."""
 
     source: str
     """The tensor's name in the file."""
     target: str
-    """The parameter's name in `codd.backbones.transformer.Transformer`."""
+    """The parameter's name in `codd.backbones.transformer.Transformer`; a network that has none has no such tensor."""
     rows: str | None = None
     """Which rows of a joined projection it fills (a key of `TransformerConfig.row_ranges`); None: all."""
-    layers: Literal["all", "dense", "experts"] = "all"
-    """In which layers it is: in all, or in those with an MLP or with experts."""
+
+
+def affine(source: str, target: str, rows: str | None = None) -> tuple[Key, Key]:
+    """A weight and its bias, where the network has one."""
+    return Key(f"{source}.weight", f"{target}.weight", rows), Key(f"{source}.bias", f"{target}.bias", rows)
 
 
 @dataclass(frozen=True)
@@ -69,13 +71,19 @@ class Slot:
 
 
 def expand_keys(keys: Sequence[Key], config: TransformerConfig) -> dict[str, Slot]:
-    """The key table with its layers and experts written out: name in the file -> slot."""
+    """The lines of a key table that a network has parameters for, with its layers and experts written out.
+
+    Gives the name in the file -> slot.
+    """
+    with torch.device("meta"):
+        parameters = {name for name, _ in Transformer(config).named_parameters()}
     ranges, table = config.row_ranges(), {}
     for key in keys:
-        rows = None if key.rows is None else ranges[key.rows]
-        layers = [i for i in range(config.layers) if key.layers != ("dense" if config.has_experts(i) else "experts")]
-        for i in layers if "{i}" in key.source else (0,):
+        for i in range(config.layers) if "{i}" in key.source else (0,):
             source, target = (name.replace("{i}", str(i)) for name in (key.source, key.target))
+            if target not in parameters:
+                continue
+            rows = None if key.rows is None else ranges[key.rows]
             if "{e}" not in source:
                 table[source] = Slot(target, rows)
             elif config.experts is not None:
