@@ -228,7 +228,7 @@ def _continue(backbone: Backbone, prompts: Sequence[Sequence[int]], length: int)
     end = -1 if backbone.special.eos is None else backbone.special.eos
     written = ids[:, :0]
     while written.shape[1] < length and not bool((written == end).any(dim=1).all()):
-        states = backbone.states(torch.cat((ids, written), dim=1), valid, fill_padding=False)[:, -1:]
+        states = backbone.states(torch.cat((ids, written), dim=1), valid)[:, -1:]
         written = torch.cat((written, backbone.network.logits(states).argmax(-1)), dim=1)
         valid = torch.cat((valid, torch.ones_like(valid[:, :1])), dim=1)
     return written

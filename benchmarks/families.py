@@ -233,7 +233,7 @@ def measure(family: str, args: argparse.Namespace) -> dict[str, Any]:
             states = backbone.states(ids)
         assert bool(states.isfinite().all())
         row = needs(backbone, length, sum(touched))
-        row["eager_ms"] = milliseconds(partial(backbone.states, ids, fill_padding=False), args.rounds)
+        row["eager_ms"] = milliseconds(partial(backbone.states, ids), args.rounds)
         if args.device.type == "cuda":
             row["graph_ms"] = milliseconds(partial(network_states, backbone, ids, None), args.rounds)
             assert len(cuda_graphs._NETWORKS[backbone].graphs) == len(found), "the network could not be captured"
@@ -395,7 +395,7 @@ def load(args: argparse.Namespace) -> dict[str, Any]:
             parameters = dict(model.backbone.network.named_parameters())
             for key in sorted(matched.slots)[:: max(1, len(matched.slots) // 50)]:
                 slot = matched.slots[key]
-                with safe_open(matched.files[key], framework="pt") as file:
+                with safe_open(matched.headers[key].file, framework="pt") as file:
                     stored = file.get_tensor(key).to(args.device)
                 assert torch.equal(slot.part(parameters[slot.target]), stored.to(parameters[slot.target].dtype)), key
             ids = torch.randint(0, model.backbone.vocab_size, (1, 32), device=args.device)

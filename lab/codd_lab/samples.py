@@ -214,7 +214,7 @@ def _documents(model: CausalModel, ids: Sequence[int]) -> Iterator[str]:
         else:
             parts[-1].append(token)
     for part in parts:
-        if text := model.tokenizer.decode(part, skip_unknown=True):
+        if text := model.tokenizer.decode(part):
             yield text
 
 

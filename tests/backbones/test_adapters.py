@@ -321,17 +321,9 @@ def test_a_file_that_does_not_fit_is_refused_by_name(lora, changes, message):
         ({"rank_pattern": ["q_proj"]}, "rank_pattern must be an object"),
         ({"alpha_pattern": {"q_proj": -1}}, r"\(alpha_pattern\): lora_alpha must be a number above zero"),
         ({"rank_pattern": {"(": 4}}, "rank_pattern: .* cannot match .*parenthesis"),
-        ({"target_modules": "(q_proj"}, r"target_modules: .* cannot match '\(q_proj' .*parenthesis"),
         ({"rank_pattern": {f"({i})": 4 for i in range(9000)}}, r"more than 0\.2 s"),
-        ({"target_modules": "q" * 10_001}, "more than 10000 characters"),
-        ({"target_modules": [3]}, "target_modules must be a list of names"),
-        ({"target_modules": ["v_proj"]}, "adapter_config.json does not name this module"),
-        ({"exclude_modules": ["q_proj"]}, "adapter_config.json does not name this module"),
-        ({"modules_to_save": ["self_attn"]}, "adapter_config.json does not name this module"),
-        (
-            {"target_modules": "all-linear", "rank_pattern": {"q_proj": 2}},
-            r"shape \(\d+, 4\), but .* ask for \(\d+, 2\)",
-        ),
+        ({"rank_pattern": {"q" * 10_001: 4}}, "more than 10000 characters"),
+        ({"rank_pattern": {"q_proj": 2}}, r"shape \(\d+, 4\), but .* ask for \(\d+, 2\)"),
     ],
 )
 def test_a_configuration_that_codd_does_not_read_is_refused_by_name(lora, changes, message, monkeypatch):

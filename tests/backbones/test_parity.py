@@ -1,13 +1,14 @@
 """Our one stack against the outputs that public implementations of each family gave for the same weights."""
 
 import math
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
 from codd.backbones import loading
-from codd.backbones.backbone import default_positions
+from codd.backbones.backbone import Backbone
 from codd.backbones.kv_cache import CachedPass, KVCache
 from codd.backbones.loading import load_checkpoint
 from tests.support.checkpoints import FIXTURES, PUBLISHED, backbone, cases, stated, tensors_of
@@ -16,10 +17,9 @@ TOLERANCE = 2e-4
 IMPOSSIBLE = -1e5  # the references write log 0 as about -1e6
 pytestmark = pytest.mark.numerics
 
-
-def every_case(*families: str, needs: str) -> list[tuple[str, str]]:
-    names = [name for name in PUBLISHED if name.split("_")[0] in families]
-    return [(name, case) for name in names for case, fields in cases(name).items() if needs in fields]
+Fields = dict[str, Tensor]
+Outputs = Iterator[tuple[Tensor, Tensor, Tensor | None]]
+"""What is found, what was published, and where they must be equal (None: everywhere)."""
 
 
 def assert_close(found: Tensor, wanted: Tensor, where: Tensor | None = None) -> None:
@@ -30,75 +30,88 @@ def assert_close(found: Tensor, wanted: Tensor, where: Tensor | None = None) -> 
     assert float(error.max()) <= TOLERANCE
 
 
-@pytest.mark.parametrize(("name", "case"), every_case("llada", "llada2", "illada", "sdar", needs="logits"))
-def test_aligned_families(name, case):
-    fields = cases(name)[case]
-    logits = backbone(name)(fields["input_ids"], fields.get("attention_mask"))
-    assert_close(logits, fields["logits"])  # hidden positions too: they see the others
-
-
-@pytest.mark.parametrize(("name", "case"), every_case("dream", needs="logits"))
-def test_dream_before_the_shift(name, case):
-    fields, dream = cases(name)[case], backbone(name)
-    ids, visible = fields["input_ids"], fields.get("attention_mask", torch.ones_like(fields["input_ids"])).bool()
-    positions = default_positions(ids, visible)
-    assert torch.equal(positions[visible], fields.get("position_ids", positions)[visible])
-    assert_close(dream.network.logits(dream.network.states(ids, positions, valid=visible)), fields["logits"], visible)
-
-
-@pytest.mark.parametrize(("name", "case"), every_case("dream", needs="logits_shifted"))
-def test_dream(name, case):
-    fields = cases(name)[case]
-    assert_close(backbone(name)(fields["input_ids"]), fields["logits_shifted"])
-
-
-@pytest.mark.parametrize("name", ["dream_tied", "dream_untied_sharded"])
-def test_dream_shifts_within_the_padding(name):
-    fields = cases(name)["b2pad"]
-    raw, visible = fields["logits"], fields["attention_mask"].bool()
-    logits = backbone(name)(fields["input_ids"], fields["attention_mask"])
-    for row in range(2):
-        start = int(visible[row].int().argmax())
-        assert_close(logits[row, start], raw[row, start])
-        assert_close(logits[row, start + 1 :], raw[row, start:-1])
-
-
-def test_dream_takes_positions():
-    fields = cases("dream_tied")["b2pad"]
-    ids, visible = fields["input_ids"], fields["attention_mask"]
-    given = backbone("dream_tied")(ids, visible, fields["position_ids"])
-    assert_close(given, backbone("dream_tied")(ids, visible), visible.bool())
-
-
-@pytest.mark.parametrize(("name", "case"), every_case("bert", "modernbert", needs="logits"))
-def test_bert_and_modernbert(name, case):
-    fields = cases(name)[case]
-    ids, visible = fields["input_ids"], fields.get("attention_mask", torch.ones_like(fields["input_ids"]))
-    types = {key: fields[key] for key in ("token_type_ids",) if key in fields}
-    assert_close(backbone(name)(ids, visible, **types), fields["logits"], visible.bool())
-
-
-@pytest.mark.parametrize(("name", "case"), every_case("fastdllm", needs="logits"))
-def test_fast_dllm_shifts_inside_a_block(name, case):
-    fields, net = cases(name)[case], backbone(name)
-    raw, ids = fields["logits"], fields["input_ids"]
-    first = torch.arange(ids.shape[1]) % net.block_size == 0
-    shifted = torch.where(first[:, None], raw, raw.roll(1, dims=1))
-    assert torch.equal(fields.get("logits_block_shifted", shifted), shifted)
-    assert_close(net(ids), shifted)
-
-
-@pytest.mark.parametrize("name", ["fastdllm_v2", "fastdllm_v2_tied_sharded"])
-def test_fast_dllm_predicts_the_first_of_a_block_by_the_last_of_the_one_before(name):
-    fields, net = cases(name)["b2"], backbone(name)
+def aligned(net: Backbone, fields: Fields) -> Outputs:
     ids = fields["input_ids"]
-    positions = torch.arange(1, ids.shape[1]).expand(len(ids), -1)
-    found = net.masked_logits(ids, positions, mask_id=net.special.mask or 0).logits
-    others = torch.arange(net.vocab_size) != (net.special.mask or 0)
-    assert_close(found[..., others], fields["logits"][:, :-1, others])
+    visible = fields.get("attention_mask", torch.ones_like(ids))
+    types = {key: fields[key] for key in ("token_type_ids",) if key in fields}
+    yield net(ids, visible, **types), fields["logits"], visible.bool()
+    if "attention_mask" not in fields:
+        yield net(ids, **types), fields["logits"], None
+    if types:  # which matter
+        assert float((net(ids, visible) - fields["logits"]).abs().max()) > 0.1
 
 
-@pytest.mark.parametrize(("name", "case"), every_case("sdar", "fastdllm", "llada2", needs="cached_logits"))
+def shifted(net: Backbone, fields: Fields) -> Outputs:
+    """Dream: a position's logits are read one before it; each sequence's first has its own."""
+    ids, raw = fields["input_ids"], fields["logits"]
+    visible = fields.get("attention_mask", torch.ones_like(ids))
+    first = torch.arange(ids.shape[1]) == visible.int().argmax(1, keepdim=True)
+    wanted = torch.where(first[..., None], raw, raw.roll(1, dims=1))
+    if "logits_shifted" in fields:
+        assert torch.equal(fields["logits_shifted"], wanted)
+    yield net(ids, visible), wanted, visible.bool()
+    if "position_ids" in fields:
+        yield net(ids, visible, fields["position_ids"]), wanted, visible.bool()
+
+
+def shifted_in_blocks(net: Backbone, fields: Fields) -> Outputs:
+    """Fast-dLLM v2: shifted inside a block; but its first position is predicted by the last one of the block before."""
+    ids, raw = fields["input_ids"], fields["logits"]
+    first = torch.arange(ids.shape[1]) % net.block_size == 0
+    wanted = torch.where(first[:, None], raw, raw.roll(1, dims=1))
+    assert torch.equal(fields.get("logits_block_shifted", wanted), wanted)
+    yield net(ids), wanted, None
+    positions, mask = torch.arange(1, ids.shape[1]).expand(len(ids), -1), net.special.mask or 0
+    others = torch.arange(net.vocab_size) != mask
+    yield net.masked_logits(ids, positions, mask_id=mask).logits[..., others], raw[:, :-1, others], None
+
+
+def denoised(net: Backbone, fields: Fields) -> Outputs:
+    """MDLM: its raw output, and the denoiser (SUBS)."""
+    ids, sigma, wanted = fields["input_ids"], fields["sigma"], fields["subs_log_probs"]
+    yield net.network.logits(net.states(ids, sigma=sigma)), fields["logits"], None
+    found = net(ids, sigma=sigma)
+    yield found, wanted, wanted > IMPOSSIBLE
+    assert bool((found[wanted <= IMPOSSIBLE] < 10 * IMPOSSIBLE + 100).all())
+    assert bool(found.isfinite().all())
+
+
+def scored(net: Backbone, fields: Fields) -> Outputs:
+    """SEDD: its log scores, and as a denoiser (spec 6.4): at a mask the softmax of them over the real tokens."""
+    ids, sigma, score = fields["input_ids"], fields["sigma"], fields["log_score"]
+    scale = sigma.expm1().log()[:, None, None] + math.log(net.vocab_size - 1)
+    for noise in ({"sigma": sigma}, {"t": fields["t"]}):
+        found = net.network.logits(net.states(ids, **noise)) - scale
+        yield found.scatter(-1, ids[..., None], 0.0), score, None
+    absorbing = net.special.mask
+    masked, found = ids == absorbing, net(ids, sigma=sigma)
+    assert bool(masked.any())
+    assert not bool(masked.all())
+    yield found[masked][:, :absorbing], score[masked][:, :absorbing].log_softmax(-1), None
+    assert bool((found[masked][:, absorbing] < -9e5).all())
+    known = found[~masked]
+    assert torch.equal(known.argmax(-1), ids[~masked])
+    assert torch.equal(known.exp().sum(-1), torch.ones(len(known)))
+
+
+PARITY: dict[str, Callable[[Backbone, Fields], Outputs]] = {
+    **dict.fromkeys(("llada", "llada2", "illada", "sdar", "bert", "modernbert"), aligned),
+    "dream": shifted,
+    "fastdllm": shifted_in_blocks,
+    "mdlm": denoised,
+    "sedd": scored,
+}
+"""By the beginning of a fixture's name."""
+CASES = [(name, case) for name in PUBLISHED for case in cases(name)]
+
+
+@pytest.mark.parametrize(("name", "case"), CASES)
+def test_every_family_is_what_was_published(name, case):
+    for found, wanted, where in PARITY[name.split("_")[0]](backbone(name), cases(name)[case]):
+        assert_close(found, wanted, where)
+
+
+@pytest.mark.parametrize(("name", "case"), [each for each in CASES if "cached_logits" in cases(each[0])[each[1]]])
 def test_a_prefix_from_the_cache(name, case):
     fields, network = cases(name)[case], backbone(name).network
     ids, begin = fields["input_ids"], stated(name)[f"{case}_cached_from"]
@@ -128,51 +141,9 @@ def test_later_blocks_are_not_seen(name):
     assert bool(seen[last + 1 :].all())
 
 
-def test_bert_notices_token_types():
-    fields = cases("bert")["b2tt"]
-    assert float((backbone("bert")(fields["input_ids"]) - fields["logits"]).abs().max()) > 0.1
-
-
-@pytest.mark.parametrize(("name", "case"), every_case("mdlm", needs="logits"))
-def test_mdlm(name, case):
-    fields, mdlm = cases(name)[case], backbone(name)
-    ids, sigma = fields["input_ids"], fields["sigma"]
-    assert_close(mdlm.network.logits(mdlm.states(ids, sigma=sigma)), fields["logits"])
-    found, wanted = mdlm(ids, sigma=sigma), fields["subs_log_probs"]
-    assert_close(found, wanted, wanted > IMPOSSIBLE)
-    assert bool((found[wanted <= IMPOSSIBLE] < 10 * IMPOSSIBLE + 100).all())
-    assert bool(found.isfinite().all())
-
-
 def test_mdlm_without_time_conditioning_ignores_the_noise_level():
     ids = cases("mdlm")["b2"]["input_ids"]
     assert torch.equal(backbone("mdlm")(ids), backbone("mdlm")(ids, sigma=torch.tensor([0.3, 5.0])))
-
-
-@pytest.mark.parametrize(("name", "case"), every_case("sedd", needs="log_score"))
-def test_sedd(name, case):
-    fields, sedd = cases(name)[case], backbone(name)
-    ids, sigma = fields["input_ids"], fields["sigma"]
-    scale = sigma.expm1().log()[:, None, None] + math.log(sedd.vocab_size - 1)
-    for noise in ({"sigma": sigma}, {"t": fields["t"]}):
-        found = sedd.network.logits(sedd.states(ids, **noise)) - scale
-        assert_close(found.scatter(-1, ids[..., None], 0.0), fields["log_score"])
-
-
-@pytest.mark.parametrize(("name", "case"), every_case("sedd", needs="log_score"))
-def test_sedd_as_a_denoiser(name, case):
-    """Spec 6.4: at a masked position the softmax of the log score over the real tokens."""
-    fields, sedd = cases(name)[case], backbone(name)
-    ids, absorbing = fields["input_ids"], sedd.special.mask
-    masked = ids == absorbing
-    assert bool(masked.any())
-    assert not bool(masked.all())
-    found = sedd(ids, sigma=fields["sigma"])
-    assert_close(found[masked][:, :absorbing], fields["log_score"][masked][:, :absorbing].log_softmax(-1))
-    assert bool((found[masked][:, absorbing] < -9e5).all())
-    known = found[~masked]
-    assert torch.equal(known.argmax(-1), ids[~masked])
-    assert torch.equal(known.exp().sum(-1), torch.ones(len(known)))
 
 
 @pytest.mark.parametrize("name", ["llada_gqa_sharded", "dream_untied_sharded"])

@@ -7,6 +7,7 @@ import jsonschema_rs
 import pytest
 
 from codd.constraints import JsonSchema
+from codd.constraints.expressions import Repeat
 from codd.errors import EmptyLanguage, InvalidConstraint
 from structured_cases import random_schema
 from tests.support.generators import walk
@@ -82,6 +83,34 @@ def test_bounds_of_numbers(low, high, kind, single_bytes):
                 assert right or not took
             else:
                 assert took == (right and (kind == "number" or "." not in text)), text
+
+
+def parts_of(expression) -> int:
+    """The nodes of an expression, each as often as it is repeated."""
+    if isinstance(expression, Repeat):
+        return 1 + (expression.most or expression.least + 1) * parts_of(expression.part)
+    return 1 + sum(map(parts_of, getattr(expression, "parts", ())))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "states"),
+    [(-(2**63), 2**63 - 1, 80), (0, 2**53, 40), (-(2**31), 2**31 - 1, 45), (0, 10**10, 21), (-(10**30), 10**30, 90)],
+)
+def test_bounds_of_integers_take_work_by_their_digits(low, high, states, single_bytes):
+    schema, digits = {"type": "integer", "minimum": low, "maximum": high}, len(str(max(-low, high)))
+    assert parts_of(JsonSchema(schema).expression()) < 20 * digits**2
+    assert JsonSchema(schema).compile(single_bytes).num_states <= states
+    numbers = [low - 1, low, low + 1, high - 1, high, high + 1, 10 * high, 7]
+    assert accepted(schema, single_bytes, *map(str, numbers)) == [low <= number <= high for number in numbers]
+
+
+def test_small_ranges_of_integers_are_exact(single_bytes):
+    rng = random.Random(0)
+    for size in (3, 30, 200, 1100):
+        for _ in range(6):
+            low, high = sorted(rng.randint(-size, size) for _ in range(2))
+            schema, numbers = {"type": "integer", "minimum": low, "maximum": high}, range(-size - 2, size + 3)
+            assert accepted(schema, single_bytes, *map(str, numbers)) == [low <= n <= high for n in numbers]
 
 
 def test_exclusive_bounds_of_integers(single_bytes):

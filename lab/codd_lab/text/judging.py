@@ -86,7 +86,7 @@ class OwnNetwork:
 
     def read(self, ids: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"]) -> Read:
         """The outputs for a batch of texts; states are zero at padding."""
-        states = self.backbone.states(ids, valid, fill_padding=False)
+        states = self.backbone.states(ids, valid)
         return Read(self.backbone.logits(states, ids), states)
 
 

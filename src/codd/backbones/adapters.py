@@ -5,16 +5,14 @@ family's key table says which rows of which parameter it changes. The rules are 
 or alpha / sqrt(r) if rank-stabilised; DoRA's magnitudes; whole tensors that were trained along (``modules_to_save``).
 """
 
-import itertools
 import json
-import math
 import os
 import re
 import time
 from collections.abc import Iterable
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import tokenizers
 import torch
@@ -36,27 +34,17 @@ A, B, MAGNITUDE, COPY = "lora_A", "lora_B", "lora_magnitude_vector", "copy"
 EMBEDDING_A, EMBEDDING_B = "lora_embedding_A", "lora_embedding_B"
 _PART = re.compile(r"(.+)\.(lora_(?:embedding_)?[AB]|lora_magnitude_vector)(?:\.default)?(?:\.weight)?")
 _WRAPPER = re.compile(r"\.(?:base_layer|modules_to_save(?:\.default)?)(?=\.)")
-_UNREAD = (
-    "alora_invocation_tokens",
-    "arrow_config",
-    "kasa_config",
-    "layer_replication",
-    "lora_bias",
-    "megatron_config",
-    "monteclora_config",
-    "target_parameters",
-    "trainable_token_indices",
-    "use_bdlora",
-    "use_qalora",
-    "velora_config",
+_UNREAD = set(
+    """alora_invocation_tokens arrow_config kasa_config layer_replication lora_bias megatron_config monteclora_config
+    target_parameters trainable_token_indices use_bdlora use_qalora velora_config""".split()  # noqa: SIM905 - shorter
 )
 """Settings that make another network of an adapter than A and B do."""
-LONGEST = 10_000
+_SHIFTED = ("pissa", "olora", "corda", "loftq")
+"""Initialisations that change the base's weights, which PEFT does again when it loads such an adapter."""
+MAX_PATTERN = 10_000
 """Characters of a regular expression."""
 PATIENCE = 10
 """Seconds for all regular expressions of an adapter."""
-_SHIFTED = ("pissa", "olora", "corda", "loftq")
-"""Initialisations that change the base's weights, which PEFT does again when it loads such an adapter."""
 
 
 class LowRank(nn.Module):
@@ -113,7 +101,7 @@ def read_config(folder: Path) -> Config:
         raise FormatError(f"{folder}: has no {WEIGHTS}. {fix if pickled else 'Download the adapter again'}.")
     config = Config(files.read_json_object(path), str(path))
     kind, start = config.get("peft_type"), config.get("init_lora_weights")
-    unread = [name for name in _UNREAD if config.get(name)]
+    unread = [name for name in sorted(_UNREAD) if config.get(name)]
     if isinstance(start, str) and start.lower().startswith(_SHIFTED):
         unread.append(f"init_lora_weights {start!r:.100}")
     if kind != "LORA":
@@ -126,35 +114,25 @@ def read_config(folder: Path) -> Config:
     return config
 
 
-class _Update(NamedTuple):
-    """What an adapter's file holds for one tensor of its base."""
-
-    module: str
-    """PEFT's name of the module that has the tensor."""
-    slot: weights.Slot
-    parts: dict[str, str]
-    """Kind (lora_A, ..., copy) -> name in the file."""
-
-
 class _Adapter:
     """An open adapter, for one backbone."""
 
     def __init__(self, path: Path, handle: Any, config: Config, backbone: Backbone, check: bool):
         self.path, self.handle, self.config, self.backbone, self.check = path, handle, config, backbone, check
         self.parameters = {name: parameter.detach() for name, parameter in backbone.network.named_parameters()}
-        self.spent = 0.0
-        """Seconds for regular expressions."""
+        self.matching = 0.0
+        """Seconds that regular expressions took."""
 
     @torch.no_grad()
     def merge(self) -> None:
         """Change the weights of the base, each in float32."""
-        for update in self.updates:
-            target, parts = self._target(update), update.parts
+        for name, slot, parts in self.updates():
+            target = slot.part(self.parameters[slot.target])
             if COPY in parts:
                 target.copy_(self._read(parts[COPY], tuple(target.shape)))
             if parts.keys() == {COPY}:
                 continue
-            down, up, scaling = self._factors(update)
+            down, up, scaling = self._factors(name, target, parts)
             weight = target.to(up.dtype) + (up @ down) * scaling
             if MAGNITUDE in parts:
                 magnitude = self._read(parts[MAGNITUDE], (len(target),)).to(weight)
@@ -165,26 +143,25 @@ class _Adapter:
         """The linear layers of the base with their additions: name of the module -> what takes its place."""
         layers = dict(self.backbone.network.named_modules())
         additions: dict[str, list[tuple[weights.Slot, Tensor, Tensor]]] = {}
-        for update in self.updates:
-            place = update.slot.target.removesuffix(".weight")
-            if update.parts.keys() != {A, B} or not isinstance(layers.get(place), nn.Linear):
+        for name, slot, parts in self.updates():
+            place = slot.target.removesuffix(".weight")
+            if parts.keys() != {A, B} or not isinstance(layers.get(place), nn.Linear):
                 raise InvalidInput(
-                    f"{self.path}: has {_listed(update.parts)} for {update.module!r:.200}; merge=False keeps apart "
-                    "what LoRA adds to linear layers, not to experts, embedding or head, and nothing else: load this "
-                    "adapter with merge=True."
+                    f"{self.path}: has {_listed(parts)} for {name!r:.200}; merge=False keeps apart what LoRA adds to "
+                    "linear layers, not to experts, embedding or head, and nothing else: load this adapter with "
+                    "merge=True."
                 )
-            down, up, scaling = self._factors(update)
-            additions.setdefault(place, []).append((update.slot, down, up * scaling))
+            down, up, scaling = self._factors(name, slot.part(self.parameters[slot.target]), parts)
+            additions.setdefault(place, []).append((slot, down, up * scaling))
         return {place: _joined(layers[place], parts) for place, parts in additions.items()}
 
-    @cached_property
-    def updates(self) -> list[_Update]:
-        """What the file holds for each tensor of the base.
+    def updates(self) -> list[tuple[str, weights.Slot, dict[str, str]]]:
+        """What the file holds: PEFT's names of modules, the tensors of the base, and the names of the parts by kind.
 
-        FormatError unless all of it has its place there, and every low-rank part is whole.
+        FormatError unless all of it has its place in the base, and every low-rank part is whole.
         """
         table, tied = key_table(self.backbone), self.backbone.config.tied
-        found: dict[str, _Update] = {}
+        found: dict[str, tuple[str, weights.Slot, dict[str, str]]] = {}
         for name in sorted(self.handle.keys()):
             inner = name.removeprefix(PREFIX)
             part = _PART.fullmatch(inner)
@@ -194,7 +171,7 @@ class _Adapter:
                 raise self._wrong(f"{name!r:.200} is of a tensor that this base has not (or has tied to another)")
             if tied and table[tensor].target == "embedding.tokens.weight":
                 raise self._wrong(f"{name!r:.200} changes an embedding that is tied to the head, but not the head")
-            parts = found.setdefault(tensor, _Update(own.rpartition(".")[0], table[tensor], {})).parts
+            parts = found.setdefault(tensor, (own.rpartition(".")[0], table[tensor], {}))[2]
             if (other := parts.setdefault(part[2] if part else COPY, name)) != name:
                 raise self._wrong(f"{other!r:.200} and {name!r:.200} are the same tensor")
         if not found:
@@ -207,46 +184,20 @@ class _Adapter:
                 raise self._wrong(f"{module!r:.200} has {_listed(kinds)}, but {CONFIG} asks for {_listed(wanted)}")
         return list(found.values())
 
-    def _target(self, update: _Update) -> Tensor:
-        return update.slot.part(self.parameters[update.slot.target])
-
-    def _factors(self, update: _Update) -> tuple[Tensor, Tensor, float]:
+    def _factors(self, module: str, target: Tensor, parts: dict[str, str]) -> tuple[Tensor, Tensor, float]:
         """What is added to a tensor, as two matrices (r, in) and (out, r), and the scaling of their product."""
-        target, parts = self._target(update), update.parts
         if target.ndim != 2:
-            raise self._wrong(f"{update.module!r:.200} has a weight of shape {tuple(target.shape)}, no matrix")
-        if not self._is_target(update.module):
-            raise self._wrong(f"{update.module!r:.200} has {_listed(parts)}, but {CONFIG} does not name this module")
-        (rows, columns), (rank, scaling) = target.shape, self._rank_and_scaling(update.module)
+            raise self._wrong(f"{module!r:.200} has a weight of shape {tuple(target.shape)}, no matrix")
+        rows, columns = target.shape
+        rank = self._setting("rank_pattern", "r", module).count("r", 8)
+        alpha = self._setting("alpha_pattern", "lora_alpha", module).number("lora_alpha", 8.0)
         if EMBEDDING_A in parts:  # of the transpose
             up, down = self._read(parts[EMBEDDING_A], (rank, rows)).T, self._read(parts[EMBEDDING_B], (columns, rank)).T
         else:
             up, down = self._read(parts[B], (rows, rank)), self._read(parts[A], (rank, columns))
         dtype = torch.promote_types(target.dtype, torch.float32)
+        scaling = alpha / (rank**0.5 if self.config.flag("use_rslora", False) else rank)
         return down.to(target.device, dtype), up.to(target.device, dtype), scaling
-
-    def _is_target(self, module: str) -> bool:
-        """Whether the configuration asks for a low-rank addition to a module."""
-        saved = self._strings("modules_to_save")
-        whole = any(self._matches("modules_to_save", rf"(?:.*\.)?(?:{name})(?:\..*)?", module) for name in saved)
-        if whole or self._names("exclude_modules", module):
-            return False
-        wanted, layers = self.config.get("target_modules"), self.config.get("layers_to_transform")
-        if wanted is None or (isinstance(wanted, str) and wanted.lower() == "all-linear"):  # the file says which
-            return True
-        if not self._names("target_modules", module):
-            return False
-        if isinstance(wanted, str) or layers in (None, []) or module in wanted:
-            return True
-        lists = "|".join(map(re.escape, self._strings("layers_pattern")))
-        layer = re.match(rf"(?:.*?\.)?(?:{lists})\.(\d+)\." if lists else r".*?\.[^.]*\.(\d+)\.", module)
-        return layer is not None and int(layer[1]) in (layers if isinstance(layers, list) else [layers])
-
-    def _rank_and_scaling(self, module: str) -> tuple[int, float]:
-        """The rank of a module's low-rank addition, and the factor that it is scaled with."""
-        rank = self._setting("rank_pattern", "r", module).count("r", 8)
-        alpha = self._setting("alpha_pattern", "lora_alpha", module).number("lora_alpha", 8.0)
-        return rank, alpha / (math.sqrt(rank) if self.config.flag("use_rslora", False) else rank)
 
     def _setting(self, patterns: str, name: str, module: str) -> Config:
         """Where a setting stands: in the first pattern that matches a module's name or its end, or outside of them."""
@@ -255,27 +206,13 @@ class _Adapter:
                 return Config({name: value}, f"{self.config.where} ({patterns})")
         return self.config
 
-    def _names(self, field: str, module: str) -> bool:
-        """Whether a field lists a module's name or its end; or is a regular expression for all of it."""
-        if isinstance(pattern := self.config.get(field), str):
-            return self._matches(field, pattern, module)
-        ends = itertools.accumulate(reversed(module.split(".")), lambda end, name: f"{name}.{end}")
-        return not set(self._strings(field)).isdisjoint(ends)
-
-    def _strings(self, field: str) -> list[str]:
-        value = self.config.get(field) or []
-        names = [value] if isinstance(value, str) else value
-        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise FormatError(f"{self.config.where}: {field} must be a list of names, found {value!r:.200}.")
-        return names
-
     def _matches(self, field: str, pattern: str, module: str) -> bool:
         """Whether a regular expression matches a module's name. A stranger's may take for ever in Python's ``re``."""
         begun = time.monotonic()
         with guarded(f"{self.config.where}: {field}", f"match {pattern!r:.100}"):
             found: bool = _whole(pattern).normalize_str(module) == ""
-        self.spent += time.monotonic() - begun
-        if self.spent > PATIENCE:
+        self.matching += time.monotonic() - begun
+        if self.matching > PATIENCE:
             raise FormatError(
                 f"{self.config.where}: {field} has {pattern!r:.100} and more, which together take more than "
                 f"{PATIENCE} s. Correct it or use another adapter."
@@ -304,8 +241,8 @@ class _Adapter:
 @lru_cache(maxsize=4096)
 def _whole(pattern: str) -> Any:
     """What makes "" of a text that a regular expression matches whole, and gives up after ten million steps."""
-    if len(pattern) > LONGEST:
-        raise ValueError(f"more than {LONGEST} characters")
+    if len(pattern) > MAX_PATTERN:
+        raise ValueError(f"more than {MAX_PATTERN} characters")
     return tokenizers.normalizers.Replace(tokenizers.Regex(rf"\A(?:{pattern})\z"), "")
 
 

@@ -70,30 +70,15 @@ class NetworkInputs(NamedTuple):
     extra: dict[str, Tensor]
     """A family's own inputs, (B,) or (B, L)."""
 
-    def sequence(self, i: int) -> "SequenceInputs":
-        """The i-th sequence without the padding around it."""
-        begin, end = 0, self.ids.shape[1]
-        valid = None
+    def sequence(self, i: int) -> "tuple[NetworkInputs, slice]":
+        """The i-th sequence without the padding around it, as a batch of one, and its columns in the batch."""
+        row, columns, valid = slice(i, i + 1), slice(None), None
         if self.valid is not None and bool(self.valid[i].any()):
             tokens = self.valid[i].nonzero()
-            begin, end = int(tokens[0]), int(tokens[-1]) + 1
-            valid = None if bool(self.valid[i, begin:end].all()) else self.valid[i : i + 1, begin:end]
-        extra = {
-            name: value[i : i + 1, begin:end] if value.ndim == 2 else value[i : i + 1]
-            for name, value in self.extra.items()
-        }
-        inputs = NetworkInputs(self.ids[i : i + 1, begin:end], valid, self.positions[i : i + 1, begin:end], extra)
-        return SequenceInputs(inputs, begin, end, padded=end - begin < self.ids.shape[1])
-
-
-class SequenceInputs(NamedTuple):
-    """One sequence of a batch: its inputs (a batch of one) and its columns ``begin`` to ``end`` in the batch."""
-
-    inputs: NetworkInputs
-    begin: int
-    end: int
-    padded: bool
-    """Whether its row of the batch holds padding before or after it."""
+            columns = slice(int(tokens[0]), int(tokens[-1]) + 1)
+            valid = None if bool(self.valid[i, columns].all()) else self.valid[row, columns]
+        extra = {name: value[row, columns] if value.ndim == 2 else value[row] for name, value in self.extra.items()}
+        return NetworkInputs(self.ids[row, columns], valid, self.positions[row, columns], extra), columns
 
 
 class MaskedOutput(NamedTuple):
@@ -189,43 +174,40 @@ class Backbone(nn.Module):
         ids: Int[Tensor, "B L"],
         attention_mask: Int[Tensor, "B L"] | Bool[Tensor, "B L"] | None = None,
         position_ids: Int[Tensor, "B L"] | None = None,
-        *,
-        fill_padding: bool = True,
         **extra: Tensor,
     ) -> Float[Tensor, "B L V"]:
-        """Logits; ``attention_mask`` is 0 at padding. Further inputs are a family's own (noise level, token types).
+        """Logits of every position.
 
-        With ``fill_padding`` padded positions hold what the network computes there, at the cost of a second pass on a
-        CPU; without it they may be zero. Raises InvalidInput for ids or inputs that the network cannot take.
+        Args:
+            ids: Token ids.
+            attention_mask: 0 at padding, whose logits have no meaning; None: there is none.
+            position_ids: Positions of the tokens; None: counted from the first token of each sequence.
+            extra: The family's own inputs, such as a noise level or token types.
+
+        Raises:
+            InvalidInput: The network cannot take these ids or inputs.
         """
-        inputs = self._prepare_inputs(ids, attention_mask, position_ids, extra)
-        return self._per_sequence(self._logits, inputs, fill_padding)
+        return self._per_sequence(self._logits, self._prepare_inputs(ids, attention_mask, position_ids, extra))
 
     def states(
         self,
         ids: Int[Tensor, "B L"],
         attention_mask: Int[Tensor, "B L"] | Bool[Tensor, "B L"] | None = None,
         position_ids: Int[Tensor, "B L"] | None = None,
-        *,
-        fill_padding: bool = True,
         **extra: Tensor,
     ) -> Float[Tensor, "B L d"]:
         """The last hidden states, aligned like the logits; arguments and errors as in `forward`."""
-        inputs = self._prepare_inputs(ids, attention_mask, position_ids, extra)
-        return self._per_sequence(self._states, inputs, fill_padding)
+        return self._per_sequence(self._states, self._prepare_inputs(ids, attention_mask, position_ids, extra))
 
     def _prepare_inputs(
         self, ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, extra: Mapping[str, Tensor]
     ) -> NetworkInputs:
         self._check(ids, attention_mask)
-        ids = self._on_device(ids)
+        ids = ids.to(self.device, torch.long)
         valid = None if attention_mask is None else attention_mask.to(self.device).bool()
-        positions = default_positions(ids, valid) if position_ids is None else self._on_device(position_ids)
+        positions = default_positions(ids, valid) if position_ids is None else position_ids.to(ids)
         self.extra_inputs(ids, valid, extra)  # refuses what does not fit the batch
         return NetworkInputs(ids, valid, positions, {name: value.to(self.device) for name, value in extra.items()})
-
-    def _on_device(self, ids: Int[Tensor, "B L"]) -> Int[Tensor, "B L"]:
-        return ids.to(self.device, torch.long)
 
     def _logits(self, inputs: NetworkInputs) -> Float[Tensor, "B L V"]:
         return self.logits(self._states(inputs), inputs.ids)
@@ -238,7 +220,7 @@ class Backbone(nn.Module):
         return self.network.states(inputs.ids, inputs.positions, valid=inputs.valid, **extra)
 
     def _per_sequence(
-        self, function: Callable[[NetworkInputs], Float[Tensor, "b l n"]], inputs: NetworkInputs, fill_padding: bool
+        self, function: Callable[[NetworkInputs], Float[Tensor, "b l n"]], inputs: NetworkInputs
     ) -> Float[Tensor, "B L n"]:
         """Apply a function to the whole batch on an accelerator, on a CPU to each sequence without its padding.
 
@@ -247,17 +229,13 @@ class Backbone(nn.Module):
         """
         if self.device.type != "cpu" or not self.batch_invariant:
             return function(inputs)
-        sequences = [inputs.sequence(i) for i in range(len(inputs.ids))]
-        any_padded = any(sequence.padded for sequence in sequences)
-        if len(sequences) <= 1 and not any_padded:
-            return function(sequences[0].inputs if sequences else inputs)
-        outputs = [function(sequence.inputs) for sequence in sequences]
-        if fill_padding and any_padded:
-            out = function(inputs)
-        else:
-            out = outputs[0].new_zeros(*inputs.ids.shape, outputs[0].shape[-1])
-        for i, (sequence, output) in enumerate(zip(sequences, outputs, strict=True)):
-            out[i, sequence.begin : sequence.end] = output[0]
+        parts = [inputs.sequence(i) for i in range(len(inputs.ids))]
+        outputs = [function(part) for part, _ in parts]
+        if len(parts) == 1 and outputs[0].shape[1] == inputs.ids.shape[1]:
+            return outputs[0]
+        out = outputs[0].new_zeros(*inputs.ids.shape, outputs[0].shape[-1])
+        for i, ((_, columns), output) in enumerate(zip(parts, outputs, strict=True)):
+            out[i, columns] = output[0]
         return out
 
     def cached_states(self, ids: Int[Tensor, "B R"], past: CachedPass) -> Float[Tensor, "B R d"]:

@@ -9,7 +9,7 @@ from codd.backbones import chat
 from codd.backbones.backbone import Backbone, ModelSpec, SpecialTokenIds
 from codd.backbones.config import Config, of_model_type
 from codd.backbones.transformer import TransformerConfig
-from codd.backbones.weights import Key
+from codd.backbones.weights import Key, affine
 from codd.errors import InvalidInput
 
 NAME = "bert"
@@ -19,28 +19,24 @@ _LAYER = "bert.encoder.layer.{i}."
 _HEAD = "cls.predictions."
 
 
-def _affine(source: str, target: str, rows: str | None = None) -> tuple[Key, ...]:
-    return tuple(Key(f"{source}.{kind}", f"{target}.{kind}", rows) for kind in ("weight", "bias"))
-
-
 KEYS = (
     Key("bert.embeddings.word_embeddings.weight", "embedding.tokens.weight"),
     Key("bert.embeddings.position_embeddings.weight", "embedding.positions.weight"),
     Key("bert.embeddings.token_type_embeddings.weight", "embedding.types.weight"),
-    *_affine("bert.embeddings.LayerNorm", "embedding.norm"),
-    *_affine(_LAYER + "attention.self.query", "blocks.{i}.attention.qkv", rows="q"),
-    *_affine(_LAYER + "attention.self.key", "blocks.{i}.attention.qkv", rows="k"),
-    *_affine(_LAYER + "attention.self.value", "blocks.{i}.attention.qkv", rows="v"),
-    *_affine(_LAYER + "attention.output.dense", "blocks.{i}.attention.out"),
-    *_affine(_LAYER + "attention.output.LayerNorm", "blocks.{i}.attention_norm"),
-    *_affine(_LAYER + "intermediate.dense", "blocks.{i}.mlp.up"),
-    *_affine(_LAYER + "output.dense", "blocks.{i}.mlp.down"),
-    *_affine(_LAYER + "output.LayerNorm", "blocks.{i}.mlp_norm"),
-    *_affine(_HEAD + "transform.dense", "head.dense"),
-    *_affine(_HEAD + "transform.LayerNorm", "head.norm"),
+    *affine("bert.embeddings.LayerNorm", "embedding.norm"),
+    *affine(_LAYER + "attention.self.query", "blocks.{i}.attention.qkv", rows="q"),
+    *affine(_LAYER + "attention.self.key", "blocks.{i}.attention.qkv", rows="k"),
+    *affine(_LAYER + "attention.self.value", "blocks.{i}.attention.qkv", rows="v"),
+    *affine(_LAYER + "attention.output.dense", "blocks.{i}.attention.out"),
+    *affine(_LAYER + "attention.output.LayerNorm", "blocks.{i}.attention_norm"),
+    *affine(_LAYER + "intermediate.dense", "blocks.{i}.mlp.up"),
+    *affine(_LAYER + "output.dense", "blocks.{i}.mlp.down"),
+    *affine(_LAYER + "output.LayerNorm", "blocks.{i}.mlp_norm"),
+    *affine(_HEAD + "transform.dense", "head.dense"),
+    *affine(_HEAD + "transform.LayerNorm", "head.norm"),
     Key(_HEAD + "bias", "head.bias"),
+    Key(_HEAD + "decoder.weight", "head.weight"),
 )
-DECODER = Key(_HEAD + "decoder.weight", "head.weight")
 UNUSED = ("bert.pooler.", "cls.seq_relationship.", "bert.embeddings.position_ids", _HEAD + "decoder.bias")
 """The other task that it was trained for, a buffer, and a copy of the head's bias."""
 
@@ -69,7 +65,7 @@ def read_spec(config: Config) -> ModelSpec:
     """The model that a config.json of this family describes; FormatError for one that codd cannot build."""
     config.only("position_embedding_type", ["absolute"])
     config.only("is_decoder", [False])
-    heads, tied = config.count("num_attention_heads"), config.flag("tie_word_embeddings", True)
+    heads = config.count("num_attention_heads")
     activation, positions = config.activation("hidden_act", "gelu"), config.count("max_position_embeddings", 512)
     transformer = TransformerConfig(
         vocab_size=config.count("vocab_size"),
@@ -94,16 +90,16 @@ def read_spec(config: Config) -> ModelSpec:
         head_transform=activation,
         head_transform_bias=True,
         head_bias=True,
-        tied=tied,
+        tied=config.flag("tie_word_embeddings", True),
     )
     return ModelSpec(
         family=NAME,
         transformer=transformer,
-        keys=KEYS + (() if tied else (DECODER,)),
+        keys=KEYS,
         special=SpecialTokenIds.from_config(config),
         chat_template=chat.PLAIN,
         max_length=positions,
-        ignored=lambda name: name.startswith(UNUSED) or (tied and name == DECODER.source),
+        ignored=lambda name: name.startswith(UNUSED),
         rename=_modern_name,
         backbone=BERT,
     )

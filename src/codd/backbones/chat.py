@@ -63,7 +63,6 @@ Messages = Sequence[Mapping[str, str]] | str
 def render(
     template: str,
     messages: Messages,
-    *,
     special_tokens: Mapping[str, str] | None = None,
     add_generation_prompt: bool = True,
 ) -> str:
@@ -72,14 +71,8 @@ def render(
     ``special_tokens`` ({"bos_token": ...}) become variables of the template. A template that is broken, leaves the
     sandbox or does too much gives a FormatError; one that refuses the conversation itself gives a CoddError.
     """
-    variables = {
-        "messages": as_messages(messages),
-        "add_generation_prompt": add_generation_prompt,
-        "tools": None,
-        "documents": None,
-        **(special_tokens or {}),
-    }
-    return _render(template, variables, "the chat template")
+    own = {"messages": as_messages(messages), "add_generation_prompt": add_generation_prompt}
+    return _render(template, {**own, "tools": None, "documents": None, **(special_tokens or {})}, "the chat template")
 
 
 def compile_template(template: str, where: str = "the chat template") -> None:

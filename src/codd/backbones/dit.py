@@ -13,7 +13,7 @@ from torch import Tensor
 
 from codd.backbones.backbone import Backbone
 from codd.backbones.transformer import TransformerConfig
-from codd.backbones.weights import Key
+from codd.backbones.weights import Key, affine
 from codd.errors import InvalidInput
 
 LOG_ZERO = -1e6
@@ -23,25 +23,18 @@ MIN_MASKED = 1e-5
 
 KEYS = (
     Key("vocab_embed.embedding", "embedding.tokens.weight"),
-    Key("sigma_map.mlp.0.weight", "noise_level.up.weight"),
-    Key("sigma_map.mlp.0.bias", "noise_level.up.bias"),
-    Key("sigma_map.mlp.2.weight", "noise_level.down.weight"),
-    Key("sigma_map.mlp.2.bias", "noise_level.down.bias"),
+    *affine("sigma_map.mlp.0", "noise_level.up"),
+    *affine("sigma_map.mlp.2", "noise_level.down"),
     Key("blocks.{i}.norm1.weight", "blocks.{i}.attention_norm.weight"),
     Key("blocks.{i}.attn_qkv.weight", "blocks.{i}.attention.qkv.weight"),
     Key("blocks.{i}.attn_out.weight", "blocks.{i}.attention.out.weight"),
     Key("blocks.{i}.norm2.weight", "blocks.{i}.mlp_norm.weight"),
-    Key("blocks.{i}.mlp.0.weight", "blocks.{i}.mlp.up.weight"),
-    Key("blocks.{i}.mlp.0.bias", "blocks.{i}.mlp.up.bias"),
-    Key("blocks.{i}.mlp.2.weight", "blocks.{i}.mlp.down.weight"),
-    Key("blocks.{i}.mlp.2.bias", "blocks.{i}.mlp.down.bias"),
-    Key("blocks.{i}.adaLN_modulation.weight", "blocks.{i}.modulation.weight"),
-    Key("blocks.{i}.adaLN_modulation.bias", "blocks.{i}.modulation.bias"),
+    *affine("blocks.{i}.mlp.0", "blocks.{i}.mlp.up"),
+    *affine("blocks.{i}.mlp.2", "blocks.{i}.mlp.down"),
+    *affine("blocks.{i}.adaLN_modulation", "blocks.{i}.modulation"),
     Key("output_layer.norm_final.weight", "final_norm.weight"),
-    Key("output_layer.adaLN_modulation.weight", "final_modulation.weight"),
-    Key("output_layer.adaLN_modulation.bias", "final_modulation.bias"),
-    Key("output_layer.linear.weight", "head.weight"),
-    Key("output_layer.linear.bias", "head.bias"),
+    *affine("output_layer.adaLN_modulation", "final_modulation"),
+    *affine("output_layer.linear", "head"),
 )
 ROTARY_BUFFER = "rotary_emb.inv_freq"
 """A buffer in the files that is computed here."""

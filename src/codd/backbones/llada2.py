@@ -25,6 +25,8 @@ KEYS = (
     Key("model.layers.{i}.post_attention_layernorm.weight", "blocks.{i}.mlp_norm.weight"),
     Key("model.norm.weight", "final_norm.weight"),
     *layouts.MLPS,
+    *layouts.expert_keys(shared="mlp.shared_experts", bias="mlp.gate.expert_bias"),
+    layouts.HEAD,
 )
 
 
@@ -36,7 +38,6 @@ def read_spec(config: Config) -> ModelSpec:
     config.only("score_function", ["sigmoid"])
     layers, width = config.layers("num_hidden_layers"), config.count("moe_intermediate_size")
     dense, shared = config.count("first_k_dense_replace", 0, least=0), config.count("num_shared_experts", 0, least=0)
-    biased = config.flag("moe_router_enable_expert_bias", True)
     groups = config.count("n_group", 1)
     experts = ExpertsConfig(
         count=config.count("num_experts"),
@@ -44,7 +45,7 @@ def read_spec(config: Config) -> ModelSpec:
         width=width,
         layers=tuple(i >= dense for i in range(layers)),
         score="sigmoid",
-        bias=biased,
+        bias=config.flag("moe_router_enable_expert_bias", True),
         groups=groups,
         kept_groups=config.count("topk_group", groups),
         scale=config.number("routed_scaling_factor", 1.0),
@@ -57,11 +58,7 @@ def read_spec(config: Config) -> ModelSpec:
         block_size=config.count("block_size", BLOCK_SIZE),
         experts=experts,
     )
-    more = layouts.expert_keys(
-        shared="mlp.shared_experts" if shared else None, bias="mlp.gate.expert_bias" if biased else None
-    )
-    head = () if transformer.tied else (layouts.HEAD,)
-    spec = layouts.model_spec(config, NAME, transformer, mask=MASK_ID, length=16384, keys=(*KEYS, *more, *head))
+    spec = layouts.model_spec(config, NAME, transformer, mask=MASK_ID, length=16384, keys=KEYS)
     if spec.special.eos is None:  # the files have it as the padding
         spec = replace(spec, special=replace(spec.special, eos=spec.special.pad))
     return spec

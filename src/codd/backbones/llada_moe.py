@@ -9,6 +9,7 @@ NAME = "llada_moe"
 ARCHITECTURE = "LLaDAMoEModelLM"
 MASK_ID = 156895
 """The mask token of the published checkpoints: their config.json does not state it."""
+KEYS = (*layouts.KEYS, *layouts.expert_keys(shared="shared_expert", bias="mlp.expert_bias"))
 
 
 def recognises(config: Config) -> bool:
@@ -20,16 +21,14 @@ def read_spec(config: Config) -> ModelSpec:
     """The model that a config.json of this family describes; FormatError for one that codd cannot build."""
     config.only("attention_bias", [False])
     layers = config.layers("num_hidden_layers")
-    shared = config.count("shared_expert_intermediate_size", 0, least=0)
-    biased = config.flag("moe_router_enable_expert_bias", False)
     # The other router fields (renormalisation, scaling, groups) are in the files, but no published code heeds them.
     experts = ExpertsConfig(
         count=config.count("num_experts"),
         chosen=config.count("num_experts_per_tok"),
         width=config.count("expert_intermediate_size"),
         layers=config.layer_flags("moe_layer_freq", layers),
-        bias=biased,
-        shared_width=shared,
+        bias=config.flag("moe_router_enable_expert_bias", False),
+        shared_width=config.count("shared_expert_intermediate_size", 0, least=0),
     )
     transformer = layouts.read_transformer(
         config,
@@ -40,5 +39,4 @@ def read_spec(config: Config) -> ModelSpec:
         rotary_width=config.rotary_width(),
         experts=experts,
     )
-    more = layouts.expert_keys(shared="shared_expert" if shared else None, bias="mlp.expert_bias" if biased else None)
-    return layouts.model_spec(config, NAME, transformer, *more, mask=MASK_ID, length=8192)
+    return layouts.model_spec(config, NAME, transformer, mask=MASK_ID, length=8192, keys=KEYS)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -37,33 +37,8 @@ from codd.backbones.transformer import Transformer
 from codd.distributed import choose_device
 from codd.errors import FormatError, InvalidInput, shown
 
-
-class Family(Protocol):
-    """The interface of a family's module."""
-
-    NAME: str
-
-    def recognises(self, config: Config) -> bool:
-        """Whether a config.json is of this family."""
-
-    def read_spec(self, config: Config) -> ModelSpec:
-        """The model that a config.json describes; FormatError for one that codd cannot build."""
-
-
-FAMILIES: tuple[Family, ...] = (
-    llada,
-    llada_moe,
-    llada2,
-    illada,
-    dream,
-    sdar,
-    fast_dllm,
-    mdlm,
-    sedd,
-    bert,
-    modernbert,
-    mini,
-)
+FAMILIES = (llada, llada_moe, llada2, illada, dream, sdar, fast_dllm, mdlm, sedd, bert, modernbert, mini)
+"""Each has a NAME, ``recognises`` (a config.json) and ``read_spec`` (the model that it describes)."""
 GENERATION = "generation_config.json"
 MODEL_FILES = (
     "config.json",
@@ -104,16 +79,22 @@ def load_checkpoint(
     merge: bool = True,
     quantize: quantized.Quantization | None = None,
 ) -> Checkpoint:
-    """Read a checkpoint of any known family from a folder or the hub; None is the bundled model.
+    """Read a checkpoint of any known family.
 
-    ``device``: by default a CUDA device if there is one, else the CPU. ``dtype``: a type or its name; by default
-    float32 on the CPU and the checkpoint's own elsewhere. ``block_size``: of a block-causal network, where its files do
-    not say the right one. ``check`` refuses weights that are NaN or infinite, and a file whose sha256 is not the one
-    that config.json states. ``adapter``: a PEFT LoRA checkpoint (a folder or a hub id) to add to the weights; without
-    ``merge`` it is kept apart, to be switched on and off (`Backbone.switch_adapter`).
-    ``quantize="int8"`` rounds the weights of the layers and of the head (`codd.backbones.quantized`).
-    Raises FormatError for files that are damaged or of an unknown family, InvalidInput for a device or dtype that this
-    machine cannot use, and for what cannot be quantized.
+    Args:
+        source: A folder or a hub id; None: the bundled model.
+        device: By default a CUDA device if there is one, else the CPU.
+        dtype: A type or its name; by default float32 on a CPU and the checkpoint's own elsewhere.
+        revision: A branch, tag or commit of a hub repository.
+        block_size: Of a block-causal network, where its files do not say the right one.
+        check: Refuse weights that are NaN or infinite, and a file whose sha256 is not the one in config.json.
+        adapter: A PEFT LoRA checkpoint (a folder or a hub id) to add to the weights.
+        merge: False: keep the adapter apart, to be switched on and off (`Backbone.switch_adapter`).
+        quantize: "int8" rounds the weights of the layers and of the head (`codd.backbones.quantized`).
+
+    Raises:
+        FormatError: Files are damaged or of an unknown family.
+        InvalidInput: This machine has no such device or dtype, or the network cannot be quantized.
     """
     quantized.check(quantize, merge=merge)
     floating = None if dtype is None else as_dtype(dtype)
@@ -137,21 +118,15 @@ def read_spec(folder: Path, block_size: int | None = None) -> ModelSpec:
     config = Config.read(folder)
     for family in FAMILIES:
         if family.recognises(config):
-            spec = replace(family.read_spec(config), stop_ids=_stop_ids(folder))
+            spec: ModelSpec = family.read_spec(config)
+            if (folder / GENERATION).is_file():
+                stated = Config(files.read_json_object(folder / GENERATION), str(folder / GENERATION))
+                spec = replace(spec, stop_ids=frozenset(stated.tokens("eos_token_id")))
             _check_geometry(config.where, spec)
             return spec if block_size is None else _with_block_size(spec, block_size)
     known = ", ".join(family.NAME for family in FAMILIES)
     model_type = reprlib.repr(config.get("model_type"))
     raise FormatError(f"{config.where}: model_type {model_type} is of no family that codd knows; use one of {known}.")
-
-
-def _stop_ids(folder: Path) -> frozenset[int]:
-    """The tokens that end an answer by a checkpoint's generation_config.json, if it has one."""
-    if not (folder / GENERATION).is_file():
-        return frozenset()
-    return frozenset(
-        Config(files.read_json_object(folder / GENERATION), str(folder / GENERATION)).tokens("eos_token_id")
-    )
 
 
 def _with_block_size(spec: ModelSpec, block_size: int) -> ModelSpec:
@@ -198,7 +173,6 @@ def _check_geometry(where: str, spec: ModelSpec) -> None:
 class MatchedFiles(NamedTuple):
     """A checkpoint's files, compared with the network that its config.json describes; nothing is loaded yet."""
 
-    files: dict[str, Path]
     headers: dict[str, weights.TensorHeader]
     slots: dict[str, weights.Slot]
     network: Transformer
@@ -207,14 +181,21 @@ class MatchedFiles(NamedTuple):
 
 def match(folder: Path, spec: ModelSpec) -> MatchedFiles:
     """Match tensors with parameters from the headers alone; FormatError if the checkpoint cannot be loaded."""
-    paths = weights.tensor_files(folder)
+    headers, layers = weights.checkpoint_headers(folder), spec.transformer.layers
+    if layers > len(headers):
+        raise FormatError(
+            f"{folder}: config.json states {layers:,} layers, but there are only {len(headers):,} tensors. Download both "
+            "again."
+        )
     table = weights.expand_keys(spec.keys, spec.transformer)
-    slots = weights.assign_slots(folder, paths, table, rename=spec.rename, ignored=spec.ignored)
-    headers = weights.read_headers(paths)
+    heads = {key.source for key in spec.keys if key.target == "head.weight"}  # copies of the embedding, if it is tied
+    slots = weights.assign_slots(
+        folder, headers, table, rename=spec.rename, ignored=lambda name: name in heads or spec.ignored(name)
+    )
     with torch.device("meta"):
         network = Transformer(spec.transformer)
     weights.check_headers(network, headers, slots)
-    return MatchedFiles(paths, headers, slots, network)
+    return MatchedFiles(headers, slots, network)
 
 
 def stated_sha256(folder: Path) -> tuple[str | None, bool | None]:
@@ -240,7 +221,7 @@ def _read(folder: Path, spec: ModelSpec, device: torch.device, dtype: torch.dtyp
         if isinstance(module, Router):
             module.keep_precise()
     network = network.to_empty(device=device).requires_grad_(False)
-    weights.load(network, matched.files, matched.slots, check=check)
+    weights.load(network, matched.headers, matched.slots, check=check)
     return (spec.backbone or Backbone)(spec, network).eval()
 
 
@@ -258,15 +239,16 @@ def check_dtype(dtype: torch.dtype, device: torch.device) -> None:
 
     On some CPUs a bfloat16 product kills the process unless oneDNN's instruction set is limited, which is done here.
     """
-    if device.type == "cpu" and dtype == torch.bfloat16 and not _bfloat16_survives():
-        limit = "AVX512_CORE_BF16"
-        if os.environ.get("ONEDNN_MAX_CPU_ISA") == limit:
-            raise InvalidInput("bfloat16 matrix products crash on this CPU; load the model with dtype=torch.float32.")
+    if device.type != "cpu" or dtype != torch.bfloat16 or _bfloat16_survives():
+        return
+    limit = "AVX512_CORE_BF16"
+    if os.environ.get("ONEDNN_MAX_CPU_ISA") != limit:
         # oneDNN reads this at its first product, so that it still counts if nothing was multiplied in bfloat16 before.
         os.environ["ONEDNN_MAX_CPU_ISA"] = limit
         _bfloat16_survives.cache_clear()
-        if not _bfloat16_survives():
-            raise InvalidInput("bfloat16 matrix products crash on this CPU; load the model with dtype=torch.float32.")
+        if _bfloat16_survives():
+            return
+    raise InvalidInput("bfloat16 matrix products crash on this CPU; load the model with dtype=torch.float32.")
 
 
 @functools.cache

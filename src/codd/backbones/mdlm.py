@@ -12,7 +12,6 @@ from codd.backbones.config import Config, of_model_type
 
 NAME = "mdlm"
 recognises = of_model_type("mdlm")
-KEYS = dit.KEYS
 PREFIX = "backbone."
 """The prefix of every tensor's name in the files on the hub; those of a training run lack it."""
 
@@ -40,7 +39,7 @@ def read_spec(config: Config) -> ModelSpec:
             heads=config.count("n_heads"),
             conditioning=config.count("cond_dim"),
         ),
-        keys=KEYS,
+        keys=dit.KEYS,
         special=SpecialTokenIds.from_config(config, mask=vocab - 1),
         chat_template=chat.PLAIN,
         max_length=config.count("model_length", 1024),

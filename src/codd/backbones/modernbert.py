@@ -4,7 +4,7 @@ from codd.backbones import chat
 from codd.backbones.backbone import ModelSpec, SpecialTokenIds
 from codd.backbones.config import Config, of_model_type
 from codd.backbones.transformer import LocalLayers, TransformerConfig
-from codd.backbones.weights import Key
+from codd.backbones.weights import Key, affine
 from codd.errors import FormatError
 
 NAME = "modernbert"
@@ -14,24 +14,23 @@ GLOBAL, LOCAL = "full_attention", "sliding_attention"
 _LAYER = "model.layers.{i}."
 KEYS = (
     Key("model.embeddings.tok_embeddings.weight", "embedding.tokens.weight"),
-    Key("model.embeddings.norm.weight", "embedding.norm.weight"),
-    Key(_LAYER + "attn.Wqkv.weight", "blocks.{i}.attention.qkv.weight"),
-    Key(_LAYER + "attn.Wo.weight", "blocks.{i}.attention.out.weight"),
-    Key(_LAYER + "mlp_norm.weight", "blocks.{i}.mlp_norm.weight"),
-    Key(_LAYER + "mlp.Wi.weight", "blocks.{i}.mlp.up.weight"),
-    Key(_LAYER + "mlp.Wo.weight", "blocks.{i}.mlp.down.weight"),
-    Key("model.final_norm.weight", "final_norm.weight"),
-    Key("head.dense.weight", "head.dense.weight"),
-    Key("head.norm.weight", "head.norm.weight"),
+    *affine("model.embeddings.norm", "embedding.norm"),
+    *affine(_LAYER + "attn_norm", "blocks.{i}.attention_norm"),
+    *affine(_LAYER + "attn.Wqkv", "blocks.{i}.attention.qkv"),
+    *affine(_LAYER + "attn.Wo", "blocks.{i}.attention.out"),
+    *affine(_LAYER + "mlp_norm", "blocks.{i}.mlp_norm"),
+    *affine(_LAYER + "mlp.Wi", "blocks.{i}.mlp.up"),
+    *affine(_LAYER + "mlp.Wo", "blocks.{i}.mlp.down"),
+    *affine("model.final_norm", "final_norm"),
+    *affine("head.dense", "head.dense"),
+    *affine("head.norm", "head.norm"),
+    *affine("decoder", "head"),
 )
-DECODER = Key("decoder.weight", "head.weight")
-DECODER_BIAS = Key("decoder.bias", "head.bias")
 
 
 def read_spec(config: Config) -> ModelSpec:
     """The model that a config.json of this family describes; FormatError for one that codd cannot build."""
     heads, layers = config.count("num_attention_heads"), config.layers("num_hidden_layers")
-    tied = config.flag("tie_word_embeddings", True)
     attention_bias, mlp_bias = config.flag("attention_bias", False), config.flag("mlp_bias", False)
     transformer = TransformerConfig(
         vocab_size=config.count("vocab_size"),
@@ -58,40 +57,16 @@ def read_spec(config: Config) -> ModelSpec:
         head_transform=config.activation("classifier_activation", "gelu"),
         head_transform_bias=config.flag("classifier_bias", False),
         head_bias=config.flag("decoder_bias", True),
-        tied=tied,
+        tied=config.flag("tie_word_embeddings", True),
     )
     return ModelSpec(
         family=NAME,
         transformer=transformer,
-        keys=_keys(transformer),
+        keys=KEYS,
         special=SpecialTokenIds.from_config(config),
         chat_template=chat.PLAIN,
         max_length=config.count("max_position_embeddings", 8192),
-        ignored=lambda name: tied and name == DECODER.source,
     )
-
-
-def _keys(network: TransformerConfig) -> tuple[Key, ...]:
-    # The first layer reads what the embedding's norm gave, so that it has no norm of its own.
-    keys = KEYS + tuple(
-        Key(f"model.layers.{i}.attn_norm.weight", f"blocks.{i}.attention_norm.weight") for i in range(1, network.layers)
-    )
-    biased = {
-        "norm.weight": network.norm_bias,
-        "attn.Wqkv.weight": network.qkv_bias,
-        "attn.Wo.weight": network.out_bias,
-        "mlp.Wi.weight": network.mlp_bias,
-        "mlp.Wo.weight": network.mlp_bias,
-        "head.dense.weight": network.head_transform_bias,
-    }
-    endings = tuple(ending for ending, wanted in biased.items() if wanted)
-    biases = tuple(
-        Key(key.source.removesuffix("weight") + "bias", key.target.removesuffix("weight") + "bias")
-        for key in keys
-        if key.source.endswith(endings)
-    )
-    head = (() if network.tied else (DECODER,)) + ((DECODER_BIAS,) if network.head_bias else ())
-    return keys + biases + head
 
 
 def _every(config: Config, layers: int) -> int:

@@ -8,7 +8,6 @@ from codd.backbones.backbone import ModelSpec, SpecialTokenIds
 from codd.backbones.config import Config
 
 NAME = "sedd"
-KEYS = dit.KEYS
 
 
 def recognises(config: Config) -> bool:
@@ -32,7 +31,7 @@ def read_spec(config: Config) -> ModelSpec:
             heads=model.count("n_heads"),
             conditioning=model.count("cond_dim"),
         ),
-        keys=KEYS,
+        keys=dit.KEYS,
         special=SpecialTokenIds.from_config(config, mask=tokens),
         chat_template=chat.PLAIN,
         max_length=model.count("length", 1024),

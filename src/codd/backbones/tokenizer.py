@@ -50,18 +50,25 @@ class Tokenizer:
         The backend is changed: its truncation and padding are switched off, and the tokens named become special tokens
         of it. FormatError if its vocabulary lacks one, or the chat template is not valid Jinja.
         """
-        self._backend = backend
+        self.backend = backend
+        """The tokenizer of the library ``tokenizers``, for what this class does not offer."""
         backend.no_truncation()
         backend.no_padding()
         self.special_tokens = dict(special or {})
         """The named special tokens: {"mask_token": "<|mask|>", ...}."""
         make_special(backend, [added_token(token, special=True) for token in self.special_tokens.values()])
-        self._special_ids = {name: self._id_of(name, token) for name, token in self.special_tokens.items()}
+        ids = {name: self._id_of(name, token) for name, token in self.special_tokens.items()}
+        self.mask_id, self.eos_id, self.pad_id, self.bos_id = (
+            ids.get(f"{name}_token") for name in ("mask", "eos", "pad", "bos")
+        )
+        self.mask_token = self.special_tokens.get("mask_token")
+        """The mask token as texts spell it; None if there is none."""
         if chat_template is not None:
             chat.compile_template(chat_template)
         self.chat_template = chat_template
         self._known_ids = frozenset(backend.get_vocab(with_added_tokens=True).values())
-        self._vocab_size = max(self._known_ids, default=-1) + 1
+        self.vocab_size = max(self._known_ids, default=-1) + 1
+        """One more than the largest id, added tokens included."""
 
     @classmethod
     def from_folder(
@@ -69,69 +76,26 @@ class Tokenizer:
         folder: str | os.PathLike[str],
         *,
         chat_template: str | None = None,
-        special: Mapping[str, str] | None = None,
         vocab_size: int | None = None,
     ) -> "Tokenizer | None":
         """The tokenizer of a checkpoint, or None if its folder has no tokenizer files at all.
 
-        ``chat_template`` and ``special`` are the family's own, for a checkpoint that does not state them;
-        ``vocab_size`` is the network's. FormatError if the files are damaged, contradict each other, or are far larger
-        than such a network can use.
+        ``chat_template`` is the family's, for a checkpoint that has none; ``vocab_size`` is the network's. FormatError
+        if the files are damaged, contradict each other, or are far larger than such a network can use.
         """
         with guarded(folder, "make its tokenizer"):
-            files = read_files(Path(folder), special or {}, vocab_size)
-            if files is None:
-                return None
-            return cls(files.backend, special=files.special, chat_template=files.chat_template or chat_template)
-
-    @property
-    def vocab_size(self) -> int:
-        """One more than the largest id, added tokens included."""
-        return self._vocab_size
-
-    @property
-    def mask_id(self) -> int | None:
-        """The id of the mask token; None if there is none."""
-        return self._special_ids.get("mask_token")
-
-    @property
-    def mask_token(self) -> str | None:
-        """The mask token as texts spell it; None if there is none."""
-        return self.special_tokens.get("mask_token")
-
-    @property
-    def eos_id(self) -> int | None:
-        """The id of the end-of-text token; None if there is none."""
-        return self._special_ids.get("eos_token")
-
-    @property
-    def pad_id(self) -> int | None:
-        """The id of the padding token; None if there is none."""
-        return self._special_ids.get("pad_token")
-
-    @property
-    def bos_id(self) -> int | None:
-        """The id of the beginning-of-text token; None if there is none."""
-        return self._special_ids.get("bos_token")
+            found = read_files(Path(folder), vocab_size)
+            return None if found is None else cls(found[0], special=found[1], chat_template=found[2] or chat_template)
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
         """The ids of all special tokens, named or not: those that ``skip_special_tokens`` skips."""
-        return frozenset(id for id, token in self._backend.get_added_tokens_decoder().items() if token.special)
+        return frozenset(id for id, token in self.backend.get_added_tokens_decoder().items() if token.special)
 
     @cached_property
     def longest_token(self) -> int:
         """The most bytes of text that one token stands for, a tokenizer that drops or joins text aside."""
-        return max((len(token.encode()) for token in self._backend.get_vocab(with_added_tokens=True)), default=0)
-
-    @property
-    def backend(self) -> tokenizers.Tokenizer:
-        """The tokenizer of the library ``tokenizers``, for what this class does not offer."""
-        return self._backend
-
-    def __len__(self) -> int:
-        """The size of the vocabulary."""
-        return self.vocab_size
+        return max((len(token.encode()) for token in self.backend.get_vocab(with_added_tokens=True)), default=0)
 
     def __repr__(self) -> str:
         """The size of the vocabulary and the named special tokens."""
@@ -140,12 +104,12 @@ class Tokenizer:
 
     def token_to_id(self, token: str) -> int | None:
         """The id of a token as the vocabulary spells it; None if it is not there."""
-        id: int | None = self._backend.token_to_id(token)
+        id: int | None = self.backend.token_to_id(token)
         return id
 
     def id_to_token(self, id: int) -> str | None:
         """A token as the vocabulary spells it, None if there is no such id; ``decode`` gives text."""
-        token: str | None = self._backend.id_to_token(id) if id in self._known_ids else None
+        token: str | None = self.backend.id_to_token(id) if id in self._known_ids else None
         return token
 
     def __call__(self, text: str) -> list[int]:
@@ -156,7 +120,7 @@ class Tokenizer:
         """The ids of a text; ``add_special_tokens`` adds what the checkpoint puts around one ([CLS] and [SEP]).
 
         With ``parse_special=False`` a special token that is spelt out in the text is text like any other: use it for
-        what a unknown typed.
+        what a user typed.
         """
         return list(self._encode(text, add_special_tokens, parse_special).ids)
 
@@ -168,26 +132,28 @@ class Tokenizer:
             raise CoddError("expected a list of texts, found one text: use encode, or put it into a list.")
         for number, text in enumerate(texts):
             _check_text(text, f"text {number}")
-        backend = self._backend if parse_special else self._literal_backend
+        backend = self.backend if parse_special else self._literal_backend
         with guarded("the texts", "encode them"):
             encodings = backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         return [list(encoding.ids) for encoding in encodings]
 
-    def decode(
-        self,
-        ids: Sequence[int] | Int[Tensor, " length"],
-        *,
-        skip_special_tokens: bool = True,
-        skip_unknown: bool = True,
-    ) -> str:
-        """The text of some ids; CoddError for ids that are no whole numbers.
+    def decode(self, ids: Sequence[int] | Int[Tensor, " length"], *, skip_special_tokens: bool = True) -> str:
+        """The text of some ids; CoddError for ids that are not whole numbers.
 
         Networks may have more outputs than the vocabulary has tokens (embeddings are padded to a round size). Such an
-        id stands for no text, as in the library ``tokenizers``; with ``skip_unknown=False`` it is a CoddError.
+        id stands for no text, as in the library ``tokenizers``.
         """
-        checked = self._checked_ids(ids, skip_unknown)
+        if isinstance(ids, Tensor) and ids.ndim != 1:
+            raise CoddError(
+                f"expected the ids of one text, found a tensor of shape {tuple(ids.shape)}: decode each row."
+            )
+        try:
+            whole = [operator.index(id) for id in (ids.tolist() if isinstance(ids, Tensor) else ids)]
+        except TypeError as error:
+            raise CoddError(f"ids are whole numbers ({error}).") from error
         with guarded("the ids", "decode them"):
-            return str(self._backend.decode(checked, skip_special_tokens=skip_special_tokens))
+            known = [id for id in whole if id in self._known_ids]
+            return str(self.backend.decode(known, skip_special_tokens=skip_special_tokens))
 
     def render_chat(self, messages: chat.Messages, *, add_generation_prompt: bool = True) -> str:
         """The text of a conversation, with the control tokens spelt out; a string is one message of the user."""
@@ -196,12 +162,7 @@ class Tokenizer:
                 "this tokenizer has no chat template: set its chat_template (codd.backbones.chat has some), or give "
                 "the prompt as plain text."
             )
-        return chat.render(
-            self.chat_template,
-            messages,
-            special_tokens=self.special_tokens,
-            add_generation_prompt=add_generation_prompt,
-        )
+        return chat.render(self.chat_template, messages, self.special_tokens, add_generation_prompt)
 
     def encode_chat(self, messages: chat.Messages, *, add_generation_prompt: bool = True) -> list[int]:
         """The ids of a conversation. Control tokens come from the template only: in a message they are plain text."""
@@ -226,7 +187,7 @@ class Tokenizer:
             "chat_template": self.chat_template,
         }
         with replacing(folder, FAST_FILE, CONFIG_FILE) as (fast, named):
-            write_text(fast, self._backend.to_str(pretty=True) + "\n")
+            write_text(fast, self.backend.to_str(pretty=True) + "\n")
             write_text(named, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
         for stale in (TEMPLATE_FILE, SPECIAL_FILE, ADDED_FILE):
             (folder / stale).unlink(missing_ok=True)
@@ -239,12 +200,12 @@ class Tokenizer:
     def _literal_backend(self) -> tokenizers.Tokenizer:
         """The same tokenizer, blind to special tokens. A copy, since switching the one would disturb other threads."""
         with guarded("the tokenizer", "copy it"):
-            backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+            backend = tokenizers.Tokenizer.from_str(self.backend.to_str())
         backend.encode_special_tokens = True
         return backend
 
     def _id_of(self, name: str, token: str) -> int:
-        id: int | None = self._backend.token_to_id(token)
+        id: int | None = self.backend.token_to_id(token)
         if id is None:
             raise FormatError(
                 f"{name} is {token!r:.200}, which the vocabulary does not have. Add it there, or leave it out."
@@ -253,32 +214,14 @@ class Tokenizer:
 
     def _encode(self, text: str, add_special_tokens: bool, parse_special: bool) -> tokenizers.Encoding:
         _check_text(text, "the text")
-        backend = self._backend if parse_special else self._literal_backend
+        backend = self.backend if parse_special else self._literal_backend
         with guarded("the text", "encode it"):
             return backend.encode(text, add_special_tokens=add_special_tokens)
-
-    def _checked_ids(self, ids: Sequence[int] | Tensor, skip_unknown: bool) -> list[int]:
-        if isinstance(ids, Tensor) and ids.ndim != 1:
-            raise CoddError(
-                f"expected the ids of one text, found a tensor of shape {tuple(ids.shape)}: decode each row."
-            )
-        try:
-            whole = [operator.index(id) for id in (ids.tolist() if isinstance(ids, Tensor) else ids)]
-        except TypeError as error:
-            raise CoddError(f"ids are whole numbers ({error}).") from error
-        known = [id for id in whole if id in self._known_ids]
-        if len(known) < len(whole) and not skip_unknown:
-            unknown = next(id for id in whole if id not in self._known_ids)
-            raise CoddError(
-                f"id {unknown} is not in the vocabulary (0 to {self.vocab_size - 1}). Are these ids of another "
-                "tokenizer? skip_unknown=True (the default) leaves such ids out."
-            )
-        return known
 
     @cached_property
     def _spellings(self) -> tuple[str, ...] | None:
         """What special tokens look like in a text; None if one of them is looked for in normalised text only."""
-        tokens = [token for token in self._backend.get_added_tokens_decoder().values() if token.special]
+        tokens = [token for token in self.backend.get_added_tokens_decoder().values() if token.special]
         return None if any(token.normalized for token in tokens) else tuple(token.content for token in tokens)
 
     def _control_spans(self, text: str) -> Iterator[tuple[int, int, int]]:

@@ -467,9 +467,7 @@ class Transformer(nn.Module):
         row and do not attend to each other; ``sigma`` is the noise level of a network that is conditioned on one. With
         ``past`` the ids are a part of longer sequences, at its positions.
         """
-        full, local = (
-            self._attention_contexts(positions, valid, segments) if past is None else self._cached_contexts(past)
-        )
+        full, local = self._attention_contexts(positions if past is None else past.positions, valid, segments, past)
         condition = None if self.noise_level is None or sigma is None else self.noise_level(sigma)
         x: Tensor = self.embedding(ids, positions, types)
         for i, block in enumerate(self.blocks):
@@ -499,57 +497,45 @@ class Transformer(nn.Module):
         return self
 
     def _attention_contexts(
-        self, positions: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"] | None, segments: Int[Tensor, "B L"] | None
+        self,
+        positions: Int[Tensor, "B L"],
+        valid: Bool[Tensor, "B L"] | None = None,
+        segments: Int[Tensor, "B L"] | None = None,
+        past: CachedPass | None = None,
     ) -> tuple[AttentionContext, AttentionContext]:
         """The contexts of global and of local layers.
 
-        A position that would attend to nothing attends to itself: a softmax over nothing is NaN.
+        Without a cache, a position that would attend to nothing attends to itself: a softmax over nothing is NaN.
         """
-        config = self.config
-        mask = None
+        config, queries = self.config, positions[..., None]
+        keys, known, masks = positions[:, None], None, []
+        if past is not None:
+            keys = torch.arange(past.seen, device=positions.device)
+            known = None if past.ends is None else (keys < past.ends[:, None])[:, None, None, :]
         if valid is not None:
-            mask = (valid | ~valid.any(dim=1, keepdim=True))[:, None, None, :]
+            known = (valid | ~valid.any(dim=1, keepdim=True))[:, None, None, :]
         if segments is not None:
-            mask = _and(mask, (segments[:, :, None] == segments[:, None, :])[:, None]) | _diagonal(positions)
-        if config.causal and (mask is not None or config.local is not None):
-            mask = _and(mask, torch.ones_like(_diagonal(positions)).tril()) | _diagonal(positions)
+            masks.append(segments[:, :, None] == segments[:, None, :])
+        if config.causal and (known is not None or masks or past is not None or config.local is not None):
+            masks.append(keys <= queries)
         if config.block_size is not None:
-            block = positions // config.block_size
-            mask = _and(mask, (block[:, :, None] >= block[:, None, :])[:, None]) | _diagonal(positions)
-        turned = config.rotary_width or config.head_dim
-        rotary = None if config.rope_theta is None else rotary_angles(positions, turned, config.rope_theta)
-        full = AttentionContext(rotary, mask)
+            masks.append(keys // config.block_size <= queries // config.block_size)
+
+        def context(theta: float | None, *masks: Tensor) -> AttentionContext:
+            turned = config.rotary_width or config.head_dim
+            rotary = None if theta is None else rotary_angles(positions, turned, theta)
+            mask = known
+            for each in masks:
+                mask = each[:, None] if mask is None else mask & each[:, None]
+            if mask is not None and masks and past is None:
+                mask = mask | torch.eye(positions.shape[1], dtype=torch.bool, device=positions.device)
+            return AttentionContext(rotary, mask, past)
+
+        full = context(config.rope_theta, *masks)
         if config.local is None:
             return full, full
-        near = (positions[:, :, None] - positions[:, None, :]).abs() <= config.local.reach
-        rotary = rotary_angles(positions, config.head_dim, config.local.rope_theta)
-        return full, AttentionContext(rotary, _and(mask, near[:, None]) | _diagonal(positions))
-
-    def _cached_contexts(self, past: CachedPass) -> tuple[AttentionContext, AttentionContext]:
-        """The contexts of a pass over some positions, which attend to all that the cache has."""
-        config, positions = self.config, past.positions
-        keys = torch.arange(past.seen, device=positions.device)
-        mask = None if past.ends is None else (keys < past.ends[:, None])[:, None, None, :]
-        if config.causal:
-            mask = _and(mask, (keys <= positions[..., None])[:, None])
-        if config.block_size is not None:
-            mask = _and(mask, (keys // config.block_size <= positions[..., None] // config.block_size)[:, None])
-        turned = config.rotary_width or config.head_dim
-        rotary = None if config.rope_theta is None else rotary_angles(positions, turned, config.rope_theta)
-        full = AttentionContext(rotary, mask, past)
-        if config.local is None:
-            return full, full
-        near = (positions[..., None] - keys).abs() <= config.local.reach
-        rotary = rotary_angles(positions, config.head_dim, config.local.rope_theta)
-        return full, AttentionContext(rotary, _and(mask, near[:, None]), past)
-
-
-def _diagonal(positions: Int[Tensor, "B L"]) -> Bool[Tensor, "L L"]:
-    return torch.eye(positions.shape[1], dtype=torch.bool, device=positions.device)
-
-
-def _and(one: Tensor | None, other: Tensor) -> Tensor:
-    return other if one is None else one & other
+        near = (queries - keys).abs() <= config.local.reach
+        return full, context(config.local.rope_theta, *masks, near)
 
 
 @torch.no_grad()

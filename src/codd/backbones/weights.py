@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from codd.backbones.progress import lasting_bar
-from codd.backbones.transformer import TransformerConfig
+from codd.backbones.transformer import Transformer, TransformerConfig
 from codd.errors import FormatError
 from codd.files import brief, read_json_object
 
@@ -39,18 +39,20 @@ DTYPES = {
 """The dtypes that weights may be stored in: safetensors' names and torch's."""
 
 
-@dataclass(frozen=True)
-class Key:
+class Key(NamedTuple):
     """One line of a key table. On both sides ``{i}`` stands for the number of a layer, ``{e}`` for an expert's."""
 
     source: str
     """The tensor's name in the file."""
     target: str
-    """The parameter's name in `codd.backbones.transformer.Transformer`."""
+    """The parameter's name in `codd.backbones.transformer.Transformer`; a network that has none has no such tensor."""
     rows: str | None = None
     """Which rows of a joined projection it fills (a key of `TransformerConfig.row_ranges`); None: all."""
-    layers: Literal["all", "dense", "experts"] = "all"
-    """In which layers it is: in all, or in those with an MLP or with experts."""
+
+
+def affine(source: str, target: str, rows: str | None = None) -> tuple[Key, Key]:
+    """A weight and its bias, where the network has one."""
+    return Key(f"{source}.weight", f"{target}.weight", rows), Key(f"{source}.bias", f"{target}.bias", rows)
 
 
 @dataclass(frozen=True)
@@ -69,13 +71,19 @@ class Slot:
 
 
 def expand_keys(keys: Sequence[Key], config: TransformerConfig) -> dict[str, Slot]:
-    """The key table with its layers and experts written out: name in the file -> slot."""
+    """The lines of a key table that a network has parameters for, with its layers and experts written out.
+
+    Gives the name in the file -> slot.
+    """
+    with torch.device("meta"):
+        parameters = {name for name, _ in Transformer(config).named_parameters()}
     ranges, table = config.row_ranges(), {}
     for key in keys:
-        rows = None if key.rows is None else ranges[key.rows]
-        layers = [i for i in range(config.layers) if key.layers in ("all", _kind(config, i))]
-        for i in layers if "{i}" in key.source else (0,):
+        for i in range(config.layers) if "{i}" in key.source else (0,):
             source, target = (name.replace("{i}", str(i)) for name in (key.source, key.target))
+            if target not in parameters:
+                continue
+            rows = None if key.rows is None else ranges[key.rows]
             if "{e}" not in source:
                 table[source] = Slot(target, rows)
             elif config.experts is not None:
@@ -84,43 +92,54 @@ def expand_keys(keys: Sequence[Key], config: TransformerConfig) -> dict[str, Slo
     return table
 
 
-def _kind(config: TransformerConfig, layer: int) -> str:
-    return "experts" if config.has_experts(layer) else "dense"
+class TensorHeader(NamedTuple):
+    """A tensor's entry in the header of its file."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+    """safetensors' name: F32, BF16, I8, ..."""
 
 
-def tensor_files(folder: Path) -> dict[str, Path]:
-    """Name of every tensor in the folder's checkpoint -> the file it is in; FormatError if files are missing."""
-    index = folder / INDEX
-    if index.is_file():
-        return _indexed(folder, index)
-    single = folder / SINGLE
-    if single.is_file():
-        with open_safetensors(single) as file:
-            return dict.fromkeys(file.keys(), single)
+def read_headers(path: Path) -> dict[str, TensorHeader]:
+    """The header of every tensor in a file."""
+    with open_safetensors(path) as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - the handle is no mapping
+        return {name: TensorHeader(path, tuple(x.get_shape()), str(x.get_dtype())) for name, x in slices.items()}
+
+
+def checkpoint_headers(folder: Path) -> dict[str, TensorHeader]:
+    """The header of every tensor of the folder's checkpoint; FormatError if files are missing."""
+    if (folder / INDEX).is_file():
+        return _indexed_headers(folder, folder / INDEX)
+    if (folder / SINGLE).is_file():
+        return read_headers(folder / SINGLE)
     fix = "Download the checkpoint again, or give the folder that holds them."
     if pickled := sorted(path.name for ending in ("bin", "pt", "pth") for path in folder.glob(f"*.{ending}")):
         fix = f"{pickled[0]} is a pickle, which codd does not load because it may run code: convert it to safetensors."
     raise FormatError(f"{folder}: has neither {SINGLE} nor {INDEX}. {fix}")
 
 
-def _indexed(folder: Path, index: Path) -> dict[str, Path]:
+def _indexed_headers(folder: Path, index: Path) -> dict[str, TensorHeader]:
+    listed: dict[Path, list[str]] = {}
     try:
-        weight_map = read_json_object(index, MAX_INDEX)["weight_map"]
-        files = {str(name): folder / str(shard) for name, shard in weight_map.items()}
+        for name, shard in read_json_object(index, MAX_INDEX)["weight_map"].items():
+            listed.setdefault(folder / str(shard), []).append(name)
     except (KeyError, TypeError, AttributeError) as error:
         raise FormatError(f"{index}: is not an index of shards ({brief(error)}). Download it again.") from error
-    for shard in sorted(set(files.values())):
+    headers = {}
+    for shard, names in sorted(listed.items()):
         if shard.parent != folder:
             raise FormatError(
                 f"{index}: names a shard outside its folder, {str(shard)!r:.300}. Use no checkpoint that does so."
             )
         if not os.path.isfile(shard):  # which takes any name
             raise FormatError(f"{index}: lists {shard.name!r:.200}, which is missing. Download the checkpoint again.")
-    for shard, listed in _by_shard(files, files):
-        with open_safetensors(shard) as file:
-            if absent := sorted(set(listed) - set(file.keys())):
-                raise FormatError(f"{shard}: lacks {_quoted(absent)}, which {INDEX} says it holds. Download it again.")
-    return files
+        found = read_headers(shard)
+        if absent := sorted(set(names) - found.keys()):
+            raise FormatError(f"{shard}: lacks {_quoted(absent)}, which {INDEX} says it holds. Download it again.")
+        headers |= {name: found[name] for name in names}
+    return headers
 
 
 def assign_slots(
@@ -155,26 +174,6 @@ def assign_slots(
     return {name: table[new] for name, new in spelled.items() if new in table}
 
 
-class TensorHeader(NamedTuple):
-    """A tensor's entry in the header of its file."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
-    """safetensors' name: F32, BF16, I8, ..."""
-
-
-def read_headers(files: Mapping[str, Path]) -> dict[str, TensorHeader]:
-    """The header of every tensor of a checkpoint."""
-    headers = {}
-    for shard, names in _by_shard(files, files):
-        with open_safetensors(shard) as file:
-            for name in names:
-                part = file.get_slice(name)
-                headers[name] = TensorHeader(shard, tuple(part.get_shape()), str(part.get_dtype()))
-    return headers
-
-
 def check_headers(network: nn.Module, headers: Mapping[str, TensorHeader], slots: Mapping[str, Slot]) -> None:
     """Raise a FormatError where shapes or dtypes of the files do not fit the network, before memory is taken for it."""
     targets = _targets(network, slots)
@@ -206,7 +205,9 @@ def stored_dtype(headers: Mapping[str, TensorHeader], slots: Mapping[str, Slot])
 
 
 @torch.no_grad()
-def load(network: nn.Module, files: Mapping[str, Path], slots: Mapping[str, Slot], *, check: bool = True) -> None:
+def load(
+    network: nn.Module, headers: Mapping[str, TensorHeader], slots: Mapping[str, Slot], *, check: bool = True
+) -> None:
     """Copy every tensor into its parameter, one at a time: each goes straight to its device and dtype.
 
     One file is mapped at a time, so that its pages are all that stays in the host's memory beside the network itself.
@@ -215,8 +216,11 @@ def load(network: nn.Module, files: Mapping[str, Path], slots: Mapping[str, Slot
     targets = _targets(network, slots)
     filled = sum(target.numel() for target in targets.values())
     assert filled == sum(p.numel() for p in network.parameters()), "the key table leaves parameters empty"
+    shards: dict[Path, list[str]] = {}
+    for name in sorted(slots):
+        shards.setdefault(headers[name].file, []).append(name)
     with lasting_bar("loading the weights", filled) as advance:
-        for shard, names in _by_shard(files, slots):
+        for shard, names in sorted(shards.items()):
             with open_safetensors(shard) as file:
                 for name in names:
                     _copy(f"{shard}: {name}", _read(name, file), targets[name], check)
@@ -255,13 +259,6 @@ def _targets(network: nn.Module, slots: Mapping[str, Slot]) -> dict[str, Tensor]
     """The parameter, or the rows of one, that each tensor of the files fills."""
     parameters = {name: parameter.detach() for name, parameter in network.named_parameters()}
     return {name: slot.part(parameters[slot.target]) for name, slot in slots.items()}
-
-
-def _by_shard(files: Mapping[str, Path], slots: Mapping[str, object]) -> Iterator[tuple[Path, list[str]]]:
-    shards: dict[Path, list[str]] = {}
-    for name in sorted(slots):
-        shards.setdefault(files[name], []).append(name)
-    yield from sorted(shards.items())
 
 
 @contextmanager

@@ -154,7 +154,7 @@ def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     found: list[str] = []
     done = ""
     for end in range(1, len(ids) + 1):
-        text = tokenizer.decode(ids[:end], skip_unknown=True)
+        text = tokenizer.decode(ids[:end])
         if text.endswith(BROKEN) and end < len(ids):
             found.append("")
             continue

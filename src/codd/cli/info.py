@@ -207,8 +207,7 @@ def _model(source: str | None, check: bool) -> dict[str, Any]:
 def _adapter(source: str, check: bool) -> dict[str, Any]:
     folder = files.local_folder(source, adapters.FILES)
     config, path = adapters.read_config(folder), folder / adapters.WEIGHTS
-    with weights.open_safetensors(path) as file:
-        headers = weights.read_headers(dict.fromkeys(file.keys(), path))
+    headers = weights.read_headers(path)
     if check:
         check_values(headers)
     return {

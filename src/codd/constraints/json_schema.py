@@ -323,9 +323,10 @@ def _naturals(low: int, high: int | None) -> Expression:
 
 
 def _same_length(low: str, high: str) -> Expression:
-    if not low:
-        return EMPTY
+    """The numbers from ``low`` to ``high``, which have as many digits: a part for each digit of the two."""
     rest = len(low) - 1
+    if low == "0" * len(low) and high == "9" * len(high):  # of both ends at most one goes on
+        return Repeat(_DIGIT, len(low), len(low))
     if low[0] == high[0]:
         return then(low[0], _same_length(low[1:], high[1:]))
     middle = chars("".join(str(digit) for digit in range(int(low[0]) + 1, int(high[0]))))

@@ -231,7 +231,7 @@ def window_states(backbone: Backbone, mask_id: int, rows: MaskedRows, size: int)
         if supports_packing(backbone):
             states = backbone.network.states(shown, positions_in(rows.segments), segments=rows.segments)
         else:
-            states = backbone.states(shown, rows.segments != PADDING, fill_padding=False)
+            states = backbone.states(shown, rows.segments != PADDING)
     return take_positions(states, window_positions(rows.first, size)).to(backbone.dtype)
 
 

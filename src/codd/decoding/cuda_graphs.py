@@ -109,7 +109,7 @@ def network_states(
     cache = _NETWORKS.setdefault(backbone, GraphCache(NETWORK_GRAPHS))
     key = (_addresses(backbone), ids.shape, valid is None)
     graph = cache.find(key, lambda: _CapturedNetwork(backbone, ids, valid, cache.pool))
-    return backbone.states(ids, valid, fill_padding=False) if graph is None else graph(ids, valid)
+    return backbone.states(ids, valid) if graph is None else graph(ids, valid)
 
 
 def cached_states(backbone: Backbone, ids: Int[Tensor, "B R"], past: CachedPass) -> Float[Tensor, "B R d"]:
@@ -156,7 +156,7 @@ class _CapturedNetwork:
     def __init__(self, backbone: Backbone, ids: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"] | None, pool: Any):
         self.ids = ids.to(backbone.device, copy=True)
         self.valid = None if valid is None else valid.to(backbone.device, copy=True)
-        self.graph, self.states = capture(lambda: backbone.states(self.ids, self.valid, fill_padding=False), pool)
+        self.graph, self.states = capture(lambda: backbone.states(self.ids, self.valid), pool)
 
     def __call__(self, ids: Int[Tensor, "B L"], valid: Bool[Tensor, "B L"] | None) -> Float[Tensor, "B L d"]:
         self.ids.copy_(ids, non_blocking=True)

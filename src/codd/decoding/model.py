@@ -4,7 +4,7 @@ import os
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Literal, Unpack
 
@@ -245,7 +245,7 @@ class Model:
             return StopCondition(self.stop_ids)
         if self.tokenizer is None:
             raise InvalidInput("this checkpoint has no tokenizer, so that it cannot stop at a text: give stop=True.")
-        decode = partial(self.tokenizer.decode, skip_unknown=True)
+        decode = self.tokenizer.decode
         return StopCondition(self.stop_ids, options.stop_strings, decode)
 
     def text(self, sequence: Int[Tensor, " L"], prompt: Sequence[int], stops: Sequence[str] = ()) -> str:

@@ -113,7 +113,7 @@ class FullRecompute:
         """The last hidden states. On a GPU the next call overwrites them."""
         if self.backbone.device.type == "cuda":
             return cuda_graphs.network_states(self.backbone, ids, valid)
-        return self.backbone.states(ids, valid, fill_padding=False)
+        return self.backbone.states(ids, valid)
 
     def _padded_length(self, longest: int) -> int:
         if self.backbone.device.type != "cuda":

@@ -78,7 +78,7 @@ class Detokenizer:
     def _decode(self, ids: Sequence[int]) -> str:
         """Decode as `Model.text` does; ids that the tokenizer does not know give nothing."""
         tokenizer = self._model.tokenizer
-        return "" if tokenizer is None else tokenizer.decode(list(ids), skip_unknown=True)
+        return "" if tokenizer is None else tokenizer.decode(list(ids))
 
     def _ready(self, text: str, finished: bool) -> str:
         """The part of the text that nothing can change any more; ends the text at the first stop string."""

@@ -318,7 +318,7 @@ def _texts(prompt: Any) -> list[str]:
 
 def _echo(model: Model, prompt: str | list[int]) -> str:
     assert model.tokenizer is not None
-    return prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt, skip_unknown=True)
+    return prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)
 
 
 def _default_steps(options: Options, steps: int, length: int, masks: Sequence[int]) -> int:
