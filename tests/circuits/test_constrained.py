@@ -164,7 +164,7 @@ def test_an_automaton_with_more_ways_than_classes():
     hmm, ev = make_hmm("dense", 2, 7, 3, 1), make_evidence("mixed_dense", (2, 3), 2, 7, 2)
     table = (torch.arange(40)[:, None] + torch.randint(3, (40, 7), generator=generator(0))) % 40
     case = ConstrainedTruth(Truth(hmm, ev), Automaton(table.numpy(), 0, list(range(5))))
-    assert case.circuit._chain.structure.num_groups == case.automaton.num_classes == 7
+    assert case.circuit._chain.classes.num_groups == case.automaton.num_classes == 7
     agree(case, EXACT)
 
 
