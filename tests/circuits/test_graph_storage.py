@@ -55,7 +55,7 @@ def assert_identical(a: Circuit, b: Circuit, names: bool = True) -> None:
 
 def test_round_trip_is_exact(circuit, tmp_path):
     assert circuit.save(tmp_path) == tmp_path
-    for again in (Circuit.load(tmp_path), codd.load_circuit(tmp_path), Circuit.from_pretrained(tmp_path)):
+    for again in (Circuit.load(tmp_path), codd.load_circuit(tmp_path)):
         assert type(again) is Circuit
         assert_identical(again, circuit)
         ev = Evidence(missing=torch.ones(2, circuit.length, dtype=torch.bool))

@@ -4,7 +4,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import huggingface_hub
 import huggingface_hub.constants
@@ -14,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from codd import files
-from codd.circuits.storage import CONFIG_FILE, PYJUICE_FILES, WEIGHTS_FILE, push_folder, read_folder, write_folder
-from codd.errors import CoddError, FormatError, MissingDependency
+from codd.circuits.storage import CONFIG_FILE, PYJUICE_FILES, WEIGHTS_FILE, read_folder, write_folder
+from codd.errors import FormatError, MissingDependency
 
 CONFIG = {"kind": "hmm", "states": 3, "note": "päper", "nested": {"a": [1, 2.5, None, True]}}
 
@@ -151,8 +150,6 @@ def test_kill_between_the_replaces_gives_the_new(folder, monkeypatch, config):
     assert found_config == config
     assert_same(found, tensors)
     assert names(folder) == [WEIGHTS_FILE, CONFIG_FILE]
-    with pytest.raises(FormatError, match="do not belong together"):
-        push_folder(folder, "user/name")
 
 
 def test_kill_between_the_replaces_of_a_fresh_folder_does_not_look_complete(tmp_path, monkeypatch):
@@ -404,60 +401,7 @@ def test_a_local_folder_comes_before_the_hub(monkeypatch, tmp_path):
     assert read_folder("user/name")[0] == CONFIG
 
 
-def test_missing_hub_package(monkeypatch, folder):
+def test_missing_hub_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(MissingDependency, match=r"pip install codd-lm\[hub\]"):
         read_folder("user/name")
-    with pytest.raises(MissingDependency, match=r"pip install codd-lm\[hub\]"):
-        push_folder(folder, "user/name")
-
-
-class FakeApi:
-    """The two calls that reach the network, with the hub's signatures."""
-
-    calls: list[tuple[str, dict[str, object]]]
-    error: Exception | None = None
-
-    def __init__(self, token=None):
-        FakeApi.calls = [("init", {"token": token})]
-
-    def create_repo(self, repo_id, *, private=None, exist_ok=False):
-        if self.error:
-            raise self.error
-        self.calls.append(("create_repo", {"repo_id": repo_id, "private": private, "exist_ok": exist_ok}))
-
-    def upload_folder(self, *, repo_id, folder_path, allow_patterns, commit_message):
-        self.calls.append(
-            ("upload_folder", {"repo_id": repo_id, "allow_patterns": allow_patterns, "commit_message": commit_message})
-        )
-        assert names(Path(folder_path)) == [WEIGHTS_FILE, CONFIG_FILE]
-        return SimpleNamespace(commit_url=f"https://hub/{repo_id}/commit/1")
-
-
-def test_push(monkeypatch, folder):
-    monkeypatch.setattr(huggingface_hub, "HfApi", FakeApi)
-    url = push_folder(folder, "user/name", private=True, token="secret")
-    assert url == "https://hub/user/name/commit/1"
-    files = [CONFIG_FILE, WEIGHTS_FILE]
-    assert FakeApi.calls == [
-        ("init", {"token": "secret"}),
-        ("create_repo", {"repo_id": "user/name", "private": True, "exist_ok": True}),
-        ("upload_folder", {"repo_id": "user/name", "allow_patterns": files, "commit_message": "Upload a codd circuit"}),
-    ]
-
-
-def test_push_wraps_errors_of_the_hub_and_tells_no_token(monkeypatch, folder):
-    monkeypatch.setattr(huggingface_hub, "HfApi", FakeApi)
-    monkeypatch.setattr(FakeApi, "error", PermissionError("403 Forbidden"))
-    with pytest.raises(CoddError, match="403 Forbidden") as caught:
-        push_folder(folder, "user/name", token="secret")
-    assert "secret" not in str(caught.value)
-
-
-def test_push_refuses_what_cannot_be_read(monkeypatch, folder, tmp_path):
-    monkeypatch.setattr(huggingface_hub, "HfApi", None)
-    with pytest.raises(FormatError, match="no such folder"):
-        push_folder(tmp_path / "nothing", "user/name")
-    (folder / WEIGHTS_FILE).write_bytes(b"")
-    with pytest.raises(FormatError, match="truncated"):
-        push_folder(folder, "user/name")

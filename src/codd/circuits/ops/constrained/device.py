@@ -47,7 +47,7 @@ class DeviceMessages(ProductMessages):
         self._messages.begin(chain.initial.detach(), chain.log_start, chain.log_end)
         self._stale = [(length - 1, 0)] * batch
         """From where on messages have to be made again, backward and forward."""
-        self._log_weights: Tensor | None = None
+        self._weights_of_all: Tensor | None = None
 
     def _latent_potentials(self) -> DeviceRows | None:
         given = self._given.latent_log_potentials
@@ -137,13 +137,13 @@ class DeviceMessages(ProductMessages):
 
     def _all_log_weights(self) -> Float[Tensor, "R V"]:
         """Log-weights of all tokens at all positions, computed once; 0 where there are no potentials."""
-        if self._log_weights is None:
+        if self._weights_of_all is None:
             ev, vocab = self._given, self._emission.shape[0]
             weights = torch.zeros(*ev.shape, vocab, device=ev.device)
             if ev.potentials is not None:
                 weights = torch.where(ev.rows(Kind.DENSE)[..., None], ev.log_weights(torch.float32), weights)
-            self._log_weights = weights.flatten(0, 1)
-        return self._log_weights
+            self._weights_of_all = weights.flatten(0, 1)
+        return self._weights_of_all
 
     def paths(self, uniforms: Float[Tensor, "M B L"]) -> Int[Tensor, "M B L"]:
         """Draw latents of the product, each from one uniform number a position."""
