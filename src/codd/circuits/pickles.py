@@ -131,7 +131,8 @@ def _scan(stream: _Stream, calls: Calls) -> None:
         taken = stack[start:]
         del stack[start:]
         if op in ("GLOBAL", "STACK_GLOBAL"):
-            _check_name(*(argument.split(" ", 1) if op == "GLOBAL" else taken), calls)
+            module, name = argument.split(" ", 1) if op == "GLOBAL" else taken
+            _check_name(module, name, calls)
             stack.append(_NAME)
         elif op in _GET:
             stack.append(memo[argument])

@@ -6,8 +6,6 @@ Digests are stored twice as well: ``config.json`` has that of the weights' file,
 holds, so that a circuit whose ``config.json`` could not be replaced any more is told from a damaged one.
 """
 
-import contextlib
-import hashlib
 import json
 import os
 from abc import ABC, abstractmethod
@@ -20,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from codd import files
-from codd.errors import CoddError, FormatError
+from codd.errors import FormatError
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "circuit.safetensors"
@@ -102,14 +100,17 @@ def read_folder(
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The configuration and the tensors as they were given to ``write_folder``; see `HubMixin.load`.
 
+    A PyJuice file, or a folder or repository that holds one and no circuit of ours, is converted; nothing of it is run.
     FormatError if the circuit is not of this ``kind`` (None: any), or if the files are damaged.
     """
-    folder = local_folder(path_or_hub_id, revision)
-    config = _read_config(folder / CONFIG_FILE)
-    described, tensors = _read_weights(folder / WEIGHTS_FILE)
-    if check:
-        _check_digests(folder, config, described, tensors)
-    given = {key: value for key, value in described.items() if key not in _RESERVED}
+    path = Path(path_or_hub_id)
+    if path.suffix == ".jpc" and not path.is_dir():
+        given, tensors = _read_pyjuice(path)
+    else:
+        folder = local_folder(path_or_hub_id, revision)
+        published = [folder / name for name in PYJUICE_FILES if (folder / name).is_file()]
+        ours = not published or (folder / WEIGHTS_FILE).exists()
+        given, tensors = _read_circuit(folder, check) if ours else _read_pyjuice(published[0])
     if kind is not None and (stated := given.get("circuit")) != kind:
         raise FormatError(
             f"{path_or_hub_id} holds a circuit of type {stated!r:.60}, expected {kind!r}: use codd.load_circuit"
@@ -117,41 +118,24 @@ def read_folder(
     return given, {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
-def local_folder(path_or_hub_id: str | os.PathLike[str], revision: str | None = None) -> Path:
-    """The folder of a circuit on this machine, downloaded from the hub if it is there.
-
-    A PyJuice file, or a folder or repository that holds one and no circuit of ours, is converted into codd's cache
-    folder, once. Nothing of it is run.
-    """
-    if Path(path_or_hub_id).suffix == ".jpc" and not Path(path_or_hub_id).is_dir():
-        return _converted(Path(path_or_hub_id))
-    folder = files.local_folder(path_or_hub_id, (CONFIG_FILE, WEIGHTS_FILE, *PYJUICE_FILES), revision)
-    published = [folder / name for name in PYJUICE_FILES if (folder / name).is_file()]
-    return folder if not published or (folder / WEIGHTS_FILE).exists() else _converted(published[0])
+def _read_circuit(folder: Path, check: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    config = _read_config(folder / CONFIG_FILE)
+    described, tensors = _read_weights(folder / WEIGHTS_FILE)
+    if check:
+        _check_digests(folder, config, described, tensors)
+    return {key: value for key, value in described.items() if key not in _RESERVED}, tensors
 
 
-def _converted(path: Path) -> Path:
-    """The folder that a PyJuice file was converted into, found by the file's content; CoddError if none can be made.
-
-    A folder that is damaged is written again.
-    """
+def _read_pyjuice(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     from codd.circuits.hmm import HMM  # which is kept by this module
 
-    with files.open_regular(path) as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    folder = files.cache_folder() / "circuits" / digest[:32]
-    with contextlib.suppress(OSError, FormatError):  # there is none yet, or it is damaged
-        read_folder(folder)
-        return folder
     hmm = HMM.from_pyjuice(path)
-    try:
-        hmm.save(folder)
-    except OSError as error:
-        raise CoddError(
-            f"{path}: the converted circuit cannot be kept in {folder} ({error.strerror}). Set XDG_CACHE_HOME to a "
-            "folder that can be written, or run `codd convert` and give its folder."
-        ) from error
-    return folder
+    return hmm.description(), hmm.stored()
+
+
+def local_folder(path_or_hub_id: str | os.PathLike[str], revision: str | None = None) -> Path:
+    """The folder of a circuit on this machine, downloaded from the hub if it is there."""
+    return files.local_folder(path_or_hub_id, (CONFIG_FILE, WEIGHTS_FILE, *PYJUICE_FILES), revision)
 
 
 def _describe(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
