@@ -125,17 +125,22 @@ def outside(truth, ev, numbers, uniforms):
     width, found = truth.hmm.num_states, torch.zeros(numbers.shape, dtype=torch.float64)
     states, latents = numbers // width, numbers % width
     with ops.use("eager"):
-        passes = truth._passes(truth.hmm.centred(ev)[0])
-    possible = (passes.log_partition() > -torch.inf).tolist()
+        messages = truth._messages(truth.hmm.centred(ev)[0])
+    possible = (messages.log_partition() > -torch.inf).tolist()
     for b, t in np.ndindex(*numbers.shape):
         if not possible[b]:
             continue
-        rows, wanted = passes.joint(t), int(states[b, t])
+        rows, wanted = messages.joint(t), int(states[b, t])
         if t == 0:
-            targets, before = rows.ids, passes.forward(0).logs()[np.searchsorted(passes.forward(0).ids, rows.ids), b]
+            targets, before = (
+                rows.ids,
+                messages.forward(0).logs()[np.searchsorted(messages.forward(0).ids, rows.ids), b],
+            )
         else:
-            pairs = passes.layout.pairs[t - 1].select(passes.layout.pairs[t - 1].source == int(states[b, t - 1]))
-            leaf, z = passes._leaf[t - 1], int(latents[b, t - 1])
+            pairs = messages.reachable.pairs[t - 1].select(
+                messages.reachable.pairs[t - 1].source == int(states[b, t - 1])
+            )
+            leaf, z = messages._leaf[t - 1], int(latents[b, t - 1])
             targets = pairs.target
             emitted = leaf.logs()[np.searchsorted(leaf.ids, pairs.group), b, z]
             before = emitted[:, None] + truth.hmm.transition.dense_log[z]

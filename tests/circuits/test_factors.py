@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from codd.circuits import HMM, Evidence, Factors, ops
 from codd.circuits.factors import Detour, logits_of
-from codd.circuits.storage import CONFIG_FILE, WEIGHTS_FILE, write_folder
+from codd.circuits.storage import CONFIG_FILE, write_folder
 from codd.errors import FormatError, InvalidCircuit
 from tests.support.strategies import generator, make_evidence, shape_checks
 
@@ -99,11 +99,6 @@ def test_states_that_are_never_reached_can_go():
             larger.restricted(unreachable)
 
 
-def test_tables_are_normalised(factors):
-    for table in pieces(factors.tables()):
-        assert_close(table.exp().sum(-1), torch.ones(table.shape[:-1]), rtol=0, atol=1e-5)
-
-
 def test_tables_are_softmaxes_of_what_was_given(factors):
     initial, transition, emission = factors.tables()
     assert_close(initial, factors.initial.log_softmax(-1))
@@ -124,15 +119,6 @@ def test_a_detour_is_a_mixture_of_two_ways(factors):
     wanted = (1 - taken) * direct + taken * (left.softmax(-1) @ right.softmax(-1))
     assert [tuple(x.shape) for x in transition] == [(N, N + INNER), (N + INNER, N)]
     assert_close(whole(transition), wanted, rtol=1e-5, atol=1e-6)
-
-
-def test_a_detour_gives_the_answers_of_its_mixture(factors):
-    hmm = HMM.from_factors(factors.map(lambda x: x.double()))
-    dense = HMM(hmm.log_initial, whole(hmm.log_transition).log(), hmm.log_emission)
-    for kind in ("logits", "mixed_all"):
-        ev = make_evidence(kind, (3, 6), N, V)
-        for name in ("log_partition", "posterior", "marginals"):
-            assert_close(getattr(hmm, name)(ev), getattr(dense, name)(ev), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("share", [-60.0, 60.0])
@@ -175,40 +161,7 @@ def test_near_neutral_depends_on_the_seed_only():
     assert (first.num_states, first.vocab_size) == (N, V)
 
 
-def test_without_noise_it_is_the_circuit_that_changes_nothing():
-    made = Factors.near_neutral(N, V, noise=0.0, **KINDS["all"])
-    ids = torch.randint(V, (4, 6), generator=generator(0))
-    assert_close(HMM.from_factors(made).log_prob(ids), HMM.neutral(N, V).log_prob(ids), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("rank", [None, 1, 4])
-def test_the_noise_does_not_grow_with_the_rank(rank):
-    made = Factors.near_neutral(60, 400, transition_rank=rank, emission_rank=rank, noise=0.5)
-    for table in (made.transition, made.emission):
-        assert len(table) == (1 if rank is None else 2)
-        assert 0.3 < float(logits_of(table).std()) < 0.8
-
-
-def test_half_of_the_transitions_take_the_detour_at_first():
-    made = Factors.near_neutral(N, V, inner_states=INNER)
-    left, _ = made.tables()[1]
-    assert_close(left[:, N:].exp().sum(-1), torch.full((N,), 0.5))
-
-
 # As named tensors.
-
-
-def test_names_and_back(factors):
-    found = Factors.from_named(factors.named())
-    assert same(found, factors)
-    assert len(list(factors)) == len(factors.named())
-    assert {id(x) for x in factors} == {id(x) for x in factors.named().values()}
-
-
-def test_every_tensor_is_replaced(factors):
-    doubled = factors.map(lambda x: 2 * x)
-    assert all(torch.equal(a, 2 * b) for a, b in zip(doubled, factors, strict=True))
-    assert doubled.named().keys() == factors.named().keys()
 
 
 def test_training_reaches_every_tensor(factors):
@@ -293,38 +246,6 @@ def test_half_precision_is_near_and_half_as_large(factors, tmp_path):
     assert {x["dtype"] for x in stored.values()} == {"float16"}
 
 
-def test_thin_factors_in_half_precision_make_a_small_file(tmp_path):
-    states, vocab, rank = 64, 2000, 8
-    made = Factors.near_neutral(states, vocab, transition_rank=rank, emission_rank=rank, inner_states=16)
-    folder = HMM.from_factors(made).save(tmp_path, half=True)
-    numbers = states + (2 * states + states + vocab) * rank + vocab + states + 2 * 16 * states
-    size = (folder / WEIGHTS_FILE).stat().st_size
-    assert 2 * numbers <= size < 2 * numbers + 4096
-    assert size < states * vocab * 4 / 8
-    assert_near(HMM.load(folder), HMM.from_factors(made), 2e-2)
-
-
-def test_a_loaded_one_can_be_saved_again(factors, tmp_path):
-    first = HMM.load(HMM.from_factors(factors).save(tmp_path / "first", half=True))
-    again = HMM.load(first.save(tmp_path / "again", half=True))
-    assert same(first.factors, again.factors)
-    assert_near(again, first, 0.0)
-
-
-def test_float64_stays_float64(factors, tmp_path):
-    hmm = HMM.from_factors(factors.map(lambda x: x.double()))
-    found = HMM.load(hmm.save(tmp_path))
-    assert found.dtype == torch.float64
-    assert_near(found, hmm, 1e-12)
-
-
-def test_saving_while_training(factors, tmp_path):
-    hmm = HMM.from_factors(factors.map(lambda x: x.clone().requires_grad_()))
-    found = HMM.load(hmm.save(tmp_path))
-    assert not any(x.requires_grad for x in found.factors)
-    assert same(found.factors, factors)
-
-
 def test_moves_keep_the_factors(factors, tmp_path):
     hmm = HMM.from_factors(factors, window=4)
     assert same(hmm.to("cpu").factors, factors)
@@ -338,12 +259,6 @@ def test_moves_keep_the_factors(factors, tmp_path):
     compact = hmm.to(emission=torch.bfloat16)
     assert compact.emission.compact
     assert same(compact.factors, factors)
-
-
-def test_a_circuit_of_tables_has_no_factors_and_is_saved_as_it_is(tmp_path):
-    hmm = HMM.random(N, V)
-    assert hmm.factors is None
-    assert_near(HMM.load(hmm.save(tmp_path, half=True)), hmm, 0.0)
 
 
 def test_damaged_files_are_named(tmp_path):

@@ -55,7 +55,7 @@ def assert_identical(a: Circuit, b: Circuit, names: bool = True) -> None:
 
 def test_round_trip_is_exact(circuit, tmp_path):
     assert circuit.save(tmp_path) == tmp_path
-    for again in (Circuit.load(tmp_path), codd.load_circuit(tmp_path), Circuit.from_pretrained(tmp_path)):
+    for again in (Circuit.load(tmp_path), codd.load_circuit(tmp_path)):
         assert type(again) is Circuit
         assert_identical(again, circuit)
         ev = Evidence(missing=torch.ones(2, circuit.length, dtype=torch.bool))
@@ -71,25 +71,9 @@ def test_a_file_of_codd_0_1_0_is_read():
     assert next(node.name for node in old._nodes if node.kind == "leaf") == "late"
 
 
-def test_saving_twice_writes_the_same(circuit, tmp_path):
-    circuit.save(tmp_path / "one")
-    Circuit.load(tmp_path / "one").save(tmp_path / "two")
-    for name in (storage.CONFIG_FILE, storage.WEIGHTS_FILE):
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
-
-
 def test_a_long_chain_is_saved_without_recursion(tmp_path):
     chain = HMM.random(2, 3, seed=1).as_circuit(1500)
     assert Circuit.load(chain.save(tmp_path)).length == 1500
-
-
-def test_each_reader_reads_its_own(tmp_path):
-    HMM.neutral(2, 3).save(tmp_path / "hmm")
-    shared().save(tmp_path / "graph")
-    with pytest.raises(FormatError, match=r"type 'hmm', expected 'graph': use codd\.load_circuit"):
-        Circuit.load(tmp_path / "hmm")
-    with pytest.raises(FormatError, match=r"type 'graph', expected 'hmm': use codd\.load_circuit"):
-        HMM.load(tmp_path / "graph")
 
 
 def test_a_general_circuit_is_for_the_cpu(tmp_path):
@@ -161,37 +145,20 @@ BAD_TENSORS = {
 }
 
 
-@pytest.mark.parametrize("changes", BAD_TENSORS.values(), ids=BAD_TENSORS.keys())
-def test_hostile_tensors_are_refused(changes, tmp_path):
+BAD = [*((name, {}, changes) for name, changes in BAD_TENSORS.items())]
+BAD += [
+    (f"variables {found}", {"variables": found}, {})
+    for found in (None, {}, "01", [], [0], [0, 1, 2], [0, 0], [0, 1.0], [0, None], [True, False], [[0], [1]], [0, 0.5])
+]
+
+
+@pytest.mark.parametrize(("config", "tensors"), [one[1:] for one in BAD], ids=[one[0] for one in BAD])
+def test_hostile_files_are_refused(config, tensors, tmp_path):
     base().save(tmp_path / "good")
-    config, tensors = storage.read_folder(tmp_path / "good")
-    storage.write_folder(tmp_path / "bad", config, tensors | changes)
-    for load in (Circuit.load, codd.load_circuit):
-        with pytest.raises(FormatError, match=r"bad: .*Save or download the circuit again"):
-            load(tmp_path / "bad")
-
-
-@pytest.mark.parametrize(
-    "variables",
-    [None, {}, "01", [], [0], [0, 1, 2], [0, 0], [0, 1.0], [0, None], [True, False], [[0], [1]], [0, math.pi]],
-    ids=str,
-)
-def test_hostile_variables_are_refused(variables, tmp_path):
-    base().save(tmp_path)
-    config, tensors = storage.read_folder(tmp_path)
-    storage.write_folder(tmp_path, {**config, "variables": variables}, tensors)
-    with pytest.raises(FormatError, match="Save or download the circuit again"):
-        Circuit.load(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["kinds", "children", "log_probs", "names"])
-def test_missing_tensors_are_named(name, tmp_path):
-    base().save(tmp_path)
-    config, tensors = storage.read_folder(tmp_path)
-    del tensors[name]
-    storage.write_folder(tmp_path, config, tensors)
-    with pytest.raises(FormatError, match=f"needs a one-dimensional tensor {name} of torch"):
-        Circuit.load(tmp_path)
+    good = storage.read_folder(tmp_path / "good")
+    storage.write_folder(tmp_path / "bad", good[0] | config, good[1] | tensors)
+    with pytest.raises(FormatError, match=r"bad: .*Save or download the circuit again"):
+        Circuit.load(tmp_path / "bad")
 
 
 def test_a_small_file_cannot_ask_for_a_huge_table(tmp_path):

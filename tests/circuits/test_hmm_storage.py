@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from codd.circuits import HMM, Evidence, Factors, ops, storage
+from codd.circuits import HMM, Evidence, Factors, ops
 from codd.circuits.storage import CONFIG_FILE, write_folder
 from codd.errors import FormatError, InvalidCircuit
 from tests.support.strategies import LAYOUTS, generator, make_evidence, make_hmm
@@ -38,12 +38,6 @@ def test_zero_probabilities_survive(tmp_path):
     assert_identical(HMM.load(hmm.save(tmp_path)), hmm)
 
 
-def test_the_names_of_the_hub(tmp_path):
-    hmm = make_hmm("low_rank_per_position")
-    hmm.save_pretrained(tmp_path / "here", push_to_hub=False)
-    assert_identical(HMM.from_pretrained(tmp_path / "here"), hmm)
-
-
 def test_tensors_that_require_gradients_or_are_views_can_be_saved(tmp_path):
     base = make_hmm("dense")
     wide = base.log_emission.repeat(1, 2)[:, ::1][:, :4].requires_grad_()
@@ -55,19 +49,6 @@ def test_the_configuration_says_what_the_circuit_is(tmp_path):
     HMM.random(3, 5, length=4).save(tmp_path)
     config = json.loads((tmp_path / CONFIG_FILE).read_text())
     assert (config["circuit"], config["num_states"], config["vocab_size"], config["window"]) == ("hmm", 3, 5, 4)
-
-
-def test_pushing_uploads_what_save_writes(monkeypatch):
-    hmm, pushed = make_hmm("dense"), {}
-
-    def push(folder, repo_id, *, private, token):
-        pushed.update(hmm=HMM.load(folder), repo_id=repo_id, private=private, token=token)
-        return "https://hub/commit"
-
-    monkeypatch.setattr(storage, "push_folder", push)
-    assert hmm.push_to_hub("user/name", private=True, token="secret") == "https://hub/commit"
-    assert_identical(pushed.pop("hmm"), hmm)
-    assert pushed == {"repo_id": "user/name", "private": True, "token": "secret"}
 
 
 # What cannot be loaded.

@@ -50,13 +50,6 @@ def enumerated(truth: Truth, candidates: Tensor) -> Tensor:
     return out
 
 
-def information(table: Tensor) -> float:
-    """Of one table, cell by cell."""
-    rows, columns = table.sum(1).tolist(), table.sum(0).tolist()
-    cells = [(p, r * c) for r, row in zip(rows, table.tolist(), strict=True) for p, c in zip(row, columns, strict=True)]
-    return sum(p * math.log(p / independent) for p, independent in cells if p > 0)
-
-
 def with_gates(ev: Evidence, rank: int, seed: int = 0) -> Evidence:
     shape = (ev.shape[0], ev.shape[1] - 1, rank)
     return replace(ev, step_log_gates=torch.randn(shape, generator=generator(seed), dtype=torch.float64))
@@ -181,44 +174,6 @@ def test_propagating_is_conditioning(kind, layout, gated, shape, vocab, count, s
         assert float((information * (known[:, :, None] | known[:, None])).abs().max()) < 1e-6
 
 
-def test_all_tokens_but_one_give_the_information_of_the_tokens():
-    hmm, ev = make_hmm("dense", N, V, L, seed=1, scale=2.0), make_evidence("logits", (B, L), N, V)
-    truth = Truth(hmm, ev)
-    tokens = enumerated(truth, torch.arange(V).expand(B, L, V))
-    exact = assert_sound(hmm.pairwise(ev, some_tokens((B, L), V, V - 1)))
-    for b in range(B):
-        for s in range(L):
-            for t in range(L):
-                wanted = 0.0 if s == t else information(tokens[b, s, t])
-                assert float(exact[b, s, t]) == pytest.approx(wanted, abs=1e-9)
-    assert float(exact.max()) > 0.05
-    order = some_tokens((B, L), V, V)
-    by_count = [pairwise.mutual_information(hmm.pairwise(ev, order[..., :k])) for k in range(1, V + 1)]
-    for few, more in itertools.pairwise(by_count):  # finer classes tell more: each is a lower bound
-        assert bool((few <= more + 1e-12).all())
-    assert float((by_count[1] - by_count[0]).max()) > 1e-3
-
-
-def test_two_cities():
-    """Either San Diego or New York: the second word is known when the first is."""
-    san, diego, new, york = range(4)
-    cities = HMM(
-        torch.tensor([0.5, 0.5, 0, 0]).log(),
-        torch.tensor([[0, 0, 1, 0], [0, 0, 0, 1], [0.5, 0.5, 0, 0], [0.5, 0.5, 0, 0]]).log(),
-        torch.eye(4)[[san, new, diego, york]].log(),
-    )
-    ev = Evidence(logits=torch.zeros(1, 4, 4))
-    listed = torch.arange(4).expand(1, 4, 4)
-    for candidates in (listed, listed[..., :3], listed[..., [0, 1]]):  # two are apart wherever one of them is listed
-        found = assert_sound(cities.pairwise(ev, candidates))
-        for s, t in ((0, 1), (2, 3)):
-            assert float(found[0, s, t]) == pytest.approx(math.log(2), abs=1e-6)
-        for s, t in ((0, 2), (0, 3), (1, 2), (1, 3)):  # two cities that do not know of each other
-            assert float(found[0, s, t]) == pytest.approx(0, abs=1e-6)
-    coarse = pairwise.mutual_information(cities.pairwise(ev, listed[..., [york]]))[0, 0, 1]
-    assert float(coarse) == pytest.approx(0, abs=1e-6)  # nobody begins with York: its class is all there is
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_neutral_circuit_couples_nothing(dtype):
     hmm = HMM.neutral(5, 40, dtype=dtype)
@@ -228,34 +183,6 @@ def test_the_neutral_circuit_couples_nothing(dtype):
     assert float(assert_sound(tables).max()) < 1e-9
     alone = ev.logits.softmax(-1).gather(-1, candidates)
     assert_close(tables[:, 0, 1, :-1, :-1].double(), (alone[:, 0, :, None] * alone[:, 1, None]).double(), **ROUNDED)
-
-
-def test_a_position_with_itself_is_its_marginal():
-    hmm, ev = make_hmm("dense"), make_evidence("mixed_dense", (B, L))
-    candidates = some_tokens((B, L), V, 2)
-    found = hmm.pairwise(ev, candidates).diagonal(dim1=1, dim2=2).permute(0, 3, 1, 2)
-    listed = hmm.marginals(ev, candidates).exp()
-    wanted = torch.cat([listed, 1 - listed.sum(-1, keepdim=True)], -1)
-    assert_close(found, wanted.diag_embed(), **EXACT)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [1e2, 1e4])
-def test_extreme_logits(size, dtype):
-    hmm = HMM.random(6, 12, seed=2, scale=3.0, dtype=dtype)
-    logits = torch.randn(4, 7, 12, generator=generator(3), dtype=torch.float64).to(dtype)
-    logits[0] *= size
-    logits[1] = logits[1].sign() * size
-    logits[2, :, 3:] = -math.inf
-    logits[3, ::2, 1:] = -size
-    logits[3, 1::2, 5] = size
-    ev = Evidence(logits=logits)
-    candidates = logits.topk(4, dim=-1).indices
-    found = hmm.pairwise(ev, candidates)
-    assert_sound(found)
-    with ops.use("reference"):
-        wanted = hmm.to(dtype=torch.float64).pairwise(ev, candidates)
-    assert_close(found.double(), wanted, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -12,7 +12,7 @@ from codd.circuits import pickles
 from codd.circuits.pickles import ARRAY_CALLS, LEAF_CALLS, Array, LeafRecord, latin1, load
 from codd.errors import FormatError, UnsafePickle
 
-CALLS = {**ARRAY_CALLS, **LEAF_CALLS}
+CALLS = {**ARRAY_CALLS, **LEAF_CALLS, ("_codecs", "encode"): latin1(1000)}
 
 
 TOUCHED: list[str] = []
@@ -47,7 +47,8 @@ def read(data: bytes, calls=CALLS) -> object:
 
 
 def text(value: str) -> bytes:
-    return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
+    data = value.encode("utf-8", "surrogatepass")
+    return b"X" + struct.pack("<I", len(data)) + data
 
 
 def named(module: str, name: str) -> bytes:
@@ -57,8 +58,28 @@ def named(module: str, name: str) -> bytes:
 NDARRAY = named("numpy", "ndarray")
 EMPTY_ARRAY = named("numpy._core.multiarray", "_reconstruct") + NDARRAY + b"K\x00\x85C\x01b\x87R"
 CATEGORICAL = named("pyjuice.nodes.distributions.categorical", "Categorical")
+FROM_BUFFER = named("numpy._core.numeric", "_frombuffer")
+REBUILD = named("numpy._core.multiarray", "_reconstruct")
+DTYPE = named("numpy", "dtype")
 TRAP = named(__name__, "Trap")
 EVIL = text("__import__('os').abort()")
+
+
+def dtype(code: str = "f4", order: str = "<") -> bytes:
+    state = b"(K\x03" + text(order) + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00t"
+    return DTYPE + text(code) + b"\x89\x88\x87R" + state + b"b"
+
+
+def integer(value: int) -> bytes:
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return b"\x8b" + struct.pack("<I", len(data)) + data
+
+
+def array(shape: tuple[int, ...], data: bytes, kind: bytes = b"") -> bytes:
+    size = b"(" + b"".join(map(integer, shape)) + b"t"
+    content = b"B" + struct.pack("<I", len(data)) + data
+    return EMPTY_ARRAY + b"(K\x01" + size + (kind or dtype()) + b"\x89" + content + b"tb"
+
 
 UNSAFE = {
     "REDUCE of a builtin": named("builtins", "eval") + EVIL + b"\x85R",
@@ -102,10 +123,44 @@ UNSAFE = {
     "keys of SETITEMS that are numbers": b"}(" + text("x") + b"K\x01K\x02K\x03u",
     "APPEND to bytes that can grow": b"\x96" + struct.pack("<Q", 1) + b"x" + b"K\x01a",
     "SETITEM of a list by number": b"]K\x01aK\x00K\x02s",
+    "getattr": named("builtins", "getattr") + NDARRAY + text("tofile") + b"\x86R",
+    "dotted name behind an allowed one": named("numpy", "ndarray.__reduce_ex__") + b")R",
+    "dotted leaf": named("pyjuice.nodes.distributions", "categorical.Categorical") + b")\x81",
+    "a submodule of numpy": named("numpy.testing._private.utils", "runstring") + text("1") + b"}\x86R",
+    "numpy's loader": named("numpy", "load") + text("x") + b"\x85R",
+    "numpy scalar": named("numpy._core.multiarray", "scalar") + dtype() + b"C\x04abcd\x86R",
+    "torch": named("torch.storage", "_load_from_bytes") + b"C\x01x\x85R",
+    "copyreg": named("copyreg", "_reconstructor") + NDARRAY + NDARRAY + b"N\x87R",
+    "object": named("builtins", "object") + b")\x81",
+    "surrogates in a name": named("os\ud800", "system\n") + b")R",
+    "module of allowed name of another": named("numpy", "_reconstruct") + b")R",
+    "call of text": text("os.system") + b")R",
+    "call of a list": b"])R",
+    "call with a list": REBUILD + b"]R",
+    "call with an array": REBUILD + EMPTY_ARRAY + b"R",
+    "call of ndarray": NDARRAY + b"K\x05\x85R",
+    "new object of ndarray": NDARRAY + b")\x81",
+    "new object of text": text("x") + b")\x81",
+    "reconstruct of another class": REBUILD + DTYPE + b"K\x00\x85C\x01b\x87R",
+    "reconstruct with a shape": REBUILD + NDARRAY + b"K\x09\x85C\x01b\x87R",
+    "reconstruct of nothing": REBUILD + b")R",
+    "encode by another codec": named("_codecs", "encode") + text("x") + text("zip") + b"\x86R",
+    "encode of bytes": named("_codecs", "encode") + b"C\x01x" + text("latin1") + b"\x86R",
+    "encode without codec": named("_codecs", "encode") + text("x") + b"\x85R",
+    "decode": named("_codecs", "decode") + b"C\x01x" + text("latin1") + b"\x86R",
+    "build on a list": b"]}b",
+    "build on text": text("x") + b"}b",
+    "append to an array": EMPTY_ARRAY + b"K\x01a",
+    "items of an array": EMPTY_ARRAY + text("__class__") + b"K\x01s",
+    "items of a list": b"]" + text("x") + b"K\x01s",
 }
 
 
-@pytest.mark.parametrize("body", UNSAFE.values(), ids=UNSAFE.keys())
+ENDLESS = b"}" + b")" + b"q\x00h\x00\x86" * 64 + b"K\x01s"
+"""A key that takes forever to hash."""
+
+
+@pytest.mark.parametrize("body", [*UNSAFE.values(), ENDLESS], ids=[*UNSAFE.keys(), "endless"])
 def test_each_class_of_instructions(body):
     """Alone, in a list, in a tuple, as a value, and fetched from the memo."""
     wrapped = [
@@ -118,6 +173,58 @@ def test_each_class_of_instructions(body):
     for each in wrapped:
         with pytest.raises(UnsafePickle):
             read(b"\x80\x05" + each)
+
+
+STATES = {
+    "dict": b"}" + text("__class__") + b"K\x01s",
+    "attributes": b"}" + text("__dict__") + b"}s" + text("data") + b"C\x01xs",
+    "pair of dicts": b"}}" + text("data") + b"C\x01xs\x86",
+    "none": b"N",
+    "empty tuple": b")",
+    "version 2": b"(K\x02K\x01\x85" + dtype() + b"\x89C\x04abcdt",
+    "list of objects": b"(K\x01K\x01\x85" + dtype() + b"\x89]K\x01at",
+    "dtype that is text": b"(K\x01K\x01\x85" + text("f4") + b"\x89C\x04abcdt",
+    "dtype without order": b"(K\x01K\x01\x85" + DTYPE + text("f4") + b"\x89\x88\x87R" + b"\x89C\x04abcdt",
+    "order that is no flag": b"(K\x01K\x01\x85" + dtype() + b"K\x01C\x04abcdt",
+    "shape that is a list": b"(K\x01]K\x01a" + dtype() + b"\x89C\x04abcdt",
+    "shape of flags": b"(K\x01\x88\x85" + dtype() + b"\x89C\x04abcdt",
+}
+
+
+@pytest.mark.parametrize("target", [EMPTY_ARRAY, DTYPE + text("f4") + b"\x89\x88\x87R"], ids=["array", "dtype"])
+@pytest.mark.parametrize("state", STATES.values(), ids=STATES.keys())
+def test_states_that_records_refuse(target, state):
+    with pytest.raises(FormatError):
+        read(b"\x80\x04" + target + state + b"b.")
+
+
+BAD_ARRAYS = {
+    "objects": array((1,), b"\0" * 8, dtype("O8", "|")),
+    "text": array((1,), b"\0" * 4, dtype("U1")),
+    "half": array((1,), b"\0" * 2, dtype("f2")),
+    "big-endian": array((1,), b"\0" * 4, dtype("f4", ">")),
+    "dtype of fields": DTYPE + b"]\x89\x88\x87R",
+    "dtype of a long text": DTYPE + text("f4," * 10_000) + b"\x89\x88\x87R",
+    "negative shape": array((-1,), b"\0" * 4),
+    "two negative sizes": array((-1, -1), b"\0" * 4),
+    "zero shape": array((0,), b""),
+    "huge shape": array((2**39, 2**39), b"\0" * 4),
+    "shape of thousands of digits": array((2**40_000,), b"\0" * 4),
+    "five axes": array((1,) * 5, b"\0" * 4),
+    "too few bytes": array((2,), b"\0" * 4),
+    "too many bytes": array((1,), b"\0" * 8),
+    "set twice": array((1,), b"\0" * 4) + b"(K\x01K\x01\x85" + dtype() + b"\x89C\x04abcdtb",
+    "never set": EMPTY_ARRAY,
+    "buffer of odd order": FROM_BUFFER + b"(C\x04abcd" + dtype() + b"K\x01\x85NtR",
+    "buffer of lies": FROM_BUFFER + b"(C\x04abcd" + dtype() + b"K\x09\x85" + text("C") + b"tR",
+    "buffer of nothing": FROM_BUFFER + b")R",
+}
+
+
+@pytest.mark.parametrize("body", BAD_ARRAYS.values(), ids=BAD_ARRAYS.keys())
+def test_bad_arrays_are_refused(body):
+    with pytest.raises(FormatError):
+        read(b"\x80\x04" + body + b".").numpy()
 
 
 BOMBS = {
@@ -137,11 +244,32 @@ BOMBS = {
     "a memo that has no such number": b"h\x07",
     "marks without an end": b"(" * 100_000,
 }
+DAMAGED = {
+    **{name: b"\x80\x05" + body + b"." for name, body in BOMBS.items()},
+    "text": b"hello, world\n",
+    "zip": b"PK\x03\x04" + b"\0" * 100,
+    "json": b'{"a": 1}',
+    "zeros": bytes(1000),
+    "protocol 6": b"\x80\x06].",
+    "stop at once": b"\x80\x04.",
+    "memo that is not there": b"\x80\x04h\x05.",
+    "tuple without a mark": b"\x80\x04t.",
+    "too short for a pair": b"\x80\x04K\x01\x86.",
+    "call of nothing": b"\x80\x04R.",
+    "append to nothing": b"\x80\x04a.",
+    "append to nothing but an item": b"\x80\x04K\x01a.",
+    "build on nothing": b"\x80\x04}b.",
+    "odd items": b"\x80\x04}(" + text("x") + b"u.",
+    "values left behind": b"\x80\x04K\x01].",
+    "decimal of many digits": b"L" + b"9" * 100_000 + b"L\n.",
+    "bad UTF-8": b"\x80\x04X\x02\0\0\0\xff\xfe.",
+    "global without end": b"\x80\x04cnumpy",
+    "global that is not ASCII": b"c\xff\n\xff\n.",
+}
 
 
-@pytest.mark.parametrize("body", BOMBS.values(), ids=BOMBS.keys())
-def test_bombs_take_no_memory(body):
-    data = b"\x80\x05" + body + b"."
+@pytest.mark.parametrize("data", DAMAGED.values(), ids=DAMAGED.keys())
+def test_what_is_damaged_is_refused_and_takes_no_memory(data):
     tracemalloc.start()
     try:
         with pytest.raises(FormatError):
@@ -150,6 +278,21 @@ def test_bombs_take_no_memory(body):
     finally:
         tracemalloc.stop()
     assert peak < 2**20 + 40 * len(data)
+
+
+def test_encoding_cannot_make_more_bytes_than_the_file_has():
+    calls = {**CALLS, ("_codecs", "encode"): latin1(15_000)}
+    once = named("_codecs", "encode") + b"h\x00" + text("latin1") + b"\x86R"
+    body = b"\x80\x04](" + text("x" * 10_000) + b"q\x00"
+    assert b"x" * 10_000 in read(body + once + b"e.", calls)
+    with pytest.raises(FormatError, match="more bytes than the file"):
+        read(body + once * 100 + b"e.", {**CALLS, ("_codecs", "encode"): latin1(15_000)})
+
+
+def test_too_many_instructions(monkeypatch):
+    monkeypatch.setattr(pickles, "_MAX_OPCODES", 1000)
+    with pytest.raises(FormatError, match="more than 1000 pickle instructions"):
+        read(b"\x80\x04" + b"N" * 2000 + b".")
 
 
 def test_laughs_stay_references():

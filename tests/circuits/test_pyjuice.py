@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from codd.circuits import pickles, pyjuice
+from codd.circuits import pyjuice
 from codd.circuits.pyjuice import read_jpc
 from codd.errors import CoddError, FormatError, UnsafePickle
 from tests.support import FIXTURES
@@ -116,12 +116,6 @@ def test_fixture_reads_back_exactly(path):
     assert hmm.leaf_class == facts["input_dist"]
 
 
-def test_all_fixtures_are_there():
-    assert len(HMMS) == 10
-    assert len(MALICIOUS) == 5
-    assert INDEX.keys() == {path.stem for path in (FIXTURES / "hmm").glob("*.safetensors")}
-
-
 @pytest.mark.parametrize("protocol", range(6))
 def test_every_protocol_reads_the_same(read, protocol):
     hmm = read(pickle.dumps(chain(), protocol=protocol))
@@ -166,14 +160,6 @@ def test_blocks_in_any_order_and_absent_blocks(read):
             if "params" in entry:
                 entry["params"] = blocked(matrix, 2)[kept]
     assert torch.equal(read(pickle.dumps(entries)).transition, torch.from_numpy(matrix))
-
-
-def test_children_of_a_product_in_the_other_order(read):
-    entries = chain()
-    for entry in entries:
-        if entry["type"] == "Product":
-            entry["chs"] = entry["chs"][::-1]
-    assert read(pickle.dumps(entries)).length == 3
 
 
 def test_old_key_names(read):
@@ -270,92 +256,8 @@ def test_external_params_are_not_supported_and_not_opened(read, key):
         read(pickle.dumps(entries))
 
 
-FROM_BUFFER = stack_global("numpy._core.numeric", "_frombuffer")
-REBUILD = stack_global("numpy._core.multiarray", "_reconstruct")
-NDARRAY = stack_global("numpy", "ndarray")
-EMPTY_ARRAY = REBUILD + NDARRAY + b"K\x00\x85C\x01b\x87R"
-DTYPE = stack_global("numpy", "dtype")
-
-
-def dtype(code: str = "f4", order: str = "<") -> bytes:
-    state = b"(K\x03" + text(order) + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00t"
-    return DTYPE + text(code) + b"\x89\x88\x87R" + state + b"b"
-
-
-def integer(value: int) -> bytes:
-    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-    return b"\x8b" + struct.pack("<I", len(data)) + data
-
-
-def array(shape: tuple[int, ...], data: bytes, kind: bytes = b"") -> bytes:
-    size = b"(" + b"".join(map(integer, shape)) + b"t"
-    content = b"B" + struct.pack("<I", len(data)) + data
-    return EMPTY_ARRAY + b"(K\x01" + size + (kind or dtype()) + b"\x89" + content + b"tb"
-
-
-UNSAFE = {
-    "getattr": stack_global("builtins", "getattr") + NDARRAY + text("tofile") + b"\x86R",
-    "eval": stack_global("builtins", "eval") + text(CANARY_CODE) + b"\x85R",
-    "old name of builtins": b"c__builtin__\neval\n" + text(CANARY_CODE) + b"\x85R",
-    "dotted name": stack_global("numpy._core.multiarray", "os.system") + text("touch $CODD_FIXTURE_CANARY") + b"\x85R",
-    "dotted name behind an allowed one": stack_global("numpy", "ndarray.__reduce_ex__") + b")R",
-    "dotted leaf": stack_global("pyjuice.nodes.distributions", "categorical.Categorical") + b")\x81",
-    "a submodule of numpy": stack_global("numpy.testing._private.utils", "runstring") + text("1") + b"}\x86R",
-    "numpy's loader": stack_global("numpy", "load") + text("x") + b"\x85R",
-    "numpy scalar": stack_global("numpy._core.multiarray", "scalar") + dtype() + b"C\x04abcd\x86R",
-    "torch": stack_global("torch.storage", "_load_from_bytes") + b"C\x01x\x85R",
-    "copyreg": stack_global("copyreg", "_reconstructor") + NDARRAY + NDARRAY + b"N\x87R",
-    "object": stack_global("builtins", "object") + b")\x81",
-    "surrogates in a name": stack_global("os\ud800", "system\n") + b")R",
-    "module of allowed name of another": stack_global("numpy", "_reconstruct") + b")R",
-    "extension": b"\x82\x01",
-    "extension 2": b"\x83\x01\x01",
-    "extension 4": b"\x84\x01\x01\x00\x00",
-    "persistent id": b"Pname\n",
-    "persistent id from the stack": b"K\x01Q",
-    "instance": b"(" + text(CANARY_CODE) + b"ibuiltins\nexec\n",
-    "instance of an allowed class": b"(inumpy\nndarray\n",
-    "object opcode": b"(" + NDARRAY + b"o",
-    "new object with keywords": NDARRAY + b")}\x92",
-    "out-of-band buffer": b"\x97",
-    "set": b"\x8f",
-    "bytes of Python 2": b"U\x03abc",
-    "call of text": text("os.system") + b")R",
-    "call of an array": EMPTY_ARRAY + b")R",
-    "call of a list": b"])R",
-    "call with a list": REBUILD + b"]R",
-    "call with an array": REBUILD + EMPTY_ARRAY + b"R",
-    "call of ndarray": NDARRAY + b"K\x05\x85R",
-    "new object of ndarray": NDARRAY + b")\x81",
-    "new object of text": text("x") + b")\x81",
-    "reconstruct of another class": REBUILD + DTYPE + b"K\x00\x85C\x01b\x87R",
-    "reconstruct with a shape": REBUILD + NDARRAY + b"K\x09\x85C\x01b\x87R",
-    "reconstruct of nothing": REBUILD + b")R",
-    "encode by another codec": stack_global("_codecs", "encode") + text("x") + text("zip") + b"\x86R",
-    "encode of bytes": stack_global("_codecs", "encode") + b"C\x01x" + text("latin1") + b"\x86R",
-    "encode without codec": stack_global("_codecs", "encode") + text("x") + b"\x85R",
-    "decode": stack_global("_codecs", "decode") + b"C\x01x" + text("latin1") + b"\x86R",
-    "build on a list": b"]}b",
-    "build on a dict": b"}}b",
-    "build on a name": NDARRAY + b"}" + text("x") + b"K\x01sb",
-    "build on text": text("x") + b"}b",
-    "append to an array": EMPTY_ARRAY + b"K\x01a",
-    "items of an array": EMPTY_ARRAY + text("__class__") + b"K\x01s",
-    "items of a list": b"]" + text("x") + b"K\x01s",
-    "key that is no text": b"}K\x01K\x01s",
-    "key that takes for ever to hash": b"}" + b")" + b"q\x00h\x00\x86" * 64 + b"K\x01s",
-    "nameless global": b"K\x01K\x02\x93",
-}
-
-
-@pytest.mark.parametrize("body", UNSAFE.values(), ids=UNSAFE.keys())
-def test_unsafe_instructions_are_refused(read, body):
-    alone = b"\x80\x04" + body + b"."
-    entries = chain()
-    entries[1]["dist"] = alone
-    for data in (alone, b"\x80\x04]" + body + b"a.", pickle.dumps(entries)):
-        with pytest.raises(UnsafePickle):
-            read(data)
+EMPTY_ARRAY = stack_global("numpy._core.multiarray", "_reconstruct") + stack_global("numpy", "ndarray")
+EMPTY_ARRAY += b"K\x00\x85C\x01b\x87R"
 
 
 def test_leaves_and_arrays_are_only_allowed_in_their_places(read):
@@ -379,98 +281,10 @@ def test_a_registered_and_cached_extension_is_refused(read, monkeypatch):
         copyreg.remove_extension("builtins", "exec", code)
 
 
-STATES = {
-    "dict": b"}" + text("__class__") + b"K\x01s",
-    "attributes": b"}" + text("__dict__") + b"}s" + text("data") + b"C\x01xs",
-    "pair of dicts": b"}}" + text("data") + b"C\x01xs\x86",
-    "none": b"N",
-    "empty tuple": b")",
-    "version 2": b"(K\x02K\x01\x85" + dtype() + b"\x89C\x04abcdt",
-    "list of objects": b"(K\x01K\x01\x85" + dtype() + b"\x89]K\x01at",
-    "dtype that is text": b"(K\x01K\x01\x85" + text("f4") + b"\x89C\x04abcdt",
-    "dtype without order": b"(K\x01K\x01\x85" + DTYPE + text("f4") + b"\x89\x88\x87R" + b"\x89C\x04abcdt",
-    "order that is no flag": b"(K\x01K\x01\x85" + dtype() + b"K\x01C\x04abcdt",
-    "shape that is a list": b"(K\x01]K\x01a" + dtype() + b"\x89C\x04abcdt",
-    "shape of flags": b"(K\x01\x88\x85" + dtype() + b"\x89C\x04abcdt",
-}
-
-
-@pytest.mark.parametrize("target", [EMPTY_ARRAY, DTYPE + text("f4") + b"\x89\x88\x87R"], ids=["array", "dtype"])
-@pytest.mark.parametrize("state", STATES.values(), ids=STATES.keys())
-def test_states_that_stand_ins_refuse(read, target, state):
-    with pytest.raises(FormatError):
-        read(b"\x80\x04" + target + state + b"b.")
-
-
-BAD_ARRAYS = {
-    "objects": array((1,), b"\0" * 8, dtype("O8", "|")),
-    "text": array((1,), b"\0" * 4, dtype("U1")),
-    "half": array((1,), b"\0" * 2, dtype("f2")),
-    "big-endian": array((1,), b"\0" * 4, dtype("f4", ">")),
-    "dtype of fields": DTYPE + b"]\x89\x88\x87R",
-    "dtype of a long text": DTYPE + text("f4," * 10_000) + b"\x89\x88\x87R",
-    "negative shape": array((-1,), b"\0" * 4),
-    "two negative sizes": array((-1, -1), b"\0" * 4),
-    "zero shape": array((0,), b""),
-    "huge shape": array((2**39, 2**39), b"\0" * 4),
-    "shape of thousands of digits": array((2**40_000,), b"\0" * 4),
-    "five axes": array((1,) * 5, b"\0" * 4),
-    "too few bytes": array((2,), b"\0" * 4),
-    "too many bytes": array((1,), b"\0" * 8),
-    "set twice": array((1,), b"\0" * 4) + b"(K\x01K\x01\x85" + dtype() + b"\x89C\x04abcdtb",
-    "never set": EMPTY_ARRAY,
-    "buffer of odd order": FROM_BUFFER + b"(C\x04abcd" + dtype() + b"K\x01\x85NtR",
-    "buffer of lies": FROM_BUFFER + b"(C\x04abcd" + dtype() + b"K\x09\x85" + text("C") + b"tR",
-    "buffer of nothing": FROM_BUFFER + b")R",
-}
-
-
-@pytest.mark.parametrize("body", BAD_ARRAYS.values(), ids=BAD_ARRAYS.keys())
-def test_bad_arrays_are_refused(read, body):
-    marker = pickle.dumps("MARKER", protocol=2)[2:-1].partition(b"q")[0]  # the text, as it stands in the pickle
-    entries = chain()
-    entries[-1]["params"] = "MARKER"
-    data = pickle.dumps(entries, protocol=2)
-    assert data.count(marker) == 1
-    with pytest.raises(FormatError):
-        read(data.replace(marker, body))
-
-
-def test_encoding_cannot_make_more_bytes_than_the_file_has(read):
-    once = stack_global("_codecs", "encode") + b"h\x00" + text("latin1") + b"\x86R"
-    body = b"\x80\x04](" + text("x" * 10_000) + b"q\x00"
-    assert b"x" * 10_000 in pickle.loads(body + once + b"e.")
-    with pytest.raises(FormatError, match="more bytes than the file"):
-        read(body + once * 100 + b"e.")
-
-
-NOT_PICKLES = {
+NOT_CIRCUITS = {
     "empty": b"",
     "text": b"hello, world\n",
     "zip": b"PK\x03\x04" + b"\0" * 100,
-    "json": b'{"a": 1}',
-    "zeros": bytes(1000),
-    "protocol 6": b"\x80\x06].",
-    "stop at once": b"\x80\x04.",
-    "only a mark": b"\x80\x04(.",
-    "memo that is not there": b"\x80\x04h\x05.",
-    "tuple without a mark": b"\x80\x04t.",
-    "too short for a pair": b"\x80\x04K\x01\x86.",
-    "call of nothing": b"\x80\x04R.",
-    "append to nothing": b"\x80\x04a.",
-    "append to nothing but an item": b"\x80\x04K\x01a.",
-    "build on nothing": b"\x80\x04}b.",
-    "odd items": b"\x80\x04}(" + text("x") + b"u.",
-    "values left behind": b"\x80\x04K\x01].",
-    "enormous text": b"\x80\x04\x8d" + struct.pack("<Q", 2**62) + b"x.",
-    "enormous bytes": b"\x80\x04B" + struct.pack("<I", 2**32 - 1) + b"x.",
-    "enormous byte array": b"\x80\x05\x96" + struct.pack("<Q", 2**64 - 1) + b"x.",
-    "enormous integer": b"\x80\x04\x8b" + struct.pack("<i", 2**31 - 1) + b"x.",
-    "integer of negative size": b"\x80\x04\x8b" + struct.pack("<i", -1) + b"x.",
-    "decimal of many digits": b"L" + b"9" * 100_000 + b"L\n.",
-    "bad UTF-8": b"\x80\x04X\x02\0\0\0\xff\xfe.",
-    "global without end": b"\x80\x04cnumpy",
-    "global that is not ASCII": b"c\xff\n\xff\n.",
     "nothing": b"\x80\x04N.",
     "number": b"\x80\x04K\x01.",
     "empty list": b"\x80\x04].",
@@ -481,11 +295,11 @@ NOT_PICKLES = {
     "deep tuples": b"\x80\x04)" + b"\x85" * 30_000 + b".",
     "deep tuples for a key's value": b"\x80\x04]}" + text("type") + b")" + b"\x85" * 30_000 + b"sa.",
     "tuples that double": b"\x80\x04]}" + text("type") + b")" + b"q\x00h\x00\x86" * 100 + b"sa.",
-    "array alone": b"\x80\x04" + array((1,), b"\0" * 4) + b".",
+    "array alone": b"\x80\x04" + EMPTY_ARRAY + b".",
 }
 
 
-@pytest.mark.parametrize("data", NOT_PICKLES.values(), ids=NOT_PICKLES.keys())
+@pytest.mark.parametrize("data", NOT_CIRCUITS.values(), ids=NOT_CIRCUITS.keys())
 def test_not_a_circuit(read, data):
     with pytest.raises(FormatError):
         read(data)
@@ -494,12 +308,6 @@ def test_not_a_circuit(read, data):
         entries[0]["dist"] = data
         with pytest.raises(FormatError):
             read(pickle.dumps(entries))
-
-
-def test_too_many_instructions(read, monkeypatch):
-    monkeypatch.setattr(pickles, "_MAX_OPCODES", 1000)
-    with pytest.raises(FormatError, match="more than 1000 pickle instructions"):
-        read(b"\x80\x04" + b"N" * 2000 + b".")
 
 
 @pytest.mark.parametrize("extra", [b"\0", b".", b"\x80\x04N.", pickle.dumps(Evil())])
@@ -696,11 +504,3 @@ def test_a_small_file_cannot_ask_for_a_huge_matrix(read):
     entries[-1].update(edge_ids=np.array([[0], [0]]), params=np.ones((1, 1, 1), np.float32))
     with pytest.raises(FormatError, match="20000 parameters in the file would grow to 400000000"):
         read(pickle.dumps(entries))
-
-
-def test_reading_closes_the_file(tmp_path):
-    path = tmp_path / "circuit.jpc"
-    path.write_bytes(HMMS[0].read_bytes())
-    hmm = read_jpc(path)
-    os.truncate(path, 0)  # a mapping still in use would now fault
-    assert abs(float(hmm.emission.sum()) - len(hmm.initial)) < 1e-3

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -21,8 +21,8 @@ from codd.circuits.hmm import HMM, AroundHMM
 from codd.circuits.incremental import CommitsTokens, Recomputing
 from codd.circuits.ops.backend import backend_for
 from codd.circuits.ops.constrained.eager import Linear
-from codd.circuits.ops.constrained.layout import Structure
-from codd.circuits.ops.constrained.passes import Algebra, Chain, Passes, Paths, WindowPasses
+from codd.circuits.ops.constrained.product_chain import ProductChain, ProductMessages
+from codd.circuits.ops.constrained.reachable_states import TokenClasses
 from codd.circuits.ops.constrained.reference import LogSpace
 from codd.circuits.protocol import ProbabilisticCircuit
 from codd.circuits.results import JointStep, Samples
@@ -31,8 +31,10 @@ from codd.circuits.underflow import either
 from codd.constraints import Automaton
 from codd.errors import InvalidCircuit, InvalidEvidence
 
-Query = Callable[[WindowPasses, Callable[[Tensor], Tensor]], tuple[tuple[Tensor, ...], Tensor | None]]
-"""Gets the messages and what selects the same sequences from any other tensor; gives results and who is in doubt."""
+Pick: TypeAlias = Callable[[Tensor], Tensor]
+Answer: TypeAlias = tuple[tuple[Tensor, ...], Tensor | None]
+Query: TypeAlias = Callable[[ProductMessages, Pick], Answer]
+"""From the messages, and what selects the same sequences of any tensor, to results and where they underflow."""
 
 _CANDIDATES = 16
 """Tokens of a position that are followed while others are committed: a language leaves few."""
@@ -54,12 +56,9 @@ class WindowConstraint(NamedTuple):
 class ConstrainedHMM(AroundHMM, Recomputing):
     """An HMM whose strings are read by an automaton, all windows of a batch by the same one.
 
-    ``log_start`` and ``log_end``, (S,), are log-weights of the automaton's state before the first position and after
-    the last; by default it starts in its start state and ends in any accepting one. A latent is a pair: number
-    ``s * N + z`` for the automaton's state s before the position and the HMM's state z; `posterior` is about z alone.
-
-    Which states can occur is worked out on the host from the observed tokens, so that on a GPU a query waits for these,
-    and nothing is differentiable.
+    A latent is a pair: number ``s * N + z`` for the automaton's state s before the position and the HMM's state z;
+    `posterior` is about z alone. Which states can occur is worked out on the host from the observed tokens, so that on
+    a GPU a query waits for these, and nothing is differentiable.
     """
 
     supports_cuda_graphs = False
@@ -71,7 +70,14 @@ class ConstrainedHMM(AroundHMM, Recomputing):
         log_start: Float[Tensor, " S"] | None = None,
         log_end: Float[Tensor, " S"] | None = None,
     ) -> None:
-        """Check that the automaton reads the circuit's tokens; `InvalidCircuit` if not, or if it is no HMM."""
+        """Check that the automaton reads the circuit's tokens.
+
+        Args:
+            hmm: the circuit; `InvalidCircuit` if it is not an HMM over the automaton's vocabulary.
+            automaton: what reads the strings.
+            log_start: log-weights of its state before the first position; by default it is the start state.
+            log_end: log-weights of its state after the last position; by default any accepting one has weight 1.
+        """
         if not isinstance(hmm, HMM):
             raise InvalidCircuit(
                 f"a constraint needs an HMM, or a Modulated circuit through Coupled; found a {type(hmm).__name__}"
@@ -84,14 +90,9 @@ class ConstrainedHMM(AroundHMM, Recomputing):
         self.hmm, self.automaton = hmm, automaton
         start = np.where(np.arange(automaton.num_states) == automaton.start, 0.0, -np.inf)
         end = np.where(np.asarray(automaton.accepting), 0.0, -np.inf)
-        self._chain = Chain(
-            hmm.log_initial,
-            hmm.transition,
-            hmm.emission,
-            Structure.of(automaton),
-            self._ends("log_start", log_start, start),
-            self._ends("log_end", log_end, end),
-        )
+        ends = self._ends("log_start", log_start, start), self._ends("log_end", log_end, end)
+        tables = hmm.log_initial, hmm.transition, hmm.emission
+        self._chain = ProductChain(*tables, TokenClasses.of(automaton), *ends)
 
     def _ends(self, name: str, given: Tensor | None, otherwise: np.ndarray) -> Float[Tensor, " S"]:
         if given is None:
@@ -121,8 +122,10 @@ class ConstrainedHMM(AroundHMM, Recomputing):
     def log_partition(self, ev: Evidence) -> Float[Tensor, " B"]:
         """log Z: of all strings of the language that the evidence allows; -inf if there are none."""
         ev, offset = self.hmm.centred(ev)
-        (value,) = self._exactly(ev, lambda passes, _: ((passes.log_partition(),), passes.faint))
-        return (value + offset).to(self.dtype)
+        return (self._log_partition(ev) + offset).to(self.dtype)
+
+    def _log_partition(self, ev: Evidence) -> Float[Tensor, " B"]:
+        return self._answer(ev, lambda messages, _: ((messages.log_partition(),), messages.underflow))[0]
 
     def conditional_log_prob(self, ids: Int[Tensor, "B L"], ev: Evidence) -> Float[Tensor, " B"]:
         """log p(ids at the positions that are not observed | evidence, language); -inf for strings outside of it."""
@@ -130,12 +133,11 @@ class ConstrainedHMM(AroundHMM, Recomputing):
         hard, given = ev.completed(ids, self.vocab_size)
         assert hard.tokens is not None
         joint = self.hmm.log_partition(hard).double() + given + self._log_reading(hard.tokens)
-        (total,) = self._exactly(ev, lambda passes, _: ((passes.log_partition(),), passes.faint))
-        return log_ratio(joint, total).to(self.dtype)
+        return log_ratio(joint, self._log_partition(ev)).to(self.dtype)
 
     def _log_reading(self, ids: Int[Tensor, "B L"]) -> Float[Tensor, " B"]:
-        """The log-weight of reading whole strings: over the states to begin with, that and the one of where it ends."""
-        table, classes = self._chain.structure.tables(ids.device)
+        """The log-weight of reading whole strings: summed over the states to begin with, with that of where it ends."""
+        table, classes = self._chain.classes.tables(ids.device)
         state = torch.arange(len(table), device=ids.device).expand(len(ids), -1)
         for one in classes[ids].T:
             state = torch.where(state >= 0, table[state, one[:, None]], -1)
@@ -144,20 +146,23 @@ class ConstrainedHMM(AroundHMM, Recomputing):
 
     def marginals(self, ev: Evidence) -> Float[Tensor, "B L V"]:
         """log p(x_t | evidence, language) of every token."""
-        (out,) = self._exactly(self.hmm.centred(ev)[0], _marginals)
-        return out.to(self.dtype)
+
+        def query(messages: ProductMessages, pick: Pick) -> Answer:
+            out, underflow = messages.marginals()
+            return (out,), either(underflow, messages.underflow)
+
+        return self._answer(self.hmm.centred(ev)[0], query)[0].to(self.dtype)
 
     def posterior(self, ev: Evidence) -> Float[Tensor, "B L N"]:
         """log p(z_t | evidence, language) of every state of the HMM; -inf throughout for impossible evidence."""
 
-        def query(passes: WindowPasses, pick: Callable[[Tensor], Tensor]) -> tuple[tuple[Tensor, ...], Tensor | None]:
-            rows = [passes.posterior(t) for t in range(passes.length)]
+        def query(messages: ProductMessages, pick: Pick) -> Answer:
+            rows = [messages.posterior(t) for t in range(messages.length)]
             log = torch.stack([row.logs().logsumexp(0) for row in rows], 1)
             total = log.logsumexp(-1, keepdim=True)
-            return (log - torch.where(total > -torch.inf, total, 0),), either(*(row.faint for row in rows))
+            return (log - torch.where(total > -torch.inf, total, 0),), either(*(row.underflow for row in rows))
 
-        (out,) = self._exactly(self.hmm.centred(ev)[0], query)
-        return out.to(self.dtype)
+        return self._answer(self.hmm.centred(ev)[0], query)[0].to(self.dtype)
 
     def sample(
         self, ev: Evidence, *, generator: torch.Generator | None = None, num_samples: int | None = None
@@ -169,15 +174,18 @@ class ConstrainedHMM(AroundHMM, Recomputing):
             raise InvalidEvidence(f"num_samples must be at least 1, found {num_samples}")
         uniforms = torch.rand(*ev.shape[:1], count, ev.shape[1], 2, generator=generator, device=ev.device)
 
-        def query(passes: WindowPasses, pick: Callable[[Tensor], Tensor]) -> tuple[tuple[Tensor, ...], Tensor | None]:
-            paths = passes.paths(pick(uniforms)[..., 0].transpose(0, 1))
-            draws = pick(uniforms)[..., 1].transpose(0, 1)
-            size = max(1, _BLOCK // (draws[0].numel() * self.vocab_size))
-            parts = [slice(m, m + size) for m in range(0, count, size)]
-            tokens = torch.cat([_tokens(passes, Paths(*(x[m] for x in paths)), draws[m]) for m in parts])
-            return (self._numbers(paths).transpose(0, 1), tokens.transpose(0, 1), passes.log_partition()), passes.faint
+        def query(messages: ProductMessages, pick: Pick) -> Answer:
+            numbers = pick(uniforms).transpose(0, 1)
+            paths = messages.paths(numbers[..., 0])
+            size = max(1, _BLOCK // (numbers[0, ..., 1].numel() * self.vocab_size))
+            parts = []
+            for m in range(0, count, size):
+                weights = messages.scores(paths[m : m + size]).softmax(-1).nan_to_num_(0.0)
+                parts.append(draw_token(weights.flatten(0, 2), numbers[m : m + size, ..., 1].flatten()))
+            tokens = torch.cat(parts).view(paths.shape)
+            return (paths.transpose(0, 1), tokens.transpose(0, 1), messages.log_partition()), messages.underflow
 
-        latents, tokens, log_z = self._exactly(ev, query)
+        latents, tokens, log_z = self._answer(ev, query)
         check_possible(log_z, None)
         latents, tokens, log_z = latents.transpose(0, 1), tokens.transpose(0, 1), (log_z + offset).to(self.dtype)
         return Samples(tokens, latents, log_z) if num_samples is not None else Samples(tokens[0], latents[0], log_z)
@@ -191,9 +199,7 @@ class ConstrainedHMM(AroundHMM, Recomputing):
         self.hmm.centred(ev)
         if latents.shape != ev.shape:
             raise InvalidEvidence(f"latents must have the evidence's shape {ev.shape}, found {tuple(latents.shape)}")
-        states, width = latents // self.hmm.num_states, self.hmm.num_states
-        passes = self._passes(ev)
-        return passes.scores(Paths((latents % width)[None], states[None]))[0].to(self.dtype)
+        return self._messages(ev).scores(latents[None])[0].to(self.dtype)
 
     def joint_step(
         self, ev: Evidence, *, generator: torch.Generator | None = None, uniforms: Float[Tensor, "B L"] | None = None
@@ -203,46 +209,46 @@ class ConstrainedHMM(AroundHMM, Recomputing):
         if uniforms is None:
             uniforms = torch.rand(ev.shape, generator=generator, device=ev.device)
 
-        def query(passes: WindowPasses, pick: Callable[[Tensor], Tensor]) -> tuple[tuple[Tensor, ...], Tensor | None]:
-            paths = passes.paths(pick(uniforms)[None])
-            return (self._numbers(paths)[0], passes.scores(paths)[0], passes.log_partition()), passes.faint
+        def query(messages: ProductMessages, pick: Pick) -> Answer:
+            paths = messages.paths(pick(uniforms)[None])
+            return (paths[0], messages.scores(paths)[0], messages.log_partition()), messages.underflow
 
-        latents, scores, log_z = self._exactly(centred, query)
+        latents, scores, log_z = self._answer(centred, query)
         scores = scores + ev.centred().tokens[..., None]
         return JointStep(latents, scores.to(self.dtype), (log_z + offset).to(self.dtype))
 
     def incremental(self, ev: Evidence, candidates: int | None = None) -> "ConstrainedConditioner":
-        """Marginals while tokens are committed one by one: of all tokens, or of so many of the surest (16 at most)."""
+        """Marginals while tokens are committed one by one: of all tokens, or of the likeliest (at most 16)."""
         return ConstrainedConditioner(self, ev, candidates)
 
-    def _numbers(self, paths: Paths) -> Int[Tensor, "M B L"]:
-        return paths.states * self.hmm.num_states + paths.latents
-
-    def _passes(self, ev: Evidence) -> WindowPasses:
-        """The messages, by the fastest means that serve the case."""
+    def _messages(self, ev: Evidence) -> ProductMessages:
+        """The messages, by the fastest backend that serves the case."""
         backend = backend_for(ev.device, self.dtype).name
         if backend == "triton" and self.dtype == torch.float32:
-            from codd.circuits.ops.constrained.device import DevicePasses, served
+            from codd.circuits.ops.constrained.device import DeviceMessages, served
 
             if served(self._chain, ev):
-                return DevicePasses(self._chain, ev)
-        return Passes(self._chain, ev, LogSpace() if backend == "reference" else Linear(self.dtype))
+                return DeviceMessages(self._chain, ev)
+        return ProductMessages(self._chain, ev, LogSpace() if backend == "reference" else Linear(self.dtype))
 
     @torch.no_grad()
-    def _exactly(self, ev: Evidence, query: Query) -> tuple[Tensor, ...]:
-        """Answer a query whose results have the batch first: what float32 may have lost in float64, then in logarithms.
+    def _answer(self, ev: Evidence, query: Query) -> tuple[Tensor, ...]:
+        """Answer a query whose results have the batch first.
 
-        On a GPU nobody looks for that.
+        Sequences in which float32 may have lost something are answered in float64, then in logarithms. On a GPU that is
+        not checked.
         """
-        out, doubt = query(self._passes(ev), lambda x: x)
+        out, underflow = query(self._messages(ev), lambda x: x)
         index, wide = torch.arange(ev.shape[0], device=ev.device), None
-        slower: tuple[Algebra, ...] = (Linear(torch.float64), LogSpace())
+        slower = (Linear(torch.float64), LogSpace())
         for algebra in slower if self.dtype == torch.float32 else slower[1:]:
-            if doubt is None or not bool(doubt.any()):
+            if not _any(underflow):
                 break
-            wide, index = wide or self.to(dtype=torch.float64), index[doubt]
-            pick = partial(torch.index_select, dim=0, index=index)
-            exact, doubt = query(Passes(wide._chain, ev.select(index), algebra), pick)
+            wide, index = wide or self.to(dtype=torch.float64), index[underflow]
+            exact, underflow = query(
+                ProductMessages(wide._chain, ev.select(index), algebra),
+                partial(torch.index_select, dim=0, index=index),
+            )
             for fast, slow in zip(out, exact, strict=True):
                 fast[index] = slow.to(fast.dtype)
         return out
@@ -262,33 +268,30 @@ class ConstrainedConditioner(CommitsTokens):
     def __init__(self, circuit: ConstrainedHMM, ev: Evidence, candidates: int | None = None) -> None:
         """Compute what no later token changes: the leaf values. On a GPU and in logarithms there are no candidates."""
         self._circuit, self._offered = circuit, ev
-        centred = circuit.hmm.centred(ev)[0]
         self._taken = ev.centred()
-        self._passes = circuit._passes(centred)
-        self._observed = self._passes.observed.cpu().clone()
+        self._messages = circuit._messages(circuit.hmm.centred(ev)[0])
+        self._observed = self._messages.observed.cpu().clone()
         count = min(candidates or circuit.vocab_size, _CANDIDATES)
         few = candidates is not None and count < circuit.vocab_size and ev.device.type == "cpu"
-        if few and isinstance(self._passes, Passes) and isinstance(self._passes.algebra, Linear):
+        if few and type(self._messages) is ProductMessages and type(self._messages.algebra) is Linear:
             self.candidates = self.dense_log_marginals().topk(count, dim=-1).indices
-            self._passes.list_candidates(self.candidates)
+            self._messages.list_candidates(self.candidates)
 
     @property
     def evidence(self) -> Evidence:
         """The evidence with all tokens that were committed."""
-        device = self._offered.device
-        return replace(
-            self._offered, tokens=self._passes.tokens.to(device), observed=self._passes.observed.clone().to(device)
-        )
+        device, messages = self._offered.device, self._messages
+        return replace(self._offered, tokens=messages.tokens.to(device), observed=messages.observed.clone().to(device))
 
     @property
     @torch.no_grad()
     def log_partition(self) -> Float[Tensor, " B"]:
         """log Z of the evidence, the language and all committed tokens; -inf where they are impossible together."""
-        if _some(self._passes.faint):
+        if _any(self._messages.underflow):
             return self._circuit.log_partition(self.evidence)
-        observed = self._passes.observed.to(self._taken.tokens.device)
+        observed = self._messages.observed.to(self._taken.tokens.device)
         taken = torch.where(observed, 0, self._taken.tokens).sum(-1) + self._taken.latents
-        return (self._passes.log_partition() + taken).to(self._circuit.dtype)
+        return (self._messages.log_partition() + taken).to(self._circuit.dtype)
 
     @torch.no_grad()
     def commit(self, positions: Int[Tensor, " B"], tokens: Int[Tensor, " B"]) -> None:
@@ -301,16 +304,16 @@ class ConstrainedConditioner(CommitsTokens):
                 raise InvalidEvidence(f"{name} must be ({batch},) numbers in 0..{limit - 1}, found {given}")
         for b, (t, token) in enumerate(zip(places, words, strict=True)):
             if not self._observed[b, t]:
-                self._passes.commit(b, t, token)
+                self._messages.commit(b, t, token)
                 self._observed[b, t] = True
 
     @torch.no_grad()
     def log_marginals(self) -> Float[Tensor, "B L K"]:
         """log p(x_t | evidence, language, committed tokens) of the candidates, or of all tokens."""
-        if self.candidates is None or not isinstance(self._passes, Passes):
+        if self.candidates is None:
             return self.dense_log_marginals()
-        out, faint = self._passes.candidate_marginals()
-        if _some(faint):
+        out, underflow = self._messages.candidate_marginals()
+        if _any(underflow):
             return self.dense_log_marginals().gather(-1, self.candidates)
         return out.to(self._circuit.dtype)
 
@@ -318,8 +321,8 @@ class ConstrainedConditioner(CommitsTokens):
     def dense_log_marginals(self, positions: Int[Tensor, " B"] | None = None) -> Float[Tensor, "B *L V"]:
         """Log-probabilities of all tokens: (B, L, V), or (B, V) at one position of each sequence."""
         wanted = None if positions is None else torch.tensor(sorted(set(positions.tolist())), device=positions.device)
-        out, faint = self._passes.marginals(wanted)
-        if _some(faint):
+        out, underflow = self._messages.marginals(wanted)
+        if _any(underflow):
             out = self._circuit.marginals(self.evidence)
             out = out if wanted is None else out[:, wanted]
         out = out.to(self._circuit.dtype)
@@ -328,16 +331,5 @@ class ConstrainedConditioner(CommitsTokens):
         return out[torch.arange(len(out), device=out.device), torch.searchsorted(wanted, positions)]
 
 
-def _marginals(passes: WindowPasses, pick: Callable[[Tensor], Tensor]) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    out, faint = passes.marginals()
-    return (out,), either(faint, passes.faint)
-
-
-def _tokens(passes: WindowPasses, paths: Paths, uniforms: Float[Tensor, "M B L"]) -> Int[Tensor, "M B L"]:
-    """One token a position, given the paths."""
-    weights = passes.scores(paths).softmax(-1).nan_to_num_(0.0)
-    return draw_token(weights.flatten(0, 2), uniforms.flatten()).view(uniforms.shape)
-
-
-def _some(doubt: Tensor | None) -> bool:
-    return doubt is not None and bool(doubt.any())
+def _any(underflow: Tensor | None) -> bool:
+    return underflow is not None and bool(underflow.any())

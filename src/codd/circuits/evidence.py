@@ -71,15 +71,10 @@ def _check_temperatures(temperatures: Sequence[Any]) -> None:
             )
 
 
-def check_evidence(ev: object) -> None:
-    """Raise InvalidEvidence for anything else."""
-    if not isinstance(ev, Evidence):
-        raise InvalidEvidence(f"expected codd.Evidence, found a {type(ev).__name__}: codd.Evidence(logits=...), say")
-
-
 def check_fits(ev: "Evidence", circuit: Any) -> None:
     """Raise InvalidEvidence unless it has the positions, tokens and latents of a circuit, on its device."""
-    check_evidence(ev)
+    if not isinstance(ev, Evidence):
+        raise InvalidEvidence(f"expected codd.Evidence, found a {type(ev).__name__}: codd.Evidence(logits=...), say")
     length, vocab, latent = circuit.length, circuit.vocab_size, ev.latent_log_potentials
     if ev.device != circuit.device:
         raise InvalidEvidence(f"the evidence is on {ev.device}, the circuit on {circuit.device}: move one of them")
@@ -125,7 +120,7 @@ def check_possible(log_z: Float[Tensor, " B"], check: bool | None = None) -> Non
 
 
 def check_tensors(**given: object) -> None:
-    """Raise InvalidEvidence for whatever is no tensor, by its name."""
+    """Raise InvalidEvidence for what is not a tensor, by its name."""
     for name, value in given.items():
         if not isinstance(value, Tensor):
             raise InvalidEvidence(f"{name} must be a torch tensor, found {shown(value)}: torch.as_tensor makes one")
@@ -160,7 +155,7 @@ class SparsePotentials:
     log_tail: Float[Tensor, "B L"] | None = None
 
     def __post_init__(self) -> None:
-        """Check that the three tensors fit together."""
+        """Check that the tensors fit together."""
         if self.ids.ndim != 3 or self.ids.shape != self.log_weights.shape:
             raise InvalidEvidence(
                 f"sparse ids and log_weights must both be (B, L, K), found {tuple(self.ids.shape)} and "
@@ -210,21 +205,39 @@ class Modulation(NamedTuple):
     step_log_gates: Float[Tensor, "B T R"] | None = None
 
 
-_TENSORS = (
-    *("tokens", "observed", "log_potentials", "latent_log_potentials"),
-    *("logits", "missing", "dense", "step_log_gates"),
-)
+_TENSORS = {
+    "tokens": (2, "integer ids"),
+    "observed": (2, "a boolean mask"),
+    "log_potentials": (3, "floating point"),
+    "logits": (3, "floating point"),
+    "latent_log_potentials": (3, "floating point"),
+    "step_log_gates": (3, "floating point"),
+    "missing": (2, "a boolean mask"),
+    "dense": (2, "a boolean mask"),
+}
+"""The tensors of evidence: their axes, and what their numbers must be."""
 
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
     """What is known about B windows of L positions; see the module for the kinds of evidence.
 
-    ``log_potentials`` are used as they are (they need not be normalised); ``logits`` mean
-    ``softmax(logits / temperature)`` and are never expanded to a (B, L, V) log-softmax. ``temperature`` is one number
-    or one a sequence. ``step_log_gates`` are log-weights on the R inner states through which a transition of low rank
-    goes from each position to the next (T = L - 1). ``missing`` marks positions without evidence although potentials
-    are given; when dense and sparse potentials are both given, ``dense`` says which positions use the dense ones.
+    Args:
+        tokens: ids; observed everywhere if ``observed`` is not given.
+        observed: where the tokens count.
+        log_potentials: log-weights of all tokens, used as they are; they need not be normalised.
+        latent_log_potentials: log-weights of the circuit's latents.
+        logits: in place of ``log_potentials``: they mean ``softmax(logits / temperature)``, and are never expanded to a
+            (B, L, V) log-softmax.
+        temperature: one number, or one per sequence.
+        sparse: weights of K tokens per position.
+        missing: positions without evidence although potentials are given.
+        step_log_gates: log-weights on the R inner states through which a transition of low rank goes from each position
+            to the next (T = L - 1).
+        dense: which positions use the dense potentials, when dense and sparse ones are both given.
+
+    Raises:
+        InvalidEvidence: shapes, types, devices or values do not fit; the message names the tensor.
     """
 
     tokens: Int[Tensor, "B L"] | None = None
@@ -368,14 +381,12 @@ class Evidence:
         if isinstance(self.temperature, Tensor):
             changes["temperature"] = f(self.temperature)
         if self.sparse is not None:
-            s = self.sparse
-            changes["sparse"] = SparsePotentials(
-                f(s.ids), f(s.log_weights), None if s.log_tail is None else f(s.log_tail)
-            )
+            ids, weights, tail = self.sparse.ids, self.sparse.log_weights, self.sparse.log_tail
+            changes["sparse"] = SparsePotentials(f(ids), f(weights), None if tail is None else f(tail))
         return replace(self, **changes)
 
     def _frame(self) -> tuple[tuple[int, int], torch.device]:
-        """(B, L) and the device, from whatever was given."""
+        """(B, L) and the device, from the first tensor that has them."""
         sparse = None if self.sparse is None else self.sparse.ids
         given = (self.tokens, self.log_potentials, self.logits, sparse, self.latent_log_potentials, self.missing)
         first = next((x for x in given if x is not None), None)
@@ -389,78 +400,49 @@ class Evidence:
         return (first.shape[0], first.shape[1]), first.device
 
     def _check_members(self, shape: tuple[int, int], device: torch.device) -> None:
-        members = {
-            "tokens": (self.tokens, 2),
-            "observed": (self.observed, 2),
-            "log_potentials": (self.log_potentials, 3),
-            "logits": (self.logits, 3),
-            "latent_log_potentials": (self.latent_log_potentials, 3),
-            "missing": (self.missing, 2),
-            "dense": (self.dense, 2),
-        }
-        if self.sparse is not None:
-            s = self.sparse
-            members |= {"sparse.ids": (s.ids, 3), "sparse.log_weights": (s.log_weights, 3), "log_tail": (s.log_tail, 2)}
-        for name, (value, ndim) in members.items():
+        sparse = self.sparse
+        members: list[tuple[str, Tensor | None, int, str]] = [(n, getattr(self, n), *of) for n, of in _TENSORS.items()]
+        if sparse is not None:
+            members.append(("sparse.ids", sparse.ids, 3, "integer ids"))
+            members.append(("sparse.log_weights", sparse.log_weights, 3, "floating point"))
+            members.append(("log_tail", sparse.log_tail, 2, "floating point"))
+        for name, value, ndim, kind in members:
             if value is None:
                 continue
-            if value.ndim != ndim or tuple(value.shape[:2]) != shape:
-                wanted = f"({shape[0]}, {shape[1]}{', *' if ndim == 3 else ''})"
+            length = shape[1] - (name == "step_log_gates")
+            if value.ndim != ndim or value.shape[:2] != (shape[0], length):
+                wanted = f"({shape[0]}, {length}{', *' if ndim == 3 else ''})"
                 raise InvalidEvidence(f"{name} must have shape {wanted}, found {tuple(value.shape)}")
             if value.device != device:
                 raise InvalidEvidence(f"{name} is on {value.device}, the rest of the evidence on {device}: move it")
-        self._check_gates(shape, device)
-        for name in ("observed", "missing", "dense"):
-            value = getattr(self, name)
-            if value is not None and value.dtype != torch.bool:
-                raise InvalidEvidence(f"{name} must be a boolean mask, found {value.dtype}")
-        for name in ("log_potentials", "logits", "latent_log_potentials"):
-            value = getattr(self, name)
-            if value is not None and not value.dtype.is_floating_point:
-                raise InvalidEvidence(f"{name} must be floating point, found {value.dtype}")
-        if self.tokens is not None and (self.tokens.dtype.is_floating_point or self.tokens.dtype == torch.bool):
-            raise InvalidEvidence(f"tokens must be integer ids, found {self.tokens.dtype}")
+            floating, mask = value.dtype.is_floating_point, value.dtype == torch.bool
+            if kind != ("floating point" if floating else "a boolean mask" if mask else "integer ids"):
+                raise InvalidEvidence(f"{name} must be {kind}, found {value.dtype}")
+        gates = self.step_log_gates
+        if gates is not None and device.type == "cpu" and not bool(gates.isfinite().all()):
+            raise InvalidEvidence("step_log_gates must be finite: a gate weighs a way, it does not close it")
         if self.tokens is None and self.observed is not None:
             raise InvalidEvidence("observed says which tokens are given, but tokens is None")
         if self.log_potentials is not None and self.logits is not None:
             raise InvalidEvidence("give log_potentials (used as they are) or logits (tempered, normalised), not both")
-        if self.dense is not None and (self.potentials is None or self.sparse is None):
+        if self.dense is not None and (self.potentials is None or sparse is None):
             raise InvalidEvidence("dense chooses between dense and sparse potentials: give both, or drop it")
         self._check_temperature(shape)
 
-    def _check_gates(self, shape: tuple[int, int], device: torch.device) -> None:
-        gates = self.step_log_gates
-        if gates is None:
-            return
-        if gates.ndim != 3 or gates.shape[:2] != (shape[0], shape[1] - 1):
-            wanted = f"({shape[0]}, {shape[1] - 1}, *)"
-            raise InvalidEvidence(f"step_log_gates must have shape {wanted}, found {tuple(gates.shape)}")
-        if not gates.dtype.is_floating_point or gates.device != device:
-            raise InvalidEvidence(f"step_log_gates must be floating point on {device}: {gates.dtype} on {gates.device}")
-        if device.type == "cpu" and not bool(gates.isfinite().all()):
-            raise InvalidEvidence("step_log_gates must be finite: a gate weighs a way, it does not close it")
-
     def _check_temperature(self, shape: tuple[int, int]) -> None:
-        if isinstance(self.temperature, Tensor):
-            if self.temperature.shape != shape[:1]:
-                raise InvalidEvidence(
-                    f"a temperature a sequence must have shape ({shape[0]},), found {tuple(self.temperature.shape)}"
-                )
-            on_cpu = self.temperature.device.type == "cpu"  # elsewhere, looking would wait for the device
-            _check_temperatures(self.temperature.tolist() if on_cpu else [])
-        else:
-            _check_temperatures([self.temperature])
-        if self.logits is None and (isinstance(self.temperature, Tensor) or self.temperature != 1.0):
+        t = self.temperature
+        if not isinstance(t, Tensor):
+            _check_temperatures([t])
+        elif t.shape != shape[:1]:
+            raise InvalidEvidence(f"a temperature per sequence must have shape ({shape[0]},), found {tuple(t.shape)}")
+        elif t.device.type == "cpu":  # elsewhere, reading the values would wait for the device
+            _check_temperatures(t.tolist())
+        if self.logits is None and (isinstance(t, Tensor) or t != 1.0):
             raise InvalidEvidence("temperature divides logits; log_potentials are used as they are. Give logits")
 
     def _kinds(self, shape: tuple[int, int], device: torch.device) -> Int[Tensor, "B L"]:
-        if self.potentials is not None:
-            base = Kind.DENSE
-        elif self.sparse is not None:
-            base = Kind.SPARSE
-        else:
-            base = Kind.MISSING
-        kind = torch.full(shape, int(base), dtype=torch.int8, device=device)
+        soft = Kind.MISSING if self.sparse is None else Kind.SPARSE
+        kind = torch.full(shape, int(soft if self.potentials is None else Kind.DENSE), dtype=torch.int8, device=device)
         if self.dense is not None:
             kind.masked_fill_(~self.dense, int(Kind.SPARSE))
         if self.missing is not None:

@@ -20,9 +20,16 @@ def load_circuit(
     revision: str | None = None,
     check: bool = True,
 ) -> HMM | Modulated | Circuit:
-    """Read a circuit of any kind from a folder or a hub id; general ones are for the CPU only.
+    """Read a circuit of any kind; general ones are for the CPU only.
 
-    ``check``: also refuse, with a FormatError, files that are not what their digests say.
+    Args:
+        source: a folder that a circuit's ``save`` wrote, a repository of the hub ("user/name"), or a ``.jpc``.
+        device: where the parameters shall be.
+        revision: a branch, tag or commit of the hub.
+        check: compare the digests that the files state.
+
+    Raises:
+        FormatError: the files are damaged, or of no circuit that is known.
     """
     config, tensors = storage.read_folder(source, device=device, revision=revision, check=check)
     stated = config.get("circuit")

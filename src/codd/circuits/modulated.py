@@ -20,9 +20,8 @@ from torch.nn.functional import pad
 
 from codd.circuits import storage
 from codd.circuits.evidence import Evidence, Modulation
-from codd.circuits.hmm import HMM, AroundHMM
-from codd.circuits.incremental import IncrementalConditioner
-from codd.circuits.results import JointStep, Samples
+from codd.circuits.graph import Circuit
+from codd.circuits.hmm import HMM
 from codd.errors import FormatError, InvalidCircuit, InvalidEvidence
 from codd.files import brief
 
@@ -94,13 +93,18 @@ def _mask_features(masked: Bool[Tensor, "B L"]) -> Float[Tensor, "B L w"]:
     return torch.cat((here[..., None], angles.cos()[:, None].expand(-1, masked.shape[1], -1)), -1)
 
 
-class Modulated(storage.HubMixin, AroundHMM):
-    """An HMM and the head that modulates it. `Coupled` takes one with the ``features`` of the window."""
+class Modulated(HMM):
+    """An HMM and the head that modulates it. `Coupled` takes one with the ``features`` of the window.
+
+    Its queries are those of the HMM, for evidence that carries the head's modulation; ``hmm`` answers without.
+    """
 
     kind = "modulated"
+    feature_width: int
+    """d, the width of the hidden states that the head takes."""
 
     def __init__(self, hmm: HMM, head: Head):
-        """Check that the head has the sizes of the circuit; `InvalidCircuit` if not."""
+        """Take the tables of the circuit; `InvalidCircuit` unless the head has its sizes."""
         config = head.config
         detour = hmm.factors.detour if hmm.factors is not None else None
         inner = 0 if detour is None else detour.left.shape[1]
@@ -109,27 +113,8 @@ class Modulated(storage.HubMixin, AroundHMM):
                 f"the head is for {config.states} states and {config.inner_states} inner ones, the circuit has "
                 f"{hmm.num_states} and {inner}: they do not belong together"
             )
-        self.hmm, self.head = hmm, head.eval()
-
-    @property
-    def num_states(self) -> int:
-        """N, the number of states."""
-        return self.hmm.num_states
-
-    @property
-    def num_latents(self) -> int:
-        """N, under the name that all circuits share."""
-        return self.hmm.num_states
-
-    @property
-    def feature_width(self) -> int:
-        """d, the width of the hidden states that the head takes."""
-        return self.head.config.features
-
-    @property
-    def supports_cuda_graphs(self) -> bool:
-        """Whether queries can be captured in a CUDA graph: yes."""
-        return self.hmm.supports_cuda_graphs
+        vars(self).update(vars(hmm))
+        self.hmm, self.head, self.feature_width = hmm, head.eval(), config.features
 
     def __repr__(self) -> str:
         """The circuit and what is modulated."""
@@ -146,7 +131,7 @@ class Modulated(storage.HubMixin, AroundHMM):
             )
         return widened(self.head(features, masked), self.hmm)
 
-    def condition_on(
+    def condition_on(  # type: ignore[override]  # the unmodulated circuit answers, not this one
         self, features: Float[Tensor, "B L d"] | None, masked: Bool[Tensor, "B L"]
     ) -> tuple[HMM, Modulation]:
         """The HMM, and the head's modulation by the features; `InvalidEvidence` if they are missing or misshapen."""
@@ -166,55 +151,13 @@ class Modulated(storage.HubMixin, AroundHMM):
         moved.load_state_dict(self.head.state_dict())
         return Modulated(self.hmm.to(device, dtype, emission=emission), moved.to(device))
 
-    # Queries: those of the HMM, for evidence that carries the head's modulation.
+    def as_circuit(self, length: int | None = None) -> Circuit:
+        """`InvalidCircuit`: as a general circuit it would be without its head."""
+        raise InvalidCircuit("a modulated circuit is not a general one: ask its .hmm, which is unmodulated")
 
-    def log_partition(self, ev: Evidence) -> Float[Tensor, " B"]:
-        """As `HMM.log_partition`."""
-        return self._hmm_for(ev).log_partition(ev)
-
-    def conditional_log_prob(self, ids: Int[Tensor, "B L"], ev: Evidence) -> Float[Tensor, " B"]:
-        """As `HMM.conditional_log_prob`."""
-        return self._hmm_for(ev).conditional_log_prob(ids, ev)
-
-    def marginals(self, ev: Evidence, candidates: Int[Tensor, "B L K"] | None = None) -> Float[Tensor, "B L V"]:
-        """As `HMM.marginals`."""
-        return self._hmm_for(ev).marginals(ev, candidates)
-
-    def posterior(self, ev: Evidence) -> Float[Tensor, "B L N"]:
-        """As `HMM.posterior`."""
-        return self._hmm_for(ev).posterior(ev)
-
-    def sample(
-        self,
-        ev: Evidence,
-        *,
-        generator: torch.Generator | None = None,
-        num_samples: int | None = None,
-        check: bool | None = None,
-    ) -> Samples:
-        """As `HMM.sample`."""
-        return self._hmm_for(ev).sample(ev, generator=generator, num_samples=num_samples, check=check)
-
-    def conditional_scores(self, ev: Evidence, latents: Int[Tensor, "B L"]) -> Float[Tensor, "B L V"]:
-        """As `HMM.conditional_scores`."""
-        return self._hmm_for(ev).conditional_scores(ev, latents)
-
-    def joint_step(
-        self, ev: Evidence, *, generator: torch.Generator | None = None, uniforms: Float[Tensor, "B L"] | None = None
-    ) -> JointStep:
-        """As `HMM.joint_step`."""
-        return self._hmm_for(ev).joint_step(ev, generator=generator, uniforms=uniforms)
-
-    def pairwise(self, ev: Evidence, candidates: Int[Tensor, "B L K"]) -> Float[Tensor, "B L L C C"]:
-        """As `HMM.pairwise`."""
-        return self._hmm_for(ev).pairwise(ev, candidates)
-
-    def incremental(self, ev: Evidence, candidates: int | None = None) -> IncrementalConditioner:
-        """As `HMM.incremental`."""
-        return self._hmm_for(ev).incremental(ev, candidates)
-
-    def _hmm_for(self, ev: Evidence) -> HMM:
-        """The HMM, if the evidence has the weights that the head gives: without them it would be another circuit."""
+    def _check(self, ev: Evidence) -> None:
+        """Refuse evidence without the weights that the head gives: without them it would be another circuit."""
+        super()._check(ev)
         config = self.head.config
         needed = (
             ("latent_log_potentials", config.states, ev.latent_log_potentials),
@@ -226,7 +169,6 @@ class Modulated(storage.HubMixin, AroundHMM):
                     f"this circuit is modulated, and the evidence has no {name}: take the network's from "
                     "condition_on(features, masked), or ask circuit.hmm for the unmodulated answer"
                 )
-        return self.hmm
 
     def save(self, folder: str | PathLike[str], *, half: bool = False) -> Path:
         """Write config.json and circuit.safetensors, atomically; ``half``: in 16 bits what can be."""

@@ -7,11 +7,13 @@ that does not end where its pickle does. The names that are left stand for class
 their arguments; nothing is imported or looked up. What is made is a small multiple of the file's size.
 """
 
+import io
 import math
+import mmap
 import pickle
 import pickletools
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,17 +24,8 @@ from codd.errors import FormatError, UnsafePickle
 _MAX_OPCODES = 5_000_000
 
 
-@runtime_checkable
-class _Stream(Protocol):
-    """A mapped file, or bytes in memory. Both clip a read that asks for too much."""
-
-    def read(self, n: int, /) -> bytes: ...
-
-    def readline(self) -> bytes: ...
-
-    def seek(self, position: int, /) -> object: ...
-
-    def tell(self) -> int: ...
+_Stream: TypeAlias = mmap.mmap | io.BytesIO
+"""A mapped file, or bytes in memory. Both clip a read that asks for too much."""
 
 
 class _Record:
@@ -100,6 +93,7 @@ _TARGETS = {
     **dict.fromkeys(("SETITEM", "SETITEMS"), pickletools.pydict),
 }
 """The only kind of value that an instruction may act upon."""
+_ALLOWED = _PLAIN | _TEXT | _PUT | _GET | _TARGETS.keys()
 
 
 def _scan(stream: _Stream, calls: Calls) -> None:
@@ -112,7 +106,7 @@ def _scan(stream: _Stream, calls: Calls) -> None:
         op, before, items = opcode.name, opcode.stack_before, []
         if count > _MAX_OPCODES:
             raise FormatError(f"more than {_MAX_OPCODES} pickle instructions; no chain of circuits needs as many.")
-        if op not in _PLAIN | _TEXT | _PUT | _GET | _TARGETS.keys():
+        if op not in _ALLOWED:
             raise UnsafePickle(
                 f"it uses the pickle instruction {op}, which a circuit saved by PyJuice does not. Nothing was run."
             )

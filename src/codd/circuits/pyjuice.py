@@ -85,6 +85,11 @@ class _Node:
         return f"entry {self.index} ({self.kind})"
 
 
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise FormatError(message)
+
+
 def _parse_nodes(entries: object) -> list[_Node]:
     if not isinstance(entries, list) or not entries or not all(type(entry) is dict for entry in entries):
         raise FormatError("expected a list of dicts, one for each node of a circuit; this is not a PyJuice circuit.")
@@ -97,45 +102,32 @@ def _parse_node(index: int, entry: dict[str, object], total: int, leaves: dict[b
     if not isinstance(kind, str) or kind not in ("Input", "Product", "Sum"):
         raise FormatError(f"entry {index} has no type; expected 'Input', 'Product' or 'Sum'.")
     where = f"entry {index} ({kind})"
-    if "external_params" in entry:
-        raise FormatError(f"{where} has external_params, which are not supported. Save the circuit without them.")
-    children = entry.get("chs")
+    unsupported = "which are not supported. Save the circuit without them."
+    _require("external_params" not in entry, f"{where} has external_params, {unsupported}")
+    children, source = entry.get("chs"), entry.get("source_node")
     # Children before parents: this also rules out cycles.
     if not isinstance(children, tuple | list) or not all(is_int(c) and 0 <= c < index for c in children):
         raise FormatError(f"{where}: 'chs' must be a tuple of indices of earlier entries.")
-    if kind == "Input" and children:
-        raise FormatError(f"{where} has children; expected none.")
-    source = entry.get("source_node")
+    _require(kind != "Input" or not children, f"{where} has children; expected none.")
     if source is not None and not (is_int(source) and 0 <= source < total and source != index):
         raise FormatError(f"{where}: 'source_node' must be the index of another entry.")
     params = _array(entry, "params", where, "f") if kind != "Product" and source is None else None
     if params is not None and entry.get("zero_param_mask") is not None:
-        mask = _array(entry, "zero_param_mask", where, "b")
-        if mask.shape != params.shape:
-            raise FormatError(f"{where}: 'zero_param_mask' has not the shape of 'params'.")
+        same = _array(entry, "zero_param_mask", where, "b").shape == params.shape
+        _require(same, f"{where}: 'zero_param_mask' has not the shape of 'params'.")
     blocks, block_size = _sizes(entry, where)
-    return _Node(
-        index=index,
-        kind=kind,
-        blocks=blocks,
-        block_size=block_size,
-        children=tuple(children),
-        edges=None if kind == "Input" else _array(entry, "edge_ids", where, "i"),
-        params=params,
-        source=source,
-        variable=_variable(entry, where, total) if kind == "Input" else None,
-        leaf=_leaf(entry, where, leaves) if kind == "Input" else None,
-    )
+    edges = None if kind == "Input" else _array(entry, "edge_ids", where, "i")
+    variable, leaf = (_variable(entry, where, total), _leaf(entry, where, leaves)) if kind == "Input" else (None, None)
+    return _Node(index, kind, blocks, block_size, tuple(children), edges, params, source, variable, leaf)
 
 
 def _sizes(entry: dict[str, object], where: str) -> tuple[int, int]:
     """The number of blocks and their size, under the names of today's PyJuice or of an older one."""
-    for blocks_key, size_key in (("num_node_blocks", "block_size"), ("num_node_groups", "group_size")):
+    blocks: object = entry.get("num_nodes")
+    size: object = 1
+    for blocks_key, size_key in (("num_node_groups", "group_size"), ("num_node_blocks", "block_size")):
         if blocks_key in entry:
             blocks, size = entry[blocks_key], entry.get(size_key)
-            break
-    else:
-        blocks, size = entry.get("num_nodes"), 1
     if not (is_int(blocks) and is_int(size) and 0 < blocks < 2**31 and 0 < size < 2**31):
         raise FormatError(f"{where}: 'num_node_blocks' and 'block_size' must be there, as positive integers.")
     return blocks, size
@@ -145,10 +137,8 @@ def _array(entry: dict[str, object], key: str, where: str, kind: str) -> NDArray
     value = entry.get(key)
     if not isinstance(value, Array):
         raise FormatError(f"{where}: {key!r} is missing or is not an array.")
-    array = value.numpy()
-    if array.dtype.kind != kind:
-        names = {"f": "float32", "i": "int64", "b": "bool"}
-        raise FormatError(f"{where}: {key!r} has dtype {array.dtype}; expected {names[kind]}.")
+    array, wanted = value.numpy(), {"f": "float32", "i": "int64", "b": "bool"}[kind]
+    _require(array.dtype.kind == kind, f"{where}: {key!r} has dtype {array.dtype}; expected {wanted}.")
     return array
 
 
@@ -176,13 +166,11 @@ def _leaf(entry: dict[str, object], where: str, leaves: dict[bytes, LeafRecord])
 
 def _extract_hmm(nodes: list[_Node]) -> JpcHMM:
     inputs, sums = _follow_chain(nodes)
-    emitters = [_owner(nodes, node) for node in inputs]
-    movers = [_owner(nodes, node) for node in sums]
+    emitters, movers = ([_owner(nodes, node) for node in some] for some in (inputs, sums))
     emissions = {node.index: _emission(node) for node in set(emitters)}
     transitions = {node.index: _dense(node, _only_child(nodes, node)) for node in set(movers)}
     initial = _dense(nodes[-1], _only_child(nodes, nodes[-1]))
-    n = initial.shape[1]
-    leaf = inputs[0].leaf
+    n, leaf = initial.shape[1], inputs[0].leaf
     assert leaf is not None
     return JpcHMM(
         initial=torch.from_numpy(initial[0]),
@@ -195,64 +183,58 @@ def _extract_hmm(nodes: list[_Node]) -> JpcHMM:
 
 
 def _follow_chain(nodes: list[_Node]) -> tuple[list[_Node], list[_Node]]:
-    """The inputs of all positions and the sums between them, from the root on; FormatError if it is no chain."""
+    """The inputs of all positions and the sums between them, from the root on; FormatError if it is not a chain."""
     root = nodes[-1]
-    if root.kind != "Sum" or root.size != 1:
-        raise FormatError(f"not an HMM: the root, {root}, must be a single sum node, but has {root.size} node(s).")
     inputs: list[_Node] = []
     sums: list[_Node] = []
+    single = root.kind == "Sum" and root.size == 1
+    _require(single, f"not an HMM: the root, {root}, must be a single sum node, but has {root.size} node(s).")
     product = _only_child(nodes, root)
     while True:
-        children = [nodes[child] for child in product.children]
-        kinds = sorted(child.kind for child in children)
+        children = {child.kind: child for child in (nodes[child] for child in product.children)}
+        kinds = sorted(nodes[child].kind for child in product.children)
         if product.kind != "Product" or kinds not in (["Input"], ["Input", "Sum"]):
             shown = f"{product} over {', '.join(kinds[:4]) or 'nothing'}"
             raise FormatError(
                 f"not a chain: expected a Product over an Input and a Sum (or the last Input), found {shown}."
             )
-        _check_product(product, children)
-        inputs.append(next(child for child in children if child.kind == "Input"))
-        if len(children) == 1:
+        _check_product(product, list(children.values()))
+        inputs.append(children["Input"])
+        if "Sum" not in children:
             break
-        sums.append(next(child for child in children if child.kind == "Sum"))
-        product = _only_child(nodes, sums[-1])
-        if product.size != sums[-1].size:
-            raise FormatError(
-                f"not an HMM: {sums[-1]} has {sums[-1].size} nodes, but {product} below has {product.size}."
-            )
+        sums.append(children["Sum"])
+        above, product = sums[-1], _only_child(nodes, sums[-1])
+        sizes = f"{above} has {above.size} nodes, but {product} below has {product.size}"
+        _require(product.size == above.size, f"not an HMM: {sizes}.")
     _check_inputs(inputs)
-    if len(nodes) != 3 * len(inputs):
-        raise FormatError(
-            f"not a chain: {len(inputs)} positions take {3 * len(inputs)} entries, but the file has {len(nodes)}."
-        )
+    entries = f"{len(inputs)} positions take {3 * len(inputs)} entries, but the file has {len(nodes)}"
+    _require(len(nodes) == 3 * len(inputs), f"not a chain: {entries}.")
     return inputs, sums
 
 
 def _only_child(nodes: list[_Node], node: _Node) -> _Node:
-    if len(node.children) != 1:
-        raise FormatError(f"not a chain: {node} must have one child, a Product, but has {len(node.children)} children.")
+    count = len(node.children)
+    _require(count == 1, f"not a chain: {node} must have one child, a Product, but has {count} children.")
     return nodes[node.children[0]]
 
 
 def _check_product(product: _Node, children: list[_Node]) -> None:
     """Node i of the product must multiply the nodes i of its children."""
     for child in children:
-        if (child.blocks, child.block_size) != (product.blocks, product.block_size):
-            raise FormatError(f"not an HMM: {product} and its child, {child}, differ in their blocks.")
-    edges = product.edges
+        same = (child.blocks, child.block_size) == (product.blocks, product.block_size)
+        _require(same, f"not an HMM: {product} and its child, {child}, differ in their blocks.")
+    edges, shape = product.edges, (product.blocks, len(children))
     assert edges is not None
-    shape = (product.blocks, len(children))
-    if edges.shape != shape or not bool((edges == np.arange(product.blocks)[:, None]).all()):
-        raise FormatError(f"not an HMM: 'edge_ids' of {product} must pair equal blocks, in an array of shape {shape}.")
+    equal = edges.shape == shape and bool((edges == np.arange(product.blocks)[:, None]).all())
+    _require(equal, f"not an HMM: 'edge_ids' of {product} must pair equal blocks, in an array of shape {shape}.")
 
 
 def _check_inputs(inputs: list[_Node]) -> None:
-    variables = [node.variable for node in inputs]
-    if variables != list(range(len(inputs))):
-        position = next(t for t, variable in enumerate(variables) if t != variable)
-        raise FormatError(
-            f"not an HMM from left to right: position {position} of the chain holds variable {variables[position]}; "
-            f"expected the variables 0 to {len(inputs) - 1} in order, each once."
+    for position, node in enumerate(inputs):
+        _require(
+            node.variable == position,
+            f"not an HMM from left to right: position {position} of the chain holds variable {node.variable}; "
+            f"expected the variables 0 to {len(inputs) - 1} in order, each once.",
         )
     if len({(node.leaf.class_name, node.leaf.num_cats) for node in inputs if node.leaf}) != 1:
         raise FormatError("the inputs differ in their leaf class or number of categories; expected one kind of leaf.")
@@ -270,8 +252,7 @@ def _owner(nodes: list[_Node], node: _Node) -> _Node:
         and below[0] == below[1]
         and (node.edges is None or owner.edges is None or np.array_equal(node.edges, owner.edges))
     )
-    if not same:
-        raise FormatError(f"{node} is tied to {owner}, which does not own parameters for the same edges.")
+    _require(same, f"{node} is tied to {owner}, which does not own parameters for the same edges.")
     return owner
 
 
@@ -279,14 +260,10 @@ def _emission(node: _Node) -> NDArray[np.float32]:
     assert node.params is not None
     assert node.leaf is not None
     assert node.leaf.num_cats is not None
-    n, v = node.size, node.leaf.num_cats
-    if node.params.shape != (n * v,):
-        raise FormatError(
-            f"{node}: {n} states over {v} categories need 'params' of shape {(n * v,)}; found {node.params.shape}."
-        )
-    matrix = np.empty((n, v), dtype=np.float32)
-    _copy(node.params.reshape(n, v), matrix, ...)
-    return _checked_rows(matrix, node)
+    n, v, found = node.size, node.leaf.num_cats, node.params.shape
+    needed = f"{n} states over {v} categories need 'params' of shape {(n * v,)}"
+    _require(found == (n * v,), f"{node}: {needed}; found {found}.")
+    return _checked_rows(np.empty((n, v), dtype=np.float32), ..., node.params.reshape(n, v), node)
 
 
 def _dense(node: _Node, child: _Node) -> NDArray[np.float32]:
@@ -295,37 +272,33 @@ def _dense(node: _Node, child: _Node) -> NDArray[np.float32]:
     if params is None:
         raise FormatError(f"{node} has no parameters of its own; expected 'params'.")
     assert edges is not None
-    if edges.ndim != 2 or len(edges) != 2:
-        raise FormatError(f"{node}: 'edge_ids' must have shape (2, edges); found {edges.shape}.")
+    flat = edges.ndim == 2 and len(edges) == 2
+    _require(flat, f"{node}: 'edge_ids' must have shape (2, edges); found {edges.shape}.")
     shape = (edges.shape[1], node.block_size, child.block_size)
-    if params.shape != shape:
-        raise FormatError(f"{node}: 'params' must have shape {shape}; found {params.shape}.")
+    _require(params.shape == shape, f"{node}: 'params' must have shape {shape}; found {params.shape}.")
     rows, columns = edges.astype(np.int64)
-    if min(rows.min(), columns.min()) < 0 or rows.max() >= node.blocks or columns.max() >= child.blocks:
-        raise FormatError(f"{node}: 'edge_ids' points at blocks that do not exist.")
-    if len(np.unique(rows * child.blocks + columns)) != len(rows):
-        raise FormatError(f"{node}: 'edge_ids' has a pair of blocks twice.")
+    there = min(rows.min(), columns.min()) >= 0 and rows.max() < node.blocks and columns.max() < child.blocks
+    _require(there, f"{node}: 'edge_ids' points at blocks that do not exist.")
+    distinct = len(np.unique(rows * child.blocks + columns)) == len(rows)
+    _require(distinct, f"{node}: 'edge_ids' has a pair of blocks twice.")
     _check_expansion(node.size * child.size, params.size)
     matrix = np.zeros((node.blocks, node.block_size, child.blocks, child.block_size), dtype=np.float32)
-    _copy(params, matrix, (rows, slice(None), columns))
-    return _checked_rows(matrix.reshape(node.size, child.size), node)
+    return _checked_rows(matrix, (rows, slice(None), columns), params, node).reshape(node.size, child.size)
 
 
-def _copy(values: NDArray[Any], matrix: NDArray[np.float32], where: Any) -> None:
+def _checked_rows(matrix: NDArray[np.float32], where: Any, values: NDArray[Any], node: _Node) -> NDArray[np.float32]:
+    """The matrix of n rows with these values in it, which have to make each row a distribution."""
     with np.errstate(over="ignore"):  # a float64 that is too large becomes inf, and is then refused as not finite
         matrix[where] = values
-
-
-def _checked_rows(matrix: NDArray[np.float32], node: _Node) -> NDArray[np.float32]:
-    if not bool(np.isfinite(matrix).all()) or bool((matrix < 0).any()):
-        raise FormatError(f"{node}: 'params' has values that are negative or not finite; expected probabilities.")
-    sums = matrix.sum(axis=-1, dtype=np.float64)
+    possible = bool(np.isfinite(matrix).all()) and not bool((matrix < 0).any())
+    _require(possible, f"{node}: 'params' has values that are negative or not finite; expected probabilities.")
+    sums = matrix.reshape(node.size, -1).sum(axis=-1, dtype=np.float64)
     worst = int(np.abs(sums - 1).argmax())
-    if abs(sums[worst] - 1) > _ROW_TOLERANCE:
-        raise FormatError(
-            f"{node}: the probabilities of node {worst} sum to {sums[worst]:.6g}; expected 1 within "
-            f"{_ROW_TOLERANCE:g}. Normalise the circuit in PyJuice and save it again."
-        )
+    _require(
+        abs(sums[worst] - 1) <= _ROW_TOLERANCE,
+        f"{node}: the probabilities of node {worst} sum to {sums[worst]:.6g}; expected 1 within {_ROW_TOLERANCE:g}. "
+        "Normalise the circuit in PyJuice and save it again.",
+    )
     return matrix
 
 
@@ -340,8 +313,8 @@ def _join(matrices: dict[int, NDArray[np.float32]], owners: list[_Node]) -> Tens
 
 
 def _check_expansion(needed: int, stored: int) -> None:
-    if needed > max(_MAX_EXPANSION * stored, _FREE_EXPANSION):
-        raise FormatError(
-            f"{stored} parameters in the file would grow to {needed}; codd holds matrices densely and stops at "
-            f"{_MAX_EXPANSION} times."
-        )
+    _require(
+        needed <= max(_MAX_EXPANSION * stored, _FREE_EXPANSION),
+        f"{stored} parameters in the file would grow to {needed}; codd holds matrices densely and stops at "
+        f"{_MAX_EXPANSION} times.",
+    )

@@ -6,11 +6,8 @@ Digests are stored twice as well: ``config.json`` has that of the weights' file,
 holds, so that a circuit whose ``config.json`` could not be replaced any more is told from a damaged one.
 """
 
-import contextlib
-import hashlib
 import json
 import os
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from codd import files
-from codd.errors import CoddError, FormatError
+from codd.errors import FormatError
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "circuit.safetensors"
@@ -38,14 +35,10 @@ _Kind = TypeVar("_Kind", bound="HubMixin")
 
 
 class HubMixin(ABC):
-    """``load``, and the hub's names for ``save`` and ``load``, for a circuit of any kind."""
+    """``load``, for a circuit of any kind."""
 
     kind: ClassVar[str]
     """What the configuration says of a circuit of this class."""
-
-    @abstractmethod
-    def save(self, folder: str | os.PathLike[str]) -> Path:
-        """Write the circuit's two files."""
 
     @classmethod
     @abstractmethod
@@ -61,24 +54,19 @@ class HubMixin(ABC):
         revision: str | None = None,
         check: bool = True,
     ) -> _Kind:
-        """Read a folder or a hub id written by ``save`` or ``push_to_hub``; ``check``: compare the stated digests."""
+        """Read a saved circuit.
+
+        Args:
+            source: a folder that ``save`` wrote, a repository of the hub that holds one ("user/name"), or a ``.jpc``.
+            device: where the parameters shall be.
+            revision: a branch, tag or commit of the hub.
+            check: compare the digests that the files state.
+
+        Raises:
+            FormatError: the circuit is of another kind, or its files are damaged.
+        """
         stored = read_folder(source, device=device, revision=revision, check=check, kind=cls.kind)
         return cls.from_stored(*stored, str(source))
-
-    def save_pretrained(self, folder: str | os.PathLike[str], **_: Any) -> Path:
-        """``save`` under the hub's name."""
-        return self.save(folder)
-
-    @classmethod
-    def from_pretrained(cls: type[_Kind], source: str | os.PathLike[str], **options: Any) -> _Kind:
-        """``load`` under the hub's name."""
-        return cls.load(source, **options)
-
-    def push_to_hub(self, repo_id: str, *, private: bool = False, token: str | None = None) -> str:
-        """Upload the two files to a hub repository, which is made if it does not exist; returns the commit's URL."""
-        with tempfile.TemporaryDirectory() as folder:
-            self.save(folder)
-            return push_folder(folder, repo_id, private=private, token=token)
 
 
 def write_folder(folder: str | os.PathLike[str], config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
@@ -110,19 +98,19 @@ def read_folder(
     check: bool = True,
     kind: str | None = None,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read a circuit from a local folder, or from the hub if there is no such folder and the text is like "user/name".
+    """The configuration and the tensors as they were given to ``write_folder``; see `HubMixin.load`.
 
-    Returns the configuration and the tensors as they were given to ``write_folder``. ``revision`` (a branch, tag or
-    commit) applies to the hub only. FormatError if the circuit is not of this ``kind`` (None: any), or if the files are
-    damaged; changed values are noticed by the digests that the files state, unless ``check`` is false.
+    A PyJuice file, or a folder or repository that holds one and no circuit of ours, is converted; nothing of it is run.
+    FormatError if the circuit is not of this ``kind`` (None: any), or if the files are damaged.
     """
-    folder = local_folder(path_or_hub_id, revision)
-    config = _read_config(folder)
-    described, tensors = _read_weights(folder / WEIGHTS_FILE)
-    _check_tensors(folder / WEIGHTS_FILE, described["tensors"], tensors)
-    if check:
-        _check_digests(folder, config, described, tensors)
-    given = {key: value for key, value in described.items() if key not in _RESERVED}
+    path = Path(path_or_hub_id)
+    if path.suffix == ".jpc" and not path.is_dir():
+        given, tensors = _read_pyjuice(path)
+    else:
+        folder = local_folder(path_or_hub_id, revision)
+        published = [folder / name for name in PYJUICE_FILES if (folder / name).is_file()]
+        ours = not published or (folder / WEIGHTS_FILE).exists()
+        given, tensors = _read_circuit(folder, check) if ours else _read_pyjuice(published[0])
     if kind is not None and (stated := given.get("circuit")) != kind:
         raise FormatError(
             f"{path_or_hub_id} holds a circuit of type {stated!r:.60}, expected {kind!r}: use codd.load_circuit"
@@ -130,72 +118,24 @@ def read_folder(
     return given, {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
-def push_folder(
-    folder: str | os.PathLike[str], repo_id: str, *, private: bool = False, token: str | None = None
-) -> str:
-    """Upload the two files of a circuit to the hub, into a new repository if need be; returns the commit's address."""
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise FormatError(f"{folder}: there is no such folder. Save the circuit first.")
-    read_folder(folder)  # a damaged circuit is noticed here rather than by whoever downloads it
-    if _read_config(folder).get("sha256") != files.sha256(folder / WEIGHTS_FILE):
-        raise FormatError(
-            f"{folder}: {CONFIG_FILE} and {WEIGHTS_FILE} do not belong together: writing them was interrupted. "
-            "Save the circuit again before uploading it."
-        )
-    hub = files.hub()
-    try:
-        api = hub.HfApi(token=token)
-        api.create_repo(repo_id, private=private, exist_ok=True)
-        commit = api.upload_folder(
-            repo_id=repo_id,
-            folder_path=str(folder),
-            allow_patterns=[CONFIG_FILE, WEIGHTS_FILE],
-            commit_message="Upload a codd circuit",
-        )
-    except Exception as error:  # the hub's own errors and, by its version, those of requests or httpx
-        raise CoddError(
-            f"could not upload {folder} to {repo_id!r} on the hub: {files.brief(error)} "
-            "Check the connection, the name, and that the token (or `hf auth login`) may write there."
-        ) from error
-    return str(commit.commit_url)
+def _read_circuit(folder: Path, check: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    config = _read_config(folder / CONFIG_FILE)
+    described, tensors = _read_weights(folder / WEIGHTS_FILE)
+    if check:
+        _check_digests(folder, config, described, tensors)
+    return {key: value for key, value in described.items() if key not in _RESERVED}, tensors
+
+
+def _read_pyjuice(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    from codd.circuits.hmm import HMM  # which is kept by this module
+
+    hmm = HMM.from_pyjuice(path)
+    return hmm.description(), hmm.stored()
 
 
 def local_folder(path_or_hub_id: str | os.PathLike[str], revision: str | None = None) -> Path:
-    """The folder of a circuit on this machine; one that is on the hub is downloaded first.
-
-    A PyJuice file, or a folder or repository that holds one and no circuit of ours, is converted into codd's cache
-    folder, once. Nothing of it is run.
-    """
-    if Path(path_or_hub_id).suffix == ".jpc" and not Path(path_or_hub_id).is_dir():
-        return _converted(Path(path_or_hub_id))
-    folder = files.local_folder(path_or_hub_id, (CONFIG_FILE, WEIGHTS_FILE, *PYJUICE_FILES), revision)
-    published = [folder / name for name in PYJUICE_FILES if (folder / name).is_file()]
-    return folder if not published or (folder / WEIGHTS_FILE).exists() else _converted(published[0])
-
-
-def _converted(path: Path) -> Path:
-    """The folder that a PyJuice file was converted into, found by the file's content; CoddError if none can be made.
-
-    A folder that is damaged is written again.
-    """
-    from codd.circuits.hmm import HMM  # which is kept by this module
-
-    with files.open_regular(path) as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    folder = files.cache_folder() / "circuits" / digest[:32]
-    with contextlib.suppress(OSError, FormatError):  # there is none yet, or it is damaged
-        read_folder(folder)
-        return folder
-    hmm = HMM.from_pyjuice(path)
-    try:
-        hmm.save(folder)
-    except OSError as error:
-        raise CoddError(
-            f"{path}: the converted circuit cannot be kept in {folder} ({error.strerror}). Set XDG_CACHE_HOME to a "
-            "folder that can be written, or run `codd convert` and give its folder."
-        ) from error
-    return folder
+    """The folder of a circuit on this machine, downloaded from the hub if it is there."""
+    return files.local_folder(path_or_hub_id, (CONFIG_FILE, WEIGHTS_FILE, *PYJUICE_FILES), revision)
 
 
 def _describe(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
@@ -205,8 +145,7 @@ def _describe(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / CONFIG_FILE
+def _read_config(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise FormatError(
             f"{path}: is missing, so that this is not a circuit, or the writing of it was interrupted. "
@@ -217,18 +156,18 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 def _parse_config(text: str, where: str) -> dict[str, Any]:
     config = files.parse_json_object(where, text)
-    if config.get("format") != FORMAT:
-        raise FormatError(f'{where}: is not of a codd circuit; expected an object with "format": "{FORMAT}".')
     version = config.get("format_version")
-    if type(version) is not int or version < 1:
-        raise FormatError(f"{where}: has no format_version; expected a number from 1 to {FORMAT_VERSION}.")
-    if version > FORMAT_VERSION:
-        raise FormatError(
-            f"{where}: has format version {version}, but this codd reads versions up to {FORMAT_VERSION}. Upgrade codd."
-        )
-    if not isinstance(config.get("tensors"), dict):
-        raise FormatError(f"{where}: does not list its tensors. Download or save the circuit again.")
-    return config
+    if config.get("format") != FORMAT:
+        wrong = f'is not of a codd circuit; expected an object with "format": "{FORMAT}".'
+    elif type(version) is not int or version < 1:
+        wrong = f"has no format_version; expected a number from 1 to {FORMAT_VERSION}."
+    elif version > FORMAT_VERSION:
+        wrong = f"has format version {version}, but this codd reads versions up to {FORMAT_VERSION}. Upgrade codd."
+    elif not isinstance(config.get("tensors"), dict):
+        wrong = "does not list its tensors. Download or save the circuit again."
+    else:
+        return config
+    raise FormatError(f"{where}: {wrong}")
 
 
 def _read_weights(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -241,11 +180,20 @@ def _read_weights(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             if text is None:
                 raise FormatError(f"{path}: is a safetensors file of something else; expected one that codd wrote.")
             names = file.keys()  # a method of the file, which is no dict
-            return _parse_config(text, f"{path} (metadata)"), {name: file.get_tensor(name) for name in names}
+            described, tensors = _parse_config(text, f"{path} (metadata)"), {n: file.get_tensor(n) for n in names}
     except (SafetensorError, OSError) as error:
         raise FormatError(
             f"{path}: is truncated, damaged or not a safetensors file ({files.brief(error)}). Save it again."
         ) from error
+    listed, stored = described["tensors"], _describe(tensors)
+    if missing := sorted(listed.keys() - stored.keys()):
+        raise FormatError(f"{path}: lacks the tensor(s) {', '.join(missing)} that its configuration lists.")
+    if unknown := sorted(stored.keys() - listed.keys()):
+        raise FormatError(f"{path}: has the tensor(s) {', '.join(unknown)} that its configuration does not list.")
+    for name, found in stored.items():
+        if listed[name] != found:
+            raise FormatError(f"{path}: tensor {name} is {found}, but its configuration says {listed[name]!r:.200}.")
+    return described, tensors
 
 
 def _check_digests(folder: Path, config: dict[str, Any], described: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -253,32 +201,17 @@ def _check_digests(folder: Path, config: dict[str, Any], described: dict[str, An
 
     A configuration that an interrupted overwrite left behind is none: the weights are what their own metadata says.
     """
-    plain, described_plain = (
-        {key: value for key, value in fields.items() if key != "sha256"} for fields in (config, described)
-    )
+    plain, own_plain = ({k: v for k, v in fields.items() if k != "sha256"} for fields in (config, described))
     stated, own = config.get("sha256"), described.get("sha256")
     if stated == files.sha256(folder / WEIGHTS_FILE):
-        if plain != described_plain:
+        if plain != own_plain:
             raise FormatError(
                 f"{folder / CONFIG_FILE}: was changed after the circuit was saved, and no longer agrees with the copy "
                 f"in {WEIGHTS_FILE}, which counts. Undo the change, or save the circuit again with the configuration "
                 "wanted."
             )
-    elif (stated, own) != (None, None) and own != files.sha256_of(json.dumps(described_plain), tensors):
+    elif (stated, own) != (None, None) and own != files.sha256_of(json.dumps(own_plain), tensors):
         raise FormatError(
             f"{folder / WEIGHTS_FILE}: is damaged: its bytes are not those that were saved, by their sha256. "
             "Download or save the circuit again, or load it with check=False."
         )
-
-
-def _check_tensors(path: Path, listed: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    stored = _describe(tensors)
-    if missing := sorted(listed.keys() - stored.keys()):
-        raise FormatError(f"{path}: lacks the tensor(s) {', '.join(missing)} that its configuration lists.")
-    if unknown := sorted(stored.keys() - listed.keys()):
-        raise FormatError(f"{path}: has the tensor(s) {', '.join(unknown)} that its configuration does not list.")
-    for name, description in stored.items():
-        if listed[name] != description:
-            raise FormatError(
-                f"{path}: tensor {name} is {description}, but its configuration says {listed[name]!r:.200}."
-            )

@@ -36,17 +36,24 @@ class Coupled:
         hidden: Bool[Tensor, "B L"] | None = None,
         constraint: Automaton | WindowConstraint | None = None,
     ):
-        """Multiply the network's distribution (``logits``) at the ``masked`` positions by the circuit.
+        """Multiply the network's distribution at the masked positions by the circuit.
 
-        - ``tokens`` are given where ``masked`` is False, and ignored elsewhere.
-        - ``temperature`` divides the logits before the product.
-        - ``latent_log_potentials``, ``step_log_gates``: additional weights on the circuit's latents, and on the inner
-          states of its low-rank transitions.
-        - ``features``: the network's last hidden states in the window, for circuits with a ``feature_width``;
-          ``hidden``: what was masked when they were computed, by default what is masked now. Other circuits ignore
-          both.
-        - ``constraint``: everything is conditioned on this automaton accepting the window, read from its first
-          position, or as a `WindowConstraint` says.
+        Args:
+            circuit: over the network's tokens.
+            logits: of the network.
+            tokens: given where ``masked`` is False, and ignored elsewhere.
+            masked: the positions that this is a distribution over.
+            temperature: divides the logits before the product; one number, or one per sequence.
+            latent_log_potentials: additional weights on the circuit's latents.
+            step_log_gates: additional weights on the inner states of its low-rank transitions.
+            features: the network's last hidden states in the window, for circuits with a ``feature_width``.
+            hidden: what was masked when the features were computed; by default what is masked now.
+            constraint: everything is conditioned on this automaton accepting the window, read from its first position,
+                or as a `WindowConstraint` says.
+
+        Raises:
+            InvalidEvidence: shapes, types or devices do not fit, or the circuit lacks features.
+            InvalidConstraint: the constraint is not an automaton over tokens.
         """
         _check(circuit, logits, tokens, masked, constraint)
         self.circuit, modulation = circuit.condition_on(features, masked if hidden is None else hidden)
@@ -155,20 +162,14 @@ def _check(circuit: ProbabilisticCircuit, logits: Tensor, tokens: Tensor, masked
         )
     check_tensors(logits=logits, tokens=tokens, masked=masked)
     if logits.ndim != 3 or logits.shape[:2] != tokens.shape or masked.shape != tokens.shape:
-        raise InvalidEvidence(
-            "logits must be (B, L, V), tokens and masked (B, L), found "
-            f"{tuple(logits.shape)}, {tuple(tokens.shape)} and {tuple(masked.shape)}."
-        )
+        shapes = f"{tuple(logits.shape)}, {tuple(tokens.shape)} and {tuple(masked.shape)}"
+        raise InvalidEvidence(f"logits must be (B, L, V), tokens and masked (B, L), found {shapes}.")
     if masked.dtype != torch.bool:
         raise InvalidEvidence(f"masked must be a boolean mask, found {masked.dtype}.")
     if not logits.device == tokens.device == masked.device:
-        raise InvalidEvidence(
-            "logits, tokens and masked must be on one device, found "
-            f"{logits.device}, {tokens.device} and {masked.device}: move them."
-        )
+        found = f"{logits.device}, {tokens.device} and {masked.device}"
+        raise InvalidEvidence(f"logits, tokens and masked must be on one device, found {found}: move them.")
     if logits.shape[-1] != circuit.vocab_size:
         raise InvalidEvidence(
             f"the network has {logits.shape[-1]} tokens, the circuit {circuit.vocab_size}: they do not belong together."
         )
-    if circuit.length is not None and circuit.length != tokens.shape[1]:
-        raise InvalidEvidence(f"the circuit is over {circuit.length} positions, the window has {tokens.shape[1]}.")

@@ -1,1 +1,1 @@
-"""Messages over latents and automaton states: `layout` on the host, `linear` for use, `reference` for the truth."""
+"""Messages over latents and automaton states: on the host, by Triton, and the reference."""

@@ -1,4 +1,4 @@
-"""The chain over (latent, automaton state) by the kernels of `triton`: what `passes.Passes` answers, in few launches.
+"""The messages of `product_chain.ProductMessages` by the kernels of `triton`, in few launches.
 
 For one dense transition and one emission table in float32; `served` says whether a case is one of these.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 from codd.circuits.evidence import Evidence, Kind
 from codd.circuits.ops.constrained import triton as kernels
 from codd.circuits.ops.constrained.eager import Rows
-from codd.circuits.ops.constrained.passes import Chain, Paths, WindowPasses, drawn, known, leading
+from codd.circuits.ops.constrained.product_chain import ProductChain, ProductMessages, drawn, known, leading
 from codd.circuits.ops.constrained.tables import Tables
 from codd.circuits.ops.constrained.triton import DeviceRows, Messages, Place
 
@@ -19,37 +19,35 @@ _MOST = 2**31
 """Bytes of messages and leaf values of a window from which on only the states that can occur are kept."""
 
 
-def served(chain: Chain, ev: Evidence) -> bool:
+def served(chain: ProductChain, ev: Evidence) -> bool:
     """Whether the kernels serve this case."""
     batch, length = ev.shape
-    structure, states = chain.structure, len(chain.initial)
-    rows = 3 * structure.num_states + 2 * (structure.num_groups + structure.num_classes)
+    classes, states = chain.classes, len(chain.initial)
+    rows = 3 * classes.num_states + 2 * (classes.num_groups + classes.num_classes)
     simple = not (chain.transition.per_position or chain.transition.low_rank or chain.emission.per_position)
     return simple and ev.sparse is None and 4 * batch * (length + 1) * rows * states <= _MOST
 
 
-class DevicePasses(WindowPasses):
-    """`WindowPasses` by the GPU kernels, in a few launches. Nobody looks for what float32 loses."""
+class DeviceMessages(ProductMessages):
+    """`ProductMessages` by the GPU kernels, in a few launches. What float32 loses is not checked."""
 
-    faint: Bool[Tensor, " B"] | None = None
-
-    def __init__(self, chain: Chain, ev: Evidence) -> None:
+    def __init__(self, chain: ProductChain, ev: Evidence) -> None:
         """Compute the leaf values; messages are computed when a query needs them."""
         self.chain, self._given = chain, ev
         self.observed, self.tokens = ev.rows(Kind.OBSERVED).clone(), torch.zeros_like(ev.kind, dtype=torch.int64)
         if ev.tokens is not None:
             self.tokens = torch.where(self.observed, ev.tokens, 0)
-        self._tables = chain.structure.on_device(ev.device, Tables)
+        self._tables = chain.classes.on_device(ev.device, Tables)
         self._emission = chain.emission.token_rows
         self._positions = torch.arange(self.observed.numel(), dtype=torch.int32, device=ev.device)
         self._potentials = self._latent_potentials()
-        self._leaf = self._leaves()
+        self._rows = self._leaf_rows()
         batch, length = ev.shape
         self._messages = Messages(batch, length, self._tables.states, len(chain.initial), ev.device)
         self._messages.begin(chain.initial.detach(), chain.log_start, chain.log_end)
         self._stale = [(length - 1, 0)] * batch
         """From where on messages have to be made again, backward and forward."""
-        self._log_weights: Tensor | None = None
+        self._weights_of_all: Tensor | None = None
 
     def _latent_potentials(self) -> DeviceRows | None:
         given = self._given.latent_log_potentials
@@ -61,27 +59,22 @@ class DevicePasses(WindowPasses):
         padding = (0, kernels.stride_of(given.shape[-1]) - given.shape[-1])
         return DeviceRows(torch.nn.functional.pad((given - top[:, None]).exp(), padding).contiguous(), top)
 
-    def _leaves(self) -> DeviceRows:
+    def _leaf_rows(self) -> DeviceRows:
         """Leaf values (B, L, groups, N)."""
         ev, tables, length = self._given, self._tables, self.length
         parts = kernels.leaf_parts(self._emission, ev, tables)
-        pieces = len(tables.leaf_pieces.owner)
-        place = Place(length * pieces, 0, pieces)
-        by_class = kernels.sums(parts, place, tables.parts, self._positions, length, scale=self._potentials)
-        place = Place(length * tables.classes, 0, tables.classes)
-        out = kernels.sums(by_class, place, tables.members, self._positions, length)
+        count = len(tables.leaf_pieces.owner)
+        pieces = Place(length * count, 0, count)
+        by_class = kernels.sums(parts, pieces, tables.parts, self._positions, length, scale=self._potentials)
+        classes = Place(length * tables.classes, 0, tables.classes)
+        out = kernels.sums(by_class, classes, tables.members, self._positions, length)
         shape = (*self.observed.shape, tables.groups)
         out = DeviceRows(out.values.view(*shape, -1), out.log.view(shape))
         if ev.tokens is not None:
-            for number, token in self._observed_tokens():
-                self._commit(out, number, token)
+            places = self.observed.flatten().nonzero()[:, 0]
+            for place, token in torch.stack([places, self.tokens.flatten()[places]], 1).tolist():
+                self._commit(out, place, token)
         return out
-
-    def _observed_tokens(self) -> list[tuple[int, int]]:
-        """The numbers of observed positions and their tokens."""
-        places = self.observed.flatten().nonzero()[:, 0]
-        both = torch.stack([places, self.tokens.flatten()[places]], 1).tolist()
-        return [(place, token) for place, token in both]
 
     def _commit(self, leaf: DeviceRows, place: int, token: int) -> None:
         given = (self._emission, self._potentials, self._tables, leaf, self.observed, self.tokens)
@@ -89,7 +82,7 @@ class DevicePasses(WindowPasses):
 
     def commit(self, b: int, t: int, token: int) -> None:
         """Observe ``token`` at position t of sequence b; messages that depend on it are made again later."""
-        self._commit(self._leaf, b * self.length + t, token)
+        self._commit(self._rows, b * self.length + t, token)
         backward, forward = self._stale[b]
         self._stale[b] = (max(backward, t), min(forward, t))
 
@@ -98,9 +91,14 @@ class DevicePasses(WindowPasses):
         last = self.length - 1
         if any(back >= 0 or (forward and on < last) for back, on in self._stale):
             step, stale = self.chain.transition, [(back, on if forward else last) for back, on in self._stale]
-            self._messages.run(step.dense, step.dense_transposed, self._leaf, self._tables, stale)
+            self._messages.run(step.dense, step.dense_transposed, self._rows, self._tables, stale)
             self._stale = [(-1, last if forward else on) for _, on in self._stale]
         return self._messages
+
+    @property
+    def underflow(self) -> Bool[Tensor, " B"] | None:
+        """None: not checked."""
+        return None
 
     def log_partition(self) -> Float[Tensor, " B"]:
         """log Z of each window, in float64."""
@@ -128,7 +126,7 @@ class DevicePasses(WindowPasses):
         place, each = Place(count * tables.groups, 0, tables.groups), self._positions[: len(rows)]
         cavity = kernels.sums(by_group, place, tables.holders, each, count, scale=self._scales(rows))
         known_ = (self.observed, self.tokens)
-        scores = kernels.token_marginals(self._emission, cavity, tables, self.log_weights, rows, *known_)
+        scores = kernels.token_marginals(self._emission, cavity, tables, self._all_log_weights(), rows, *known_)
         out = scores.view(batch, count, -1).log_softmax(-1)
         return torch.where((made.log_partition() > -torch.inf)[:, None, None], out, -torch.inf), None
 
@@ -137,36 +135,35 @@ class DevicePasses(WindowPasses):
             return None
         return DeviceRows(*(part[rows.long()].contiguous() for part in self._potentials))
 
-    @property
-    def log_weights(self) -> Float[Tensor, "B L V"]:
-        """Log-weights of all tokens, computed once; 0 where there are no potentials."""
-        if self._log_weights is None:
+    def _all_log_weights(self) -> Float[Tensor, "R V"]:
+        """Log-weights of all tokens at all positions, computed once; 0 where there are no potentials."""
+        if self._weights_of_all is None:
             ev, vocab = self._given, self._emission.shape[0]
-            self._log_weights = torch.zeros(*ev.shape, vocab, device=ev.device)
+            weights = torch.zeros(*ev.shape, vocab, device=ev.device)
             if ev.potentials is not None:
-                dense = ev.rows(Kind.DENSE)[..., None]
-                self._log_weights = torch.where(dense, ev.log_weights(torch.float32), self._log_weights)
-        return self._log_weights
+                weights = torch.where(ev.rows(Kind.DENSE)[..., None], ev.log_weights(torch.float32), weights)
+            self._weights_of_all = weights.flatten(0, 1)
+        return self._weights_of_all
 
-    def paths(self, uniforms: Float[Tensor, "M B L"]) -> Paths:
-        """Draw latents and automaton states together, each from one uniform number a position."""
-        made, shape, states = self._made(forward=False), uniforms.shape, len(self.chain.initial)
-        paths = Paths(*(torch.zeros(shape, dtype=torch.int64, device=uniforms.device) for _ in range(2)))
+    def paths(self, uniforms: Float[Tensor, "M B L"]) -> Int[Tensor, "M B L"]:
+        """Draw latents of the product, each from one uniform number a position."""
+        made, shape, width = self._made(forward=False), uniforms.shape, len(self.chain.initial)
+        states, latents = (torch.zeros(shape, dtype=torch.int64, device=uniforms.device) for _ in range(2))
         some = slice(0, self._tables.states)
-        logs = (made.forward.values[:, 0, some, :states] * made.joint.values[:, 0, some, :states]).double().log()
+        logs = (made.forward.values[:, 0, some, :width] * made.joint.values[:, 0, some, :width]).double().log()
         logs = logs + (made.forward.log[:, 0, some] + made.backward.log[:, 0, some])[..., None]
         logs = torch.where(logs > -torch.inf, logs, -torch.inf)  # rows of zeros hold anything
         first = drawn(logs.flatten(1), uniforms[..., 0].T).T
-        paths.states[..., 0], paths.latents[..., 0] = first // states, first % states
-        made.go_on(self.chain.transition.dense, self._leaf, self._tables, uniforms.float(), paths.states, paths.latents)
-        return paths
+        states[..., 0], latents[..., 0] = first // width, first % width
+        made.go_on(self.chain.transition.dense, self._rows, self._tables, uniforms.float(), states, latents)
+        return states * width + latents
 
-    def scores(self, paths: Paths) -> Float[Tensor, "M B L V"]:
-        """As `Passes.scores`."""
+    def scores(self, paths: Int[Tensor, "M B L"]) -> Float[Tensor, "M B L V"]:
+        """As `ProductMessages.scores`."""
         batch, length = self.observed.shape
         place = self._positions.long()
         b, t = place // length, place % length
-        emitted = self.chain.emission.rows(paths.latents[:, b, t].flatten(), place).log()
-        rows = emitted.view(-1, batch * length, emitted.shape[-1]) + self.log_weights.flatten(0, 1)
+        emitted = self.chain.emission.rows((paths[:, b, t] % len(self.chain.initial)).flatten(), place).log()
+        rows = emitted.view(-1, batch * length, emitted.shape[-1]) + self._all_log_weights()
         rows += leading(self.chain, paths, b, t).to(rows.dtype)
         return known(rows.view(-1, batch, length, rows.shape[-1]), self.tokens, self.observed)

@@ -2,11 +2,11 @@
 
 A row holds the values of all latents of one state (or group, or atom) of each sequence; its largest value is one, and
 the logarithm of what was taken out stands beside it. So states whose probabilities are far apart lose nothing; only
-values that are far apart within a row can, which shows when a product leaves little of both its factors (``faint``).
-On a GPU nobody looks at that.
+values that are far apart within a row can, which shows when a product leaves little of both its factors. On a GPU that
+is not checked.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import numpy as np
@@ -14,12 +14,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from codd.circuits.ops.constrained.layout import Atoms, Ids, SortedColumns
+from codd.circuits.ops.constrained.reachable_states import Atoms, Ids, SortedColumns
 from codd.circuits.ops.path.eager import leaving
 from codd.circuits.parameters import Emission, Transition
 from codd.circuits.underflow import either
 
-_FAINT = {torch.float32: 1e-18, torch.float64: 1e-150}
+_SMALL = {torch.float32: 1e-18, torch.float64: 1e-150}
 """Where the largest value of a product of rows is below this, values that matter may have been lost."""
 _BLOCK = {"cpu": 2**18, "cuda": 2**27}
 """Entries of the products that are held at a time: on a CPU what its cache holds."""
@@ -33,36 +33,74 @@ class Rows:
     values: Float[Tensor, "n B N"]
     log: Float[Tensor, "n B"]
     """In float64; -inf for rows of zeros."""
-    faint: Bool[Tensor, " B"] | None
-    """Sequences in which something may have been lost on the way here; None: nobody looked."""
+    underflow: Bool[Tensor, " B"] | None
+    """Sequences in which something may have been lost on the way here; None: not checked."""
+
+    def _log(self, values: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
+        return values.double().log()
 
     def logs(self) -> Float[Tensor, "n B N"]:
         """The logarithms of all entries, in float64."""
-        return self.values.double().log() + self.log[..., None]
+        return self._log(self.values) + self.log[..., None]
 
     def logs_at(self, rows: Int[Tensor, "..."], sequences: Int[Tensor, "..."]) -> Float[Tensor, "... N"]:
         """The logarithms of row ``rows[i]`` of sequence ``sequences[i]``, for every index i; in float64."""
-        return self.values[rows, sequences].double().log() + self.log[rows, sequences][..., None]
+        return self._log(self.values[rows, sequences]) + self.log[rows, sequences][..., None]
 
     def log_entries(
         self, rows: Int[Tensor, "..."], sequences: Int[Tensor, "..."], latents: Int[Tensor, "..."]
     ) -> Float[Tensor, "..."]:
         """The logarithms of single entries: latent ``latents[i]`` of row ``rows[i]`` of sequence ``sequences[i]``."""
-        return self.values[rows, sequences, latents].double().log() + self.log[rows, sequences]
-
-    def at(self, sequences: slice | Int[Tensor, " k"]) -> "Rows":
-        """The same rows of a subset of the sequences."""
-        faint = None if self.faint is None else self.faint[sequences]
-        return Rows(self.ids, self.values[:, sequences], self.log[:, sequences], faint)
+        return self._log(self.values[rows, sequences, latents]) + self.log[rows, sequences]
 
     def log_total(self) -> Float[Tensor, " B"]:
         """The logarithm of the sum of all entries of each sequence."""
-        return (self.values.sum(-1).double().log() + self.log).logsumexp(0)
+        return (self._log(self.values.sum(-1)) + self.log).logsumexp(0)
+
+    def at(self, sequences: slice | Int[Tensor, " k"]) -> "Rows":
+        """The same rows of a subset of the sequences."""
+        underflow = None if self.underflow is None else self.underflow[sequences]
+        return replace(self, values=self.values[:, sequences], log=self.log[:, sequences], underflow=underflow)
 
 
 def local(ids: Ids, wanted: Ids, device: torch.device) -> Int[Tensor, " P"]:
     """Where the wanted ones stand in sorted numbers that hold them all."""
     return torch.from_numpy(np.searchsorted(ids, wanted)).to(device, non_blocking=True)
+
+
+def beside(ids: Ids, parts: list[Rows]) -> Rows:
+    """The sequences of several rows next to each other; ids that a part does not have are zero there."""
+    if len(parts) == 1 and len(parts[0].ids) == len(ids):
+        return parts[0]
+    first, batch = parts[0].values, sum(part.values.shape[1] for part in parts)
+    values = first.new_zeros(len(ids), batch, first.shape[-1])
+    log = parts[0].log.new_full((len(ids), batch), -torch.inf)
+    begin = 0
+    for part in parts:
+        end = begin + part.values.shape[1]
+        at = local(ids, part.ids, first.device)
+        values[at, begin:end], log[at, begin:end] = part.values, part.log
+        begin = end
+    checked = [part.underflow for part in parts if part.underflow is not None]
+    return replace(parts[0], ids=ids, values=values, log=log, underflow=torch.cat(checked) if checked else None)
+
+
+def stacked(parts: list[Rows], period: int) -> Rows:
+    """Concatenate positions; ids of position i are offset by i * period."""
+    if len(parts) == 1:
+        return parts[0]
+    ids = np.concatenate([part.ids + i * period for i, part in enumerate(parts)])
+    values, log = (torch.cat([getattr(part, name) for part in parts]) for name in ("values", "log"))
+    return replace(parts[0], ids=ids, values=values, log=log, underflow=either(*(part.underflow for part in parts)))
+
+
+def unstacked(rows: Rows, count: int, period: int) -> list[Rows]:
+    """The inverse of `stacked`: the rows of each of ``count`` positions, with their own ids again."""
+    bounds = np.searchsorted(rows.ids, np.arange(count + 1) * period)
+    return [
+        replace(rows, ids=rows.ids[a:b] - i * period, values=rows.values[a:b], log=rows.log[a:b])
+        for i, (a, b) in enumerate(pairwise(bounds.tolist()))
+    ]
 
 
 class Linear:
@@ -72,83 +110,70 @@ class Linear:
         """``dtype``: the type of the values, float32 or float64; scales are always in float64."""
         self.dtype = dtype
 
-    def rows(
-        self,
-        ids: Ids,
-        values: Float[Tensor, "n B N"],
-        log: Float[Tensor, "n B"],
-        faint: Bool[Tensor, " B"] | None = None,
+    def _rows(
+        self, ids: Ids, values: Float[Tensor, "n B N"], log: Float[Tensor, "n B"], underflow: Bool[Tensor, " B"] | None
     ) -> Rows:
-        """Rows with their largest values at one; ``faint``: of what they were made from."""
+        """Rows with their largest values at one; ``underflow``: of what they were made from."""
         top = values.amax(-1)
         if values.device.type == "cpu":
-            faint = torch.zeros(values.shape[1], dtype=torch.bool) if faint is None else faint
-            if top.numel() and float(top.min()) < _FAINT[self.dtype]:
-                faint = faint | ((top < _FAINT[self.dtype]) & (log > -torch.inf)).any(0)
+            underflow = torch.zeros(values.shape[1], dtype=torch.bool) if underflow is None else underflow
+            if top.numel() and float(top.min()) < _SMALL[self.dtype]:
+                underflow = underflow | ((top < _SMALL[self.dtype]) & (log > -torch.inf)).any(0)
         log = torch.where(top > 0, log + top.double().log(), -torch.inf)
-        return Rows(ids, values / top.clamp_min(torch.finfo(self.dtype).tiny)[..., None], log, faint)
+        return Rows(ids, values / top.clamp_min(torch.finfo(self.dtype).tiny)[..., None], log, underflow)
 
     def from_logs(self, ids: Ids, logs: Float[Tensor, "n B N"]) -> Rows:
         """Rows, one for each of ``ids``, from the logarithms of their entries."""
         top = logs.amax(-1).double()
         shift = torch.where(top > -torch.inf, top, 0)
-        return Rows(ids, (logs - shift[..., None]).exp().to(self.dtype), top, _never(logs))
+        checked = torch.zeros(logs.shape[1], dtype=torch.bool) if logs.device.type == "cpu" else None
+        return Rows(ids, (logs - shift[..., None]).exp().to(self.dtype), top, checked)
 
     def times(self, rows: Rows, logs: Float[Tensor, "B N"]) -> Rows:
         """Every row times one factor for each latent; ``logs``: the logarithms of the factors."""
         top = logs.amax(-1, keepdim=True).double()
         top = torch.where(top > -torch.inf, top, 0)
-        return self.rows(rows.ids, rows.values * (logs - top).exp().to(self.dtype), rows.log + top[:, 0], rows.faint)
+        return self._rows(
+            rows.ids, rows.values * (logs - top).exp().to(self.dtype), rows.log + top[:, 0], rows.underflow
+        )
 
-    def advance(self, x: Rows, y: Rows, x_ids: Ids, y_ids: Ids, out_ids: Ids) -> Rows:
+    def sums(self, out_ids: Ids, x: Rows, x_ids: Ids, y: Rows | None = None, y_ids: Ids | None = None) -> Rows:
         """For each of the distinct ``out_ids``: the sum of x[x_ids] * y[y_ids] over the entries that name it.
 
         The one operation of all passes: forward messages times leaf values by group give what reaches the next states,
         leaf values times backward messages what leads from a state, forward times backward messages a group's cavity.
+        Without y it is the sum of x[x_ids]: leaf values by group from those by atom.
         """
-        device, (batch, width) = x.values.device, x.values.shape[1:]
-        ids, place = np.unique(out_ids, return_inverse=True)
-        order = np.argsort(place, kind="stable")
-        xi, yi = local(x.ids, x_ids[order], device), local(y.ids, y_ids[order], device)
-        log = x.log.index_select(0, xi).add_(y.log.index_select(0, yi))
-        if len(ids) == len(place):
-            product = x.values.index_select(0, xi).mul_(y.values.index_select(0, yi))
-            return self.rows(ids, product, log, either(x.faint, y.faint))
-        out = torch.from_numpy(place[order]).to(device, non_blocking=True)
-        top, weight = _shares(log, out, len(ids))
-        weight = weight.to(self.dtype)[..., None]
-        values = torch.zeros(len(ids), batch, width, dtype=self.dtype, device=device)
-        size = max(1, _BLOCK.get(device.type, _BLOCK["cuda"]) // (batch * width))
-        for begin in range(0, len(place), size):
-            some = slice(begin, begin + size)
-            product = x.values.index_select(0, xi[some]).mul_(y.values.index_select(0, yi[some]))
-            values.index_add_(0, out[some], product.mul_(weight[some]))
-        return self.rows(ids, values, top, either(x.faint, y.faint))
-
-    def sums(self, x: Rows, x_ids: Ids, out_ids: Ids) -> Rows:
-        """For each of the distinct ``out_ids``: the sum of x[x_ids] over the entries that name it."""
         device, (rows, batch, width) = x.values.device, x.values.shape
         ids, place = np.unique(out_ids, return_inverse=True)
         order = np.argsort(place, kind="stable")
-        xi = local(x.ids, x_ids[order], device)
-        log = x.log.index_select(0, xi)
+        xi, underflow = local(x.ids, x_ids[order], device), x.underflow
+        log, values = x.log.index_select(0, xi), x.values
+        if y is not None and y_ids is not None:
+            yi, underflow = local(y.ids, y_ids[order], device), either(underflow, y.underflow)
+            log.add_(y.log.index_select(0, yi))
+
+        def products(some: slice) -> Float[Tensor, "P B N"]:
+            product = values.index_select(0, xi[some])
+            return product if y is None else product.mul_(y.values.index_select(0, yi[some]))
+
         if len(ids) == len(place):
-            return Rows(ids, x.values.index_select(0, xi), log, x.faint)
+            alone = products(slice(None))
+            return Rows(ids, alone, log, underflow) if y is None else self._rows(ids, alone, log, underflow)
         out = torch.from_numpy(place[order]).to(device, non_blocking=True)
-        top, weight = _shares(log, out, len(ids))
-        weight = weight.to(self.dtype)
-        if len(ids) * rows <= 16 * len(place):  # dense: one matrix product for each sequence
+        top = log.new_full((len(ids), batch), -torch.inf)
+        top.scatter_reduce_(0, out[:, None].expand_as(log), log, "amax")
+        weight = (log - torch.where(top > -torch.inf, top, 0)[out]).exp().to(self.dtype)
+        if y is None and len(ids) * rows <= 16 * len(place):  # dense: one matrix product for each sequence
             matrix = torch.zeros(len(ids), rows, batch, dtype=self.dtype, device=device)
             matrix.index_put_((out, xi), weight)
-            values = (matrix.permute(2, 0, 1) @ x.values.transpose(0, 1)).transpose(0, 1)
-        else:
-            values = torch.zeros(len(ids), batch, width, dtype=self.dtype, device=device)
-            size = max(1, _BLOCK.get(device.type, _BLOCK["cuda"]) // (batch * width))
-            for begin in range(0, len(place), size):
-                some = slice(begin, begin + size)
-                product = x.values.index_select(0, xi[some]).mul_(weight[some, :, None])
-                values.index_add_(0, out[some], product)
-        return self.rows(ids, values, top, x.faint)
+            return self._rows(ids, (matrix.permute(2, 0, 1) @ values.transpose(0, 1)).transpose(0, 1), top, underflow)
+        total = torch.zeros(len(ids), batch, width, dtype=self.dtype, device=device)
+        size = max(1, _BLOCK.get(device.type, _BLOCK["cuda"]) // (batch * width))
+        for begin in range(0, len(place), size):
+            some = slice(begin, begin + size)
+            total.index_add_(0, out[some], products(some).mul_(weight[some, :, None]))
+        return self._rows(ids, total, top, underflow)
 
     def step(self, transition: Transition, t: int, rows: Rows, reverse: bool) -> Rows:
         """Through the transition from position t to t + 1, or backward from t + 1 to t."""
@@ -159,7 +184,7 @@ class Linear:
                 values = values * transition.gates[0][:, t]
         if transition.gates is not None:
             log = log + transition.gates[1][:, t].double()
-        return self.rows(rows.ids, values, log, rows.faint)
+        return self._rows(rows.ids, values, log, rows.underflow)
 
     def leaf(self, table: Emission, sorted_: SortedColumns, log_weights: Float[Tensor, "R V"], atoms: Atoms) -> Rows:
         """Leaf values by atom, sum over its tokens v of E[:, v] w(v), for rows of log-weights sorted by class."""
@@ -178,7 +203,7 @@ class Linear:
                 values[number].addmm_(weights[:, begin:end], columns[begin:end])
             ones, at = (torch.from_numpy(x).to(device, non_blocking=True) for x in atoms.single)
             values[ones] = columns[at][:, None] * weights[:, at].T[..., None]
-        return self.rows(np.arange(width), values, top[:, :-1].T.double())
+        return self._rows(np.arange(width), values, top[:, :-1].T.double(), None)
 
     def tokens(self, table: Emission, sorted_: SortedColumns, rows: Rows, atoms: Atoms) -> Float[Tensor, "R V"]:
         """log sum over latents of rows[a] E[:, v] for the tokens v of each atom a, sorted by class."""
@@ -206,49 +231,3 @@ class Linear:
     def leaving(self, transition: Transition, t: int, latents: Int[Tensor, "S B"]) -> Float[Tensor, "S B N"]:
         """Log-weights of the latents that follow at t + 1."""
         return leaving(transition, t, latents).double().log()
-
-    def beside(self, ids: Ids, parts: list[Rows]) -> Rows:
-        """The sequences of several rows beside each other; ids that a part does not have are zero there."""
-        if len(parts) == 1 and len(parts[0].ids) == len(ids):
-            return parts[0]
-        first, batch = parts[0].values, sum(part.values.shape[1] for part in parts)
-        values = first.new_zeros(len(ids), batch, first.shape[-1])
-        log = parts[0].log.new_full((len(ids), batch), -torch.inf)
-        begin = 0
-        for part in parts:
-            end = begin + part.values.shape[1]
-            at = local(ids, part.ids, first.device)
-            values[at, begin:end], log[at, begin:end] = part.values, part.log
-            begin = end
-        faint = None if parts[0].faint is None else torch.cat([part.faint for part in parts if part.faint is not None])
-        return Rows(ids, values, log, faint)
-
-    def stacked(self, parts: list[Rows], period: int) -> Rows:
-        """The rows of several positions under each other; the ids of each begin a period later."""
-        if len(parts) == 1:
-            return parts[0]
-        ids = np.concatenate([part.ids + i * period for i, part in enumerate(parts)])
-        faint = either(*(part.faint for part in parts))
-        return Rows(ids, torch.cat([part.values for part in parts]), torch.cat([part.log for part in parts]), faint)
-
-    def unstacked(self, rows: Rows, count: int, period: int) -> list[Rows]:
-        """The inverse of `stacked`: the rows of each of ``count`` positions, with their own ids again."""
-        bounds = np.searchsorted(rows.ids, np.arange(count + 1) * period)
-        return [
-            Rows(rows.ids[a:b] - i * period, rows.values[a:b], rows.log[a:b], rows.faint)
-            for i, (a, b) in enumerate(pairwise(bounds.tolist()))
-        ]
-
-
-def _shares(
-    log: Float[Tensor, "P B"], out: Int[Tensor, " P"], count: int
-) -> tuple[Float[Tensor, "n B"], Float[Tensor, "P B"]]:
-    """The largest scale of what goes into each row, and the scales over it."""
-    top = log.new_full((count, log.shape[1]), -torch.inf)
-    top.scatter_reduce_(0, out[:, None].expand_as(log), log, "amax")
-    return top, (log - torch.where(top > -torch.inf, top, 0)[out]).exp()
-
-
-def _never(like: Tensor) -> Bool[Tensor, " B"] | None:
-    on_host = like.device.type == "cpu"
-    return torch.zeros(like.shape[1], dtype=torch.bool) if on_host else None

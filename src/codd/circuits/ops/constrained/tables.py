@@ -7,7 +7,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from codd.circuits.ops.constrained.layout import Ids, Structure
+from codd.circuits.ops.constrained.reachable_states import Ids, TokenClasses
 
 LEAF_TOKENS, MARGINAL_TOKENS = 1024, 128
 """Tokens of one class that a program sums over, or whose marginals it computes."""
@@ -49,24 +49,23 @@ class Pieces(NamedTuple):
 class Tables:
     """An automaton as the kernels read it."""
 
-    def __init__(self, structure: Structure, device: torch.device) -> None:
-        """Sort its pairs of states in the three ways that they are met, and its tokens by class."""
-        pairs, entry_class, entry_group = structure.pairs, structure.entry_class, structure.entry_group
-        states, self.groups, self.classes = structure.num_states, structure.num_groups, structure.num_classes
-        self.states = states
-        self.into = Edges.of(states, pairs.target, pairs.source, pairs.group, device)
-        self.leaving = Edges.of(states, pairs.source, pairs.target, pairs.group, device)
+    def __init__(self, classes: TokenClasses, device: torch.device) -> None:
+        """Sort its pairs of states in the three ways that the kernels need, and its tokens by class."""
+        pairs, entry_class, entry_group = classes.pairs, classes.entry_class, classes.entry_group
+        self.states, self.groups, self.classes = classes.num_states, classes.num_groups, classes.num_classes
+        self.into = Edges.of(self.states, pairs.target, pairs.source, pairs.group, device)
+        self.leaving = Edges.of(self.states, pairs.source, pairs.target, pairs.group, device)
         self.between = Edges.of(self.groups, pairs.group, pairs.source, pairs.target, device)
         self.members = Edges.of(self.groups, entry_group, entry_class, entry_class, device)
         self.holders = Edges.of(self.classes, entry_class, entry_group, entry_group, device)
-        self.leaf_pieces = Pieces.of(structure.offsets, LEAF_TOKENS, device)
-        self.marginal_pieces = Pieces.of(structure.offsets, MARGINAL_TOKENS, device)
+        self.leaf_pieces = Pieces.of(classes.offsets, LEAF_TOKENS, device)
+        self.marginal_pieces = Pieces.of(classes.offsets, MARGINAL_TOKENS, device)
         number = np.arange(len(self.leaf_pieces.owner))
         self.parts = Edges.of(self.classes, self.leaf_pieces.owner.cpu().numpy(), number, number, device)
-        self.order = torch.from_numpy(structure.order.astype(np.int32)).to(device)
+        self.order = torch.from_numpy(classes.order.astype(np.int32)).to(device)
         member = np.zeros((self.groups, self.classes), dtype=bool)
         member[entry_group, entry_class] = True
-        self.member, self.class_of = torch.from_numpy(member).to(device), structure.tables(device)[1]
+        self.member, self.class_of = torch.from_numpy(member).to(device), classes.tables(device)[1]
         """Which group holds which class, and the class of each token."""
         self.widest = int(np.bincount(pairs.source, minlength=1).max(initial=1))
         """The largest number of pairs that leave one state."""

@@ -1,7 +1,5 @@
 """Leaf values by class of tokens, and of one token that is observed later."""
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -16,16 +14,6 @@ from codd.circuits.ops.leaf.triton import _nearest, unit_stride
 
 _DENSE = tl.constexpr(int(Kind.DENSE))
 _LOG2E = tl.constexpr(1.4426950408889634)
-
-
-class LeafTiling(NamedTuple):
-    """Rows, states and tokens a tile, warps and stages."""
-
-    rows: int
-    states: int
-    tokens: int
-    warps: int = 8
-    stages: int = 3
 
 
 @triton.jit
@@ -142,9 +130,7 @@ def _commit(
         tl.store(tokens + place, tl.cast(token, tl.int64))
 
 
-def leaf_parts(
-    emission: Float[Tensor, "V N"], ev: Evidence, tables: Tables, tiling: LeafTiling | None = None
-) -> DeviceRows:
+def leaf_parts(emission: Float[Tensor, "V N"], ev: Evidence, tables: Tables) -> DeviceRows:
     """Leaf values (B L, pieces, N) by piece of the sorted tokens: the emission is read once."""
     batch, length = ev.shape
     states = emission.shape[1]
@@ -153,10 +139,9 @@ def leaf_parts(
     totals = torch.empty_like(out.log)
     potentials = None if ev.potentials is None else unit_stride(ev.potentials)
     base = out.log[:, 0] if potentials is None else row_max(potentials).float().reshape(rows)
-    width = max(16, triton.next_power_of_2(states))
-    tiling = tiling or LeafTiling(min(max(16, triton.next_power_of_2(rows)), 32), min(256, width), 64)
+    tile = min(max(16, triton.next_power_of_2(rows)), 32), min(256, max(16, triton.next_power_of_2(states)))
     heat = ev.inverse_temperature() if ev.normalised else torch.ones(batch, device=ev.device)
-    _leaf_parts[(triton.cdiv(stride, tiling.states), len(pieces.owner), triton.cdiv(rows, tiling.rows))](
+    _leaf_parts[(triton.cdiv(stride, tile[1]), len(pieces.owner), triton.cdiv(rows, tile[0]))](
         out.values if potentials is None else potentials,
         ev.kind,
         base,
@@ -177,11 +162,11 @@ def leaf_parts(
         0 if potentials is None else potentials.stride(1),
         POTENTIALS=potentials is not None,
         COMPACT=emission.dtype == torch.bfloat16 and not INTERPRETED,  # it multiplies the bit patterns of bfloat16
-        R=tiling.rows,
-        N=tiling.states,
-        K=tiling.tokens,
-        num_warps=tiling.warps,
-        num_stages=tiling.stages,
+        R=tile[0],
+        N=tile[1],
+        K=64,
+        num_warps=8,
+        num_stages=3,
     )
     if ev.normalised:
         normaliser = (out.log + totals.log()).logsumexp(-1, keepdim=True)

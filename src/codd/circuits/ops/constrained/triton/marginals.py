@@ -78,7 +78,7 @@ def token_marginals(
     emission: Float[Tensor, "V N"],
     cavity: DeviceRows,
     tables: Tables,
-    log_weights: Float[Tensor, "B L V"],
+    log_weights: Float[Tensor, "P V"],
     positions: Int[Tensor, " R"],
     observed: Bool[Tensor, "B L"],
     tokens: Int[Tensor, "B L"],

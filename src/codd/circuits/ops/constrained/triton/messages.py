@@ -8,7 +8,7 @@ from torch import Tensor
 
 from codd.circuits.ops.constrained.tables import Tables
 from codd.circuits.ops.constrained.triton.rows import LINE, DeviceRows, Place, stride_of
-from codd.circuits.ops.constrained.triton.sweep import SweepTiling, _sweep, sweep_tiling
+from codd.circuits.ops.constrained.triton.sweep import _sweep, sweep_tiling
 from codd.circuits.ops.gpu import INTERPRETED, multiprocessors
 
 
@@ -133,10 +133,9 @@ class Messages:
         leaf: DeviceRows,
         tables: Tables,
         begin: list[tuple[int, int]],
-        tiling: SweepTiling | None = None,
     ) -> None:
         """Make messages again: of each window backward from one position on, and forward from another."""
-        device, tiling = leaf.values.device, tiling or sweep_tiling(self.automaton, self.states)
+        device, tiling = leaf.values.device, sweep_tiling(self.automaton, self.states)
         tiles = triton.cdiv(self.automaton, tiling.rows) * triton.cdiv(stride_of(self.states), tiling.columns)
         work = max(self.automaton, tiles)
         counters = torch.zeros(self.batch, 2, dtype=torch.int32, device=device)

@@ -26,7 +26,7 @@ _Made = TypeVar("_Made")
 
 
 class Pairs(NamedTuple):
-    """Ways from a state to the next, and the group of classes that leads it."""
+    """Transitions from a state to the next, each with the group of classes that causes it."""
 
     source: Ids
     target: Ids
@@ -46,35 +46,33 @@ class SortedColumns(NamedTuple):
     """The tokens that no latent emits; None: there are none."""
 
 
-class Structure:
+class TokenClasses:
     """An automaton by pairs of states, and its tokens sorted by class. Made once for each automaton."""
 
     def __init__(self, automaton: Automaton) -> None:
         """Read the automaton's table: pairs of states, their groups of classes, and tokens by class."""
-        table, classes = np.asarray(automaton.table), np.asarray(automaton.classes)
+        table, self.classes = np.asarray(automaton.table), np.asarray(automaton.classes)
         self.pairs, members = _grouped(table)
         self.num_states, self.num_groups, self.num_classes = len(table), len(members), table.shape[1]
-        sizes = [len(one) for one in members]
         # Which classes are in which group, sorted by class.
         inside = np.concatenate([*members, np.zeros(0, dtype=np.int64)])
         order = np.argsort(inside, kind="stable")
         self.entry_class = inside[order]
-        self.entry_group = np.repeat(np.arange(len(sizes)), sizes)[order]
+        self.entry_group = np.repeat(np.arange(len(members)), [len(one) for one in members])[order]
         self.entry_start = np.searchsorted(self.entry_class, np.arange(self.num_classes + 1))
-        self.classes = classes
         self._next = torch.from_numpy(table)
         self._tables: dict[torch.device, tuple[Tensor, Tensor]] = {}
         self._device: dict[torch.device, Any] = {}
         self._columns: WeakKeyDictionary[Emission, SortedColumns] = WeakKeyDictionary()
-        self.order = np.argsort(classes, kind="stable")
+        self.order = np.argsort(self.classes, kind="stable")
         """Tokens sorted by class."""
-        self.offsets = np.searchsorted(classes[self.order], np.arange(self.num_classes + 1))
+        self.offsets = np.searchsorted(self.classes[self.order], np.arange(self.num_classes + 1))
         # Sums of these tell sets of groups apart.
         self._marks = np.random.default_rng(0).integers(1, 2**63, self.num_groups, dtype=np.uint64)
 
     @classmethod
-    def of(cls, automaton: Automaton) -> "Structure":
-        """The structure of an automaton, made at most once."""
+    def of(cls, automaton: Automaton) -> "TokenClasses":
+        """Those of an automaton, computed at most once."""
         if automaton not in _made:
             _made[automaton] = cls(automaton)
         return _made[automaton]
@@ -85,14 +83,13 @@ class Structure:
             self._tables[device] = (self._next.to(device), torch.from_numpy(self.classes).to(device))
         return self._tables[device]
 
-    def on_device(self, device: torch.device, make: Callable[["Structure", torch.device], _Made]) -> _Made:
-        """What the kernels of a device need, made once."""
-        if device not in self._device:
-            self._device[device] = make(self, device)
-        made: _Made = self._device[device]
+    def on_device(self, device: torch.device, make: Callable[["TokenClasses", torch.device], _Made]) -> _Made:
+        """What the kernels of a device need, computed once."""
+        made: _Made = self._device[device] if device in self._device else make(self, device)
+        self._device[device] = made
         return made
 
-    def sorted_columns(self, table: Emission) -> "SortedColumns":
+    def sorted_columns(self, table: Emission) -> SortedColumns:
         """The emission in the order of classes: a copy that is made once."""
         if table not in self._columns:
             order = torch.from_numpy(self.order).to(table.stored.device)
@@ -118,7 +115,9 @@ class Structure:
         is_one = np.zeros(self.num_classes, dtype=bool)
         is_one[representative] = True
         chosen = is_one[self.entry_class] & live[self.entry_group]
-        return Atoms(self, number, len(representative), self.entry_group[chosen], number[self.entry_class[chosen]])
+        return Atoms(
+            self.offsets, number, len(representative), self.entry_group[chosen], number[self.entry_class[chosen]]
+        )
 
 
 def _grouped(table: NDArray[np.int64]) -> tuple[Pairs, list[Ids]]:
@@ -136,34 +135,38 @@ def _grouped(table: NDArray[np.int64]) -> tuple[Pairs, list[Ids]]:
     return Pairs(source[first], target[first], group), [np.frombuffer(one, dtype=by.dtype) for one in numbers]
 
 
-_made: WeakKeyDictionary[Automaton, Structure] = WeakKeyDictionary()
-
-
-class Run(NamedTuple):
-    """Tokens of one atom that lie beside each other when sorted by class."""
-
-    atom: int
-    begin: int
-    end: int
+_made: WeakKeyDictionary[Automaton, TokenClasses] = WeakKeyDictionary()
 
 
 class Atoms:
     """Classes of tokens that the live groups do not tell apart, and which group holds which of them."""
 
-    def __init__(self, structure: Structure, of_class: Ids, count: int, group: Ids, atom: Ids) -> None:
-        """``of_class``: the atom of each class, or -1; ``group``, ``atom``: which group holds which atom."""
+    def __init__(self, offsets: Ids, of_class: Ids, count: int, group: Ids, atom: Ids) -> None:
+        """Sort what `TokenClasses.atoms` found.
+
+        Args:
+            offsets: where the tokens of each class begin, sorted by class.
+            of_class: the atom of each class; -1 for those of none.
+            count: the number of atoms.
+            group: with ``atom``, which group holds which atom.
+            atom: see ``group``.
+        """
         order = np.argsort(group, kind="stable")
         self.count, self.group, self.atom, self.of_class = count, group[order], atom[order], of_class
         starts = np.flatnonzero(np.diff(of_class, prepend=-2))
         ends = np.append(starts[1:], len(of_class))
-        self.runs = [
-            Run(int(of_class[a]), int(structure.offsets[a]), int(structure.offsets[b]))
-            for a, b in zip(starts, ends, strict=True)
-            if of_class[a] >= 0 and structure.offsets[b] > structure.offsets[a]
-        ]
-        sizes = np.diff(structure.offsets)
+        begin, end, number = offsets[starts], offsets[ends], of_class[starts]
+        kept = (number >= 0) & (end > begin)
+        begin, end, number = begin[kept], end[kept], number[kept]
+        self.runs: list[tuple[int, int, int]] = list(zip(number.tolist(), begin.tolist(), end.tolist(), strict=True))
+        """Tokens of one atom that are next to each other when sorted by class: the atom, begin and end."""
+        alone = (end - begin == 1) & (np.bincount(number, minlength=count)[number] == 1)
+        self.single = number[alone], begin[alone]
+        """Atoms of just one token, and where that one is in the sorted order."""
+        self.longer = [run for run, one in zip(self.runs, alone.tolist(), strict=True) if not one]
+        """The runs of the other atoms."""
         # Of each token in sorted order; those of no atom have the number after the last.
-        self._sorted = torch.from_numpy(np.repeat(np.where(of_class < 0, count, of_class), sizes))
+        self._sorted = torch.from_numpy(np.repeat(np.where(of_class < 0, count, of_class), np.diff(offsets)))
 
     def inside(self, groups: Ids) -> tuple[Ids, Ids]:
         """The atoms of some groups one after the other: the numbers of the group in the list, and of the atom."""
@@ -171,70 +174,49 @@ class Atoms:
         row = np.repeat(np.arange(len(groups)), last - first)
         return row, self.atom[np.arange(len(row)) - (np.cumsum(last - first) - last)[row]]
 
-    @cached_property
-    def single(self) -> tuple[Ids, Ids]:
-        """Atoms of just one token, and where that one is in the sorted order."""
-        return self._split[0]
-
-    @cached_property
-    def longer(self) -> list[Run]:
-        """The runs of the atoms that have more than one token; see `single`."""
-        return self._split[1]
-
-    @cached_property
-    def _split(self) -> tuple[tuple[Ids, Ids], list[Run]]:
-        uses = np.bincount([run.atom for run in self.runs], minlength=self.count)
-        alone = [run.end - run.begin == 1 and uses[run.atom] == 1 for run in self.runs]
-        ones = [run for run, one in zip(self.runs, alone, strict=True) if one]
-        parts = np.array([[run.atom, run.begin] for run in ones], dtype=np.int64).reshape(-1, 2).T
-        return (parts[0], parts[1]), [run for run, one in zip(self.runs, alone, strict=True) if not one]
-
     def sorted_atoms(self, device: torch.device) -> Int[Tensor, " V"]:
         """The atom of each token in the order sorted by class; the number after the last for those of none."""
         return self._sorted.to(device)
 
 
-class Layout:
+class ReachableStates:
     """The live pairs of states at each position of B windows: reachable from the start, and the end from them.
 
     Windows of a batch share it: a state that is live in one of them is kept for all.
     """
 
     def __init__(
-        self, structure: Structure, start: Mask, end: Mask, tokens: Int[Tensor, "B L"], observed: Bool[Tensor, "B L"]
+        self, classes: TokenClasses, start: Mask, end: Mask, tokens: Int[Tensor, "B L"], observed: Bool[Tensor, "B L"]
     ) -> None:
         """``start`` and ``end``: the states that are possible before the first position and after the last."""
-        self.structure = structure
-        self.observed = observed.cpu().numpy()
-        classes = structure.classes[np.where(self.observed, tokens.cpu().numpy(), 0)]
-        self.classes = np.where(self.observed, classes, -1)
-        """The class of each observed token; -1 elsewhere."""
-        pairs, length = structure.pairs, self.observed.shape[1]
-        reach = np.zeros((length + 1, structure.num_states), dtype=bool)
+        self._classes = classes
+        self._observed = observed.cpu().numpy()
+        seen = classes.classes[np.where(self._observed, tokens.cpu().numpy(), 0)]
+        pairs, length = classes.pairs, self._observed.shape[1]
+        reach = np.zeros((length + 1, classes.num_states), dtype=bool)
         reach[0] = start
         steps = []
         for t in range(length):
-            open_ = reach[t][pairs.source] & self._allowed(t)
-            reach[t + 1][pairs.target[open_]] = True
-            steps.append(open_)
+            steps.append(reach[t][pairs.source] & self._allowed(t, seen[:, t]))
+            reach[t + 1][pairs.target[steps[t]]] = True
         reach[length] &= end
         for t in reversed(range(length)):
             steps[t] &= reach[t + 1][pairs.target]
             reach[t] = False
             reach[t][pairs.source[steps[t]]] = True
-        self.pairs = [pairs.select(open_) for open_ in steps]
+        self.pairs = [pairs.select(step) for step in steps]
         """The live pairs of each position."""
         self.first, self.last = np.flatnonzero(reach[0]), np.flatnonzero(reach[length])
         """The live states before the first position and after the last."""
 
-    def _allowed(self, t: int) -> Mask:
-        """The pairs that the observed tokens of a position leave open."""
-        groups = np.ones(self.structure.num_groups, dtype=bool)
-        if self.observed[:, t].all():
+    def _allowed(self, t: int, seen: Ids) -> Mask:
+        """The pairs that the observed tokens of a position, of these classes, leave open."""
+        groups = np.ones(self._classes.num_groups, dtype=bool)
+        if self._observed[:, t].all():
             groups[:] = False
-            for one in np.unique(self.classes[:, t]).tolist():
-                groups[self.structure.groups_of(one)] = True
-        return groups[self.structure.pairs.group]
+            for one in np.unique(seen).tolist():
+                groups[self._classes.groups_of(one)] = True
+        return groups[self._classes.pairs.group]
 
     def groups(self, t: int) -> Ids:
         """The sorted numbers of the groups that live pairs of position t have."""
@@ -243,12 +225,11 @@ class Layout:
     @cached_property
     def hidden(self) -> tuple[Ids, Ids]:
         """Positions that are not observed, in the order of positions, and their sequences."""
-        positions, sequences = np.nonzero(~self.observed.T)
+        positions, sequences = np.nonzero(~self._observed.T)
         return positions, sequences
 
     @cached_property
     def atoms(self) -> Atoms:
         """The atoms of all positions that some sequence does not observe."""
-        positions = np.unique(self.hidden[0]).tolist()
-        groups = [self.groups(t) for t in positions]
-        return self.structure.atoms(np.unique(np.concatenate([*groups, np.zeros(0, dtype=np.int64)])))
+        groups = [self.groups(t) for t in np.unique(self.hidden[0]).tolist()]
+        return self._classes.atoms(np.unique(np.concatenate([*groups, np.zeros(0, dtype=np.int64)])))
