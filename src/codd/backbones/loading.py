@@ -184,8 +184,8 @@ def match(folder: Path, spec: ModelSpec) -> MatchedFiles:
     headers, layers = weights.checkpoint_headers(folder), spec.transformer.layers
     if layers > len(headers):
         raise FormatError(
-            f"{folder}: config.json states {layers:,} layers, but there are only {len(headers):,} tensors. Download both "
-            "again."
+            f"{folder}: config.json states {layers:,} layers, but there are only {len(headers):,} tensors. Download "
+            "both again."
         )
     table = weights.expand_keys(spec.keys, spec.transformer)
     heads = {key.source for key in spec.keys if key.target == "head.weight"}  # copies of the embedding, if it is tied
