@@ -127,7 +127,7 @@ def _indexed_headers(folder: Path, index: Path) -> dict[str, TensorHeader]:
             listed.setdefault(folder / str(shard), []).append(name)
     except (KeyError, TypeError, AttributeError) as error:
         raise FormatError(f"{index}: is not an index of shards ({brief(error)}). Download it again.") from error
-    headers = {}
+    headers: dict[str, Any] = {}
     for shard, names in sorted(listed.items()):
         if shard.parent != folder:
             raise FormatError(

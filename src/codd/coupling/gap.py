@@ -178,7 +178,7 @@ def evaluate_blocks(
             shown, turn = some.shown(masked, mask_id), some.order.shape[1] - masked
             now = some.order[:, turn : turn + 1]
             positions = window if masked in counts else window.gather(1, now)
-            states = take_positions(backbone.states(shown, some.valid, fill_padding=False), positions)
+            states = take_positions(backbone.states(shown, some.valid), positions)
             seen, tokens = shown.gather(1, positions), some.ids.gather(1, positions)
             logits = backbone.masked_logits_from_states(states, seen, mask_id=mask_id)
             log_probs = logits.log_softmax(-1).gather(-1, tokens[..., None])[..., 0].double()
