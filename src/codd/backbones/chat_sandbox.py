@@ -13,7 +13,7 @@ from collections.abc import Callable, ItemsView, Iterable, Iterator, KeysView, M
 from contextvars import ContextVar
 from datetime import datetime
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 from jinja2 import Template, nodes, pass_context
 from jinja2.exceptions import SecurityError
@@ -177,8 +177,9 @@ class _Metering(NodeTransformer):
     def generic_visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> nodes.Node:
         super().generic_visit(node, *args, **kwargs)
         if isinstance(node, nodes.Compare):
-            for part in (node, *node.ops):
-                part.expr = _filtered(part.expr, "codd.weighed")
+            node.expr = _filtered(node.expr, "codd.weighed")
+            for operand in node.ops:
+                operand.expr = _filtered(operand.expr, "codd.weighed")
         elif isinstance(node, nodes.Concat):
             node.nodes = [_filtered(each, "codd.weighed") for each in node.nodes]
         elif isinstance(node, nodes.Pair):
@@ -187,7 +188,8 @@ class _Metering(NodeTransformer):
             return _filtered(node, "codd.copied")
         elif isinstance(node, nodes.For | nodes.Macro | nodes.CallBlock | nodes.Block):
             if isinstance(node, nodes.For) and node.test is not None:
-                node.test = _filtered(node.test, "codd.stepped", nodes.Const(_count(node.test)))
+                test = cast(nodes.Expr, node.test)  # typed as any node
+                node.test = _filtered(test, "codd.stepped", nodes.Const(_count(test)))
             count = nodes.Const(sum(map(_count, node.body)))
             node.body = [nodes.ExprStmt(_filtered(nodes.Const(None), "codd.stepped", count)), *node.body]
         return node

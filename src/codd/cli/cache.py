@@ -231,6 +231,7 @@ def _table(out: Path) -> None:
 def _report(out: Path, *, as_json: bool) -> None:
     cache = LogitCache.open(out)
     counts = cache.counts()
+    per_token, dense = counts["bytes"] / max(1, counts["masked"]), 2 * cache.settings.vocab_size
     found = {
         "windows": counts["windows"],
         "masked_tokens": counts["masked"],
@@ -238,12 +239,12 @@ def _report(out: Path, *, as_json: bool) -> None:
         "top_k": cache.index.top_k,
         "change": dict(cache.index.measured)[cache.index.top_k],
         "bytes": counts["bytes"],
-        "bytes_per_token": counts["bytes"] / max(1, counts["masked"]),
-        "dense_bytes_per_token": 2 * cache.settings.vocab_size,
+        "bytes_per_token": per_token,
+        "dense_bytes_per_token": dense,
         "digest": cache.settings.digest(),
         "out": str(out),
     }
-    if found["bytes_per_token"] >= found["dense_bytes_per_token"]:
+    if per_token >= dense:
         console.say("note: this is no smaller than dense logits; a larger --tolerance or a --top-k makes it so.")
     if as_json:
         console.as_json({**found, "measured": [each._asdict() for each in cache.index.measured]})

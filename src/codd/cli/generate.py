@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         console.say(PACE)
     found: list[Answer] = []
     begun = time.perf_counter()
-    masks = len(ids) * options.gen_length + sum(list(prompt).count(model.mask_id) for prompt in ids)
+    masks = len(ids) * options.gen_length + sum(token == model.mask_id for prompt in ids for token in prompt)
     with (
         nullcontext(sys.stdout) if args.output is None else args.output.open("w", encoding="utf-8") as out,
         console.bar(f"{len(ids)} prompt{'s' * (len(ids) != 1)}", masks) as bar,
