@@ -62,18 +62,26 @@ class Case(NamedTuple):
 
 
 def case(
-    options: dict, seed: int, *, count: int | None = 4, scale: float = 3.0, states: int = N, modulated: bool = True
+    options: dict,
+    seed: int,
+    *,
+    count: int | None = 4,
+    scale: float = 3.0,
+    states: int = N,
+    modulated: bool = True,
+    device: str = "cpu",
 ) -> Case:
     g, chosen = generator(seed), Options.of(sampler="any_order", **options)
     joint = Coupled(
-        HMM.random(states, V, seed, scale=2.0),
-        logits=scale * torch.randn(1, L, V, generator=g),
-        tokens=torch.randint(V, (1, L), generator=g),
-        masked=HIDDEN,
-        latent_log_potentials=torch.randn(1, L, states, generator=g) if modulated else None,
+        HMM.random(states, V, seed, scale=2.0).to(device),
+        logits=scale * torch.randn(1, L, V, generator=g).to(device),
+        tokens=torch.randint(V, (1, L), generator=g).to(device),
+        masked=HIDDEN.to(device),
+        latent_log_potentials=torch.randn(1, L, states, generator=g).to(device) if modulated else None,
     )
+    noise = Noise(*(part.to(device) for part in Noise.drawn(L, g)))
     adaptive = {"threshold", "entropy_budget"} & set(options)
-    return Case(joint, Noise.drawn(L, g), chosen, None if adaptive else count)
+    return Case(joint, noise, chosen, None if adaptive else count)
 
 
 def truncated(p: Tensor, options: Options) -> Tensor:
@@ -194,15 +202,16 @@ def test_closed_rows_stay_and_what_is_not_settled_is_seen(backend, monkeypatch):
     if backend == "triton":
         pytest.importorskip("triton")
     monkeypatch.setattr(any_order, "CANDIDATES", 2)
-    given = case(RULES[0], 3, scale=0.1)
+    device = DEVICE if backend == "triton" else "cpu"
+    given = case(RULES[0], 3, scale=0.1, device=device)
     got = given.sampled(backend)
     assert bool(got.valid) == (backend != "triton")
-    want, _ = by_hand(given)
+    want, _ = by_hand(case(RULES[0], 3, scale=0.1))
     if backend != "triton":
         assert got.tokens.tolist() == [token for _, token, _ in want]
-    rows = torch.arange(L)
+    rows, hidden = torch.arange(L, device=device), given.joint.masked[0]
     with ops.use(backend):
-        every = any_order.sample_any_order(given.joint, rows, 4, given.options, given.noise, HIDDEN[0], dense=True)
+        every = any_order.sample_any_order(given.joint, rows, 4, given.options, given.noise, hidden, dense=True)
     assert [*zip(every.rows.tolist(), every.tokens.tolist(), strict=True)] == [each[:2] for each in want]
 
 

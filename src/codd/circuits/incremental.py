@@ -109,7 +109,7 @@ class IncrementalConditioner(CommitsTokens):
         self._leaf.values[at] = torch.where(new[:, None], row.values[:, 0], self._leaf.values[at])
         self._leaf.log_scale[at] = torch.where(new[:, None], row.log_scale[:, 0], self._leaf.log_scale[at])
         self._tokens[at] = torch.where(new, tokens, self._tokens[at])
-        self._observed[at] = True
+        self._observed[at] = torch.ones_like(new)  # True would be copied to the device, and waited for
         self._messages = None
 
     def commit_tokens(
