@@ -86,7 +86,7 @@ def same_as(whole: Path, out: Path) -> None:
 def test_the_loss_falls(tmp_path):
     recipe = small("steps=20", "checkpoint_every=99", "validate_every=99")
     data = prepare(recipe, Path(), tmp_path, ALONE)
-    untrained = BackboneTrainer(recipe, data, tmp_path, ALONE).validate(0)["validation/problems"]
+    untrained = BackboneTrainer(recipe, data, tmp_path, ALONE).validate(1)["validation/problems"]
     assert untrained == pytest.approx(math.log(400), rel=0.2)
     *_, last = train(recipe, data, tmp_path, ALONE)
     assert last.step == 20
@@ -319,7 +319,7 @@ def test_validation_leaves_the_weights_alone(data, tmp_path):
 def test_validation_has_masks_of_its_own(data, tmp_path):
     # The same in every run, and uniform noise only: neither the step nor the recipe's noise in blocks has a say.
     one, two = small(), small("noise.block_share=1.0", "optimizer.lr=1")
-    found = BackboneTrainer(one, data, tmp_path, ALONE).validate(0)
+    found = BackboneTrainer(one, data, tmp_path, ALONE).validate(1)
     assert BackboneTrainer(two, data, tmp_path, ALONE).validate(7) == found
 
 

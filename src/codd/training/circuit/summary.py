@@ -50,7 +50,7 @@ def summarize(data: TrainingData, digest: str, circuit: Path, out: Path) -> Summ
 
 
 def _scores(
-    held_out: Mapping[str, HeldOut], trained: ProbabilisticCircuit, first: Mapping[str, float]
+    held_out: Mapping[str, HeldOut], trained: ProbabilisticCircuit, first: Mapping[str, Any]
 ) -> dict[str, dict[str, float | None]]:
     """Of each text and ratio; ``first`` is the line of metrics from before the first step."""
     found: dict[str, dict[str, float | None]] = {}
