@@ -132,11 +132,9 @@ def use_circuit(folder: Path, check: bool) -> Any:
     """The tensors, and its description."""
     circuit = load_circuit(folder, check=check)
     if isinstance(circuit, HMM):
-        circuit.log_prob(torch.zeros(1, circuit.length or 2, dtype=torch.long))
-    if isinstance(circuit, Modulated):
-        return {**circuit.hmm.stored(), **circuit.head.state_dict()}
-    if isinstance(circuit, HMM):
-        return circuit.stored()
+        hmm, head = (circuit.hmm, circuit.head.state_dict()) if isinstance(circuit, Modulated) else (circuit, {})
+        hmm.log_prob(torch.zeros(1, hmm.length or 2, dtype=torch.long))
+        return {**hmm.stored(), **head}
     return {"graph": circuit.log_prob(torch.zeros(1, circuit.length, dtype=torch.long))}
 
 
