@@ -102,12 +102,14 @@ def test_text_and_what_is_written(tmp_path, capsys):
     printed = capsys.readouterr()
     assert printed.out.startswith(f"trained: {out / 'circuit'}\n")
     assert f"codd info {out / 'circuit'}" in printed.out
-    assert "held_out/held@1/log_likelihood" in printed.out
+    for shown in ("Held-out text: log-likelihood in nats per token", "held@0.5", "held@1", "Sampled in 4 calls"):
+        assert shown in printed.out
     lines = printed.err.splitlines()
     assert lines[0] == "small: a static circuit, 8 states, 4 steps of 16 windows, on cpu"
-    assert lines[1:] == [f"step {step}: gap closed held: no gap to close" for step in (2, 4)]  # of a random network
+    said = "gap closed on held-out text held: no gap to close"  # of a random network
+    assert [line.partition(" (")[0] for line in lines[1:]] == [f"step {step}: {said}" for step in (0, 2, 4)]
     assert (out / "curve.png").read_bytes().startswith(b"\x89PNG")
-    assert [line["step"] for line in metrics_of(out)] == [2, 4]
+    assert [line["step"] for line in metrics_of(out)] == [0, 2, 4]
     model = codd.load("mini", circuit=out / "circuit", device="cpu")
     assert isinstance(model.circuit, HMM)
     assert model.circuit.window == 8
@@ -321,7 +323,9 @@ def test_questions_that_are_longer_than_a_row_are_counted_once(tmp_path, capsys)
 
 
 def test_held_out_text_without_a_block_is_refused(tmp_path, capsys):
-    message = refused(capsys, tmp_path / "out", "--set=windows.length=380")
+    (tmp_path / "long.txt").write_text((Path("train.jsonl").read_text() + "\n") * 3)
+    data = f"--set=data=[{{kind: text, name: mine, path: {tmp_path}/long.txt}}]"
+    message = refused(capsys, tmp_path / "out", "--set=windows.length=380", data)
     assert "no block of 380 tokens fits the held-out text. Give longer texts." in message
 
 

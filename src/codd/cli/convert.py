@@ -4,13 +4,8 @@ import argparse
 import contextlib
 from pathlib import Path
 
-import torch
-
-from codd.circuits import HMM
-from codd.circuits.storage import CONFIG_FILE, FORMAT, WEIGHTS_FILE
 from codd.cli import console
 from codd.errors import CoddError, FormatError
-from codd.files import read_json_object
 
 NAME = "convert"
 HELP = """\
@@ -42,6 +37,11 @@ examples:
 
 def run(args: argparse.Namespace) -> int:
     """Convert and say what was written."""
+    import torch  # here, so that --help answers at once
+
+    from codd.circuits import HMM
+    from codd.circuits.storage import CONFIG_FILE, WEIGHTS_FILE
+
     _check_target(args.folder, args.force)
     with console.working(f"reading {args.source}"):
         hmm = HMM.from_pyjuice(args.source)
@@ -70,6 +70,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _check_target(folder: Path, force: bool) -> None:
     """Refuse to replace anything but, with --force, a circuit."""
+    from codd.circuits.storage import CONFIG_FILE, FORMAT, WEIGHTS_FILE
+    from codd.files import read_json_object
+
     if folder.exists() and not folder.is_dir():
         raise CoddError(f"{folder}: is a file; give the name of a folder to write the circuit to")
     present = [name for name in (CONFIG_FILE, WEIGHTS_FILE) if (folder / name).exists()]
