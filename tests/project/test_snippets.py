@@ -69,7 +69,7 @@ SHORTER = {
         "batch_windows: 32": "batch_windows: 8",
         "row_length: 128": "row_length: 64",
         "{windows: 512, rows_at_once: 16}": "{windows: 8, rows_at_once: 1}",
-        "rows: 4": "rows: 1",
+        "rows: 8": "rows: 1",
         "ratios: [1.0]": "ratios: [0.05]",
         "ratios=(1.0,)": "ratios=(0.05,)",
         "--gen-length 32 --steps 8": "--gen-length 4 --steps 1",
