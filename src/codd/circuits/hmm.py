@@ -77,7 +77,17 @@ class HMM(storage.HubMixin, Unconditioned):
         scale: float = 1.0,
         dtype: torch.dtype = torch.float32,
     ) -> "HMM":
-        """Rows are softmaxes of normal numbers times ``scale``; ``rank`` and ``length`` choose the other layouts."""
+        """A circuit whose rows are softmaxes of normal numbers times ``scale``.
+
+        Args:
+            num_states: N.
+            vocab_size: V.
+            seed: of the numbers.
+            rank: of the transition; None: a dense one.
+            length: the number of positions, each with tables of its own; None: all positions share theirs.
+            scale: of the normal numbers; the larger, the further from the null circuit.
+            dtype: of the tables.
+        """
         _check_sizes(num_states, vocab_size)
         generator = seeded(seed)
 
@@ -219,7 +229,16 @@ class HMM(storage.HubMixin, Unconditioned):
     # Queries. B sequences of L positions; everything is exact, up to the rounding of the circuit's type.
 
     def log_partition(self, ev: Evidence) -> Float[Tensor, " B"]:
-        """log Z of circuit times evidence; -inf where the evidence is impossible. Differentiable.
+        """log Z of circuit times evidence. Differentiable.
+
+        Args:
+            ev: what is known about B windows.
+
+        Returns:
+            log Z of each window; -inf where the evidence is impossible.
+
+        Raises:
+            InvalidEvidence: the evidence does not fit the circuit.
 
         A constant in a row of log-weights is part of it (in a row of logits it is not: those are normalised), to the
         digits of the circuit's type: near 1e8 float32 has multiples of 8. Probabilities are not computed from it.
@@ -231,7 +250,14 @@ class HMM(storage.HubMixin, Unconditioned):
         return gradients.log_partition(self, ev) if gradients.wanted(self, ev) else inference.log_partition(self, ev)
 
     def log_prob(self, ids: Int[Tensor, "B L"]) -> Float[Tensor, " B"]:
-        """log p(ids) of whole strings. Differentiable."""
+        """Log-probabilities of whole strings. Differentiable.
+
+        Args:
+            ids: tokens of B strings.
+
+        Raises:
+            InvalidEvidence: ids that are not tokens of the circuit, or a length that it does not serve.
+        """
         return self.log_partition(Evidence(tokens=ids))
 
     def conditional_log_prob(self, ids: Int[Tensor, "B L"], ev: Evidence) -> Float[Tensor, " B"]:
@@ -247,11 +273,26 @@ class HMM(storage.HubMixin, Unconditioned):
         return log_ratio(joint, total).to(self.dtype)
 
     def posterior(self, ev: Evidence) -> Float[Tensor, "B L N"]:
-        """log p(z_t | evidence) of every state; -inf throughout for impossible evidence."""
+        """Log-probabilities of the latent states at each position by itself.
+
+        Args:
+            ev: what is known about B windows.
+
+        Returns:
+            log p(z_t | evidence); -inf throughout for impossible evidence.
+        """
         return inference.posterior(self, self.centred(ev)[0])
 
     def marginals(self, ev: Evidence, candidates: Int[Tensor, "B L K"] | None = None) -> Float[Tensor, "B L V"]:
-        """log p(x_t | evidence) of every token, or only of the candidates: then (B, L, K)."""
+        """Log-probabilities of the tokens at each position by itself.
+
+        Args:
+            ev: what is known about B windows.
+            candidates: tokens to which the answer is restricted; None: all of them.
+
+        Returns:
+            log p(x_t | evidence), (B, L, V), or (B, L, K) of K candidates.
+        """
         ev, _ = self.centred(ev)
         if candidates is not None:
             check_ids("candidates", candidates, self.vocab_size)
@@ -283,10 +324,17 @@ class HMM(storage.HubMixin, Unconditioned):
         num_samples: int | None = None,
         check: bool | None = None,
     ) -> Samples:
-        """Exact joint samples of latents and tokens; with ``num_samples`` the two get a leading sample axis.
+        """Exact joint samples of latents and tokens.
 
-        Evidence of probability zero raises ImpossibleEvidence. On a GPU that check waits for the device: pass
-        ``check=False`` to skip it (it is skipped by itself inside a CUDA graph) and look at ``log_partition`` later.
+        Args:
+            ev: what is known about B windows.
+            generator: of random numbers, on the evidence's device; None: PyTorch's own.
+            num_samples: the number of samples per window, a leading axis of tokens and latents; None: one, no axis.
+            check: whether impossible evidence raises. On a GPU the check waits for the device; inside a CUDA graph it
+                is skipped. None: where it can be made.
+
+        Raises:
+            ImpossibleEvidence: the evidence has probability zero.
         """
         ev, offset = self.centred(ev)
         count = 1 if num_samples is None else num_samples

@@ -86,12 +86,19 @@ class Coupled:
         return self.circuit.log_partition(self.evidence)
 
     def log_prob(self, x0: Int[Tensor, "B L"]) -> Float[Tensor, " B"]:
-        """log p(x0 at the masked positions | the observed ones); what x0 says elsewhere is ignored."""
+        """Log-probabilities of whole windows, given the observed tokens.
+
+        Args:
+            x0: tokens of the B windows; only those at masked positions count.
+
+        Returns:
+            log p(x0 at the masked positions | the observed ones).
+        """
         check_tensors(x0=x0)
         return self.circuit.conditional_log_prob(x0, self.evidence)
 
     def marginals(self) -> Float[Tensor, "B L V"]:
-        """Log-probabilities of each position's token by itself."""
+        """Log-probabilities of each position's token by itself, (B, L, V)."""
         return self.circuit.marginals(self.evidence)
 
     def pairwise(self, candidates: Int[Tensor, "B L K"]) -> Float[Tensor, "B L L C C"]:
@@ -118,7 +125,18 @@ class Coupled:
         return self.circuit.posterior(self.evidence)
 
     def sample(self, *, generator: torch.Generator | None = None, num_samples: int | None = None) -> Samples:
-        """Exact joint samples: ``.tokens`` and ``.latents``; with ``num_samples`` they get a leading axis."""
+        """Exact joint samples.
+
+        Args:
+            generator: of random numbers; None: PyTorch's own.
+            num_samples: the number of samples per window, a leading axis of the result; None: one, no axis.
+
+        Returns:
+            ``.tokens`` and ``.latents``, and ``.log_partition`` of each window.
+
+        Raises:
+            ImpossibleEvidence: network and circuit exclude each other.
+        """
         return self.circuit.sample(self.evidence, generator=generator, num_samples=num_samples)
 
     def scores(self, latents: Int[Tensor, "B L"]) -> Float[Tensor, "B L V"]:

@@ -83,7 +83,14 @@ class Model:
     """The folder that it was loaded from; None: it was made in memory."""
 
     def with_circuit(self, circuit: CircuitSource) -> "Model":
-        """The same network with another circuit, named as for `load`; the weights are shared."""
+        """The same network with another circuit; the weights are shared.
+
+        Args:
+            circuit: A folder, a hub id, a circuit, "trained", "static", "null" or None, as for `load`.
+
+        Raises:
+            InvalidInput: There is no such circuit, or it does not fit the network.
+        """
         return replace(self, circuit=_resolve_circuit(circuit, self.backbone, self.folder))
 
     def to(self, *places: torch.device | torch.dtype | str, dtype: torch.dtype | str | None = None) -> "Model":
@@ -145,6 +152,9 @@ class Model:
                 seconds, if stderr is a terminal.
             overrides: Options by name, which take the place of those in ``options``.
 
+        Returns:
+            Texts, ids, network calls and probabilities, with an entry for each prompt.
+
         Raises:
             InvalidInput: Prompts or options that cannot be used.
         """
@@ -185,7 +195,20 @@ class Model:
         chat: bool | None = None,
         **overrides: Unpack[Keywords],
     ) -> Iterator[Step]:
-        """The run of `generate` as a stream of steps: each is one network evaluation for one prompt."""
+        """The run of `generate` as a stream of steps.
+
+        Args:
+            prompts: As for `generate`.
+            options: As for `generate`.
+            chat: As for `generate`.
+            overrides: As for `generate`.
+
+        Returns:
+            Each step is one network evaluation for one prompt; ``step.sequence`` says for which.
+
+        Raises:
+            InvalidInput: Prompts or options that cannot be used.
+        """
         sequences = self._started(prompts, _options(options, overrides), chat)
         return denoise(runner_for(self.backbone, sequences), sequences)
 
@@ -293,18 +316,26 @@ def load(
 ) -> Model:
     """Load a checkpoint of any known family with its circuit; without ``source``, the bundled model.
 
-    - ``source``: a folder or a hub id.
-    - ``circuit``: a folder, a hub id or a circuit; "trained": the one in the checkpoint's own folder (circuit/), if
-      any; "static": the one beside it without a head (circuit-static/); "null": the control, which changes nothing;
-      None: no circuit.
-    - ``device``, ``dtype``: or their names; by default a GPU if there is one, and float32 on the CPU.
-    - ``block_size`` (of block-causal networks), ``mask_id``: for checkpoints whose files do not give them, or to use
-      others.
-    - ``check``: refuse weights with NaN, and files that do not match the sha256 beside them; False saves the time.
-    - ``adapter``: a PEFT LoRA checkpoint (folder or hub id), merged into the weights. With ``merge=False`` it is kept
-      apart, on at first; ``model.backbone.switch_adapter(False)`` switches it off.
-    - ``quantize="int8"``: 8-bit weights in the network's layers and head: less time and memory, at slightly less
-      precision.
+    Args:
+        source: A folder or a hub id.
+        circuit: A folder, a hub id or a circuit; "trained": the one in the checkpoint's own folder (circuit/), if any;
+            "static": the one beside it without a head (circuit-static/); "null": the control, which changes nothing;
+            None: no circuit.
+        device: Or its name; by default a GPU if there is one.
+        dtype: Or its name; by default float32 on a CPU.
+        revision: Of a hub id.
+        block_size: Of block-causal networks whose files do not give it, or to use another.
+        mask_id: For checkpoints whose files do not give it, or to use another.
+        check: Refuse weights with NaN, and files that do not match the sha256 beside them; False saves the time.
+        adapter: A PEFT LoRA checkpoint (folder or hub id).
+        merge: Merge the adapter into the weights; False keeps it apart, on at first:
+            ``model.backbone.switch_adapter(False)`` switches it off.
+        quantize: "int8": 8-bit weights in the network's layers and head: less time and memory, at slightly less
+            precision.
+
+    Raises:
+        FormatError: Files that are damaged, or of no known family.
+        InvalidInput: Arguments that do not fit the checkpoint.
     """
     backbone, tokenizer, folder = load_checkpoint(
         source,
