@@ -26,16 +26,20 @@ const NUMBERS = ["steps", "threshold", "gen_length", "block_length", "temperatur
 /** @type {Example[]} */
 export const EXAMPLES = [
   { title: "Trail mix", prompt: FIRST.prompt },
-  { title: "Scarves", prompt: "A store sells 26 scarves on Thursday. On Friday it sells 284 more scarves than on Thursday. How many scarves are sold in all?" },
   {
-    title: "In 8 calls",
-    prompt: "Lena buys 4 pens for $3 each and a book for $8. How much does she pay?",
-    changes: { gen_length: "64", steps: "8" },
+    title: "Masks in 2 calls",
+    prompt: `They walked${"{mask}".repeat(5)} the river, and in the evening${"{mask}".repeat(6)} the fire.`,
+    changes: { gen_length: "0", steps: "2", temperature: "1", seed: "0" },
   },
   {
-    title: "Fill the masks",
-    prompt: `Once upon a time there was a${"{mask}".repeat(8)} who lived in${"{mask}".repeat(6)}.`,
-    changes: { gen_length: "0" },
+    title: "Prose in 8 calls",
+    prompt: "It was a dark night, and",
+    changes: { chat: "off", gen_length: "128", steps: "8", temperature: "1", seed: "0" },
+  },
+  {
+    title: "A problem in 16 steps",
+    prompt: "Workers load a truck with 2 sacks of 57 pounds each and 3 tables of 50 pounds each. How many pounds are on the truck at the end?",
+    changes: { gen_length: "128", steps: "16" },
   },
   {
     title: "By a pattern",
