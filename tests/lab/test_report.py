@@ -258,7 +258,8 @@ def test_hostile_text_is_shown_and_does_nothing(tmp_path):
 def test_an_empty_run_says_what_is_missing(tmp_path):
     report = make_report(Run(tmp_path / "run", create=True))
     assert report.findings == [
-        "No circuit stands beside the null circuit under identical settings, so this run shows no gain."
+        "Nothing to compare yet: no circuit has been scored beside the null circuit under identical settings "
+        "(continued text is scored by codd eval --judge)."
     ]
     assert len(report.missing) == 6
     reader = read(render(report))

@@ -127,7 +127,10 @@ def _nats_and_tokens(result: Result) -> tuple[Floats, Floats] | None:
 def findings(pairs: Sequence[Comparison]) -> list[str]:
     """The run in sentences: a summary, then one for each task and circuit. Made by rule from the comparisons alone."""
     if not pairs:
-        return ["No circuit stands beside the null circuit under identical settings, so this run shows no gain."]
+        return [
+            "Nothing to compare yet: no circuit has been scored beside the null circuit under identical settings "
+            "(continued text is scored by codd eval --judge)."
+        ]
     groups: dict[tuple[str, str], list[Comparison]] = {}
     names = {task: varying(each.config for each in own) for task, own in by_task(each.result for each in pairs).items()}
     for pair in pairs:
