@@ -5,9 +5,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from codd.serving.encoding import Json
 from codd.serving.errors import APIError
 from codd.serving.options import Strict
-from codd.serving.responses import FinishReason, Json, Usage
+from codd.serving.responses import FinishReason, Usage
 from codd.serving.schemas import (
     Alternatives,
     Constraint,
