@@ -17,6 +17,7 @@ from codd.serving.schemas import (
     NamedSchema,
     OpenAIFields,
     PlainFormat,
+    Roles,
     Said,
     format_constraint,
     ignored,
@@ -39,6 +40,7 @@ class InputMessage(Said):
     """One item of a conversation; an item of an earlier answer's output can be sent back as it is."""
 
     type: Literal["message"] = "message"
+    role: Roles
     content: str | Annotated[list[InputText], Field(min_length=1, fail_fast=True)]
     id: str | None = ignored("nothing is stored")
     status: str | None = ignored("nothing is stored")

@@ -27,7 +27,7 @@ class TextPart(Strict):
 class Said(Strict):
     """What the messages of all routes have."""
 
-    role: Roles
+    role: str
     content: Any
 
     def plain(self) -> dict[str, str]:
@@ -39,6 +39,7 @@ class Said(Strict):
 class Message(Said):
     """One message of a conversation. Fields of an earlier response that clients send back are accepted if empty."""
 
+    role: Roles
     content: str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
     name: str | None = Field(None, description="Ignored: chat templates know roles only.")
     refusal: None = None
@@ -51,7 +52,7 @@ class Message(Said):
 class ChatMessage(Message):
     """A message of a conversation in which functions may have been called."""
 
-    role: Roles | Literal["tool"]
+    role: Roles | Literal["tool"]  # type: ignore[assignment]
     tool_calls: Annotated[list[ToolCall], Field(max_length=128, fail_fast=True)] | None = Field(
         None, description="Calls that an earlier answer made."
     )

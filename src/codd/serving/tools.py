@@ -154,7 +154,7 @@ def _moved(schema: Any, place: str) -> Any:
         return [_moved(each, place) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    moved = {}
+    moved: dict[str, Any] = {}
     for key, value in schema.items():
         if key == "$ref" and isinstance(value, str) and value.startswith("#"):
             moved[key] = place + value[1:]
