@@ -212,6 +212,29 @@ def test_other_sites_only_if_they_are_named():
     assert "Access-Control-Allow-Origin" not in client().options("/v1/denoise", headers=asked).headers
 
 
+@pytest.mark.parametrize(
+    ("security", "origin", "welcome"),
+    [
+        ({}, LOCAL, True),
+        ({}, "http://evil.example", False),
+        ({}, "http://127.0.0.1:3000", False),
+        ({}, "null", False),
+        ({"origins": ("https://a.example",)}, "https://a.example", True),
+        ({"origins": ("https://a.example",)}, "https://b.example", False),
+        ({"origins": ("*",)}, "https://b.example", True),
+        ({"hosts": ("codd.example",)}, "https://codd.example", True),
+        ({"hosts": ("*.codd.example",)}, "https://a.codd.example:8443", True),
+        ({"hosts": ("codd.example",)}, "https://evil.example", False),
+        ({"hosts": ("*",)}, "https://evil.example", True),
+    ],
+)
+def test_pages_of_strangers_may_not_call(security, origin, welcome):
+    answer = client(**security).post("/v1/denoise", json={}, headers={"Origin": origin})
+    assert answer.status_code == (200 if welcome else 403)
+    if not welcome:
+        assert answer.json()["error"]["param"] == "Origin"
+
+
 def test_requests_have_names():
     one, two = (client().get("/v1/models") for _ in range(2))
     assert one.headers["X-Request-Id"] == one.json()["id"] != two.json()["id"]

@@ -8,15 +8,8 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 import codd
 from codd.backbones import Tokenizer
 from codd.decoding import Step
-from codd.serving.responses import (
-    DONE,
-    OpenAIFormat,
-    TokenPieces,
-    Usage,
-    sse_event,
-    step_event,
-    to_json,
-)
+from codd.serving.encoding import DONE, sse_event, to_json
+from codd.serving.responses import OpenAIFormat, TokenPieces, Usage, step_event
 
 TIMES = {"seconds": 0.5, "queued_seconds": 0.25}
 USAGE = Usage(prompt_tokens=3, completion_tokens=4, steps=2, circuit_steps=1, computed=5, cached=3, **TIMES)

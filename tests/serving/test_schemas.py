@@ -73,6 +73,11 @@ def test_the_orders_are_those_of_the_options():
     assert denoise(remasking="topk_margin").options(DEFAULTS).remasking == "margin"
 
 
+@pytest.mark.parametrize("make", [denoise, completion, chat])
+def test_the_length_has_the_name_that_transformers_gives_it(make):
+    assert make(max_new_tokens=3).options(DEFAULTS).gen_length == 3
+
+
 NUMBERS = st.one_of(
     st.floats(allow_nan=True, allow_infinity=True),
     st.integers(-3, 3),

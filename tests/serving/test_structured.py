@@ -30,6 +30,7 @@ from codd.serving.compiler import Compiler
 from codd.serving.errors import APIError
 from codd.serving.prompts import Compiled, Limits
 from codd.serving.schemas import Constraint
+from tests.serving.test_tools import TOOLS, tool
 from tests.support.live import PATIENCE, Live, bundled, live, until
 
 QUICK = {"sampler": "latent", "steps": 4}
@@ -124,49 +125,6 @@ def test_a_text_that_fills_its_length_is_complete(client):
     assert last.choices[0].finish_reason == "stop"
 
 
-def tool(name: str, properties: dict[str, Any], **more: Any) -> dict[str, Any]:
-    parameters = {"type": "object", "properties": properties, "required": [*properties], **more}
-    return {"type": "function", "function": {"name": name, "description": "", "parameters": parameters}}
-
-
-COUNT = {"$defs": {"Count": {"type": "integer", "minimum": 0, "maximum": 9}}}
-TOOLS = [
-    tool("add", {"n": {"$ref": "#/$defs/Count"}}, **COUNT),
-    tool("say-it", {"loud": {"type": "boolean"}}),
-    {"type": "function", "function": {"name": "stop"}},
-]
-
-
-@pytest.mark.parametrize("choice", ["required", *(each["function"]["name"] for each in TOOLS)])
-def test_functions_are_called_by_their_schemas_streamed_or_not(client, choice):
-    named = {"type": "function", "function": {"name": choice}}
-    asked: dict[str, Any] = {**ASKED, "max_tokens": 24, "temperature": 1.0, "n": 2, "tools": TOOLS}
-    asked |= {"tool_choice": choice if choice == "required" else named, "extra_body": QUICK, "logprobs": True}
-    choices = client.chat.completions.create(**asked).choices
-    allowed = {each["function"]["name"]: each["function"].get("parameters", {"maxProperties": 0}) for each in TOOLS}
-    for each in choices:
-        assert (each.message.content, each.finish_reason) == (None, "tool_calls")
-        [call] = each.message.tool_calls
-        assert choice in ("required", call.function.name)
-        assert jsonschema_rs.is_valid(allowed[call.function.name], json.loads(call.function.arguments))
-    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
-    for each in choices:
-        of_it = [chunk for chunk in chunks if chunk.index == each.index]
-        [call] = [call for chunk in of_it for call in chunk.delta.tool_calls or []]
-        assert call.function.model_dump() == each.message.tool_calls[0].function.model_dump()
-        assert not any(chunk.delta.content for chunk in of_it)
-        assert of_it[-1].finish_reason == "tool_calls"
-        assert [log for chunk in of_it if chunk.logprobs for log in chunk.logprobs.content] == each.logprobs.content
-
-
-def test_tools_without_their_use_are_answered_with_text(client):
-    plain, unused = (
-        client.chat.completions.create(**ASKED, max_tokens=4, extra_body=QUICK, **more).choices[0].message
-        for more in ({}, {"tools": TOOLS, "tool_choice": "none"})
-    )
-    assert plain == unused
-
-
 NAMED = {"type": "function", "function": {"name": "stop"}}
 UNSUPPORTED = {"a": {"multipleOf": 3}}
 FORBIDDEN = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}}
@@ -175,8 +133,7 @@ FORBIDDEN = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
-        ({"tools": TOOLS}, "tool_choice", '"required"'),
-        ({"tools": TOOLS, "tool_choice": "auto"}, "tool_choice", '"required"'),
+        ({"tools": TOOLS, "guided_choice": ["a"], "tool_choice": "required"}, "guided_choice", "tools and guided"),
         ({"tool_choice": "required"}, "tool_choice", ""),
         ({"tools": TOOLS[:2], "tool_choice": NAMED}, "tool_choice", ""),
         ({"tools": TOOLS * 2, "tool_choice": "required"}, "tools", ""),

@@ -299,10 +299,10 @@ def _published(name: str, **changes: Any) -> Any:
     if name not in manager.all_subtasks:
         manager = _manager()
     if name not in manager.all_subtasks:
-        near = ", ".join(difflib.get_close_matches(name, [*TASKS, *manager.all_subtasks], n=3))
+        near = difflib.get_close_matches(name, sorted({*TASKS, *manager.all_subtasks}), n=3)
         raise InvalidInput(
             f"there is no task {name!r}; ours are {', '.join(TASKS)}, and all single tasks of lm-eval can be named"
-            + (f" ({near}?)." if near else ".")
+            + (f" (did you mean {', '.join(near)}?)." if near else ".")
         )
     try:
         return manager.load([{"group": "codd", "task": [{"task": name, **changes}]}])["tasks"][name]

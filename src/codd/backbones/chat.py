@@ -65,14 +65,15 @@ def render(
     messages: Messages,
     special_tokens: Mapping[str, str] | None = None,
     add_generation_prompt: bool = True,
+    tools: Sequence[Any] | None = None,
 ) -> str:
     """The text of a conversation; ``messages`` that are one string are one message of the user.
 
-    ``special_tokens`` ({"bos_token": ...}) become variables of the template. A template that is broken, leaves the
-    sandbox or does too much gives a FormatError; one that refuses the conversation itself gives a CoddError.
+    ``special_tokens`` ({"bos_token": ...}) and ``tools`` become variables of the template. A template that is broken,
+    leaves the sandbox or does too much gives a FormatError; one that refuses the conversation itself gives a CoddError.
     """
     own = {"messages": as_messages(messages), "add_generation_prompt": add_generation_prompt}
-    return _render(template, {**own, "tools": None, "documents": None, **(special_tokens or {})}, "the chat template")
+    return _render(template, {**own, "tools": tools, "documents": None, **(special_tokens or {})}, "the chat template")
 
 
 def compile_template(template: str, where: str = "the chat template") -> None:

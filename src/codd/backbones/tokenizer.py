@@ -6,6 +6,7 @@ No code of the checkpoint runs: the Rust library ``tokenizers`` does the work, c
 import json
 import operator
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
@@ -155,23 +156,39 @@ class Tokenizer:
             known = [id for id in whole if id in self._known_ids]
             return str(self.backend.decode(known, skip_special_tokens=skip_special_tokens))
 
-    def render_chat(self, messages: chat.Messages, *, add_generation_prompt: bool = True) -> str:
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the chat template tells the model of functions that it may call."""
+        return re.search(r"\btools\b", self.chat_template or "") is not None
+
+    def render_chat(
+        self, messages: chat.Messages, *, add_generation_prompt: bool = True, tools: Sequence[Any] | None = None
+    ) -> str:
         """The text of a conversation, with the control tokens spelt out; a string is one message of the user."""
         if self.chat_template is None:
             raise CoddError(
                 "this tokenizer has no chat template: set its chat_template (codd.backbones.chat has some), or give "
                 "the prompt as plain text."
             )
-        return chat.render(self.chat_template, messages, self.special_tokens, add_generation_prompt)
+        return chat.render(self.chat_template, messages, self.special_tokens, add_generation_prompt, tools)
 
-    def encode_chat(self, messages: chat.Messages, *, add_generation_prompt: bool = True) -> list[int]:
-        """The ids of a conversation. Control tokens come from the template only: in a message they are plain text."""
-        plain = chat.as_messages(messages)
-        stand_ins = self._stand_ins(plain)
+    def encode_chat(
+        self, messages: chat.Messages, *, add_generation_prompt: bool = True, tools: Sequence[Any] | None = None
+    ) -> list[int]:
+        """The ids of a conversation. Control tokens come from the template only: in a message they are plain text.
+
+        Args:
+            messages: The conversation; a string is one message of the user.
+            add_generation_prompt: Whether the answer is to follow.
+            tools: Functions as JSON objects, of which the template tells the model if it knows the variable ``tools``.
+        """
+        plain, told = chat.as_messages(messages), json.dumps(tools, ensure_ascii=False)
+        stand_ins = self._stand_ins([told, *(text for message in plain for text in message.values())])
         if not stand_ins:
-            return self.encode(self.render_chat(plain, add_generation_prompt=add_generation_prompt))
+            return self.encode(self.render_chat(plain, add_generation_prompt=add_generation_prompt, tools=tools))
         disguised = [{key: self._disguise(value, stand_ins) for key, value in message.items()} for message in plain]
-        rendered = self.render_chat(disguised, add_generation_prompt=add_generation_prompt)
+        tools = json.loads(self._disguise(told, stand_ins))
+        rendered = self.render_chat(disguised, add_generation_prompt=add_generation_prompt, tools=tools)
         return self._encode_disguised(rendered, {ord(fake): true for true, fake in stand_ins.items()})
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -233,9 +250,8 @@ class Tokenizer:
             if id in self.special_ids:
                 yield id, start, end
 
-    def _stand_ins(self, messages: Sequence[Mapping[str, str]]) -> dict[str, str]:
-        """An unused character for each character of the control tokens that the messages spell out."""
-        texts = [text for message in messages for text in message.values()]
+    def _stand_ins(self, texts: Sequence[str]) -> dict[str, str]:
+        """An unused character for each character of the control tokens that the texts spell out."""
         spelt = {text[at] for text in texts for _, start, end in self._control_spans(text) for at in range(start, end)}
         spelt = {character for character in spelt if not character.isspace()}  # templates trim
         taken = set(self.chat_template or "").union(*texts)

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,24 +19,17 @@ from starlette.types import ASGIApp
 
 from codd.decoding import Model
 from codd.decoding.prompts import can_chat
-from codd.serving import connection, prompts, streaming, tools
+from codd.serving import connection, prompts, streaming
 from codd.serving.compiler import Compiler
 from codd.serving.connection import ClientDisconnected, EventStream
+from codd.serving.encoding import Json, json_response, sse_event
 from codd.serving.engine import Engine
 from codd.serving.errors import RESPONSES, APIError, install_handlers
 from codd.serving.metrics import CONTENT_TYPE
 from codd.serving.middleware import METRICS, PROBES, Security, with_middleware
 from codd.serving.prompts import Compiled, GenerationRequest, Limits
 from codd.serving.requests import ModelCall, QueuedRequest, ResultQueue, ShuttingDown, before
-from codd.serving.responses import (
-    Json,
-    OpenAIFormat,
-    TokenPieces,
-    constraint_body,
-    inspect_body,
-    json_response,
-    sse_event,
-)
+from codd.serving.responses import OpenAIFormat, TokenPieces, constraint_body, inspect_body
 from codd.serving.responses_api import ResponseEvents, ResponsesRequest
 from codd.serving.schemas import (
     ChatRequest,
@@ -275,10 +267,9 @@ class Routes:
         self._check_name(body.model)
         sequences = await self._sequences(function, body, request)
         id = _new_id("chatcmpl" if chat else "cmpl")
-        functions = body.called() if isinstance(body, ChatRequest) else []
-        call_in = partial(tools.call_in, functions=functions) if functions else None
+        calls = body.calls() if isinstance(body, ChatRequest) else None
         form = OpenAIFormat(
-            id, int(time.time()), self.settings.name, chat, body.include_usage, call_in, bool(body.codd_provisional)
+            id, int(time.time()), self.settings.name, chat, body.include_usage, calls, bool(body.codd_provisional)
         )
         requests: list[QueuedRequest] = [sequence.request for sequence in sequences]
         if body.stream:

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from codd.serving.encoding import SSE_HEADERS
 from codd.serving.engine import Engine
 from codd.serving.errors import APIError, log, to_api_error
 from codd.serving.requests import ModelFailure, QueuedRequest
-from codd.serving.responses import SSE_HEADERS
 
 Result = TypeVar("Result")
 

@@ -15,8 +15,8 @@ from starlette.responses import Response
 
 from codd.decoding.options import Options
 from codd.errors import CoddError, ImpossibleEvidence, InvalidEvidence, InvalidInput
+from codd.serving.encoding import json_response
 from codd.serving.requests import DeadlineExceeded, ModelFailure, QueueFull, ShuttingDown
-from codd.serving.responses import json_response
 from codd.validation import explain, is_missing, is_unknown
 
 MAX_QUOTED = 100

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from codd.decoding import Step
+from codd.serving.encoding import Json
 from codd.serving.prompts import GenerationRequest
-from codd.serving.responses import Json, TokenPieces
+from codd.serving.responses import TokenPieces
 
 LEAST = -9999.0
 """What OpenAI's servers say for a probability of zero, which JSON cannot say."""

@@ -1,4 +1,4 @@
-"""Middleware in front of the application: limits, API key, host check, security headers, request ids, metrics.
+"""Middleware in front of the application: limits, names, origins, the key; security headers, request ids, metrics.
 
 Plain ASGI, so that streams stream and disconnects are seen. `with_middleware` puts them in order.
 """
@@ -10,7 +10,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -65,14 +65,12 @@ class Security:
 def with_middleware(
     app: ASGIApp, security: Security, metrics: Metrics, paths: Collection[str] = (), requests: int = 256
 ) -> ASGIApp:
-    """The application inside of all middleware; the last one added is the outermost.
+    """The application inside of all middleware.
 
     ``metrics`` counts requests, by name those to one of ``paths``; ``requests``: how many may be under way at once.
     """
-    app = bare = BodyLimit(app, security.max_body)
-    if security.api_key is not None:
-        app = ApiKeyCheck(app, security.api_key, security.open_paths, security.open_folders)
-    if security.origins:  # outside of the key: browsers send preflight requests without it
+    app = Checks(app, security, requests)
+    if security.origins:  # outside of the checks: browsers send preflight requests without the key
         app = CORSMiddleware(
             app,
             allow_origins=security.origins,
@@ -80,9 +78,7 @@ def with_middleware(
             allow_headers=("Authorization", "Content-Type", "X-Request-Id"),
             expose_headers=("X-Request-Id", "Retry-After"),
         )
-    if "*" not in security.hosts:
-        app = HostCheck(app, security.bound, security.hosts)
-    return Envelope(Doors(app, bare, security.metrics_port, requests), bool(security.origins), metrics, paths)
+    return Envelope(app, bool(security.origins), metrics, paths)
 
 
 class HTTPMiddleware:
@@ -101,142 +97,134 @@ class HTTPMiddleware:
         raise NotImplementedError
 
 
-class BodyLimit(HTTPMiddleware):
-    """Refuses large bodies with 413: by their Content-Length, and without one as soon as they are too large."""
+class Checks(HTTPMiddleware):
+    """Refuses too many requests at once, unknown names of the server, foreign origins, wrong keys and large bodies.
 
-    def __init__(self, app: ASGIApp, limit: int):
-        """``limit`` is in bytes."""
+    Probes pass all but the last, and so do metrics that are asked for at a port of their own.
+    """
+
+    def __init__(self, app: ASGIApp, security: Security, limit: int):
+        """``limit``: requests at once."""
         super().__init__(app)
-        self.limit = limit
+        self.security, self.limit, self.running = security, limit, 0
+        named = tuple(host.lower() for host in security.hosts if host != "*")
+        self._named = frozenset(host for host in named if not host.startswith("*."))
+        self._suffixes = tuple(host[1:] for host in named if host.startswith("*."))
+        self._any_address = security.bound in ("0.0.0.0", "::", "")
+        self._key = None if security.api_key is None else hashlib.sha256(security.api_key.encode()).digest()
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read the body up to the limit, then replay it to the application."""
-        stated = Headers(scope=scope).get("content-length", "0")
+        """Let the request through, or refuse it."""
+        path, headers = scope["path"], Headers(scope=scope)
+        # About the port of its connection no header can lie.
+        at_metrics_port = self.security.metrics_port is not None and scope["server"][1] == self.security.metrics_port
+        open_door = path in PROBES or (at_metrics_port and path == METRICS)
+        refused = None if open_door else self._refused(path, headers, at_metrics_port)
+        if refused is None:
+            refused = self._wrong_length(headers.get("content-length", "0"))
+        if refused is not None:
+            return await refused.response()(scope, receive, send)
+        counted = not open_door and path != METRICS  # metrics are needed above all when there is too much to do
+        self.running += counted
+        try:
+            await self._with_body(scope, receive, send)
+        finally:
+            self.running -= counted
+
+    def _refused(self, path: str, headers: Headers, at_metrics_port: bool) -> APIError | None:
+        if at_metrics_port:
+            return APIError(404, f"At this port there are {METRICS} and {', '.join(PROBES)}.", code="not_found")
+        if self.running >= self.limit and path != METRICS:
+            message = f"{self.limit} requests are under way: try again in a second (codd serve --connections)."
+            return APIError(503, message, code="too_many_requests", headers={"Retry-After": "1"})
+        host, origin = headers.get("host", ""), headers.get("origin")
+        if not self._is_own(host):
+            message = (
+                "The Host header has a name by which this server may not be called: start it with codd serve "
+                "--allow-host NAME (or * for any), or call it by its address."
+            )
+            return APIError(400, message, param="Host", code="unknown_host")
+        if origin is not None and not self._may_call(origin, host):
+            message = (
+                "Pages of this Origin may not call the server: start it with codd serve --cors ORIGIN, or with "
+                "--allow-host NAME if that is a name of the server."
+            )
+            return APIError(403, message, param="Origin", code="foreign_origin")
+        if not self._is_open(path) and not self._has_key(headers):
+            return APIError(
+                401,
+                "This server wants an API key, and this request has none that it knows: Authorization: Bearer KEY.",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": 'Bearer realm="codd"'},
+            )
+        return None
+
+    def _is_own(self, host: str) -> bool:
+        """Whether a Host header (a name or an address, perhaps with a port) names this server.
+
+        A page of another site can make its own name point to this machine (DNS rebinding) and then read every response;
+        but the browser says by which name it calls. Addresses cannot be made to point elsewhere.
+        """
+        if "*" in self.security.hosts:
+            return True
+        match = re.fullmatch(r"(\[[0-9a-f:.]+\]|[^:\[\]]+)(:\d+)?", host.lower())
+        if match is None:
+            return False
+        name = match[1].strip("[]").removesuffix(".")
+        if name in (*LOOPBACK, self.security.bound.lower()) or self._is_named(name):
+            return True
+        try:
+            address = ipaddress.ip_address(name)
+        except ValueError:
+            return False
+        return self._any_address or address.is_loopback
+
+    def _is_named(self, name: str) -> bool:
+        return name in self._named or name.endswith(self._suffixes or ("\n",))
+
+    def _may_call(self, origin: str, host: str) -> bool:
+        """Whether pages of an origin may call: those of this server, by the name in the request or a given one."""
+        if {"*", origin} & {*self.security.origins} or "*" in self.security.hosts:
+            return True
+        scheme, _, place = origin.lower().partition("://")
+        return scheme in ("http", "https") and (place == host.lower() or self._is_named(place.partition(":")[0]))
+
+    def _is_open(self, path: str) -> bool:
+        security = self.security
+        return path in security.open_paths or (path.startswith(security.open_folders) and "/../" not in path)
+
+    def _has_key(self, headers: Headers) -> bool:
+        """Whether the request has the key. Digests are compared, so that not even its length can be measured."""
+        scheme, _, key = headers.get("authorization", "").encode("latin-1").partition(b" ")
+        given = hashlib.sha256(key.strip()).digest()
+        return self._key is None or (hmac.compare_digest(given, self._key) and scheme.lower() == b"bearer")
+
+    def _wrong_length(self, stated: str) -> APIError | None:
+        if not (stated.isascii() and stated.isdigit()):
+            return APIError(400, "Content-Length must be a number of bytes.", param="body")
+        return self._too_large() if len(stated) > 18 or int(stated) > self.security.max_body else None
+
+    def _too_large(self) -> APIError:
         # The connection stays open, or the client might not see this: the rest of the body is read and dropped, within
         # the time that a body may take.
-        too_large = APIError(413, f"The body is larger than {self.limit} bytes.", param="body", code="body_too_large")
-        if not (stated.isascii() and stated.isdigit()):
-            malformed = APIError(400, "Content-Length must be a number of bytes.", param="body")
-            return await malformed.response()(scope, receive, send)
-        if len(stated) > 18 or int(stated) > self.limit:
-            return await too_large.response()(scope, receive, send)
+        message = f"The body is larger than {self.security.max_body} bytes."
+        return APIError(413, message, param="body", code="body_too_large")
+
+    async def _with_body(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Read the body up to the limit, then replay it to the application."""
         messages: list[Message] = []
         size = 0
         while not messages or (messages[-1]["type"] == "http.request" and messages[-1].get("more_body", False)):
             messages.append(await receive())
             size += len(messages[-1].get("body", b""))
-            if size > self.limit:
-                return await too_large.response()(scope, receive, send)
+            if size > self.security.max_body:
+                return await self._too_large().response()(scope, receive, send)
         messages.reverse()
 
         async def replay() -> Message:
             return messages.pop() if messages else await receive()
 
         await self.app(scope, replay, send)
-
-
-class Doors(HTTPMiddleware):
-    """Leads probes past the checks of key and host, and metrics too if they are asked for at a port of their own.
-
-    Answers 503 while too many requests are under way; probes and metrics pass, which are needed then above all.
-    """
-
-    def __init__(self, app: ASGIApp, bare: ASGIApp, metrics_port: int | None, limit: int):
-        """``bare``: the application without these checks; ``limit``: requests at once."""
-        super().__init__(app)
-        self.bare, self.metrics_port, self.limit, self.running = bare, metrics_port, limit, 0
-
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Choose by path, and by the port of the connection, about which no header can lie."""
-        at_metrics_port = self.metrics_port is not None and scope["server"][1] == self.metrics_port
-        if scope["path"] in PROBES or (at_metrics_port and scope["path"] == METRICS):
-            return await self.bare(scope, receive, send)
-        if scope["path"] == METRICS:
-            return await self.app(scope, receive, send)
-        if at_metrics_port:
-            nothing = APIError(404, f"At this port there are {METRICS} and {', '.join(PROBES)}.", code="not_found")
-            return await nothing.response()(scope, receive, send)
-        if self.running >= self.limit:
-            message = f"{self.limit} requests are under way: try again in a second (codd serve --connections)."
-            refused = APIError(503, message, code="too_many_requests", headers={"Retry-After": "1"})
-            return await refused.response()(scope, receive, send)
-        self.running += 1
-        try:
-            await self.app(scope, receive, send)
-        finally:
-            self.running -= 1
-
-
-class ApiKeyCheck(HTTPMiddleware):
-    """Refuses requests without ``Authorization: Bearer KEY`` with 401, except for open paths and folders."""
-
-    def __init__(self, app: ASGIApp, key: str, open_paths: Collection[str], open_folders: Sequence[str]):
-        """``open_folders`` end in a slash."""
-        super().__init__(app)
-        self.open_paths = frozenset(open_paths)
-        self.open_folders = tuple(open_folders)
-        self._digest = hashlib.sha256(key.encode()).digest()
-
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the request through, or refuse it without saying what was wrong with its key."""
-        if self._is_open(scope["path"]) or self._has_key(scope):
-            return await self.app(scope, receive, send)
-        refused = APIError(
-            401,
-            "This server wants an API key, and this request has none that it knows: Authorization: Bearer KEY.",
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": 'Bearer realm="codd"'},
-        )
-        await refused.response()(scope, receive, send)
-
-    def _is_open(self, path: str) -> bool:
-        return path in self.open_paths or (path.startswith(self.open_folders) and "/../" not in path)
-
-    def _has_key(self, scope: Scope) -> bool:
-        """Whether the request has the key. Digests are compared, so that not even its length can be measured."""
-        header = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, key = header.partition(b" ")
-        same = hmac.compare_digest(hashlib.sha256(key.strip()).digest(), self._digest)
-        return bool(scheme.lower() == b"bearer") and same
-
-
-class HostCheck(HTTPMiddleware):
-    """Refuses requests whose Host header is not a name of this server with 400.
-
-    A page of another site can make its own name point to this machine (DNS rebinding) and then read every response;
-    but the browser says by which name it calls. Addresses cannot be made to point elsewhere.
-    """
-
-    def __init__(self, app: ASGIApp, bound: str, hosts: Sequence[str]):
-        """``bound``: the address that the server listens on; ``hosts``: further names, "*.NAME" for all below one."""
-        super().__init__(app)
-        self.names = {*LOOPBACK, bound.lower(), *(host.lower() for host in hosts if not host.startswith("*."))}
-        self.suffixes = tuple(host[1:].lower() for host in hosts if host.startswith("*."))
-        self.any_address = bound in ("0.0.0.0", "::", "")
-
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the request through, or refuse it."""
-        if self._is_own(Headers(scope=scope).get("host", "")):
-            return await self.app(scope, receive, send)
-        message = (
-            "The Host header has a name by which this server may not be called: start it with codd serve --allow-host "
-            "NAME (or * for any), or call it by its address."
-        )
-        await APIError(400, message, param="Host", code="unknown_host").response()(scope, receive, send)
-
-    def _is_own(self, host: str) -> bool:
-        """Whether a Host header (a name or an address, perhaps with a port) names this server."""
-        match = re.fullmatch(r"(\[[0-9a-f:.]+\]|[^:\[\]]+)(:\d+)?", host.lower())
-        if match is None:
-            return False
-        name = match[1].strip("[]").removesuffix(".")
-        if name in self.names or (self.suffixes and name.endswith(self.suffixes)):
-            return True
-        try:
-            address = ipaddress.ip_address(name)
-        except ValueError:
-            return False
-        return self.any_address or address.is_loopback
 
 
 def _cache_control(path: str, status: int) -> str:

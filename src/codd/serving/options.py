@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, create_model, model_validator
+from pydantic import AliasChoices, BaseModel, Field, create_model, model_validator
 
-from codd.decoding.options import LARGEST, OPTIONS, PACES, UNTYPED, OptionInfo, Options, default_in_words
+from codd.decoding.options import LARGEST, OPTIONS, OTHER_NAMES, PACES, UNTYPED, OptionInfo, Options, default_in_words
 from codd.errors import InvalidInput
 from codd.serving.errors import bad_request
 from codd.validation import STRICT
@@ -67,7 +67,8 @@ def option_field(name: str) -> tuple[Any, Any]:
         text += "; choice i of n uses seed + i"
     if name in PACES:
         text += f"; where neither request nor server gives a pace: {default_in_words(name)}"
-    return _type(info) | None, Field(None, description=f"{text}.")
+    names = AliasChoices(name, *(other for other, own in OTHER_NAMES.items() if own == name))
+    return _type(info) | None, Field(None, description=f"{text}.", validation_alias=names)
 
 
 def _type(info: OptionInfo) -> Any:

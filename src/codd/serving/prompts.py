@@ -4,6 +4,7 @@ What cannot be used is an `APIError` that names the field. No network runs here;
 functions are better not called on the event loop.
 """
 
+import json
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -116,7 +117,7 @@ def chat_generations(
 ) -> list[GenerationRequest]:
     """The sequences of /v1/chat/completions, one for each choice."""
     planner = _openai_planner(body, model, limits, constraint, "messages")
-    ids = planner.encode([message.plain() for message in body.messages])
+    ids = planner.encode_chat(body)
     return planner.choices(planner.continuation(ids), body)
 
 
@@ -192,6 +193,19 @@ class _Planner:
         except CoddError as error:
             raise bad_request(error, self.prompt) from None
         return ids
+
+    def encode_chat(self, body: ChatRequest) -> list[int]:
+        """The ids of a conversation, in which the template tells of the functions that the answer may call."""
+        messages, calls = [message.plain() for message in body.messages], body.calls()
+        tokenizer = self.model.tokenizer
+        if calls is None or tokenizer is None or not tokenizer.takes_tools:
+            return self.encode(messages)
+        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []]
+        self.limits.check_text([*_texts(messages), json.dumps(tools)], "tools", self.model)
+        try:
+            return tokenizer.encode_chat(messages, tools=tools)
+        except CoddError as error:
+            raise bad_request(error, self.prompt) from None
 
     def continuation(self, ids: list[int]) -> GenerationRequest:
         """A prompt with masks after it."""

@@ -1,14 +1,11 @@
-"""Response bodies: OpenAI's objects and chunks, the events of /v1/denoise, and how both are encoded as JSON and SSE."""
+"""Response bodies: OpenAI's objects and chunks, and the events of /v1/denoise."""
 
-import json
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-from starlette.responses import Response
 
 from codd.backbones import Tokenizer
 from codd.constraints import Automaton
@@ -16,46 +13,10 @@ from codd.constraints.tables import distances, edges
 from codd.decoding import Model, Step
 from codd.decoding.inspect import Beliefs, Inspection
 from codd.errors import CoddError
+from codd.serving.encoding import Json
+from codd.serving.tools import Calls
 
-Json = dict[str, Any]
 FinishReason = Literal["stop", "length", "tool_calls"]
-
-SSE_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "X-Accel-Buffering": "no"}
-"""Headers of a response that is a stream of events: proxies must not buffer it."""
-DONE = b"data: [DONE]\n\n"
-"""The end of OpenAI's streams."""
-
-
-def to_json(value: Any) -> bytes:
-    """JSON that every parser accepts: numbers that are not finite become null, and all of it is ASCII.
-
-    Escapes can also express what UTF-8 cannot (half of a surrogate pair), and no line separator that a client may
-    stumble over (U+2028) appears in an event as it is.
-    """
-    try:
-        return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
-    except ValueError:
-        return json.dumps(_finite(value), separators=(",", ":")).encode()
-
-
-def _finite(value: Any) -> Any:
-    """The same value with None in place of NaN and infinities."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(part) for key, part in value.items()}
-    return [_finite(part) for part in value] if isinstance(value, list | tuple) else value
-
-
-def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    """A response whose body is JSON."""
-    return Response(to_json(value), status, headers, "application/json")
-
-
-def sse_event(value: Any, name: str | None = None) -> bytes:
-    """A server-sent event with a JSON body; OpenAI's events have no name."""
-    head = b"" if name is None else b"event: " + name.encode() + b"\n"
-    return head + b"data: " + to_json(value) + b"\n\n"
 
 
 @dataclass(frozen=True)
@@ -95,8 +56,8 @@ class OpenAIFormat:
     """Whether this is /v1/chat/completions or /v1/completions."""
     include_usage: bool = False
     """Whether a stream ends with a usage chunk."""
-    call_in: Callable[[str], Json] | None = None
-    """Where texts are calls of functions: the name and arguments in one."""
+    calls: Calls | None = None
+    """How answers call functions."""
     provisional: bool = False
     """Whether a stream also says what stands behind the settled prefix for now."""
 
@@ -107,7 +68,7 @@ class OpenAIFormat:
                 "index": index,
                 **self._content(index, text),
                 "logprobs": logprobs,
-                "finish_reason": self._reason(reason),
+                "finish_reason": "tool_calls" if self._calls(index, text) else reason,
             }
             for index, (text, reason, logprobs) in enumerate(texts)
         ]
@@ -115,15 +76,16 @@ class OpenAIFormat:
 
     def first_chunk(self, index: int) -> Json | None:
         """The first chunk of a choice: in a chat the role of the speaker, else there is none."""
-        content = None if self.call_in else ""
+        content = None if self.calls and self.calls.required else ""
         return self._chunk(index, {"delta": {"role": "assistant", "content": content}}) if self.chat else None
 
+    def calls_chunk(self, index: int, text: str, logprobs: Json | None = None) -> Json | None:
+        """A chunk with the calls of functions that a whole text is; None if it is none."""
+        calls = [{"index": number, **call} for number, call in enumerate(self._calls(index, text))]
+        return self._chunk(index, {"delta": {"tool_calls": calls}}, logprobs=logprobs) if calls else None
+
     def text_chunk(self, index: int, text: str, logprobs: Json | None = None) -> Json:
-        """A chunk with more text of a choice; of a call, all of it."""
-        if self.call_in:
-            return self._chunk(
-                index, {"delta": {"tool_calls": [{"index": 0, **self._call(index, text)}]}}, None, logprobs
-            )
+        """A chunk with more text of a choice."""
         return self._chunk(index, {"delta": {"content": text}} if self.chat else {"text": text}, logprobs=logprobs)
 
     def provisional_chunk(self, index: int, pieces: list[str | None]) -> Json:
@@ -133,7 +95,7 @@ class OpenAIFormat:
 
     def last_chunk(self, index: int, reason: FinishReason) -> Json:
         """The last chunk of a choice, which says why it ends."""
-        return self._chunk(index, {"delta": {}} if self.chat else {"text": ""}, self._reason(reason))
+        return self._chunk(index, {"delta": {}} if self.chat else {"text": ""}, reason)
 
     def usage_chunk(self, usage: Usage) -> Json | None:
         """The chunk after all choices, if the client asked for it."""
@@ -148,15 +110,16 @@ class OpenAIFormat:
     def _content(self, index: int, text: str) -> Json:
         if not self.chat:
             return {"text": text}
-        said = {"content": None, "tool_calls": [self._call(index, text)]} if self.call_in else {"content": text}
+        calls = self._calls(index, text)
+        said = {"content": None, "tool_calls": calls} if calls else {"content": text}
         return {"message": {"role": "assistant", "refusal": None, **said}}
 
-    def _call(self, index: int, text: str) -> Json:
-        assert self.call_in is not None
-        return {"id": f"call_{self.id}_{index}", "type": "function", "function": self.call_in(text)}
-
-    def _reason(self, reason: FinishReason) -> FinishReason:
-        return "tool_calls" if self.call_in else reason
+    def _calls(self, index: int, text: str) -> list[Json]:
+        found = [] if self.calls is None else self.calls.found_in(text)
+        return [
+            {"id": f"call_{self.id}_{index}_{number}", "type": "function", "function": call}
+            for number, call in enumerate(found)
+        ]
 
     def _chunk(
         self, index: int, content: Json, reason: FinishReason | None = None, logprobs: Json | None = None

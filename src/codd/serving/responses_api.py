@@ -5,9 +5,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from codd.serving.encoding import Json
 from codd.serving.errors import APIError
 from codd.serving.options import Strict
-from codd.serving.responses import FinishReason, Json, Usage
+from codd.serving.responses import FinishReason, Usage
 from codd.serving.schemas import (
     Alternatives,
     Constraint,
@@ -16,6 +17,7 @@ from codd.serving.schemas import (
     NamedSchema,
     OpenAIFields,
     PlainFormat,
+    Roles,
     Said,
     format_constraint,
     ignored,
@@ -38,6 +40,7 @@ class InputMessage(Said):
     """One item of a conversation; an item of an earlier answer's output can be sent back as it is."""
 
     type: Literal["message"] = "message"
+    role: Roles
     content: str | Annotated[list[InputText], Field(min_length=1, fail_fast=True)]
     id: str | None = ignored("nothing is stored")
     status: str | None = ignored("nothing is stored")

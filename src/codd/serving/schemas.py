@@ -2,11 +2,11 @@
 
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from codd.serving.errors import APIError
 from codd.serving.options import Count, Ids, InspectOptions, SamplingOptions, Strict
-from codd.serving.tools import Function, NamedTool, Tool, functions_asked, schema_of
+from codd.serving.tools import Calls, Tool, ToolCall, ToolChoice, calls_of, schema_of
 
 MAX_CHOICES = 16
 Alternatives = Annotated[int, Field(ge=0, le=20)]
@@ -27,7 +27,7 @@ class TextPart(Strict):
 class Said(Strict):
     """What the messages of all routes have."""
 
-    role: Roles
+    role: str
     content: Any
 
     def plain(self) -> dict[str, str]:
@@ -39,6 +39,7 @@ class Said(Strict):
 class Message(Said):
     """One message of a conversation. Fields of an earlier response that clients send back are accepted if empty."""
 
+    role: Roles
     content: str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
     name: str | None = Field(None, description="Ignored: chat templates know roles only.")
     refusal: None = None
@@ -46,6 +47,30 @@ class Message(Said):
     function_call: None = None
     tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+class ChatMessage(Message):
+    """A message of a conversation in which functions may have been called."""
+
+    role: Roles | Literal["tool"]  # type: ignore[assignment]
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128, fail_fast=True)] | None = Field(
+        None, description="Calls that an earlier answer made."
+    )
+    tool_call_id: str | None = Field(None, description="Ignored: chat templates know the order only.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _calls_need_no_text(cls, data: Any) -> Any:
+        """A message of calls may have null for its content, or none at all."""
+        if isinstance(data, dict) and data.get("tool_calls") and data.get("content") is None:
+            return {**data, "content": ""}
+        return data
+
+    def plain(self) -> dict[str, str]:
+        """The same; calls are put behind the text, as models write them."""
+        said = super().plain()
+        written = [said["content"], *(call.as_text() for call in self.tool_calls or [])]
+        return {**said, "content": "\n".join(filter(None, written))}
 
 
 Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
@@ -304,15 +329,17 @@ class ConversationFields(Strict):
 class ChatRequest(OpenAIRequest, ConversationFields):
     """The body of /v1/chat/completions."""
 
-    messages: Messages
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Length | None = Field(None, description="The same as gen_length.")
     logprobs: bool | None = Field(None, description="Log-probabilities of the tokens.")
     top_logprobs: Alternatives | None = Field(None, description="Of so many others in the place of each, too.")
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = Field(
-        None, description="Functions, of which the answer calls one. The model is not told of them."
+        None, description="Functions that the answer may call. The chat template tells the model of them, if it can."
     )
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
-        None, description='A function, "required" for one of them, or "none". "auto", the default, is not supported.'
+    tool_choice: ToolChoice | None = Field(
+        None,
+        description='A function, "required" for one of them, "none", or "auto", the default: the model decides, if its '
+        "template tells it of them; else the answer is a text.",
     )
     functions: Any = unsupported("[] or null; see tools", [])
     function_call: Any = unsupported('"none", "auto" or null', "none", "auto")
@@ -332,11 +359,11 @@ class ChatRequest(OpenAIRequest, ConversationFields):
             raise APIError(400, "top_logprobs is for those who ask for logprobs: give logprobs true.", "top_logprobs")
         return "top_logprobs", (self.top_logprobs or 0) if self.logprobs else None
 
-    def called(self) -> list[Function]:
-        """Those of which the answer calls one; none if it is a text."""
-        return functions_asked(self.tools, self.tool_choice)
+    def calls(self) -> Calls | None:
+        """How the answer calls functions; None if it is a text."""
+        return calls_of(self.tools, self.tool_choice)
 
     def _constraints(self) -> list[Constraint]:
-        functions = self.called()
-        call = [Constraint("tools", "json", schema_of(functions))] if functions else []
-        return [*call, *super()._constraints()]
+        calls = self.calls()
+        required = [] if calls is None or not calls.required else [calls.functions]
+        return [*(Constraint("tools", "json", schema_of(each)) for each in required), *super()._constraints()]

@@ -5,19 +5,12 @@ from dataclasses import fields
 
 from codd.decoding import Model, Step
 from codd.serving.detokenizer import Detokenizer
+from codd.serving.encoding import DONE, Json, sse_event
 from codd.serving.engine import Engine
 from codd.serving.logprobs import TokenLogprob, TokenLogprobs, chat_logprobs, completion_logprobs
 from codd.serving.prompts import GenerationRequest
 from codd.serving.requests import ResultQueue, SequenceRequest, merged_steps
-from codd.serving.responses import (
-    DONE,
-    Json,
-    OpenAIFormat,
-    TokenPieces,
-    Usage,
-    sse_event,
-    step_event,
-)
+from codd.serving.responses import OpenAIFormat, TokenPieces, Usage, step_event
 from codd.serving.responses_api import ResponseEvents
 
 
@@ -128,8 +121,9 @@ def _logprobs(
 async def stream_chunks(
     engine: Engine, sequences: Sequence[GeneratedSequence], form: OpenAIFormat, pieces: TokenPieces
 ) -> AsyncIterator[bytes]:
-    """OpenAI's response as server-sent events: the settled prefix of each choice as it grows; a call in one piece."""
+    """OpenAI's response as server-sent events: the settled prefix of each choice as it grows; calls in one piece."""
     texts, found = [""] * len(sequences), [list[TokenLogprob]() for _ in sequences]
+    waiting = [form.calls is not None] * len(sequences)  # the text so far may be calls
     for number in range(len(sequences)):
         if (first := form.first_chunk(number)) is not None:
             yield sse_event(first)
@@ -137,14 +131,18 @@ async def stream_chunks(
         sequence, ended = sequences[number], sequences[number].detokenizer.finished
         texts[number] += text
         found[number] += sequence.new_logprobs
-        if texts[number] and (ended or not form.call_in):
-            logprobs = _logprobs(sequence, found[number], form, pieces)
+        reason, logprobs = sequence.detokenizer.reason, _logprobs(sequence, found[number], form, pieces)
+        if waiting[number] and ended and (calls := form.calls_chunk(number, texts[number], logprobs)) is not None:
+            yield sse_event(calls)
+            texts[number], reason = "", "tool_calls"
+        waiting[number] = waiting[number] and form.calls is not None and form.calls.may_begin(texts[number])
+        if texts[number] and (ended or not waiting[number]):
             yield sse_event(form.text_chunk(number, texts[number], logprobs))
             texts[number], found[number] = "", []
         if form.provisional and not ended:
             yield sse_event(form.provisional_chunk(number, sequence.provisional(pieces)))
         if ended:
-            yield sse_event(form.last_chunk(number, sequence.detokenizer.reason))
+            yield sse_event(form.last_chunk(number, reason))
     if (usage := form.usage_chunk(total_usage(sequences))) is not None:
         yield sse_event(usage)
     yield DONE

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -10,6 +11,12 @@ from pydantic import Field
 from codd.serving.errors import APIError
 from codd.serving.options import Strict
 
+BEGIN, END = "<tool_call>", "</tool_call>"
+"""What models write around a call that they decide on, as templates that know functions ask for it."""
+_LITERAL = ("const", "enum", "default", "examples", "example")
+"""Keywords of JSON schemas that hold values, in which nothing is a reference."""
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependencies")
+"""Keywords whose value has schemas by names of one's own."""
 _CALL = re.compile(r'\{"name": ?"([^"]+)", ?"arguments": ?(.*)\}', re.DOTALL)
 
 
@@ -43,25 +50,81 @@ class NamedTool(Strict):
     function: FunctionName
 
 
-def functions_asked(
-    tools: Sequence[Tool] | None, choice: Literal["none", "auto", "required"] | NamedTool | None
-) -> list[Function]:
-    """The functions of which the answer calls one, none if it is a text; a 400 where that is left to the model."""
+class FunctionCall(Strict):
+    """A call that an earlier answer made."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Strict):
+    """One of the calls of an earlier answer, as clients send it back."""
+
+    id: str | None = Field(None, description="Ignored: chat templates know the order only.")
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+    def as_text(self) -> str:
+        """The call as models write it."""
+        try:
+            arguments = json.loads(self.function.arguments)
+        except (ValueError, RecursionError):
+            arguments = self.function.arguments
+        return f"{BEGIN}\n{json.dumps({'name': self.function.name, 'arguments': arguments})}\n{END}"
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+@dataclass(frozen=True)
+class Calls:
+    """How an answer calls functions: it has to, or the model decides."""
+
+    functions: list[Function]
+    required: bool
+    """Whether the whole text is a call, by the schema of `schema_of`."""
+
+    def may_begin(self, text: str) -> bool:
+        """Whether a text that is still being written may turn out to be calls."""
+        begun = text.lstrip()
+        return self.required or begun.startswith(BEGIN) or BEGIN.startswith(begun)
+
+    def found_in(self, text: str) -> list[dict[str, str]]:
+        """Names and arguments; none if the model chose to answer with a text."""
+        if self.required and len(self.functions) == 1:
+            return [{"name": self.functions[0].name, "arguments": text}]
+        if self.required:
+            matched = _CALL.fullmatch(text)
+            assert matched is not None, "a text outside of its schema"
+            return [{"name": matched[1], "arguments": matched[2]}]
+        before, *parts = (part.strip() for part in text.split(BEGIN))
+        found = [self._call(part.removesuffix(END)) for part in parts if part.endswith(END)]
+        calls = [each for each in found if each is not None]
+        return calls if not before and len(calls) == len(parts) else []
+
+    def _call(self, text: str) -> dict[str, str] | None:
+        """One call that the model wrote by itself; None if it is not one of the functions."""
+        try:
+            call = json.loads(text)
+            if call["name"] in [function.name for function in self.functions]:
+                return {"name": call["name"], "arguments": json.dumps(call.get("arguments", {}))}
+        except (ValueError, RecursionError, LookupError, TypeError):
+            pass
+        return None
+
+
+def calls_of(tools: Sequence[Tool] | None, choice: ToolChoice | None) -> Calls | None:
+    """How the answer calls functions; None if it is a text."""
     functions = [tool.function for tool in tools or []]
-    if choice == "none" or (choice in (None, "auto") and not functions):
-        return []
-    if choice in (None, "auto"):
-        message = (
-            'tool_choice "auto", the default with tools, is not supported: give "required", a function, or "none".'
-        )
-        raise APIError(400, message, "tool_choice", "unsupported")
+    if len({function.name for function in functions}) < len(functions):
+        raise APIError(400, "tools has two functions of the same name.", "tools")
+    if choice in (None, "auto", "none"):
+        return Calls(functions, required=False) if functions and choice != "none" else None
     named = choice.function.name if isinstance(choice, NamedTool) else None
     found = [function for function in functions if named in (None, function.name)]
     if not found:
         raise APIError(400, "tool_choice asks for a function that is not among the tools.", "tool_choice")
-    if len({function.name for function in found}) < len(found):
-        raise APIError(400, "tools has two functions of the same name.", "tools")
-    return found
+    return Calls(found, required=True)
 
 
 def schema_of(functions: Sequence[Function]) -> dict[str, Any]:
@@ -76,22 +139,27 @@ def schema_of(functions: Sequence[Function]) -> dict[str, Any]:
         }
         for each in functions
     ]
-    return {"anyOf": calls, "$defs": {each.name: _moved(each) for each in functions}}
-
-
-def _moved(function: Function) -> Any:
-    """Its parameters as a definition under its name: references lead there. No string of JSON has a quote in it."""
     try:
-        text = json.dumps(function.parameters).replace('"$ref": "#', f'"$ref": "#/$defs/{function.name}')
+        return {
+            "anyOf": calls,
+            "$defs": {each.name: _moved(each.parameters, f"#/$defs/{each.name}") for each in functions},
+        }
     except RecursionError:
         raise APIError(400, "tools is nested too deep.", "tools") from None
-    return json.loads(text)
 
 
-def call_in(text: str, functions: Sequence[Function]) -> dict[str, str]:
-    """The function's name and arguments in a text of the schema."""
-    if len(functions) == 1:
-        return {"name": functions[0].name, "arguments": text}
-    matched = _CALL.fullmatch(text)
-    assert matched is not None, "a text outside of its schema"
-    return {"name": matched[1], "arguments": matched[2]}
+def _moved(schema: Any, place: str) -> Any:
+    """A schema whose own references lead to ``place``, where it is put. Values that it compares with stay."""
+    if isinstance(schema, list):
+        return [_moved(each, place) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    moved: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "$ref" and isinstance(value, str) and value.startswith("#"):
+            moved[key] = place + value[1:]
+        elif key in _NAMED and isinstance(value, dict):  # names of one's own, whatever they are
+            moved[key] = {name: _moved(each, place) for name, each in value.items()}
+        else:
+            moved[key] = value if key in _LITERAL else _moved(value, place)
+    return moved
