@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -108,6 +108,19 @@ def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
         return file.read(most)  # it may have grown since
 
 
+@contextmanager
+def open_safetensors(path: Path, device: str = "cpu") -> Iterator[Any]:
+    """The handle of a safetensors file; FormatError for what is wrong with it, and unless it is a regular file."""
+    open_regular(path).close()
+    try:
+        with safe_open(os.fspath(path), framework="pt", device=device) as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise FormatError(
+            f"{path}: is truncated, damaged or not a safetensors file ({brief(error)}). Download or save it again."
+        ) from error
+
+
 def read_text(path: Path, most: int = MAX_BYTES) -> str:
     """The text of a downloaded file; FormatError if it cannot be read, is too large, or is not UTF-8."""
     try:
@@ -150,8 +163,8 @@ def cache_folder() -> Path:
 
 
 def sha256(path: Path) -> str:
-    """The digest of a file."""
-    with path.open("rb") as file:
+    """The digest of a regular file."""
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

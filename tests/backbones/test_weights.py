@@ -136,6 +136,20 @@ DAMAGED = [
     ),
     ("llada_mha", lambda folder: edit_config(folder, n_layers=2), " and 5 more, which this family does not use."),
     ("llada_mha", lambda folder: edit_config(folder, n_layers=9_999), "states 9,999 layers, but there are only 30 ten"),
+    (
+        "llada2_moe",
+        lambda folder: edit_config(folder, num_experts=2_000_000),
+        "config.json states 4,000,000 experts, but there are only 130 tensors. Download both again",
+    ),
+    (
+        "llada2_moe",
+        lambda folder: edit_config(folder, hidden_size=2**28, moe_intermediate_size=2**28),
+        "no network has the sizes in config.json (RuntimeError: Storage size",
+    ),
+    *(
+        ("fastdllm_v2", lambda folder, wrong=wrong: edit_config(folder, **wrong), "must be a list of names, found ")
+        for wrong in ({"architectures": -1}, {"layer_types": 5}, {"layer_types": [5]}, {"architectures": 0.5})
+    ),
     ("mdlm", doubled, "'backbone.vocab_embed.embedding', 'vocab_embed.embedding' are the same tensor"),
     (
         "llada_mha",

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models
 from codd import files
 from codd.backbones import loading, mini, weights
 from codd.circuits import HMM, Head, HeadConfig, Modulated
-from codd.cli import info, main
+from codd.cli import main
 from tests.support import FIXTURES, checkpoints, cli
 from tests.support.checkpoints import copy_of, edit_config, edit_weights
 from tests.support.cli import printed_json
@@ -208,8 +208,7 @@ def test_nothing_is_read_but_headers(sharded, capsys, monkeypatch):
         def get_slice(self, name):
             return self.file.get_slice(name)
 
-    for module in (weights, info):
-        monkeypatch.setattr(module, "safe_open", HeadersOnly)
+    monkeypatch.setattr(files, "safe_open", HeadersOnly)
     assert described(capsys, sharded)["family"] == "llada"
 
 

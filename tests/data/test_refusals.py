@@ -105,6 +105,12 @@ def test_files_whose_kind_is_to_be_found(tmp_path, name, content, words):
     assert "\n" not in str(caught.value)
 
 
+def test_a_link_to_itself(tmp_path):
+    (tmp_path / "a.txt").symlink_to("a.txt")
+    (source,) = find_sources([tmp_path / "a.txt"], None)
+    refused(source, tmp_path, "a.txt: there is no such file")
+
+
 def test_folders_without_data(tmp_path):
     with pytest.raises(FormatError, match=r"holds no \.jsonl"):
         find_sources([tmp_path], None)

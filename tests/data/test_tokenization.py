@@ -1,9 +1,11 @@
 import dataclasses
 import json
 import lzma
+import os
 import subprocess
 import sys
 import tracemalloc
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from codd.data.sources import (
     sample_texts,
 )
 from codd.data.tokenization import (
+    DIGESTS,
     TAILS,
     PackingConfig,
     dataset_digest,
@@ -343,11 +346,26 @@ def test_passages_are_not_chosen_from_more_than_fits_the_memory(root, monkeypatc
         list(read_documents(TEXT, root))
 
 
+def flipped(content: bytes) -> bytes:
+    """One bit of the last number is another: an id that no vocabulary has."""
+    return content[:-1] + bytes([content[-1] ^ 0x80])
+
+
+def as_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 @pytest.mark.filterwarnings("ignore::codd.errors.TextsLeftOut")
-def test_kept_rows_that_are_damaged_say_what_to_do(root, tokenizer, tmp_path):
+@pytest.mark.parametrize("name", ["tokens.npy", DIGESTS])
+def test_kept_rows_that_are_damaged_are_made_again(root, tokenizer, tmp_path, name):
     load_source(QA, root, tokenizer, LAYOUT, tmp_path / "cache")
     (kept,) = (tmp_path / "cache").iterdir()
-    for content in (b"", b"\x93NUMPY\x01\0", (kept / "tokens.npy").read_bytes()[:-1]):
-        (kept / "tokens.npy").write_bytes(content)
-        with pytest.raises(FormatError, match=r"is damaged \(.*\)\. Remove it: it is made again"):
-            load_source(QA, root, tokenizer, LAYOUT, tmp_path / "cache")
+    whole = {path.name: path.read_bytes() for path in kept.iterdir()}
+    damaged = (b"", whole[name][:-1], flipped(whole[name]), whole[name] + b"x")
+    ways = [*(lambda path, content=content: path.write_bytes(content) for content in damaged), Path.unlink, as_pipe]
+    for harm in ways:
+        harm(kept / name)
+        load_source(QA, root, tokenizer, LAYOUT, tmp_path / "cache").take(0, 3)
+        assert {path.name: path.read_bytes() for path in kept.iterdir()} == whole
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == [kept.name]

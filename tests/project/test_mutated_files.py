@@ -29,6 +29,7 @@ from codd.errors import CoddError
 from codd.training.circuit.joint import trainable
 from codd_lab.pretraining.bpe import train_bpe
 from tests.support import FIXTURES, ROOT
+from tests.support.checkpoints import PUBLISHED
 from tests.support.mutations import mutated
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -170,11 +171,7 @@ FORMATS = {
     "mini": Format(save_mini, use_model, ("model.safetensors",)),
     "mini in 8 bits": Format(lambda folder: save_mini(folder, int8=True), use_model, ("model.safetensors",)),
     "llada in shards": Format(copies("llada_gqa_sharded"), use_model),
-    "dream": Format(copies("dream_tied"), use_model),
-    "bert": Format(copies("bert"), use_model),
-    "modernbert": Format(copies("modernbert"), use_model),
-    "mdlm": Format(copies("mdlm_timecond"), use_model),
-    "sedd": Format(copies("sedd"), use_model),
+    **{name: Format(copies(name), use_model) for name in PUBLISHED if not name.endswith("_sharded")},
     "adapter": Format(save_adapter, use_adapter),
     "byte-level": Format(save_byte_level, use_tokenizer),
     "word pieces": Format(save_words, use_tokenizer),

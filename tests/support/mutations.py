@@ -10,7 +10,26 @@ from typing import Any
 
 DEEP, DIGITS = "@deep@", "@digits@"
 ODD: tuple[Any, ...] = (
-    *(None, True, False, 0, 1, -1, 7, 2**31, 2**32, 2**63, 10**30, 0.5, -0.5, 1e308, float("nan"), float("inf")),
+    *(
+        None,
+        True,
+        False,
+        0,
+        1,
+        -1,
+        7,
+        2_000_000,
+        2**28,
+        2**31,
+        2**32,
+        2**63,
+        10**30,
+        0.5,
+        -0.5,
+        1e308,
+        float("nan"),
+        float("inf"),
+    ),
     *("", "a", "\0", "\ud800", "🦀", "x" * 5000, "../x", "/etc/passwd", DEEP, DIGITS),
     *([], {}, [[]], [0], ["a"], {"a": 1}, {"content": "a", "id": 3}, list(range(300)), {"Regex": "(a+)+$"}),
 )

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from codd.data.sources import Source
+from codd.data.tokenization import DIGESTS, PackingConfig, load_source
 from codd.training.checkpoints import read_checkpoint, write_checkpoint
 from codd.training.circuit_recipe import read_circuit_recipe
 from codd.training.curve import read_panels
@@ -15,6 +17,7 @@ from codd.training.run import Log, read_metrics
 from codd_lab.pretraining.recipe import SHIPPED, read_recipe
 from tests.support.altered_texts import failures
 from tests.support.small_caches import made
+from tests.support.small_runs import small_tokenizer
 
 
 def cache_of(folder: Path) -> list[Any]:
@@ -40,6 +43,20 @@ def test_a_checkpoint_is_what_was_written_or_refused(tmp_path, name):
     notes = {"digest": "d", "recipe": {"steps": 4, "name": "x"}, "best": -float("inf"), "seconds": 1.5}
     folder = write_checkpoint(tmp_path, 10, {"a": torch.arange(12.0), "b": torch.tensor(3)}, notes, keep=2)
     assert failures(folder / name, folder, lambda: checkpoint_of(folder), checkpoint_of(folder)) == []
+
+
+@pytest.mark.parametrize("name", ["tokens.npy", "segments.npy", DIGESTS])
+def test_kept_rows_are_what_was_written(tmp_path, name):
+    (tmp_path / "a.jsonl").write_text('{"question": "How many?", "answer": "Four."}\n' * 3)
+    source, config = Source("qa", "a", path="a.jsonl"), PackingConfig(row_length=64, block_length=8, seed=0)
+
+    def load() -> list[Any]:
+        rows = load_source(source, tmp_path, small_tokenizer(), config, tmp_path / "cache").take(0, 2)
+        return [column.tolist() for column in rows]
+
+    same = load()
+    (folder,) = (tmp_path / "cache").iterdir()
+    assert failures(folder / name, folder, load, same) == []
 
 
 @pytest.mark.parametrize("name", ["tiny.yaml", "tiny-circuit.yaml"])

@@ -100,9 +100,10 @@ def flipped(content: bytes) -> bytes:
         lambda folder: (folder / NOTES).write_text((folder / NOTES).read_text().replace('"step": 10', '"step": 90')),
         lambda folder: (folder / NOTES).write_text("[" * 100_000),
         lambda folder: (folder / NOTES).write_text("5"),
-        lambda folder: ((folder / NOTES).unlink(), os.mkfifo(folder / NOTES)),
+        *(lambda folder, name=name: ((folder / name).unlink(), os.mkfifo(folder / name)) for name in (NOTES, STATE)),
+        lambda folder: ((folder / STATE).unlink(), (folder / STATE).symlink_to("/dev/zero")),
     ],
-    ids=map(str, range(12)),
+    ids=map(str, range(14)),
 )
 def test_a_damaged_checkpoint(tmp_path, damage):
     folder = write(tmp_path, 10)

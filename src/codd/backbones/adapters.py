@@ -81,7 +81,7 @@ def attach(backbone: Backbone, source: str | os.PathLike[str], *, merge: bool, c
     folder = files.local_folder(source, FILES)
     config, path = read_config(folder), folder / WEIGHTS
     backbone.switch_adapter(False)
-    with weights.open_safetensors(path) as handle:
+    with files.open_safetensors(path) as handle:
         adapter = _Adapter(path, handle, config, backbone, check)
         if merge:
             adapter.merge()

@@ -100,6 +100,13 @@ class Config:
             raise self._wrong(name, "the id of a token", value)
         return ids
 
+    def names(self, name: str) -> list[str]:
+        """A list of names; an empty one where it is absent or null."""
+        value = self._stated(name, [])
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise self._wrong(name, "a list of names", value)
+        return value
+
     def activation(self, name: str, default: str) -> Activation:
         """An activation function by its name on the hub; ``default`` where it is absent or null."""
         self.only(name, list(ACTIVATIONS))

@@ -34,8 +34,7 @@ class FastDLLM(Dream):
 
 def read_spec(config: Config) -> ModelSpec:
     """The model that a config.json of this family describes; FormatError for one that codd cannot build."""
-    kinds = config.get("layer_types") or ["full_attention"]
-    config.only("layer_types", [["full_attention"] * len(kinds)])
+    config.only("layer_types", [["full_attention"] * len(config.names("layer_types"))])
     block_size = config.count("bd_size", BLOCK_SIZE)
     transformer = layouts.read_transformer(config, qkv_bias=True, block_size=block_size)
     return layouts.model_spec(

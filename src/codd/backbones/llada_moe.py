@@ -14,7 +14,7 @@ KEYS = (*layouts.KEYS, *layouts.expert_keys(shared="shared_expert", bias="mlp.ex
 
 def recognises(config: Config) -> bool:
     """Whether a config.json is of this family: by its architecture, since its model_type is LLaDA's."""
-    return ARCHITECTURE in (config.get("architectures") or ())
+    return ARCHITECTURE in config.names("architectures")
 
 
 def read_spec(config: Config) -> ModelSpec:

@@ -181,19 +181,24 @@ class MatchedFiles(NamedTuple):
 
 def match(folder: Path, spec: ModelSpec) -> MatchedFiles:
     """Match tensors with parameters from the headers alone; FormatError if the checkpoint cannot be loaded."""
-    headers, layers = weights.checkpoint_headers(folder), spec.transformer.layers
-    if layers > len(headers):
-        raise FormatError(
-            f"{folder}: config.json states {layers:,} layers, but there are only {len(headers):,} tensors. Download "
-            "both again."
-        )
-    table = weights.expand_keys(spec.keys, spec.transformer)
+    headers, config = weights.checkpoint_headers(folder), spec.transformer
+    experts = 0 if config.experts is None else config.experts.count * sum(config.experts.layers)
+    for what, count in (("layers", config.layers), ("experts", experts)):
+        if count > len(headers):
+            raise FormatError(
+                f"{folder}: config.json states {count:,} {what}, but there are only {len(headers):,} tensors. "
+                "Download both again."
+            )
+    try:
+        with torch.device("meta"):
+            network = Transformer(config)
+    except RuntimeError as error:  # a product of sizes that overflows
+        raise FormatError(f"{folder}: no network has the sizes in config.json ({files.brief(error)}).") from error
+    table = weights.expand_keys(spec.keys, config)
     heads = {key.source for key in spec.keys if key.target == "head.weight"}  # copies of the embedding, if it is tied
     slots = weights.assign_slots(
         folder, headers, table, rename=spec.rename, ignored=lambda name: name in heads or spec.ignored(name)
     )
-    with torch.device("meta"):
-        network = Transformer(spec.transformer)
     weights.check_headers(network, headers, slots)
     return MatchedFiles(headers, slots, network)
 

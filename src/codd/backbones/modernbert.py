@@ -71,12 +71,11 @@ def read_spec(config: Config) -> ModelSpec:
 
 def _every(config: Config, layers: int) -> int:
     """Every which layer is global; newer files list the kind of each layer instead."""
-    kinds = config.get("layer_types")
-    if kinds is None:
+    if not (kinds := config.names("layer_types")):
         return config.count("global_attn_every_n_layers", 3)
-    for every in range(1, layers + 1):
-        if kinds == [LOCAL if i % every else GLOBAL for i in range(layers)]:
-            return every
+    every = kinds.index(GLOBAL, 1) if GLOBAL in kinds[1:] else layers
+    if kinds == [LOCAL if i % every else GLOBAL for i in range(layers)]:
+        return every
     raise FormatError(
         f"{config.where}: layer_types must name {layers} layers of which every n-th, counted from the first, is "
         f"{GLOBAL!r} and the others are {LOCAL!r}; codd builds no other pattern."

@@ -3,20 +3,18 @@
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from codd.backbones.progress import lasting_bar
 from codd.backbones.transformer import Transformer, TransformerConfig
 from codd.errors import FormatError
-from codd.files import brief, read_json_object
+from codd.files import brief, open_safetensors, read_json_object
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -259,18 +257,6 @@ def _targets(network: nn.Module, slots: Mapping[str, Slot]) -> dict[str, Tensor]
     """The parameter, or the rows of one, that each tensor of the files fills."""
     parameters = {name: parameter.detach() for name, parameter in network.named_parameters()}
     return {name: slot.part(parameters[slot.target]) for name, slot in slots.items()}
-
-
-@contextmanager
-def open_safetensors(path: Path) -> Iterator[Any]:
-    """The handle of a safetensors file; what is wrong with the file is a FormatError."""
-    try:
-        with safe_open(os.fspath(path), framework="pt", device="cpu") as file:
-            yield file
-    except (SafetensorError, OSError) as error:
-        raise FormatError(
-            f"{path}: is truncated, damaged or not a safetensors file ({brief(error)}). Download it again."
-        ) from error
 
 
 def _quoted(names: Sequence[str], shown: int = 4) -> str:

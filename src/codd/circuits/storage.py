@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from codd import files
@@ -174,17 +173,12 @@ def _read_weights(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The configuration in the metadata, and all tensors."""
     if not path.is_file():
         raise FormatError(f"{path}: is missing. Give the folder of a saved circuit, or download it again.")
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            text = (file.metadata() or {}).get(_METADATA_KEY)
-            if text is None:
-                raise FormatError(f"{path}: is a safetensors file of something else; expected one that codd wrote.")
-            names = file.keys()  # a method of the file, which is no dict
-            described, tensors = _parse_config(text, f"{path} (metadata)"), {n: file.get_tensor(n) for n in names}
-    except (SafetensorError, OSError) as error:
-        raise FormatError(
-            f"{path}: is truncated, damaged or not a safetensors file ({files.brief(error)}). Save it again."
-        ) from error
+    with files.open_safetensors(path) as file:
+        text = (file.metadata() or {}).get(_METADATA_KEY)
+        if text is None:
+            raise FormatError(f"{path}: is a safetensors file of something else; expected one that codd wrote.")
+        names = file.keys()  # a method of the file, which is no dict
+        described, tensors = _parse_config(text, f"{path} (metadata)"), {n: file.get_tensor(n) for n in names}
     listed, stored = described["tensors"], _describe(tensors)
     if missing := sorted(listed.keys() - stored.keys()):
         raise FormatError(f"{path}: lacks the tensor(s) {', '.join(missing)} that its configuration lists.")

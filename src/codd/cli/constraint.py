@@ -3,10 +3,11 @@
 import argparse
 from pathlib import Path
 
+from codd import files
 from codd.constraints import After, Choice, JsonSchema, Regex, Template
 from codd.constraints.languages import Expressed
 from codd.decoding.options import Constraint
-from codd.errors import InvalidInput
+from codd.errors import FormatError, InvalidInput
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +46,6 @@ def _schema(given: str) -> str:
     if given.lstrip().startswith(("{", "true", "false")):
         return given
     try:
-        return Path(given).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise InvalidInput(f"--json-schema {given}: cannot be read ({error}); give a file, or the schema.") from None
+        return files.read_text(Path(given))
+    except FormatError as error:
+        raise InvalidInput(f"--json-schema {error} Give a file, or the schema.") from error

@@ -9,7 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from torch import Tensor
 
 from codd import files
@@ -230,6 +229,6 @@ def check_values(headers: Mapping[str, weights.TensorHeader]) -> None:
     total = sum(math.prod(header.shape) for header in headers.values())
     with lasting_bar("reading the weights", total) as advance:
         for shard in sorted({header.file for header in headers.values()}):
-            with safe_open(shard, framework="pt") as file:
+            with files.open_safetensors(shard) as file:
                 for name in sorted(name for name, header in headers.items() if header.file == shard):
                     weights.check_finite(f"{shard}: {name}", file.get_tensor(name), advance)

@@ -204,7 +204,7 @@ def find_sources(
         kind, keys = _detect_kind(place, fields)
         short = re.sub(r"[^\w.-]", "_", path.name)[-40:].encode()[-LONGEST_NAME // 2 :].decode(errors="ignore")
         name = f"{len(sources)}-{short}"  # numbered: two folders may hold files of one name
-        where = str(place.resolve() if isinstance(place, Path) else place)
+        where = os.path.realpath(place) if isinstance(place, Path) else str(place)
         sources.append(Source(kind, name, path=where, fields=tuple(keys), strip=strip if kind == "qa" else None))
     return sources
 

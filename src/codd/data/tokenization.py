@@ -41,6 +41,8 @@ from codd.errors import FormatError, TextsLeftOut
 
 TAILS = (0.6, 0.25, 0.15)
 """Default shares of answers followed by no, one or two further blocks of end marks."""
+DIGESTS = "sha256.txt"
+"""The file that has the digests of the arrays beside it."""
 
 
 class PackingConfig(NamedTuple):
@@ -154,27 +156,40 @@ def _cached(
     config: PackingConfig,
     make: Callable[[], dict[str, NDArray[Any]]],
 ) -> dict[str, NDArray[Any]]:
-    """The arrays of a source: read if they were made before from the same things, else made and written."""
+    """The arrays of a source: read if they were made from the same things before, and are whole; else made and kept."""
     if cache is None:
         return make()
-    digest = dataset_digest(source, root, tokenizer, config)
-    folder = cache / f"{source.name}-{digest}"
-    if not folder.is_dir():
-        arrays = make()
-        partial = cache / f".{source.name}-{digest}.{os.getpid()}"
-        shutil.rmtree(partial, ignore_errors=True)  # of a process with the same number that was killed
-        partial.mkdir(parents=True)
-        try:
-            for name, array in arrays.items():
-                np.save(partial / f"{name}.npy", array)
-            if not folder.is_dir():  # another process of the run may have been faster
-                os.replace(partial, folder)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+    name = f"{source.name}-{dataset_digest(source, root, tokenizer, config)}"
+    if (kept := _read_arrays(cache / name)) is not None:
+        return kept
+    arrays, partial = make(), cache / f".{name}.{os.getpid()}"
+    shutil.rmtree(partial, ignore_errors=True)  # of a process with the same number that was killed
+    partial.mkdir(parents=True)
     try:
-        return {path.stem: np.load(path, mmap_mode="r") for path in sorted(folder.glob("*.npy"))}
-    except (ValueError, EOFError, OSError) as error:
-        raise FormatError(f"{folder}: is damaged ({files.brief(error)}). Remove it: it is made again.") from error
+        for key, array in arrays.items():
+            np.save(partial / f"{key}.npy", array)
+        files.write_text(partial / DIGESTS, _array_digests(partial))
+        if (kept := _read_arrays(cache / name)) is not None:  # another process of the run was faster
+            return kept
+        shutil.rmtree(cache / name, ignore_errors=True)
+        os.replace(partial, cache / name)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return _read_arrays(cache / name) or arrays
+
+
+def _read_arrays(folder: Path) -> dict[str, NDArray[Any]] | None:
+    """The arrays in a folder, mapped; None if there are none, or not those that were written."""
+    try:
+        if files.read_text(folder / DIGESTS) != _array_digests(folder):
+            return None
+    except FormatError:
+        return None
+    return {path.stem: np.load(path, mmap_mode="r") for path in folder.glob("*.npy")}
+
+
+def _array_digests(folder: Path) -> str:
+    return "".join(f"{files.sha256(path)}  {path.name}\n" for path in sorted(folder.glob("*.npy")))
 
 
 def dataset_digest(source: Source, root: Path, tokenizer: Tokenizer, config: PackingConfig) -> str:

@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from codd import files
@@ -60,10 +58,11 @@ def read_checkpoint(folder: Path, device: str) -> tuple[dict[str, Tensor], dict[
     notes = read_notes(folder)
     try:
         if files.sha256(folder / STATE) != notes.pop("state_sha256", None):
-            raise _unreadable(folder, f"{STATE} does not have its checksum")
-        return load_file(folder / STATE, device=device), notes
-    except (OSError, SafetensorError) as error:
-        raise _unreadable(folder, files.brief(error)) from error
+            raise FormatError(f"{STATE} does not have its checksum")
+        with files.open_safetensors(folder / STATE, device) as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, notes  # noqa: SIM118 - the handle is no mapping
+    except FormatError as error:
+        raise _unreadable(folder, str(error)) from error
 
 
 def read_notes(folder: Path) -> dict[str, Any]:
@@ -104,7 +103,9 @@ def below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _unreadable(folder: Path, why: str) -> FormatError:
-    return FormatError(f"{folder}: cannot be read ({why}). Remove it to go on from the checkpoint before.")
+    return FormatError(
+        f"{folder}: cannot be read ({why.removesuffix('.')}). Remove it to go on from the checkpoint before."
+    )
 
 
 def _digest(notes: Mapping[str, Any]) -> str:

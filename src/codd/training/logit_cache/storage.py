@@ -215,10 +215,7 @@ def write_shard(folder: Path, number: int, windows: CachedWindows, settings: Cac
 def checked_content(folder: Path, number: int, record: Shard) -> bytes:
     """The bytes of a shard; FormatError unless they are those of its record."""
     path = folder / shard_name(number)
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise FormatError(f"{path}: cannot be read ({error.strerror})") from error
+    content = files.read_bytes(path, record.bytes)
     if len(content) != record.bytes or hashlib.sha256(content).hexdigest() != record.sha256:
         raise FormatError(f"{path}: is damaged, it has not the size and checksum of its record")
     return content
@@ -230,7 +227,7 @@ def read_shard(folder: Path, number: int, record: Shard) -> CachedWindows:
         tensors = load(checked_content(folder, number, record))
     except FormatError as error:
         advice = "Run `codd cache` with the same arguments again: it makes this shard anew and no other."
-        raise FormatError(f"{error}. {advice}") from error
+        raise FormatError(f"{str(error).removesuffix('.')}. {advice}") from error
     lists = TopK(*(_signed(tensors[name]) for name in TopK._fields))
     tokens, masked, level = _signed(tensors["tokens"]), tensors["masked"], tensors["level"]
     return CachedWindows.of(tokens, masked, level, lists, tensors.get("features"))
