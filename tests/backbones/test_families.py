@@ -17,6 +17,7 @@ from tests.support.checkpoints import FIXTURES, MINI, backbone, cases, copy_of, 
 
 PUBLISHED = json.loads((FIXTURES / "published_configs.json").read_text())
 """Of each family a published config.json, and the parameters, tensors and special ids of that checkpoint."""
+BLOCKS = {"sdar": 4, "fast_dllm": 32, "llada2": 32, "stable_diffcoder": 4}
 BY_NAME = {family.NAME: family for family in FAMILIES}
 
 
@@ -50,7 +51,7 @@ def test_published_configurations(family, tmp_path):
     spec = read_spec(tmp_path)
     assert [other.NAME for other in FAMILIES if other.recognises(Config(published["config"]))] == [family]
     assert (spec.family, spec.special) == (family, SpecialTokenIds(**published["special"]))
-    assert spec.transformer.block_size == {"sdar": 4, "fast_dllm": 32, "llada2": 32}.get(family)
+    assert spec.transformer.block_size == BLOCKS.get(family)
     found = shapes(spec)
     assert len(found) == published["tensors"]
     assert sum(torch.Size(shape).numel() for shape in found.values()) == published["parameters"]
@@ -91,6 +92,7 @@ def test_tensors(family, tensor, shape):
     assert shapes(spec_of(family)).get(tensor) == shape
 
 
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 768}
 VARIANTS = [
     ("llada_moe", {"moe_layer_freq": [0, 1] * 8, "moe_router_enable_expert_bias": True}),
     ("llada_moe", {"shared_expert_intermediate_size": 512, "qk_layernorm": False}),
@@ -103,6 +105,11 @@ VARIANTS = [
     ("bert", {"tie_word_embeddings": False}),
     ("modernbert", {"tie_word_embeddings": False, "decoder_bias": False}),
     ("modernbert", dict.fromkeys(("attention_bias", "mlp_bias", "norm_bias", "classifier_bias"), True)),
+    ("a2d", {"model_type": "a2d-qwen2"}),
+    ("a2d", {"model_type": "a2d-llama", "tie_word_embeddings": False}),
+    ("sdar", {"model_type": "sdar_moe", **EXPERTS}),
+    ("sdar", {"model_type": "sdar_moe", **EXPERTS, "decoder_sparse_step": 2, "mlp_only_layers": [3]}),
+    ("esm", {"position_embedding_type": "absolute", "emb_layer_norm_before": True}),
     ("mini", {"kv_heads": None, "causal": True}),
 ]
 
@@ -159,7 +166,15 @@ REFUSED = {
         *({"rope_scaling": {"type": "yarn", "factor": 4.0}}, {"use_sliding_window": True}, {"use_mrope": True}),
         *({"hidden_act": "gelu"}, {"head_dim": 64}),
     ],
-    "sdar": [{"attention_bias": True}, {"rope_scaling": {"type": "yarn"}}],
+    "sdar": [
+        *({"attention_bias": True}, {"rope_scaling": {"type": "yarn"}}),
+        {"norm_topk_prob": False, "model_type": "sdar_moe", **EXPERTS},
+    ],
+    "a2d": [{"attention_bias": True}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}],
+    "stable_diffcoder": [{"mlp_bias": True}],
+    "nemotron": [{"dlm_paradigm": "autoregressive"}, {"sliding_window": 4096}],
+    "roberta": [{"is_decoder": True}],
+    "esm": [{"is_folding_model": True}, {"position_embedding_type": "relative_key"}, {"mask_token_id": None}],
     "fast_dllm": [{"layer_types": ["sliding_attention"] * 28}],
     "llada_moe": [{"moe_layer_freq": [1] * 3}, {"clip_qkv": -1}],
     "llada2": [
@@ -186,6 +201,41 @@ def test_what_we_do_not_build_is_refused(family, change):
     with pytest.raises(FormatError, match=rf"^here/config\.json.*{field}") as raised:
         spec_of(family, **change)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("told", [{"architectures": None}, {}])
+def test_a_model_type_that_is_another_familys(told, tmp_path):
+    """The class says it, or the module that the file would have."""
+    auto_map = {"AutoModelForCausalLM": "modeling_stable_diffcoder.StableDiffcoderForCausalLM"}
+    fields = {**PUBLISHED["stable_diffcoder"]["config"], "auto_map": auto_map, **told}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert read_spec(tmp_path).family == "stable_diffcoder"
+    (tmp_path / "config.json").write_text(json.dumps({**fields, "architectures": ["LlamaForCausalLM"], "auto_map": {}}))
+    with pytest.raises(FormatError, match="model_type 'llama' is of no family"):
+        read_spec(tmp_path)
+
+
+def test_published_values_that_a_file_leaves_out(tmp_path):
+    """They are told, but not once the caller has given others."""
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED["sdar"]["config"]))
+    assert read_spec(tmp_path).assumed == {"mask_token_id": 151669, "block_size": 4}
+    assert read_spec(tmp_path, 8).assumed == {"mask_token_id": 151669}
+    (tmp_path / "config.json").write_text(json.dumps({**PUBLISHED["sdar"]["config"], "block_size": 4}))
+    assert read_spec(tmp_path).assumed == {"mask_token_id": 151669}
+    assert not read_spec(FIXTURES / "fastdllm_v2").assumed
+    assert read_spec(FIXTURES / "a2d_qwen3", 8).transformer.block_size == 8
+    assert read_spec(FIXTURES / "nemotron_diffusion", 16).block_length == 16
+
+
+def test_the_causal_mode_shares_the_weights():
+    net, ids = backbone("nemotron_diffusion"), cases("nemotron_diffusion")["b1"]["input_ids"]
+    assert net.causal is net.causal
+    assert backbone("sdar").causal is None
+    assert net.causal.causal is None
+    assert not net.config.causal
+    assert {id(x) for x in net.parameters()} == {id(x) for x in net.causal.parameters()}
+    assert "causal" not in dict(net.named_modules())
+    assert torch.allclose(net.causal(ids[:, :9]), net.causal(ids)[:, :9], atol=1e-4)
 
 
 def test_older_and_newer_activations():

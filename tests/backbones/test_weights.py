@@ -183,7 +183,7 @@ DAMAGED = [
     (
         "llada_mha",
         lambda folder: edit_config(folder, model_type="gpt2"),
-        "model_type 'gpt2' is of no family that codd knows; use one of llada, llada_moe, llada2, illada, dream, sdar,",
+        "model_type 'gpt2' is of no family that codd knows; use one of llada, llada_moe, llada2, illada, dream, a2d,",
     ),
     *(
         ("llada_mha", lambda folder, change=change: edit_config(folder, **{"n_kv_heads": None, **change}), wanted)

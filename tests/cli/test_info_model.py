@@ -42,10 +42,22 @@ FIELDS = {
     "llada2_moe": ("llada2", *HUB),
     "llada_moe_sharded": ("llada_moe", *HUB),
     "illada": ("illada", *HUB),
+    "a2d_qwen3": ("a2d", *HUB),
+    "sdar_moe_sharded": ("sdar", *HUB),
+    "stable_diffcoder_sharded": ("stable_diffcoder", *HUB),
+    "nemotron_diffusion": ("nemotron", *HUB),
 }
-TIED = ("dream_tied", "bert", "modernbert", "fastdllm_v2_tied_sharded", "illada")
-BLOCKS = {"sdar": 4, "fast_dllm": 32, "llada2": 32}
+TIED = ("dream_tied", "bert", "modernbert", "fastdllm_v2_tied_sharded", "illada", "a2d_qwen3")
+BLOCKS = {"sdar": 4, "fast_dllm": 32, "llada2": 32, "stable_diffcoder": 4}
 """The published ones."""
+ASSUMED = {
+    "sdar_sharded": {"block_size": 4},
+    "sdar_moe_sharded": {"block_size": 4},
+    "llada2_moe": {"block_size": 32},
+    "stable_diffcoder_sharded": {"mask_token_id": 5, "block_size": 4},
+    "illada": {"mask_token_id": 5},
+}
+"""What the files leave out, if the vocabulary has such a mask."""
 
 
 def described(capsys, *arguments: object, code: int = 0) -> dict[str, Any]:
@@ -104,11 +116,13 @@ def test_every_family(name, capsys):
     family, layers, width, heads, length = FIELDS[name]
     sizes = config["model"] if family == "sedd" else config
     used = {key: header for key, header in tensors.items() if not key.endswith(ROTARY)}
-    masks = {"sedd": config.get("tokens"), "mdlm": config.get("vocab_size", 0) - 1, "illada": 5}
+    masks = {"sedd": config.get("tokens"), "mdlm": config.get("vocab_size", 0) - 1}
+    masks |= {"illada": 5, "stable_diffcoder": 5}
+    blocks = config.get("block_size") or config.get("bd_size")
     pad = config.get("pad_token_id")
     found = described(capsys, folder)
     mlp_width = found.pop("mlp_width")
-    if family != "llada_moe":  # its layers all have experts
+    if not config.get("num_experts") or family == "llada2":  # all layers of others have experts
         assert any(mlp_width in header["shape"] or 2 * mlp_width in header["shape"] for header in used.values())
     assert found == {
         "path": str(folder),
@@ -122,11 +136,12 @@ def test_every_family(name, capsys):
         "heads": sizes[heads],
         "kv_heads": config.get("n_kv_heads") or config.get("num_key_value_heads") or sizes[heads],
         "causal": False,
-        "block_size": config.get("block_size") or config.get("bd_size") or BLOCKS.get(family),
+        "block_size": None if family == "nemotron" else blocks or BLOCKS.get(family),
         "experts": config.get("num_experts"),
         "tied": name in TIED or bool(config.get("weight_tying")),
         "vocab_size": config["tokens"] + 1 if family == "sedd" else config.get("embedding_size", config["vocab_size"]),
         "max_length": sizes[length],
+        "assumed": ASSUMED.get(name),
         "mask_id": config.get("mask_token_id", masks.get(family)),
         "eos_id": config.get("eos_token_id", pad if family == "llada2" else None),
         "pad_id": pad,
@@ -138,7 +153,7 @@ def test_every_family(name, capsys):
         "dtypes": {"bfloat16" if used.popitem()[1]["dtype"] == "BF16" else "float32": found["parameters"]},
         "shards": len(list(folder.glob("model*.safetensors"))),
         "tensors": sum(not key.endswith(ROTARY) for key in tensors),
-        "unused_tensors": sum(key.endswith(ROTARY) for key in tensors),
+        "unused_tensors": [key for key in tensors if key.endswith(ROTARY)] or None,
         "bytes": sum(path.stat().st_size for path in folder.glob("model*.safetensors")),
         "sha256": None,
         "sha256_matches": None,
@@ -156,7 +171,7 @@ def test_the_bundled_model(capsys):
     assert (found["family"], found["bundled"]) == ("mini", True)
     assert found["parameters"] == count(matrices) + count(others)
     assert found["dtypes"] == {"int8": count(matrices), "float32": count(others)}
-    assert (found["tensors"], found["unused_tensors"]) == (len(matrices) + len(others), 0)
+    assert (found["tensors"], found["unused_tensors"]) == (len(matrices) + len(others), None)
     for ours, stated in (("mask_id", "mask_token_id"), ("eos_id", "eos_token_id"), ("pad_id", "pad_token_id")):
         assert found[ours] == config[stated]
     for field in ("vocab_size", "width", "layers", "heads", "kv_heads", "mlp_width", "max_length", "sha256"):
@@ -180,9 +195,10 @@ def test_text(capsys):
 def test_the_heads_of_other_tasks_are_not_counted(tmp_path, capsys):
     folder = copy_of("bert", tmp_path)
     counted = described(capsys, folder)["parameters"]
-    edit_weights(folder, **{f"bert.pooler.dense.{kind}": torch.ones(2) for kind in ("weight", "bias")})
+    heads = [f"bert.pooler.dense.{kind}" for kind in ("bias", "weight")] + ["species.layers.3.weight"]
+    edit_weights(folder, **{name: torch.ones(2) for name in heads})
     found = described(capsys, folder)
-    assert (found["parameters"], found["unused_tensors"]) == (counted, 2)
+    assert (found["parameters"], found["unused_tensors"]) == (counted, [*heads[:2], "species.layers.*.weight"])
 
 
 def test_a_causal_model_needs_no_mask(tmp_path, capsys):

@@ -37,6 +37,17 @@ PUBLISHED = (
     "llada2_moe_sharded",
     "illada",
     "illada_sharded",
+    "a2d_qwen3",
+    "a2d_qwen3_bd3lm_sharded",
+    "a2d_qwen2",
+    "a2d_llama",
+    "sdar_moe_sharded",
+    "stable_diffcoder_sharded",
+    "nemotron_diffusion",
+    "nemotron_diffusion_sharded",
+    "esm2",
+    "esm1b",
+    "roberta",
 )
 MINI: dict[str, Any] = {
     "vocab_size": 60,

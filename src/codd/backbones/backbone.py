@@ -1,7 +1,9 @@
 """What every family gives: position-aligned logits for a batch of token ids, padded or not."""
 
+import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -56,6 +58,15 @@ class ModelSpec:
     """From older spellings of a tensor's name to the one in ``keys``."""
     backbone: "type[Backbone] | None" = None
     """The subclass with the family's quirks; None: `Backbone` itself."""
+    block_length: int | None = None
+    """Tokens of a block where the network's attention does not say; None: its files do not, either."""
+    any_blocks: bool = False
+    """Whether the network may be block-causal though its files do not say so: the caller does."""
+    causal_context: bool = False
+    """Whether what stands before a block is read causally, by the same weights; a block's first token then comes from
+    the causal row before it."""
+    assumed: Mapping[str, int] = field(default_factory=dict)
+    """Published values in the place of fields that the files leave out."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Settings that this subclass reads from ``spec.options``."""
 
@@ -122,6 +133,19 @@ class Backbone(nn.Module):
         for place, layer in self.adapter.items():
             weight = layer.base.weight
             self.network.set_submodule(place, layer.to(weight.device, weight.dtype) if on else layer.base)
+
+    @cached_property
+    def causal(self) -> "Backbone | None":
+        """The same weights with causal attention, whose row i is about the token after position i; None: no such mode.
+
+        It shares all modules and parameters: what is done to one is done to both.
+        """
+        if not self.spec.causal_context:
+            return None
+        network = copy.copy(self.network)
+        network.config = replace(self.config, causal=True)
+        spec = replace(self.spec, transformer=network.config, causal_context=False)
+        return Backbone(spec, network).eval()
 
     @property
     def family(self) -> str:

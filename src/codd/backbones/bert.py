@@ -1,6 +1,7 @@
 """BERT: the first masked language model. Norms after each part, learned positions, token types."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from jaxtyping import Bool, Int
 from torch import Tensor
@@ -15,30 +16,50 @@ from codd.errors import InvalidInput
 NAME = "bert"
 recognises = of_model_type("bert")
 
-_LAYER = "bert.encoder.layer.{i}."
 _HEAD = "cls.predictions."
 
 
+def embedding_keys(prefix: str, norm: str = "LayerNorm") -> tuple[Key, ...]:
+    """The tables of a network whose tensors begin with ``prefix``, and the norm after them."""
+    tables = {"word": "tokens", "position": "positions", "token_type": "types"}
+    return (
+        *(Key(f"{prefix}.embeddings.{x}_embeddings.weight", f"embedding.{y}.weight") for x, y in tables.items()),
+        *affine(f"{prefix}.embeddings.{norm}", "embedding.norm"),
+    )
+
+
+def layer_keys(
+    prefix: str, before_attention: str = "attention.output.LayerNorm", before_mlp: str = "output.LayerNorm"
+) -> tuple[Key, ...]:
+    """The layers of such a network; ``before_attention``, ``before_mlp``: its names of our two norms."""
+    layer, ours = f"{prefix}.encoder.layer.{{i}}.", "blocks.{i}."
+    return (
+        *affine(layer + "attention.self.query", ours + "attention.qkv", rows="q"),
+        *affine(layer + "attention.self.key", ours + "attention.qkv", rows="k"),
+        *affine(layer + "attention.self.value", ours + "attention.qkv", rows="v"),
+        *affine(layer + "attention.output.dense", ours + "attention.out"),
+        *affine(layer + before_attention, ours + "attention_norm"),
+        *affine(layer + "intermediate.dense", ours + "mlp.up"),
+        *affine(layer + "output.dense", ours + "mlp.down"),
+        *affine(layer + before_mlp, ours + "mlp_norm"),
+    )
+
+
 KEYS = (
-    Key("bert.embeddings.word_embeddings.weight", "embedding.tokens.weight"),
-    Key("bert.embeddings.position_embeddings.weight", "embedding.positions.weight"),
-    Key("bert.embeddings.token_type_embeddings.weight", "embedding.types.weight"),
-    *affine("bert.embeddings.LayerNorm", "embedding.norm"),
-    *affine(_LAYER + "attention.self.query", "blocks.{i}.attention.qkv", rows="q"),
-    *affine(_LAYER + "attention.self.key", "blocks.{i}.attention.qkv", rows="k"),
-    *affine(_LAYER + "attention.self.value", "blocks.{i}.attention.qkv", rows="v"),
-    *affine(_LAYER + "attention.output.dense", "blocks.{i}.attention.out"),
-    *affine(_LAYER + "attention.output.LayerNorm", "blocks.{i}.attention_norm"),
-    *affine(_LAYER + "intermediate.dense", "blocks.{i}.mlp.up"),
-    *affine(_LAYER + "output.dense", "blocks.{i}.mlp.down"),
-    *affine(_LAYER + "output.LayerNorm", "blocks.{i}.mlp_norm"),
+    *embedding_keys("bert"),
+    *layer_keys("bert"),
     *affine(_HEAD + "transform.dense", "head.dense"),
     *affine(_HEAD + "transform.LayerNorm", "head.norm"),
     Key(_HEAD + "bias", "head.bias"),
     Key(_HEAD + "decoder.weight", "head.weight"),
 )
-UNUSED = ("bert.pooler.", "cls.seq_relationship.", "bert.embeddings.position_ids", _HEAD + "decoder.bias")
-"""The other task that it was trained for, a buffer, and a copy of the head's bias."""
+LM_HEAD = (
+    *affine("lm_head.dense", "head.dense"),
+    *affine("lm_head.layer_norm", "head.norm"),
+    Key("lm_head.bias", "head.bias"),
+    Key("lm_head.decoder.weight", "head.weight"),
+)
+"""The head of RoBERTa and ESM."""
 
 
 class BERT(Backbone):
@@ -61,48 +82,75 @@ class BERT(Backbone):
         return {"types": types}
 
 
+def read_transformer(config: Config, **own: Any) -> tuple[TransformerConfig, int]:
+    """The network that the fields of a config.json like BERT's describe, and how many positions it has learned.
+
+    Padding has the first rows of the position table where the family is not BERT itself: up to its own id.
+
+    Args:
+        config: The file.
+        own: What a family says otherwise.
+
+    Raises:
+        FormatError: A kind of network that codd does not build.
+    """
+    config.only("is_decoder", [False])
+    heads, activation = config.count("num_attention_heads"), config.activation("hidden_act", "gelu")
+    rows = config.count("max_position_embeddings", 512)
+    first = 0 if config.get("model_type") == "bert" else config.count("pad_token_id", 1, least=0) + 1
+    transformer = TransformerConfig(
+        **{
+            "vocab_size": config.count("vocab_size"),
+            "width": config.count("hidden_size"),
+            "layers": config.layers("num_hidden_layers"),
+            "heads": heads,
+            "kv_heads": heads,
+            "mlp_width": config.count("intermediate_size"),
+            "rope_theta": None,
+            "norm": "layer",
+            "norm_eps": config.number("layer_norm_eps", 1e-12),
+            "norm_bias": True,
+            "norm_after": True,
+            "activation": activation,
+            "gated": False,
+            "qkv_bias": True,
+            "out_bias": True,
+            "mlp_bias": True,
+            "positions": rows,
+            "first_position": first,
+            "token_types": config.count("type_vocab_size", 2),
+            "embedding_norm": True,
+            "head_transform": activation,
+            "head_transform_bias": True,
+            "head_bias": True,
+            "tied": config.flag("tie_word_embeddings", True),
+            **own,
+        }
+    )
+    return transformer, max(1, rows - first)
+
+
 def read_spec(config: Config) -> ModelSpec:
     """The model that a config.json of this family describes; FormatError for one that codd cannot build."""
     config.only("position_embedding_type", ["absolute"])
-    config.only("is_decoder", [False])
-    heads = config.count("num_attention_heads")
-    activation, positions = config.activation("hidden_act", "gelu"), config.count("max_position_embeddings", 512)
-    transformer = TransformerConfig(
-        vocab_size=config.count("vocab_size"),
-        width=config.count("hidden_size"),
-        layers=config.layers("num_hidden_layers"),
-        heads=heads,
-        kv_heads=heads,
-        mlp_width=config.count("intermediate_size"),
-        rope_theta=None,
-        norm="layer",
-        norm_eps=config.number("layer_norm_eps", 1e-12),
-        norm_bias=True,
-        norm_after=True,
-        activation=activation,
-        gated=False,
-        qkv_bias=True,
-        out_bias=True,
-        mlp_bias=True,
-        positions=positions,
-        token_types=config.count("type_vocab_size", 2),
-        embedding_norm=True,
-        head_transform=activation,
-        head_transform_bias=True,
-        head_bias=True,
-        tied=config.flag("tie_word_embeddings", True),
-    )
+    transformer, length = read_transformer(config)
     return ModelSpec(
         family=NAME,
         transformer=transformer,
         keys=KEYS,
         special=SpecialTokenIds.from_config(config),
         chat_template=chat.PLAIN,
-        max_length=positions,
-        ignored=lambda name: name.startswith(UNUSED),
+        max_length=length,
+        ignored=_of_another_task,
         rename=_modern_name,
         backbone=BERT,
     )
+
+
+def _of_another_task(name: str) -> bool:
+    """Heads beside that of the masked tokens, whatever their names; a buffer; a copy of the head's bias."""
+    used = name.startswith(("bert.embeddings.", "bert.encoder.", _HEAD))
+    return not used or name in ("bert.embeddings.position_ids", _HEAD + "decoder.bias")
 
 
 def _modern_name(name: str) -> str:

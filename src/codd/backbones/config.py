@@ -133,6 +133,17 @@ class Config:
         return FormatError(f"{self.where}: {name} must be {wanted}, found {reprlib.repr(value)}; {advice}.")
 
 
-def of_model_type(name: str) -> Callable[[Config], bool]:
-    """What tells whether a config.json is of the family with this model_type."""
-    return lambda config: bool(config.get("model_type") == name)
+def of_model_type(*names: str) -> Callable[[Config], bool]:
+    """What tells whether a config.json is of the family with these model_types."""
+    return lambda config: config.get("model_type") in names
+
+
+def of_architecture(name: str) -> Callable[[Config], bool]:
+    """What tells whether a config.json is of the family with this class, where its model_type is another family's."""
+
+    def recognises(config: Config) -> bool:
+        own = config.get("auto_map")
+        mapped = own.values() if isinstance(own, dict) else ()
+        return name in config.names("architectures") or any(str(each).endswith(f".{name}") for each in mapped)
+
+    return recognises

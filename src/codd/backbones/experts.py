@@ -34,6 +34,8 @@ class ExpertsConfig:
     """Consecutive experts, so many groups of them; a group's score is the sum of its two best."""
     kept_groups: int = 1
     """Experts are chosen from so many of the best groups."""
+    normalised: bool = False
+    """Whether the weights of a softmax router are made to sum to one, too."""
     scale: float = 1.0
     """What the weights of a sigmoid router are multiplied with."""
     shared_width: int = 0
@@ -62,18 +64,21 @@ class Router(nn.Module):
         dtype = x.dtype if config.score == "softmax" else wide
         logits = F.linear(x.to(dtype), self.weight.to(dtype))
         if wide == torch.float32 and (kernels := kernels_for(logits)) is not None:
-            routed: tuple[Tensor, Tensor] = kernels.route(logits, self.bias, config, dtype)
-            return routed
+            weights, chosen = kernels.route(logits, self.bias, config, wide if config.normalised else dtype)
+            return self._normalised(weights).to(dtype), chosen
         bias = 0.0 if self.bias is None else self.bias.to(wide)
         if config.score == "softmax":
             weights, chosen = (logits.softmax(-1, dtype=wide) + bias).topk(config.chosen, dim=-1)
-            return weights.to(dtype), chosen
+            return self._normalised(weights).to(dtype), chosen
         scores = logits.sigmoid()
         chosen = self._of_best_groups(scores + bias).topk(config.chosen, dim=-1).indices
         weights = scores.gather(-1, chosen)
         if config.chosen > 1:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
         return weights * config.scale, chosen
+
+    def _normalised(self, weights: Float[Tensor, "n k"]) -> Float[Tensor, "n k"]:
+        return weights / weights.sum(-1, keepdim=True) if self.config.normalised else weights
 
     def _of_best_groups(self, ranks: Float[Tensor, "n E"]) -> Float[Tensor, "n E"]:
         config = self.config

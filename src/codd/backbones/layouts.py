@@ -1,11 +1,14 @@
 """The names and fields of checkpoints in the layout that Llama and Qwen have on the hub, which many families share."""
 
+import math
 from typing import Any
 
 from codd.backbones.backbone import ModelSpec, SpecialTokenIds
 from codd.backbones.config import Config
+from codd.backbones.rotary import Llama3Scaling, RopeScaling, YarnScaling
 from codd.backbones.transformer import TransformerConfig
 from codd.backbones.weights import Key, affine
+from codd.errors import FormatError
 
 _LAYER, _OURS = "model.layers.{i}.", "blocks.{i}."
 MLPS = (
@@ -27,7 +30,7 @@ KEYS = (
 )
 
 
-def expert_keys(*, shared: str, bias: str) -> tuple[Key, ...]:
+def expert_keys(*, shared: str = "mlp.shared_experts", bias: str = "mlp.gate.expert_bias") -> tuple[Key, ...]:
     """A layer's experts and their router; ``shared`` and ``bias``: the names of the shared expert and the bias."""
     mlp, ours = _LAYER + "mlp.", _OURS + "mlp."
     return (
@@ -49,7 +52,8 @@ def read_transformer(config: Config, **own: Any) -> TransformerConfig:
     """
     config.only("hidden_act", ["silu"])
     config.only("use_sliding_window", [False])
-    config.absent("rope_scaling")
+    if "rope_scaling" not in own:
+        config.absent("rope_scaling")
     heads, width = config.count("num_attention_heads"), config.count("hidden_size")
     return TransformerConfig(
         **{
@@ -79,3 +83,45 @@ def model_spec(
         max_length=config.count("max_position_embeddings", length),
         **{"keys": KEYS, **own},
     )
+
+
+def read_rope(config: Config) -> dict[str, Any]:
+    """``rope_theta`` and ``rope_scaling`` of a network, from the fields of Llama-like files, older and newer ones.
+
+    Raises FormatError for a kind of scaling that codd does not build.
+    """
+    name = next((each for each in ("rope_parameters", "rope_scaling") if config.get(each) is not None), None)
+    if name is None:
+        return {"rope_theta": config.number("rope_theta", 10_000.0), "rope_scaling": None}
+    fields = config.section(name)
+    kind = fields.get("rope_type", fields.get("type"))
+    theta = fields.number("rope_theta", config.number("rope_theta", 10_000.0))
+    scaling: RopeScaling | None = None
+    if kind == "llama3":
+        low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
+        scaling = Llama3Scaling(fields.number("factor"), low, high, fields.count("original_max_position_embeddings"))
+    elif kind == "yarn":
+        fields.absent("attention_factor")
+        factor = fields.number("factor")
+        scaling = YarnScaling(
+            factor,
+            fields.number("beta_fast", 32.0),
+            fields.number("beta_slow", 1.0),
+            fields.count("original_max_position_embeddings"),
+            _amplitude(factor, fields),
+            0.0 if fields.get("llama_4_scaling_beta") is None else fields.number("llama_4_scaling_beta"),
+        )
+    elif kind not in (None, "default"):
+        raise FormatError(f"{fields.where}: rope_type must be default, llama3 or yarn; codd builds no other kind.")
+    if isinstance(scaling, Llama3Scaling) and scaling.low >= scaling.high:
+        raise FormatError(f"{fields.where}: low_freq_factor must be below high_freq_factor. Download the file again.")
+    return {"rope_theta": theta, "rope_scaling": scaling}
+
+
+def _amplitude(factor: float, fields: Config) -> float:
+    def grown(by: float) -> float:
+        return 1 + 0.1 * by * math.log(factor) if factor > 1 else 1.0
+
+    if fields.get("mscale") is None or fields.get("mscale_all_dim") is None:
+        return grown(1.0)
+    return grown(fields.number("mscale")) / grown(fields.number("mscale_all_dim"))

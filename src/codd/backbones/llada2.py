@@ -25,7 +25,7 @@ KEYS = (
     Key("model.layers.{i}.post_attention_layernorm.weight", "blocks.{i}.mlp_norm.weight"),
     Key("model.norm.weight", "final_norm.weight"),
     *layouts.MLPS,
-    *layouts.expert_keys(shared="mlp.shared_experts", bias="mlp.gate.expert_bias"),
+    *layouts.expert_keys(),
     layouts.HEAD,
 )
 

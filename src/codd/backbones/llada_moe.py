@@ -2,19 +2,15 @@
 
 from codd.backbones import layouts
 from codd.backbones.backbone import ModelSpec
-from codd.backbones.config import Config
+from codd.backbones.config import Config, of_architecture
 from codd.backbones.experts import ExpertsConfig
 
 NAME = "llada_moe"
-ARCHITECTURE = "LLaDAMoEModelLM"
+recognises = of_architecture("LLaDAMoEModelLM")
+"""Its model_type is LLaDA's."""
 MASK_ID = 156895
 """The mask token of the published checkpoints: their config.json does not state it."""
 KEYS = (*layouts.KEYS, *layouts.expert_keys(shared="shared_expert", bias="mlp.expert_bias"))
-
-
-def recognises(config: Config) -> bool:
-    """Whether a config.json is of this family: by its architecture, since its model_type is LLaDA's."""
-    return ARCHITECTURE in config.names("architectures")
 
 
 def read_spec(config: Config) -> ModelSpec:

@@ -7,15 +7,18 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
 
 from codd import files
 from codd.backbones import (
+    a2d,
     adapters,
     bert,
     dream,
+    esm,
     fast_dllm,
     illada,
     llada,
@@ -24,9 +27,12 @@ from codd.backbones import (
     mdlm,
     mini,
     modernbert,
+    nemotron,
     quantized,
+    roberta,
     sdar,
     sedd,
+    stable_diffcoder,
     weights,
 )
 from codd.backbones.backbone import Backbone, ModelSpec
@@ -37,7 +43,10 @@ from codd.backbones.transformer import Transformer
 from codd.distributed import choose_device
 from codd.errors import FormatError, InvalidInput, shown
 
-FAMILIES = (llada, llada_moe, llada2, illada, dream, sdar, fast_dllm, mdlm, sedd, bert, modernbert, mini)
+FAMILIES = (
+    *(llada, llada_moe, llada2, illada, dream, a2d, sdar, fast_dllm, stable_diffcoder, nemotron, mdlm, sedd),
+    *(bert, modernbert, roberta, esm, mini),
+)
 """Each has a NAME, ``recognises`` (a config.json) and ``read_spec`` (the model that it describes)."""
 GENERATION = "generation_config.json"
 MODEL_FILES = (
@@ -119,6 +128,7 @@ def read_spec(folder: Path, block_size: int | None = None) -> ModelSpec:
     for family in FAMILIES:
         if family.recognises(config):
             spec: ModelSpec = family.read_spec(config)
+            spec = replace(spec, assumed=_assumed(config, family, spec))
             if (folder / GENERATION).is_file():
                 stated = Config(files.read_json_object(folder / GENERATION), str(folder / GENERATION))
                 spec = replace(spec, stop_ids=frozenset(stated.tokens("eos_token_id")))
@@ -129,15 +139,30 @@ def read_spec(folder: Path, block_size: int | None = None) -> ModelSpec:
     raise FormatError(f"{config.where}: model_type {model_type} is of no family that codd knows; use one of {known}.")
 
 
+def _assumed(config: Config, family: ModuleType, spec: ModelSpec) -> dict[str, int]:
+    """The published mask and block that a family takes where the file has no field for them."""
+    size = spec.transformer.block_size or spec.block_length
+    used = {"MASK_ID": ("mask_token_id", spec.special.mask), "BLOCK_SIZE": ("block_size", size)}
+    silent = {name for name, _ in used.values() if config.get(name) is None} - {config.get("bd_size") and "block_size"}
+    return {
+        name: value
+        for constant, (name, value) in used.items()
+        if value is not None and name in silent and value == getattr(family, constant, None)
+    }
+
+
 def _with_block_size(spec: ModelSpec, block_size: int) -> ModelSpec:
-    if spec.transformer.block_size is None:
+    if spec.transformer.block_size is None and spec.block_length is None and not spec.any_blocks:
         raise InvalidInput(
             f"block_size is for block-causal networks, but {spec.family} attends to all positions: leave it out; "
             "block_length is an option of generate."
         )
     if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < 1:
         raise InvalidInput(f"block_size must be a whole number of at least 1, found {block_size!r}.")
-    return replace(spec, transformer=replace(spec.transformer, block_size=block_size))
+    assumed = {name: value for name, value in spec.assumed.items() if name != "block_size"}
+    if spec.block_length is not None:
+        return replace(spec, block_length=block_size, assumed=assumed)
+    return replace(spec, transformer=replace(spec.transformer, block_size=block_size), assumed=assumed)
 
 
 def _check_geometry(where: str, spec: ModelSpec) -> None:

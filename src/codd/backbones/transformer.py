@@ -18,11 +18,14 @@ from codd.backbones.experts import Experts, ExpertsConfig
 from codd.backbones.kernels import kernels_for
 from codd.backbones.kv_cache import CachedPass, KVCache, KVShape
 from codd.backbones.quantized import Int8Linear
+from codd.backbones.rotary import RopeScaling
 from codd.errors import InvalidInput
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 RESIDUAL = ("attention.out.weight", "mlp.down.weight", "mlp.shared.down.weight", "mlp.experts.down")
 """The ends of the names of weights that add to the residual stream."""
+TRAINED_GAPS = 0.15 * 0.8
+"""The share of gaps in the texts that networks with token dropout were trained on."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class TransformerConfig:
     mlp_width: int
     rope_theta: float | None = 10_000.0
     """None: no rotary positions."""
+    rope_scaling: RopeScaling | None = None
     rotary_width: int | None = None
     """How many of a head's columns are rotated, the first ones; None: all."""
     head_width: int | None = None
@@ -76,6 +80,10 @@ class TransformerConfig:
     """A mixture of experts in place of the MLP, in some layers or all; None: in none."""
     positions: int = 0
     """Rows of a table of learned absolute positions; 0: none."""
+    first_position: int = 0
+    """The row of that table that a sequence's first token has."""
+    token_dropout: int | None = None
+    """The mask token, of a network to which it is no token but a gap: zeros, and all else scaled for their share."""
     token_types: int = 0
     embedding_norm: bool = False
     conditioning: int = 0
@@ -121,6 +129,10 @@ class AttentionContext(NamedTuple):
     """True where a query attends to a key; None: everywhere (or causally, as the configuration says)."""
     past: CachedPass | None = None
     """Where keys and values of positions that are not computed are found, and those of others stored."""
+    causal: bool = False
+    """Whether a query attends to no later key; without a mask, that is."""
+    query_scale: Float[Tensor, "B L 1"] | None = None
+    """What queries are multiplied with; None: they stay as they are."""
 
 
 class RMSNorm(nn.Module):
@@ -187,19 +199,22 @@ class Attention(nn.Module):
         self, x: Float[Tensor, "B L d"], context: AttentionContext, onto: Float[Tensor, "B L d"] | None = None
     ) -> Float[Tensor, "B L d"]:
         """Attend from every position to those that the mask allows; ``onto``: what the result is added to."""
-        return project(self._mixed(self.qkv(x), context), self.out, onto)
+        joined = self.qkv(x)
+        if context.query_scale is not None:
+            joined[..., : self.config.heads * self.config.head_dim] *= context.query_scale.to(joined.dtype)
+        return project(self._mixed(joined, context), self.out, onto)
 
     def _mixed(self, joined: Float[Tensor, "B L qkv"], context: AttentionContext) -> Float[Tensor, "B L h"]:
         """The values that every position attends to, from the joined projections."""
         config, rotary = self.config, context.rotary
         plain = not config.qk_norm and config.clip_qkv is None and config.rotary_width is None
-        if rotary is not None and plain and context.mask is None and context.past is None and not config.causal:
+        if rotary is not None and plain and context.mask is None and context.past is None and not context.causal:
             kernels = kernels_for(joined)
             if kernels is not None and kernels.attends(joined, config.head_dim):
                 whole: Tensor = kernels.attend(joined, config.heads, config.kv_heads, *rotary)
                 return whole
         turned = rotary is not None and self._turn(joined, *rotary)
-        if turned and context.past is not None and (seen := self._attend_cached(joined, context.past)) is not None:
+        if turned and (seen := self._attend_cached(joined, context)) is not None:
             return seen
         by_head = joined.view(*joined.shape[:2], -1, config.head_dim)
         parts = torch.split(by_head, [config.heads, config.kv_heads, config.kv_heads], dim=-2)
@@ -220,7 +235,7 @@ class Attention(nn.Module):
             k,
             v,
             attn_mask=context.mask,
-            is_causal=config.causal and context.mask is None,
+            is_causal=context.causal and context.mask is None,
             enable_gqa=k.shape[1] < q.shape[1],
         )
         return mixed.transpose(1, 2).flatten(2)
@@ -239,11 +254,15 @@ class Attention(nn.Module):
             return False
         return True
 
-    def _attend_cached(self, joined: Float[Tensor, "B R qkv"], past: CachedPass) -> Float[Tensor, "B R h"] | None:
+    def _attend_cached(
+        self, joined: Float[Tensor, "B R qkv"], context: AttentionContext
+    ) -> Float[Tensor, "B R h"] | None:
         """Store keys and values, and attend to all that are seen, if kernels of ours serve; None: they do not."""
-        config, memory, kernels = self.config, past.cache.memory[self.layer], kernels_for(joined)
-        special = config.causal or config.local is not None or past.ends is None
-        if kernels is None or special or not kernels.attends_cached(joined, memory):
+        config, past, kernels = self.config, context.past, kernels_for(joined)
+        if past is None or past.ends is None or context.causal or config.local is not None or kernels is None:
+            return None
+        memory = past.cache.memory[self.layer]
+        if not kernels.attends_cached(joined, memory):
             return None
         kernels.store_kv(joined, memory, past.slots, past.positions, config.heads)
         where = past.slots, past.positions, past.ends
@@ -266,12 +285,16 @@ def project(x: Float[Tensor, "B L h"], layer: nn.Module, onto: Float[Tensor, "B 
 
 
 def rotary_angles(
-    positions: Int[Tensor, "B L"], head_dim: int, theta: float
+    positions: Int[Tensor, "B L"], head_dim: int, theta: float, scaling: RopeScaling | None = None
 ) -> tuple[Float[Tensor, "B 1 L half"], Float[Tensor, "B 1 L half"]]:
     """Cosines and sines of the rotary position embedding (RoPE) with base ``theta``, in float32."""
     exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
-    angles = positions[:, None, :, None].float() * (theta**-exponents)
-    return angles.cos(), angles.sin()
+    frequencies = theta**-exponents
+    if scaling is None:
+        angles = positions[:, None, :, None].float() * frequencies
+        return angles.cos(), angles.sin()
+    angles = positions[:, None, :, None].float() * scaling.frequencies(frequencies, theta)
+    return angles.cos() * scaling.amplitude, angles.sin() * scaling.amplitude
 
 
 def apply_rotary(
@@ -397,16 +420,28 @@ class Embedding(nn.Module):
         self.positions = nn.Embedding(config.positions, config.width) if config.positions else None
         self.types = nn.Embedding(config.token_types, config.width) if config.token_types else None
         self.norm = make_norm(config) if config.embedding_norm else None
+        self.first_position, self.gap = config.first_position, config.token_dropout
 
     def forward(
-        self, ids: Int[Tensor, "B L"], positions: Int[Tensor, "B L"], types: Int[Tensor, "B L"] | None
+        self,
+        ids: Int[Tensor, "B L"],
+        positions: Int[Tensor, "B L"],
+        types: Int[Tensor, "B L"] | None,
+        valid: Bool[Tensor, "B L"] | None = None,
     ) -> Float[Tensor, "B L d"]:
-        """The input of the first layer; ``types`` None: token type 0 everywhere."""
+        """The input of the first layer; ``types`` None: token type 0 everywhere; ``valid``: False at padding."""
         x: Tensor = self.tokens(ids)
+        if self.gap is not None:
+            gaps, real = ids == self.gap, torch.ones_like(ids, dtype=torch.bool) if valid is None else valid
+            kept = (real & ~gaps).sum(1).clamp(min=1)  # of nothing but gaps, all is zero
+            scale = (1 - TRAINED_GAPS) * real.sum(1) / kept
+            x = x.masked_fill(gaps[..., None], 0) * scale[:, None, None].to(x.dtype)
         if self.types is not None:
             x = x + self.types(torch.zeros_like(ids) if types is None else types)
         if self.positions is not None:
-            x = x + self.positions(positions.clamp(min=0))  # only padding has a negative position
+            x = x + self.positions(
+                (positions + self.first_position).clamp(min=0)
+            )  # only padding has a negative position
         return x if self.norm is None else self.norm(x)
 
 
@@ -469,7 +504,7 @@ class Transformer(nn.Module):
         """
         full, local = self._attention_contexts(positions if past is None else past.positions, valid, segments, past)
         condition = None if self.noise_level is None or sigma is None else self.noise_level(sigma)
-        x: Tensor = self.embedding(ids, positions, types)
+        x: Tensor = self.embedding(ids, positions, types, valid)
         for i, block in enumerate(self.blocks):
             is_local = self.config.local is not None and i % self.config.local.every != 0
             x = block(x, local if is_local else full, condition)
@@ -507,7 +542,8 @@ class Transformer(nn.Module):
 
         Without a cache, a position that would attend to nothing attends to itself: a softmax over nothing is NaN.
         """
-        config, queries = self.config, positions[..., None]
+        config, scaling, queries = self.config, self.config.rope_scaling, positions[..., None]
+        query_scale = None if scaling is None else scaling.query_scale(positions)
         keys, known, masks = positions[:, None], None, []
         if past is not None:
             keys = torch.arange(past.seen, device=positions.device)
@@ -523,13 +559,13 @@ class Transformer(nn.Module):
 
         def context(theta: float | None, *masks: Tensor) -> AttentionContext:
             turned = config.rotary_width or config.head_dim
-            rotary = None if theta is None else rotary_angles(positions, turned, theta)
+            rotary = None if theta is None else rotary_angles(positions, turned, theta, scaling)
             mask = known
             for each in masks:
                 mask = each[:, None] if mask is None else mask & each[:, None]
             if mask is not None and masks and past is None:
                 mask = mask | torch.eye(positions.shape[1], dtype=torch.bool, device=positions.device)
-            return AttentionContext(rotary, mask, past)
+            return AttentionContext(rotary, mask, past, config.causal, query_scale)
 
         full = context(config.rope_theta, *masks)
         if config.local is None:

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
@@ -190,13 +191,14 @@ def _model(source: str | None, check: bool) -> dict[str, Any]:
         **{name: getattr(network, name) for name in SIZES},
         "experts": None if network.experts is None else network.experts.count,
         "max_length": spec.max_length,
+        "assumed": dict(spec.assumed) or None,
         **special,
         **read,
         "dtypes": dict(sorted(counts.items(), key=lambda item: (-item[1], item[0]))),
         "bytes": sum(shard.stat().st_size for shard in shards),
         "shards": len(shards),
         "tensors": len(found.slots),
-        "unused_tensors": len(found.headers.keys() - used),
+        "unused_tensors": sorted({re.sub(r"\.\d+\.", ".*.", name) for name in found.headers.keys() - used}) or None,
         "sha256": stated,
         "sha256_matches": matches,
         **{name: _circuit(str(folder / part)) if (folder / part).is_dir() else None for name, part in CIRCUITS.items()},

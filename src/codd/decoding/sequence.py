@@ -275,7 +275,7 @@ def options_for(backbone: Backbone, options: Options) -> Options:
     """
     size = backbone.block_size
     options = options.for_network(backbone.family, size)
-    if options.cache is not None and backbone.config.conditioning:
+    if options.cache is not None and (backbone.config.conditioning or backbone.config.token_dropout is not None):
         raise InvalidInput(
             f"cache={options.cache!r}: {backbone.family} is told the share of masks, so that nothing it computes stays "
             "as it was: leave the cache out."
