@@ -42,7 +42,14 @@ def tokenizer() -> Tokenizer:
 
 
 def tiny(*, causal: bool = False, uniform: bool = False, std: float = 0.4, **changes) -> Backbone:
-    sizes = {"vocab_size": tokenizer().vocab_size, "width": 16, "layers": 1, "heads": 2, "mlp_width": 16, "causal": causal}
+    sizes = {
+        "vocab_size": tokenizer().vocab_size,
+        "width": 16,
+        "layers": 1,
+        "heads": 2,
+        "mlp_width": 16,
+        "causal": causal,
+    }
     special = {f"{name}_token_id": getattr(tokenizer(), f"{name}_id") for name in ("mask", "eos", "pad")}
     built = mini.build(Config({**sizes, **special, **changes}, "a test"))
     initialise(built.network, generator=torch.Generator().manual_seed(2), std=std)

@@ -1,4 +1,5 @@
 import itertools
+import os
 import random
 import re
 import tracemalloc
@@ -7,7 +8,21 @@ import numpy as np
 import pytest
 import torch
 
-from codd.constraints import Automaton, JsonSchema, Regex, Vocabulary, cache, compilation, languages
+from codd.constraints import (
+    After,
+    Automaton,
+    Choice,
+    JsonSchema,
+    Regex,
+    Template,
+    Vocabulary,
+    cache,
+    compilation,
+    json_schema,
+    languages,
+    syntax,
+)
+from codd.errors import InvalidConstraint
 from structured_cases import random_regex
 
 
@@ -60,8 +75,8 @@ def test_what_was_compiled_is_kept_by_content(mini, monkeypatch, tmp_path):
     assert file.exists()
 
 
-@pytest.mark.parametrize("damage", ["cut", "flip", "empty", "folder"])
-def test_a_damaged_file_is_compiled_again(damage, mini, tmp_path):
+@pytest.mark.parametrize("damage", ["cut", "flip", "empty", "folder", "pipe", "device", "loop", "other"])
+def test_a_damaged_or_foreign_file_is_compiled_again(damage, mini, tmp_path):
     first = Regex("[ab]+c").compile(mini)
     (file,) = (tmp_path / "cache" / "codd" / "constraints").iterdir()
     content = bytearray(file.read_bytes())
@@ -69,10 +84,26 @@ def test_a_damaged_file_is_compiled_again(damage, mini, tmp_path):
     file.unlink()
     if damage == "folder":
         file.mkdir()
+    elif damage == "pipe":
+        os.mkfifo(file)
+    elif damage in ("device", "loop"):
+        file.symlink_to("/dev/zero" if damage == "device" else file)
+    elif damage == "other":
+        Regex("[ab]+d").compile(mini)
+        (other,) = file.parent.iterdir()
+        other.rename(file)
     else:
         file.write_bytes({"cut": content[:-9], "flip": content, "empty": b""}[damage])
     cache.forget()
     assert same(Regex("[ab]+c").compile(mini), first)
+
+
+def test_a_file_of_another_vocabulary_is_not_believed(mini, monkeypatch):
+    monkeypatch.setattr(Vocabulary, "digest", "the same")
+    Regex("a").compile(mini)
+    cache.forget()
+    fewer = Vocabulary(mini.tokens[:300])
+    assert Regex("a").compile(fewer).vocab_size == 300
 
 
 def test_a_disk_that_takes_nothing_is_no_error(mini, monkeypatch, tmp_path):
@@ -108,6 +139,48 @@ def test_tables_that_would_be_too_large_are_errors(mini, monkeypatch):
     monkeypatch.setattr(compilation, "_MAX_ENTRIES", 20)
     with pytest.raises(languages.InvalidConstraint, match="entries in its table"):
         Regex(r"[a-z]{5}").compile(mini)
+
+
+MUTUAL = {
+    "$defs": {str(i): {"properties": {str(j): {"$ref": f"#/$defs/{j}"} for j in range(9)}} for i in range(9)},
+    "$ref": "#/$defs/0",
+}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: After("x" * 200_000, Regex("a")),
+        lambda: Choice(["x" * 3_000_000]),
+        lambda: Regex("a" * 3_000_000),
+        lambda: Template("x" * 90_000 + "[MASK:2]"),
+        lambda: Template("[MASK:2]" * 500_000),
+        lambda: JsonSchema(MUTUAL),
+    ],
+    ids=["After", "Choice", "Regex", "Template", "slots", "definitions"],
+)
+def test_what_is_too_large_is_refused_before_the_work(make, single_bytes):
+    tracemalloc.start()
+    with pytest.raises(InvalidConstraint, match=r"too large|at most"):
+        make().compile(single_bytes)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100 * 2**20
+
+
+def test_long_lists_of_constants_take_work_by_their_length(single_bytes, monkeypatch):
+    looked = []
+    monkeypatch.setattr(
+        json_schema, "_constants", lambda schema, read=json_schema._constants: looked.append(1) or read(schema)
+    )
+    JsonSchema({"oneOf": [{"const": f"c{i}"} for i in range(1500)]})
+    assert len(looked) < 4 * 1500
+
+
+def test_letters_of_either_case_are_looked_for_among_those_that_have_one():
+    scanned = syntax._scanned.cache_info().misses
+    Regex("(?i)" + "".join(chr(0x400 + i) for i in range(200)))
+    assert syntax._scanned.cache_info().misses == scanned
 
 
 def test_compiling_gives_the_same_bytes_each_time(mini):

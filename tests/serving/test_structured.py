@@ -1,6 +1,7 @@
 """Structured output and log-probabilities over HTTP, as OpenAI's and vLLM's clients ask for them."""
 
 import asyncio
+import contextlib
 import fcntl
 import json
 import math
@@ -23,7 +24,7 @@ import jsonschema_rs
 import pytest
 from pydantic import BaseModel
 
-from codd.constraints import Regex
+from codd.constraints import Regex, Vocabulary
 from codd.serving import compiler_process
 from codd.serving.app import Settings
 from codd.serving.compiler import Compiler
@@ -344,3 +345,14 @@ def test_log_probabilities_of_a_completion(client):
 def test_the_latent_sampler_knows_no_alternatives(client):
     found = client.chat.completions.create(**ASKED, max_tokens=4, logprobs=True, extra_body={**QUICK, "stop": False})
     assert all(each.top_logprobs == [] for each in found.choices[0].logprobs.content)
+
+
+@pytest.mark.parametrize(("fault", "named"), [(MemoryError(), "too much memory"), (KeyError("x"), "KeyError: 'x'")])
+def test_a_fault_of_the_compiler_is_named_and_ends_nothing(fault, named, monkeypatch):
+    def broken(*_: Any) -> None:
+        raise fault
+
+    monkeypatch.setattr(compiler_process, "compiled", broken)
+    monkeypatch.setattr(compiler_process, "_limited", lambda _: contextlib.nullcontext())
+    answer = compiler_process._answer(b'[1, 2, 3, "regex", "a"]', Vocabulary((b"a",)))
+    assert named in json.loads(answer)["error"]

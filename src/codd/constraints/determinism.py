@@ -15,10 +15,12 @@ from codd.errors import EmptyLanguage, InvalidConstraint
 
 MAX_STATES = 4096
 """The largest number of states of a compiled automaton, unless the caller gives another."""
-_MAX_COPIES = 100_000  # states of the nondeterministic automaton
+MAX_COPIES = 100_000
+"""The largest number of states of a nondeterministic automaton, and of characters that a constraint is written in."""
 _MAX_WORK = 10_000_000  # moves looked at while subsets are built: some seconds
 _MAX_ENTRIES = 8_000_000  # of a table over characters: 32 MB
-_SLACK = 4  # how many times the states of the result a stage before it may have
+SLACK = 4
+"""How many times the states of the result a stage before it may have."""
 
 
 def byte_dfa(expression: Expression, max_states: int = MAX_STATES) -> DFA:
@@ -26,11 +28,11 @@ def byte_dfa(expression: Expression, max_states: int = MAX_STATES) -> DFA:
 
     EmptyLanguage if it matches none; InvalidConstraint if the automaton would be too large.
     """
-    by_character, symbols = _character_dfa(expression, _SLACK * max_states)
+    by_character, symbols = _character_dfa(expression, SLACK * max_states)
     kept = trimmed(by_character)
     if kept is None:
         raise EmptyLanguage("the language is empty: the expression matches no text at all.")
-    return _spelt(minimal(kept), symbols, _SLACK * max_states)
+    return _spelt(minimal(kept), symbols, SLACK * max_states)
 
 
 def too_large(what: str, most: int) -> InvalidConstraint:
@@ -53,8 +55,8 @@ class _NFA:
         self.end = self._add(expression, self._state())
 
     def _state(self) -> int:
-        if len(self.moves) > _MAX_COPIES:
-            raise too_large("positions", _MAX_COPIES)
+        if len(self.moves) > MAX_COPIES:
+            raise too_large("positions", MAX_COPIES)
         self.moves.append([])
         self.free.append([])
         return len(self.moves) - 1

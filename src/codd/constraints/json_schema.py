@@ -8,6 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from codd.constraints.determinism import too_large
 from codd.constraints.expressions import (
     ANY,
     EMPTY,
@@ -75,6 +76,7 @@ _ESCAPES = {c: json.dumps(c)[1:-1] for c in '"\\\b\f\n\r\t'}
 _PLAIN = complement([(0, 0x1F), *((ord(c), ord(c)) for c in _ESCAPES)])
 _MAX_BOUND = 10**30
 _MAX_DEPTH = 64
+_MAX_PARTS = 10_000
 
 
 def expression(schema: Any) -> Expression:
@@ -89,8 +91,12 @@ class _Schemas:
         self._root = root
         self._open: dict[str, int] = {}
         self._known: dict[tuple[Any, ...], Expression] = {}
+        self._parts = 0
 
     def of(self, schema: Any, path: str) -> Expression:
+        self._parts += 1
+        if self._parts > _MAX_PARTS:
+            raise too_large("parts of a schema", _MAX_PARTS)
         if schema is True:
             return _any_value(ANY_DEPTH)
         if schema is False:
@@ -121,7 +127,7 @@ class _Schemas:
         if keyword == "allOf" and len(branches) > 1:
             raise _wrong(where, "allOf is supported with one schema only")
         read = Either(tuple(self.of(branch, f"{where}/{i}") for i, branch in enumerate(branches)))
-        if keyword == "oneOf":
+        if keyword == "oneOf" and not _plainly_apart(branches):
             for i, one in enumerate(branches):
                 for j, other in enumerate(branches[:i]):
                     if not self._disjoint(one, other):
@@ -366,6 +372,13 @@ def _kinds(schema: Mapping[str, Any]) -> set[str]:
     if (values := schema.get("enum", [schema["const"]] if "const" in schema else None)) is not None:
         return {kind for kind in _OF_TYPE for value in values if kind != "integer" and _is(value, kind)}
     return {"number" if kind == "integer" else kind for kind in _types(schema, "#")}
+
+
+def _plainly_apart(branches: list[Any]) -> bool:
+    """Whether all are lists of constants, none of which is in two of them."""
+    listed = [_constants(branch) if isinstance(branch, dict) else None for branch in branches]
+    known = [values for values in listed if values is not None]
+    return len(known) == len(branches) and len(set().union(*known)) == sum(map(len, known))
 
 
 def _constants(schema: Mapping[str, Any]) -> set[str] | None:

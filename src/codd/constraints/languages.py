@@ -11,7 +11,7 @@ import numpy as np
 from codd.constraints import cache, json_schema, syntax
 from codd.constraints.automaton import Automaton
 from codd.constraints.compilation import over_tokens
-from codd.constraints.determinism import MAX_STATES, byte_dfa, too_large
+from codd.constraints.determinism import MAX_COPIES, MAX_STATES, SLACK, byte_dfa, too_large
 from codd.constraints.expressions import ANY, Either, Expression, Repeat, text, then
 from codd.constraints.tables import DFA
 from codd.constraints.vocabulary import Vocabulary
@@ -100,6 +100,8 @@ class Choice(Expressed):
         for option in listed:
             if any("\ud800" <= c <= "\udfff" for c in option):
                 raise InvalidConstraint(f"{shown(option)} has half a surrogate pair, which is no text.")
+        if sum(map(len, listed)) > MAX_COPIES:
+            raise too_large("characters", MAX_COPIES)
         object.__setattr__(self, "texts", tuple(listed))
 
     def expression(self) -> Expression:
@@ -173,6 +175,8 @@ class After(Language):
         inner = byte_dfa(rest if self.until is None else then(rest, self.until, anything), max_states)
         free = byte_dfa(anything, max_states)
         ways, offset = len(free.table), len(wanted) * len(free.table)
+        if offset > SLACK * max_states:
+            raise too_large("states", max_states)
         prefix = np.full((len(wanted), ways, 256), -1, dtype=np.int32)
         for seen, row in enumerate(_progress(wanted)):
             on = np.where(row == len(wanted), offset + inner.start, row * ways + free.table)

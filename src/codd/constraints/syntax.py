@@ -47,6 +47,7 @@ _CATEGORIES = {
     op.CATEGORY_NOT_WORD: r"\W",
 }
 _TYPES = re.ASCII | re.UNICODE  # of which one holds at a time
+_MAX_PATTERN = 20_000
 _SURROGATE_COUNT, _SURROGATE_FIRST = 0x800, 0xD800
 _ECMA_NEWLINES = "\n\r\u2028\u2029"
 _ECMA_SPACES = "\ufeff"  # a space to ECMAScript, not to Python
@@ -86,6 +87,8 @@ _EDGES = ((0, _BEGINS), (-1, _ENDS))
 def _parsed(pattern: str) -> tuple[Any, int]:
     if not isinstance(pattern, str):
         raise InvalidConstraint(f"a pattern is a str, found {shown(pattern)}.")
+    if len(pattern) > _MAX_PATTERN:
+        raise InvalidConstraint(f"a pattern has at most {_MAX_PATTERN:,} characters, found {len(pattern):,}.")
     try:
         tree = parser.parse(pattern)
     except (re.error, OverflowError, RecursionError, MemoryError, ValueError) as error:
@@ -163,7 +166,9 @@ class _Reader:
             return self.of_category(_CATEGORIES[value], flags & re.ASCII, negated)
         first, last = (value, value) if kind is op.LITERAL else value
         if flags & re.IGNORECASE:
-            return _scanned(rf"[\U{first:08x}-\U{last:08x}]", flags & (re.ASCII | re.IGNORECASE))
+            source = rf"[\U{first:08x}-\U{last:08x}]"
+            cased = re.finditer(source, _cased_characters(), flags & (re.ASCII | re.IGNORECASE))
+            return union([(first, last), *((ord(match[0]), ord(match[0])) for match in cased)])
         return union([(first, last)])
 
     def of_category(self, source: str, ascii: int, negated: bool) -> Ranges:
@@ -185,6 +190,12 @@ def _scanned(source: str, flags: int) -> Ranges:
     """The characters that a pattern for one character matches, asked of ``re`` itself."""
     matches = re.finditer(f"{source}+", _all_characters(), flags)
     return union((_point(match.start()), _point(match.end() - 1)) for match in matches)
+
+
+@cache
+def _cased_characters() -> str:
+    """Those that differ from their lower or upper case: no others match what they are not."""
+    return "".join(c for c in _all_characters() if c.lower() != c or c.upper() != c)
 
 
 @cache

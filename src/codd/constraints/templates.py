@@ -9,7 +9,7 @@ import numpy as np
 
 from codd.constraints import cache
 from codd.constraints.automaton import Automaton, from_dfa
-from codd.constraints.determinism import MAX_STATES, too_large
+from codd.constraints.determinism import MAX_COPIES, MAX_STATES, too_large
 from codd.constraints.languages import Language, Regex
 from codd.constraints.tables import DFA, unique_rows
 from codd.constraints.vocabulary import Vocabulary
@@ -41,6 +41,8 @@ class Template:
 
     def __init__(self, template: str, patterns: Sequence[Language | None] | Mapping[int, Language] = ()):
         """``patterns``: languages by the number of their slot, from 0, or in order (None: one line)."""
+        if len(template) > MAX_COPIES:
+            raise too_large("characters", MAX_COPIES)
         pieces = _SLOT.split(template)
         slots = tuple(int(count) for count in pieces[1::2])
         given = dict(patterns) if isinstance(patterns, Mapping) else dict(enumerate(patterns))

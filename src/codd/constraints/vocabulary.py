@@ -3,7 +3,7 @@
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -79,18 +79,21 @@ class Vocabulary:
         ids = list(self.encode(text)) if self.encode is not None else []
         if (self.text_of(ids) if first else b"".join(self.tokens[id] for id in ids)) == wanted:
             return ids
-        found: list[list[int] | None] = [[]]
+        fewest = [0, *[len(wanted) + 1] * len(wanted)]  # tokens that write the text up to each byte
+        last = [-1] * (len(wanted) + 1)  # and the last one of them
+        longest = max(map(len, self._ids), default=0)
         for end in range(1, len(wanted) + 1):
-            ways = [[*before, id] for id, before in self._ending(wanted[:end], found)]
-            found.append(min(ways, key=len, default=None))
-        if (best := found[-1]) is None:
+            for begin in range(max(end - longest, 0), end):
+                id = self._ids.get(wanted[begin:end])
+                if id is not None and fewest[begin] + 1 < fewest[end]:
+                    fewest[end], last[end] = fewest[begin] + 1, id
+        if fewest[-1] > len(wanted):
             raise InvalidConstraint(f"no tokens of this vocabulary write {text!r:.80}.")
-        return best
-
-    def _ending(self, text: bytes, found: list[list[int] | None]) -> Iterator[tuple[int, list[int]]]:
-        for begin, before in enumerate(found):
-            if before is not None and (id := self._ids.get(text[begin:])) is not None:
-                yield id, before
+        best, end = [], len(wanted)
+        while end:
+            best.append(last[end])
+            end -= len(self.tokens[last[end]])
+        return best[::-1]
 
     @cached_property
     def _ids(self) -> dict[bytes, int]:

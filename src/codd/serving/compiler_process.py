@@ -22,6 +22,7 @@ from safetensors.torch import save
 
 from codd.constraints import Automaton, Choice, JsonSchema, Language, Regex, Vocabulary
 from codd.errors import InvalidConstraint
+from codd.files import brief
 
 STARVED = 10
 """How many seconds a second of work may take: the model comes first, and may leave little."""
@@ -47,6 +48,10 @@ def _answer(request: bytes, vocabulary: Vocabulary) -> bytes:
             automaton = compiled(kind, value, vocabulary, states, entries)
     except InvalidConstraint as error:
         return json.dumps({"error": str(error)}).encode() + b"\n"
+    except MemoryError:
+        return b'{"error": "the constraint is too large: compiling it takes too much memory. Make it smaller."}\n'
+    except Exception as error:  # a fault of the compiler: the next constraint is another one
+        return json.dumps({"error": f"the constraint cannot be compiled ({brief(error)})."}).encode() + b"\n"
     body = save({name: getattr(automaton, name) for name in ("table", "classes", "accepting")})
     return json.dumps({"start": automaton.start, "bytes": len(body)}).encode() + b"\n" + body
 
