@@ -199,6 +199,11 @@ class SequenceState:
         begin, end = window
         return int(self.masked[begin:end].sum()) / (end - begin)
 
+    def masked_in(self, window: Window) -> Int[Tensor, " R"]:
+        """The masked positions of a window, ascending."""
+        begin, end = window
+        return self.masked[begin:end].nonzero()[:, 0] + begin
+
     def begin(self, schedule: Iterator[StepPlan]) -> None:
         """Plan the first step."""
         self.schedule = schedule

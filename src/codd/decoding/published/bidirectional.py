@@ -12,7 +12,6 @@ from codd.circuits.protocol import ProbabilisticCircuit
 from codd.decoding.constraint import Window
 from codd.decoding.options import Options
 from codd.decoding.samplers import (
-    Noise,
     Ranking,
     StepInputs,
     StepResult,
@@ -108,10 +107,10 @@ def block_step(inputs: StepInputs) -> StepResult:
     """Block diffusion, as for LLaDA or, with Dream's way of sampling, as for Dream."""
     inputs, others = _split(inputs)
     state, circuit, logits, options = inputs.state, inputs.circuit, inputs.logits, inputs.options
-    plan, dream = _plan(inputs), state.family == "dream"
+    plan, dream = inputs.plan, state.family == "dream"
     window = plan.block
     mask_ratio = state.mask_ratio(window)
-    acts = circuit is not None and circuit_acts(circuit, mask_ratio, options) and len(inputs.positions) > 0
+    acts = circuit_acts(circuit, state, window) and len(inputs.positions) > 0
     possible = _true(logits)
     if acts:
         assert circuit is not None
@@ -124,7 +123,7 @@ def block_step(inputs: StepInputs) -> StepResult:
 def full_step(inputs: StepInputs) -> StepResult:
     """Full diffusion: Dream's own loop, or with a circuit the one with dynamic windows."""
     inputs, others = _split(inputs)
-    state, plan, circuit, options = inputs.state, _plan(inputs), inputs.circuit, inputs.options
+    state, plan, circuit, options = inputs.state, inputs.plan, inputs.circuit, inputs.options
     if circuit is not None and options.sampler != "factorized":
         return _windowed_step(inputs, others, circuit)
     proposals = _propose_dream(inputs.logits, options, state)
@@ -138,7 +137,7 @@ def full_step(inputs: StepInputs) -> StepResult:
 
 def _windowed_step(inputs: StepInputs, others: StepInputs, circuit: ProbabilisticCircuit) -> StepResult:
     state, positions, logits, options = inputs.state, inputs.positions, inputs.logits, inputs.options
-    plan = _plan(inputs)
+    plan = inputs.plan
     total = len(state.ids)
     length = window_length(circuit, options, total)
     due = torch.zeros(total, dtype=torch.bool)
@@ -149,7 +148,7 @@ def _windowed_step(inputs: StepInputs, others: StepInputs, circuit: Probabilisti
     window: Window = (begin, begin + length)
     mask_ratio = state.mask_ratio(window)
     fits = circuit.length in (None, length)  # the sequence may be shorter than the circuit
-    acts = covered > 1 and fits and circuit_acts(circuit, mask_ratio, options)
+    acts = covered > 1 and fits and circuit_acts(circuit, state, window)
     possible = _true(logits)
     if acts:
         logits, possible, latents = coupled_logits(circuit, inputs, window)
@@ -166,7 +165,7 @@ def _windowed_step(inputs: StepInputs, others: StepInputs, circuit: Probabilisti
 
 def _split(inputs: StepInputs) -> tuple[StepInputs, StepInputs]:
     """The masked positions up to the end of the block, of which tokens may be committed, and all others."""
-    masked = inputs.state.masked[inputs.positions] & (inputs.positions < _plan(inputs).end)
+    masked = inputs.state.masked[inputs.positions] & (inputs.positions < inputs.plan.end)
 
     def part(chosen: Bool[Tensor, " R"]) -> StepInputs:
         rows = chosen.nonzero()[:, 0]
@@ -187,7 +186,7 @@ class CoupledLogits(NamedTuple):
 def coupled_logits(circuit: ProbabilisticCircuit, inputs: StepInputs, window: Window) -> CoupledLogits:
     """The logits of masked positions with the circuit's scores in the window, in the logits' own type."""
     path = _draw(inputs.state, window[1] - window[0], inputs.logits.device)
-    joint = _divided(inputs).window(window, Noise.none(len(inputs.state.ids))).joint(circuit, 1.0)
+    joint = _divided(inputs).window(window).joint(circuit, 1.0)
     step = joint.joint_step(path[None])
     return CoupledLogits(_overwritten(inputs, window, step.scores[0]), step.log_partition[0] > -torch.inf, step.latents)
 
@@ -198,7 +197,7 @@ def _with_circuit(
     """The scores given the same path at the window's other positions, which the published loop writes there as well."""
     if not bool(((others.positions >= window[0]) & (others.positions < window[1])).any()):
         return others
-    given = _divided(others).window(window, Noise.none(len(others.state.ids)))
+    given = _divided(others).window(window)
     free = given._replace(masked=torch.ones_like(given.masked))  # a score is asked for where a token is known
     return replace(others, logits=_overwritten(others, window, free.joint(circuit, 1.0).scores(latents)[0]))
 
@@ -294,11 +293,6 @@ def _spread(p: Float[Tensor, "R V"], rule: str) -> Float[Tensor, " R"]:
     if rule == "margin":
         return -p.topk(2, dim=-1).values.diff(dim=-1)[:, 0]
     return (p * (p + _TINY).log()).sum(-1)
-
-
-def _plan(inputs: StepInputs) -> StepPlan:
-    assert inputs.state.plan is not None
-    return inputs.state.plan
 
 
 def _draw(state: SequenceState, size: int, device: torch.device) -> Float[Tensor, " n"]:

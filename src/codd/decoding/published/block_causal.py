@@ -9,8 +9,6 @@ forgets a prompt of exactly one block, and leaves the next block's first token a
 from collections.abc import Iterator
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
 from torch.nn.functional import pad
 
 from codd.decoding.published.bidirectional import Proposals, step_result
@@ -24,17 +22,9 @@ def plan_steps(state: SequenceState, stop: StopCondition) -> Iterator[StepPlan]:
     return {"sdar": _sdar, "fast_dllm": _fast_dllm, "llada2": _llada2}[state.family](state, state.block_size, stop)
 
 
-def positions(state: SequenceState) -> Int[Tensor, " R"]:
-    """The masked positions of the plan's block, ascending."""
-    assert state.plan is not None
-    begin, end = state.plan.block
-    return state.masked[begin:end].nonzero()[:, 0] + begin
-
-
 def step(inputs: StepInputs) -> StepResult:
     """All that are surer than the threshold, but at least ``plan.count``: then the surest, or the leftmost."""
-    options, plan = inputs.options, inputs.state.plan
-    assert plan is not None
+    options, plan = inputs.options, inputs.plan
     best = inputs.logits.softmax(-1).max(-1)
     first = -torch.arange(len(best.values), device=best.values.device).float()
     order = first if options.remasking == "left_to_right" else best.values
