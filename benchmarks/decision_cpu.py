@@ -18,9 +18,7 @@ import codd
 from codd.circuits.incremental import IncrementalConditioner
 from codd.circuits.ops import native
 from codd.decoding import loop
-from codd.decoding.any_order import sampling_rule
-from codd.decoding.loop import sample_window
-from codd.decoding.samplers import Ranking, WindowInputs
+from codd.decoding.samplers import Ranking, WindowInputs, sample_window, sampling_rule
 from codd_lab.problems import problems
 
 

@@ -43,8 +43,7 @@ from codd.constraints import cache as compiled
 from codd.coupling import Coupled
 from codd.decoding import Options
 from codd.decoding.cuda_graphs import sample_captured
-from codd.decoding.loop import sample_window
-from codd.decoding.samplers import Noise, WindowInputs
+from codd.decoding.samplers import Noise, WindowInputs, sample_window
 from codd.errors import InvalidConstraint
 from codd.evaluation.statistics import paired, share_interval
 from codd_lab.problems import problems

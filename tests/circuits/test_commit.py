@@ -16,7 +16,7 @@ from codd.circuits.ops.commit import eager
 from codd.circuits.ops.commit import native as commit_native
 from codd.circuits.parameters import WIDEST
 from codd.coupling import Coupled
-from codd.decoding import any_order
+from codd.decoding import samplers
 from codd.decoding.options import Options
 from codd.decoding.samplers import Noise, Ranking
 from tests.support.strategies import generator
@@ -56,9 +56,8 @@ class Case(NamedTuple):
     count: int | None
 
     def sampled(self, backend: str) -> Ranking:
-        rows = HIDDEN[0].nonzero()[:, 0].to(self.joint.masked.device)
         with ops.use(backend):
-            return any_order.sample_any_order(self.joint, rows, self.count, self.options, self.noise)
+            return samplers.sample_any_order(self.joint, self.count, self.options, self.noise)
 
 
 def case(
@@ -178,7 +177,7 @@ def test_every_token_follows_the_conditionals_given_those_before(backend, option
         pytest.skip("needs the compiled library")
     if CUDA and backend == "triton":
         pytest.skip("the tensors are on the CPU, where kernels run in Triton's interpreter only")
-    monkeypatch.setattr(any_order, "CANDIDATES", 8)
+    monkeypatch.setattr(samplers, "CANDIDATES", 8)
     compared, enough = 0, 1 if backend == "triton" else 3
     for seed in range(12):
         # Candidates must be able to settle what the device cannot look at again.
@@ -190,7 +189,7 @@ def test_every_token_follows_the_conditionals_given_those_before(backend, option
         assert bool(ranking.valid)
         got = ranking.writes()
         compared += 1
-        positions = HIDDEN[0].nonzero()[:, 0][got.positions].tolist()
+        positions = got.positions.tolist()
         assert [*zip(positions, got.tokens.tolist(), strict=True)] == [each[:2] for each in want]
         assert_close(got.scores.double(), torch.tensor([p for *_, p in want]).double(), rtol=0, atol=CLOSE[backend])
     assert compared == enough
@@ -201,7 +200,7 @@ def test_closed_rows_stay_and_what_is_not_settled_is_seen(backend, monkeypatch):
     """Few candidates of flat evidence: the host looks at all tokens, a device says that they do not suffice."""
     if backend == "triton":
         pytest.importorskip("triton")
-    monkeypatch.setattr(any_order, "CANDIDATES", 2)
+    monkeypatch.setattr(samplers, "CANDIDATES", 2)
     device = DEVICE if backend == "triton" else "cpu"
     given = case(RULES[0], 3, scale=0.1, device=device)
     got = given.sampled(backend)
@@ -209,9 +208,8 @@ def test_closed_rows_stay_and_what_is_not_settled_is_seen(backend, monkeypatch):
     want, _ = by_hand(case(RULES[0], 3, scale=0.1))
     if backend != "triton":
         assert got.tokens.tolist() == [token for _, token, _ in want]
-    rows, hidden = torch.arange(L, device=device), given.joint.masked[0]
     with ops.use(backend):
-        every = any_order.sample_any_order(given.joint, rows, 4, given.options, given.noise, hidden, dense=True)
+        every = samplers.sample_any_order(given.joint, 4, given.options, given.noise, dense=True)
     assert [*zip(every.rows.tolist(), every.tokens.tolist(), strict=True)] == [each[:2] for each in want]
 
 
@@ -319,7 +317,7 @@ def test_a_matrix_in_16_bits_is_right_to_one_part_in_2048():
 @pytest.mark.parametrize("zeros", [False, True])
 def test_the_loop_in_c_serves_any_number_of_states(states, zeros, monkeypatch):
     """Also more than fit in the widest float32 matrix; with zeros that has no form in 16 bits."""
-    monkeypatch.setattr(any_order, "CANDIDATES", 20)
+    monkeypatch.setattr(samplers, "CANDIDATES", 20)
     given = case(RULES[0], 1, states=states)
     if zeros:
         hmm = given.joint.circuit
@@ -338,7 +336,7 @@ def test_the_loop_in_c_serves_any_number_of_states(states, zeros, monkeypatch):
 )
 def test_what_the_loop_in_c_leaves_to_pytorch(what, monkeypatch):
     """It stops, or does not begin, and the answer is that of the loop in PyTorch."""
-    monkeypatch.setattr(any_order, "CANDIDATES", 3 if "flat" in what else 20)
+    monkeypatch.setattr(samplers, "CANDIDATES", 3 if "flat" in what else 20)
     options = {**RULES[0], "temperature": 1.0 if what == "drawn flat" else 0.0}
     given = case(options, 2, scale=0.5 if "flat" in what else 3.0, states=32)
     hmm, ev, finished = given.joint.circuit, given.joint.evidence, []
@@ -359,7 +357,7 @@ def test_what_the_loop_in_c_leaves_to_pytorch(what, monkeypatch):
     elif what == "float64":
         hmm = hmm.to(dtype=torch.float64)
     elif what == "few":
-        monkeypatch.setattr(any_order, "CANDIDATES", V)
+        monkeypatch.setattr(samplers, "CANDIDATES", V)
     given.joint.circuit = hmm
     run = commit_native._run
     monkeypatch.setattr(commit_native, "_run", lambda *args: finished.append(run(*args)) or finished[-1])
@@ -373,11 +371,11 @@ def test_what_the_loop_in_c_leaves_to_pytorch(what, monkeypatch):
 
 @needs_library
 def test_the_loop_in_c_changes_nothing_that_it_was_given(monkeypatch):
-    monkeypatch.setattr(any_order, "CANDIDATES", 20)
+    monkeypatch.setattr(samplers, "CANDIDATES", 20)
     given = case(RULES[0], 1)
     conditioner = given.joint.conditionals(20)
     before = conditioner._leaf.values.clone()
-    rule = any_order.sampling_rule(given.options, 3, adaptive=False)
+    rule = samplers.sampling_rule(given.options, 3, adaptive=False)
     open_ = HIDDEN[0].clone()
     few = conditioner.commit_tokens(open_, given.noise.tokens, None, rule)
     more = conditioner.commit_tokens(open_, given.noise.tokens, None, rule._replace(most=100))
@@ -399,7 +397,7 @@ def test_the_loop_can_be_captured_in_a_graph_and_waits_for_nothing(options):
     g, hmm = generator(0), HMM.random(256, 5000, seed=1).to(DEVICE, emission=torch.bfloat16)
     ev = Evidence(logits=2 * torch.randn(1, 32, 5000, generator=g).bfloat16().to(DEVICE))
     noise = Noise(*(part.to(DEVICE) for part in Noise.drawn(32, g)))
-    rule = any_order.sampling_rule(Options.of(sampler="any_order", **options), 32, adaptive=False)
+    rule = samplers.sampling_rule(Options.of(sampler="any_order", **options), 32, adaptive=False)
     few = rule.candidates_suffice and rule.temperature == 0
     given = noise.order if rule.order == "given" else None
 

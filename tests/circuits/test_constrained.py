@@ -18,9 +18,8 @@ from codd.circuits.ops.constrained.eager import Linear
 from codd.circuits.protocol import Conditioner, ProbabilisticCircuit
 from codd.constraints import Automaton
 from codd.coupling import Coupled
-from codd.decoding.any_order import sample_any_order
 from codd.decoding.options import Options
-from codd.decoding.samplers import Noise, sample_latent
+from codd.decoding.samplers import Noise, sample_any_order, sample_latent
 from codd.errors import ImpossibleEvidence, InvalidCircuit, InvalidEvidence
 from tests.circuits.test_gates import GatedTruth, make_gates
 from tests.support.enumeration import chi_square_p_value, log_normalise
@@ -378,11 +377,9 @@ class TestCoupled:
             joint = self.window(circuit, self.automaton)
             noise = Noise.drawn(5, generator(seed))
             while bool(joint.masked.any()):
-                rows = joint.masked[0].nonzero()[:, 0]
                 options = Options.of(temperature=temperature, sampler=sampler)
                 if sampler == "any_order":
-                    ranking = sample_any_order(joint, rows, 1, options, noise)
-                    ranking = ranking._replace(rows=rows[ranking.rows])
+                    ranking = sample_any_order(joint, 1, options, noise)
                 else:
                     ranking = sample_latent(joint, 1, options, noise)
                 assert bool(ranking.valid)
@@ -398,10 +395,10 @@ class TestCoupled:
 
     def test_what_the_language_excludes_is_void(self):
         joint = self.window(HMM.neutral(1, 3), Automaton([[0, -1, 0]], 0, [0]))  # the last token is 1
-        noise, rows = Noise.drawn(5, generator(0)), torch.arange(1, 4)
+        noise = Noise.drawn(5, generator(0))
         for temperature in (0.0, 1.0):
             options = Options.of(temperature=temperature)
-            assert not bool(sample_any_order(joint, rows, 2, options, noise).valid)
+            assert not bool(sample_any_order(joint, 2, options, noise).valid)
             assert not bool(sample_latent(joint, 2, options, noise).valid)
 
 

@@ -11,9 +11,8 @@ from codd.backbones.kv_cache import CachedPass, KVCache
 from codd.circuits import HMM, Modulated
 from codd.decoding import cuda_graphs
 from codd.decoding.cuda_graphs import WARMUP, GraphCache, sample_captured
-from codd.decoding.loop import sample_window
 from codd.decoding.options import Options
-from codd.decoding.samplers import Ranking
+from codd.decoding.samplers import Ranking, sample_window
 from tests.support.decoding_windows import heard
 from tests.support.tiny_models import detouring, modulated, random_hmm
 

@@ -15,8 +15,7 @@ from codd.circuits import Modulated
 from codd.coupling import Coupled
 from codd.decoding import Options, Step, cuda_graphs
 from codd.decoding.cuda_graphs import WARMUP, sample_captured
-from codd.decoding.loop import sample_window
-from codd.decoding.samplers import Noise, Ranking
+from codd.decoding.samplers import Noise, Ranking, sample_window
 from codd.decoding.sequence import generator_for
 from tests.support.decoding_windows import heard
 from tests.support.tiny_models import MASK, VOCAB, detouring, last, modulated, of, random_hmm, run, tiny

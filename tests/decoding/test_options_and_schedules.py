@@ -135,8 +135,8 @@ class TestOrders:
     )
     def test_which_comes_first(self, rule, wanted):
         uniforms = torch.tensor([0.3, 0.2, 0.1, 0.9])
-        order = priority(rule, self.ROWS, self.ROWS.argmax(-1), uniforms)
-        assert by_priority(order).tolist() == wanted
+        noise = Noise(uniforms, uniforms, uniforms)
+        assert sample_factorized(self.ROWS, 4, Options(remasking=rule), noise).rows.tolist() == wanted
 
     def test_confidence_is_that_of_the_proposed_token(self):
         tokens = torch.tensor([2, 0, 1, 1])
@@ -153,7 +153,7 @@ class TestOrders:
     def test_excluded_tokens_give_numbers(self, rule):
         scores = torch.tensor([[3.0, -math.inf, 1.0], [-math.inf, 2.0, -math.inf], [0.0, 0.0, -math.inf]])
         log_p = scores.log_softmax(-1)
-        order = priority(rule, log_p, scores.argmax(-1), None)
+        order = priority(rule, log_p, scores.argmax(-1))
         assert order.isfinite().all()
         assert by_priority(order).tolist() == [1, 0, 2]
 

@@ -8,10 +8,9 @@ from torch import Tensor
 
 from codd.circuits import HMM, ops
 from codd.coupling import Coupled
-from codd.decoding import any_order
-from codd.decoding.any_order import sample_any_order
+from codd.decoding import samplers
 from codd.decoding.options import Options
-from codd.decoding.samplers import Noise, Ranking, sample_factorized, sample_latent
+from codd.decoding.samplers import Noise, Ranking, sample_any_order, sample_factorized, sample_latent
 from tests.support.published_oracle import fits
 from tests.support.tiny_models import random_hmm
 
@@ -83,8 +82,7 @@ def latent(joint: Coupled, options: Options, noise: Noise) -> Ranking:
 
 
 def any_order_(joint: Coupled, options: Options, noise: Noise) -> Ranking:
-    ranking = sample_any_order(joint, ROWS, 2, options, noise)
-    return ranking._replace(rows=ROWS[ranking.rows])
+    return sample_any_order(joint, 2, options, noise)
 
 
 def frequencies(joint: Coupled, sample, options: Options, count: int = 600) -> Tensor:
@@ -135,7 +133,7 @@ class TestAnyOrder:
     @pytest.mark.parametrize("seed", range(6))
     def test_greedy_picks_are_those_of_the_conditionals(self, seed, order):
         joint = window(seed)
-        ranking = sample_any_order(joint, ROWS, 2, Options.of(remasking=order), noise())
+        ranking = sample_any_order(joint, 2, Options.of(remasking=order), noise())
         left = ROWS.tolist()
         for row, token, score in zip(ranking.rows, ranking.tokens, ranking.scores, strict=True):
             p = joint.marginals()[0].exp()
@@ -146,7 +144,7 @@ class TestAnyOrder:
                 "entropy": -torch.special.entr(p).sum(-1),
             }[order]
             place = max(left, key=lambda t: float(sure[t]))
-            assert int(ROWS[row]) == place
+            assert int(row) == place
             assert int(token) == int(p[place].argmax())
             assert float(score) == pytest.approx(float(p[place].max()), abs=1e-5)
             where = torch.zeros(1, L, dtype=torch.bool)
@@ -168,17 +166,17 @@ class TestAnyOrder:
 
     def test_tempered_conditionals_are_what_thresholds_and_scores_are_about(self):
         joint = window(2)
-        plain = sample_any_order(joint, ROWS, 2, Options.of(), noise())
+        plain = sample_any_order(joint, 2, Options.of(), noise())
         cold = Options.of(tempering="paper", circuit_temperature=0.25)
-        sharpened = sample_any_order(joint, ROWS, 2, cold, noise())
-        place = int(ROWS[sharpened.rows[0]])
+        sharpened = sample_any_order(joint, 2, cold, noise())
+        place = int(sharpened.rows[0])
         p = joint.marginals()[0, place].exp() ** 4
         assert float(sharpened.scores[0]) == pytest.approx(float(p.max() / p.sum()), rel=1e-4)
         second = float(sharpened.scores[1])
         assert second > float(plain.scores[1])
         for threshold, wanted in ((second - 1e-4, 2), (second + 1e-4, 1)):
             options = cold.changed(threshold=threshold)
-            assert len(sample_any_order(joint, ROWS, None, options, noise()).rows) == wanted
+            assert len(sample_any_order(joint, None, options, noise()).rows) == wanted
 
     def test_what_only_tempering_makes_certain_is_conditioned_on_what_was_picked(self):
         """Pairs (0, 3), (1, 4), (2, 4): 0 and 4 are the likeliest, cold they look certain, and exclude each other."""
@@ -187,7 +185,7 @@ class TestAnyOrder:
         logits = torch.tensor([[[1.0, 1, 1, 0, 0], [0, 0, 0, 1, 1]]]).log()
         joint = Coupled(circuit, logits=logits, tokens=torch.zeros(1, 2).long(), masked=torch.ones(1, 2).bool())
         options = Options.of(tempering="paper", circuit_temperature=0.01)
-        found = sample_any_order(joint, torch.arange(2), 2, options, noise(size=2))
+        found = sample_any_order(joint, 2, options, noise(size=2))
         pair = dict(zip(found.rows.tolist(), found.tokens.tolist(), strict=True))
         assert (pair[0], pair[1]) in ((0, 3), (1, 4), (2, 4))
 
@@ -197,8 +195,8 @@ class TestAnyOrder:
         circuit = HMM(torch.tensor([0.5, 0.5]).log(), torch.eye(2).log(), emission)
         logits = torch.tensor([[[0.5, 0.5, 0, 0], [0, 0, 0.5, 0.5]]]).log()
         joint = Coupled(circuit, logits=logits, tokens=torch.zeros(1, 2).long(), masked=torch.ones(1, 2).bool())
-        rows, options = torch.arange(2), Options.of(threshold=0.9)
-        together = sample_any_order(joint, rows, None, options, noise(size=2))
+        options = Options.of(threshold=0.9)
+        together = sample_any_order(joint, None, options, noise(size=2))
         assert together.scores.tolist() == pytest.approx([0.5, 1.0])
         assert together.tokens.tolist() in ([0, 2], [1, 3])
         alone = sample_factorized(logits[0], None, options, noise(size=2))
@@ -207,49 +205,47 @@ class TestAnyOrder:
     @pytest.mark.parametrize("seed", range(4))
     def test_where_the_joint_threshold_stops(self, seed):
         joint = window(seed)
-        everything = sample_any_order(joint, ROWS, 2, Options.of(), noise())
+        everything = sample_any_order(joint, 2, Options.of(), noise())
         second = float(everything.scores[1])
         for threshold, wanted in ((second - 1e-3, 2), (second + 1e-3, 1)):
             options = Options.of(threshold=threshold)
-            assert len(sample_any_order(joint, ROWS, None, options, noise()).rows) == wanted
+            assert len(sample_any_order(joint, None, options, noise()).rows) == wanted
 
     def test_candidates_that_are_certain_are_the_tokens_of_that_number(self, monkeypatch):
         """Without the loops in C, and with few of many tokens looked at: the same picks as among all of them."""
-        monkeypatch.setattr(any_order, "CANDIDATES", 3)
+        monkeypatch.setattr(samplers, "CANDIDATES", 3)
         for seed in range(3):
             joint = window(seed, vocab=12, scale=60)
             with ops.use("eager"):
-                few, all_ = (
-                    sample_any_order(joint, ROWS, 2, Options.of(), noise(), dense=dense) for dense in (False, True)
-                )
+                few, all_ = (sample_any_order(joint, 2, Options.of(), noise(), dense=dense) for dense in (False, True))
             assert few.scores.tolist() == pytest.approx(all_.scores.tolist())
             assert few.rows.tolist() == all_.rows.tolist()
             assert few.tokens.tolist() == all_.tokens.tolist()
 
     def test_an_entropy_budget_is_spent_on_conditional_entropies(self):
         joint = window(2)
-        ranking = sample_any_order(joint, ROWS, 2, Options.of(), noise())
-        place, token = int(ROWS[ranking.rows[0]]), int(ranking.tokens[0])
+        ranking = sample_any_order(joint, 2, Options.of(), noise())
+        place, token = int(ranking.rows[0]), int(ranking.tokens[0])
         where = torch.zeros(1, L, dtype=torch.bool)
         where[0, place] = True
         after = joint.condition(torch.full((1, L), token), where)
-        other = int(ROWS[ranking.rows[1]])
+        other = int(ranking.rows[1])
         spent = float(torch.special.entr(joint.marginals()[0, place].exp()).sum())
         spent += float(torch.special.entr(after.marginals()[0, other].exp()).sum())
         for budget, wanted in ((spent - 1e-3, 1), (spent + 1e-3, 2)):
-            found = sample_any_order(joint, ROWS, None, Options.of(entropy_budget=budget), noise())
+            found = sample_any_order(joint, None, Options.of(entropy_budget=budget), noise())
             assert len(found.rows) == wanted
 
     @pytest.mark.parametrize("order", ["low_confidence", "margin", "left_to_right", "random"])
     @pytest.mark.parametrize("scale", [0.05, 0.5, 4.0])
     def test_candidates_give_what_all_tokens_give(self, order, scale, monkeypatch):
         """Flat logits leave the candidates little; then all tokens must be looked at."""
-        monkeypatch.setattr(any_order, "CANDIDATES", 3)
+        monkeypatch.setattr(samplers, "CANDIDATES", 3)
         for seed in range(3):
             joint = window(seed, vocab=40, scale=scale)
             options = Options.of(remasking=order)
-            few = sample_any_order(joint, ROWS, 2, options, noise(seed))
-            whole = sample_any_order(joint, ROWS, 2, options, noise(seed), dense=True)
+            few = sample_any_order(joint, 2, options, noise(seed))
+            whole = sample_any_order(joint, 2, options, noise(seed), dense=True)
             assert torch.equal(few.rows, whole.rows)
             assert torch.equal(few.tokens, whole.tokens)
             torch.testing.assert_close(few.scores, whole.scores)
@@ -261,4 +257,4 @@ class TestAnyOrder:
             only, logits=torch.zeros(1, 2, V), tokens=torch.tensor([[2, 0]]), masked=torch.tensor([[False, True]])
         )
         assert not bool(sample_latent(joint, 1, Options.of(), noise(size=2)).valid)
-        assert not bool(sample_any_order(joint, torch.tensor([1]), 1, Options.of(), noise(size=2)).valid)
+        assert not bool(sample_any_order(joint, 1, Options.of(), noise(size=2)).valid)

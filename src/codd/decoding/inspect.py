@@ -5,7 +5,6 @@ The same evaluation that a step of the loop would make, but nothing is committed
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,9 +20,7 @@ from codd.decoding.model import Model
 from codd.decoding.options import Options
 from codd.decoding.runner import FullRecompute
 from codd.decoding.samplers import (
-    Noise,
     StepInputs,
-    activation_ratio,
     circuit_acts,
     entropy,
     fit_window,
@@ -97,7 +94,7 @@ def inspect(
     positions, count = inputs.positions[inside], min(candidates, model.backbone.vocab_size)
     allowed = None if state.constraint is None else _allowed(state.constraint, state.ids.tolist(), positions.tolist())
     network = _beliefs(_log_probabilities(inputs)[inside.to(inputs.logits.device)], count, allowed)
-    acts = reach is not None and circuit_acts(model.circuit, activation_ratio(state, span), options)
+    acts = reach is not None and circuit_acts(model.circuit, state, span)
     for circuit in (model.circuit if acts else None, None if state.constraint is None else state.constraint.alone):
         joint = None if circuit is None else _under_joint(inputs, circuit, reach or span, positions, count, allowed)
         if joint is not None:
@@ -125,23 +122,11 @@ def _sequence(model: Model, ids: Sequence[int], written: Sequence[int], options:
 
 def _allowed(constraint: SequenceConstraint, ids: Sequence[int], positions: Sequence[int]) -> Bool[Tensor, "M V"]:
     """Which tokens can stand at some positions of a text in the language that has all that is written."""
-    table, classes = constraint.automaton.table.numpy(), constraint.automaton.classes
-    begin, end = constraint.span
-
-    def columns(place: int) -> Any:
-        return slice(None) if ids[place] == constraint.mask_id else [int(classes[ids[place]])]
-
-    after = {end: np.append(constraint.automaton.accepting.numpy(), False)}  # the last one stands for -1: no way on
-    for place in range(end - 1, begin, -1):
-        after[place] = np.append(after[place + 1][table[:, columns(place)]].any(1), False)
-    before = np.arange(len(table)) == constraint.automaton.start
-    allowed = {}
-    for place in range(begin, end):
-        allowed[place] = after[place + 1][table[before]].any(0)
-        reached = np.zeros(len(table) + 1, dtype=bool)
-        reached[table[before][:, columns(place)]] = True
-        before = reached[:-1]
-    return torch.from_numpy(np.stack([allowed[place] for place in positions]))[:, classes]
+    table, classes, rows = constraint.automaton.table.numpy(), constraint.automaton.classes, []
+    for place in positions:
+        after = np.append(constraint.after(ids, place + 1, {}), 0)  # the last one stands for -1: no way on
+        rows.append((after[table[constraint.before(ids, place, {}) > 0]] > 0).any(0))
+    return torch.from_numpy(np.stack(rows))[:, classes]
 
 
 def _inputs(model: Model, state: SequenceState, window: Window) -> StepInputs:
@@ -171,8 +156,7 @@ def _under_joint(
         constraint = state.constraint.at(state.ids, window, {})
         if circuit.length not in (None, window[1] - window[0]):
             return None
-    given = inputs.window(window, Noise.none(len(state.ids)), constraint)
-    joint = given.joint(circuit, logits_temperature(inputs.options))
+    joint = inputs.window(window, constraint=constraint).joint(circuit, logits_temperature(inputs.options))
     conditionals = joint.conditionals()
     if float(conditionals.log_partition[0]) == -torch.inf:
         return None

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from codd.circuits.protocol import ProbabilisticCircuit
 from codd.decoding import published
-from codd.decoding.any_order import sample_any_order
 from codd.decoding.constraint import Window
 from codd.decoding.cuda_graphs import sample_captured
 from codd.decoding.options import Options
@@ -27,13 +26,12 @@ from codd.decoding.samplers import (
     StepInputs,
     StepResult,
     WindowInputs,
-    activation_ratio,
     best_window,
     circuit_acts,
     fit_window,
     logits_temperature,
     sample_factorized,
-    sample_latent,
+    sample_window,
     temper_conditional,
     window_length,
 )
@@ -118,7 +116,7 @@ def denoising_step(state: SequenceState) -> Generator[Any, Any, Step]:
     Where the circuit excludes what is written, the step is what the network alone decides.
     """
     inputs = yield from step_inputs(state)
-    result, edits = decide(inputs), find_edits(inputs)
+    result = decide(inputs)
     yield None
     ranking = result.ranking()
     if result.circuit and not bool(ranking.valid):
@@ -130,7 +128,7 @@ def denoising_step(state: SequenceState) -> Generator[Any, Any, Step]:
             f"sequence {state.number}: no text that the constraint allows is possible any more: the network gives them "
             "probability zero. Check the hooks."
         )
-    written, edited = ranking.writes(), edits().writes() if edits else Writes.none()
+    written, edited = ranking.writes(), inputs.edits().writes() if inputs.edits else Writes.none()
     check_scores(state, written)
     alternatives = find_alternatives(inputs, result, written) if state.alternatives else None
     positions, tokens = torch.cat((written.positions, edited.positions)), torch.cat((written.tokens, edited.tokens))
@@ -162,19 +160,19 @@ def step_inputs(state: SequenceState) -> Generator[Any, Any, StepInputs]:
     that saw the prompt. Raises InvalidInput if a hook returns anything but logits.
     """
     assert state.plan is not None, "a finished sequence takes no step"
-    positions = published.positions(state) if state.options.published else _masked_in_block(state)
-    editable = _editable(state)
-    wanted = torch.cat((positions, editable))
-    begin, _ = span = _needed_span(state, wanted.tolist())
+    begin, end = state.plan.block
+    positions = published.positions(state) if state.options.published else state.masked_in(state.plan.block)
+    editable = (~state.given & ~state.masked)[begin:end].nonzero()[:, 0] + begin
+    wanted = positions if state.options.editing_threshold is None else torch.cat((positions, editable))
+    span = _needed_span(state, wanted.tolist())
     hidden = yield hidden_state_requests(state, span)
-    at = wanted - begin
+    at = wanted - span[0]
     logits = yield [states[at.to(states.device, non_blocking=True)] for states in hidden]
-    count, conditioned = len(positions), state.circuit is not None and state.circuit.feature_width is not None
-    edited = _changed(state, editable, [each[count:] for each in logits]) if len(editable) else None
+    count = len(positions)
+    edits = _edits(state, editable, [each[count:] for each in logits]) if len(wanted) > count else None
     changed = _changed(state, positions, [each[:count] for each in logits])
-    return StepInputs(
-        state, positions, changed, state.circuit, hidden[0] if conditioned else None, begin, editable, edited
-    )
+    conditioned = state.circuit is not None and state.circuit.feature_width is not None
+    return StepInputs(state, positions, changed, state.circuit, hidden[0] if conditioned else None, span[0], edits)
 
 
 def hidden_state_requests(state: SequenceState, span: Window) -> list[HiddenStateRequest]:
@@ -187,29 +185,20 @@ def hidden_state_requests(state: SequenceState, span: Window) -> list[HiddenStat
     return [HiddenStateRequest(state, ids[seen], span) for ids in views]
 
 
-def _masked_in_block(state: SequenceState) -> Int[Tensor, " R"]:
-    """The masked positions of the plan's block, ascending."""
-    assert state.plan is not None
-    begin, end = state.plan.block
-    return state.masked[begin:end].nonzero()[:, 0] + begin
-
-
-def _editable(state: SequenceState) -> Int[Tensor, " E"]:
-    """The positions of the plan's block that the loop has written, ascending; none where nothing is to be edited."""
-    assert state.plan is not None
-    if state.options.editing_threshold is None:
-        return torch.zeros(0, dtype=torch.long)
-    begin, end = state.plan.block
-    return (~state.given & ~state.masked)[begin:end].nonzero()[:, 0] + begin
-
-
 def _needed_span(state: SequenceState, positions: Sequence[int]) -> Window:
-    """All between the positions of a step and its circuit's window, which in full mode is not known yet."""
+    """All that the plan may write, and the window of a circuit that is conditioned on hidden states.
+
+    A circuit that is not asks the network for no more than it is asked alone, so that caches hold the same.
+    """
     assert state.plan is not None
-    if state.options.mode == "full":
-        reach = 0 if state.circuit is None else window_length(state.circuit, state.options, len(state.ids))
-        return max(0, min(positions, default=0) - reach), len(state.ids)
-    begin, end = fit_window(state.plan.block, state.circuit, len(state.ids)) or state.plan.block
+    (begin, end), circuit, length = state.plan.block, state.circuit, len(state.ids)
+    full, conditioned = state.options.mode == "full", circuit is not None and circuit.feature_width is not None
+    if full:
+        begin = int(state.given.logical_not().long().argmax())
+    if full and conditioned:  # which window that will be is not known yet
+        begin = min(begin, max(0, min(positions, default=0) - window_length(circuit, state.options, length)))
+    elif conditioned:
+        begin, end = fit_window((begin, end), circuit, length) or (begin, end)
     return min([begin, *positions]), max([end, *(position + 1 for position in positions)])
 
 
@@ -243,88 +232,69 @@ def _check_hook_output(logits: object, given: Float[Tensor, "R V"]) -> Float[Ten
 
 
 def decide(inputs: StepInputs) -> StepResult:
-    """Which tokens to commit."""
-    state, plan = inputs.state, inputs.state.plan
-    assert plan is not None
-    if inputs.options.published:
+    """Which tokens to commit: by network and circuit together in a window, elsewhere by the network alone.
+
+    Block mode: the window is the block. Full mode: it is where most of the tokens that are due stand. A constraint
+    holds tokens together as a circuit does, so those outside of its window wait, with and without a circuit.
+    """
+    state, plan, options, circuit, constraint = (
+        inputs.state,
+        inputs.plan,
+        inputs.options,
+        inputs.circuit,
+        inputs.state.constraint,
+    )
+    if options.published:
         return published.step(inputs)
     if plan.count == 0:  # only edits
         none = torch.zeros(0, dtype=torch.long)
         nothing = Ranking(none, none, none.float(), none.bool(), torch.tensor(True))
         return StepResult(lambda: nothing, plan.block, mask_ratio=0.0)
     noise = Noise.drawn(len(state.ids), state.generator)
-    return _block_step(inputs, noise) if inputs.options.mode == "block" else _full_step(inputs, noise)
+    window, count, acts, alone = plan.block, plan.count, options.mode == "block", None
+    if not acts and (constraint is None or not plan.last):
+        alone = _network_alone(inputs, noise).to_host()
+        if constraint is not None or (circuit is not None and options.sampler != "factorized"):
+            window, covered = _due_window(inputs, alone())
+            acts, count = covered >= options.activation_targets, count if count is None else covered
+    acts = acts and circuit_acts(circuit, state, window)
+    if constraint is not None:
+        begin, end = window = constraint.clipped(window)
+        acts = acts and circuit is not None and circuit.length in (None, end - begin)
+        weights = constraint.weights(inputs.positions, inputs.logits, window, logits_temperature(options))
+        given = inputs.window(window, noise, constraint.at(state.ids, window, weights))
+        ranking, joint = _from_joint(circuit if acts else constraint.alone, given, begin, count, options)
+        return StepResult(ranking, window, state.mask_ratio(window), acts, joint)
+    mask_ratio, fitted = state.mask_ratio(window), fit_window(window, circuit, len(state.ids))
+    if circuit is None or fitted is None or not acts:
+        return StepResult(alone or _network_alone(inputs, noise).to_host(), window, mask_ratio)
+    ranking, joint = _from_joint(circuit, inputs.window(fitted, noise), fitted[0], count, options)
+    if alone is not None and (options.outside == "factorized" or plan.last):
+        ranking = partial(_with_outside, ranking(), alone(), window)
+    return StepResult(ranking, fitted, mask_ratio, True, joint)
 
 
-def _block_step(inputs: StepInputs, noise: Noise) -> StepResult:
-    """Block diffusion: the circuit covers the block."""
-    state, plan, circuit = inputs.state, inputs.state.plan, inputs.circuit
-    assert plan is not None
-    window = fit_window(plan.block, circuit, len(state.ids))
-    acts = window is not None and circuit_acts(circuit, activation_ratio(state, plan.block), inputs.options)
-    if state.constraint is not None:
-        return _constrained(inputs, plan.block, circuit if acts else None, plan.count, noise)
-    mask_ratio = state.mask_ratio(plan.block)
-    if circuit is None or window is None or not acts:
-        return StepResult(_network_alone(inputs, noise).to_host(), plan.block, mask_ratio)
-    ranking, joint = _from_joint(circuit, inputs.window(window, noise), window[0], plan.count, inputs.options)
-    return StepResult(ranking, window, mask_ratio, True, joint)
-
-
-def _full_step(inputs: StepInputs, noise: Noise) -> StepResult:
-    """Full diffusion: the circuit covers the window in which most of the tokens that are due stand."""
-    state, plan, circuit, options = inputs.state, inputs.state.plan, inputs.circuit, inputs.options
-    assert plan is not None
-    whole = plan.block
-    if state.constraint is not None and (circuit is None or options.sampler == "factorized" or plan.last):
-        return _constrained(inputs, whole, None, plan.count, noise)
-    waiting = _network_alone(inputs, noise).to_host()
-    if circuit is None or options.sampler == "factorized":
-        return StepResult(waiting, whole, state.mask_ratio(whole))
-    alone = waiting()  # the window depends on it, and with the window whether the circuit acts
-    due = torch.zeros(len(state.ids), dtype=torch.bool)
+def _due_window(inputs: StepInputs, alone: Ranking) -> tuple[Window, int]:
+    """The window in which most of the tokens stand that the network alone would commit, and how many do."""
+    length = len(inputs.state.ids)
+    due = torch.zeros(length, dtype=torch.bool)
     due[alone.rows[alone.keep]] = True
-    size = window_length(circuit, options, len(state.ids))
-    begin = int(best_window(due, size))
-    window = (begin, begin + size)
-    mask_ratio, covered = state.mask_ratio(window), int(due[begin : begin + size].sum())
-    acts = covered >= options.activation_targets and circuit_acts(circuit, activation_ratio(state, window), options)
-    acts = acts and circuit.length in (None, size)
-    count = covered if acts and plan.count is not None else plan.count
-    if state.constraint is not None:  # tokens outside of the window are not independent of it: they wait
-        return _constrained(inputs, window if acts else whole, circuit if acts else None, count, noise)
-    if not acts:
-        return StepResult(lambda: alone, window, mask_ratio)
-    found, joint = _from_joint(circuit, inputs.window(window, noise), begin, count, options)
-    deferred = options.outside == "defer" and not plan.last
-    away = (alone.rows < begin) | (alone.rows >= begin + size)
-    outside = alone._replace(keep=alone.keep & away & (not deferred))
-    coupled = found()
-    joined = [torch.cat((a, b.to(a.dtype))) for a, b in zip(coupled[:4], outside[:4], strict=True)]
-    ranking = Ranking(*joined, coupled.valid & outside.valid)  # type: ignore[call-arg]
-    return StepResult(lambda: ranking, window, mask_ratio, True, joint)
+    size = window_length(inputs.circuit, inputs.options, length)
+    begin = best_window(due, size)
+    return (begin, begin + size), int(due[begin : begin + size].sum())
 
 
-def _constrained(
-    inputs: StepInputs, window: Window, circuit: ProbabilisticCircuit | None, count: int | None, noise: Noise
-) -> StepResult:
-    """What network and circuit (None: the network alone) decide in the part of a window that the constraint reads."""
-    state, constraint = inputs.state, inputs.state.constraint
-    assert constraint is not None
-    begin, end = part = constraint.clipped(window)
-    if circuit is not None and circuit.length not in (None, end - begin):
-        circuit = None
-    weights = constraint.weights(inputs.positions, inputs.logits, part, logits_temperature(inputs.options))
-    given = inputs.window(part, noise, constraint.at(state.ids, part, weights))
-    ranking, joint = _from_joint(circuit or constraint.alone, given, begin, count, inputs.options)
-    return StepResult(ranking, part, state.mask_ratio(part), circuit is not None, joint)
+def _with_outside(found: Ranking, alone: Ranking, window: Window) -> Ranking:
+    """What network and circuit decide in a window, and what the network alone commits outside of it."""
+    outside = alone._replace(keep=alone.keep & ((alone.rows < window[0]) | (alone.rows >= window[1])))
+    joined = [torch.cat((a, b.to(a.dtype))) for a, b in zip(found[:4], outside[:4], strict=True)]
+    return Ranking(*joined, found.valid)  # type: ignore[call-arg]
 
 
 def _network_alone(inputs: StepInputs, noise: Noise) -> Ranking:
     """The factorized sampler on the positions of a step, its rows being positions of the sequence."""
-    assert inputs.state.plan is not None
     positions, device = inputs.positions, inputs.logits.device
-    ranking = sample_factorized(inputs.logits, inputs.state.plan.count, inputs.options, noise.at(positions).to(device))
+    ranking = sample_factorized(inputs.logits, inputs.plan.count, inputs.options, noise.at(positions).to(device))
     return ranking._replace(rows=positions.to(device, non_blocking=True).index_select(0, ranking.rows))
 
 
@@ -348,34 +318,18 @@ def _from_joint(
     return ranking, partial(window.joint, circuit, logits_temperature(options))
 
 
-def sample_window(
-    circuit: ProbabilisticCircuit, window: WindowInputs, count: int | None, options: Options, *, dense: bool = False
-) -> Ranking:
-    """Rank the masked positions of a window; void if the circuit excludes the evidence, or candidates do not suffice.
-
-    On a GPU it can be captured: its shapes are the same whatever is masked. ``dense``: from all tokens instead of the
-    most probable candidates of each position.
-    """
-    joint, noise = window.joint(circuit, logits_temperature(options)), window.noise.to(window.logits.device)
-    if options.sampler == "latent":
-        assert count is not None, "the latent sampler commits by number"
-        return sample_latent(joint, count, options, noise)
-    rows = torch.arange(len(window.tokens), device=window.logits.device)
-    return sample_any_order(joint, rows, count, options, noise, joint.masked[0], dense=dense)
-
-
-def find_edits(inputs: StepInputs) -> Callable[[], Ranking] | None:
+def _edits(
+    state: SequenceState, editable: Int[Tensor, " E"], given: Sequence[Float[Tensor, "E V"]]
+) -> Callable[[], Ranking]:
     """The written tokens that the network, having seen them, would replace with enough certainty.
 
     It is asked about each by itself and without the circuit, whose tokens they may be.
     """
-    threshold, logits, positions = inputs.options.editing_threshold, inputs.editable_logits, inputs.editable
-    if threshold is None or logits is None or positions is None:
-        return None
+    logits = _changed(state, editable, given)
     best = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)).max(-1)
-    present = inputs.state.ids[positions].to(logits.device, non_blocking=True)
-    keep = (best.indices != present) & (best.values > threshold)
-    rows, valid = positions.to(logits.device, non_blocking=True), torch.ones((), dtype=torch.bool, device=keep.device)
+    present = state.ids[editable].to(logits.device, non_blocking=True)
+    keep = (best.indices != present) & (best.values > state.options.editing_threshold)
+    rows, valid = editable.to(logits.device, non_blocking=True), torch.ones((), dtype=torch.bool, device=keep.device)
     return Ranking(rows, best.indices, best.values, keep, valid).to_host()
 
 

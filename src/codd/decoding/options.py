@@ -55,9 +55,6 @@ DEFAULT_SAMPLED: Mapping[str, float] = {"threshold": 0.95}
 """The pace of a run that is told none, above temperature 0."""
 DEFAULT_COUNTED: Mapping[str, float] = {"steps": 32}
 """The pace where nobody can tell how sure a token is: the latent sampler and the published implementation."""
-LLADA2_STEPS, LLADA2_THRESHOLD = 32, 0.95
-FAST_DLLM_THRESHOLD, FAST_DLLM_BLOCK = 0.9, 8
-"""Those of its scripts; its `generate` itself has 1, which is one token a pass."""
 _UNSET: Any = type("Unset", (), {"__repr__": lambda self: "unset"})()
 
 
@@ -384,30 +381,6 @@ class Options:
         elif self.steps is _UNSET:
             object.__setattr__(self, "steps", None)
         object.__setattr__(self, "unset", frozenset(unset))
-
-    def for_network(self, family: str, block_size: int | None) -> "Options":
-        """With what a block-causal network decides where nobody else did: its blocks, and its published loop's pace.
-
-        Args:
-            family: The network's family.
-            block_size: Tokens of its blocks; None: it attends to all positions, and nothing changes.
-        """
-        if block_size is None:
-            return self
-        changes: dict[str, Any] = {}
-        if "block_length" in self.unset:
-            divided = self.published and family == "fast_dllm" and block_size % FAST_DLLM_BLOCK == 0
-            changes["block_length"] = FAST_DLLM_BLOCK if divided else block_size
-        if self.published:
-            steps, threshold = None if "steps" in self.unset else self.steps, self.threshold
-            if family == "sdar":
-                steps = block_size if steps is None else steps
-            elif threshold is None:
-                threshold = FAST_DLLM_THRESHOLD if family == "fast_dllm" else LLADA2_THRESHOLD
-            if family == "llada2" and steps is None and self.editing_threshold is None:
-                steps = LLADA2_STEPS
-            changes |= {"steps": steps, "threshold": threshold}
-        return self.changed(**changes) if changes else self
 
     @property
     def published(self) -> bool:

@@ -84,12 +84,10 @@ class FullRecompute:
 
     def logits(self, rows: Sequence[Float[Tensor, "_ d"]], mask_id: int) -> list[Float[Tensor, "_ V"]]:
         """What the head makes of hidden states: of all sequences together where the network is evaluated so."""
-        if self.one_by_one or not self.batched:
-            return [self._logits(each, mask_id) for each in rows]
-        return list(torch.split(self._logits(torch.cat(list(rows)), mask_id), [len(each) for each in rows]))
-
-    def _logits(self, rows: Float[Tensor, "n d"], mask_id: int) -> Float[Tensor, "n V"]:
-        return self.backbone.masked_logits_from_states(rows[None], mask_id=mask_id, exclude_mask=False)[0]
+        parts = [torch.cat(list(rows))] if self.batched and not self.one_by_one else rows
+        head = self.backbone.masked_logits_from_states
+        found = [head(part[None], mask_id=mask_id, exclude_mask=False)[0] for part in parts]
+        return found if len(found) == len(rows) else list(torch.split(found[0], [len(each) for each in rows]))
 
     def admit(self, state: SequenceState) -> bool:
         """True: without a cache a sequence needs no memory between steps."""
@@ -273,7 +271,7 @@ class CachedRunner(FullRecompute):
                 passes.append(self._plan(request, self._held[request.state][turn], first=turn == 0))
         plain = [each for each in requests if each.state not in self._held]
         whole = iter(super().__call__(plain) if plain else [])
-        cached = iter(self._together(passes) if self.batched else map(self._alone, passes))
+        cached = iter(self._together(passes))
         return [next(cached if request.state in self._held else whole) for request in requests]
 
     def _plan(self, request: HiddenStateRequest, slot: Slot, *, first: bool) -> Pass:
@@ -285,18 +283,16 @@ class CachedRunner(FullRecompute):
         state.computed, state.cached = before[0] + end - begin, before[1] + len(request.ids) - (end - begin)
         return Pass(request, slot.number, begin, end)
 
-    def _alone(self, each: Pass) -> Float[Tensor, "P d"]:
-        """One sequence, without padding: to the bit what it is in any company."""
-        slots, positions = torch.tensor([each.slot]), torch.arange(each.begin, each.end)[None]
-        past = CachedPass(self.memory, slots, positions, seen=len(each.request.ids))
-        return _spanned(each.request, self.backbone.cached_states(each.ids[None], past)[0], each.begin)
-
     def _together(self, passes: Sequence[Pass]) -> list[Float[Tensor, "_ d"]]:
-        """All sequences, in a batch for each number of rows, which is rounded up so that there are few."""
+        """All sequences, in a batch for each number of rows, which is rounded up so that there are few.
+
+        On a CPU each by itself and without padding: to the bit what it is in any company.
+        """
         batches: dict[tuple[int, int], list[int]] = {}
         for number, each in enumerate(passes):
-            own = number if self.one_by_one else 0
-            batches.setdefault((_rounded(each.end - each.begin), own), []).append(number)
+            rows = each.end - each.begin
+            alone = self.one_by_one or not self.batched
+            batches.setdefault((_rounded(rows) if self.batched else rows, number if alone else 0), []).append(number)
         states_of: dict[int, Tensor] = {}
         for (rows, _), numbers in batches.items():
             states = self._pass([passes[number] for number in numbers], rows)
@@ -310,6 +306,8 @@ class CachedRunner(FullRecompute):
             ids[row, : each.end - each.begin] = each.ids
         slots, begins, ends, lengths = torch.tensor([(p.slot, p.begin, p.end, len(p.request.ids)) for p in passes]).T
         positions = begins[:, None] + torch.arange(rows)
+        if not self.batched:
+            return self.backbone.cached_states(ids, CachedPass(self.memory, slots, positions, seen=int(lengths)))
         if any(each.end - each.begin < rows for each in passes):
             positions[positions >= ends[:, None]] = -1
         past = CachedPass(self.memory, slots.contiguous(), positions, self.memory.length, lengths.contiguous())

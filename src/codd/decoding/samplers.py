@@ -1,12 +1,13 @@
 """The samplers, and what a step gives them and gets from them.
 
 A token is chosen for each position by itself (`sample_factorized`), for all given one latent path (`sample_latent`), or
-one after the other, each given those before it (`codd.decoding.any_order`).
+one after the other, each given those before it (`sample_any_order`).
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,13 +15,16 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from codd.circuits.constrained import WindowConstraint
+from codd.circuits.ops.sampling_rule import Proposals, SamplingRule
 from codd.circuits.protocol import ProbabilisticCircuit
 from codd.circuits.sampling import draw_token
 from codd.coupling import Coupled
 from codd.decoding.constraint import Window
 from codd.decoding.options import Options
-from codd.decoding.sequence import SequenceState, Writes
+from codd.decoding.sequence import SequenceState, StepPlan, Writes
 
+CANDIDATES = 64
+"""How many tokens of a position are looked at before all of them are."""
 COLDEST, HOTTEST = 1e-30, 1e30
 """Temperatures beyond these count as these: float32 would make 0 or infinity of some of them."""
 
@@ -40,11 +44,6 @@ class Noise(NamedTuple):
     def drawn(cls, size: int, generator: torch.Generator) -> "Noise":
         """Draw the numbers of ``size`` positions."""
         return cls(*torch.rand(3, size, generator=generator))
-
-    @classmethod
-    def none(cls, size: int) -> "Noise":
-        """Zeros, for queries that draw nothing."""
-        return cls(*torch.zeros(3, size))
 
     def at(self, positions: Int[Tensor, " R"] | slice) -> "Noise":
         """The random numbers of some of the positions, in the order given."""
@@ -107,17 +106,27 @@ class StepInputs:
     features: Float[Tensor, "P d"] | None = None
     """The network's hidden states from position ``begin`` on, for a circuit that is conditioned on them."""
     begin: int = 0
-    editable: Int[Tensor, " E"] | None = None
-    """Positions that the loop has written and may write again, ascending, on the host; None: there are none."""
-    editable_logits: Float[Tensor, "E V"] | None = None
+    edits: Callable[[], Ranking] | None = None
+    """Gives the written tokens that are to be replaced, on the host; None: nothing is edited."""
 
     @property
     def options(self) -> Options:
         """The options of the sequence."""
         return self.state.options
 
-    def window(self, window: Window, noise: Noise, constraint: WindowConstraint | None = None) -> "WindowInputs":
-        """A window, whose masked positions are among those of the step, as the circuit is given it."""
+    @property
+    def plan(self) -> StepPlan:
+        """What the step is for."""
+        assert self.state.plan is not None, "a finished sequence takes no step"
+        return self.state.plan
+
+    def window(
+        self, window: Window, noise: Noise | None = None, constraint: WindowConstraint | None = None
+    ) -> "WindowInputs":
+        """A window, whose masked positions are among those of the step, as the circuit is given it.
+
+        ``noise``: of the whole sequence; None: zeros, for queries that draw nothing.
+        """
         begin, end = window
         tokens = self.state.ids[begin:end]
         inside = (self.positions >= begin) & (self.positions < end)
@@ -129,9 +138,8 @@ class StepInputs:
             dense = logits.new_zeros(len(tokens), logits.shape[-1])
             logits = dense.index_copy_(0, places, logits)
         features = None if self.features is None else self.features[begin - self.begin : end - self.begin]
-        return WindowInputs(
-            tokens, tokens == self.state.mask_id, logits, noise.at(slice(begin, end)), features, constraint
-        )
+        drawn = Noise(*torch.zeros(3, len(tokens))) if noise is None else noise.at(slice(begin, end))
+        return WindowInputs(tokens, tokens == self.state.mask_id, logits, drawn, features, constraint)
 
 
 class WindowInputs(NamedTuple):
@@ -200,64 +208,66 @@ def fit_window(window: Window, circuit: ProbabilisticCircuit | None, length: int
     return (begin, begin + circuit.length) if begin + circuit.length <= length else None
 
 
-def window_length(circuit: ProbabilisticCircuit, options: Options, length: int) -> int:
-    """How many positions the circuit covers in full mode."""
-    return min(circuit.length or circuit.window or options.block_length, length)
+def window_length(circuit: ProbabilisticCircuit | None, options: Options, length: int) -> int:
+    """How many positions the window of full mode covers."""
+    own = None if circuit is None else circuit.length or circuit.window
+    return min(own or options.block_length, length)
 
 
-def activation_ratio(state: SequenceState, window: Window) -> float:
-    """The share of masks that ``activation`` is compared with: in the window, or in all that the run is to write."""
-    if state.options.activation_scope == "window":
-        return state.mask_ratio(window)
-    return int(state.masked.sum()) / max(1, int((~state.given).sum()))
+def circuit_acts(circuit: ProbabilisticCircuit | None, state: SequenceState, window: Window) -> bool:
+    """Whether the circuit takes part in a step: `Options.activation` is compared with the share of masks.
+
+    That is the share in the window, or in all that the run is to write.
+    """
+    options = state.options
+    if circuit is None or options.sampler == "factorized":
+        return False
+    if options.activation is None:
+        return True
+    if options.activation_scope == "window":
+        return state.mask_ratio(window) < options.activation
+    return int(state.masked.sum()) / max(1, int((~state.given).sum())) < options.activation
 
 
-def circuit_acts(circuit: ProbabilisticCircuit | None, mask_ratio: float, options: Options) -> bool:
-    """Whether the circuit takes part in a step at this mask ratio."""
-    wanted = circuit is not None and options.sampler != "factorized"
-    return wanted and (options.activation is None or mask_ratio < options.activation)
+def sample_window(
+    circuit: ProbabilisticCircuit, window: WindowInputs, count: int | None, options: Options, *, dense: bool = False
+) -> Ranking:
+    """Rank the masked positions of a window; void if the circuit excludes the evidence, or candidates do not suffice.
+
+    On a GPU it can be captured: its shapes are the same whatever is masked. ``dense``: from all tokens instead of the
+    most probable candidates of each position.
+    """
+    joint, noise = window.joint(circuit, logits_temperature(options)), window.noise.to(window.logits.device)
+    if options.sampler == "latent":
+        assert count is not None, "the latent sampler commits by number"
+        return sample_latent(joint, count, options, noise)
+    return sample_any_order(joint, count, options, noise, dense=dense)
 
 
 def sample_factorized(
-    scores: Float[Tensor, "R V"],
+    logits: Float[Tensor, "R V"],
     count: int | None,
     options: Options,
     noise: Noise,
     open_rows: Bool[Tensor, " R"] | None = None,
 ) -> Ranking:
-    """Rank every row by itself; rows that are not open come last, are not kept, and ``count`` must not reach them.
+    """Rank every row by itself; rows that are not open come last, and ``count`` must not reach them.
 
     ``count`` rows are kept; None: all that reach the threshold, or the first ones up to the entropy budget, and in any
     case one.
     """
-    wide = torch.promote_types(scores.dtype, torch.float32)
-    if options.temperature > 0:
-        scores = scores.to(wide)
-    tokens = choose_tokens(scores, noise.tokens, options.temperature, options.top_k, options.top_p)
-    log_p = scores.log_softmax(-1, dtype=wide)
-    priorities = priority(options.remasking, log_p, tokens, noise.order)
-    rows = by_priority(priorities if open_rows is None else priorities.masked_fill(~open_rows, -torch.inf))
-    probabilities = token_probability(log_p, tokens)[rows]
-    entropies = None if options.entropy_budget is None else entropy(log_p)[rows]
-    if open_rows is None:
-        keep = _kept(probabilities, entropies, count, options)
-    else:
-        opened = open_rows[rows]
-        keep = opened & _kept(probabilities.masked_fill(~opened, -1.0), entropies, count, options)
-    return Ranking(rows, tokens[rows], probabilities, keep, torch.ones((), dtype=torch.bool, device=scores.device))
-
-
-def _kept(
-    probabilities: Float[Tensor, " R"], entropies: Float[Tensor, " R"] | None, count: int | None, options: Options
-) -> Bool[Tensor, " R"]:
-    rank = torch.arange(len(probabilities), device=probabilities.device)
+    log_p = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    found = propose(options, log_p, noise.tokens, known_order(options, noise))
+    rows = by_priority(found.order if open_rows is None else found.order.masked_fill(~open_rows, -torch.inf))
+    probabilities, rank = found.probabilities[rows], torch.arange(len(rows), device=rows.device)
     if count is not None:
-        return rank < count
-    if entropies is not None and options.entropy_budget is not None:
-        return (entropies.cumsum(0) < options.entropy_budget) | (rank == 0)
-    assert options.threshold is not None
-    passed = probabilities >= options.threshold
-    return passed | ((rank == 0) & ~passed.any())
+        keep = rank < count
+    elif options.entropy_budget is not None:
+        keep = (found.entropies[rows].cumsum(0) < options.entropy_budget) | (rank == 0)
+    else:
+        keep = probabilities >= options.threshold
+        keep = keep | ((rank == 0) & ~keep.any())
+    return Ranking(rows, found.tokens[rows], probabilities, keep, torch.ones((), dtype=torch.bool, device=rows.device))
 
 
 def sample_latent(joint: Coupled, count: int, options: Options, noise: Noise) -> Ranking:
@@ -266,6 +276,77 @@ def sample_latent(joint: Coupled, count: int, options: Options, noise: Noise) ->
     scores = temper(step.scores[0], options.circuit_temperature) if options.tempering == "paper" else step.scores[0]
     ranking = sample_factorized(scores, count, options, noise, joint.masked[0])
     return ranking._replace(valid=step.log_partition[0] > -torch.inf)
+
+
+def sample_any_order(
+    joint: Coupled, count: int | None, options: Options, noise: Noise, *, dense: bool = False
+) -> Ranking:
+    """Rank the masked positions of a window (B = 1) by exact conditionals, each given the tokens committed before it.
+
+    ``count`` positions are committed; under a constraint, those besides whose tokens it makes certain. None: with a
+    threshold it goes on while a conditional probability reaches it, with an entropy budget while the conditional
+    entropies sum to less. With the null circuit that is what `sample_factorized` commits: the same numbers draw the
+    tokens, and the same rules rank them. With ``tempering="paper"`` every conditional is tempered, which then says how
+    sure its token is. ``dense`` computes the marginals of all tokens instead of candidates first. Invalid where the
+    evidence has probability zero.
+    """
+    masked = joint.masked[0]
+    rule = sampling_rule(options, len(masked) if count is None else min(count, len(masked)), count is None, dense)
+    few = rule.candidates_suffice and (rule.plain or masked.device.type == "cpu")
+    conditionals = joint.conditionals(CANDIDATES if few else None)
+    return Ranking(*conditionals.commit_tokens(masked, noise.tokens, known_order(options, noise), rule))
+
+
+def sampling_rule(options: Options, count: int, adaptive: bool, dense: bool = False) -> SamplingRule:
+    """What the options say, as commit loops understand it."""
+    tempered = tempers_conditionals(options)
+    cut = options.top_k is not None or (options.top_p is not None and options.top_p < 1)
+    return SamplingRule(
+        order="given" if options.remasking in ("random", "left_to_right") else options.remasking,
+        propose=partial(propose, options),
+        temper=partial(temper_conditional, options=options),
+        most=count,
+        adaptive=adaptive,
+        threshold=options.threshold,
+        entropy_budget=options.entropy_budget,
+        temperature=options.temperature and min(max(options.temperature, COLDEST), HOTTEST),
+        truncated=tempered or (cut and options.temperature > 0),
+        candidates=CANDIDATES,
+        dense=dense or tempered,  # the normalisation of what is tempered needs all tokens
+    )
+
+
+def propose(
+    options: Options, log_p: Float[Tensor, "R V"], uniforms: Float[Tensor, " R"], given: Float[Tensor, " R"] | None
+) -> Proposals:
+    """A token for each position, from the log-probabilities of all tokens, and how early it may be committed.
+
+    ``given``: the order, where it does not depend on the probabilities.
+    """
+    tokens = choose_tokens(log_p, uniforms, options.temperature, options.top_k, options.top_p)
+    scores = token_probability(log_p, tokens)
+    order = priority(options.remasking, log_p, tokens) if given is None else given
+    entropies = torch.zeros_like(scores) if options.entropy_budget is None else entropy(log_p)
+    return Proposals(tokens, scores, order, entropies)
+
+
+def known_order(options: Options, noise: Noise) -> Float[Tensor, " R"] | None:
+    """The priorities of the orders that heed no probability; None for the others."""
+    if options.remasking == "random":
+        return noise.order
+    left_to_right = options.remasking == "left_to_right"
+    return -torch.arange(len(noise.order), dtype=torch.float32, device=noise.order.device) if left_to_right else None
+
+
+def priority(rule: str, log_p: Float[Tensor, "R V"], tokens: Int[Tensor, " R"]) -> Float[Tensor, " R"]:
+    """How early each row may be committed by a remasking rule that heeds probabilities: larger is earlier.
+
+    ``tokens`` are the proposed ones, ``log_p`` the log-probabilities of all tokens.
+    """
+    if rule == "low_confidence":
+        return token_probability(log_p, tokens)
+    assert rule in ("margin", "entropy")
+    return margin(log_p) if rule == "margin" else -entropy(log_p)
 
 
 def logits_temperature(options: Options) -> float:
@@ -289,30 +370,6 @@ def margin(log_p: Float[Tensor, "R V"]) -> Float[Tensor, " R"]:
 def entropy(log_p: Float[Tensor, "R V"]) -> Float[Tensor, " R"]:
     """The entropy of each row, in nats."""
     return -(log_p.exp() * log_p.clamp_min(torch.finfo(log_p.dtype).min)).sum(-1)
-
-
-def priority(
-    rule: str,
-    log_p: Float[Tensor, "R V"],
-    tokens: Int[Tensor, " R"],
-    uniforms: Float[Tensor, " R"] | None,
-) -> Float[Tensor, " R"]:
-    """How early each row may be committed by a remasking rule: larger is earlier.
-
-    Rows stand in the order of their positions; ``tokens`` are the proposed ones, ``log_p`` the log-probabilities of all
-    tokens, and ``uniforms`` the numbers of the random order.
-    """
-    if rule == "low_confidence":
-        return token_probability(log_p, tokens)
-    if rule == "margin":
-        return margin(log_p)
-    if rule == "entropy":
-        return -entropy(log_p)
-    if rule == "random":
-        assert uniforms is not None
-        return uniforms
-    assert rule == "left_to_right"
-    return torch.arange(len(tokens), 0, -1, dtype=log_p.dtype, device=log_p.device)
 
 
 def by_priority(priorities: Float[Tensor, " R"]) -> Int[Tensor, " R"]:

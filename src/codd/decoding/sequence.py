@@ -199,6 +199,11 @@ class SequenceState:
         begin, end = window
         return int(self.masked[begin:end].sum()) / (end - begin)
 
+    def masked_in(self, window: Window) -> Int[Tensor, " R"]:
+        """The masked positions of a window, ascending."""
+        begin, end = window
+        return self.masked[begin:end].nonzero()[:, 0] + begin
+
     def begin(self, schedule: Iterator[StepPlan]) -> None:
         """Plan the first step."""
         self.schedule = schedule
@@ -234,6 +239,8 @@ def start_sequences(
     Raises InvalidInput for what cannot be decoded: prompts that are too long or hold unknown ids, a block longer than
     the circuit, seeds that do not match the prompts, every token banned.
     """
+    from codd.decoding import published  # which imports this module
+
     seeds = list(options.seed) if isinstance(options.seed, Sequence) else [options.seed] * len(prompts)
     if len(seeds) != len(prompts):
         raise InvalidInput(f"{len(seeds)} seeds for {len(prompts)} prompts: give one, or one for each.")
@@ -245,8 +252,6 @@ def start_sequences(
         )
     stop = StopCondition() if stop is None else stop
     if options.published:
-        from codd.decoding import published  # which imports this module
-
         published.check(backbone, options, circuit)
     for number, prompt in enumerate(prompts):
         _check_prompt(backbone, options, number, prompt)
@@ -273,8 +278,14 @@ def options_for(backbone: Backbone, options: Options) -> Options:
 
     Raises InvalidInput for blocks and caches that the network cannot have.
     """
-    size = backbone.block_size
-    options = options.for_network(backbone.family, size)
+    size, changes = backbone.block_size, {}
+    if size is not None and options.published:
+        from codd.decoding import published  # which imports this module
+
+        changes |= published.block_causal.defaults(backbone.family, size, options)
+    if size is not None and "block_length" in options.unset:
+        changes = {"block_length": size, **changes}
+    options = options.changed(**changes) if changes else options
     if options.cache is not None and (backbone.config.conditioning or backbone.config.token_dropout is not None):
         raise InvalidInput(
             f"cache={options.cache!r}: {backbone.family} is told the share of masks, so that nothing it computes stays "
@@ -336,17 +347,16 @@ def _check_prompt(backbone: Backbone, options: Options, number: int, prompt: Seq
 
 
 def plan_steps(state: SequenceState) -> Iterator[StepPlan]:
-    """The steps of a sequence; each plan is made after the tokens of the step before are committed."""
-    return _block_schedule(state) if state.options.mode == "block" else _full_schedule(state)
+    """The steps of a sequence; each plan is made after the tokens of the step before are committed.
 
-
-def _block_schedule(state: SequenceState) -> Iterator[StepPlan]:
-    """Block after block, counted from the end of the prompt, backwards too: masks in the prompt come first.
-
-    Those of a block-causal network, or parts of them, are counted from the beginning.
+    Block after block, counted from the end of the prompt, backwards too: masks in the prompt come first. Those of a
+    block-causal network, or parts of them, are counted from the beginning. In full mode everything is one block.
+    Tokens that a step leaves over are divided among the steps of the block that are left.
     """
     options, masked, size = state.options, state.masked, state.options.block_length
     origin = state.prompt_length if state.block_size is None else 0
+    if options.mode == "full":
+        origin, size = 0, len(masked)
     blocks = sorted({(position - origin) // size for position in masked.nonzero()[:, 0].tolist()})
     starts = [origin + block * size for block in blocks]
     spans = [(max(0, start), min(len(masked), start + size)) for start in starts]
@@ -375,20 +385,6 @@ def edit_steps(state: SequenceState, begin: int, end: int) -> Iterator[StepPlan]
         yield StepPlan(begin, end, 0, last=True)
         if not state.edits:
             return
-
-
-def _full_schedule(state: SequenceState) -> Iterator[StepPlan]:
-    """All positions in every step. Tokens that a step leaves over are divided among the steps that are left."""
-    options, length, masks = state.options, len(state.ids), int(state.masked.sum())
-    if not options.fixed_count:
-        while bool(state.masked.any()):
-            yield StepPlan(0, length, None, last=False)
-    else:
-        steps = masks if options.steps is None else min(options.steps, masks)
-        for i in range(steps):
-            if left := int(state.masked.sum()):
-                yield StepPlan(0, length, -(-left // (steps - i)), last=i == steps - 1)
-    yield from edit_steps(state, 0, length)
 
 
 def spread(total: int, parts: int) -> list[int]:

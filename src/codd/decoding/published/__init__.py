@@ -40,7 +40,8 @@ def plan_steps(state: SequenceState, stop: StopCondition) -> Iterator[StepPlan]:
 
 def positions(state: SequenceState) -> Int[Tensor, " R"]:
     """The positions whose logits a step needs, ascending."""
-    return bidirectional.positions(state) if state.block_size is None else block_causal.positions(state)
+    assert state.plan is not None
+    return bidirectional.positions(state) if state.block_size is None else state.masked_in(state.plan.block)
 
 
 def step(inputs: StepInputs) -> StepResult:

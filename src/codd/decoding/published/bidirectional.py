@@ -12,7 +12,6 @@ from codd.circuits.protocol import ProbabilisticCircuit
 from codd.decoding.constraint import Window
 from codd.decoding.options import Options
 from codd.decoding.samplers import (
-    Noise,
     Ranking,
     StepInputs,
     StepResult,
@@ -100,73 +99,47 @@ def centred_window(due: Bool[Tensor, " L"], length: int) -> tuple[int, int]:
 
 
 def step(inputs: StepInputs) -> StepResult:
-    """Which tokens to commit."""
-    return full_step(inputs) if inputs.options.mode == "full" else block_step(inputs)
+    """Which tokens to commit: block diffusion as for LLaDA or, with Dream's way of sampling, as for Dream; or full.
 
-
-def block_step(inputs: StepInputs) -> StepResult:
-    """Block diffusion, as for LLaDA or, with Dream's way of sampling, as for Dream."""
+    Full diffusion is Dream's own loop, or with a circuit the one with dynamic windows.
+    """
     inputs, others = _split(inputs)
-    state, circuit, logits, options = inputs.state, inputs.circuit, inputs.logits, inputs.options
-    plan, dream = _plan(inputs), state.family == "dream"
-    window = plan.block
-    mask_ratio = state.mask_ratio(window)
-    acts = circuit is not None and circuit_acts(circuit, mask_ratio, options) and len(inputs.positions) > 0
-    possible = _true(logits)
+    state, plan, circuit, logits, options = inputs.state, inputs.plan, inputs.circuit, inputs.logits, inputs.options
+    full, positions = options.mode == "full", inputs.positions
+    windowed = full and circuit is not None and options.sampler != "factorized"
+    window, acts, due = plan.block, len(positions) > 0, torch.zeros(len(state.ids), dtype=torch.bool)
+    if windowed:
+        if len(positions) > 1:
+            due[positions[by_priority(_target_confidence(logits, options, state))[: plan.count].cpu()]] = True
+        length = window_length(circuit, options, len(due))
+        begin, covered = centred_window(due, length)
+        window, acts = (begin, begin + length), covered > 1
+    mask_ratio, possible = state.mask_ratio(window), _true(logits)
+    fits = circuit is not None and circuit.length in (None, window[1] - window[0])  # the sequence may be shorter
+    acts = acts and fits and circuit_acts(circuit, state, window)
     if acts:
         assert circuit is not None
         logits, possible, latents = coupled_logits(circuit, inputs, window)
         others = _with_circuit(circuit, others, window, latents)
-    proposals = _propose_dream(logits, options, state, others) if dream else _propose_llada(logits, options, state)
-    return step_result(inputs, proposals, plan.count, window, mask_ratio, acts, possible)
-
-
-def full_step(inputs: StepInputs) -> StepResult:
-    """Full diffusion: Dream's own loop, or with a circuit the one with dynamic windows."""
-    inputs, others = _split(inputs)
-    state, plan, circuit, options = inputs.state, _plan(inputs), inputs.circuit, inputs.options
-    if circuit is not None and options.sampler != "factorized":
-        return _windowed_step(inputs, others, circuit)
-    proposals = _propose_dream(inputs.logits, options, state)
-    count = plan.count
-    if options.remasking == "origin":  # each mask is revealed by a coin of its own
+    if full or state.family == "dream":
+        proposals = _propose_dream(logits, options, state, others)
+    else:
+        proposals = _propose_llada(logits, options, state)
+    confidence, count = proposals.confidence, plan.count
+    if windowed:
+        outside = (positions < window[0]) | (positions >= window[1])
+        if acts:
+            confidence = confidence.masked_fill(outside.to(confidence.device), _NEVER)
+        confidence = confidence.masked_fill((outside & due[positions]).to(confidence.device), _ALWAYS)
+    elif full and options.remasking == "origin":  # each mask is revealed by a coin of its own
         now, then = plan.time
-        count = len(inputs.positions) if plan.last else int((proposals.confidence > then / now).sum())
-    whole = (0, len(state.ids))
-    return step_result(inputs, proposals, count, whole, state.mask_ratio(whole), False)
-
-
-def _windowed_step(inputs: StepInputs, others: StepInputs, circuit: ProbabilisticCircuit) -> StepResult:
-    state, positions, logits, options = inputs.state, inputs.positions, inputs.logits, inputs.options
-    plan = _plan(inputs)
-    total = len(state.ids)
-    length = window_length(circuit, options, total)
-    due = torch.zeros(total, dtype=torch.bool)
-    if len(positions) > 1:
-        first = by_priority(_target_confidence(logits, options, state))[: plan.count].cpu()
-        due[positions[first]] = True
-    begin, covered = centred_window(due, length)
-    window: Window = (begin, begin + length)
-    mask_ratio = state.mask_ratio(window)
-    fits = circuit.length in (None, length)  # the sequence may be shorter than the circuit
-    acts = covered > 1 and fits and circuit_acts(circuit, mask_ratio, options)
-    possible = _true(logits)
-    if acts:
-        logits, possible, latents = coupled_logits(circuit, inputs, window)
-        others = _with_circuit(circuit, others, window, latents)
-    proposals = _propose_dream(logits, options, state, others)
-    confidence = proposals.confidence
-    outside = (positions < begin) | (positions >= begin + length)
-    if acts:
-        confidence = confidence.masked_fill(outside.to(confidence.device), _NEVER)
-    confidence = confidence.masked_fill((outside & due[positions]).to(confidence.device), _ALWAYS)
-    proposals = proposals._replace(confidence=confidence)
-    return step_result(inputs, proposals, plan.count, window, mask_ratio, acts, possible)
+        count = len(positions) if plan.last else int((confidence > then / now).sum())
+    return step_result(inputs, proposals._replace(confidence=confidence), count, window, mask_ratio, acts, possible)
 
 
 def _split(inputs: StepInputs) -> tuple[StepInputs, StepInputs]:
     """The masked positions up to the end of the block, of which tokens may be committed, and all others."""
-    masked = inputs.state.masked[inputs.positions] & (inputs.positions < _plan(inputs).end)
+    masked = inputs.state.masked[inputs.positions] & (inputs.positions < inputs.plan.end)
 
     def part(chosen: Bool[Tensor, " R"]) -> StepInputs:
         rows = chosen.nonzero()[:, 0]
@@ -176,20 +149,17 @@ def _split(inputs: StepInputs) -> tuple[StepInputs, StepInputs]:
     return (inputs if bool(masked.all()) else part(masked)), part(~masked)
 
 
-class CoupledLogits(NamedTuple):
-    """Logits in which a window has the scores given one latent path, and the path; False if there is none."""
+def coupled_logits(
+    circuit: ProbabilisticCircuit, inputs: StepInputs, window: Window
+) -> tuple[Float[Tensor, "R V"], Bool[Tensor, ""], Int[Tensor, "1 W"]]:
+    """The logits of masked positions with a window's scores given one latent path, in the logits' own type.
 
-    logits: Float[Tensor, "R V"]
-    possible: Bool[Tensor, ""]
-    latents: Int[Tensor, "1 W"]
-
-
-def coupled_logits(circuit: ProbabilisticCircuit, inputs: StepInputs, window: Window) -> CoupledLogits:
-    """The logits of masked positions with the circuit's scores in the window, in the logits' own type."""
+    Also whether there is such a path, and the path.
+    """
     path = _draw(inputs.state, window[1] - window[0], inputs.logits.device)
-    joint = _divided(inputs).window(window, Noise.none(len(inputs.state.ids))).joint(circuit, 1.0)
+    joint = _divided(inputs).window(window).joint(circuit, 1.0)
     step = joint.joint_step(path[None])
-    return CoupledLogits(_overwritten(inputs, window, step.scores[0]), step.log_partition[0] > -torch.inf, step.latents)
+    return _overwritten(inputs, window, step.scores[0]), step.log_partition[0] > -torch.inf, step.latents
 
 
 def _with_circuit(
@@ -198,7 +168,7 @@ def _with_circuit(
     """The scores given the same path at the window's other positions, which the published loop writes there as well."""
     if not bool(((others.positions >= window[0]) & (others.positions < window[1])).any()):
         return others
-    given = _divided(others).window(window, Noise.none(len(others.state.ids)))
+    given = _divided(others).window(window)
     free = given._replace(masked=torch.ones_like(given.masked))  # a score is asked for where a token is known
     return replace(others, logits=_overwritten(others, window, free.joint(circuit, 1.0).scores(latents)[0]))
 
@@ -248,7 +218,7 @@ def _propose_llada(logits: Float[Tensor, "R V"], options: Options, state: Sequen
 
 
 def _propose_dream(
-    logits: Float[Tensor, "R V"], options: Options, state: SequenceState, others: StepInputs | None = None
+    logits: Float[Tensor, "R V"], options: Options, state: SequenceState, others: StepInputs
 ) -> Proposals:
     """Tokens and confidences from tempered and filtered logits.
 
@@ -261,7 +231,7 @@ def _propose_dream(
         shares = _normalised(p)
         drawn = choose_tokens(shares.float().log(), _draw(state, len(logits), logits.device), 1.0, None, None)
         accepted = _is_simplex(shares)
-        if others is not None and len(others.positions):
+        if len(others.positions):
             accepted = accepted & _is_simplex(_normalised(_dream_probabilities(others.logits, options)))
         tokens = torch.where(accepted, drawn, tokens)
     probability = p.gather(-1, tokens[:, None])[:, 0]
@@ -294,11 +264,6 @@ def _spread(p: Float[Tensor, "R V"], rule: str) -> Float[Tensor, " R"]:
     if rule == "margin":
         return -p.topk(2, dim=-1).values.diff(dim=-1)[:, 0]
     return (p * (p + _TINY).log()).sum(-1)
-
-
-def _plan(inputs: StepInputs) -> StepPlan:
-    assert inputs.state.plan is not None
-    return inputs.state.plan
 
 
 def _draw(state: SequenceState, size: int, device: torch.device) -> Float[Tensor, " n"]:

@@ -7,15 +7,32 @@ forgets a prompt of exactly one block, and leaves the next block's first token a
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
-from jaxtyping import Int
-from torch import Tensor
 from torch.nn.functional import pad
 
+from codd.decoding.options import Options
 from codd.decoding.published.bidirectional import Proposals, step_result
 from codd.decoding.samplers import StepInputs, StepResult
 from codd.decoding.sequence import SequenceState, StepPlan, StopCondition, edit_steps, spread
+
+LLADA2_STEPS, LLADA2_THRESHOLD = 32, 0.95
+FAST_DLLM_THRESHOLD, FAST_DLLM_BLOCK = 0.9, 8
+"""Those of its scripts; its `generate` itself has 1, which is one token a pass."""
+
+
+def defaults(family: str, size: int, options: Options) -> dict[str, Any]:
+    """What a family's loop decides where the options leave it open: blocks of ``size``, steps and threshold."""
+    steps, threshold = None if "steps" in options.unset else options.steps, options.threshold
+    if family == "sdar" and steps is None:
+        steps = size
+    if family != "sdar" and threshold is None:
+        threshold = FAST_DLLM_THRESHOLD if family == "fast_dllm" else LLADA2_THRESHOLD
+    if family == "llada2" and steps is None and options.editing_threshold is None:
+        steps = LLADA2_STEPS
+    divided = family == "fast_dllm" and "block_length" in options.unset and size % FAST_DLLM_BLOCK == 0
+    return {"steps": steps, "threshold": threshold, **({"block_length": FAST_DLLM_BLOCK} if divided else {})}
 
 
 def plan_steps(state: SequenceState, stop: StopCondition) -> Iterator[StepPlan]:
@@ -24,17 +41,9 @@ def plan_steps(state: SequenceState, stop: StopCondition) -> Iterator[StepPlan]:
     return {"sdar": _sdar, "fast_dllm": _fast_dllm, "llada2": _llada2}[state.family](state, state.block_size, stop)
 
 
-def positions(state: SequenceState) -> Int[Tensor, " R"]:
-    """The masked positions of the plan's block, ascending."""
-    assert state.plan is not None
-    begin, end = state.plan.block
-    return state.masked[begin:end].nonzero()[:, 0] + begin
-
-
 def step(inputs: StepInputs) -> StepResult:
     """All that are surer than the threshold, but at least ``plan.count``: then the surest, or the leftmost."""
-    options, plan = inputs.options, inputs.state.plan
-    assert plan is not None
+    options, plan = inputs.options, inputs.plan
     best = inputs.logits.softmax(-1).max(-1)
     first = -torch.arange(len(best.values), device=best.values.device).float()
     order = first if options.remasking == "left_to_right" else best.values
