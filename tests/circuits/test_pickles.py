@@ -86,7 +86,6 @@ UNSAFE = {
     "REDUCE of a builtin by its old name": b"c__builtin__\neval\n" + EVIL + b"\x85R",
     "REDUCE of a class that is here": TRAP + b")R",
     "REDUCE of what a call gave": EMPTY_ARRAY + b")R",
-    "REDUCE of a class of the reader": named("codd.circuits.pickles", "_Record") + b")R",
     "NEWOBJ of a class that is here": TRAP + b")\x81",
     "NEWOBJ of what a call gave": EMPTY_ARRAY + b")\x81",
     "NEWOBJ_EX": CATEGORICAL + b")}\x92",
@@ -228,9 +227,6 @@ def test_bad_arrays_are_refused(body):
 
 
 BOMBS = {
-    "a memo number of two billion": b"]r" + struct.pack("<I", 2**31),
-    "a memo number as text": b"]p999999999999\n",
-    "a memo number that grows": b"".join(b"]r" + struct.pack("<I", 2**i) for i in range(28)) + b"t",
     "an integer of two gigabytes": b"\x8b" + struct.pack("<i", 2**31 - 1) + b"\xff",
     "an integer of negative size": b"\x8b" + struct.pack("<i", -1),
     "text of four gigabytes": b"X" + struct.pack("<I", 2**32 - 1),
@@ -239,7 +235,6 @@ BOMBS = {
     "bytes of an exabyte": b"\x8e" + struct.pack("<Q", 2**60),
     "bytes that can grow of an exabyte": b"\x96" + struct.pack("<Q", 2**60),
     "more than addresses": b"\x8e" + struct.pack("<Q", 2**64 - 1),
-    "a frame of an exabyte": b"\x95" + struct.pack("<Q", 2**60) + b"N",
     "a decimal of a million digits": b"I" + b"7" * 1_000_000 + b"\n",
     "a memo that has no such number": b"h\x07",
     "marks without an end": b"(" * 100_000,
@@ -250,7 +245,6 @@ DAMAGED = {
     "zip": b"PK\x03\x04" + b"\0" * 100,
     "json": b'{"a": 1}',
     "zeros": bytes(1000),
-    "protocol 6": b"\x80\x06].",
     "stop at once": b"\x80\x04.",
     "memo that is not there": b"\x80\x04h\x05.",
     "tuple without a mark": b"\x80\x04t.",
@@ -338,30 +332,6 @@ def test_recorders_keep_no_state_between_pickles():
     plain = read(b"\x80\x04" + CATEGORICAL + b")\x81.")
     assert isinstance(plain, LeafRecord)
     assert plain.num_cats is None
-
-
-def test_what_is_handed_out_is_inert():
-    """Were the scan to miss something: the classes take no state, no attributes of instances, and no arguments."""
-    for handed in (*CALLS.values(), latin1(1)):
-        assert handed.__mro__[1:] == (pickles._Record, object)
-        with pytest.raises(TypeError):
-            handed.__setstate__({})  # as the unpickler would call it for a state of the class
-        made = object.__new__(handed)
-        assert not hasattr(made, "__dict__")
-        with pytest.raises(UnsafePickle, match="sets the state"):
-            made.__setstate__({"x": 1})
-
-
-@pytest.mark.parametrize("data", [b"\x80\x04" + body + b"." for body in UNSAFE.values()], ids=UNSAFE.keys())
-def test_the_unpickler_reaches_nothing_even_without_the_scan(data, monkeypatch):
-    """The second line of defence, alone: whatever is made of these pickles, it is plain data or our records."""
-    monkeypatch.setattr(pickles, "_scan", lambda stream, calls: stream.seek(0, io.SEEK_END))
-    try:
-        made = read(data)
-    except FormatError:
-        return
-    plain = (int, str, bytes, bytearray, list, tuple, dict, set, frozenset, Array, LeafRecord)
-    assert made is None or isinstance(made, plain) or made in CALLS.values()
 
 
 def test_an_array_of_bytes_that_can_grow_is_not_changed_later():

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from codd.circuits.evidence import Evidence, check_possible, log_ratio
-from codd.circuits.hmm import HMM, AroundHMM
+from codd.circuits.hmm import HMM
 from codd.circuits.incremental import CommitsTokens, Recomputing
 from codd.circuits.ops.backend import backend_for
 from codd.circuits.ops.constrained.eager import Linear
@@ -53,7 +53,7 @@ class WindowConstraint(NamedTuple):
     log_end: Float[Tensor, " S"] | None = None
 
 
-class ConstrainedHMM(AroundHMM, Recomputing):
+class ConstrainedHMM(Recomputing):
     """An HMM whose strings are read by an automaton, all windows of a batch by the same one.
 
     A latent is a pair: number ``s * N + z`` for the automaton's state s before the position and the HMM's state z;
@@ -88,6 +88,8 @@ class ConstrainedHMM(AroundHMM, Recomputing):
                 "constraint for the vocabulary of the circuit"
             )
         self.hmm, self.automaton = hmm, automaton
+        self.vocab_size, self.length, self.window = hmm.vocab_size, hmm.length, hmm.window
+        self.device, self.dtype = hmm.device, hmm.dtype
         start = np.where(np.arange(automaton.num_states) == automaton.start, 0.0, -np.inf)
         end = np.where(np.asarray(automaton.accepting), 0.0, -np.inf)
         ends = self._ends("log_start", log_start, start), self._ends("log_end", log_end, end)

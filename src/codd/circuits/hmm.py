@@ -502,37 +502,6 @@ class HMM(storage.HubMixin, Unconditioned):
         check_fits(ev, self)
 
 
-class AroundHMM:
-    """What a circuit says of itself that answers through an HMM."""
-
-    hmm: HMM
-
-    @property
-    def vocab_size(self) -> int:
-        """V, the number of tokens."""
-        return self.hmm.vocab_size
-
-    @property
-    def length(self) -> int | None:
-        """The only length that is served, or None: any."""
-        return self.hmm.length
-
-    @property
-    def window(self) -> int | None:
-        """The length that the circuit was made for, or None."""
-        return self.hmm.window
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the parameters."""
-        return self.hmm.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of the results: float32 or float64."""
-        return self.hmm.dtype
-
-
 def _check_sizes(num_states: int, vocab_size: int) -> None:
     if not all(is_whole(size) and size > 0 for size in (num_states, vocab_size)):
         found = f"{shown(num_states)} and {shown(vocab_size)}"

@@ -1,16 +1,14 @@
-"""Pickles of arrays and leaves, read by ``pickle.Unpickler`` after a scan that leaves it nothing to run.
+"""Pickles of arrays and leaves, read by an interpreter of the few instructions that they need.
 
-The scan follows what every instruction does to the stack, by the tables of ``pickletools`` and without making a value.
-It refuses all instructions that could reach code, names outside of the list that the caller allows, calls of anything
-but these, keys that are no text (whose hash could take for ever), memo numbers and sizes beyond the file, and a stream
-that does not end where its pickle does. The names that are left stand for classes of this module, which only record
-their arguments; nothing is imported or looked up. What is made is a small multiple of the file's size.
+It knows plain data and the names that the caller lists, which stand for functions of this module; nothing is imported
+or looked up, and `pickle` has no part in it. Every other instruction is refused, as are calls of anything but these
+functions, keys that are not text (whose hash could take for ever) and a stream that does not end where its pickle
+does. What is made is a small multiple of the file's size.
 """
 
 import io
 import math
 import mmap
-import pickle
 import pickletools
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias, TypeGuard
@@ -26,24 +24,8 @@ _MAX_OPCODES = 5_000_000
 
 _Stream: TypeAlias = mmap.mmap | io.BytesIO
 """A mapped file, or bytes in memory. Both clip a read that asks for too much."""
-
-
-class _Record:
-    """What a pickle's names and calls stand for: it takes no state, unless a subclass knows the form of one."""
-
-    __slots__ = ()
-
-    def __setstate__(self, state: object) -> None:
-        raise UnsafePickle(f"it sets the state of a {type(self).__name__[1:].lower()}, which has none.")
-
-
-Calls = Mapping[tuple[str, str], type[_Record]]
-"""The globals that a pickle may name, and the classes that they stand for."""
-
-
-def _inert(record: Callable[..., object]) -> type[_Record]:
-    """A class that records a call; called or instantiated, it gives what ``record`` makes of the arguments."""
-    return type("_Name", (_Record,), {"__slots__": (), "__new__": lambda cls, *arguments: record(*arguments)})
+Calls = Mapping[tuple[str, str], Callable[..., object]]
+"""The globals that a pickle may name, and the functions that they stand for."""
 
 
 def load(stream: _Stream, size: int, calls: Calls) -> object:
@@ -52,11 +34,10 @@ def load(stream: _Stream, size: int, calls: Calls) -> object:
     Raises UnsafePickle if it asks for anything but plain data and ``calls``, FormatError if it is damaged.
     """
     try:
-        _scan(stream, calls)
+        made = _run(stream, calls)
         if stream.tell() != size:
             raise FormatError(f"{size - stream.tell()} bytes follow the end of the pickle; expected none.")
-        stream.seek(0)
-        return _Unpickler(stream, calls).load()
+        return made
     except (FormatError, MemoryError):
         raise
     except Exception as error:  # a damaged file may fail anywhere in the standard library's parsers or on the stack
@@ -64,104 +45,110 @@ def load(stream: _Stream, size: int, calls: Calls) -> object:
         raise FormatError(f"not a readable pickle: truncated, damaged or another format ({reason}).") from error
 
 
-class _Unpickler(pickle.Unpickler):
-    """Takes globals from ``calls`` only; persistent ids and buffers out of band are errors."""
-
-    def __init__(self, stream: _Stream, calls: Calls):
-        super().__init__(stream)
-        self._calls = calls
-
-    def find_class(self, module: str, name: str) -> type[_Record]:
-        return self._calls[module, name]
-
-
 _PUT = {"MEMOIZE", "BINPUT", "LONG_BINPUT", "PUT"}
 _GET = {"BINGET", "LONG_BINGET", "GET"}
-_TEXT = {"UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"}
-_PLAIN = {
-    *("PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "GLOBAL", "STACK_GLOBAL"),
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
+_ARGUMENTS = {
     *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
+    *("UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"),
     *("SHORT_BINBYTES", "BINBYTES", "BINBYTES8", "BYTEARRAY8"),
-    *("EMPTY_LIST", "EMPTY_DICT", "EMPTY_TUPLE", "LIST", "DICT", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
 }
-_NAME = object()
-"""What the scan has on its stack for a global. For text it has the text, else the kind of value in `pickletools`."""
-_TARGETS = {
-    **dict.fromkeys(("REDUCE", "NEWOBJ"), _NAME),
-    "BUILD": pickletools.anyobject,  # the outcome of a call
-    **dict.fromkeys(("APPEND", "APPENDS"), pickletools.pylist),
-    **dict.fromkeys(("SETITEM", "SETITEMS"), pickletools.pydict),
+"""Instructions whose value is their argument."""
+_TAKEN = {
+    **dict.fromkeys(("EMPTY_TUPLE", "EMPTY_LIST", "EMPTY_DICT"), 0),
+    **dict.fromkeys(("TUPLE1", "APPEND"), 1),
+    **dict.fromkeys(("TUPLE2", "SETITEM", "STACK_GLOBAL", "REDUCE", "NEWOBJ", "BUILD"), 2),
+    "TUPLE3": 3,
+    **dict.fromkeys(("TUPLE", "LIST", "DICT", "APPENDS", "SETITEMS"), None),
 }
-"""The only kind of value that an instruction may act upon."""
-_ALLOWED = _PLAIN | _TEXT | _PUT | _GET | _TARGETS.keys()
+"""How many values an instruction takes from the stack; None: all since the last mark."""
 
 
-def _scan(stream: _Stream, calls: Calls) -> None:
-    """Follow the stack of the pickle, and raise if there is anything in it that there should not be."""
+def _run(stream: _Stream, calls: Calls) -> object:
+    """Run the instructions on a stack of plain data, records and listed functions."""
     stack: list[Any] = []
     marks: list[int] = []
     memo: dict[int, Any] = {}
     argument: Any
     for count, (opcode, argument, _) in enumerate(pickletools.genops(stream)):  # type: ignore[arg-type]  # reads only
-        op, before, items = opcode.name, opcode.stack_before, []
+        op, taken = opcode.name, []
         if count > _MAX_OPCODES:
             raise FormatError(f"more than {_MAX_OPCODES} pickle instructions; no chain of circuits needs as many.")
-        if op not in _ALLOWED:
+        if op in _TAKEN:
+            number = _TAKEN[op]
+            start = marks.pop() if number is None else len(stack) - number
+            if start < (marks[-1] if marks else 0):
+                raise FormatError("not a readable pickle: it takes a value from an empty stack.")
+            taken = stack[start:]
+            del stack[start:]
+        if op in _ARGUMENTS:
+            stack.append(argument)
+        elif op in _CONSTANTS:
+            stack.append(_CONSTANTS[op])
+        elif op == "MARK":
+            marks.append(len(stack))
+        elif op in _PUT:
+            memo[len(memo) if op == "MEMOIZE" else argument] = stack[-1]
+        elif op in _GET:
+            stack.append(memo[argument])
+        elif "TUPLE" in op:
+            stack.append(tuple(taken))
+        elif op in ("EMPTY_LIST", "LIST"):
+            stack.append(taken)
+        elif op in ("EMPTY_DICT", "DICT"):
+            stack.append(_items(op, taken))
+        elif op in ("APPEND", "APPENDS"):
+            _require(op, type(stack[-1]) is list)
+            stack[-1].extend(taken)
+        elif op in ("SETITEM", "SETITEMS"):
+            _require(op, type(stack[-1]) is dict)
+            stack[-1].update(_items(op, taken))
+        elif op in ("GLOBAL", "STACK_GLOBAL"):
+            stack.append(_named(taken or argument.split(" ", 1), calls))
+        elif op in ("REDUCE", "NEWOBJ"):
+            _require(op, callable(taken[0]) and type(taken[1]) is tuple)
+            stack.append(taken[0](*taken[1]))
+        elif op == "BUILD":
+            _require(op, isinstance(taken[0], _Record))
+            taken[0].build(taken[1])
+            stack.append(taken[0])
+        elif op not in ("PROTO", "FRAME", "STOP"):
             raise UnsafePickle(
                 f"it uses the pickle instruction {op}, which a circuit saved by PyJuice does not. Nothing was run."
             )
-        if op == "PROTO" and argument > pickle.HIGHEST_PROTOCOL:
-            raise FormatError(f"pickle protocol {argument}; codd reads protocols up to {pickle.HIGHEST_PROTOCOL}.")
-        if op == "MARK":
-            marks.append(len(stack))
-            continue
-        if op in _PUT:
-            number = len(memo) if op == "MEMOIZE" else argument
-            if number > len(memo):  # the unpickler's memo is an array
-                raise FormatError(f"not a readable pickle: it numbers value {len(memo)} as {number}.")
-            memo[number] = stack[-1]
-            continue
-        if pickletools.markobject in before:
-            start = marks.pop()
-            items, before = stack[start:], before[: before.index(pickletools.markobject)]
-            del stack[start:]
-        start = len(stack) - len(before)
-        if start < (marks[-1] if marks else 0):
-            raise FormatError("not a readable pickle: it takes a value from an empty stack.")
-        taken = stack[start:]
-        del stack[start:]
-        if op in ("GLOBAL", "STACK_GLOBAL"):
-            module, name = argument.split(" ", 1) if op == "GLOBAL" else taken
-            _check_name(module, name, calls)
-            stack.append(_NAME)
-        elif op in _GET:
-            stack.append(memo[argument])
-        else:
-            _check_use(op, taken, items)
-            stack += [argument] if op in _TEXT else opcode.stack_after
-    if stack or marks:
-        raise FormatError("not a readable pickle: it leaves unused values behind.")
+    if len(stack) != 1 or marks:
+        raise FormatError("not a readable pickle: it does not leave one value.")
+    return stack[0]
 
 
-def _check_name(module: object, name: object, calls: Calls) -> None:
-    if not (isinstance(module, str) and isinstance(name, str)):
+def _items(op: str, taken: list[Any]) -> dict[str, Any]:
+    _require(op, all(type(key) is str for key in taken[::2]))
+    return dict(zip(taken[::2], taken[1::2], strict=True))
+
+
+def _named(names: list[Any], calls: Calls) -> Callable[..., object]:
+    if not all(isinstance(name, str) for name in names):
         raise UnsafePickle("it names a global by something other than text.")
+    module, name = names
     if (module, name) not in calls:
         raise UnsafePickle(
             f"it asks for {f'{module}.{name}'[:200]!a}, which is neither an array nor a leaf that codd reads. "
             "Nothing was run. Do not open this file with pickle or PyJuice unless you trust it."
         )
+    return calls[module, name]
 
 
-def _check_use(op: str, taken: list[Any], items: list[Any]) -> None:
-    """Raise unless a call is of a name with a tuple, a state is for the outcome of a call, and keys are text."""
-    wrong = op in _TARGETS and taken[0] is not _TARGETS[op]
-    if op in ("REDUCE", "NEWOBJ"):
-        wrong |= taken[1] is not pickletools.pytuple
-    elif op in ("SETITEM", "SETITEMS", "DICT"):
-        wrong |= not all(isinstance(key, str) for key in (items or taken[1:])[::2])
-    if wrong:
+def _require(op: str, fits: bool) -> None:
+    if not fits:
         raise UnsafePickle(f"its instruction {op} acts on a value of a kind that it does not have in a circuit.")
+
+
+class _Record:
+    """What a call gives, and `BUILD` completes."""
+
+    def build(self, state: object) -> None:
+        """Take the state; FormatError if it is not of the form that is known."""
+        raise NotImplementedError
 
 
 _DTYPES = {"f4": "<f4", "f8": "<f8", "i8": "<i8", "i4": "<i4", "b1": "|b1"}
@@ -170,13 +157,11 @@ _DTYPES = {"f4": "<f4", "f8": "<f8", "i8": "<i8", "i4": "<i4", "b1": "|b1"}
 class _DType(_Record):
     """A recorded ``numpy.dtype``: usable once its byte order has been set."""
 
-    __slots__ = ("code", "numpy")
-
     def __init__(self, code: str):
         self.code = code
         self.numpy: np.dtype[Any] | None = None
 
-    def __setstate__(self, state: object) -> None:
+    def build(self, state: object) -> None:
         if state != (3, _DTYPES[self.code][0], None, None, None, -1, -1, 0):
             raise FormatError(f"an array of dtype {self.code} that is not plain and little-endian; save it as float32.")
         self.numpy = np.dtype(_DTYPES[self.code])
@@ -185,13 +170,11 @@ class _DType(_Record):
 class Array(_Record):
     """A recorded array: a view of the file's bytes by the dtype, shape and order that come with them."""
 
-    __slots__ = ("_values",)
-
     def __init__(self) -> None:
         """An array that has no content yet."""
         self._values: NDArray[Any] | None = None
 
-    def __setstate__(self, state: object) -> None:
+    def build(self, state: object) -> None:
         """Take the content from NumPy's state: a version, the shape, dtype, order and bytes."""
         if not (isinstance(state, tuple) and len(state) == 5 and is_int(state[0]) and state[0] == 1):
             raise FormatError("an array whose state is not that of a plain NumPy array.")
@@ -222,14 +205,12 @@ class Array(_Record):
 class LeafRecord(_Record):
     """A recorded leaf distribution: the name of its class and the number of its categories."""
 
-    __slots__ = ("class_name", "num_cats")
-
     def __init__(self, class_name: str, num_cats: int | None):
         """``num_cats`` is None until a state says it."""
         self.class_name = class_name
         self.num_cats = num_cats
 
-    def __setstate__(self, state: object) -> None:
+    def build(self, state: object) -> None:
         """Take the number of categories from the state; FormatError if it holds more than that and empty hooks."""
         hooks = ("post_fw_fns", "post_bp_fns", "sampling_fns")
         if (
@@ -242,7 +223,7 @@ class LeafRecord(_Record):
         self.num_cats = state["num_cats"]
 
 
-def latin1(budget: int) -> type[_Record]:
+def latin1(budget: int) -> Callable[..., bytes]:
     """``_codecs.encode``, by which protocols before 3 store bytes as text; it makes at most ``budget`` bytes in all."""
 
     def encode(*arguments: object) -> bytes:
@@ -254,11 +235,11 @@ def latin1(budget: int) -> type[_Record]:
             raise FormatError("it encodes more bytes than the file holds.")
         return arguments[0].encode("latin-1")
 
-    return _inert(encode)
+    return encode
 
 
 def _array(*arguments: object) -> Array:
-    if arguments != (_NDARRAY, (0,), b"b"):
+    if arguments != (_refused, (0,), b"b"):
         raise UnsafePickle("it reconstructs something other than an empty numpy.ndarray.")
     return Array()
 
@@ -285,8 +266,8 @@ def _refused(*_: object) -> None:
     raise UnsafePickle("it calls numpy.ndarray, which is not a call that a circuit needs. Nothing was run.")
 
 
-def _leaf(class_name: str, *lengths: int) -> type[_Record]:
-    """The class of a leaf, which may be called with as many arguments as ``lengths`` says: categories, then flags."""
+def _leaf(class_name: str, *lengths: int) -> Callable[..., LeafRecord]:
+    """The function of a leaf, which takes as many arguments as ``lengths`` says: categories, then flags."""
 
     def record(*arguments: object) -> LeafRecord:
         num_cats = arguments[0] if arguments else None
@@ -295,17 +276,16 @@ def _leaf(class_name: str, *lengths: int) -> type[_Record]:
             raise FormatError(f"a {class_name} leaf with unexpected arguments; expected a number of categories.")
         return LeafRecord(class_name, num_cats if is_int(num_cats) else None)
 
-    return _inert(record)
+    return record
 
 
-_NDARRAY, _RECONSTRUCT, _FROM_BUFFER = map(_inert, (_refused, _array, _array_of_buffer))
 ARRAY_CALLS: Calls = {
-    ("numpy.core.multiarray", "_reconstruct"): _RECONSTRUCT,
-    ("numpy._core.multiarray", "_reconstruct"): _RECONSTRUCT,
-    ("numpy.core.numeric", "_frombuffer"): _FROM_BUFFER,
-    ("numpy._core.numeric", "_frombuffer"): _FROM_BUFFER,
-    ("numpy", "ndarray"): _NDARRAY,
-    ("numpy", "dtype"): _inert(_dtype),
+    ("numpy.core.multiarray", "_reconstruct"): _array,
+    ("numpy._core.multiarray", "_reconstruct"): _array,
+    ("numpy.core.numeric", "_frombuffer"): _array_of_buffer,
+    ("numpy._core.numeric", "_frombuffer"): _array_of_buffer,
+    ("numpy", "ndarray"): _refused,
+    ("numpy", "dtype"): _dtype,
 }
 _LEAF_MODULE = "pyjuice.nodes.distributions"
 LEAF_CALLS: Calls = {

@@ -9,7 +9,6 @@ import ctypes
 import hashlib
 import logging
 import os
-import platform
 import shlex
 import shutil
 import subprocess
@@ -113,22 +112,11 @@ def _key(compiler: list[str]) -> str:
     version = subprocess.run([*compiler, "--version"], capture_output=True, timeout=30, check=True).stdout
     macros = [*compiler, "-march=native", "-E", "-dM", "-x", "c", os.devnull]  # one for each set of instructions
     target = subprocess.run(macros, capture_output=True, timeout=30, check=False).stdout
-    parts = (_SOURCE.read_bytes(), repr(_FLAGS).encode(), version, target, _processor())
+    parts = (_SOURCE.read_bytes(), repr(_FLAGS).encode(), version, target)
     digest = hashlib.sha256()
     for part in parts:
         digest.update(hashlib.sha256(part).digest())
     return digest.hexdigest()[:24]
-
-
-def _processor() -> bytes:
-    """The machine's model and instruction sets, as the operating system tells them."""
-    names = ("vendor_id", "cpu family", "model", "stepping", "flags", "CPU ", "Features", "isa", "uarch")
-    try:
-        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
-    except OSError:
-        first = []
-    lines = [line for line in first if line.startswith(names)]
-    return "\n".join([platform.machine(), platform.processor(), *lines]).encode()
 
 
 def _declare(loaded: ctypes.CDLL) -> ctypes.CDLL:

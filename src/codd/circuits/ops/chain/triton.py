@@ -106,46 +106,6 @@ def _pass(
 
 
 @triton.jit
-def _messages(
-    matrix,
-    start,
-    leaf,
-    leaf_scale,
-    out,
-    out_scale,
-    batch,
-    length,
-    states,
-    START: tl.constexpr,
-    REVERSE: tl.constexpr,
-    SEQUENCES: tl.constexpr,
-    TILES: tl.constexpr,
-    STAGES: tl.constexpr,
-    ROWS: tl.constexpr,
-    N: tl.constexpr,
-):
-    """One launch for one direction: forward, or with ``REVERSE`` backward."""
-    _pass(
-        matrix,
-        start,
-        leaf,
-        leaf_scale,
-        out,
-        out_scale,
-        batch,
-        length,
-        states,
-        START,
-        REVERSE,
-        SEQUENCES,
-        TILES,
-        STAGES,
-        ROWS,
-        N,
-    )
-
-
-@triton.jit
 def _both(
     matrix,
     transposed,
@@ -268,7 +228,7 @@ def messages(
     plan = plan or plan_for(batch, states, multiprocessors(values.device), rows=8 if INTERPRETED else None)
     out = torch.full_like(values, -1.0)
     scale = torch.empty(batch, length, 1, device=values.device)
-    _messages[(plan.programs, plan.groups)](
+    _pass[(plan.programs, plan.groups)](
         transition.dense if reverse else transition.dense_transposed,
         values if start is None else start,
         values,
