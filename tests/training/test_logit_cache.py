@@ -429,7 +429,9 @@ def test_a_full_disk_says_how_to_go_on(tmp_path):
     out = tmp_path / "out"
     with (
         files_of_at_most((sizes[0] + sizes[1]) // 2),
-        pytest.raises(OSError, match=r"shard-00001.safetensors: could not be written \(.*os error \d+.*\)\. 1 of 3 shards"),
+        pytest.raises(
+            OSError, match=r"shard-00001.safetensors: could not be written \(.*os error \d+.*\)\. 1 of 3 shards"
+        ),
     ):
         steps(out, settings, rows=growing)
     assert not list(out.glob(".*"))

@@ -260,11 +260,11 @@ def decide(inputs: StepInputs) -> StepResult:
     acts = acts and circuit_acts(circuit, state, window)
     if constraint is not None:
         begin, end = window = constraint.clipped(window)
-        acts = acts and circuit is not None and circuit.length in (None, end - begin)
+        joint_prior = circuit if acts and circuit is not None and circuit.length in (None, end - begin) else None
         weights = constraint.weights(inputs.positions, inputs.logits, window, logits_temperature(options))
         given = inputs.window(window, noise, constraint.at(state.ids, window, weights))
-        ranking, joint = _from_joint(circuit if acts else constraint.alone, given, begin, count, options)
-        return StepResult(ranking, window, state.mask_ratio(window), acts, joint)
+        ranking, joint = _from_joint(joint_prior or constraint.alone, given, begin, count, options)
+        return StepResult(ranking, window, state.mask_ratio(window), joint_prior is not None, joint)
     mask_ratio, fitted = state.mask_ratio(window), fit_window(window, circuit, len(state.ids))
     if circuit is None or fitted is None or not acts:
         return StepResult(alone or _network_alone(inputs, noise).to_host(), window, mask_ratio)
@@ -328,7 +328,9 @@ def _edits(
     logits = _changed(state, editable, given)
     best = logits.softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)).max(-1)
     present = state.ids[editable].to(logits.device, non_blocking=True)
-    keep = (best.indices != present) & (best.values > state.options.editing_threshold)
+    threshold = state.options.editing_threshold
+    assert threshold is not None  # otherwise nothing is editable
+    keep = (best.indices != present) & (best.values > threshold)
     rows, valid = editable.to(logits.device, non_blocking=True), torch.ones((), dtype=torch.bool, device=keep.device)
     return Ranking(rows, best.indices, best.values, keep, valid).to_host()
 

@@ -265,6 +265,7 @@ def sample_factorized(
     elif options.entropy_budget is not None:
         keep = (found.entropies[rows].cumsum(0) < options.entropy_budget) | (rank == 0)
     else:
+        assert options.threshold is not None  # one of the three is given
         keep = probabilities >= options.threshold
         keep = keep | ((rank == 0) & ~keep.any())
     return Ranking(rows, found.tokens[rows], probabilities, keep, torch.ones((), dtype=torch.bool, device=rows.device))

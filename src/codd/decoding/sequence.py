@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -278,7 +278,8 @@ def options_for(backbone: Backbone, options: Options) -> Options:
 
     Raises InvalidInput for blocks and caches that the network cannot have.
     """
-    size, changes = backbone.block_size, {}
+    size = backbone.block_size
+    changes: dict[str, Any] = {}
     if size is not None and options.published:
         from codd.decoding import published  # which imports this module
 
