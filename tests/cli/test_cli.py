@@ -104,6 +104,16 @@ def test_errors_are_one_line_with_a_code(verb, capsys, error, code, message):
     assert printed.err == message
 
 
+@pytest.mark.parametrize(("more", "words"), [([], ""), (["--fresh"], " without --fresh")])
+def test_an_interrupted_command_says_how_to_go_on(verb, monkeypatch, capsys, more, words):
+    name = verb(fails(KeyboardInterrupt()))
+    module = sys.modules[f"codd.cli.{name}"]
+    monkeypatch.setattr(module, "configure", lambda parser: parser.add_argument("--fresh", action="store_true"))
+    monkeypatch.setattr(module, "RESUMES", True, raising=False)
+    assert main([name, *more]) == 130
+    assert capsys.readouterr().err == f"codd: interrupted: run the same command{words} to go on\n"
+
+
 @pytest.mark.parametrize("arguments", [["--debug", "fake"], ["fake", "--debug"]])
 @pytest.mark.parametrize(("error", "code"), [(CoddError("wrong"), 1), (ZeroDivisionError("nought"), 70)])
 def test_debug_shows_the_traceback(verb, capsys, arguments, error, code):

@@ -169,6 +169,12 @@ def test_sizes_of_constraints_are_told(server):
     assert refused(server, "/v1/constraint", guided_regex="(")[1] == "guided_regex"
 
 
+def test_what_cannot_be_inspected_is_refused_by_name(server):
+    body: dict[str, Any] = {"ids": [3, 4, bundled().mask_id, bundled().mask_id], "window": [0, 4]}
+    assert refused(server, "/v1/inspect", **body, written=[99])[1] == "written"
+    assert refused(server, "/v1/inspect", **body, guided_regex=r"\d{9}")[1] == "guided_regex"
+
+
 def state_and_parent(process: int) -> list[str]:
     """Of a process, as /proc has them; two empty words where it has ended."""
     try:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from codd_lab.tasks.runner import EvalSession
 
 NAME = "eval"
+RESUMES = True
 HELP = """\
 Evaluates a model on tasks, with every circuit that is named, and beside each trained circuit the null circuit under
 identical settings. Tasks go through EleutherAI's lm-eval: gsm8k, minerva_math500, gpqa_main_generative_n_shot and

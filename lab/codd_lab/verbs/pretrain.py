@@ -13,6 +13,7 @@ from codd_lab.pretraining.recipe import SHIPPED, Recipe, read_recipe
 from codd_lab.pretraining.trainer import train
 
 NAME = "pretrain"
+RESUMES = True
 HELP = """\
 Trains a masked diffusion model (or, with `objective: causal`, a causal one) as a recipe says: data, tokenizer,
 network, noise, optimizer. The run writes into OUT_DIR: metrics.jsonl, checkpoints, and at the end model/ (float32)

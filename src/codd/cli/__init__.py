@@ -2,8 +2,9 @@
 
 Nothing here imports torch, so that ``codd --help`` and usage errors answer at once. The module of a verb has ``NAME``,
 ``HELP`` (what the verb does and what it prints), ``configure(parser)``, which adds arguments and examples, and
-``run(args)``, which returns the exit code. Ours are ``codd/cli/NAME.py`` with a line in `VERBS`; another package adds
-one by an entry point ``NAME = "its.module"`` in the group `GROUP`.
+``run(args)``, which returns the exit code; ``RESUMES`` where the same command goes on with what was interrupted. Ours
+are ``codd/cli/NAME.py`` with a line in `VERBS`; another package adds one by an entry point ``NAME = "its.module"`` in
+the group `GROUP`.
 """
 
 import argparse
@@ -70,7 +71,7 @@ def load(name: str) -> Any:
 
 
 def _run(argv: Sequence[str]) -> int:
-    debug = "--debug" in argv  # until it is parsed
+    debug, verb = "--debug" in argv, None  # until they are parsed
     try:
         top = _parser()
         if not argv:
@@ -86,8 +87,9 @@ def _run(argv: Sequence[str]) -> int:
         return stop.code if isinstance(stop.code, int) else FAILED
     except BrokenPipeError:
         raise
-    except KeyboardInterrupt as interrupt:
-        return _fail(": ".join(filter(None, ("interrupted", str(interrupt)))), INTERRUPTED, debug)
+    except KeyboardInterrupt:
+        again = ": run the same command" + " without --fresh" * ("--fresh" in argv) + " to go on"
+        return _fail("interrupted" + again * hasattr(verb, "RESUMES"), INTERRUPTED, debug)
     except (CoddError, OSError) as error:
         return _fail(_describe(error), FAILED, debug)
     except Exception as error:

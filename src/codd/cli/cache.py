@@ -29,6 +29,7 @@ from codd.training.logit_cache.storage import ROWS, CacheSettings
 from codd.validation import LARGEST
 
 NAME = "cache"
+RESUMES = True
 HELP = """\
 Masks texts as in training, asks the frozen backbone once, and keeps what it says of each masked token: the log-
 probabilities of the truth and of the k - 1 likeliest others, and the mass of the rest. k is the smallest for which the

@@ -17,6 +17,7 @@ from codd.training.recipe import SHIPPED
 from codd.training.run import METRICS, read_metrics
 
 NAME = "train"
+RESUMES = True
 HELP = """\
 Trains a circuit for a backbone as a recipe says: data or a cache of `codd cache`, the circuit's size, a head that
 listens to the backbone, objective and optimizer. Where the backbone has a circuit and the recipe gives no sizes for a

@@ -70,11 +70,9 @@ def run_folder(
                 shutil.rmtree(remains, ignore_errors=True)
         try:
             yield context
-        except BaseException as error:
+        except BaseException:
             if context.is_main and not (out / METRICS).stat().st_size:
                 folders.discard_if_bare(out, METRICS, DATA)
-            if isinstance(error, KeyboardInterrupt) and out.is_dir():
-                raise KeyboardInterrupt("run the same command to go on") from error
             raise
 
 

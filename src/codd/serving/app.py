@@ -19,6 +19,7 @@ from starlette.types import ASGIApp
 
 from codd.decoding import Model
 from codd.decoding.prompts import can_chat
+from codd.errors import InvalidInput
 from codd.serving import connection, prompts, streaming
 from codd.serving.compiler import Compiler
 from codd.serving.connection import ClientDisconnected, EventStream
@@ -208,7 +209,11 @@ class Routes:
         constraint = await self._constraint(body, request, deadline)
         function = prompts.inspection(body, self.model, self.settings.limits, constraint)
         call = ModelCall(function, _client(request), deadline)
-        return json_response(inspect_body(await self._run([call], call.result(), request), self.pieces))
+        try:
+            found = await self._run([call], call.result(), request)
+        except InvalidInput as error:
+            raise prompts.refused(error, constraint) from None
+        return json_response(inspect_body(found, self.pieces))
 
     async def constraint(self, body: ConstraintRequest, request: Request) -> Response:
         """Whether a constraint can be compiled, and how large it is."""

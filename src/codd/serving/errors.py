@@ -25,7 +25,8 @@ TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_
 """OpenAI's error types by status; others are invalid_request_error below 500, and server_error from there on."""
 
 log = logging.getLogger("codd.serving")
-_FIELD = re.compile(r"\b(prompt|" + "|".join(field.name for field in fields(Options) if field.name != "hooks") + r")\b")
+_NAMES = ("prompt", "ids", "window", "written", *(field.name for field in fields(Options) if field.name != "hooks"))
+_FIELD = re.compile(rf"\b({'|'.join(_NAMES)})\b")
 
 
 class ErrorDetails(BaseModel):
@@ -103,7 +104,7 @@ EXPECTED = (
 def bad_request(error: CoddError, param: str | None = None) -> APIError:
     """A 400 for a prompt or an option that codd refuses; by default ``param`` is the first field in the message."""
     named = _FIELD.search(str(error))
-    return APIError(400, str(error), param or (named[1] if named else None))
+    return APIError(400, str(error), param or (named[1] if named else "body"))
 
 
 def to_api_error(error: Exception) -> APIError:
@@ -117,7 +118,8 @@ def to_api_error(error: Exception) -> APIError:
     if isinstance(error, InvalidInput):
         return bad_request(error)
     if isinstance(error, InvalidEvidence | ImpossibleEvidence):  # circuit_temperature=1e-300 and its like
-        return APIError(400, "With these options the numbers of the model overflow: choose less extreme ones.")
+        message = "With these options the numbers of the model overflow: choose less extreme ones."
+        return APIError(400, message, "circuit_temperature")
     if isinstance(error, QueueFull):
         return APIError(429, str(error), code="queue_full", headers={"Retry-After": str(error.retry_after)})
     if isinstance(error, ShuttingDown):

@@ -291,12 +291,18 @@ class _Planner:
 
     def _refused(self, error: CoddError | APIError) -> APIError:
         """The error response, with the field's name in this kind of request."""
-        found = error if isinstance(error, APIError) else bad_request(error)
+        found = refused(error, self.constraint)
         names = {"gen_length": self.length, "prompt": self.prompt}
         found.param = names.get(found.param or "", found.param)
-        if self.constraint is not None and (isinstance(error, InvalidConstraint) or "constraint" in found.message):
-            found.param = self.constraint.field
         return found
+
+
+def refused(error: CoddError | APIError, constraint: Compiled | None) -> APIError:
+    """The error response; where it is about the constraint, by the field of the request that has it."""
+    found = error if isinstance(error, APIError) else bad_request(error)
+    if constraint is not None and (isinstance(error, InvalidConstraint) or "constraint" in found.message):
+        found.param = constraint.field
+    return found
 
 
 def _openai_planner(
