@@ -157,9 +157,6 @@ def test_the_usual_length_is_cut_to_the_room():
         (denoise, {"messages": [SAID[0]] * 2}, "messages", ""),
         (converse, {"messages": [SAID[0]] * 2}, "messages", "system message"),
         (look, {"ids": [5] * 385, "window": [0, 2]}, "ids", ""),
-        (look, {"ids": [5, 8192], "window": [0, 2]}, "ids", ""),
-        *((look, {"ids": [5, MASK], "window": window}, "window", "") for window in ([0, 3], [1, 1], [2, 1], [0, 1])),
-        (look, {"ids": [5, MASK], "window": [0, 2], "ban": [9000]}, "ban", ""),
         (look, {"ids": [5, MASK], "window": [0, 2], "circuit_temperature": 0}, "circuit_temperature", ""),
     ],
 )
@@ -233,7 +230,7 @@ def test_without_a_tokenizer_only_ids_can_be_denoised():
 def test_an_inspection():
     asked = {"ids": [5, MASK, 6], "window": [1, 3], "candidates": 3, "tempering": "paper"}
     found = look(**asked)
-    assert found.args == (MODEL, [5, MASK, 6], (1, 3))
+    assert found.args == (MODEL, [5, MASK, 6], [1, 3])
     assert found.keywords["candidates"] == 3
     # the circuit acts, whatever a run does
     assert found.keywords["options"] == Options(tempering="paper", sampler="any_order")

@@ -171,8 +171,13 @@ def test_sizes_of_constraints_are_told(server):
 
 def test_what_cannot_be_inspected_is_refused_by_name(server):
     body: dict[str, Any] = {"ids": [3, 4, bundled().mask_id, bundled().mask_id], "window": [0, 4]}
-    assert refused(server, "/v1/inspect", **body, written=[99])[1] == "written"
-    assert refused(server, "/v1/inspect", **body, guided_regex=r"\d{9}")[1] == "guided_regex"
+    wrong: list[dict[str, Any]] = [
+        *({"window": window} for window in ([0, 5], [1, 1], [2, 1], [0, 1])),
+        *({"ids": [3, 8192, bundled().mask_id, 5]}, {"written": [99]}, {"ban": [9000]}, {"ban": list(range(8192))}),
+        {"guided_regex": r"\d{9}"},
+    ]
+    for fields in wrong:
+        assert refused(server, "/v1/inspect", **{**body, **fields})[1] == next(iter(fields))
 
 
 def state_and_parent(process: int) -> list[str]:

@@ -331,7 +331,7 @@ def banned_ids(backbone: Backbone, options: Options, mask_id: int) -> Int[Tensor
     if ids and not 0 <= ids[0] <= ids[-1] < backbone.vocab_size:
         raise InvalidInput(f"ban holds {ids[0] if ids[0] < 0 else ids[-1]}, which is none of the model's tokens.")
     if len(ids) >= backbone.vocab_size:
-        raise InvalidInput("every token is banned: nothing is left to write.")
+        raise InvalidInput("ban holds every token: nothing is left to write.")
     return torch.tensor(ids, dtype=torch.long)
 
 

@@ -185,7 +185,7 @@ class Routes:
     async def responses(self, body: ResponsesRequest, request: Request) -> Response:
         """Reply to a text or a conversation, in the newer format."""
         self._check_name(body.model)
-        [sequence] = await self._sequences(prompts.response_generations, body, request)
+        [sequence] = await self._sequences(prompts.chat_generations, body, request)
         options = sequence.generation.options.as_json()
         form = ResponseEvents(_new_id("resp"), int(time.time()), self.settings.name, body, options)
         events = streaming.response_events(self.engine, sequence, form, self.pieces)

@@ -43,9 +43,13 @@ def compiled(kind: str, value: Any, vocabulary: Vocabulary, states: int, entries
 
 def _answer(request: bytes, vocabulary: Vocabulary) -> bytes:
     seconds, states, entries, kind, value = json.loads(request)
+    with _limited(seconds):  # which fails where there is no memory for its watchdog: then this process ends, too
+        return _compiled_answer(kind, value, vocabulary, states, entries)
+
+
+def _compiled_answer(kind: str, value: Any, vocabulary: Vocabulary, states: int, entries: int) -> bytes:
     try:
-        with _limited(seconds):
-            automaton = compiled(kind, value, vocabulary, states, entries)
+        automaton = compiled(kind, value, vocabulary, states, entries)
     except InvalidConstraint as error:
         return json.dumps({"error": str(error)}).encode() + b"\n"
     except MemoryError:

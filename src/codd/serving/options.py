@@ -51,6 +51,10 @@ class OptionFields(Strict):
         chosen = {name: getattr(self, name) for name in OPTIONS if name in self.model_fields_set}
         return {name: value for name, value in chosen.items() if value is not None or name in NULLABLE}
 
+    def length(self) -> tuple[str, int | None]:
+        """The name of the field with the requested length, and the length in tokens; None if there is none."""
+        return "gen_length", getattr(self, "gen_length", None)
+
     def options(self, defaults: Options, **changes: Any) -> Options:
         """What the client chose, over the server's defaults; ``changes`` are worked out from both."""
         try:

@@ -16,7 +16,7 @@ from codd.decoding import Model, Options
 from codd.decoding.inspect import Inspection, inspect
 from codd.decoding.prompts import Prompt
 from codd.decoding.sequence import SequenceState, options_for
-from codd.errors import CoddError, InvalidConstraint, InvalidInput
+from codd.errors import CoddError, InvalidConstraint
 from codd.serving.errors import APIError, bad_request
 from codd.serving.options import SamplingOptions
 from codd.serving.responses_api import ResponsesRequest
@@ -108,25 +108,17 @@ def denoise_generations(
         raise APIError(400, "prompt or messages: give one of them.", "prompt")
     name = "prompt" if body.messages is None else "messages"
     prompt: Any = body.prompt if body.messages is None else [message.plain() for message in body.messages]
-    planner = _Planner(body, model, limits, constraint, name, "gen_length", body.gen_length)
+    planner = _Planner(body, model, limits, constraint, name)
     return [planner.continuation(planner.encode(prompt, body.chat))]
 
 
 def chat_generations(
-    body: ChatRequest, model: Model, limits: Limits, constraint: Compiled | None = None
+    body: ChatRequest | ResponsesRequest, model: Model, limits: Limits, constraint: Compiled | None = None
 ) -> list[GenerationRequest]:
-    """The sequences of /v1/chat/completions, one for each choice."""
-    planner = _openai_planner(body, model, limits, constraint, "messages")
-    ids = planner.encode_chat(body)
+    """The sequences of /v1/chat/completions, one for each choice, or the one of /v1/responses."""
+    planner = _openai_planner(body, model, limits, constraint, body.conversation_field)
+    ids = planner.encode_chat(body.said(), body.told())
     return planner.choices(planner.continuation(ids), body)
-
-
-def response_generations(
-    body: ResponsesRequest, model: Model, limits: Limits, constraint: Compiled | None = None
-) -> list[GenerationRequest]:
-    """The one sequence of /v1/responses."""
-    planner = _openai_planner(body, model, limits, constraint, "input")
-    return planner.choices(planner.continuation(planner.encode(body.messages())), body)
 
 
 def completion_generations(
@@ -150,22 +142,15 @@ def completion_generations(
 def inspection(
     body: InspectRequest, model: Model, limits: Limits, constraint: Compiled | None = None
 ) -> Callable[[], Inspection]:
-    """What /v1/inspect is to compute, checked."""
-    longest, (first, last) = limits.max_length(model), body.window
+    """What /v1/inspect is to compute; `inspect` itself checks the rest."""
+    longest = limits.max_length(model)
     if len(body.ids) > longest:
         raise APIError(400, f"there are {len(body.ids)} ids; a sequence has at most {longest}.", "ids")
-    _check_ids(body.ids, "ids", model)
-    if not first < last <= len(body.ids):
-        raise APIError(400, f"window is [{first}, {last}], not a part of {len(body.ids)} ids.", "window")
-    if model.mask_id not in body.ids[first:last]:
-        raise APIError(400, f"window has no mask (id {model.mask_id}) in it: there is nothing to say.", "window")
-    options = body.options(limits.defaults)
-    _check_bans(options, model)
     # The circuit acts whatever a run would do: the page asks what the joint says.
     asked = None if constraint is None else constraint.automaton
-    options = options.changed(sampler="any_order", activation=None, preset=None, constraint=asked)
+    options = body.options(limits.defaults, sampler="any_order", activation=None, preset=None, constraint=asked)
     return partial(
-        inspect, model, body.ids, (first, last), options=options, candidates=body.candidates, written=body.written
+        inspect, model, body.ids, body.window, options=options, candidates=body.candidates, written=body.written
     )
 
 
@@ -179,28 +164,22 @@ class _Planner:
     constraint: Compiled | None
     prompt: str
     """What the body calls the field with the prompt, which errors name."""
-    length: str
-    """The name of the field with the length."""
-    requested: int | None
-    """The length that the client asked for, in tokens."""
 
     def encode(self, prompt: Prompt, chat: bool | None = None) -> list[int]:
         """The prompt's ids, encoded as `Model.generate` does."""
-        length = self.limits.defaults.gen_length if self.requested is None else self.requested
         self.limits.check_text(_texts(prompt), self.prompt, self.model)
+        _, length = self._length()
         try:
             [ids] = self.model.encode([prompt], gen_length=length, chat=chat)
         except CoddError as error:
             raise bad_request(error, self.prompt) from None
         return ids
 
-    def encode_chat(self, body: ChatRequest) -> list[int]:
+    def encode_chat(self, messages: list[dict[str, str]], tools: list[dict[str, Any]]) -> list[int]:
         """The ids of a conversation, in which the template tells of the functions that the answer may call."""
-        messages, calls = [message.plain() for message in body.messages], body.calls()
         tokenizer = self.model.tokenizer
-        if calls is None or tokenizer is None or not tokenizer.takes_tools:
+        if not tools or tokenizer is None or not tokenizer.takes_tools:
             return self.encode(messages)
-        tools = [tool.model_dump(exclude_none=True) for tool in body.tools or []]
         self.limits.check_text([*_texts(messages), json.dumps(tools)], "tools", self.model)
         try:
             return tokenizer.encode_chat(messages, tools=tools)
@@ -226,19 +205,25 @@ class _Planner:
 
     def choices(self, first: GenerationRequest, body: OpenAIFields) -> list[GenerationRequest]:
         """The sequence of each choice, with consecutive seeds; the first one is there already."""
-        seed, (field, logprobs) = first.options.seed, body.reported()
-        assert isinstance(seed, int)
-        if logprobs and (first.options.sampler == "latent" or first.options.published):
+        options, (field, logprobs) = first.options, body.reported()
+        if logprobs and (options.sampler == "latent" or options.published):
             message = f"{field}: only the samplers any_order and factorized know what else a token could have been."
             raise APIError(400, message, field)
-        found = [replace(first, stops=body.stops, logprobs=logprobs)]
-        for choice in range(1, body.choices):
-            options = first.options.changed(seed=seed + choice)
-            [state] = self.model.start([first.ids], options)
-            found.append(replace(found[0], state=state, options=options, choice=choice))
-        for each in found:
-            each.state.alternatives = logprobs or 0
-        return found
+        assert isinstance(options.seed, int)
+        each = [options.changed(seed=options.seed + choice) for choice in range(body.choices)]
+        found = [first.state, *(self.model.start([first.ids], chosen)[0] for chosen in each[1:])]
+        for state in found:
+            state.alternatives = logprobs or 0
+        first = replace(first, stops=body.stops, logprobs=logprobs)
+        return [
+            replace(first, state=state, options=chosen, choice=choice)
+            for choice, (state, chosen) in enumerate(zip(found, each, strict=True))
+        ]
+
+    def _length(self) -> tuple[str, int]:
+        """The name of the field with the length, and the length: the requested or the usual one."""
+        name, requested = self.body.length()
+        return name, self.limits.defaults.gen_length if requested is None else requested
 
     def _fitted(self, given: int, masks: int) -> int:
         """How many masks to add: the requested length, or the default one cut to what fits.
@@ -246,53 +231,52 @@ class _Planner:
         ``given``: tokens of the prompt (and suffix), of which ``masks`` are masks. Raises if the request does not fit,
         or if there is nothing to fill.
         """
-        longest = self.limits.max_length(self.model)
-        available = longest - given
-        by_default = self.requested is None
-        wanted = self.limits.defaults.gen_length if self.requested is None else self.requested
+        longest, (name, wanted) = self.limits.max_length(self.model), self._length()
+        available, by_default = longest - given, self.body.length()[1] is None
         length = min(wanted, available) if by_default and wanted and available > 0 else wanted
         if length > available:
             long = f"{self.prompt} has {given} tokens; a sequence has at most {longest}"
             if by_default or available < 0 or (available == 0 and not masks):
-                hint = f", or give {self.length} 0 to fill its masks only" if masks and not available else ""
+                hint = f", or give {name} 0 to fill its masks only" if masks and not available else ""
                 message, param = f"{long}, answer included: shorten it{hint}.", self.prompt
             else:
-                message, param = f"{long}, so that {self.length} can be {available}, not {wanted}.", self.length
+                message, param = f"{long}, so that {name} can be {available}, not {wanted}.", name
             raise APIError(400, message, param, "context_length_exceeded")
         if not length and not masks:
-            message = f"{self.length} is 0 and {self.prompt} has no masks: nothing is to be written."
-            raise APIError(400, message, self.length)
+            raise APIError(400, f"{name} is 0 and {self.prompt} has no masks: nothing is to be written.", name)
         return length
 
     def _started(self, ids: list[int], length: int, begin_text: int, end_text: int | None = None) -> GenerationRequest:
         """A sequence before its first step, its options checked against the model as the loop itself does."""
         model, defaults = self.model, self.limits.defaults
-        _check_ids(ids, self.prompt, model)
         asked = None if self.constraint is None else self.constraint.automaton
         try:
             options = options_for(model.backbone, self.body.options(defaults, gen_length=length, constraint=asked))
-        except (InvalidInput, APIError) as error:
+            options = self._paced(options, ids, length)
+            [state] = model.start([ids], options)
+        except (CoddError, APIError) as error:
             raise self._refused(error) from None
-        mask, block_causal = _mask(model), model.backbone.block_size is not None
+        return GenerationRequest(state, tuple(ids), options, begin_text, end_text)
+
+    def _paced(self, options: Options, ids: list[int], length: int) -> Options:
+        """The options with the steps that the server's default gives a text of this length."""
+        mask, block_causal = _mask(self.model), self.model.backbone.block_size is not None
         begin = 0 if block_causal else len(ids)
         masks = [place - begin for place, token in enumerate([*ids, *[mask] * length]) if token == mask]
         by_block = options.published and block_causal  # its steps are those of a block, and end with the block's masks
         if options.steps is not None and "steps" not in self.body.given() and not by_block:
-            options = options.changed(steps=_default_steps(options, options.steps, defaults.gen_length, masks))
+            options = options.changed(
+                steps=_default_steps(options, options.steps, self.limits.defaults.gen_length, masks)
+            )
         if options.published and not by_block and (options.steps or 0) > len(masks):
             # The published loops evaluate the network even if nothing is left to do: nobody may ask for that.
             raise APIError(400, f"steps is {options.steps}, but there are only {len(masks)} masks to fill.", "steps")
-        _check_bans(options, model)
-        try:
-            [state] = model.start([ids], options)
-        except CoddError as error:
-            raise self._refused(error) from None
-        return GenerationRequest(state, tuple(ids), options, begin_text, end_text)
+        return options
 
     def _refused(self, error: CoddError | APIError) -> APIError:
         """The error response, with the field's name in this kind of request."""
         found = refused(error, self.constraint)
-        names = {"gen_length": self.length, "prompt": self.prompt}
+        names = {"gen_length": self._length()[0], "prompt": self.prompt}
         found.param = names.get(found.param or "", found.param)
         return found
 
@@ -318,7 +302,7 @@ def _openai_planner(
     if constraint is not None and body.stops:
         message = f"stop and {constraint.field} exclude each other: a text that is cut is not what was asked for."
         raise APIError(400, message, "stop")
-    return _Planner(body, model, limits, constraint, prompt, *body.length())
+    return _Planner(body, model, limits, constraint, prompt)
 
 
 def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
@@ -353,16 +337,3 @@ def _default_steps(options: Options, steps: int, length: int, masks: Sequence[in
 def _mask(model: Model) -> int:
     assert model.mask_id is not None, "a model without a mask is not served"
     return model.mask_id
-
-
-def _check_ids(ids: Sequence[int], name: str, model: Model) -> None:
-    size = model.backbone.vocab_size
-    wrong = next((token for token in ids if not 0 <= token < size), None)
-    if wrong is not None:
-        raise APIError(400, f"{name} has the id {wrong}; the model has {size} tokens, from 0 on.", name)
-
-
-def _check_bans(options: Options, model: Model) -> None:
-    _check_ids(list(options.ban), "ban", model)
-    if len({*options.ban, _mask(model)}) >= model.backbone.vocab_size:
-        raise APIError(400, "ban holds every token: nothing is left to write.", "ban")

@@ -70,6 +70,7 @@ class ResponsesRequest(OpenAIFields, ConversationFields):
     """The body of /v1/responses."""
 
     length_fields: ClassVar[tuple[str, ...]] = ("max_output_tokens", "gen_length")
+    conversation_field: ClassVar[str] = "input"
     stored: ClassVar[tuple[str, ...]] = ("store", "background", "previous_response_id", "conversation")
     """Fields that need a server which keeps responses."""
 
@@ -95,7 +96,11 @@ class ResponsesRequest(OpenAIFields, ConversationFields):
     parallel_tool_calls: bool | None = ignored("no tools are called")
     reasoning: dict[str, Any] | None = ignored("nothing is written but the answer; see steps")
 
-    def messages(self) -> list[dict[str, str]]:
+    def told(self) -> list[dict[str, Any]]:
+        """No functions."""
+        return []
+
+    def said(self) -> list[dict[str, str]]:
         """The conversation, as chat templates take it."""
         given = [InputMessage(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]

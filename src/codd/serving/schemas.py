@@ -316,7 +316,10 @@ class CompletionRequest(OpenAIRequest):
 
 
 class ConversationFields(Strict):
-    """Fields without effect that both kinds of conversations have."""
+    """What both kinds of conversations have, of which most is without effect."""
+
+    conversation_field: ClassVar[str] = "messages"
+    """The name of the field with the conversation."""
 
     moderation: Any = unsupported("null")
     service_tier: str | None = ignored("there is one queue for all")
@@ -358,6 +361,14 @@ class ChatRequest(OpenAIRequest, ConversationFields):
         if self.top_logprobs and not self.logprobs:
             raise APIError(400, "top_logprobs is for those who ask for logprobs: give logprobs true.", "top_logprobs")
         return "top_logprobs", (self.top_logprobs or 0) if self.logprobs else None
+
+    def said(self) -> list[dict[str, str]]:
+        """The messages, as chat templates take them."""
+        return [message.plain() for message in self.messages]
+
+    def told(self) -> list[dict[str, Any]]:
+        """The functions, as chat templates take them."""
+        return [] if self.calls() is None else [tool.model_dump(exclude_none=True) for tool in self.tools or []]
 
     def calls(self) -> Calls | None:
         """How the answer calls functions; None if it is a text."""
