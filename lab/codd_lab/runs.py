@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from codd import validation
-from codd.data.text_files import json_lines, read_json
-from codd.errors import FormatError, InvalidInput, shown
+from codd.data.text_files import json_lines
+from codd.errors import FormatError, InvalidInput
 from codd.evaluation.statistics import Paired, paired
-from codd.files import replacing, write_text
+from codd.files import read_json, read_json_object, replacing, write_text
 from codd.folders import is_occupied
 from codd.validation import Section, Whole
 from codd_lab.tasks.configs import NULL, EvalConfig
@@ -139,7 +139,7 @@ class Run:
     def configs(self) -> list[EvalConfig]:
         """All configurations of the run, done or not, by folder name."""
         paths = sorted((self.folder / CONFIGS).glob(f"*/{CONFIG}"))
-        return [EvalConfig.from_json(_read_object(path), str(path)) for path in paths]
+        return [EvalConfig.from_json(read_json_object(path), str(path)) for path in paths]
 
     def result(self, config: EvalConfig) -> Result | None:
         """The result of a configuration; None if it is not done, or `Result.meaningless`, so that it is done again."""
@@ -174,7 +174,7 @@ class Run:
 
     def studies(self) -> dict[str, Any]:
         """What all studies measured, by name."""
-        return {path.stem: _read_object(path) for path in sorted((self.folder / "studies").glob("*.json"))}
+        return {path.stem: read_json_object(path) for path in sorted((self.folder / "studies").glob("*.json"))}
 
 
 def control_of(result: Result, results: Sequence[Result]) -> Result | None:
@@ -273,13 +273,6 @@ class _Judged(NamedTuple):
 def _read_result(path: Path) -> Result:
     stored = validation.build(_Stored, read_json(path), str(path))._asdict()
     return Result(EvalConfig.from_json(stored.pop("cell"), str(path)), **stored, folder=path.parent)
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    value = read_json(path)
-    if not isinstance(value, dict):
-        raise FormatError(f"{path}: expected a JSON object, found {shown(value)}.")
-    return value
 
 
 def write_json(path: Path, value: object) -> None:

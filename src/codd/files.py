@@ -22,6 +22,8 @@ from codd.errors import FormatError, MissingDependency
 
 MAX_BYTES = 1 << 24
 """Of a text or JSON file that a stranger may have written, unless its reader knows better."""
+MAX_JSON = 1 << 26
+"""Of a JSON file of ours."""
 MAX_DEPTH = 64
 """Of nested JSON."""
 
@@ -126,15 +128,20 @@ def read_text(path: Path, most: int = MAX_BYTES) -> str:
     try:
         return read_bytes(path, most).decode()
     except UnicodeDecodeError as error:
-        raise FormatError(f"{path}: is not UTF-8 text ({error.reason}). Download it again.") from error
+        raise FormatError(f"{path}: is not UTF-8 text ({error.reason}).") from error
+
+
+def parse_json(where: Path | str, text: str) -> Any:
+    """The JSON value of a text; a FormatError begins with where it stands."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # a number of 4,301 digits is a ValueError
+        raise FormatError(f"{where} is not JSON ({brief(error)}).") from error
 
 
 def parse_json_object(where: Path | str, text: str) -> dict[str, Any]:
     """The JSON object that a downloaded file holds as ``text``; FormatError if it holds anything else."""
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{where}: is not JSON ({brief(error)}). Download it again.") from error
+    content = parse_json(f"{where}:", text)
     if not isinstance(content, dict):
         raise FormatError(f"{where}: expected a JSON object, found {type(content).__name__}. Download it again.")
     _check_depth(where, content)
@@ -152,6 +159,11 @@ def _check_depth(where: Path | str, content: dict[str, Any]) -> None:
     raise FormatError(f"{where}: is nested more than {MAX_DEPTH} deep, as no such file is. Download it again.")
 
 
+def read_json(path: Path, most: int = MAX_JSON) -> Any:
+    """The JSON value of a whole file; FormatError if it cannot be read, is too large or is none."""
+    return parse_json(f"{path}:", read_text(path, most))
+
+
 def read_json_object(path: Path, most: int = MAX_BYTES) -> dict[str, Any]:
     """The JSON object in a downloaded file; FormatError if it cannot be read, is too large or holds anything else."""
     return parse_json_object(path, read_text(path, most))
@@ -166,6 +178,11 @@ def sha256(path: Path) -> str:
     """The digest of a regular file."""
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sha256_of_json(value: object) -> str:
+    """The digest of a JSON value, whatever the order of the keys in it."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def sha256_of(text: str, tensors: Mapping[str, Tensor]) -> str:

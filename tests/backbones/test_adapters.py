@@ -20,7 +20,7 @@ from codd.backbones.loading import load_checkpoint
 from codd.errors import FormatError, InvalidInput
 from codd.training.circuit.joint import merge as merge_trained
 from codd.training.circuit.joint import trainable
-from tests.support.checkpoints import FIXTURES, backbone, cases, random_mini, stated, tensors_of
+from tests.support.checkpoints import FIXTURES, backbone, cases, stated, tensors_of
 
 pytestmark = pytest.mark.filterwarnings(r"ignore:::peft\.")  # of its advice on base models that it does not know
 ATTENTION = ["q_proj", "k_proj", "v_proj"]
@@ -174,30 +174,6 @@ def test_what_is_no_plain_addition_is_merged_and_not_kept_apart(name, settings, 
         load(name, adapter=tmp_path / "adapter", merge=False)
 
 
-@pytest.mark.parametrize("name", ["sdar", "dream_untied_sharded"])
-def test_a_network_of_transformers_with_an_active_adapter_says_the_same(name, tmp_path):
-    """Nothing is merged here, and no part of codd is in the expected logits."""
-    import transformers
-
-    fields = json.loads((FIXTURES / name / "config.json").read_text())
-    kind = "Qwen3" if name == "sdar" else "Qwen2"
-    fields = {key: x for key, x in fields.items() if key not in ("model_type", "architectures", "auto_map")}
-    config = getattr(transformers, f"{kind}Config")(**{**fields, "attn_implementation": "eager"})
-    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
-    model.load_state_dict({key: x.float() for key, x in tensors_of(FIXTURES / name).items()})
-    model = peft_adapter(model.float(), tmp_path, target_modules=BASES["sdar"], rank_pattern={"o_proj": 2})
-    ids = cases(name)["b2"]["input_ids"]
-    block = torch.arange(ids.shape[1]) // (4 if name == "sdar" else 10**6)
-    mask = torch.where(block[:, None] >= block, 0.0, -torch.inf)[None, None].expand(len(ids), 1, -1, -1)
-    with torch.no_grad():
-        expected = model.eval()(input_ids=ids, attention_mask=mask).logits
-    if name != "sdar":
-        expected = torch.cat((expected[:, :1], expected[:, :-1]), dim=1)
-    for merge in (True, False):
-        found = load(name, adapter=tmp_path, merge=merge, dtype=torch.float32)(ids)
-        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
-
-
 def test_switching(lora):
     model, plain = load("sdar", adapter=lora, merge=False), backbone("sdar")
     alone = load("sdar", adapter=lora, merge=False)
@@ -340,19 +316,6 @@ def test_a_regular_expression_gives_up():
         found._matches("exclude_modules", "((o|oo)+)+", "o" * 60 + "x")
 
 
-def test_a_shifting_initialisation_is_no_plain_addition(tmp_path):
-    """Why they are refused: peft takes the initial matrices away from the base when it loads such an adapter."""
-    import peft
-
-    folder = tmp_path / "adapter"
-    peft_adapter(plain_module("sdar"), folder, target_modules=["q_proj"], init_lora_weights="pissa")
-    again = peft.PeftModel.from_pretrained(plain_module("sdar"), folder).merge_and_unload().state_dict()
-    settings_of(folder, init_lora_weights=True)
-    added = peft.PeftModel.from_pretrained(plain_module("sdar"), folder).merge_and_unload().state_dict()
-    name = "model.layers.0.self_attn.q_proj.weight"
-    assert (again[name] - added[name]).abs().max() > 0.1
-
-
 def test_files_that_are_not_there(lora, tmp_path):
     (lora / "adapter_model.safetensors").rename(lora / "adapter_model.bin")
     with pytest.raises(FormatError, match=r"adapter_model.bin is a pickle, which codd does not load"):
@@ -424,15 +387,3 @@ def test_what_training_adds_is_saved_for_peft_and_for_us(name, tmp_path):
         torch.testing.assert_close(theirs.network.get_parameter(key), parameter.detach(), atol=1e-6, rtol=1e-6, msg=key)
         torch.testing.assert_close(found.network.get_parameter(key), parameter.detach(), atol=1e-6, rtol=1e-6, msg=key)
     assert read.peft_config["default"].base_model_name_or_path == "somewhere/base"
-
-
-def test_our_own_network_is_a_base_for_peft(tmp_path):
-    import peft
-
-    trained = random_additions(random_mini())
-    adapters.save(trained, tmp_path, "mini")
-    ids = torch.tensor([[1, 2, 59, 4, 59]])
-    expected = trained(ids).detach()
-    fresh = random_mini()
-    fresh.network = peft.PeftModel.from_pretrained(fresh.network, tmp_path).merge_and_unload()
-    torch.testing.assert_close(fresh(ids), expected, atol=1e-5, rtol=1e-5)

@@ -1,11 +1,9 @@
 import hashlib
-import importlib.resources
 import json
 import math
 import os
 import subprocess
 import sys
-import tomllib
 import unicodedata
 from pathlib import Path
 
@@ -19,9 +17,7 @@ from safetensors.torch import load_file
 import codd
 from codd.backbones.loading import BUNDLED
 from codd_lab.problems import extract_answer, generate
-from tests.support import ROOT
 
-PROJECT = ROOT
 FILES = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 EASY = (4, 57, 127, 159)
 """Test problems of seed 100: two steps each, and the model solves them whatever the order of tokens."""
@@ -105,26 +101,6 @@ def test_load_without_arguments_is_the_bundled_model(model):
 
 
 class TestFiles:
-    def test_they_are_in_the_package(self):
-        found = importlib.resources.files("codd.backbones") / "bundled"
-        assert {entry.name for entry in found.iterdir()} >= FILES
-        assert Path(str(found)).samefile(BUNDLED)
-
-    def test_the_wheel_takes_them(self):
-        """Hatch packages all of a folder but what is excluded, or ignored by git."""
-        build = tomllib.loads((PROJECT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
-        packages = [PROJECT / package for package in build["targets"]["wheel"]["packages"]]
-        assert any(BUNDLED.resolve().is_relative_to(package.resolve()) for package in packages)
-        for options in (build, build["targets"]["wheel"], build["targets"]["sdist"]):
-            assert not {"exclude", "only-include", "ignore-vcs"} & set(options)
-        inside = (BUNDLED / name for name in FILES)
-        ignored = [line.strip() for line in (PROJECT / ".gitignore").read_text().splitlines()]
-        patterns = [line.strip("/") for line in ignored if line and not line.startswith("#")]
-        assert patterns
-        for path in (path.relative_to(PROJECT) for path in inside):
-            ways = (path, *path.parents)
-            assert not [pattern for pattern in patterns for way in ways if way.match(pattern)]
-
     def test_the_digest(self, config):
         assert hashlib.sha256((BUNDLED / "model.safetensors").read_bytes()).hexdigest() == config["sha256"]
 
@@ -145,14 +121,8 @@ class TestFiles:
             torch.testing.assert_close(parameters[name].abs().amax(dim=1), scale * 127, rtol=1e-6, atol=0)
             torch.testing.assert_close(parameters[name], whole * scale[:, None], rtol=1e-6, atol=0)
 
-    def test_nothing_is_nan(self):
-        assert codd.load(check=True, device="cpu").backbone.family == "mini"
-
 
 class TestNetwork:
-    def test_parameters(self, model):
-        assert 20e6 < sum(parameter.numel() for parameter in model.backbone.parameters()) < 30e6
-
     def test_it_sees_both_sides(self, model):
         assert not model.backbone.config.causal
         ids = torch.tensor([[300, model.mask_id, 400], [300, model.mask_id, 500]])
@@ -215,9 +185,6 @@ class TestVocabulary:
         ids = tokenizer.encode(text, parse_special=False)
         assert tokenizer.decode(ids) == text
         assert not tokenizer.special_ids & set(ids)
-
-    def test_prose_takes_few_tokens(self, tokenizer):
-        assert len(tokenizer.encode(PARAGRAPH)) < len(PARAGRAPH) / 3.5
 
     def test_chat(self, tokenizer):
         ids = tokenizer.encode_chat("How many?")

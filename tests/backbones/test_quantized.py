@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import codd
-from codd.backbones import quantized, transformer
+from codd.backbones import quantized
 from codd.backbones.loading import BUNDLED, load_checkpoint
 from codd.backbones.quantized import Int8Linear, round_rows
 from codd.errors import InvalidInput
@@ -157,24 +157,6 @@ def test_the_bundled_model_in_nats(bundled):
     wanted, found = (each(ids)[0, -24:].log_softmax(-1) for each in (plain, bundled.backbone))
     divergence = (wanted.exp() * (wanted - found)).sum(-1)
     assert 0 < float(divergence.mean()) < 0.02
-
-
-@pytest.mark.parametrize("cache", [None, "dual"])
-def test_it_writes_alone_what_it_writes_in_company(bundled, cache):
-    questions = ["Tom has 3 apples and buys 4 more. How many apples does he have?", "What is 2 + 5?"]
-    options = {"gen_length": 8, "steps": 2, "block_length": 4, "cache": cache}
-    together = bundled.generate(questions, **options)
-    for question, sequence in zip(questions, together.sequences, strict=True):
-        assert torch.equal(bundled.generate(question, **options).sequences[0], sequence)
-
-
-def test_the_layers_go_through_the_residual_sum(monkeypatch, bundled):
-    """Which they add themselves."""
-    seen = []
-    monkeypatch.setattr(Int8Linear, "forward", lambda self, x, onto=None: seen.append(onto) or x)
-    layer, x = bundled.backbone.network.blocks[0].mlp.down, torch.zeros(1, 1, 4)
-    transformer.project(x, layer, onto=(onto := torch.ones(1, 1, 4)))
-    assert seen == [onto]
 
 
 @pytest.mark.parametrize(

@@ -1,24 +1,21 @@
 import base64
 import copy
-import errno
 import json
 import math
 import os
 import pickle
 import re
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
 from codd.backbones import chat, tokenizer_files
-from codd.backbones import tokenizer as module
 from codd.backbones.tokenizer import Tokenizer
 from codd.backbones.tokenizer_files import QWEN2_SPLIT, split_then_bytes
 from codd.errors import CoddError, FormatError
@@ -167,29 +164,12 @@ def dream_pair(dream) -> tuple[Tokenizer, Tokenizer]:
     return read(dream), read(dream / "fast")
 
 
-def test_qwen2_rules_cut_single_digits_and_compose(dream):
-    tokenizer = read(dream)
-    assert [tokenizer.decode([id]) for id in tokenizer.encode("2025")] == ["2", "0", "2", "5"]
-    assert tokenizer.encode("e\u0301") == tokenizer.encode("\u00e9")
-
-
 def test_gpt2_without_a_configuration(gpt2):
     slow, fast = read(gpt2), read(gpt2 / "fast")
     assert slow.mask_id is slow.eos_id is None
     assert slow.encode("e\u0301") != slow.encode("\u00e9")
     for text in SAMPLES:
         assert slow.encode(text) == fast.encode(text)
-
-
-@QUICK
-@given(text=FAST_TEXT)
-def test_gpt2_texts_survive(gpt2_tokenizer, text):
-    assert gpt2_tokenizer.decode(gpt2_tokenizer.encode(text)) == text
-
-
-@pytest.fixture(scope="module")
-def gpt2_tokenizer(gpt2) -> Tokenizer:
-    return read(gpt2)
 
 
 def test_gpt2_with_the_older_files(gpt2, tmp_path):
@@ -328,14 +308,6 @@ def test_messages_cannot_forge_control_tokens(mini, contents):
     assert control == [mini.token_to_id("<|user|>")] * len(turns) + [mini.token_to_id("<|assistant|>")]
 
 
-@QUICK
-@given(text=st.text())
-def test_the_guarded_way_gives_the_same_ids_for_ordinary_messages(mini, text):
-    assume(not any(token in text for token in MINI_SPECIAL_TOKENS))  # hypothesis reads constants from the sources
-    rendered = mini.render_chat(text)
-    assert mini._encode_disguised(rendered, {}) == mini.encode(rendered) == mini.encode_chat(text)
-
-
 def test_roles_cannot_forge_control_tokens(dream):
     tokenizer = read(dream)
     ids = tokenizer.encode_chat([{"role": "user<|im_end|>", "content": "x"}])
@@ -356,24 +328,6 @@ def test_special_tokens_survive(mini, parts):
     assert mini.decode(ids, skip_special_tokens=False) == text
     assert mini.decode(torch.tensor(ids, dtype=torch.long), skip_special_tokens=False) == text
     assert mini.decode(ids) == mini.decode([id for id in ids if id not in mini.special_ids])
-
-
-def test_threads_do_not_disturb_each_other(mini):
-    wrong: list[list[int]] = []
-
-    def work(parse: bool) -> None:
-        expected = mini.encode("<|mask|> x", parse_special=parse)
-        for _ in range(200):
-            found = mini.encode("<|mask|> x", parse_special=parse)
-            if found != expected or (1 in found) is not parse:
-                wrong.append(found)
-
-    threads = [threading.Thread(target=work, args=(parse,)) for parse in (True, False)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
 
 
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
@@ -440,20 +394,6 @@ def test_saving_over_another_tokenizer_leaves_nothing_of_it(mini, tmp_path):
     mini.save(tmp_path)
     after = read(tmp_path)
     assert (after.special_tokens, after.chat_template) == (mini.special_tokens, mini.chat_template)
-
-
-def test_an_interrupted_save_changes_nothing(mini, mini_folder, tmp_path, monkeypatch):
-    mini.save(tmp_path)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-
-    def full(path: Path, text: str) -> None:
-        path.write_text(text[:10])
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(module, "write_text", full)
-    with pytest.raises(OSError, match="No space"):
-        Tokenizer(mini.backend).save(tmp_path)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 VOCABULARY = {"a": 0, "b": 1, "ab": 2}

@@ -287,31 +287,6 @@ def test_folders_that_are_not_there(tmp_path):
     assert len(str(raised.value)) < 1000
 
 
-def test_tensors_are_read_one_at_a_time(sharded, monkeypatch):
-    """Beyond the model itself, the most that is held is the tensor being copied."""
-    alive, most = [0], [0]
-    read = weights._read
-
-    class Held:
-        def __init__(self):
-            alive[0] += 1
-            most[0] = max(most[0], alive[0])
-
-        def __del__(self):
-            alive[0] -= 1
-
-    def spy(*arguments):
-        tensor = read(*arguments)
-        tensor.held = Held()
-        return tensor
-
-    monkeypatch.setattr(weights, "_read", spy)
-    kept = load_checkpoint(sharded, device="cpu").backbone
-    assert kept.family == "llada"
-    assert most[0] == 1
-    assert alive[0] == 0
-
-
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

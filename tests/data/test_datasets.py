@@ -9,15 +9,13 @@ from codd.data.datasets import (
     HiddenStateDataset,
     WindowDataset,
     build_hidden_states,
-    concatenate,
-    evaluate_windows,
 )
 from codd.data.packing import Example, PackedDataset, pack
-from codd.data.windows import WindowRecipe, choose_windows
+from codd.data.windows import WindowRecipe
 from codd.errors import InvalidInput
 from codd.training.circuit.data import batch_index
 from codd.training.circuit_recipe import BankRecipe, CircuitRecipe
-from tests.support.small_windows import MASK, WINDOW, network, prose, recipe_of, rows_of_pairs
+from tests.support.small_windows import MASK, WINDOW, network, recipe_of, rows_of_pairs
 
 RECIPE = recipe_of(bank=BankRecipe(windows=96, rows_at_once=8), windows=WindowRecipe(WINDOW, per_row=2))
 COLUMNS = ("tokens", "masked", "level", "features")
@@ -69,14 +67,6 @@ def test_processes_share_the_strata_and_every_batch():
     assert not torch.equal(other.masked, whole.masked)
 
 
-def test_each_source_has_its_share_of_every_stratum():
-    whole = filled(range(STRATA))
-    low = (whole.tokens.long() < 2).all(-1).reshape(STRATA, -1)
-    high = (whole.tokens.long() >= 4).all(-1).reshape(STRATA, -1)
-    assert torch.equal(low, ~high)
-    assert low.sum(1).tolist() == [4] * STRATA
-
-
 def test_windows_are_as_the_network_says_them():
     bank = fill([(whole_answers(), 1.0)], RECIPE, range(2))
     windows = bank.windows(torch.tensor([3, 0, 11, 3]))
@@ -90,16 +80,6 @@ def test_windows_are_as_the_network_says_them():
     assert bool((windows.logits[..., MASK] == -torch.inf).all())
     assert torch.equal(windows.level, bank.level[[3, 0, 11, 3]])
     assert bool((windows.level > 0).all())
-
-
-def test_only_windows_that_count_are_kept():
-    recipe, generator = WindowRecipe(WINDOW, per_row=9), torch.Generator().manual_seed(1)
-    found = evaluate_windows(network(), MASK, choose_windows(prose(6, 20), recipe, generator, absolute=False), WINDOW)
-    assert 0 < len(found) < 6 * 9
-    assert bool(found.masked.any(-1).all())
-    more = concatenate([found, found], len(found) + 1)
-    assert len(more) == len(found) + 1
-    assert torch.equal(more.tokens[-1], found.tokens[0])
 
 
 def test_data_without_a_window_are_refused():

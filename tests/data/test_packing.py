@@ -1,5 +1,4 @@
 import numpy as np
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -48,17 +47,6 @@ def test_packing_loses_nothing_and_overfills_nothing(length, sizes):
     assert sum(2 * int((segments > 0).sum()) <= length for segments in rows.segments) <= 1
 
 
-def test_packing_takes_the_tightest_row():
-    sizes = [6, 5, 4, 3, 2]
-    rows = pack([Example(np.full(size, size, np.uint16), 0) for size in sizes], 10, PAD)
-    assert [
-        sorted({len(text) for text, _ in unpacked(PackedSequences(*(part[[row]] for part in rows)))}) for row in (0, 1)
-    ] == [
-        [4, 6],
-        [2, 3, 5],
-    ]
-
-
 def test_a_row_holds_no_more_texts_than_it_can_number():
     rows = pack([Example(np.array([i], np.uint16), 0) for i in range(600)], 600, PAD)
     assert len(rows.tokens) == 3
@@ -79,16 +67,6 @@ def some_rows(count: int) -> PackedDataset:
 
 
 SOURCES = [some_rows(1), some_rows(7), StreamDataset(np.arange(23, dtype=np.uint16), 4, seed=0)]
-
-
-@pytest.mark.parametrize("source", SOURCES, ids=["one", "packed", "text"])
-@settings(max_examples=50, deadline=None)
-@given(start=st.integers(0, 60), count=st.integers(0, 30))
-def test_rows_are_found_by_their_number(source, start, count):
-    whole, part = source.take(0, start + count), source.take(start, count)
-    for one, two in zip(whole, part, strict=True):
-        assert np.array_equal(one[start:], two)
-        assert two.shape[0] == count
 
 
 def test_every_row_comes_once_per_epoch_in_another_order_for_each_epoch_and_seed():
@@ -112,13 +90,6 @@ def test_text_rows_stay_in_the_stream_and_do_not_overlap_within_an_epoch(size, l
     assert rows.tokens.max() < 100 + size
     assert (rows.segments == 1).all()
     assert rows.scored.all()
-
-
-def test_text_rows_cover_the_stream():
-    source = StreamDataset(np.arange(23, dtype=np.uint16), 4, seed=0)
-    rows = source.take(0, 100 * len(source)).tokens
-    assert set(rows.flatten().tolist()) == set(range(23))
-    assert len({tuple(rows[e * len(source) : (e + 1) * len(source), 0].tolist()) for e in range(100)}) > 60
 
 
 class Numbered:

@@ -90,22 +90,6 @@ def test_levels_are_the_share_that_is_masked(rows, block_share):
         assert float(share[near].mean()) == pytest.approx(float(level[near].mean()), abs=0.04)
 
 
-def test_windows_have_levels_and_a_seed():
-    recipe, backbone = WindowRecipe(WINDOW, per_row=2), network(vocab_size=31)
-    first, again, other = (
-        draw_windows(backbone, 30, QUESTIONS, recipe, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2)
-    )
-    for field in ("tokens", "masked", "logits", "features", "level"):
-        assert torch.equal(getattr(first, field), getattr(again, field))
-    assert not torch.equal(first.masked, other.masked)
-    useful = first.masked.any(-1)
-    assert 0 < int(useful.sum()) < len(useful)
-    assert bool((first.level[useful] > 0).all())
-    evidence = first.evidence()
-    assert torch.equal(evidence.observed, ~first.masked)
-    assert not bool((evidence.tokens * first.masked).any())  # the truth is not told
-
-
 def test_the_network_is_asked_about_texts_by_themselves():
     backbone, mask = network(vocab_size=31), 30
     found, _ = noised(QUESTIONS, WindowRecipe(WINDOW))
@@ -148,11 +132,6 @@ def test_no_more_windows_than_there_are():
     assert sorted(first[0, :2].tolist()) == [0, 2]
     first, _ = sample_starts(torch.ones(1, 4, dtype=torch.bool), 9, torch.Generator().manual_seed(0))
     assert sorted(first[0].tolist()) == [0, 1, 2, 3]
-
-
-def test_cutting_is_by_window():
-    x = torch.arange(12).reshape(2, 6)
-    assert gather_windows(x, torch.tensor([[0, 3], [2, 1]]), 2).tolist() == [[0, 1], [3, 4], [8, 9], [7, 8]]
 
 
 def test_rows_shorter_than_a_window_are_refused():

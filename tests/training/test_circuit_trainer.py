@@ -119,11 +119,6 @@ def test_without_held_out_text_the_circuit_is_the_last(root, tmp_path):
     assert "held_out" not in (tmp_path / "metrics.jsonl").read_text()
 
 
-def test_half_is_half_the_size(whole, root, tmp_path):
-    run(small(root, *HEAD, "half=true"), tmp_path)
-    assert len(circuit_of(tmp_path)) < 0.7 * len(circuit_of(whole["modulated"]))
-
-
 def test_a_circuit_is_trained_on(whole, root, tmp_path):
     first = metrics_of(whole["static"])[-1]
     start = f"start={whole['static'] / 'circuit'}"
@@ -322,18 +317,6 @@ def test_the_clock_stands_still_while_nothing_is_trained():
     assert clock.progress(STEPS // 4) == pytest.approx(0.5, abs=0.1)
     assert clock.progress(STEPS) == 1
     assert clock.read(5, "windows", 8)["windows_per_second"] == pytest.approx(2 * 8 / 100, rel=0.01)
-
-
-def test_the_rate_is_of_all_steps_since_the_last_reading(root, tmp_path):
-    recipe = small(root, "validate_every=1")
-    run(recipe, tmp_path, steps=5)
-    run(recipe, tmp_path)  # goes on after step 4, in the middle of two readings
-    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-    read = [line for line in lines if "seconds" in line]
-    assert [line["step"] for line in read] == [3, 6, 8]
-    for before, line in zip([{"step": 0, "seconds": 0.0}, *read], read, strict=False):
-        windows = recipe.batch_windows * (line["step"] - before["step"])
-        assert line["windows_per_second"] * (line["seconds"] - before["seconds"]) == pytest.approx(windows)
 
 
 # What goes wrong.

@@ -48,22 +48,6 @@ def test_every_panel_is_drawn_and_an_older_picture_replaced(tmp_path):
     assert [path.name for path in out.parent.iterdir()] == ["curve.png"]
 
 
-def test_curves_rise_and_fall_with_their_numbers(tmp_path):
-    for name, values in (("falling", (3.0, 1.0)), ("rising", (1.0, 3.0))):
-        lines = [{"step": step, "loss": value} for step, value in enumerate(values)]
-        write_curve(write(tmp_path / "metrics.jsonl", lines), tmp_path / f"{name}.png")
-    assert slope(pixels(tmp_path / "falling.png")) > 0.3  # rows are counted from above
-    assert slope(pixels(tmp_path / "rising.png")) < -0.3
-
-
-def slope(image: np.ndarray) -> float:
-    """Of the blue line, in the middle of the picture, where no legend is."""
-    third = image.shape[1] // 3
-    middle = image[:, third : 2 * third]
-    rows, columns = np.nonzero(middle[..., 2] - middle[..., 0] > 0.3)
-    return float(np.polyfit(columns, rows, 1)[0])
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [

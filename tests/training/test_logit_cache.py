@@ -9,13 +9,14 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from codd import files
 from codd.backbones.loading import load_checkpoint
 from codd.circuits import HMM, Evidence
 from codd.data.packing import PackedSequences, widen
 from codd.data.windows import WindowBatch, WindowRecipe, predict_windows
 from codd.errors import Diverged, FormatError, InvalidInput
 from codd.training.logit_cache import build as build_module
-from codd.training.logit_cache import storage, top_k
+from codd.training.logit_cache import storage
 from codd.training.logit_cache.build import draw_shard, windows_per_row
 from codd.training.logit_cache.cached_windows import keep_top_k
 from codd.training.logit_cache.reader import LogitCache
@@ -146,24 +147,6 @@ def test_the_likelihood_from_a_cache_is_the_dense_one_within_the_tolerance(tmp_p
         assert moved / tokens < 1e-4  # which needs no more than the truth, and a mass of one
 
 
-def test_lists_of_all_tokens_move_nothing_but_by_rounding(tmp_path):
-    settings, circuit = settings_of(top_k=VOCAB, shards=1), HMM.random(12, VOCAB, scale=2.0)
-    cache = made(tmp_path, settings, circuit=circuit)
-    assert [change.k for change in cache.index.measured] == [16, 32, 64, VOCAB]
-    assert cache.index.measured[-1].change < 5e-4 < cache.index.measured[0].change
-    found = windows_of(cache)
-    assert (found.sparse.log_tail[found.masked] < -20).all()
-    wanted = log_likelihood(circuit, dense(settings, 0)[0])
-    torch.testing.assert_close(log_likelihood(circuit, found), wanted, atol=1e-2, rtol=0)
-
-
-def test_lengths_double():
-    assert top_k.candidates(100) == [16, 32, 64, 100]
-    assert top_k.candidates(64) == [16, 32, 64]
-    assert top_k.candidates(100, 48) == [16, 32, 48]
-    assert top_k.candidates(8) == [8]
-
-
 def test_a_part_of_a_cache(whole):
     cache = LogitCache.open(whole)
     everything, first = cache.load(), cache.shards[0].windows
@@ -172,17 +155,6 @@ def test_a_part_of_a_cache(whole):
         assert len(loaded) == len(part)
         same(loaded.windows(torch.arange(len(part))), everything.windows(torch.tensor(part)))
         assert len(loaded.lists.truth) == int(loaded.masked.sum())
-
-
-def test_positions_that_are_not_masked_have_lists_that_do_no_harm(whole):
-    windows = windows_of(LogitCache.open(whole), range(12))
-    assert (~windows.masked).any()
-    ids = windows.sparse.ids.sort(-1).values
-    assert (ids.diff(dim=-1) > 0).all()
-    circuit = HMM.random(5, VOCAB)
-    wanted = log_likelihood(circuit, windows)
-    windows.sparse.log_weights[~windows.masked] = -7.0
-    torch.testing.assert_close(log_likelihood(circuit, windows), wanted)
 
 
 def test_a_large_vocabulary(tmp_path):
@@ -315,7 +287,7 @@ def resealed(text: str, name: str, value: object) -> str:
     """An index that someone changed, with a checksum that fits."""
     fields = {**json.loads(text), name: value}
     del fields["sha256"]
-    return json.dumps({**fields, "sha256": storage._digest(fields)})
+    return json.dumps({**fields, "sha256": files.sha256_of_json(fields)})
 
 
 @pytest.mark.parametrize(

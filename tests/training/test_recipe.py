@@ -121,7 +121,7 @@ LAUGHS = "a: &a [x, x]\n" + "".join(
         ("a: " * 5000, "is not YAML"),
         (LAUGHS + "name: *h\ndata: []", "is not YAML: aliases such as *name are not taken"),
         ("&a [*a]", "aliases"),
-        ("name: x\n" * 100_000, "is longer than 131,072 characters"),
+        ("name: x\n" * 100_000, "has 800,000 bytes, more than the 131,072"),
         ("{name: x, data: 2024-99-99}", "is not YAML: month must be in 1..12"),
         ("{name: x, data: !!timestamp y}", "is not YAML"),
         ("{name: x, data: !!python/object/apply:os.system [ls]}", "is not YAML: could not determine a constructor"),
@@ -149,7 +149,7 @@ def test_files_that_are_refused(refused, text, words):
         ("data.0.count=1", "--set data.0.count=1: data is not a section"),
         ("steps=[1", "--set steps=[1: the value is not YAML"),
         ("=1", "unknown field"),
-        ("stepz=1", "unknown field stepz; there are name, backbone, adapter"),
+        ("stepz=1", "unknown field stepz; there are name, seed, steps"),
         ("circuit.states=1", "circuit: unknown field states; there are num_states"),
         ("steps=many", "steps must be a whole number, found 'many'"),
         ("steps=0 ratios=[2]", "steps must be above 0, found 0; ratios[0] must be at most 1, found 2"),
@@ -208,7 +208,7 @@ def test_what_is_no_text_file_is_refused(tmp_path):
         with pytest.raises(FormatError, match="cannot be read"):
             read_circuit_recipe(tmp_path / name)
     (tmp_path / "bytes").write_bytes(b"name: \xff\xfe")
-    with pytest.raises(FormatError, match="bytes: cannot be read as UTF-8 text"):
+    with pytest.raises(FormatError, match="bytes: is not UTF-8 text"):
         read_circuit_recipe(tmp_path / "bytes")
 
 
@@ -219,8 +219,8 @@ def test_what_is_no_text_file_is_refused(tmp_path):
         (lambda: ModelRecipe("3"), "ModelRecipe: width must be a whole number, found '3'."),
         (lambda: ModelRecipe(width=7), "ModelRecipe: width must be an even multiple of heads, found 7 and 8."),
         (lambda: Source("text"), "Source: lacks the field name, path."),
-        (lambda: Recipe("x", [{**PROSE, "paht": 1}]), "Recipe: data[0]: unknown field paht; there are kind, name"),
-        (lambda: Recipe("x", [PROSE, PROSE]), "Recipe: two sources of data have the same name."),
+        (lambda: Recipe(name="x", data=[{**PROSE, "paht": 1}]), "Recipe: data[0]: unknown field paht; there are kind"),
+        (lambda: Recipe(name="x", data=[PROSE, PROSE]), "Recipe: two sources of data have the same name."),
         (lambda: dataclasses.replace(ModelRecipe(), heads=-1), "ModelRecipe: heads must be above 0, found -1."),
         (lambda: CircuitRecipe("x"), "CircuitRecipe: there is neither data nor a cache."),
     ],

@@ -1,5 +1,3 @@
-import dataclasses
-import itertools
 import math
 
 import pytest
@@ -8,7 +6,7 @@ import torch
 from codd.circuits import HMM, Factors, Head, HeadConfig, Modulated
 from codd.data.windows import WindowBatch, WindowRecipe, draw_windows
 from codd.errors import InvalidInput
-from codd.training.circuit.initial import USAGE_BATCHES, CircuitSpec, state_usage
+from codd.training.circuit.initial import CircuitSpec, state_usage
 from codd.training.circuit.objectives import weights_of
 from codd.training.circuit.trainer import cosine_rate
 from codd.training.circuit.updaters import FlowUpdater, GradientUpdater, make_updater
@@ -206,16 +204,6 @@ def test_dropout_is_for_training_alone():
     torch.testing.assert_close(said[0], said[1], rtol=0, atol=0)
 
 
-def test_the_start_is_near_the_network():
-    backbone = network(vocab_size=500)
-    recipe = recipe_of(circuit=TablesRecipe(num_states=128))
-    held_out = HeldOut.prepare(backbone, 499, rows_of_pairs(1, 60), WINDOW, (0.1, 1.0), 0)
-    for way in ({}, {"head": HeadRecipe(latents=True, inner_states=4, hidden=8)}):
-        start = make_updater(dataclasses.replace(recipe, **way), CircuitSpec(500, WIDTH, CPU)).circuit()
-        for scores in held_out.scores(start).values():
-            assert abs(scores["coupled"] - scores["factorized"]) < 0.04
-
-
 def test_the_neutral_circuit_has_the_networks_loss():
     windows, neutral = windows_of(2), HMM.neutral(3, TOKENS)
     factors = Factors(neutral.log_initial, (neutral.log_transition,), (neutral.log_emission,))
@@ -293,13 +281,6 @@ def test_a_head_hears_what_no_static_circuit_knows(head):
     assert float(sums[0] / sums[2]) > 0.6 * best_static
 
 
-def test_the_learning_rate_falls_to_zero():
-    rates = [cosine_rate(step, step / 100, 5) for step in range(101)]
-    assert rates[0] < rates[4] <= 1
-    assert all(a > b for a, b in itertools.pairwise(rates[5:]))
-    assert rates[-1] == 0
-
-
 def test_recipes_choose_their_learner(tmp_path):
     kinds = {way: type(learner_of(way)) for way in WAYS}
     assert kinds == {**dict.fromkeys(WAYS, GradientUpdater), "anemone": FlowUpdater}
@@ -320,13 +301,6 @@ def test_a_saved_circuit_is_trained_on(way, tmp_path):
     torch.testing.assert_close(again.log_prob(windows), first.log_prob(windows))
     assert again.parameters.keys() == first.parameters.keys()
     again.update(windows, 1.0, alone)
-
-
-def test_a_static_circuit_may_be_given_a_head(tmp_path):
-    gradient_learner("thin").circuit().save(tmp_path / "circuit")
-    updater = learner_of("latents", start=str(tmp_path / "circuit"))
-    assert isinstance(updater.circuit(), Modulated)
-    torch.testing.assert_close(updater.log_prob(windows_of(1)), gradient_learner("thin").log_prob(windows_of(1)))
 
 
 @pytest.mark.parametrize("way", ["static", "latents"])
@@ -352,17 +326,6 @@ def test_states_that_are_not_used_go_first(tmp_path, way):
     torch.testing.assert_close(smaller.log_emission, hmm.log_emission[used])
     found = smaller.conditional_log_prob(windows.tokens, windows.evidence(*modulation_of_it))
     torch.testing.assert_close(found, hmm.conditional_log_prob(windows.tokens, windows.evidence(*modulation)))
-
-
-def test_usage_is_the_mean_of_posteriors_of_all_processes():
-    hmm = HMM.random(4, TOKENS)
-    seen = torch.cat([hmm.posterior(windows_of(step).evidence()) for step in range(USAGE_BATCHES)])
-    torch.testing.assert_close(state_usage(hmm, windows_of, alone).float(), seen.exp().mean((0, 1)))
-
-    def lopsided(tensors):
-        tensors[0][2] += 1e9
-
-    assert float(state_usage(hmm, windows_of, lopsided)[2]) == pytest.approx(1, abs=1e-3)
 
 
 def test_of_states_that_are_used_alike_the_first_stay(tmp_path):

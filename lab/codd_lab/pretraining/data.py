@@ -1,12 +1,13 @@
 """What a backbone is trained on: a tokenizer, a mixture of packed sequences, and some for validation."""
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from codd.backbones.loading import BUNDLED
 from codd.backbones.tokenizer import Tokenizer
 from codd.data.packing import Mixture, PackedSequences
-from codd.data.sources import sample_texts
+from codd.data.sources import Source, chunk_size, read_chunks, read_pairs
 from codd.data.tokenization import PackingConfig, load_source
 from codd.distributed import DistributedContext
 from codd.errors import FormatError, InvalidInput
@@ -55,3 +56,21 @@ def _tokenizer(recipe: Recipe, root: Path, out: Path, *, kept: bool) -> Tokenize
     if found.vocab_size > 2**16:
         raise InvalidInput(f"a vocabulary of {found.vocab_size} tokens; rows hold at most 65,536.")
     return found
+
+
+def sample_texts(sources: Sequence[Source], root: Path, megabytes: int) -> Iterator[str]:
+    """Text for training a tokenizer: of each source its share of so many megabytes, spread over all of it."""
+    whole = sum(source.weight for source in sources)
+    for source in sources:
+        budget = int(megabytes * 1e6 * source.weight / whole)
+        if source.kind == "text":
+            share = min(1.0, budget / max(1, sum(map(chunk_size, read_chunks(source, root)))))
+            for chunk in read_chunks(source, root):
+                yield chunk.text[: int(len(chunk.text) * share)]
+            continue
+        for pair in read_pairs(source, root):
+            text = f"{pair.question}\n{pair.answer}"
+            budget -= len(text)
+            if budget < 0:
+                break
+            yield text

@@ -9,8 +9,8 @@ from pydantic.dataclasses import dataclass
 
 from codd.data.noise import NoiseRecipe
 from codd.data.sources import Source
-from codd.training.recipe import Betas, check_rules, digest_of, name_rules, read_fields
-from codd.validation import BelowOne, Count, FolderName, List, Natural, NotNegative, Positive, Section
+from codd.training.recipe import Betas, RunRecipe, check_rules, name_rules, read_fields
+from codd.validation import BelowOne, Count, List, Natural, NotNegative, Positive, Section
 
 SHIPPED = Path(__file__).parent.parent / "recipes"
 """Recipes of networks and of the circuits for them, each named after its file."""
@@ -61,16 +61,13 @@ class OptimizerRecipe(Section):
     ema: BelowOne = 0.999
 
 
-@dataclass(frozen=True)
-class Recipe(Section):
+@dataclass(frozen=True, kw_only=True)
+class Recipe(RunRecipe):
     """A training run of a backbone."""
 
-    name: FolderName
     data: Annotated[List[Source], Field(min_length=1)]
     validation: List[Source] = ()
     objective: Literal["diffusion", "causal"] = "diffusion"
-    seed: Natural = 0
-    steps: Count = 1000
     batch_rows: Count = 64
     micro_rows: Count | None = None
     """Rows in one pass of a process; the gradients of several passes are added. None: all at once."""
@@ -80,10 +77,6 @@ class Recipe(Section):
     compile: bool | None = None
     """Compile the network; None: on a GPU."""
     log_every: Count = 20
-    validate_every: Count = 500
-    checkpoint_every: Count = 500
-    keep: Count = 2
-    """How many checkpoints stay."""
     model: ModelRecipe = ModelRecipe()
     tokenizer: TokenizerRecipe = TokenizerRecipe()
     noise: NoiseRecipe = NoiseRecipe()
@@ -92,10 +85,6 @@ class Recipe(Section):
     def __post_init__(self) -> None:
         """Check what concerns several sources."""
         check_rules(name_rules(self.data, self.validation))
-
-    def digest(self) -> str:
-        """Names the run: two recipes with the same digest train the same network."""
-        return digest_of(self)
 
 
 def read_recipe(path: Path, changes: Sequence[str] = ()) -> Recipe:

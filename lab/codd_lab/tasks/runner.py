@@ -11,12 +11,12 @@ from typing import Any
 
 from codd import validation
 from codd.circuits import ProbabilisticCircuit
-from codd.data.text_files import json_lines, read_json
+from codd.data.text_files import json_lines
 from codd.decoding import Model
 from codd.distributed import DistributedContext
 from codd.errors import InvalidInput
 from codd.evaluation.answering import Answerer, Request
-from codd.files import sha256
+from codd.files import read_json, sha256
 from codd_lab.provenance import provenance
 from codd_lab.runs import Log, Result, Run, write_json, write_lines
 from codd_lab.tasks import questions

@@ -15,7 +15,7 @@ from codd.circuits import HMM
 from codd.cli import console
 from codd.cli.lists import add_list
 from codd.cli.ray_launch import add_ray_argument
-from codd.data.packing import MAX_TEXTS_PER_ROW
+from codd.data.packing import MAX_TEXTS_PER_ROW, Mixture, SequenceDataset
 from codd.data.sources import find_sources
 from codd.data.tokenization import PackingConfig
 from codd.data.windows import WindowRecipe, check_lengths, supports_packing
@@ -24,7 +24,7 @@ from codd.errors import FormatError, InvalidInput
 from codd.training.logit_cache import storage
 from codd.training.logit_cache.build import Progress, RowsAt, build, check, windows_per_row
 from codd.training.logit_cache.reader import LogitCache
-from codd.training.logit_cache.sources import NamedDataset, mix_datasets, network_name, open_datasets, shares_of
+from codd.training.logit_cache.sources import network_name, open_datasets, shares_of
 from codd.training.logit_cache.storage import ROWS, CacheSettings
 from codd.validation import LARGEST
 
@@ -139,8 +139,9 @@ def _prepare(
     sources = find_sources(args.data, args.fields, args.strip)
     with context.main_first():
         datasets = open_datasets(sources, tokenizer, packing, kept=args.out / ROWS)
-    for dataset in datasets:
-        check_lengths(dataset.name, dataset.rows, args.window, absolute=backbone.block_size is not None)
+    for name, rows in datasets.items():
+        check_lengths(name, rows, args.window, absolute=backbone.block_size is not None)
+    shares = shares_of(datasets, args.weights)
     first = CacheSettings(
         vocab_size=backbone.vocab_size,
         mask_id=_mask_id(args.mask_id, checkpoint),
@@ -152,18 +153,18 @@ def _prepare(
         features=args.features,
         seed=args.seed,
         backbone=network_name(backbone.family, checkpoint.folder, args.adapter),
-        data=tuple(
-            f"{x.name} x {share:g}" for x, share in zip(datasets, shares_of(datasets, args.weights), strict=True)
-        ),
+        data=tuple(f"{name} x {share:g}" for name, share in zip(datasets, shares, strict=True)),
     )
-    settings = _divide(first, args, datasets)
-    return settings, mix_datasets(datasets, args.weights, settings.shard_rows).batch_at
+    settings = _divide(first, args, list(datasets.values()), shares)
+    return settings, Mixture(list(datasets.values()), shares, settings.shard_rows).batch_at
 
 
-def _divide(settings: CacheSettings, args: argparse.Namespace, datasets: list[NamedDataset]) -> CacheSettings:
+def _divide(
+    settings: CacheSettings, args: argparse.Namespace, datasets: list[SequenceDataset], shares: list[float]
+) -> CacheSettings:
     """How many shards of how many rows; a look at some rows says how many windows a row gives."""
-    whole = sum(len(dataset.rows) for dataset in datasets)
-    some = mix_datasets(datasets, args.weights, min(whole, 256)).batch_at(0)
+    whole = sum(map(len, datasets))
+    some = Mixture(datasets, shares, min(whole, 256)).batch_at(0)
     each = windows_per_row(some, settings)
     rows = whole if args.windows is None else math.ceil(args.windows / each)
     shards = math.ceil(rows * each / args.shard_windows)

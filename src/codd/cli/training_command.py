@@ -12,8 +12,8 @@ from codd import folders
 from codd.cli import console
 from codd.distributed import DistributedContext, distributed
 from codd.errors import InvalidInput
-from codd.training.recipe import find_recipe
-from codd.training.run import CHECKPOINTS, METRICS, AnyRecipe, Progress, check_recipe
+from codd.training.recipe import RunRecipe, find_recipe
+from codd.training.run import CHECKPOINTS, METRICS, Progress, check_recipe
 
 DATA = "data"
 """Where a run keeps the rows that it made of its data."""
@@ -49,7 +49,7 @@ def read_recipe(
 
 @contextmanager
 def run_folder(
-    args: argparse.Namespace, recipe: AnyRecipe, out: Path, results: Sequence[str]
+    args: argparse.Namespace, recipe: RunRecipe, out: Path, results: Sequence[str]
 ) -> Iterator[DistributedContext]:
     """Have the folder of a run to ourselves; ``results`` are what --fresh removes beside its data and checkpoints.
 

@@ -172,24 +172,6 @@ def source_place(source: Source, root: Path) -> Place:
     return place
 
 
-def sample_texts(sources: Sequence[Source], root: Path, megabytes: int) -> Iterator[str]:
-    """Text for training a tokenizer: of each source its share of so many megabytes, spread over all of it."""
-    whole = sum(source.weight for source in sources)
-    for source in sources:
-        budget = int(megabytes * 1e6 * source.weight / whole)
-        if source.kind == "text":
-            share = min(1.0, budget / max(1, sum(map(chunk_size, read_chunks(source, root)))))
-            for chunk in read_chunks(source, root):
-                yield chunk.text[: int(len(chunk.text) * share)]
-            continue
-        for pair in read_pairs(source, root):
-            text = f"{pair.question}\n{pair.answer}"
-            budget -= len(text)
-            if budget < 0:
-                break
-            yield text
-
-
 def find_sources(
     paths: Sequence[Path],
     fields: Sequence[str] | None,

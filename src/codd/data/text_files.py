@@ -4,7 +4,6 @@ What is in memory at a time is bounded by `LONGEST_LINE`, whatever a file holds 
 """
 
 import io
-import json
 import lzma
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,8 +15,6 @@ from codd.errors import FormatError
 
 LONGEST_LINE = 2**24
 """Characters of a line of JSON: five times the longest book in ours."""
-LONGEST_JSON = 2**26
-"""Characters of a file that is one JSON value."""
 DICTIONARY = 2**28
 """Bytes that a decompressor may take: `xz -9` asks for a quarter of it."""
 FREE, EXPANSION = 2**22, 100
@@ -47,9 +44,7 @@ class _Xz(io.RawIOBase):
 
     def __init__(self, file: BinaryIO, path: Path):
         """Decompress ``file``, which must be at its beginning; ``path`` is for messages."""
-        self._file, self._path = file, path
-        self._stream = lzma.LZMADecompressor(memlimit=DICTIONARY)
-        self._given, self._read, self._made = b"", 0, 0
+        self._parts, self._rest = _decompressed(file, path), b""
 
     def readable(self) -> bool:
         """True: `io.BufferedReader` asks for it."""
@@ -57,38 +52,39 @@ class _Xz(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """Fill ``buffer`` with the next bytes and give their number; 0 at the end."""
-        content = b""
-        while not content:
-            if self._stream.eof and not self._begin_next():
-                return 0
-            given = self._more() if self._stream.needs_input and not self._given else self._given
-            if self._stream.needs_input and not given:
-                raise EOFError("the file ends before its stream does")
-            self._given = b""
-            content = self._stream.decompress(given, len(buffer))
-        self._made += len(content)
-        if self._made > FREE and self._made > EXPANSION * self._read:
-            raise FormatError(
-                f"{self._path}: its first {self._read:,} bytes expand to more than {EXPANSION} times as many, which "
-                "text does not. If you trust the file, decompress it and give the result."
-            )
-        buffer[: len(content)] = content
-        return len(content)
+        content = self._rest or next(self._parts, b"")
+        count = min(len(buffer), len(content))
+        buffer[:count], self._rest = content[:count], content[count:]
+        return count
 
-    def _begin_next(self) -> bool:
-        """Whether another stream follows; zeros between two are padding."""
-        given = self._stream.unused_data.lstrip(b"\0")
-        while not given:
-            if not (more := self._more()):
-                return False
-            given = more.lstrip(b"\0")
-        self._given, self._stream = given, lzma.LZMADecompressor(memlimit=DICTIONARY)
-        return True
 
-    def _more(self) -> bytes:
-        given = self._file.read(_AT_ONCE)
-        self._read += len(given)
-        return given
+def _decompressed(file: BinaryIO, path: Path) -> Iterator[bytes]:
+    """The content of the streams of an xz file, part by part; zeros between two streams are padding."""
+    given, read, made = b"", 0, 0
+    while True:
+        while not (given := given.lstrip(b"\0")):
+            if not (given := file.read(_AT_ONCE)):
+                if not read:
+                    raise EOFError("the file is empty")
+                return
+            read += len(given)
+        stream = lzma.LZMADecompressor(memlimit=DICTIONARY)
+        while not stream.eof:
+            if stream.needs_input and not given:
+                given = file.read(_AT_ONCE)
+                read += len(given)
+                if not given:
+                    raise EOFError("the file ends before its stream does")
+            content, given = stream.decompress(given, _AT_ONCE), b""
+            made += len(content)
+            if made > FREE and made > EXPANSION * read:
+                raise FormatError(
+                    f"{path}: its first {read:,} bytes expand to more than {EXPANSION} times as many, which text does "
+                    "not. If you trust the file, decompress it and give the result."
+                )
+            if content:
+                yield content
+        given = stream.unused_data
 
 
 def json_lines(path: Path, *, unfinished: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -105,7 +101,7 @@ def json_lines(path: Path, *, unfinished: bool = False) -> Iterator[tuple[str, d
             if len(line) > LONGEST_LINE:
                 raise FormatError(f"{where} is longer than {LONGEST_LINE:,} characters. Give one JSON object a line.")
             try:
-                entry = parse_json(line, where)
+                entry = files.parse_json(where, line)
             except FormatError:
                 if unfinished and not line.endswith("\n"):
                     return
@@ -113,20 +109,3 @@ def json_lines(path: Path, *, unfinished: bool = False) -> Iterator[tuple[str, d
             if not isinstance(entry, dict):
                 raise FormatError(f"{where} is not a JSON object.")
             yield where, entry
-
-
-def read_json(path: Path) -> Any:
-    """The JSON value of a whole file; FormatError if it is none, or too long."""
-    with open_text(path) as file:
-        text = file.read(LONGEST_JSON + 1)
-    if len(text) > LONGEST_JSON:
-        raise FormatError(f"{path}: is longer than {LONGEST_JSON:,} characters, which no such file is.")
-    return parse_json(text, str(path))
-
-
-def parse_json(text: str, where: str) -> Any:
-    """The JSON value of a text; a FormatError says where it stands."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:  # a number of 4,301 digits is a ValueError
-        raise FormatError(f"{where} is not JSON ({files.brief(error)}).") from error

@@ -1,7 +1,5 @@
 """From sources to packed sequences of tokens: encoding (in several processes), packing, and a copy on disk."""
 
-import hashlib
-import json
 import os
 import shutil
 import tempfile
@@ -202,7 +200,7 @@ def dataset_digest(source: Source, root: Path, tokenizer: Tokenizer, config: Pac
         "content": content,
         "tokenizer": _digest(tokenizer),
     }
-    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:12]
+    return files.sha256_of_json(fields)[:12]
 
 
 def _digest(tokenizer: Tokenizer) -> str:

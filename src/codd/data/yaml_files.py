@@ -6,11 +6,11 @@ from typing import Any
 
 import yaml
 
-from codd.data import text_files
+from codd import files
 from codd.errors import FormatError
 
 LONGEST = 2**17
-"""Characters of a file: fifty times the longest recipe of ours."""
+"""Bytes of a file: fifty times the longest recipe of ours."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -30,11 +30,7 @@ _Loader.add_implicit_resolver(  # before YAML 1.2 a number needed a point, and 1
 
 def read_yaml(path: Path) -> Any:
     """The value of a YAML (or JSON) file; FormatError if it is none, has aliases, or is longer than `LONGEST`."""
-    with text_files.open_text(path) as file:
-        text = file.read(LONGEST + 1)
-    if len(text) > LONGEST:
-        raise FormatError(f"{path}: is longer than {LONGEST:,} characters, which no such file is.")
-    return parse_yaml(text, f"{path}: is not YAML")
+    return parse_yaml(files.read_text(path, LONGEST), f"{path}: is not YAML")
 
 
 def parse_yaml(text: str, wrong: str) -> Any:

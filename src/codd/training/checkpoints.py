@@ -1,6 +1,5 @@
 """Checkpoints of a run: written beside the others and renamed when whole, so that a kill leaves only whole ones."""
 
-import hashlib
 import json
 import os
 import re
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from codd import files
-from codd.data import text_files
 from codd.errors import FormatError
 
 STATE, NOTES = "state.safetensors", "state.json"
@@ -31,7 +29,7 @@ def write_checkpoint(
     try:
         files.write_weights(partial / STATE, files.standalone(tensors))
         noted = {"step": step, **notes, "state_sha256": files.sha256(partial / STATE)}
-        files.write_text(partial / NOTES, json.dumps({**noted, "sha256": _digest(noted)}, indent=2) + "\n")
+        files.write_text(partial / NOTES, json.dumps({**noted, "sha256": files.sha256_of_json(noted)}, indent=2) + "\n")
     except OSError:
         shutil.rmtree(partial, ignore_errors=True)  # a full disk has no room for half a checkpoint
         raise
@@ -68,10 +66,10 @@ def read_checkpoint(folder: Path, device: str) -> tuple[dict[str, Tensor], dict[
 def read_notes(folder: Path) -> dict[str, Any]:
     """The JSON of a checkpoint, checked against its checksum; FormatError if it cannot be read."""
     try:
-        notes = text_files.read_json(folder / NOTES)
+        notes = files.read_json(folder / NOTES)
     except FormatError as error:
         raise _unreadable(folder, str(error)) from error
-    if not isinstance(notes, dict) or notes.pop("sha256", None) != _digest(notes):
+    if not isinstance(notes, dict) or notes.pop("sha256", None) != files.sha256_of_json(notes):
         raise _unreadable(folder, f"{NOTES} does not have its checksum")
     return notes
 
@@ -106,7 +104,3 @@ def _unreadable(folder: Path, why: str) -> FormatError:
     return FormatError(
         f"{folder}: cannot be read ({why.removesuffix('.')}). Remove it to go on from the checkpoint before."
     )
-
-
-def _digest(notes: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(notes, sort_keys=True).encode()).hexdigest()

@@ -12,8 +12,8 @@ from codd.data.sources import Source
 from codd.data.tokenization import TAILS
 from codd.data.windows import WindowRecipe
 from codd.training.circuit.objectives import Weighting
-from codd.training.recipe import Betas, check_rules, digest_of, name_rules, read_fields
-from codd.validation import BelowOne, Count, FolderName, List, Natural, NotNegative, Positive, Section
+from codd.training.recipe import Betas, RunRecipe, check_rules, name_rules, read_fields
+from codd.validation import BelowOne, Count, List, Natural, NotNegative, Positive, Section
 
 AUTO = "auto"
 Strata = Annotated[Count, Field(multiple_of=STRATA)]
@@ -88,10 +88,9 @@ class BankRecipe(Section):
 
 
 @dataclass(frozen=True)
-class CircuitRecipe(Section):
+class CircuitRecipe(RunRecipe):
     """A training run of a circuit."""
 
-    name: FolderName
     backbone: str = "bundled"
     """A checkpoint's folder or hub id."""
     adapter: str | None = None
@@ -107,7 +106,6 @@ class CircuitRecipe(Section):
     """A folder that `codd cache` wrote, used instead of data; the network is then not evaluated."""
     data: List[Source] = ()
     validation: List[Source] = ()
-    seed: Natural = 0
     steps: Count = 2000
     seconds: Positive | None = None
     """End after so much training even if steps are left; the learning rate then falls with the clock."""
@@ -117,12 +115,9 @@ class CircuitRecipe(Section):
     """How often an answer is followed by no, one, two ... further blocks of end marks, which are masked like the rest:
     when a block is filled, the room behind it may be any."""
     weighting: Weighting = "token"
-    log_every: Count = 50
-    validate_every: Count = 500
     ratios: Annotated[List[Ratio], Field(min_length=1)] = (0.1, 0.5, 1.0)
     """Shares of masked tokens at which held-out text is scored."""
     checkpoint_every: Count = 1000
-    keep: Count = 2
     half: bool = True
     """Save the circuit in 16 bits."""
     circuit: TablesRecipe = TablesRecipe()
@@ -135,10 +130,6 @@ class CircuitRecipe(Section):
     def __post_init__(self) -> None:
         """Check what concerns several fields."""
         check_rules(_broken_rules(self))
-
-    def digest(self) -> str:
-        """Names the run: two recipes with the same digest train the same circuit."""
-        return digest_of(self)
 
 
 def read_circuit_recipe(path: Path, changes: Sequence[str] = ()) -> CircuitRecipe:

@@ -5,20 +5,19 @@ place unless it is given. Where the recipe itself lies does not matter.
 """
 
 import dataclasses
-import hashlib
-import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
+from pydantic.dataclasses import dataclass
 
-from codd import validation
+from codd import files, validation
 from codd.data.sources import Source
 from codd.data.yaml_files import parse_yaml, read_yaml
 from codd.errors import FormatError, InvalidInput, shown
-from codd.validation import BelowOne, List
+from codd.validation import BelowOne, Count, FolderName, List, Natural, Section
 
 SHIPPED = Path(__file__).with_name("recipes")
 """Recipes that come with codd, each named after its file."""
@@ -39,10 +38,25 @@ def name_rules(*sets: Sequence[Source]) -> Iterator[str]:
             yield f"two sources of {what} have the same name"
 
 
-def digest_of(recipe: Any) -> str:
-    """A name for what a recipe's fields say."""
-    text = json.dumps(dataclasses.asdict(recipe), sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+@dataclass(frozen=True)
+class RunRecipe(Section):
+    """What the run loop reads of a recipe, whatever it trains."""
+
+    name: FolderName
+    seed: Natural = 0
+    steps: Count = 1000
+    """Updates at most."""
+    log_every: Count = 50
+    """Steps between two lines of metrics."""
+    validate_every: Count = 500
+    """Steps between two looks at held-out text."""
+    checkpoint_every: Count = 500
+    keep: Count = 2
+    """How many checkpoints stay."""
+
+    def digest(self) -> str:
+        """Names the run: two recipes with the same digest give the same result."""
+        return files.sha256_of_json(dataclasses.asdict(self))[:16]
 
 
 def find_recipe(name: str, shipped: Sequence[Path]) -> Path:

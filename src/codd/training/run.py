@@ -9,7 +9,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,41 +19,12 @@ from codd.data import text_files
 from codd.distributed import DistributedContext
 from codd.errors import CoddError, FormatError, InvalidInput, shown
 from codd.training.checkpoints import checkpoints, read_checkpoint, read_notes, write_checkpoint
+from codd.training.recipe import RunRecipe
 from codd.validation import LARGEST
 
 CHECKPOINTS, METRICS = "checkpoints", "metrics.jsonl"
 VALIDATION_SEED = 20_000
 """The seed of the masks of validation, the same in every run."""
-
-
-@runtime_checkable
-class AnyRecipe(Protocol):
-    """What the run loop reads of a recipe: a frozen dataclass, of a circuit or of a network."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @property
-    def steps(self) -> int:
-        """Updates at most."""
-
-    @property
-    def log_every(self) -> int:
-        """Steps between two lines of metrics."""
-
-    @property
-    def validate_every(self) -> int:
-        """Steps between two looks at held-out text."""
-
-    @property
-    def checkpoint_every(self) -> int:
-        """Steps between two checkpoints."""
-
-    @property
-    def keep(self) -> int:
-        """How many checkpoints stay."""
-
-    def digest(self) -> str:
-        """Names the run: equal digests give equal results."""
 
 
 class Progress(NamedTuple):
@@ -91,7 +62,7 @@ class Trainer(Protocol):
         """Write the results of the run, once it has ended."""
 
 
-def run(trainer: Trainer, recipe: AnyRecipe, out: Path, context: DistributedContext) -> Iterator[Progress]:
+def run(trainer: Trainer, recipe: RunRecipe, out: Path, context: DistributedContext) -> Iterator[Progress]:
     """Run a recipe to its end, from the last checkpoint in ``out`` if there is one; yields after every step."""
     clock = Clock(recipe.steps, getattr(recipe, "seconds", None), context)
     step = resume(trainer, recipe, out, context, clock)
@@ -131,7 +102,7 @@ def run(trainer: Trainer, recipe: AnyRecipe, out: Path, context: DistributedCont
         trainer.export()
 
 
-def resume(trainer: Trainer, recipe: AnyRecipe, out: Path, context: DistributedContext, clock: "Clock") -> int:
+def resume(trainer: Trainer, recipe: RunRecipe, out: Path, context: DistributedContext, clock: "Clock") -> int:
     """Restore the last checkpoint, if there is one, and give its step; that of another recipe is InvalidInput."""
     context.barrier()
     kept = checkpoints(out / CHECKPOINTS)
@@ -150,13 +121,13 @@ def resume(trainer: Trainer, recipe: AnyRecipe, out: Path, context: DistributedC
         ) from error
 
 
-def check_recipe(recipe: AnyRecipe, out: Path) -> None:
+def check_recipe(recipe: RunRecipe, out: Path) -> None:
     """Refuse a run of another recipe, before any work is done for it."""
     for folder in checkpoints(out / CHECKPOINTS)[-1:]:
         _check_notes(recipe, read_notes(folder), folder)
 
 
-def _check_notes(recipe: AnyRecipe, notes: Mapping[str, Any], folder: Path) -> None:
+def _check_notes(recipe: RunRecipe, notes: Mapping[str, Any], folder: Path) -> None:
     if notes.get("digest") == recipe.digest():
         return
     old, new = notes.get("recipe", {}), json.loads(json.dumps(dataclasses.asdict(recipe)))

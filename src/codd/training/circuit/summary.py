@@ -9,7 +9,6 @@ from typing import Any
 from codd import files
 from codd.circuits import ProbabilisticCircuit, load_circuit
 from codd.coupling.gap import SMALLEST_GAP, gap_closed
-from codd.data import text_files
 from codd.decoding.model import Model
 from codd.training.circuit.data import TrainingData
 from codd.training.circuit.validation import HeldOut
@@ -29,7 +28,7 @@ def read_summary(out: Path, digest: str) -> Summary | None:
     """The summary of a run of this recipe that has ended; None if there is none."""
     if not (out / SUMMARY).is_file():
         return None
-    found = text_files.read_json(out / SUMMARY)
+    found = files.read_json(out / SUMMARY)
     return found if isinstance(found, dict) and found.get("digest") == digest else None
 
 

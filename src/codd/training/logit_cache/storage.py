@@ -21,7 +21,6 @@ import torch
 from safetensors.torch import load
 
 from codd import files, folders, validation
-from codd.data import text_files
 from codd.data.packing import NARROW
 from codd.data.windows import WindowRecipe
 from codd.errors import FormatError, InvalidInput
@@ -67,7 +66,7 @@ class CacheSettings(Section):
 
     def digest(self) -> str:
         """16 hex digits that name the settings, and so the cache."""
-        return hashlib.sha256(json.dumps(dataclasses.asdict(self), sort_keys=True).encode()).hexdigest()[:16]
+        return files.sha256_of_json(dataclasses.asdict(self))[:16]
 
 
 class Change(NamedTuple):
@@ -146,7 +145,7 @@ def write_index(folder: Path, index: Index) -> None:
         "top_k": index.top_k,
         "measured": [change._asdict() for change in index.measured],
     }
-    _write(folder, {**fields, "sha256": _digest(fields)})
+    _write(folder, {**fields, "sha256": files.sha256_of_json(fields)})
 
 
 def read_index(folder: Path) -> Index | None:
@@ -156,14 +155,10 @@ def read_index(folder: Path) -> Index | None:
         raise FormatError(f"{where}: there is no cache. Make one with `codd cache --out {folder}`.")
     if "settings" not in fields:
         return None
-    if fields.pop("sha256", None) != _digest(fields):
+    if fields.pop("sha256", None) != files.sha256_of_json(fields):
         raise FormatError(f"{where}: does not have its checksum: it was changed. Make the cache again.")
     said = {field.name: fields.get(field.name) for field in dataclasses.fields(Index)}
     return validation.build(Index, said, str(where))  # type: ignore[no-any-return]  # it builds what is asked for
-
-
-def _digest(fields: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def _fields(folder: Path) -> dict[str, Any] | None:
@@ -171,7 +166,7 @@ def _fields(folder: Path) -> dict[str, Any] | None:
     where = folder / INDEX
     if not where.is_file():
         return None
-    fields = text_files.read_json(where)
+    fields = files.read_json(where)
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         raise FormatError(f"{where}: is not the index of a cache.")
     if fields.get("version") != VERSION:
@@ -190,7 +185,7 @@ def records(folder: Path, settings: CacheSettings) -> list[Shard | None]:
     for number in range(settings.shards):
         path = folder / record_name(number)
         with contextlib.suppress(FormatError):
-            known[number] = validation.build(Shard, text_files.read_json(path), str(path))
+            known[number] = validation.build(Shard, files.read_json(path), str(path))
     return known
 
 
