@@ -40,6 +40,21 @@ MASKS = {
     "sedd": 101,
     "bert": None,
     "modernbert": None,
+    "roberta": None,
+    "esm2": 32,
+    "esm1b": 32,
+    "decode_dplm": 32,
+    "a2d_qwen3": None,
+    "a2d_qwen3_bd3lm_sharded": None,
+    "a2d_qwen2": None,
+    "a2d_llama": None,
+    "decode_a2d": None,
+    "sdar_moe_sharded": None,
+    "stable_diffcoder_sharded": 5,
+    "decode_stable_diffcoder": 5,
+    "nemotron_diffusion": 100,
+    "nemotron_diffusion_sharded": 100,
+    "decode_nemotron_diffusion": 90,
 }
 """The mask of every fixture; the config of some does not say, and the published one is none of their tokens."""
 BERT, BERT_VOCAB = FIXTURES / "bert", 120
@@ -83,7 +98,7 @@ def test_every_fixture_loads_without_circuit_or_tokenizer_and_works_with_ids(nam
     assert model.mask_id == MASKS[name]
     mask = 7 if model.mask_id is None else model.mask_id
     works = codd.load(FIXTURES / name, circuit="null", mask_id=mask)
-    found = works.generate([[1, 2, 3], [4]], gen_length=4, block_length=4, steps=2)
+    found = works.generate([[1, 2, 3], [4]], gen_length=4, block_length=4, steps=2, stop=False)
     assert found.texts is None
     assert found.steps == [2, 2]
     assert [len(ids) for ids in found.sequences] == [7, 5]

@@ -15,7 +15,8 @@ from tests.support import FIXTURES
 from tests.support.tiny_models import of
 from tests.support.tiny_models import run as denoised
 
-FAMILIES = ("sdar", "fastdllm_v2", "llada2")
+FAMILIES = ("sdar", "fastdllm_v2", "llada2", "stable_diffcoder", "a2d")
+TOLD = ("threshold", "steps", "editing_threshold", "max_post_steps")
 DENOISE = (1, 3)
 """Calls of these kinds write tokens; a prefill (0) and one that stores a block (2) may add Fast-dLLM's next token."""
 
@@ -29,18 +30,19 @@ def cases() -> list[Any]:
     found = []
     for family in FAMILIES:
         told = json.loads((FIXTURES / f"decode_{family}" / "cases.json").read_text())["cases"]
-        found += [(family, case) for case in told]
+        found += [(family, case) for case in told if case.get("sampler") != "mdlm"]
     return [pytest.param(family, case, id=f"{family}-{case['case']}") for family, case in found]
 
 
 def options_of(case: dict[str, Any]) -> dict[str, Any]:
-    told = {name: case[name] for name in ("threshold", "steps", "editing_threshold", "max_post_steps") if name in case}
+    told = {name: case[name] for name in TOLD if case.get(name) is not None}
     if case.get("use_block_cache"):
         told["cache"] = "dual"
     if case.get("strategy") == "sequential":
         told["remasking"] = "left_to_right"
     gen_length = case.get("gen_length", case.get("max_new_tokens"))
-    return {"gen_length": gen_length, "block_length": case.get("small_block_size", case.get("block_length")), **told}
+    size = case.get("small_block_size") or case.get("block_length") or case["block_size"]
+    return {"gen_length": gen_length, "block_length": size, **told}
 
 
 def padded(ids: Tensor, length: int, mask: int) -> list[int]:
@@ -56,10 +58,11 @@ def test_ids_after_every_call(family, case):
     )
     size = case.get("block_size", case.get("block_length"))
     backbone = loaded(family, size).backbone
-    assert backbone.special.mask == case["mask_id"]
+    assert backbone.special.mask == (None if family == "a2d" else case["mask_id"])
     steps = denoised(
         backbone,
         [prompt.tolist()],
+        mask_id=case["mask_id"],
         preset="reference",
         stop_ids=frozenset(case["stop_ids"]),
         stop=bool(case["stop_ids"]),
@@ -78,7 +81,7 @@ def test_ids_after_every_call(family, case):
 
 
 def test_no_case_is_missing():
-    assert len(cases()) == 8 + 8 + 7
+    assert len(cases()) == 8 + 8 + 7 + 5 + 4
 
 
 def test_the_published_loop_of_fast_dllm_forgets_a_prompt_of_one_block():
@@ -102,6 +105,7 @@ def test_bidirectional_families_follow_lladas(name):
         ("sdar", {"steps": 4}),
         ("fastdllm_v2", {"threshold": 0.9, "block_length": 8}),
         ("llada2", {"steps": 32, "threshold": 0.95}),
+        ("stable_diffcoder", {"steps": 16, "threshold": 0.95}),
     ],
 )
 def test_what_the_loops_do_by_default(family, options):
@@ -128,6 +132,9 @@ def test_what_the_loops_do_by_default(family, options):
         ("fastdllm_v2", {"gen_length": 7}, "gen_length 7"),
         ("llada2", {"steps": 4, "editing_threshold": 0.9}, "steps=4"),
         ("llada2", {"mode": "full"}, 'mode="full"'),
+        ("stable_diffcoder", {"gen_length": 10}, "multiple of 4"),
+        ("stable_diffcoder", {"gen_length": 8, "steps": 5}, "number of blocks"),
+        ("stable_diffcoder", {"gen_length": 8, "steps": 4, "threshold": 0.9}, "give steps 8, as many as tokens, not 4"),
     ],
 )
 def test_what_they_cannot_be_told(family, options, message):

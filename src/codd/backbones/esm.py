@@ -1,5 +1,7 @@
 """ESM-2, ESM-1b and DPLM: masked language models of proteins, with norms before each part."""
 
+from dataclasses import replace
+
 from codd.backbones import bert, chat
 from codd.backbones.backbone import ModelSpec, SpecialTokenIds
 from codd.backbones.config import Config, of_model_type
@@ -24,7 +26,7 @@ def read_spec(config: Config) -> ModelSpec:
     config.only("is_folding_model", [False])
     config.only("position_embedding_type", ["absolute", "rotary"])
     rotary = config.get("position_embedding_type") == "rotary"
-    special = SpecialTokenIds.from_config(config)
+    special = replace(SpecialTokenIds.from_config(config), bos=config.token("cls_token_id"))
     dropout = config.flag("token_dropout", False)
     transformer, length = bert.read_transformer(
         config,

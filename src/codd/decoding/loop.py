@@ -161,7 +161,9 @@ def step_inputs(state: SequenceState) -> Generator[Any, Any, StepInputs]:
     """
     assert state.plan is not None, "a finished sequence takes no step"
     begin, end = state.plan.block
-    positions = published.positions(state) if state.options.published else state.masked_in(state.plan.block)
+    positions = (
+        published.loop_of(state).positions(state) if state.options.published else state.masked_in(state.plan.block)
+    )
     editable = (~state.given & ~state.masked)[begin:end].nonzero()[:, 0] + begin
     wanted = positions if state.options.editing_threshold is None else torch.cat((positions, editable))
     span = _needed_span(state, wanted.tolist())
@@ -178,7 +180,7 @@ def step_inputs(state: SequenceState) -> Generator[Any, Any, StepInputs]:
 def hidden_state_requests(state: SequenceState, span: Window) -> list[HiddenStateRequest]:
     """What a step that needs the hidden states of a span asks the network."""
     size = state.block_size
-    seen = slice(state.unseen, None if size is None else -(-span[1] // size) * size)
+    seen = slice(state.unseen, None if size is None else -(-(span[1] + state.phase) // size) * size - state.phase)
     views = [state.ids]
     if state.options.cfg_scale > 0:
         views.append(torch.where(state.given, state.mask_id, state.ids))
@@ -245,7 +247,7 @@ def decide(inputs: StepInputs) -> StepResult:
         inputs.state.constraint,
     )
     if options.published:
-        return published.step(inputs)
+        return published.loop_of(state).step(inputs)
     if plan.count == 0:  # only edits
         none = torch.zeros(0, dtype=torch.long)
         nothing = Ranking(none, none, none.float(), none.bool(), torch.tensor(True))

@@ -32,7 +32,7 @@ OTHER_NAMES = {"max_new_tokens": "gen_length"}
 """Other people's names for the same options."""
 ALIASES = {"maskgit_plus": "low_confidence", "topk_margin": "margin"}
 """Other people's names for the same orders."""
-PUBLISHED_ORDERS = ("topprob", "origin")
+PUBLISHED_ORDERS = ("topprob", "origin", "logit")
 """Orders that only the published implementation has."""
 LARGEST = 2**31 - 1
 """No count of tokens or steps is larger: beyond it kernels would overflow instead of complaining."""

@@ -73,7 +73,11 @@ class FullRecompute:
     def __call__(self, requests: Sequence[HiddenStateRequest]) -> list[Float[Tensor, "_ d"]]:
         """The last hidden states at the positions of each request's span."""
         sequences = [request.ids for request in requests]
-        if not self.one_by_one:
+        if any(request.state.phase for request in requests):
+            hidden = [
+                self._from_phase(ids, request.state.phase) for request, ids in zip(requests, sequences, strict=True)
+            ]
+        elif not self.one_by_one:
             hidden = self._batch(sequences)
         else:  # cloned: the next call overwrites what a graph gave
             hidden = [self._states(ids[None], None)[0].clone() for ids in sequences]
@@ -112,6 +116,10 @@ class FullRecompute:
         if self.backbone.device.type == "cuda":
             return cuda_graphs.network_states(self.backbone, ids, valid)
         return self.backbone.states(ids, valid)
+
+    def _from_phase(self, ids: Int[Tensor, " L"], phase: int) -> Float[Tensor, "L d"]:
+        """One sequence whose blocks are counted from ``phase`` positions before it."""
+        return self.backbone.states(ids[None], None, torch.arange(phase, phase + len(ids))[None])[0]
 
     def _padded_length(self, longest: int) -> int:
         if self.backbone.device.type != "cuda":
@@ -172,8 +180,8 @@ class Pass(NamedTuple):
 
 
 def cached(backbone: Backbone, state: SequenceState) -> bool:
-    """Whether a sequence is decoded with a cache: if it asks for one, or if that is exact."""
-    return state.options.cache is not None or backbone.block_size is not None
+    """Whether a sequence is decoded with a cache: if it asks for one, or if that is exact and blocks begin at 0."""
+    return (state.options.cache is not None or backbone.block_size is not None) and not state.phase
 
 
 def runner_for(backbone: Backbone, sequences: Sequence[SequenceState], memory: int | None = None) -> NetworkRunner:

@@ -30,6 +30,8 @@ class StepPlan:
     """How many to commit; None: as many as the threshold or the entropy budget lets pass; 0: only edit."""
     last: bool
     """Whether this is the schedule's last step here, so that no token may be deferred."""
+    settled: int | None = None
+    """How many positions from the first one on neither it nor a later step changes; None: all before the first mask."""
     time: tuple[float, float] = (1.0, 0.0)
     """The published implementation's diffusion time in full mode, before and after the step."""
 
@@ -159,6 +161,8 @@ class SequenceState:
     """That of the network, whose published loop the preset follows."""
     unseen: int = 0
     """Leading positions that the network is not shown."""
+    phase: int = 0
+    """How many positions before the first one the blocks of a block-causal network are counted from."""
     stop: StopCondition = StopCondition()
     schedule: Iterator[StepPlan] = field(default_factory=lambda: iter(()))
     plan: StepPlan | None = None
@@ -190,9 +194,11 @@ class SequenceState:
         """How many positions from the first one on will not change any more."""
         masks = self.masked.nonzero()
         first = int(masks[0]) if len(masks) else len(self.ids)
-        if self.plan is None or self.options.editing_threshold is None:
+        if self.plan is None:
             return first
-        return min(first, self.plan.begin)
+        if self.options.editing_threshold is not None:
+            return min(first, self.plan.begin)
+        return first if self.plan.settled is None else min(first, self.plan.settled)
 
     def mask_ratio(self, window: Window) -> float:
         """The share of a window's positions that are masked."""
@@ -268,8 +274,12 @@ def start_sequences(
     for state in sequences:
         state.circuit, state.banned = circuit, banned
         state.block_size, state.family = backbone.block_size, backbone.family
-        state.stop = stop if options.stops else StopCondition()
-        state.begin(published.plan_steps(state, stop) if options.published else plan_steps(state))
+        if options.published:
+            ends = StopCondition() if options.stop is False else stop
+            state.begin(published.loop_of(state).plan_steps(state, ends))
+        else:
+            state.stop = stop if options.stops else StopCondition()
+            state.begin(plan_steps(state))
     return sequences
 
 
@@ -280,10 +290,10 @@ def options_for(backbone: Backbone, options: Options) -> Options:
     """
     size = backbone.block_size
     changes: dict[str, Any] = {}
-    if size is not None and options.published:
+    if options.published:
         from codd.decoding import published  # which imports this module
 
-        changes |= published.block_causal.defaults(backbone.family, size, options)
+        changes |= published.defaults(backbone, options)
     if size is not None and "block_length" in options.unset:
         changes = {"block_length": size, **changes}
     options = options.changed(**changes) if changes else options
@@ -326,8 +336,10 @@ def generator_for(seed: int, prompt: Sequence[int]) -> torch.Generator:
 
 
 def banned_ids(backbone: Backbone, options: Options, mask_id: int) -> Int[Tensor, " n"]:
-    """The tokens that are never written: ``options.ban`` and the mask, which only the published loops may write."""
-    ids = sorted(set(options.ban) | (set() if options.published else {mask_id}))
+    """The tokens that are never written: ``options.ban`` and the mask, which most of the published loops may write."""
+    from codd.decoding import published  # which imports this module
+
+    ids = sorted(set(options.ban) | (published.never_written(backbone) if options.published else {mask_id}))
     if ids and not 0 <= ids[0] <= ids[-1] < backbone.vocab_size:
         raise InvalidInput(f"ban holds {ids[0] if ids[0] < 0 else ids[-1]}, which is none of the model's tokens.")
     if len(ids) >= backbone.vocab_size:

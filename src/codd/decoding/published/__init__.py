@@ -10,6 +10,7 @@ reproduced. Bidirectional and block-causal families have loops of their own.
 """
 
 from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
 
 from jaxtyping import Int
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from codd.backbones.backbone import Backbone
 from codd.circuits.protocol import ProbabilisticCircuit
 from codd.decoding.options import PUBLISHED_ORDERS, Options
-from codd.decoding.published import bidirectional, block_causal
+from codd.decoding.published import bidirectional, block_causal, remasking
 from codd.decoding.samplers import StepInputs, StepResult
 from codd.decoding.sequence import SequenceState, StepPlan, StopCondition
 from codd.errors import InvalidInput
@@ -25,28 +26,41 @@ from codd.errors import InvalidInput
 MOST_STEPS = 100_000
 COLDEST = 1e-3
 """The lowest temperature that does not overflow a half-precision logit."""
-BLOCK_CAUSAL = ("sdar", "fast_dllm", "llada2")
 
 
-def plan_steps(state: SequenceState, stop: StopCondition) -> Iterator[StepPlan]:
-    """The steps of a sequence. Dream and block-causal families have their own loops, all others follow LLaDA's.
+class Loop(Protocol):
+    """The module of a published loop."""
 
-    Only block-causal ones heed ``stop``, unless the options say no.
-    """
-    if state.block_size is None:
-        return bidirectional.plan_steps(state)
-    return block_causal.plan_steps(state, StopCondition() if state.options.stop is False else stop)
+    def plan_steps(self, state: SequenceState, stop: StopCondition) -> Iterator[StepPlan]:
+        """The steps of a sequence."""
 
+    def positions(self, state: SequenceState) -> Int[Tensor, " R"]:
+        """The positions whose logits a step needs, ascending."""
 
-def positions(state: SequenceState) -> Int[Tensor, " R"]:
-    """The positions whose logits a step needs, ascending."""
-    assert state.plan is not None
-    return bidirectional.positions(state) if state.block_size is None else state.masked_in(state.plan.block)
+    def step(self, inputs: StepInputs) -> StepResult:
+        """Which tokens to commit."""
 
 
-def step(inputs: StepInputs) -> StepResult:
-    """Which tokens to commit."""
-    return bidirectional.step(inputs) if inputs.state.block_size is None else block_causal.step(inputs)
+def loop_of(state: SequenceState) -> Loop:
+    """DPLM and block-causal families have loops of their own, all others LLaDA's or Dream's."""
+    if state.block_size is not None:
+        return block_causal
+    return remasking if state.family == "esm" else bidirectional
+
+
+def defaults(backbone: Backbone, options: Options) -> dict[str, Any]:
+    """What a family's loop decides where the options leave it open."""
+    if backbone.block_size is not None:
+        return block_causal.defaults(backbone.family, backbone.block_size, options)
+    return {"steps": remasking.STEPS} if backbone.family == "esm" and "steps" in options.unset else {}
+
+
+def never_written(backbone: Backbone) -> set[int]:
+    """Tokens that a family's published loop never writes: of DPLM all special ones, of others none."""
+    if backbone.family != "esm":
+        return set()
+    special = {getattr(backbone.special, name) for name in ("mask", "eos", "pad", "bos")}
+    return (special | {remasking.UNKNOWN_RESIDUE}) - {None}
 
 
 def check(backbone: Backbone, options: Options, circuit: ProbabilisticCircuit | None) -> None:
@@ -54,7 +68,7 @@ def check(backbone: Backbone, options: Options, circuit: ProbabilisticCircuit | 
     family, size = backbone.family, backbone.block_size
     if size is None:
         _check_bidirectional(options, family, circuit)
-    elif family not in BLOCK_CAUSAL:
+    elif family not in block_causal.LOOPS:
         raise InvalidInput(f"{family} has no published loop with block-causal attention: leave the preset out.")
     else:
         _check_block_causal(options, family, size, circuit)
@@ -71,14 +85,18 @@ def _check_bidirectional(options: Options, family: str, circuit: ProbabilisticCi
         remasking=options.remasking if options.remasking == "left_to_right" else None,
         cache=options.cache,
     )
-    if options.mode == "full":
+    dreams = ("topprob", "origin") if family == "dream" or options.mode == "full" else ()
+    known = ("logit",) if family == "esm" else dreams
+    if options.remasking in PUBLISHED_ORDERS and options.remasking not in known:
+        raise InvalidInput(f"the published loop of {family} knows no remasking={options.remasking!r} in block mode.")
+    if family == "esm":
+        _refuse_circuit(family, options, circuit)
+    if options.mode == "full" or family == "esm":
         return
     dream = family == "dream"
-    if not dream and options.remasking in PUBLISHED_ORDERS:
-        raise InvalidInput(f"the published loop of {family} knows no remasking={options.remasking!r} in block mode.")
     blocks, rest = divmod(options.gen_length, options.block_length)
     steps = options.steps or options.gen_length
-    if rest or not blocks or (steps % blocks and not dream) or steps < blocks:
+    if family != "a2d" and (rest or not blocks or (steps % blocks and not dream) or steps < blocks):
         raise InvalidInput(
             f"the published implementation needs gen_length ({options.gen_length}) to be a multiple of block_length "
             f"({options.block_length}), and steps ({steps}) of the number of blocks. Without the preset any will do."
@@ -103,10 +121,9 @@ def _check_block_causal(options: Options, family: str, size: int, circuit: Proba
         threshold=options.threshold if options.remasking == "left_to_right" else None,
         cache=options.cache if family != "fast_dllm" or options.cache != "dual" else None,
     )
-    if circuit is not None and options.sampler != "factorized":
-        raise InvalidInput(
-            f'the published loop of {family} knows no circuit: give sampler="factorized", or leave the preset out.'
-        )
+    _refuse_circuit(family, options, circuit)
+    if family == "stable_diffcoder":
+        _check_stable_diffcoder(options, size)
     if family == "fast_dllm" and options.gen_length < size:
         raise InvalidInput(
             f"the published loop of fast_dllm writes whole blocks of {size}, found gen_length {options.gen_length}."
@@ -114,6 +131,28 @@ def _check_block_causal(options: Options, family: str, size: int, circuit: Proba
     if family != "fast_dllm" and options.block_length != size:
         raise InvalidInput(
             f"the published loop of {family} has no sub-blocks: give block_length {size}, not {options.block_length}."
+        )
+
+
+def _check_stable_diffcoder(options: Options, size: int) -> None:
+    """Raise InvalidInput for what does not divide, and for blocks that would be left before they are whole."""
+    blocks, rest = divmod(options.gen_length, size)
+    if rest or not blocks or (options.steps or 0) % blocks:
+        raise InvalidInput(
+            f"the published loop of stable_diffcoder needs gen_length ({options.gen_length}) to be a multiple of {size}"
+            f", and steps ({options.steps}) of the number of blocks."
+        )
+    if options.threshold is not None and options.steps != options.gen_length:
+        raise InvalidInput(
+            "with a threshold the published loop of stable_diffcoder may leave a block before it is whole: give steps "
+            f"{options.gen_length}, as many as tokens, not {options.steps}."
+        )
+
+
+def _refuse_circuit(family: str, options: Options, circuit: ProbabilisticCircuit | None) -> None:
+    if circuit is not None and options.sampler != "factorized":
+        raise InvalidInput(
+            f'the published loop of {family} knows no circuit: give sampler="factorized", or leave the preset out.'
         )
 
 

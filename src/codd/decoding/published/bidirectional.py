@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from codd.decoding.samplers import (
     keep_top_p,
     window_length,
 )
-from codd.decoding.sequence import SequenceState, StepPlan, spread
+from codd.decoding.sequence import SequenceState, StepPlan, StopCondition, spread
 
 EPS = 1e-3
 """The last time in full mode."""
@@ -32,9 +33,11 @@ _SIMPLEX = 1e-6
 _NEVER, _ALWAYS = -1e9, 1e9
 
 
-def plan_steps(state: SequenceState) -> Iterator[StepPlan]:
-    """The steps of a sequence, those that have nothing to commit included."""
-    return _block_schedule(state) if state.options.mode == "block" else _full_schedule(state)
+def plan_steps(state: SequenceState, stop: StopCondition) -> Iterator[StepPlan]:
+    """The steps of a sequence, those that have nothing to commit included; it goes on after the end-of-text."""
+    if state.options.mode == "full":
+        return _full_schedule(state)
+    return rounded_blocks(state, state.options.block_length) if state.family == "a2d" else _block_schedule(state)
 
 
 def _block_schedule(state: SequenceState) -> Iterator[StepPlan]:
@@ -47,6 +50,23 @@ def _block_schedule(state: SequenceState) -> Iterator[StepPlan]:
         masks = int(state.masked[begin:end].sum())
         for count in spread(masks, steps // blocks):
             yield StepPlan(begin, end, count, last=False)
+
+
+def rounded_blocks(state: SequenceState, size: int) -> Iterator[StepPlan]:
+    """A2D's steps: as many for each block, each for its share of the masks that are left, rounded.
+
+    Halves go to the even number but for rounding: the shares are the original's to the bit (float32). Steps that would
+    write nothing are left out.
+    """
+    starts = range(state.prompt_length, len(state.ids), size)
+    steps = -(-(state.options.steps or state.options.gen_length) // max(1, len(starts)))
+    times = 1 - (1 - torch.tensor([left / steps for left in range(steps, -1, -1)]))
+    shares = [1 - float(then / now) for now, then in pairwise(times)]
+    for begin in starts:
+        end = min(begin + size, len(state.ids))
+        for share in shares:
+            if count := round(int(state.masked[begin:end].sum()) * share):
+                yield StepPlan(begin, end, count, last=False)
 
 
 def _full_schedule(state: SequenceState) -> Iterator[StepPlan]:
@@ -156,7 +176,7 @@ def coupled_logits(
 
     Also whether there is such a path, and the path.
     """
-    path = _draw(inputs.state, window[1] - window[0], inputs.logits.device)
+    path = draw(inputs.state, window[1] - window[0], inputs.logits.device)
     joint = _divided(inputs).window(window).joint(circuit, 1.0)
     step = joint.joint_step(path[None])
     return _overwritten(inputs, window, step.scores[0]), step.log_partition[0] > -torch.inf, step.latents
@@ -199,7 +219,7 @@ def _propose_llada(logits: Float[Tensor, "R V"], options: Options, state: Sequen
     scores = logits
     if options.temperature > 0:
         noise = (
-            _draw(state, logits.numel(), logits.device)
+            draw(state, logits.numel(), logits.device)
             .double()
             .view(logits.shape)
             .clamp_min(torch.finfo(torch.float64).tiny)
@@ -211,7 +231,7 @@ def _propose_llada(logits: Float[Tensor, "R V"], options: Options, state: Sequen
     if options.remasking == "low_confidence":
         return Proposals(tokens, probability, probability)
     if options.remasking == "random":
-        return Proposals(tokens, _draw(state, len(logits), logits.device), probability)
+        return Proposals(tokens, draw(state, len(logits), logits.device), probability)
     if options.temperature > 0:
         scores = scores.exp().clamp_max(torch.finfo(scores.dtype).max)
     return Proposals(tokens, _spread(scores.softmax(-1), options.remasking), probability)
@@ -229,14 +249,14 @@ def _propose_dream(
     tokens = p.argmax(-1)
     if options.temperature > 0:
         shares = _normalised(p)
-        drawn = choose_tokens(shares.float().log(), _draw(state, len(logits), logits.device), 1.0, None, None)
+        drawn = choose_tokens(shares.float().log(), draw(state, len(logits), logits.device), 1.0, None, None)
         accepted = _is_simplex(shares)
         if len(others.positions):
             accepted = accepted & _is_simplex(_normalised(_dream_probabilities(others.logits, options)))
         tokens = torch.where(accepted, drawn, tokens)
     probability = p.gather(-1, tokens[:, None])[:, 0]
     if options.remasking in ("random", "origin"):
-        return Proposals(tokens, _draw(state, len(logits), logits.device), probability)
+        return Proposals(tokens, draw(state, len(logits), logits.device), probability)
     if options.remasking == "topprob":
         return Proposals(tokens, logits.softmax(-1).amax(-1), probability)
     if options.remasking == "low_confidence":
@@ -266,7 +286,7 @@ def _spread(p: Float[Tensor, "R V"], rule: str) -> Float[Tensor, " R"]:
     return (p * (p + _TINY).log()).sum(-1)
 
 
-def _draw(state: SequenceState, size: int, device: torch.device) -> Float[Tensor, " n"]:
+def draw(state: SequenceState, size: int, device: torch.device) -> Float[Tensor, " n"]:
     """Uniform numbers in [0, 1) from the sequence's own generator."""
     return torch.rand(size, generator=state.generator).to(device, non_blocking=True)
 
@@ -275,7 +295,7 @@ def _target_confidence(logits: Float[Tensor, "R V"], options: Options, state: Se
     """The confidences by which the windowed loop chooses its targets, from untempered logits."""
     p = logits.softmax(-1)
     if options.remasking in ("random", "origin"):
-        return _draw(state, len(logits), logits.device)
+        return draw(state, len(logits), logits.device)
     if options.remasking == "entropy":
         entropies: Float[Tensor, " R"] = torch.special.entr(p).sum(-1)
         return -entropies

@@ -1,23 +1,27 @@
-"""The published loops of block-causal families: SDAR, Fast-dLLM v2, LLaDA2.0 and 2.1, at temperature 0.
+"""The published loops of block-causal families, at temperature 0: SDAR, Fast-dLLM v2, LLaDA2, Stable-DiffCoder, A2D.
 
 They differ in where they end and how far they reach; within a block all commit by one rule. Passes that only store a
 finished block's keys and values commit nothing, and are no steps here. Kept on purpose: all write whole blocks, so that
 SDAR's and Fast-dLLM's answers are longer than asked; SDAR returns what it has not reached as masks; Fast-dLLM v2
-forgets a prompt of exactly one block, and leaves the next block's first token after the last one.
+forgets a prompt of exactly one block, and leaves the next block's first token after the last one; Stable-DiffCoder
+fills the rest of the block that has the end with it; blocks of A2D (BD3LM) end with the prompt.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from jaxtyping import Int
+from torch import Tensor
 from torch.nn.functional import pad
 
 from codd.decoding.options import Options
-from codd.decoding.published.bidirectional import Proposals, step_result
+from codd.decoding.published.bidirectional import Proposals, rounded_blocks, step_result
 from codd.decoding.samplers import StepInputs, StepResult
 from codd.decoding.sequence import SequenceState, StepPlan, StopCondition, edit_steps, spread
 
 LLADA2_STEPS, LLADA2_THRESHOLD = 32, 0.95
+STABLE_DIFFCODER_THRESHOLD = 0.95
 FAST_DLLM_THRESHOLD, FAST_DLLM_BLOCK = 0.9, 8
 """Those of its scripts; its `generate` itself has 1, which is one token a pass."""
 
@@ -25,9 +29,11 @@ FAST_DLLM_THRESHOLD, FAST_DLLM_BLOCK = 0.9, 8
 def defaults(family: str, size: int, options: Options) -> dict[str, Any]:
     """What a family's loop decides where the options leave it open: blocks of ``size``, steps and threshold."""
     steps, threshold = None if "steps" in options.unset else options.steps, options.threshold
-    if family == "sdar" and steps is None:
-        steps = size
-    if family != "sdar" and threshold is None:
+    if family == "sdar":
+        steps = steps or size
+    elif family == "stable_diffcoder" and steps is None:
+        steps, threshold = max(1, options.gen_length), STABLE_DIFFCODER_THRESHOLD if threshold is None else threshold
+    elif threshold is None and family in ("fast_dllm", "llada2"):
         threshold = FAST_DLLM_THRESHOLD if family == "fast_dllm" else LLADA2_THRESHOLD
     if family == "llada2" and steps is None and options.editing_threshold is None:
         steps = LLADA2_STEPS
@@ -35,10 +41,16 @@ def defaults(family: str, size: int, options: Options) -> dict[str, Any]:
     return {"steps": steps, "threshold": threshold, **({"block_length": FAST_DLLM_BLOCK} if divided else {})}
 
 
+def positions(state: SequenceState) -> Int[Tensor, " R"]:
+    """The masked positions of the plan's block, ascending."""
+    assert state.plan is not None
+    return state.masked_in(state.plan.block)
+
+
 def plan_steps(state: SequenceState, stop: StopCondition) -> Iterator[StepPlan]:
     """The steps of a family's loop, which heeds ``stop`` in its own way."""
     assert state.block_size is not None
-    return {"sdar": _sdar, "fast_dllm": _fast_dllm, "llada2": _llada2}[state.family](state, state.block_size, stop)
+    return LOOPS[state.family](state, state.block_size, stop)
 
 
 def step(inputs: StepInputs) -> StepResult:
@@ -48,7 +60,8 @@ def step(inputs: StepInputs) -> StepResult:
     first = -torch.arange(len(best.values), device=best.values.device).float()
     order = first if options.remasking == "left_to_right" else best.values
     proposals = Proposals(best.indices, order, best.values)
-    sure = 0 if options.threshold is None else int((best.values > options.threshold).sum())
+    reaches = torch.ge if inputs.state.family in AT_LEAST else torch.gt
+    sure = 0 if options.threshold is None else int(reaches(best.values, options.threshold).sum())
     count = max(sure, plan.count or 0)
     return step_result(inputs, proposals, count, plan.block, inputs.state.mask_ratio(plan.block), False)
 
@@ -102,6 +115,33 @@ def _fast_dllm_plans(state: SequenceState, starts: range) -> Iterator[StepPlan]:
         yield StepPlan(start + size, start + size + 1, 1, last=False)
 
 
+def _stable_diffcoder(state: SequenceState, size: int, stop: StopCondition) -> Iterator[StepPlan]:
+    """The first block has the prompt's end, and the last one is as much shorter; ends after whole blocks only."""
+    options, length = state.options, len(state.ids)
+    assert options.steps is not None
+    share = options.steps // (options.gen_length // size)
+    for begin in range(state.prompt_length // size * size, length, size):
+        end = min(begin + size, length)
+        for count in spread(int(state.masked[begin:end].sum()), share):
+            if bool(state.masked[begin:end].any()):
+                yield StepPlan(begin, end, count if options.threshold is None else 1, last=False)
+        if (ended := _end(state, stop)) is not None:
+            state.ids[ended:end] = state.ids[ended - 1]
+            state.ids = state.ids[:end]
+            return
+
+
+def _a2d(state: SequenceState, size: int, stop: StopCondition) -> Iterator[StepPlan]:
+    """BD3LM: blocks are counted from the end of the prompt; ends after whole blocks only, with all of the block."""
+    state.phase = -state.prompt_length % size
+    for plan in rounded_blocks(state, size):
+        yield plan
+        block = state.masked[plan.begin : plan.end]
+        if not bool(block.any()) and _end(state, stop) is not None:
+            state.ids = state.ids[: plan.end]
+            return
+
+
 def _counted(state: SequenceState, begin: int, end: int) -> Iterator[StepPlan]:
     """A block's size divided by its steps, however many masks it has, until none is left."""
     assert state.options.steps is not None
@@ -133,3 +173,15 @@ def _resize(state: SequenceState, length: int) -> None:
 
 def _end(state: SequenceState, stop: StopCondition) -> int | None:
     return stop.end_of(state.ids.tolist(), state.prompt_length, state.mask_id)
+
+
+LOOPS = {
+    "sdar": _sdar,
+    "fast_dllm": _fast_dllm,
+    "llada2": _llada2,
+    "stable_diffcoder": _stable_diffcoder,
+    "a2d": _a2d,
+}
+"""By family."""
+AT_LEAST = ("stable_diffcoder", "nemotron")
+"""Families whose threshold need only be reached; elsewhere it must be exceeded."""
