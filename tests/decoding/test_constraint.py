@@ -114,15 +114,6 @@ def test_a_language_of_everything_changes_nothing():
         assert_same_until_a_tie(free, bound)
 
 
-def test_the_null_circuit_writes_what_the_network_alone_does():
-    automaton = random_automaton(2)
-    for way in ({}, {"steps": 5}, {"temperature": 1.0}):
-        told = {"constraint": automaton, "gen_length": 12, **way}
-        alone, null = (list(model(CIRCUITS[name]).denoise([[1]], **told)) for name in ("none", "null"))
-        assert_same_until_a_tie(alone, null)
-        assert not any(step.circuit for step in alone)
-
-
 def test_tokens_that_the_language_makes_certain_take_no_step():
     """Four free tokens among twelve: with a token a step there are four steps, or few more where windows decide."""
     table = np.full((13, VOCAB), -1)

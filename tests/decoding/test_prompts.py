@@ -65,16 +65,6 @@ def test_texts_are_continuations_or_the_whole_if_masks_were_filled():
     assert filled.steps == [2]
 
 
-def test_generate_collects_the_stream():
-    options = {"gen_length": 12, "steps": 4, "temperature": 1.0, "seed": 3}
-    steps = list(MODEL.denoise(["one", "two"], **options))
-    found = MODEL.generate(["one", "two"], **options)
-    for i in range(2):
-        own = [step for step in steps if step.sequence == i]
-        assert found.sequences[i].tolist() == own[-1].ids.tolist()
-        assert found.steps[i] == len(own)
-
-
 def test_an_answer_ends_at_the_end_of_text_of_the_model():
     assert MODEL.stop_ids == {MODEL.backbone.special.eos}
     found = MODEL.generate("Mia has 8 stamps and buys 4. How many has she?", gen_length=64, steps=32)
