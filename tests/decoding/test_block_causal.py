@@ -77,19 +77,6 @@ class TestBlocks:
         with pytest.raises(InvalidInput, match="32 steps are not enough for 40 blocks"):
             run(tiny(block_size=1), [[1]], circuit=random_hmm(), steps=32, **options)
 
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"mode": "full"}, 'mode="full".*blocks?.*mode="block" is for it'),
-            ({"block_length": 3}, r"block_length is 3.*4 tokens.*codd\.load\(block_size="),
-            ({"block_length": 8}, r"block_length is 8.*codd\.load\(block_size="),
-            ({"preset": "reference"}, "mini has no published loop with block-causal attention"),
-        ],
-    )
-    def test_what_is_refused(self, options, message):
-        with pytest.raises(InvalidInput, match=message):
-            run(network(), [[1, 2]], gen_length=8, **options)
-
     def test_a_given_length_stays_and_the_usual_one_follows_the_network(self):
         [own] = start_sequences(network(), [[1]], Options(gen_length=8), mask_id=MASK)
         [given] = start_sequences(network(), [[1]], Options(gen_length=8, block_length=2), mask_id=MASK)

@@ -101,28 +101,7 @@ class TestOptionsObject:
         assert said.changed(temperature=0.7) != Options().changed(temperature=0.7)
         with pytest.raises(InvalidInput, match="knows no sampler"):
             said.changed(preset="reference", steps=4)
-
-    @pytest.mark.parametrize("pace", [{"threshold": 0.9}, {"entropy_budget": 0.5}])
-    def test_one_latent_path_is_refused_where_it_would_judge_how_sure_tokens_are(self, pace):
-        message = r'=0\.[59] does not go with sampler="latent".*sampler="any_order".* or give steps\.$'
-        with pytest.raises(InvalidInput, match=next(iter(pace)) + message):
-            model().generate(PROMPTS, **pace, sampler="latent")
-        with pytest.raises(InvalidInput, match=message):
-            Options(**pace).changed(sampler="latent")
-        with pytest.raises(InvalidInput, match=message):
-            Options(sampler="latent").changed(**pace)
-        assert Options(**pace).changed(sampler="latent", steps=4).commit_rule == {"steps": 4}
-
-    @pytest.mark.parametrize("wrong", [{"steps": 3}, "fast", 3])
-    def test_anything_else_is_an_error(self, wrong):
-        with pytest.raises(Exception, match="Options"):
-            model().generate(PROMPTS, wrong)
-
-
-@pytest.mark.parametrize("wrong", [None, 3, b"text", {"role": "user", "content": "x"}])
-def test_what_is_no_prompt_is_named(wrong):
-    with pytest.raises(Exception, match="prompts"):
-        model().generate(wrong)
+        assert Options(threshold=0.9).changed(sampler="latent", steps=4).commit_rule == {"steps": 4}
 
 
 class TestStop:
@@ -162,10 +141,6 @@ class TestStop:
         assert first_stop("abcdef", ["bcde", "cd"]) == 2
         assert first_stop("abcdef", ["x"]) is None
         assert first_stop("abab", ["ab"], 1) == 2
-
-    def test_without_a_tokenizer_there_is_no_text_to_stop_at(self):
-        with pytest.raises(InvalidInput, match="no tokenizer"):
-            model().generate(PROMPTS, **SIZES, stop="w1")
 
 
 def test_a_person_can_read_what_was_generated():
@@ -237,8 +212,6 @@ def test_a_bar_over_all_prompts(monkeypatch, capsys):
 
 def test_the_fields_names_of_options_and_of_moving_a_model():
     assert ids(model().generate(PROMPTS, max_new_tokens=5)) == ids(model().generate(PROMPTS, gen_length=5))
-    with pytest.raises(InvalidInput, match="max_new_tokens and gen_length are one option"):
-        model().generate(PROMPTS, max_new_tokens=5, gen_length=5)
     moved = codd.Model(copy.deepcopy(tiny()), random_hmm(), words(), MASK)
     assert moved.tokenizer is not None
     assert moved.tokenizer("w3 w1") == moved.tokenizer.encode("w3 w1") == [3, 1]
@@ -253,5 +226,3 @@ def test_the_fields_names_of_options_and_of_moving_a_model():
         assert moved.circuit is not None
         assert moved.circuit.device.type == "cpu"
         assert ids(moved.generate(PROMPTS, **SIZES, steps=4)) == wanted
-    with pytest.raises(InvalidInput, match="there is no device 'nowhere'"):
-        moved.to("nowhere")

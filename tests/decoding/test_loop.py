@@ -572,27 +572,6 @@ def test_padding_is_not_seen():
     assert PAD not in last(run(tiny(), [[1], [1, 2, 3, 4, 5]], gen_length=4, ban=[PAD]))
 
 
-REFUSED = [
-    ([[1]], {"gen_length": 16, "block_length": 4, "steps": 3}, "3 steps are not enough for 4 blocks"),
-    *(([[1]], {"ban": ban}, "ban") for ban in ([VOCAB], [-1], range(VOCAB))),
-    *(
-        ([[1, 2]], {"hooks": [lambda logits, *_, way=way: getattr(logits, way)()]}, "a hook returned logits of torch")
-        for way in ("long", "bool", "to_sparse", "cfloat")
-    ),
-    ([[1]], {"hooks": [lambda logits, *_: logits[:2, 0]]}, r"a hook returned logits of shape \(2,\)"),
-    ([[1]], {"hooks": [lambda *_: None]}, "a hook returned NoneType"),
-    ([[1]], {"seed": [3, 4]}, "2 seeds for 1 prompts"),
-    ([[1], [1] * 60], {"gen_length": 8}, r"prompt 1 has 60 tokens; .* makes 68, .* made for 64\. Shorten"),
-    *(([[1, wrong]], {}, f"has the id {wrong}, but the model has {VOCAB} tokens") for wrong in (VOCAB, -1)),
-]
-
-
-@pytest.mark.parametrize(("prompts", "options", "words"), REFUSED)
-def test_what_is_refused_says_why(prompts, options, words):
-    with pytest.raises(InvalidInput, match=words):
-        run(tiny(), prompts, **{"gen_length": 4, **options})
-
-
 def test_an_unforeseen_error_ends_a_run():
     with pytest.raises(ZeroDivisionError):
         run(tiny(), [[1], [2]], gen_length=4, hooks=[lambda *_: 1 / 0])

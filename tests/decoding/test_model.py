@@ -235,25 +235,3 @@ def test_a_model_cannot_be_changed_by_accident():
     model = codd.load(BERT, None)
     with pytest.raises(AttributeError):
         model.mask_id = 3
-
-
-NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has one")
-REFUSED = [
-    *(({"dtype": dtype}, "dtype must be a floating-point type") for dtype in ("int8", "nonsense", torch.int32, 32)),
-    ({"circuit": 5}, "circuit must be a folder, a hub id, a circuit or None, found 5"),
-    ({"circuit": Modulated(circuit_over(BERT_VOCAB + 1), Head(HeadConfig(16, 3)))}, "over 121 tokens, the model over"),
-    *(({"mask_id": mask_id}, f"mask_id {mask_id} is not one of the 120 tokens") for mask_id in (BERT_VOCAB, -1)),
-    ({"device": "toaster"}, "there is no device 'toaster'"),
-    pytest.param({"device": "cuda"}, "no CUDA device", marks=NO_CUDA),
-]
-
-
-@pytest.mark.parametrize(("given", "words"), REFUSED, ids=str)
-def test_what_cannot_be_loaded_says_why(given, words, as_users_run_it):
-    with pytest.raises(InvalidInput, match=words):
-        codd.load(BERT, **{"circuit": None, "device": "cpu", **given})
-
-
-def test_a_circuit_that_is_not_there_is_an_error_and_not_none(tmp_path):
-    with pytest.raises(FormatError, match="nowhere"):
-        codd.load(BERT, tmp_path / "nowhere")

@@ -1,10 +1,7 @@
-import pytest
 import torch
-from jaxtyping import config
 
 import codd
 from codd.decoding.prompts import encode_prompts
-from codd.errors import InvalidInput
 
 MODEL = codd.load(device="cpu")
 TOKENIZER = MODEL.tokenizer
@@ -39,18 +36,6 @@ def test_ids_in_any_form():
     assert encode([torch.tensor([1, 2]), []]) == [[1, 2], []]
     assert encode(torch.tensor([[1, 2], [3, 4]])) == [[1, 2], [3, 4]]
     assert encode(torch.tensor([1, 2])) == [[1, 2]]
-
-
-@pytest.mark.parametrize("wrong", [[1, 2], [[1.5]], [["one"]], [torch.tensor([1.5])], [None]])
-def test_what_is_no_prompt(wrong, monkeypatch):
-    monkeypatch.setattr(config, "jaxtyping_disable", True)  # users have no checks of types
-    with pytest.raises(InvalidInput):
-        encode(wrong)
-
-
-def test_text_needs_a_tokenizer():
-    with pytest.raises(InvalidInput, match="no tokenizer"):
-        encode_prompts("one", None, chat=None)
 
 
 def test_texts_are_continuations_or_the_whole_if_masks_were_filled():
