@@ -8,21 +8,19 @@ import pytest
 import torch
 
 import codd
-from codd.circuits import HMM
 from codd.decoding import Options
 from codd.decoding.inspect import inspect
 from codd.decoding.loop import denoise
 from codd.decoding.runner import FullRecompute, HiddenStateRequest
-from codd.decoding.sequence import Step, StopCondition, start_sequences
+from codd.decoding.sequence import StopCondition, start_sequences
 from codd.errors import InvalidInput
 from tests.support import FIXTURES
-from tests.support.tiny_models import MASK, VOCAB, filled_in, last, modulated, random_hmm, run, stated, tiny
+from tests.support.tiny_models import MASK, last, modulated, random_hmm, run, stated, tiny
 
 FAMILIES = ("sdar", "fastdllm_v2", "llada2")
 SIZE = 4
 PROMPTS = [[1, 2, 3, 4, 5, 6], [7, 8, 9], [10, 11, 12, 13], [14]]
 PACES: list[dict[str, Any]] = [{"steps": None}, {"steps": 6}, {"threshold": 0.15}, {"entropy_budget": 2.5}]
-ORDERS = ("low_confidence", "margin", "entropy", "random", "left_to_right")
 
 
 @functools.cache
@@ -32,10 +30,6 @@ def loaded(family: str, size: int | None = None) -> codd.Model:
 
 def network(size: int = SIZE) -> codd.backbones.Backbone:
     return tiny(block_size=size)
-
-
-def answers(steps: list[Step], count: int) -> list[tuple[list[int], list[int]]]:
-    return [(last(steps, i), filled_in(steps, i)) for i in range(count)]
 
 
 class TestBlocks:
@@ -83,19 +77,6 @@ class TestBlocks:
         with pytest.raises(InvalidInput, match="32 steps are not enough for 40 blocks"):
             run(tiny(block_size=1), [[1]], circuit=random_hmm(), steps=32, **options)
 
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"mode": "full"}, 'mode="full".*blocks?.*mode="block" is for it'),
-            ({"block_length": 3}, r"block_length is 3.*4 tokens.*codd\.load\(block_size="),
-            ({"block_length": 8}, r"block_length is 8.*codd\.load\(block_size="),
-            ({"preset": "reference"}, "mini has no published loop with block-causal attention"),
-        ],
-    )
-    def test_what_is_refused(self, options, message):
-        with pytest.raises(InvalidInput, match=message):
-            run(network(), [[1, 2]], gen_length=8, **options)
-
     def test_a_given_length_stays_and_the_usual_one_follows_the_network(self):
         [own] = start_sequences(network(), [[1]], Options(gen_length=8), mask_id=MASK)
         [given] = start_sequences(network(), [[1]], Options(gen_length=8, block_length=2), mask_id=MASK)
@@ -121,19 +102,6 @@ def test_what_follows_the_block_makes_no_difference(family):
         sequences = start_sequences(backbone, [[3, 1, 4, 1, 5]], Options(gen_length=16, threshold=0.3), mask_id=95)
         texts.append([step.ids.tolist() for step in denoise(runner, sequences)])
     assert texts[0] == texts[1]
-
-
-@pytest.mark.usefixtures("as_users_run_it")
-@pytest.mark.parametrize("order", range(len(ORDERS)))
-@pytest.mark.parametrize("pace", range(len(PACES)))
-def test_the_null_circuit_writes_what_the_network_writes(order, pace):
-    extra = ({}, {"temperature": 0.8}, {"editing_threshold": 0.2, "cfg_scale": 0.5})[(order + pace) % 3]
-    part = (2, 4)[(order // 2 + pace) % 2]
-    options = {"gen_length": 5, "block_length": part, "remasking": ORDERS[order], **PACES[pace], **extra}
-    alone = answers(run(network(), PROMPTS[:2], **options), 2)
-    for sampler in ("any_order", "latent") if "steps" in PACES[pace] else ("any_order",):
-        null = run(network(), PROMPTS[:2], circuit=HMM.neutral(3, VOCAB), sampler=sampler, **options)
-        assert answers(null, 2) == alone
 
 
 class TestCircuits:
@@ -271,19 +239,6 @@ class TestEditing:
             assert not set(step.ids[torch.tensor([1, *range(3, len(step.ids))])].tolist()) & set(banned)
             assert (int(step.ids[0]), int(step.ids[2])) == (1, 2)
             assert not set(step.edits.tokens.tolist()) & {*banned, MASK}
-
-    def test_scores_are_those_of_the_last_token(self):
-        model = codd.Model(tiny(), None, None, MASK)
-        told = {"gen_length": 12, "block_length": 6, "editing_threshold": 0.2, "threshold": 0.1}
-        out = model.generate([[1, 2, 3]], **told)
-        scores = torch.zeros(15)
-        edited: set[int] = set()
-        for step in model.denoise([[1, 2, 3]], **told):
-            scores[step.positions] = step.scores
-            scores[step.edits.positions] = step.edits.scores
-            edited |= set(step.edits.positions.tolist())
-        assert edited
-        assert torch.equal(out.scores[0], scores[3:])
 
     def test_nothing_that_may_still_change_is_settled_or_ends_a_sequence(self):
         """A stop token that is edited away does not stop; one that stays ends the sequence with its block."""

@@ -182,10 +182,6 @@ class TestBidirectional:
         assert steps[0].computed == 28
         assert all(step.cached >= 14 and step.computed + step.cached == 28 for step in steps[1:])
 
-    def test_a_network_that_is_told_the_noise_level_has_none(self):
-        with pytest.raises(InvalidInput, match="cache='dual': mdlm is told the share of masks"):
-            steps_of(backbone("mdlm"), [[1, 2]], gen_length=4, cache="dual")
-
 
 class TestMemory:
     def test_is_taken_once_and_sequences_wait_for_it(self):

@@ -4,13 +4,11 @@ from itertools import product
 
 import numpy as np
 import pytest
-import torch
 
 import codd
 from codd.circuits import HMM
 from codd.constraints import Automaton
 from codd.decoding import Step
-from codd.errors import InvalidInput
 from tests.support.tiny_models import EOS, MASK, PAD, VOCAB, modulated, tiny
 
 WORDS = [token for token in range(VOCAB) if token not in (EOS, MASK, PAD)]
@@ -114,15 +112,6 @@ def test_a_language_of_everything_changes_nothing():
         assert_same_until_a_tie(free, bound)
 
 
-def test_the_null_circuit_writes_what_the_network_alone_does():
-    automaton = random_automaton(2)
-    for way in ({}, {"steps": 5}, {"temperature": 1.0}):
-        told = {"constraint": automaton, "gen_length": 12, **way}
-        alone, null = (list(model(CIRCUITS[name]).denoise([[1]], **told)) for name in ("none", "null"))
-        assert_same_until_a_tie(alone, null)
-        assert not any(step.circuit for step in alone)
-
-
 def test_tokens_that_the_language_makes_certain_take_no_step():
     """Four free tokens among twelve: with a token a step there are four steps, or few more where windows decide."""
     table = np.full((13, VOCAB), -1)
@@ -164,29 +153,3 @@ def test_banned_tokens_are_not_in_the_language_either():
     written = model().generate([[1, 2]], constraint=automaton, ban=banned, gen_length=10)
     assert read(written, automaton) == [True]
     assert not set(banned) & set(written.completions[0].tolist())
-
-
-@pytest.mark.parametrize(
-    ("told", "prompt", "message"),
-    [
-        ({"gen_length": 1}, [1], "fits into 1 tokens: raise gen_length"),
-        ({"gen_length": 4}, [1, MASK], "a constraint is about one or the other"),
-        ({"gen_length": 0}, [MASK, EOS, MASK], "fits the given tokens and the masks"),
-        ({"preset": "reference"}, [1], "does not go with preset"),
-        ({"editing_threshold": 0.9}, [1], "does not go with editing_threshold"),
-        ({"hooks": [lambda logits, positions, ids: torch.full_like(logits, -torch.inf)]}, [1], "Check the hooks"),
-    ],
-)
-def test_what_cannot_be_is_an_error(told, prompt, message):
-    pairs = Automaton([[1] * 20 + [-1] * 3, [2] * 20 + [-1] * 3, [-1] * VOCAB], accepting=[2])
-    with pytest.raises(InvalidInput, match=message):
-        model().generate([prompt], constraint=pairs, **{"gen_length": 2, **told})
-
-
-def test_errors_of_type_and_size():
-    with pytest.raises(InvalidInput, match="does not go with stop"):
-        codd.Options(constraint=random_automaton(0), stop="x")
-    with pytest.raises(InvalidInput, match="over 2 tokens, the model over 23"):
-        model().generate([[1]], constraint=Automaton([[0, 0]], accepting=[0]))
-    with pytest.raises(InvalidInput, match="no tokenizer"):
-        model().generate([[1]], constraint=codd.constraints.Regex("a+"))

@@ -1,5 +1,6 @@
 """What `generate` gives and takes beyond the text: options as an object, scores, stop strings, the network's seam."""
 
+import copy
 from collections.abc import Sequence
 
 import pytest
@@ -100,49 +101,7 @@ class TestOptionsObject:
         assert said.changed(temperature=0.7) != Options().changed(temperature=0.7)
         with pytest.raises(InvalidInput, match="knows no sampler"):
             said.changed(preset="reference", steps=4)
-
-    @pytest.mark.parametrize("pace", [{"threshold": 0.9}, {"entropy_budget": 0.5}])
-    def test_one_latent_path_is_refused_where_it_would_judge_how_sure_tokens_are(self, pace):
-        message = r'=0\.[59] does not go with sampler="latent".*sampler="any_order".* or give steps\.$'
-        with pytest.raises(InvalidInput, match=next(iter(pace)) + message):
-            model().generate(PROMPTS, **pace, sampler="latent")
-        with pytest.raises(InvalidInput, match=message):
-            Options(**pace).changed(sampler="latent")
-        with pytest.raises(InvalidInput, match=message):
-            Options(sampler="latent").changed(**pace)
-        assert Options(**pace).changed(sampler="latent", steps=4).commit_rule == {"steps": 4}
-
-    @pytest.mark.parametrize("wrong", [{"steps": 3}, "fast", 3])
-    def test_anything_else_is_an_error(self, wrong):
-        with pytest.raises(Exception, match="Options"):
-            model().generate(PROMPTS, wrong)
-
-
-@pytest.mark.parametrize("wrong", [None, 3, b"text", {"role": "user", "content": "x"}])
-def test_what_is_no_prompt_is_named(wrong):
-    with pytest.raises(Exception, match="prompts"):
-        model().generate(wrong)
-
-
-@pytest.mark.parametrize("circuit", [None, random_hmm()], ids=["network", "circuit"])
-@pytest.mark.parametrize(
-    "way", [{"steps": 4}, {"threshold": 0.2, "sampler": "any_order"}, {"mode": "full", "steps": 3}]
-)
-def test_scores_are_those_of_the_steps(way, circuit):
-    prompts = [[1, 2, 3], [4, MASK, 5]]
-    found = model(circuit).generate(prompts, **SIZES, **way)
-    steps = list(model(circuit).denoise(prompts, **SIZES, **way))
-    for number, prompt in enumerate(prompts):
-        own = [step for step in steps if step.sequence == number]
-        scores = dict(
-            zip(*(torch.cat([getattr(s, name) for s in own]).tolist() for name in ("positions", "scores")), strict=True)
-        )
-        written = [i for i, token in enumerate(prompt) if token == MASK] + list(range(len(prompt), len(own[-1].ids)))
-        assert found.positions[number].tolist() == written
-        assert found.scores[number].tolist() == [scores[position] for position in written]
-        assert all(0 < score <= 1 for score in found.scores[number].tolist())
-        assert found.steps[number] == len(own)
-        assert found.circuit_steps[number] == sum(step.circuit for step in own) == (len(own) if circuit else 0)
+        assert Options(threshold=0.9).changed(sampler="latent", steps=4).commit_rule == {"steps": 4}
 
 
 class TestStop:
@@ -158,6 +117,7 @@ class TestStop:
         assert ids(found)[0] == ids(whole)[0][: 3 + expected]
         assert len(found.scores[0]) == expected
         assert found.steps[0] <= whole.steps[0]
+        assert (whole.finish_reasons, found.finish_reasons) == (["length"], ["stop"])
 
     def test_one_text_is_a_list_of_one_and_the_end_of_text_still_ends(self):
         options = {"chat": False, **SIZES, "steps": None}
@@ -182,9 +142,18 @@ class TestStop:
         assert first_stop("abcdef", ["x"]) is None
         assert first_stop("abab", ["ab"], 1) == 2
 
-    def test_without_a_tokenizer_there_is_no_text_to_stop_at(self):
-        with pytest.raises(InvalidInput, match="no tokenizer"):
-            model().generate(PROMPTS, **SIZES, stop="w1")
+
+def test_a_person_can_read_what_was_generated():
+    """One line per prompt: long texts are cut short, ids stand where there is no tokenizer."""
+    found = model(random_hmm(), reads=True).generate(["w1 w2", "w3"], chat=False, gen_length=60, steps=4, stop=False)
+    first, *lines = repr(found).splitlines()
+    assert first == "Generation of 2 prompts:"
+    for number, (line, text) in enumerate(zip(lines, found.texts, strict=True)):
+        assert line.startswith(f"  {number}: '{text[:20]}")
+        assert len(line) < len(text)
+        assert line.endswith("(60 tokens written, finish reason length, 4 network calls, the circuit in 4)")
+    alone = model().generate([[1, 2]], gen_length=3, steps=1)
+    assert f"  0: {alone.completions[0].tolist()} (3 tokens" in repr(alone)
 
 
 class OnlyWhatIsNeeded(FullRecompute):
@@ -229,3 +198,31 @@ def test_a_step_asks_for_the_states_that_it_uses(way, circuit):
     wanted = list(own.denoise(prompts, **SIZES, **way))
     assert [step.ids.tolist() for step in steps] == [step.ids.tolist() for step in wanted]
     assert runner.shortest <= 6 or way.get("mode") == "full"
+
+
+def test_a_bar_over_all_prompts(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    model().generate(PROMPTS, **SIZES)
+    assert capsys.readouterr().err == ""
+    model().generate(PROMPTS, **SIZES, progress=True)
+    shown = capsys.readouterr().err
+    assert "2 prompts" in shown
+    assert "100%" in shown
+
+
+def test_the_fields_names_of_options_and_of_moving_a_model():
+    assert ids(model().generate(PROMPTS, max_new_tokens=5)) == ids(model().generate(PROMPTS, gen_length=5))
+    moved = codd.Model(copy.deepcopy(tiny()), random_hmm(), words(), MASK)
+    assert moved.tokenizer is not None
+    assert moved.tokenizer("w3 w1") == moved.tokenizer.encode("w3 w1") == [3, 1]
+    wanted = ids(moved.generate(PROMPTS, **SIZES, steps=4))
+    for places, dtype in (
+        ((torch.float64,), torch.float64),
+        (("cpu",), torch.float64),
+        (("cpu", "float32"), torch.float32),
+    ):
+        assert moved.to(*places) is moved
+        assert moved.backbone(torch.tensor([[1, 2]])).dtype == dtype
+        assert moved.circuit is not None
+        assert moved.circuit.device.type == "cpu"
+        assert ids(moved.generate(PROMPTS, **SIZES, steps=4)) == wanted

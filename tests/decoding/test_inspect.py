@@ -5,16 +5,14 @@ import math
 
 import pytest
 import torch
-from jaxtyping import config
 from torch import Tensor
 from torch.testing import assert_close
 
 import codd
 from codd import Coupled, Model
 from codd.circuits import HMM, Circuit, Factors, leaf, mixture, product
-from codd.decoding.inspect import LONGEST, MOST, Inspection, inspect
+from codd.decoding.inspect import Inspection, inspect
 from codd.decoding.options import Options
-from codd.errors import InvalidInput
 from tests.support.tiny_models import MASK, VOCAB, biased, modulated, of, random_hmm, run, stated, tiny
 
 PROMPT = [3, 1, 4, 1, 5]
@@ -226,48 +224,6 @@ def test_what_it_is_given_is_not_changed():
     ids, written = list(IDS), [2]
     look(random_hmm(), ids, written=written)
     assert (ids, written) == (IDS, [2])
-
-
-WRONG = {
-    "ids too large": ({"ids": [VOCAB, MASK]}, rf"^ids must be whole numbers in 0..{VOCAB - 1}, found {VOCAB}\.$"),
-    "ids negative": ({"ids": [-1, MASK]}, "^ids must be whole numbers"),
-    "ids a text": ({"ids": ["a", MASK]}, "^ids must be whole numbers in .* found 'a'"),
-    "ids too many": ({"ids": [MASK] * 65}, "^ids has 65 tokens, but this model was made for 64"),
-    "window backwards": ({"window": (6, 5)}, r"^window must be \[begin, end\] with 0 <= begin < end <= 13"),
-    "window empty": ({"window": (6, 6)}, "^window must be"),
-    "window before": ({"window": (-1, 6)}, "^window must be"),
-    "window beyond": ({"window": (5, 14)}, r"^window must be .* found \[5, 14\]"),
-    "window of three": ({"window": (5, 6, 7)}, r"^window must be"),
-    "window a fraction": ({"window": (5, 6.5)}, r"^window must be"),
-    "window written": ({"window": (0, 5)}, r"^window \[0, 5\] holds no mask"),
-    "window too long": ({"circuit": random_hmm(length=6)}, "^window must be of at most 6 positions, found 8"),
-    "candidates none": ({"candidates": 0}, f"^candidates must be a whole number from 1 to {MOST}, found 0"),
-    "candidates many": ({"candidates": MOST + 1}, "^candidates must be"),
-    "written beyond": ({"written": [13]}, "^written must hold positions in 0..12, found 13"),
-    "ban unknown": ({"options": Options(ban=(VOCAB,))}, f"^ban holds {VOCAB}"),
-}
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_named(name, monkeypatch):
-    monkeypatch.setattr(config, "jaxtyping_disable", True)  # as users run it
-    given, message = WRONG[name]
-    with pytest.raises(InvalidInput, match=message) as caught:
-        look(**given)
-    assert "\n" not in str(caught.value)
-
-
-def test_windows_have_a_longest_length_without_a_circuit_too():
-    long = tiny(max_length=LONGEST + 10)
-    with pytest.raises(InvalidInput, match=f"^window must be of at most {LONGEST} positions, found {LONGEST + 1}"):
-        look(ids=[MASK] * (LONGEST + 2), window=(0, LONGEST + 1), backbone=long)
-
-
-def test_models_without_a_mask_and_logits_without_numbers():
-    with pytest.raises(InvalidInput, match="does not say which token is the mask"):
-        inspect(Model(tiny(), None, None, None), IDS, WINDOW, options=Options())
-    with pytest.raises(InvalidInput, match=r"^ids: at position 5 the logits are NaN"):
-        look(backbone=biased(tiny(), torch.full((VOCAB,), math.nan)))
 
 
 @functools.cache

@@ -1,6 +1,5 @@
 import warnings
 from types import MappingProxyType
-from typing import get_args
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from codd.backbones import mini
 from codd.backbones.config import Config
 from codd.circuits import HMM
 from codd.decoding.loop import advance
-from codd.decoding.options import Options, Order
+from codd.decoding.options import Options
 from codd.decoding.runner import FullRecompute, HiddenStateRequest, pad_left
 from codd.decoding.sequence import SequenceState, Step, generator_for, start_sequences
 from codd.errors import CircuitSteppedAside, InvalidInput
@@ -24,7 +23,6 @@ from tests.support.tiny_models import (
     VOCAB,
     biased,
     filled_in,
-    fixture,
     last,
     of,
     random_hmm,
@@ -228,52 +226,6 @@ class TestHowMany:
             ids = step.ids
 
 
-SEEDS = {"decode_llada": 14, "decode_dream": 17, "mdlm": 1, "mini": 0}
-"""Of the prompts."""
-WAYS = {
-    "greedy": {"sampler": "latent"},
-    "sampled": {"sampler": "latent", "temperature": 1.0, "top_p": 0.9},
-    "random order": {"sampler": "latent", "remasking": "random", "temperature": 0.7},
-    "any order": {"sampler": "any_order", "temperature": 1.0},
-    "threshold": {"sampler": "factorized", "threshold": 0.2, "steps": None},
-    "joint threshold": {"sampler": "any_order", "threshold": 0.2, "steps": None},
-    "full": {"sampler": "latent", "mode": "full"},
-    "deferred": {"sampler": "latent", "mode": "full", "outside": "defer", "temperature": 1.0},
-    "guided": {"cfg_scale": 0.5},
-}
-NEIGHBOURS = [
-    *(("mini", way) for way in WAYS),
-    pytest.param("decode_llada", "greedy", marks=pytest.mark.numerics),
-    ("decode_llada", "deferred"),
-    pytest.param("decode_dream", "sampled", marks=pytest.mark.numerics),
-    ("decode_dream", "any order"),
-    ("mdlm", "full"),
-    pytest.param("mdlm", "guided", marks=pytest.mark.numerics),
-]
-"""Every way with one family, and every family in a few ways."""
-
-
-class TestNeighbours:
-    @pytest.mark.parametrize(("name", "way"), NEIGHBOURS)
-    def test_a_batch_gives_what_each_gives_alone(self, name, way):
-        backbone = tiny() if name == "mini" else fixture(name)
-        draw = torch.Generator().manual_seed(SEEDS[name])
-        prompts = [torch.randint(VOCAB - 3, (length,), generator=draw).tolist() for length in (3, 8, 1)]
-        options = {"gen_length": 12, "block_length": 6, "steps": 6, "seed": 5, **WAYS[way]}
-        circuit = random_hmm(5, backbone.vocab_size, window=6)
-        together = run(backbone, prompts, circuit=circuit, **options)
-        backwards = run(backbone, prompts[::-1], circuit=circuit, **options)
-        for i, prompt in enumerate(prompts):
-            alone = run(backbone, [prompt], circuit=circuit, **options)
-            for found, place in ((together, i), (backwards, len(prompts) - 1 - i)):
-                for a, b in zip(alone, of(found, place), strict=True):
-                    assert torch.equal(a.ids, b.ids)
-                    assert torch.equal(a.positions, b.positions)
-                    assert torch.equal(a.scores, b.scores)
-                    assert (a.circuit, a.window, a.mask_ratio) == (b.circuit, b.window, b.mask_ratio)
-        assert len({tuple(last(together, i)[-12:]) for i in range(3)}) > 1
-
-
 class TestSeeds:
     OPTIONS = MappingProxyType(
         {"gen_length": 12, "block_length": 6, "steps": 4, "temperature": 1.0, "sampler": "latent"}
@@ -433,23 +385,6 @@ class TestUnforeseenErrors:
 
 
 class TestCircuit:
-    @pytest.mark.parametrize("pace", [{"steps": 4}, {"threshold": 0.2}, {"entropy_budget": 2.5}])
-    @pytest.mark.parametrize("order", get_args(Order))
-    def test_the_neutral_one_changes_nothing(self, order, pace):
-        """The control of every comparison: the same random numbers for the same positions, so the same text."""
-        options = {"gen_length": 8, "block_length": 4, "top_p": 0.9, "remasking": order, **pace}
-        for seed, temperature in enumerate((1.0, 0.5, 0.0, 0.0)):
-            options |= {"temperature": temperature, "seed": seed, "mode": "block"}
-            if "entropy_budget" not in pace:  # which in full mode is the window's
-                options["mode"] = ("block", "full")[seed % 2]
-            alone = run(tiny(), [[1, 2], [3]], **options)
-            for sampler in ("latent", "any_order") if "steps" in pace else ("any_order",):
-                null = run(tiny(), [[1, 2], [3]], circuit=HMM.neutral(3, VOCAB), sampler=sampler, **options)
-                assert [last(alone, i) for i in (0, 1)] == [last(null, i) for i in (0, 1)]
-                assert [filled_in(alone, i) for i in (0, 1)] == [filled_in(null, i) for i in (0, 1)]
-                assert all(step.circuit for step in null)
-            assert not any(step.circuit for step in alone)
-
     def test_factorized_leaves_it_out(self):
         options = {"gen_length": 12, "block_length": 6, "steps": 4}
         left_out = run(tiny(), [[1]], circuit=random_hmm(), sampler="factorized", **options)
@@ -635,27 +570,6 @@ class TestStream:
 
 def test_padding_is_not_seen():
     assert PAD not in last(run(tiny(), [[1], [1, 2, 3, 4, 5]], gen_length=4, ban=[PAD]))
-
-
-REFUSED = [
-    ([[1]], {"gen_length": 16, "block_length": 4, "steps": 3}, "3 steps are not enough for 4 blocks"),
-    *(([[1]], {"ban": ban}, "ban") for ban in ([VOCAB], [-1], range(VOCAB))),
-    *(
-        ([[1, 2]], {"hooks": [lambda logits, *_, way=way: getattr(logits, way)()]}, "a hook returned logits of torch")
-        for way in ("long", "bool", "to_sparse", "cfloat")
-    ),
-    ([[1]], {"hooks": [lambda logits, *_: logits[:2, 0]]}, r"a hook returned logits of shape \(2,\)"),
-    ([[1]], {"hooks": [lambda *_: None]}, "a hook returned NoneType"),
-    ([[1]], {"seed": [3, 4]}, "2 seeds for 1 prompts"),
-    ([[1], [1] * 60], {"gen_length": 8}, r"prompt 1 has 60 tokens; .* makes 68, .* made for 64\. Shorten"),
-    *(([[1, wrong]], {}, f"has the id {wrong}, but the model has {VOCAB} tokens") for wrong in (VOCAB, -1)),
-]
-
-
-@pytest.mark.parametrize(("prompts", "options", "words"), REFUSED)
-def test_what_is_refused_says_why(prompts, options, words):
-    with pytest.raises(InvalidInput, match=words):
-        run(tiny(), prompts, **{"gen_length": 4, **options})
 
 
 def test_an_unforeseen_error_ends_a_run():

@@ -1,10 +1,7 @@
-import pytest
 import torch
-from jaxtyping import config
 
 import codd
 from codd.decoding.prompts import encode_prompts
-from codd.errors import InvalidInput
 
 MODEL = codd.load(device="cpu")
 TOKENIZER = MODEL.tokenizer
@@ -41,18 +38,6 @@ def test_ids_in_any_form():
     assert encode(torch.tensor([1, 2])) == [[1, 2]]
 
 
-@pytest.mark.parametrize("wrong", [[1, 2], [[1.5]], [["one"]], [torch.tensor([1.5])], [None]])
-def test_what_is_no_prompt(wrong, monkeypatch):
-    monkeypatch.setattr(config, "jaxtyping_disable", True)  # users have no checks of types
-    with pytest.raises(InvalidInput):
-        encode(wrong)
-
-
-def test_text_needs_a_tokenizer():
-    with pytest.raises(InvalidInput, match="no tokenizer"):
-        encode_prompts("one", None, chat=None)
-
-
 def test_texts_are_continuations_or_the_whole_if_masks_were_filled():
     asked = MODEL.encode(["What is 7 + 8?"])[0]
     found = MODEL.generate([asked], gen_length=8, steps=1)
@@ -63,16 +48,6 @@ def test_texts_are_continuations_or_the_whole_if_masks_were_filled():
     assert filled.texts[0].startswith("They were married in")
     assert filled.texts[0].endswith(", he said.")
     assert filled.steps == [2]
-
-
-def test_generate_collects_the_stream():
-    options = {"gen_length": 12, "steps": 4, "temperature": 1.0, "seed": 3}
-    steps = list(MODEL.denoise(["one", "two"], **options))
-    found = MODEL.generate(["one", "two"], **options)
-    for i in range(2):
-        own = [step for step in steps if step.sequence == i]
-        assert found.sequences[i].tolist() == own[-1].ids.tolist()
-        assert found.steps[i] == len(own)
 
 
 def test_an_answer_ends_at_the_end_of_text_of_the_model():

@@ -39,7 +39,7 @@ class StandIn(codd.Model):
             answer = [*self.tokenizer.encode(self.reply(prompt, seed)), self.tokenizer.eos_id]
             sequences.append(torch.tensor([*ids, *answer]))
         counts = [1] * len(prompts)
-        return Generation(None, sequences, [len(ids) for ids in prompts], counts, counts, [], [])
+        return Generation(None, sequences, [len(ids) for ids in prompts], counts, counts, [], [], [])
 
 
 def truths(root: Path) -> dict[str, Callable[[str], str]]:

@@ -54,6 +54,8 @@ class Generation:
     """Where tokens were written, ascending: the continuation, and the masks of the prompt if it had any."""
     scores: list[Float[Tensor, "..."]]
     """The probability of each written token under the distribution that it was taken from, in the same order."""
+    finish_reasons: list[Literal["stop", "length"]]
+    """"stop": at an end-of-text, a stop string, or complete under its constraint; "length": all masks are filled."""
 
     def __repr__(self) -> str:
         """One line per prompt: the text, cut short, and what it took."""
@@ -61,7 +63,8 @@ class Generation:
         for number, ids in enumerate(self.completions):
             text = shown(ids.tolist() if self.texts is None else self.texts[number])
             calls = f"{self.steps[number]} network calls, the circuit in {self.circuit_steps[number]}"
-            lines.append(f"  {number}: {text} ({len(self.positions[number])} tokens written, {calls})")
+            written = f"{len(self.positions[number])} tokens written, finish reason {self.finish_reasons[number]}"
+            lines.append(f"  {number}: {text} ({written}, {calls})")
         return "\n".join(lines)
 
     @property
@@ -185,6 +188,7 @@ class Model:
             circuit_steps=circuit_steps,
             positions=written,
             scores=[row[where] for row, where in zip(scores, written, strict=True)],
+            finish_reasons=["stop" if state.stopped else "length" for state in sequences],
         )
 
     def denoise(
@@ -232,7 +236,10 @@ class Model:
         """The sequences of a run before their first step, checked: for those who take the steps themselves."""
         if self.mask_id is None:
             raise InvalidInput("this checkpoint does not say which token is the mask: codd.load(..., mask_id=...).")
-        stop = self._stop_condition(options)
+        if options.stop_strings and self.tokenizer is None:
+            raise InvalidInput("this checkpoint has no tokenizer, so that it cannot stop at a text: give stop=True.")
+        decode = self.tokenizer.decode if self.tokenizer is not None and options.stop_strings else None
+        stop = StopCondition(self.stop_ids, options.stop_strings, decode)
         return start_sequences(
             self.backbone,
             ids,
@@ -262,14 +269,6 @@ class Model:
         automaton = constraint if isinstance(constraint, Automaton) else constraint.compile(self.vocabulary)
         pad = self.backbone.special.pad
         return automaton.with_end(self.stop_ids, () if pad is None else (pad,)) if self.stop_ids else automaton
-
-    def _stop_condition(self, options: Options) -> StopCondition:
-        if not options.stop_strings:
-            return StopCondition(self.stop_ids)
-        if self.tokenizer is None:
-            raise InvalidInput("this checkpoint has no tokenizer, so that it cannot stop at a text: give stop=True.")
-        decode = self.tokenizer.decode
-        return StopCondition(self.stop_ids, options.stop_strings, decode)
 
     def text(self, sequence: Int[Tensor, " L"], prompt: Sequence[int], stops: Sequence[str] = ()) -> str:
         """The continuation of a prompt, cut before the first stop string; if the prompt had masks, the whole text."""

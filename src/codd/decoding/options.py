@@ -433,7 +433,8 @@ def _by_name(given: Mapping[str, Any]) -> dict[str, Any]:
             known = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(OPTIONS)}."
             raise InvalidInput(f"there is no option {given_name!r}: {known}")
         if name in found:
-            raise InvalidInput(f"{' and '.join(n for n in given if n in (name, given_name))} are one option: give one.")
+            twice = " and ".join(other for other in given if OTHER_NAMES.get(other, other) == name)
+            raise InvalidInput(f"{twice} are one option: give one.")
         found[name] = value
     return found
 

@@ -190,6 +190,12 @@ class SequenceState:
         return self.plan is None
 
     @property
+    def stopped(self) -> bool:
+        """Whether it ended otherwise than by its last mask: at a stop token or text, or with a constraint."""
+        end = self.stop.end_of(self.ids.tolist(), self.prompt_length, self.mask_id)
+        return self.constraint is not None or end is not None or len(self.ids) < len(self.given)
+
+    @property
     def settled(self) -> int:
         """How many positions from the first one on will not change any more."""
         masks = self.masked.nonzero()
