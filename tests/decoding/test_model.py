@@ -19,6 +19,7 @@ OWN_MASKS = {
     "illada": 5,
     "illada_sharded": 5,
     "stable_diffcoder_sharded": 5,
+    "decode_stable_diffcoder": 5,
     "mdlm": 101,
     "mdlm_timecond": 63,
     "sedd": 101,
