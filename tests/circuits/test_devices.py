@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from codd.circuits import HMM, Evidence, SparsePotentials, ops
-from codd.circuits.ops.leaf import eager as leaf_eager
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -72,20 +71,6 @@ def test_every_query_agrees_with_the_cpu(layout):
         hmm.to(dtype=torch.float64),
         mixed_evidence(torch.float64),
     )
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_listing_no_rows_changes_nothing(layout, monkeypatch):
-    """What runs on devices where choosing rows would wait for the device."""
-
-    class Unlisted(leaf_eager.Rows):
-        def __init__(self, mask):
-            super().__init__(mask)
-            self.listed, self.all, self.index = False, True, ()
-
-    monkeypatch.setattr(leaf_eager, "Rows", Unlisted)
-    hmm = HMM.random(N, V, seed=1, **LAYOUTS[layout])
-    compare(hmm, mixed_evidence(torch.float32), hmm.to(dtype=torch.float64), mixed_evidence(torch.float64))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,8 +10,18 @@ from torch.testing import assert_close
 
 from codd.circuits import HMM, Evidence, Flows, SparsePotentials, ops
 from codd.errors import ImpossibleEvidence, InvalidEvidence
+from tests.support.contract import check_hmm
 from tests.support.enumeration import chi_square_p_value
-from tests.support.strategies import BACKENDS, LAYOUTS, Truth, generator, make_evidence, make_hmm, shape_checks
+from tests.support.strategies import (
+    BACKENDS,
+    LAYOUTS,
+    Truth,
+    generator,
+    make_evidence,
+    make_hmm,
+    shape_checks,
+    with_gates,
+)
 
 INF = math.inf
 DTYPES = (torch.float32, torch.float64)
@@ -238,12 +249,7 @@ def test_zero_transitions(make, kind):
 def test_zeros_by_enumeration(make, backend):
     hmm = exactly_normalised(make(3))
     ev = make_evidence("mixed_all", (4, 4), 3, hmm.vocab_size, seed=2)
-    truth = Truth(hmm, ev)
-    near = {"rtol": 1e-9, "atol": 1e-9}
-    assert_close(hmm.log_partition(ev), truth.log_partition, **near)
-    assert_close(hmm.posterior(ev), truth.posterior, **near)
-    assert_close(hmm.marginals(ev), truth.marginals, **near)
-    assert_close(hmm.flows(ev).transition, truth.flows(torch.ones(4))[1].sum(0), **near)
+    check_hmm(hmm, Truth(hmm, ev))
 
 
 @pytest.mark.parametrize("kind", ["log_potentials", "logits", "sparse", "sparse_tail", "mixed_all"])
@@ -388,6 +394,63 @@ def test_adversarial_latent_potentials_and_zeros(seed, scale, zeros):
     latent[torch.rand(3, length, states, generator=g) < 0.2] = -INF
     logits = torch.randn(3, length, 5, generator=g) * scale
     assert_agrees_with_reference(hmm, Evidence(logits=logits, latent_log_potentials=latent))
+
+
+# Gates.
+
+
+@pytest.mark.parametrize("size", [1.0, 5.0, 30.0, 60.0, 200.0, 1000.0])
+@pytest.mark.parametrize("layout", ["low_rank", "low_rank_per_position"])
+def test_gates_of_any_size(layout, size):
+    hmm = make_hmm(layout, 9, 12, 9, seed=1, dtype=torch.float32)
+    for kind in ("logits_temperatures", "mixed_all"):
+        ev = make_evidence(kind, (4, 9), 9, 12, seed=3, dtype=torch.float32)
+        assert_agrees_with_reference(hmm, with_gates(ev, 2, 5, size))
+
+
+def detour() -> HMM:
+    """States stay what they are by an inner state of their own; a third one, which none of them takes, leads away."""
+    left = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
+    right = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.2, 0.3, 0.5]])
+    initial = torch.tensor([0.5, 0.5, 0.0])
+    return HMM(initial.log(), (left.log(), right.log()), HMM.random(3, 4, seed=2).log_emission)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("size", [60.0, 90.0, 800.0])
+def test_the_widest_gate_may_lead_from_nowhere(size, dtype):
+    """The largest number of every step belongs to a way that nobody takes: all that counts is far below it."""
+    hmm, gates = detour().to(dtype=dtype), torch.zeros(2, 6, 3)
+    gates[..., 2] = size
+    ev = make_evidence("logits", (2, 7), 3, 4, dtype=dtype)
+    assert_agrees_with_reference(hmm, replace(ev, step_log_gates=gates))
+    assert_close(hmm.log_partition(replace(ev, step_log_gates=gates)), hmm.log_partition(ev), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("gap", [20.0, 60.0, 75.0, 85.0, 100.0, 1000.0])
+def test_a_narrow_gate_meets_an_improbable_future(gap):
+    """Each is a number of float32, their product need not be: state 1 is nearly shut off, and then the only one."""
+    hmm = HMM(
+        torch.tensor([0.5, 0.5]).log(),
+        (torch.eye(2).log(), torch.eye(2).log()),
+        torch.tensor([[0.5, 0.5, 0.0], [0.5, 0.2, 0.3]]).log(),
+    )
+    gates, latent = torch.zeros(2, 4, 2), torch.zeros(2, 5, 2)
+    gates[:, 1, 1] = gates[1, 2, 1] = latent[:, 2, 1] = -gap
+    ids = torch.tensor([[0, 1, 0, 0, 2], [0, 0, 0, 1, 2]])
+    assert_agrees_with_reference(hmm, Evidence(tokens=ids, latent_log_potentials=latent, step_log_gates=gates))
+    free = Evidence(logits=torch.zeros(2, 5, 3), latent_log_potentials=latent, step_log_gates=gates)
+    assert_agrees_with_reference(hmm, free)
+
+
+@pytest.mark.parametrize("gap", [30.0, 60.0, 80.0, 200.0])
+def test_an_improbable_start_times_an_improbable_future(gap):
+    """Only state 1 can start and emit the tokens, both barely; a path that is lost must not end in the last state."""
+    rare = torch.tensor([[0.0, -math.inf, -math.inf], [-gap, -gap, 0.0], [0.0, 0.0, 0.0]]).log_softmax(-1)
+    hmm = HMM(torch.tensor([0.0, -gap, -math.inf]), (torch.eye(3).log(), torch.eye(3).log()), rare)
+    ev = with_gates(Evidence(tokens=torch.tensor([[0, 2, 2], [0, 1, 2]])), 3)
+    assert hmm.sample(ev, generator=generator(0)).latents.tolist() == [[1, 1, 1]] * 2
+    assert_agrees_with_reference(hmm, ev)
 
 
 # Sizes.

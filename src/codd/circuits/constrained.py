@@ -18,8 +18,9 @@ from torch import Tensor
 
 from codd.circuits.evidence import Evidence, check_possible, log_ratio
 from codd.circuits.hmm import HMM
-from codd.circuits.incremental import CommitsTokens, Recomputing
+from codd.circuits.incremental import Recomputing
 from codd.circuits.ops.backend import backend_for
+from codd.circuits.ops.commit.eager import commit_tokens
 from codd.circuits.ops.constrained.eager import Linear
 from codd.circuits.ops.constrained.product_chain import ProductChain, ProductMessages
 from codd.circuits.ops.constrained.reachable_states import TokenClasses
@@ -256,7 +257,7 @@ class ConstrainedHMM(Recomputing):
         return out
 
 
-class ConstrainedConditioner(CommitsTokens):
+class ConstrainedConditioner:
     """Token marginals given the language while tokens are committed. Made by ``ConstrainedHMM.incremental``.
 
     After a token at t the forward messages after t and the backward ones before t are made again, for the states of the
@@ -265,6 +266,8 @@ class ConstrainedConditioner(CommitsTokens):
 
     candidates: Int[Tensor, "B L K"] | None = None
     certain_is_free = True
+    """A language makes many tokens certain."""
+    commit_tokens = commit_tokens
 
     @torch.no_grad()
     def __init__(self, circuit: ConstrainedHMM, ev: Evidence, candidates: int | None = None) -> None:
@@ -315,7 +318,7 @@ class ConstrainedConditioner(CommitsTokens):
         if self.candidates is None:
             return self.dense_log_marginals()
         out, underflow = self._messages.candidate_marginals()
-        if _any(underflow):
+        if _any(either(underflow, self._messages.underflow)):
             return self.dense_log_marginals().gather(-1, self.candidates)
         return out.to(self._circuit.dtype)
 
@@ -324,13 +327,13 @@ class ConstrainedConditioner(CommitsTokens):
         """Log-probabilities of all tokens: (B, L, V), or (B, V) at one position of each sequence."""
         wanted = None if positions is None else torch.tensor(sorted(set(positions.tolist())), device=positions.device)
         out, underflow = self._messages.marginals(wanted)
-        if _any(underflow):
+        if _any(either(underflow, self._messages.underflow)):
             out = self._circuit.marginals(self.evidence)
             out = out if wanted is None else out[:, wanted]
         out = out.to(self._circuit.dtype)
         if positions is None or wanted is None:
             return out
-        return out[torch.arange(len(out), device=out.device), torch.searchsorted(wanted, positions)]
+        return out[torch.arange(len(out), device=out.device), torch.searchsorted(wanted, positions.contiguous())]
 
 
 def _any(underflow: Tensor | None) -> bool:
