@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from codd.circuits import SparsePotentials as SparsePotentials
     from codd.circuits import load_circuit as load_circuit
     from codd.coupling import Coupled as Coupled
+    from codd.decoding import Decision as Decision
     from codd.decoding import Generation as Generation
     from codd.decoding import Model as Model
     from codd.decoding import Options as Options
@@ -38,6 +39,7 @@ _MODULES = {
     "Circuit": "codd.circuits",
     "Coupled": "codd.coupling",
     "Evidence": "codd.circuits",
+    "Decision": "codd.decoding",
     "Generation": "codd.decoding",
     "Model": "codd.decoding",
     "Modulated": "codd.circuits",

@@ -13,7 +13,7 @@ from codd import circuits
 HEAVY = "{'pydantic', 'torch', 'numpy', 'rich', 'safetensors', 'jaxtyping'}"
 NAMES = {
     *("HMM", "Circuit", "Evidence", "Modulated", "SparsePotentials", "load_circuit", "Coupled", "Tokenizer"),
-    *("Model", "Options", "Generation", "Step", "load"),
+    *("Model", "Options", "Generation", "Decision", "Step", "load"),
 }
 SUBMODULES = {"backbones", "circuits", "constraints", "coupling", "decoding", "errors", "evaluation", "training"}
 

@@ -167,6 +167,26 @@ class ConstrainedHMM(Recomputing):
 
         return self._answer(self.hmm.centred(ev)[0], query)[0].to(self.dtype)
 
+    def log_visits(self, ev: Evidence) -> Float[Tensor, "B T S"]:
+        """log p(s_t | evidence, language) of the automaton's states before each position and after the last: T = L + 1.
+
+        -inf throughout for impossible evidence.
+        """
+        ev, _ = self.hmm.centred(ev)
+
+        def query(messages: ProductMessages, pick: Pick) -> Answer:
+            if type(messages) is not ProductMessages:  # the GPU's kernels keep no messages by state
+                messages = ProductMessages(self._chain, ev, Linear(self.dtype))
+            batch, length = messages.observed.shape
+            out = messages.log_weights.new_full((batch, length + 1, self.automaton.num_states), -torch.inf).double()
+            rows = [messages.visits(t) for t in range(length + 1)]
+            for t, row in enumerate(rows):
+                out[:, t, torch.from_numpy(row.ids).to(out.device)] = row.logs().logsumexp(-1).T
+            total = messages.log_partition()[:, None, None]
+            return (out - torch.where(total > -torch.inf, total, 0),), either(*(row.underflow for row in rows))
+
+        return self._answer(ev, query)[0].to(self.dtype)
+
     def sample(
         self, ev: Evidence, *, generator: torch.Generator | None = None, num_samples: int | None = None
     ) -> Samples:

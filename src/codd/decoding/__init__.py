@@ -1,5 +1,6 @@
 """From masks to text: the denoising loop, and the model that runs it."""
 
+from codd.decoding.decisions import Decision as Decision
 from codd.decoding.model import Generation as Generation
 from codd.decoding.model import Model as Model
 from codd.decoding.model import load as load

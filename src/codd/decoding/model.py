@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,9 +19,12 @@ from codd.backbones.quantized import Quantization
 from codd.circuits import HMM, load_circuit
 from codd.circuits.protocol import ProbabilisticCircuit
 from codd.constraints import Automaton, Vocabulary
+from codd.constraints.forms import Form
+from codd.constraints.languages import Expressed
+from codd.decoding.decisions import Decider, Decision, decision
 from codd.decoding.loop import denoise
 from codd.decoding.options import Constraint, Keywords, Options
-from codd.decoding.prompts import Prompts, can_chat, check_masks, encode_prompts, is_text
+from codd.decoding.prompts import Prompt, Prompts, can_chat, check_masks, encode_prompts, is_text
 from codd.decoding.runner import runner_for
 from codd.decoding.sequence import SequenceState, Step, StopCondition, first_stop, start_sequences
 from codd.distributed import choose_device
@@ -215,6 +218,45 @@ class Model:
         """
         sequences = self._started(prompts, _options(options, overrides), chat)
         return denoise(runner_for(self.backbone, sequences), sequences)
+
+    def decide(
+        self,
+        prompt: Prompt,
+        fields: Mapping[str, Expressed],
+        *,
+        template: str | None = None,
+        top: int = 100,
+        chat: bool | None = None,
+    ) -> Decision:
+        """The exact joint distribution of several fields behind a prompt, from one network call.
+
+        >>> model.decide("...", {"urgent": Choice(["yes", "no"]), "score": Regex("[1-5]")}).best  # doctest: +SKIP
+        {'urgent': 'yes', 'score': '4'}
+
+        Args:
+            prompt: A text, ids or a conversation, without masks.
+            fields: What each field may be: a `Choice`, or a `Regex` or `JsonSchema` that has few texts.
+            template: The text that is filled in, with each field's name once in braces; None: a line ``name: value``
+                per field. The network sees the fixed text as far as its place is the same for all values.
+            top: How many assignments are listed at most.
+            chat: As for `generate`.
+
+        Returns:
+            The joint distribution, its marginals, and the most probable assignment.
+
+        Raises:
+            InvalidConstraint: Fields that the tokens cannot write, or whose values are too many.
+            InvalidInput: Fields that one block does not hold, or a prompt that cannot be used.
+        """
+        if top < 1:
+            raise InvalidInput(f"top must be at least 1, found {top}.")
+        if self.mask_id is None:
+            raise InvalidInput("this checkpoint does not say which token is the mask: codd.load(..., mask_id=...).")
+        form, pad = Form(fields, template), self.backbone.special.pad
+        compiled = form.compile(self.vocabulary, sorted(self.stop_ids), () if pad is None else (pad,))
+        [ids] = encode_prompts([prompt], self.tokenizer, chat=chat)
+        decider = Decider(self.backbone, self.circuit, compiled, ids, self.mask_id)
+        return decision(decider, form.values, list(fields), top)
 
     def _started(self, prompts: Prompts, options: Options, chat: bool | None) -> list[SequenceState]:
         """The sequences of a run; says what is missing where a prompt has no mask to fill, or prose has no pace."""

@@ -214,6 +214,15 @@ class ProductMessages:
         b = self.joint(t)
         return self.algebra.sums(np.zeros_like(b.ids), self.forward(t), b.ids, b, b.ids)
 
+    def visits(self, t: int) -> Rows:
+        """p(s_t, z_t, evidence) before position t, a row for each live state; at t = L, p(s_L, z_{L-1}, evidence)."""
+        if t < self.length:
+            b = self.joint(t)
+            return self.algebra.sums(b.ids, self.forward(t), b.ids, b, b.ids)
+        pairs, c = self.reachable.pairs[t - 1], self.backward(t - 1)
+        reached = self.algebra.sums(pairs.target, self.forward(t - 1), pairs.source, self._leaf[t - 1], pairs.group)
+        return self.algebra.sums(c.ids, reached, c.ids, c, c.ids)
+
     def _partition(self) -> Rows:
         """Z as one row, from messages that meet where the last token was committed: these have to be made anyway."""
         if self._root is None:

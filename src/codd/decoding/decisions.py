@@ -1,0 +1,147 @@
+"""Decisions: from one network call, the joint distribution of several fields that a text would fill in.
+
+The fields stand in a fixed text (`codd.constraints.forms`). Network x circuit, given that a block holds such a text, is
+a chain over latents and states of an automaton, and the automaton remembers which value it has read. So the probability
+of a value, given those of the fields before it, is that of visiting a state.
+"""
+
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import exp, inf
+
+import torch
+
+from codd.backbones import Backbone
+from codd.circuits import HMM
+from codd.circuits.constrained import ConstrainedHMM
+from codd.circuits.protocol import ProbabilisticCircuit
+from codd.constraints.forms import CompiledForm
+from codd.coupling import Coupled
+from codd.decoding.options import DEFAULTS
+from codd.errors import InvalidInput
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The joint distribution of some fields, given that a text fills them in."""
+
+    joint: dict[tuple[str, ...], float]
+    """The probability of each assignment, a value per field in the order in which the fields were given, the most
+    probable first: of all assignments, or of as many as were asked for."""
+    marginals: dict[str, dict[str, float]]
+    """The probability of each value of each field by itself, whatever ``joint`` leaves out."""
+
+    @property
+    def best(self) -> dict[str, str]:
+        """The most probable assignment."""
+        return dict(zip(self.marginals, next(iter(self.joint)), strict=True))
+
+    @property
+    def probability(self) -> float:
+        """The probability of the most probable assignment."""
+        return next(iter(self.joint.values()))
+
+    @property
+    def mass(self) -> float:
+        """The probability of all assignments in ``joint`` together: 1 if none is left out."""
+        return sum(self.joint.values())
+
+
+class Decider:
+    """The distribution of a form's values in the block behind a prompt, from one network call."""
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        backbone: Backbone,
+        circuit: ProbabilisticCircuit | None,
+        form: CompiledForm,
+        prompt: Sequence[int],
+        mask_id: int,
+    ):
+        """Call the network on the prompt and the form, of which it sees the fixed text whose place is certain.
+
+        Raises:
+            InvalidInput: The form is longer than a block, or the prompt has masks.
+        """
+        _check_room(backbone, circuit, form, prompt, mask_id)
+        window = [mask_id if token is None else token for token in form.given]
+        ids = torch.tensor([[*prompt, *window]], device=backbone.device)
+        positions = torch.arange(len(prompt), ids.shape[1], device=ids.device)[None]
+        tokens = ids[:, len(prompt) :]
+        logits, states = backbone.masked_logits(ids, positions, mask_id=mask_id)
+        joint = Coupled(
+            HMM.neutral(1, backbone.vocab_size).to(backbone.device) if circuit is None else circuit,
+            logits=logits,
+            tokens=tokens,
+            masked=tokens == mask_id,
+            features=states,
+        )
+        self._form, self._circuit, self._evidence = form, joint.circuit, joint.evidence
+
+    @torch.no_grad()
+    def log_values(self, before: Sequence[int] = ()) -> list[list[float]]:
+        """Log-probabilities of each field's values, given the values of the first fields by number."""
+        form = self._form
+        visits = ConstrainedHMM(self._circuit, form.after(before)).log_visits(self._evidence)[0].double().cpu()
+        fields = [visits[:, torch.from_numpy(states)].logsumexp(0) for states in form.read]
+        fields[-1] = torch.logaddexp(fields[-1], visits[-1, torch.from_numpy(form.ends)])
+        return [field.tolist() for field in fields]
+
+    def descending(self) -> Iterator[tuple[tuple[int, ...], float]]:
+        """Assignments by the numbers of their values, and their log-probabilities: the most probable one first.
+
+        Best first: no assignment is more probable than the values that it begins with are together.
+        """
+        heap: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+        while heap:
+            cost, chosen = heapq.heappop(heap)
+            if len(chosen) == len(self._form.read):
+                yield chosen, -cost
+                continue
+            for value, log_p in enumerate(self.log_values(chosen)[len(chosen)]):
+                if log_p > -inf:
+                    heapq.heappush(heap, (cost - log_p, (*chosen, value)))
+
+
+def decision(decider: Decider, values: Mapping[str, Sequence[str]], names: Sequence[str], top: int) -> Decision:
+    """The decision over values by name, in the order of the form; ``names``: the order of the answer.
+
+    Raises:
+        InvalidInput: Network and circuit leave no assignment possible.
+    """
+    listed, order = list(values.values()), [list(values).index(name) for name in names]
+    joint = {}
+    for chosen, log_p in decider.descending():
+        joint[tuple(listed[i][chosen[i]] for i in order)] = exp(log_p)
+        if len(joint) == top:
+            break
+    if not joint:
+        raise InvalidInput("network and circuit together leave no assignment of the fields possible.")
+    marginals = [
+        dict(zip(texts, map(exp, logs), strict=True)) for texts, logs in zip(listed, decider.log_values(), strict=True)
+    ]
+    return Decision(joint, {name: marginals[i] for name, i in zip(names, order, strict=True)})
+
+
+def _check_room(
+    backbone: Backbone, circuit: ProbabilisticCircuit | None, form: CompiledForm, prompt: Sequence[int], mask_id: int
+) -> None:
+    if mask_id in prompt:
+        raise InvalidInput("the prompt has masks: a decision fills its fields only, which stand behind the prompt.")
+    size = backbone.block_size
+    room = DEFAULTS.block_length if size is None else size - len(prompt) % size
+    if circuit is not None and circuit.length is not None:
+        room = min(room, circuit.length)
+    if len(form.given) > room:
+        raise InvalidInput(
+            f"the fields and the text around them take up to {len(form.given)} tokens, but one block has room for "
+            f"{room}: take shorter names or values, or decide on fewer fields at once."
+        )
+    limit = backbone.max_length
+    if limit is not None and len(prompt) + len(form.given) > limit:
+        raise InvalidInput(
+            f"the prompt has {len(prompt)} tokens, with the fields {len(prompt) + len(form.given)}, but this model was "
+            f"made for {limit}: shorten the prompt."
+        )
