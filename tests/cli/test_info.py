@@ -160,7 +160,7 @@ def test_something_else(tmp_path, capsys):
     assert "there is no such folder" in refused(capsys, tmp_path / "nowhere")
     assert "No such file" in refused(capsys, "some/where.jpc")
     (tmp_path / "notes.txt").write_text("notes")
-    assert "is a file of another kind; expected a circuit folder" in refused(capsys, tmp_path / "notes.txt")
+    assert "is a file; expected a circuit folder" in refused(capsys, tmp_path / "notes.txt")
     assert "is a folder, but not of a circuit" in refused(capsys, tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llada\\u001b[2J"}')
     assert "model_type 'llada\\x1b[2J' is of no family that codd knows" in refused(capsys, tmp_path)
