@@ -86,12 +86,6 @@ def test_a_head_that_is_damaged(tmp_path, capsys):
     tensors["head.latents.bias"][1] = float("inf")
     storage.write_folder(tmp_path, config, tensors)
     assert "latents.bias holds NaN or infinite" in refused(capsys, tmp_path)
-    for damaged in ({**config, "head": {"size": 3}}, {k: v for k, v in config.items() if k != "head"}):
-        storage.write_folder(tmp_path, damaged, tensors)
-        assert "head" in refused(capsys, tmp_path)
-    for damaged in ({"circuit": "tree"}, {"circuit": "hmm"}):
-        storage.write_folder(tmp_path, damaged, {"log_initial": torch.zeros(1)})
-        assert str(tmp_path) in refused(capsys, tmp_path)
 
 
 def test_a_jpc(capsys):
@@ -175,14 +169,10 @@ def test_beside_a_circuit_it_is_said_where_it_is(tmp_path, capsys):
     assert f"give the folder: codd info {tmp_path / 'inner'}" in refused(capsys, file)
 
 
-@pytest.mark.parametrize("damage", ["config.json", "circuit.safetensors"])
-@pytest.mark.parametrize("content", [None, b"", b"\x00garbage"])
-def test_damaged_circuits(damage, content, tmp_path, capsys):
+def test_a_damaged_circuit(tmp_path, capsys):
     HMM.random(4, 7).save(tmp_path)
-    (tmp_path / damage).unlink()
-    if content is not None:
-        (tmp_path / damage).write_bytes(content)
-    assert damage in refused(capsys, tmp_path)
+    (tmp_path / "circuit.safetensors").write_bytes(b"")
+    assert "circuit.safetensors" in refused(capsys, tmp_path)
 
 
 def test_an_adapter(tmp_path, capsys):
