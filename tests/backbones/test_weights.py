@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 from codd.backbones import loading, mini, progress, weights
 from codd.backbones.loading import load_checkpoint, read_spec
 from codd.backbones.transformer import Transformer
-from codd.cli import info
 from codd.errors import FormatError, InvalidInput
 from families import SMALL, write_checkpoint
 from tests.support.checkpoints import (
@@ -303,7 +302,7 @@ def test_a_progress_bar_on_a_terminal_if_it_takes_long(patience, stream, seen, l
     load_checkpoint(llada, device="cpu")
     assert ("loading the weights" in written.getvalue()) is seen
     written.truncate(0)
-    info.check_values(loading.match(llada, read_spec(llada)).headers)
+    weights.check_values(loading.match(llada, read_spec(llada)).headers)
     assert ("reading the weights" in written.getvalue()) is seen
 
 

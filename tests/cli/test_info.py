@@ -86,12 +86,6 @@ def test_a_head_that_is_damaged(tmp_path, capsys):
     tensors["head.latents.bias"][1] = float("inf")
     storage.write_folder(tmp_path, config, tensors)
     assert "latents.bias holds NaN or infinite" in refused(capsys, tmp_path)
-    for damaged in ({**config, "head": {"size": 3}}, {k: v for k, v in config.items() if k != "head"}):
-        storage.write_folder(tmp_path, damaged, tensors)
-        assert "head" in refused(capsys, tmp_path)
-    for damaged in ({"circuit": "tree"}, {"circuit": "hmm"}):
-        storage.write_folder(tmp_path, damaged, {"log_initial": torch.zeros(1)})
-        assert str(tmp_path) in refused(capsys, tmp_path)
 
 
 def test_a_jpc(capsys):
@@ -160,7 +154,7 @@ def test_something_else(tmp_path, capsys):
     assert "there is no such folder" in refused(capsys, tmp_path / "nowhere")
     assert "No such file" in refused(capsys, "some/where.jpc")
     (tmp_path / "notes.txt").write_text("notes")
-    assert "is a file of another kind; expected a circuit folder" in refused(capsys, tmp_path / "notes.txt")
+    assert "is a file; expected a circuit folder" in refused(capsys, tmp_path / "notes.txt")
     assert "is a folder, but not of a circuit" in refused(capsys, tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llada\\u001b[2J"}')
     assert "model_type 'llada\\x1b[2J' is of no family that codd knows" in refused(capsys, tmp_path)
@@ -175,14 +169,10 @@ def test_beside_a_circuit_it_is_said_where_it_is(tmp_path, capsys):
     assert f"give the folder: codd info {tmp_path / 'inner'}" in refused(capsys, file)
 
 
-@pytest.mark.parametrize("damage", ["config.json", "circuit.safetensors"])
-@pytest.mark.parametrize("content", [None, b"", b"\x00garbage"])
-def test_damaged_circuits(damage, content, tmp_path, capsys):
+def test_a_damaged_circuit(tmp_path, capsys):
     HMM.random(4, 7).save(tmp_path)
-    (tmp_path / damage).unlink()
-    if content is not None:
-        (tmp_path / damage).write_bytes(content)
-    assert damage in refused(capsys, tmp_path)
+    (tmp_path / "circuit.safetensors").write_bytes(b"")
+    assert "circuit.safetensors" in refused(capsys, tmp_path)
 
 
 def test_an_adapter(tmp_path, capsys):

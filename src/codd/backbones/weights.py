@@ -262,3 +262,13 @@ def _targets(network: nn.Module, slots: Mapping[str, Slot]) -> dict[str, Tensor]
 def _quoted(names: Sequence[str], shown: int = 4) -> str:
     more = f" and {len(names) - shown} more" if len(names) > shown else ""
     return ", ".join(f"{name!r:.200}" for name in names[:shown]) + more
+
+
+def check_values(headers: Mapping[str, TensorHeader]) -> None:
+    """Read every tensor, one at a time; FormatError if one has NaN or infinite values."""
+    total = sum(math.prod(header.shape) for header in headers.values())
+    with lasting_bar("reading the weights", total) as advance:
+        for shard in sorted({header.file for header in headers.values()}):
+            with open_safetensors(shard) as file:
+                for name in sorted(name for name, header in headers.items() if header.file == shard):
+                    check_finite(f"{shard}: {name}", file.get_tensor(name), advance)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from codd import files
 from codd.backbones import adapters, loading, weights
-from codd.backbones.progress import lasting_bar
 from codd.backbones.tokenizer import Tokenizer
 from codd.circuits import HMM, Modulated, load_circuit, storage
 from codd.circuits.pyjuice import read_jpc
@@ -60,9 +59,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the description; returns 1 if the files are damaged."""
     name = args.path or str(loading.BUNDLED)
     with console.working(f"reading {name}"):
-        values = describe(args.path, args.check)
-    if args.check:
-        values["checked"] = True
+        values = describe(name, args.check) | ({"checked": True} if args.check else {})
     wrong = _damage(values)
     if args.json:
         console.as_json({"path": name, **values})
@@ -88,17 +85,13 @@ def _damage(values: Mapping[str, Any]) -> dict[str, str]:
     return wrong
 
 
-def describe(source: str | None, check: bool) -> dict[str, Any]:
-    """Describe what is at a path or hub id (None: the bundled model); FormatError if it is damaged or unknown."""
-    if source is None:
-        return _model(None, check)
+def describe(source: str, check: bool) -> dict[str, Any]:
+    """Describe what is at a path or hub id; FormatError if it is damaged or unknown."""
     path = Path(source)
     if path.suffix == ".jpc" and not path.is_dir():
         return _jpc(source)
     if path.exists() and not path.is_dir():
-        if path.name == storage.CONFIG_FILE or path.name.endswith((".safetensors", ".safetensors.index.json")):
-            raise FormatError(f"{path}: is one file of a circuit or a model; give the folder: codd info {path.parent}")
-        raise FormatError(f"{path}: is a file of another kind; {WANTED}")
+        raise FormatError(f"{path}: is a file; {WANTED}. Of a part of one give the folder: codd info {path.parent}")
     # Of a hub repository the configuration comes first: it says what the rest is, and whether gigabytes are worth it.
     folder = files.local_folder(source, (storage.CONFIG_FILE, adapters.CONFIG))
     config = folder / storage.CONFIG_FILE
@@ -128,26 +121,22 @@ def _jpc(source: str) -> dict[str, Any]:
 def _circuit(source: str) -> dict[str, Any]:
     folder = storage.local_folder(source)
     config, tensors = storage.read_folder(folder, check=False)  # a wrong sha256 is shown, not raised
-    paths = folder / storage.WEIGHTS_FILE, folder / storage.CONFIG_FILE
+    weights_file, stated = folder / storage.WEIGHTS_FILE, files.read_json_object(folder / storage.CONFIG_FILE)
     try:
         found = load_circuit(folder, check=False)
     except FormatError:  # names the file, and says what to do
         raise
     except CoddError as error:
-        raise FormatError(f"{paths[0]}: {error}; save or download the circuit again.") from error
-    values = {"kind": config["circuit"], "vocab_size": found.vocab_size, "window": found.window}
+        raise FormatError(f"{weights_file}: {error}; save or download the circuit again.") from error
     hmm = found.hmm if isinstance(found, Modulated) else found
-    if isinstance(hmm, HMM):
-        values |= {"num_states": hmm.num_states, "homogeneous": hmm.homogeneous}
-    if isinstance(found, Modulated):
-        values["head"] = dataclasses.asdict(found.head.config)
-    values |= {**_stored(tensors), "bytes": sum(path.stat().st_size for path in paths)}
-    stated = files.read_json_object(paths[1])
-    matches = stated.get("sha256") == files.sha256(paths[0])
     return {
-        **values,
+        **{"kind": config["circuit"], "vocab_size": found.vocab_size, "window": found.window},
+        **({"num_states": hmm.num_states, "homogeneous": hmm.homogeneous} if isinstance(hmm, HMM) else {}),
+        **({"head": dataclasses.asdict(found.head.config)} if isinstance(found, Modulated) else {}),
+        **_stored(tensors),
+        "bytes": sum((folder / name).stat().st_size for name in (storage.WEIGHTS_FILE, storage.CONFIG_FILE)),
         **{name: stated.get(name) for name in ("format_version", "sha256")},
-        "sha256_matches": matches,
+        "sha256_matches": stated.get("sha256") == files.sha256(weights_file),
     }
 
 
@@ -159,10 +148,12 @@ def _stored(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     return {"parameters": sum(x.numel() for x in tensors.values() if x.is_floating_point()), "tables": tables}
 
 
-def _model(source: str | None, check: bool) -> dict[str, Any]:
-    folder = loading.BUNDLED if source is None else files.local_folder(source, loading.CHECKPOINT_FILES)
+def _model(source: str, check: bool) -> dict[str, Any]:
+    folder = files.local_folder(source, loading.CHECKPOINT_FILES)
     spec = loading.read_spec(folder)
     found, network = loading.match(folder, spec), spec.transformer
+    if check:
+        weights.check_values(found.headers)
     tokenizer = Tokenizer.from_folder(folder, vocab_size=network.vocab_size)
     special = {}
     for name in ("mask", "eos", "pad", "bos"):  # config.json comes first
@@ -180,8 +171,6 @@ def _model(source: str | None, check: bool) -> dict[str, Any]:
     shards = {header.file for header in found.headers.values()}
     used = found.slots.keys() | {name + weights.SCALE for name in found.slots}
     stated, matches = loading.stated_sha256(folder)
-    if check:
-        check_values(found.headers)
     return {
         "kind": "backbone",
         "family": spec.family,
@@ -210,7 +199,7 @@ def _adapter(source: str, check: bool) -> dict[str, Any]:
     config, path = adapters.read_config(folder), folder / adapters.WEIGHTS
     headers = weights.read_headers(path)
     if check:
-        check_values(headers)
+        weights.check_values(headers)
     return {
         "folder": str(folder),
         "kind": "adapter",
@@ -224,13 +213,3 @@ def _adapter(source: str, check: bool) -> dict[str, Any]:
         "tensors": len(headers),
         "bytes": path.stat().st_size,
     }
-
-
-def check_values(headers: Mapping[str, weights.TensorHeader]) -> None:
-    """Read every tensor, one at a time; FormatError if one has NaN or infinite values."""
-    total = sum(math.prod(header.shape) for header in headers.values())
-    with lasting_bar("reading the weights", total) as advance:
-        for shard in sorted({header.file for header in headers.values()}):
-            with files.open_safetensors(shard) as file:
-                for name in sorted(name for name, header in headers.items() if header.file == shard):
-                    weights.check_finite(f"{shard}: {name}", file.get_tensor(name), advance)

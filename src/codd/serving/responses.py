@@ -63,70 +63,44 @@ class OpenAIFormat:
 
     def full(self, texts: Sequence[tuple[str, FinishReason, Json | None]], usage: Usage) -> Json:
         """A response that is not streamed: one choice for each text, with its log-probabilities if they are wanted."""
-        choices = [
-            {
-                "index": index,
-                **self._content(index, text),
-                "logprobs": logprobs,
-                "finish_reason": "tool_calls" if self._calls(index, text) else reason,
-            }
-            for index, (text, reason, logprobs) in enumerate(texts)
-        ]
+        choices = []
+        for index, (text, reason, logprobs) in enumerate(texts):
+            calls = self.calls_in(index, text)
+            said = {"content": None, "tool_calls": calls} if calls else {"content": text}
+            content = {"message": {"role": "assistant", "refusal": None, **said}} if self.chat else {"text": text}
+            finish = "tool_calls" if calls else reason
+            choices.append({"index": index, **content, "logprobs": logprobs, "finish_reason": finish})
         return {**self._head("chat.completion"), "choices": choices, "usage": usage.as_json()}
 
-    def first_chunk(self, index: int) -> Json | None:
-        """The first chunk of a choice: in a chat the role of the speaker, else there is none."""
-        content = None if self.calls and self.calls.required else ""
-        return self._chunk(index, {"delta": {"role": "assistant", "content": content}}) if self.chat else None
+    def chunk(
+        self, index: int, content: Json, reason: FinishReason | None = None, logprobs: Json | None = None
+    ) -> Json:
+        """A chunk of a choice; the last one says why it ends."""
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
+        usage = {"usage": None} if self.include_usage else {}  # a null in every chunk but the last, as OpenAI does
+        return {**self._head("chat.completion.chunk"), "choices": [choice], **usage}
 
-    def calls_chunk(self, index: int, text: str, logprobs: Json | None = None) -> Json | None:
-        """A chunk with the calls of functions that a whole text is; None if it is none."""
-        calls = [{"index": number, **call} for number, call in enumerate(self._calls(index, text))]
-        return self._chunk(index, {"delta": {"tool_calls": calls}}, logprobs=logprobs) if calls else None
-
-    def text_chunk(self, index: int, text: str, logprobs: Json | None = None) -> Json:
-        """A chunk with more text of a choice."""
-        return self._chunk(index, {"delta": {"content": text}} if self.chat else {"text": text}, logprobs=logprobs)
-
-    def provisional_chunk(self, index: int, pieces: list[str | None]) -> Json:
-        """A chunk without text, for the client that asked for it: what follows the text of a choice for now."""
-        content: Json = {"delta": {}} if self.chat else {"text": ""}
-        return self._chunk(index, {**content, "codd_provisional": pieces})
-
-    def last_chunk(self, index: int, reason: FinishReason) -> Json:
-        """The last chunk of a choice, which says why it ends."""
-        return self._chunk(index, {"delta": {}} if self.chat else {"text": ""}, reason)
-
-    def usage_chunk(self, usage: Usage) -> Json | None:
-        """The chunk after all choices, if the client asked for it."""
-        if not self.include_usage:
-            return None
+    def usage_chunk(self, usage: Usage) -> Json:
+        """The chunk after all choices."""
         return {**self._head("chat.completion.chunk"), "choices": [], "usage": usage.as_json()}
 
-    def _head(self, kind: str) -> Json:
-        kind = kind if self.chat else "text_completion"
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+    def text(self, text: str | None = None) -> Json:
+        """What a chunk with more text holds, or one without."""
+        if self.chat:
+            return {"delta": {} if text is None else {"content": text}}
+        return {"text": text or ""}
 
-    def _content(self, index: int, text: str) -> Json:
-        if not self.chat:
-            return {"text": text}
-        calls = self._calls(index, text)
-        said = {"content": None, "tool_calls": calls} if calls else {"content": text}
-        return {"message": {"role": "assistant", "refusal": None, **said}}
-
-    def _calls(self, index: int, text: str) -> list[Json]:
+    def calls_in(self, index: int, text: str) -> list[Json]:
+        """The calls of functions that a whole text of a choice is; none if it is a text."""
         found = [] if self.calls is None else self.calls.found_in(text)
         return [
             {"id": f"call_{self.id}_{index}_{number}", "type": "function", "function": call}
             for number, call in enumerate(found)
         ]
 
-    def _chunk(
-        self, index: int, content: Json, reason: FinishReason | None = None, logprobs: Json | None = None
-    ) -> Json:
-        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": reason}
-        usage = {"usage": None} if self.include_usage else {}  # a null in every chunk but the last, as OpenAI does
-        return {**self._head("chat.completion.chunk"), "choices": [choice], **usage}
+    def _head(self, kind: str) -> Json:
+        kind = kind if self.chat else "text_completion"
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
 class TokenPieces:

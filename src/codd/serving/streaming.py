@@ -123,28 +123,30 @@ async def stream_chunks(
 ) -> AsyncIterator[bytes]:
     """OpenAI's response as server-sent events: the settled prefix of each choice as it grows; calls in one piece."""
     texts, found = [""] * len(sequences), [list[TokenLogprob]() for _ in sequences]
-    waiting = [form.calls is not None] * len(sequences)  # the text so far may be calls
-    for number in range(len(sequences)):
-        if (first := form.first_chunk(number)) is not None:
-            yield sse_event(first)
+    calls = form.calls
+    waiting = [calls is not None] * len(sequences)  # the text so far may be calls
+    for number in range(len(sequences) if form.chat else 0):
+        content = None if calls and calls.required else ""
+        yield sse_event(form.chunk(number, {"delta": {"role": "assistant", "content": content}}))
     async for number, text in deltas(engine, sequences):
         sequence, ended = sequences[number], sequences[number].detokenizer.finished
         texts[number] += text
         found[number] += sequence.new_logprobs
         reason, logprobs = sequence.detokenizer.reason, _logprobs(sequence, found[number], form, pieces)
-        if waiting[number] and ended and (calls := form.calls_chunk(number, texts[number], logprobs)) is not None:
-            yield sse_event(calls)
+        if waiting[number] and ended and (made := form.calls_in(number, texts[number])):
+            delta = {"tool_calls": [{"index": place, **call} for place, call in enumerate(made)]}
+            yield sse_event(form.chunk(number, {"delta": delta}, None, logprobs))
             texts[number], reason = "", "tool_calls"
-        waiting[number] = waiting[number] and form.calls is not None and form.calls.may_begin(texts[number])
+        waiting[number] = waiting[number] and calls is not None and calls.may_begin(texts[number])
         if texts[number] and (ended or not waiting[number]):
-            yield sse_event(form.text_chunk(number, texts[number], logprobs))
+            yield sse_event(form.chunk(number, form.text(texts[number]), None, logprobs))
             texts[number], found[number] = "", []
         if form.provisional and not ended:
-            yield sse_event(form.provisional_chunk(number, sequence.provisional(pieces)))
+            yield sse_event(form.chunk(number, {**form.text(), "codd_provisional": sequence.provisional(pieces)}))
         if ended:
-            yield sse_event(form.last_chunk(number, reason))
-    if (usage := form.usage_chunk(total_usage(sequences))) is not None:
-        yield sse_event(usage)
+            yield sse_event(form.chunk(number, form.text(), reason))
+    if form.include_usage:
+        yield sse_event(form.usage_chunk(total_usage(sequences)))
     yield DONE
 
 
