@@ -82,13 +82,12 @@ def revision() -> str | None:
     root = Path(codd.errors.__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None
+    told = ("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no", "--", "src")
     try:
-        commit = _git(root, "rev-parse", "HEAD").strip()
-        changed = _git(root, "status", "--porcelain", "--untracked-files=no", "--", "src").strip()
+        commit, changed = (
+            subprocess.check_output(["git", "-C", str(root), *each], text=True, stderr=subprocess.DEVNULL).strip()
+            for each in told
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
     return f"{commit}{'+changes' if changed else ''}"
-
-
-def _git(root: Path, *args: str) -> str:
-    return subprocess.run(["git", "-C", str(root), *args], check=True, capture_output=True, text=True).stdout

@@ -22,19 +22,10 @@ class TemplateSpread:
     """Points more than the null circuit has under the same template; empty for the controls themselves."""
 
     @property
-    def mean(self) -> float:
-        """The mean accuracy over templates, in per cent."""
-        return fmean(self.accuracies.values())
-
-    @property
-    def low(self) -> float:
-        """The accuracy under the worst template, in per cent."""
-        return min(self.accuracies.values())
-
-    @property
-    def high(self) -> float:
-        """The accuracy under the best template, in per cent."""
-        return max(self.accuracies.values())
+    def figures(self) -> dict[str, float]:
+        """The mean, worst and best accuracy over templates, in per cent."""
+        values = self.accuracies.values()
+        return {"mean": fmean(values), "low": min(values), "high": max(values)}
 
     @property
     def same_sign(self) -> bool | None:
@@ -58,9 +49,9 @@ class TemplateSpread:
 
     def as_json(self) -> dict[str, Any]:
         """All figures with their names, for ``--json``."""
-        names = ("accuracies", "differences", "mean", "low", "high", "same_sign")
         kept = {name: value for name, value in self.config.as_json().items() if name in ("task", "split", "circuit")}
-        return {**kept, "options": dict(self.config.options), **{name: getattr(self, name) for name in names}}
+        own = {"accuracies": self.accuracies, "differences": self.differences, **self.figures}
+        return {**kept, "options": dict(self.config.options), **own, "same_sign": self.same_sign}
 
 
 def template_spreads(results: Sequence[Result]) -> list[TemplateSpread]:

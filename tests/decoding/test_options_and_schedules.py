@@ -26,7 +26,8 @@ from codd.decoding.samplers import (
     token_probability,
 )
 from codd.decoding.sequence import divide_steps, spread
-from tests.support.published_oracle import fits, target_window
+from tests.support.enumeration import fits
+from tests.support.published_oracle import target_window
 
 MANY = settings(max_examples=150, deadline=None)
 dues = st.lists(st.booleans(), min_size=1, max_size=24)
@@ -268,10 +269,10 @@ class TestChoose:
         allowed = set(sorted(range(vocab), key=lambda v: -tempered[v])[: top_k or vocab])
         if top_p is not None:
             allowed = naive_top_p([x if v in allowed else -math.inf for v, x in enumerate(tempered)], top_p)
-        wanted = np.array(softmax([x if v in allowed else -math.inf for v, x in enumerate(tempered)]))
+        wanted = torch.tensor(softmax([x if v in allowed else -math.inf for v, x in enumerate(tempered)]))
         counts = tokens.bincount(minlength=vocab)
         assert fits(counts, wanted)
-        assert not fits(counts, np.array(softmax((row / (temperature + 0.5)).tolist())))
+        assert not fits(counts, torch.tensor(softmax((row / (temperature + 0.5)).tolist())))
 
     @given(
         seed=st.integers(0, 10**6),

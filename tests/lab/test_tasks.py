@@ -4,6 +4,7 @@ import json
 import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from codd.backbones import chat
 from codd.cli import main
 from codd.data.text_files import json_lines
 from codd.decoding import Model
+from codd.distributed import DistributedContext
 from codd.errors import FormatError, InvalidInput
 from codd.evaluation.answering import problem_seed
 from codd.evaluation.continuations import ScoringRequest, score_continuations
@@ -21,17 +23,29 @@ from codd_lab.report.render import make_report
 from codd_lab.runs import Log, Run
 from codd_lab.tasks import catalogue, passages, sandbox
 from codd_lab.tasks.catalogue import TASKS
-from codd_lab.tasks.runner import answer_config, default_length, prepare_config, run_config
-from tests.support.small_tasks import ASKED, TINY, config, data, session
+from codd_lab.tasks.configs import EvalConfig
+from codd_lab.tasks.runner import EvalSession, answer_config, default_length, prepare_config, run_config
+from tests.support.small_data import data
 from tests.support.two_processes import run_in_two_processes
 
 lm_eval = pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance  # noqa: E402 only where it is installed
 from lm_eval.api.registry import get_model  # noqa: E402
 
+TINY = {"gen_length": 16, "block_length": 16, "steps": 2}
+ASKED = 4
 HEADER = "<|start_header_id|>%s<|end_header_id|>\n\n"
 BEGUN = "\n```python\n"
 CONFINED = pytest.mark.skipif(sandbox.unavailable() is not None, reason=str(sandbox.unavailable()))
+
+
+def session(folder: Path, root: Path | None, batch: int = 4) -> EvalSession:
+    alone = DistributedContext(0, 1, torch.device("cpu"))
+    return EvalSession(Run(folder, create=True), codd.load(circuit=None, device="cpu"), alone, root, batch)
+
+
+def config(task: str, circuit: str = "none", **options) -> EvalConfig:
+    return EvalConfig(task, circuit, {**TINY, **options}, problems=ASKED)
 
 
 @pytest.fixture(scope="module")

@@ -1,23 +1,10 @@
 """The truth by brute force: every completion of a window, one by one, in float64."""
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-
-from codd.circuits.evidence import Evidence
-
-
-class Enumeration(NamedTuple):
-    """All V**L strings, and what the evidence makes of them; -inf throughout for impossible evidence."""
-
-    strings: Int[Tensor, "M L"]
-    log_table: Float[Tensor, "B M"]
-    log_partition: Float[Tensor, " B"]
-    marginals: Float[Tensor, "B L V"]
 
 
 def all_strings(vocab_size: int, length: int) -> Int[Tensor, "M L"]:
@@ -46,17 +33,6 @@ def token_marginals(
     return torch.stack(columns, 1)
 
 
-def enumerate_completions(
-    log_prob_fn: Callable[[Int[Tensor, "M L"]], Float[Tensor, " M"]], vocab_size: int, length: int, ev: Evidence
-) -> Enumeration:
-    """Weigh every string by ``log_prob_fn`` and the evidence on tokens (latent evidence is not looked at)."""
-    strings = all_strings(vocab_size, length)
-    weights = ev.dense_log_weights(vocab_size).double()
-    joint = log_prob_fn(strings).double() + string_log_weights(strings, weights)
-    log_table = log_normalise(joint)
-    return Enumeration(strings, log_table, joint.logsumexp(-1), token_marginals(strings, log_table, vocab_size))
-
-
 def chi_square_p_value(counts: Float[Tensor, " n"], log_probs: Float[Tensor, " n"]) -> float:
     """The p-value of Pearson's test; cells expected fewer than 5 times are pooled. Zero if an impossible cell hit."""
     expected = log_probs.double().exp() * counts.sum()
@@ -71,3 +47,8 @@ def chi_square_p_value(counts: Float[Tensor, " n"], log_probs: Float[Tensor, " n
     statistic = ((seen - wanted) ** 2 / wanted).sum()
     half = torch.tensor((len(wanted) - 1) / 2, dtype=torch.float64)
     return float(torch.special.gammaincc(half, statistic / 2))
+
+
+def fits(counts: Tensor, probabilities: Tensor) -> bool:
+    """Pearson's test at one in ten thousand."""
+    return chi_square_p_value(counts.double(), probabilities.double().log()) > 1e-4

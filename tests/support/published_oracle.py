@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 Network = Callable[[list[int]], Array]
@@ -400,26 +400,3 @@ def windowed_diffusion(network: Network, prompt: list[int], how: Settings, draw:
 
 
 # Whether counts could have come from a distribution.
-
-
-def fits(counts: ArrayLike, probabilities: ArrayLike) -> bool:
-    """Pearson's test at about one in ten thousand; rare outcomes are put together, impossible ones never happen."""
-    found, p = np.asarray(counts, dtype=np.float64), np.asarray(probabilities, dtype=np.float64)
-    assert abs(p.sum() - 1) < 1e-6
-    if found[p == 0].any():
-        return False
-    wanted = p * found.sum()
-    common = wanted >= 5
-    assert common.sum() >= 2, "too few counts to tell"
-    bins = [(found[i], wanted[i]) for i in common.nonzero()[0]]
-    if wanted[~common].sum() >= 1:
-        bins.append((found[~common].sum(), wanted[~common].sum()))
-    elif found[~common].sum() > 8:
-        return False
-    statistic = sum((seen - due) ** 2 / due for seen, due in bins)
-    return bool(statistic < quantile(len(bins) - 1))
-
-
-def quantile(freedom: int) -> float:
-    """Of chi-square at 1 - 1e-4, by Wilson and Hilferty; 3.719 is the normal distribution's."""
-    return freedom * (1 - 2 / (9 * freedom) + 3.719 * math.sqrt(2 / (9 * freedom))) ** 3

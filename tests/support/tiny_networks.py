@@ -1,28 +1,26 @@
 """A small block-causal network, and codd's own loop on it."""
 
+import copy
 import functools
 
-import torch
-
-from codd.backbones import Backbone, mini
-from codd.backbones.config import Config
-from codd.backbones.transformer import initialise
+from codd.backbones import Backbone
 from codd.circuits import HMM
 from codd.decoding.loop import denoise
 from codd.decoding.options import Options
 from codd.decoding.runner import runner_for
 from codd.decoding.sequence import start_sequences
+from tests.support import tiny_models
+from tests.support.tiny_models import EOS as EOS
+from tests.support.tiny_models import MASK as MASK
+from tests.support.tiny_models import VOCAB as VOCAB
 
-SIZE, VOCAB, MASK, EOS = 8, 23, 21, 20
+SIZE = 8
 
 
 @functools.cache
 def tiny() -> Backbone:
-    """Random weights, large enough that tokens and confidences vary; float64, so that no choice hangs on rounding."""
-    sizes = {"vocab_size": VOCAB, "width": 16, "layers": 1, "heads": 2, "mlp_width": 16, "max_length": 64}
-    built = mini.build(Config({**sizes, "mask_token_id": MASK, "block_size": SIZE}, "a test"))
-    initialise(built.network, generator=torch.Generator().manual_seed(3), std=0.5)
-    return built.double().eval().requires_grad_(False)
+    """In float64, so that no choice hangs on rounding."""
+    return copy.deepcopy(tiny_models.tiny(None, block_size=SIZE)).double()
 
 
 def circuit() -> HMM:

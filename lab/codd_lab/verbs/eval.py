@@ -42,13 +42,13 @@ between them: all combinations are run. --steps, --threshold and --entropy-budge
 hub, or without a network from files under --data. Programs that a model writes run in a process that can touch nothing.
 
 OUT_DIR keeps every sample with settings, seeds, machine and versions. Start it again to go on after an interruption:
-what was answered is not asked again. Under torchrun or accelerate launch, the processes share the problems,
-or with --tensor-parallel the network.
+what was answered is not asked again. Under torchrun or accelerate launch, the processes share the problems.
 
 Prints a table for each task: right answers, the difference to the null circuit with a bootstrap interval and McNemar's
 exact test, network calls, TPF (tokens per forward, that is per network call) and seconds. Below it are AUP (accuracy
 under parallelism), where several budgets were run, and the spread over prompt templates. `codd report OUT_DIR` makes a
 page of it."""
+COUNT = console.number(int, 1)
 STAGES = ("all", "prepare", "answer", "score")
 FIXED = ("ban", "seed", "stop", "tokens_per_step")
 AXES = tuple(name for name in sampling.SAMPLING if name not in (*PACES, *FIXED))
@@ -79,11 +79,11 @@ examples:
     parser.add_argument("--judge", metavar="NAME", help="scores continued text: smollm2, a folder or a hub id")
     parser.add_argument("--causal", metavar="PATH", help=_CAUSAL)
     add_list(parser, "--text", metavar="NAME", help=_TEXT)
-    parser.add_argument("--problems", type=_count, metavar="N", help="of each task, or texts of a study (default: all)")
+    parser.add_argument("--problems", type=COUNT, metavar="N", help="of each task, or texts of a study (default: all)")
     parser.add_argument("--split", default="test", choices=("test", "validation"), help="default: test")
-    parser.add_argument("--tune", type=_count, metavar="N", help=_TUNE)
+    parser.add_argument("--tune", type=COUNT, metavar="N", help=_TUNE)
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="where data files are (default: the hub)")
-    parser.add_argument("--batch", type=_count, default=8, metavar="N", help="prompts at a time (default: 8)")
+    parser.add_argument("--batch", type=COUNT, default=8, metavar="N", help="prompts at a time (default: 8)")
     parser.add_argument("--seed", type=console.seed, default=0, help="of all that is drawn (default: 0)")
     parser.add_argument(
         "--no-control", dest="control", action="store_false", help="no null circuit beside trained ones"
@@ -145,20 +145,17 @@ def run(args: argparse.Namespace) -> int:
         context.barrier()
         run_folder = Run(args.out)
         with exclusive(args.out) if context.is_main else nullcontext():
-            if args.tasks or args.task_file or args.studies or args.stage in ("answer", "score"):
-                _measure(args, run_folder, context)
+            asks = args.tasks or args.task_file or args.stage in ("answer", "score")
+            if asks or args.studies:
+                model = _model(args, context)
+                if asks:
+                    _tasks(args, run_folder, model, context)
+                if context.is_main and args.studies:
+                    _studies(args, run_folder, model)
             if context.is_main and args.stage in ("all", "score"):
                 _judge(args, run_folder)
                 _print(args, run_folder)
     return 0
-
-
-def _measure(args: argparse.Namespace, run: "Run", context: DistributedContext) -> None:
-    model = _model(args, context)
-    if args.tasks or args.task_file or args.stage in ("answer", "score"):
-        _tasks(args, run, model, context)
-    if context.is_main and args.studies:
-        _studies(args, run, model)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -181,14 +178,8 @@ def _model(args: argparse.Namespace, context: DistributedContext) -> "Model":
     from codd.decoding import load
 
     with console.working(f"loading {args.model or 'the bundled model'}", shown=context.is_main):
-        return load(
-            args.model,
-            None,
-            device=str(context.device),
-            dtype=args.dtype,
-            adapter=args.adapter,
-            quantize=args.quantize,
-        )
+        told = {"dtype": args.dtype, "adapter": args.adapter, "quantize": args.quantize}
+        return load(args.model, None, device=str(context.device), **told)
 
 
 def _name(args: argparse.Namespace) -> str | None:
@@ -378,9 +369,10 @@ def _over_templates(results: Sequence["Result"]) -> list[str]:
 
     spreads = template_spreads(results)
     names = varying(spread.config for spread in spreads)
+    words = ": mean {mean:.1f}, {low:.1f} to {high:.1f}"
     return [
-        f"{label(spread.config, names)}, over {len(spread.accuracies)} templates: mean {spread.mean:.1f}, "
-        f"{spread.low:.1f} to {spread.high:.1f}" + ("" if spread.verdict == "-" else f"; {spread.verdict}")
+        f"{label(spread.config, names)}, over {len(spread.accuracies)} templates{words.format(**spread.figures)}"
+        + ("" if spread.verdict == "-" else f"; {spread.verdict}")
         for spread in spreads
     ]
 
@@ -403,10 +395,3 @@ def _value_of(name: str) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(str(error)) from None
 
     return parse
-
-
-def _count(text: str) -> int:
-    count = int(text)
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"must be 1 or more, found {text}")
-    return count

@@ -33,10 +33,14 @@ def continuations(args: argparse.Namespace, model: "Model", progress: Progress) 
 def _likelihood(
     study: Callable[..., dict[str, Any]], count: str, args: argparse.Namespace, model: "Model", progress: Progress
 ) -> dict[str, Any]:
-    parts = _circuits(args, model), _causal(args), args.data
+    from codd_lab.likelihood.causal import load_causal
+    from codd_lab.provenance import provenance
+
+    causal = None if args.causal is None else load_causal(args.causal, args.device)
+    parts = _circuits(args, model), causal, args.data
     chosen = _given(**{count: args.problems, "corpora": args.text})
     figures = study(model, *parts, seed=args.seed, progress=progress, **chosen)
-    return {**figures, "provenance": _provenance(model)}
+    return {**figures, "provenance": provenance(model.backbone.device, model.backbone.precision)}
 
 
 def cost(args: argparse.Namespace, model: "Model", progress: Progress) -> dict[str, Any]:
@@ -76,15 +80,3 @@ def _circuits(args: argparse.Namespace, model: "Model") -> dict[str, Any]:
 
 def _given(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _causal(args: argparse.Namespace) -> Any:
-    from codd_lab.likelihood.causal import load_causal
-
-    return None if args.causal is None else load_causal(args.causal, args.device)
-
-
-def _provenance(model: "Model") -> dict[str, Any]:
-    from codd_lab.provenance import provenance
-
-    return provenance(model.backbone.device, model.backbone.precision)

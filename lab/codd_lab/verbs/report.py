@@ -27,7 +27,9 @@ examples:
     parser.add_argument("run", metavar="RUN_DIR", type=Path, help="what codd eval --out was told")
     parser.add_argument("--out", metavar="FILE.html", type=Path, help="default: RUN_DIR/report.html")
     parser.add_argument("--no-png", action="store_true", help="write no PNG files")
-    parser.add_argument("--samples", type=_count, default=4, metavar="N", help="problems shown of a task (default: 4)")
+    parser.add_argument(
+        "--samples", type=console.number(int, 0), default=4, metavar="N", help="problems shown of a task (default: 4)"
+    )
     parser.add_argument("--json", action="store_true", help="print the comparisons and the calls saved as JSON")
 
 
@@ -53,10 +55,3 @@ def run(args: argparse.Namespace) -> int:
         console.out().print(console.one_line(sentence))
     console.fields(f"written: {out}", {"figures": f"{len(pictures)} PNG files"})
     return 0
-
-
-def _count(text: str) -> int:
-    count = int(text)
-    if count < 0:
-        raise argparse.ArgumentTypeError(f"must be 0 or more, found {text}")
-    return count

@@ -161,9 +161,8 @@ def step_inputs(state: SequenceState) -> Generator[Any, Any, StepInputs]:
     """
     assert state.plan is not None, "a finished sequence takes no step"
     begin, end = state.plan.block
-    positions = (
-        published.loop_of(state).positions(state) if state.options.published else state.masked_in(state.plan.block)
-    )
+    own = state.options.published
+    positions = published.loop_of(state).positions(state) if own else state.masked_in(state.plan.block)
     editable = (~state.given & ~state.masked)[begin:end].nonzero()[:, 0] + begin
     wanted = positions if state.options.editing_threshold is None else torch.cat((positions, editable))
     span = _needed_span(state, wanted.tolist())
@@ -239,13 +238,8 @@ def decide(inputs: StepInputs) -> StepResult:
     Block mode: the window is the block. Full mode: it is where most of the tokens that are due stand. A constraint
     holds tokens together as a circuit does, so those outside of its window wait, with and without a circuit.
     """
-    state, plan, options, circuit, constraint = (
-        inputs.state,
-        inputs.plan,
-        inputs.options,
-        inputs.circuit,
-        inputs.state.constraint,
-    )
+    state, plan, options = inputs.state, inputs.plan, inputs.options
+    circuit, constraint = inputs.circuit, state.constraint
     if options.published:
         return published.loop_of(state).step(inputs)
     if plan.count == 0:  # only edits
