@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 from codd.circuits import HMM, Circuit, Evidence, leaf, mixture, ops, pairwise, product
 from codd.circuits.evidence import Kind
+from codd.circuits.parameters import Transition
 from codd.errors import InvalidEvidence
 from tests.support.strategies import BACKENDS, KINDS, LAYOUTS, Truth, generator, make_evidence, make_hmm, shape_checks
 
@@ -135,14 +136,14 @@ def test_the_fast_way_answers_by_itself(layout, dtype, backends):
 def test_rows_that_lose_something_are_propagated_again(backends, monkeypatch):
     hmm, ev = make_hmm("dense", dtype=torch.float32), make_evidence("logits", (B, L))
     candidates = some_tokens((B, L), V, 2)
-    wanted, through = hmm.pairwise(ev, candidates), pairwise._through
+    wanted, through = hmm.pairwise(ev, candidates), Transition.through
 
-    def lossy(steps, t, rows):
-        rows = through(steps, t, rows).clone()
-        rows[1, :, 0] = 0.0 if t == 1 else rows[1, :, 0]
+    def lossy(steps, rows, t):
+        rows = through(steps, rows, t).clone()
+        rows[:, 1, 0] = 0.0 if t == 1 else rows[:, 1, 0]
         return rows
 
-    monkeypatch.setattr(pairwise, "_through", lossy)
+    monkeypatch.setattr(Transition, "through", lossy)
     assert_close(hmm.pairwise(ev, candidates), wanted, **ROUNDED)
     assert [name == "reference" for name in backends] == [False, False, True]
 

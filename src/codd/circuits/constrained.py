@@ -18,8 +18,9 @@ from torch import Tensor
 
 from codd.circuits.evidence import Evidence, check_possible, log_ratio
 from codd.circuits.hmm import HMM
-from codd.circuits.incremental import CommitsTokens, Recomputing
+from codd.circuits.incremental import Recomputing
 from codd.circuits.ops.backend import backend_for
+from codd.circuits.ops.commit.eager import commit_tokens
 from codd.circuits.ops.constrained.eager import Linear
 from codd.circuits.ops.constrained.product_chain import ProductChain, ProductMessages
 from codd.circuits.ops.constrained.reachable_states import TokenClasses
@@ -256,7 +257,7 @@ class ConstrainedHMM(Recomputing):
         return out
 
 
-class ConstrainedConditioner(CommitsTokens):
+class ConstrainedConditioner:
     """Token marginals given the language while tokens are committed. Made by ``ConstrainedHMM.incremental``.
 
     After a token at t the forward messages after t and the backward ones before t are made again, for the states of the
@@ -265,6 +266,8 @@ class ConstrainedConditioner(CommitsTokens):
 
     candidates: Int[Tensor, "B L K"] | None = None
     certain_is_free = True
+    """A language makes many tokens certain."""
+    commit_tokens = commit_tokens
 
     @torch.no_grad()
     def __init__(self, circuit: ConstrainedHMM, ev: Evidence, candidates: int | None = None) -> None:

@@ -26,6 +26,10 @@ from torch import Tensor
 
 from codd.errors import ImpossibleEvidence, InvalidEvidence, shown
 
+Index = tuple[slice | Int[Tensor, "..."], slice | Int[Tensor, "..."]]
+"""Sequences and positions, as an index of a (B, L, ...) tensor."""
+EVERYWHERE: Index = (slice(None), slice(None))
+
 
 class Kind(IntEnum):
     """What kind of evidence a position has."""
@@ -323,19 +327,26 @@ class Evidence:
                 latents = latents + top.sum(-1)
         return Centred(replace(self, **changes) if changes else self, tokens, latents)  # type: ignore[arg-type]
 
-    def dense_log_weights(self, vocab_size: int) -> Float[Tensor, "B L V"]:
-        """The log-weight of every token at every position in float64, whatever the kind: for the reference paths."""
-        out = torch.zeros(*self.shape, vocab_size, dtype=torch.float64, device=self.device)
+    def dense_log_weights(
+        self, vocab_size: int, dtype: torch.dtype = torch.float64, at: Index = EVERYWHERE
+    ) -> Float[Tensor, "*R V"]:
+        """The log-weight of every token, at every position or at some of them, whatever the kind."""
+        kind = self.kind[at][..., None]
+        out = torch.zeros(*kind.shape[:-1], vocab_size, dtype=dtype, device=self.device)
         if self.potentials is not None:
-            out = torch.where(self.rows(Kind.DENSE)[..., None], self.log_weights(torch.float64), out)
+            given, heat = self.potentials[at], self.heat(dtype)
+            if self.normalised:
+                heat = heat.expand(*self.shape, 1)[at] if isinstance(heat, Tensor) else heat
+                given = log_softmax(tempered(given, heat, dtype))
+            out = torch.where(kind == Kind.DENSE, given.to(dtype), out)
         if self.sparse is not None:
-            tail = self.sparse.log_tail_weight(vocab_size).double()
-            listed = tail[..., None].expand_as(out).scatter(-1, self.sparse.ids, self.sparse.log_weights.double())
-            out = torch.where(self.rows(Kind.SPARSE)[..., None], listed, out)
+            tail = self.sparse.log_tail_weight(vocab_size)[at].to(dtype)[..., None].expand_as(out)
+            listed = tail.scatter(-1, self.sparse.ids[at], self.sparse.log_weights[at].to(dtype))
+            out = torch.where(kind == Kind.SPARSE, listed, out)
         if self.tokens is not None:
-            hit = torch.arange(vocab_size, device=self.device) == self.tokens[..., None]
-            hard = torch.zeros_like(out).masked_fill(~hit, -math.inf)
-            out = torch.where(self.rows(Kind.OBSERVED)[..., None], hard, out)
+            token = self.tokens[at].clamp(0, vocab_size - 1)[..., None]  # a mask may be any number
+            hard = torch.full_like(out, -math.inf).scatter_(-1, token, 0.0)
+            out = torch.where(kind == Kind.OBSERVED, hard, out)
         return out
 
     def completed(

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from codd.circuits import inference, pairwise
-from codd.circuits.evidence import Evidence, Kind, log_softmax, tempered
+from codd.circuits.evidence import EVERYWHERE, Evidence, Index, Kind
 from codd.circuits.ops.backend import EAGER, Backend, use
 from codd.circuits.ops.commit import eager, native
 from codd.circuits.ops.sampling_rule import Committed, SamplingRule
@@ -31,30 +31,11 @@ from codd.errors import InvalidEvidence
 if TYPE_CHECKING:
     from codd.circuits.hmm import HMM
 
-Index = tuple[slice | Int[Tensor, "B 1"], slice | Int[Tensor, "*B R"]]
-"""Sequences and positions, as an index of a (B, L, ...) tensor: the same positions of all, or one of each."""
-EVERYWHERE: Index = (slice(None), slice(None))
 
-
-class CommitsTokens:
-    """The commit loop of conditioners that have none of their own."""
+class IncrementalConditioner:
+    """An HMM and evidence to which tokens are added one by one. Made by ``HMM.incremental``."""
 
     certain_is_free = False
-    """Whether tokens that are certain do not count: a constraint makes many so."""
-
-    def commit_tokens(
-        self: Conditioner,
-        open_: Bool[Tensor, " L"],
-        uniforms: Float[Tensor, " L"],
-        given: Float[Tensor, " L"] | None,
-        rule: SamplingRule,
-    ) -> Committed:
-        """See `codd.circuits.ops.commit.eager.commit_tokens`."""
-        return eager.commit_tokens(self, open_, uniforms, given, rule)
-
-
-class IncrementalConditioner(CommitsTokens):
-    """An HMM and evidence to which tokens are added one by one. Made by ``HMM.incremental``."""
 
     @torch.no_grad()
     def __init__(self, hmm: "HMM", ev: Evidence, candidates: int | None, backend: Backend) -> None:
@@ -234,20 +215,8 @@ class IncrementalConditioner(CommitsTokens):
         return scale if self._latent is None else scale + self._latent.log_scale[index]
 
     def _log_weights(self, index: Index) -> Float[Tensor, "B R V"]:
-        """The log-weight of every token before anything was committed; zero where it was observed."""
-        ev, dtype, vocab = self._given, self._hmm.dtype, self._hmm.vocab_size
-        kind = ev.kind[index][..., None]
-        out = torch.zeros(*kind.shape[:2], vocab, dtype=dtype, device=ev.device)
-        if ev.potentials is not None:
-            x = ev.potentials[index]
-            dense = log_softmax(tempered(x, ev.heat(dtype), dtype)) if ev.normalised else x.to(dtype)
-            out = torch.where(kind == Kind.DENSE, dense, out)
-        if ev.sparse is not None:
-            tail = ev.sparse.log_tail_weight(vocab)[index].to(dtype)
-            rest = tail[..., None].expand_as(out)
-            listed = rest.scatter(-1, ev.sparse.ids[index], ev.sparse.log_weights[index].to(dtype))
-            out = torch.where(kind == Kind.SPARSE, listed, out)
-        return out
+        """The log-weight of every token before anything was committed."""
+        return self._given.dense_log_weights(self._hmm.vocab_size, self._hmm.dtype, index)
 
     def _exactly(self, fast: Tensor, exact: Callable[[Evidence, Int[Tensor, " S"]], Tensor]) -> Tensor:
         """The answer, with that of the reference for suspect sequences."""
@@ -259,11 +228,13 @@ class IncrementalConditioner(CommitsTokens):
         return fast
 
 
-class RecomputingConditioner(CommitsTokens):
+class RecomputingConditioner:
     """`codd.circuits.protocol.Conditioner` by asking again after every token: for any circuit, and for comparison."""
 
     candidates: Int[Tensor, "B L K"] | None = None
     """Always None: `log_marginals` covers all V tokens."""
+    certain_is_free = False
+    commit_tokens = eager.commit_tokens
 
     def __init__(self, circuit: ProbabilisticCircuit, ev: Evidence) -> None:
         """Start from evidence; nothing is computed yet."""

@@ -19,9 +19,6 @@ from codd.circuits.ops.scaled import Scaled
 if TYPE_CHECKING:
     from codd.circuits.hmm import HMM
 
-Step = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Position, token, probability, whether it is settled and whether it was committed, each (B,)."""
-
 
 class DeviceConditioner(IncrementalConditioner):
     """For dense evidence and one emission table. Both directions of the chain run again after every token.
@@ -34,7 +31,6 @@ class DeviceConditioner(IncrementalConditioner):
         """Compute what no later token changes, and prepare the candidates: not in a graph that is captured later."""
         fits = max(ev.shape[1], candidates or 0) <= commit_kernels.LARGEST
         super().__init__(hmm, ev, candidates if fits else None, backend)
-        self._state = (self._leaf, self._tokens, self._observed)
         if self.candidates is not None:
             _ = self._prepared
 
@@ -79,23 +75,42 @@ class DeviceConditioner(IncrementalConditioner):
         return propose_kernels.dense_marginals(*given, *state, 1 / temperature, order, entropies)
 
     @torch.no_grad()
-    def commit_candidate(
-        self, open_: Bool[Tensor, "B L"], order: str, given: Float[Tensor, "B L"] | None, threshold: float | None
-    ) -> Step:
-        """Commit the most probable candidate of the open position that comes first, and close it in ``open_``.
+    def commit_tokens(
+        self,
+        open_: Bool[Tensor, " L"],
+        uniforms: Float[Tensor, " L"],
+        given: Float[Tensor, " L"] | None,
+        rule: SamplingRule,
+    ) -> Committed:
+        """As `eager.commit_tokens`, each token in a few launches that can be captured: the host never looks.
 
-        Below a threshold nothing is committed, and all positions are closed.
+        There is a step for every position; those after the end commit nothing, and their launches end at once. A token
+        that is settled has a positive probability given those before it, so together they are possible.
         """
-        assert self.candidates is not None
-        scale = None if self._latent is None else self._latent.log_scale
-        log_p, columns = self._candidate_marginals(open_), self._prepared[0]
-        fixed = (log_p, self.candidates, open_, order, given, columns, scale)
-        found = commit_kernels.pick(*fixed, *self._state, threshold)
-        self._messages = None
-        return found
+        open_, uniforms = open_.clone()[None], uniforms[None]
+        order = None if given is None else given[None]
+        state, spent = (self._leaf, self._tokens, self._observed), torch.zeros(1, device=open_.device)
+        few = self.candidates is not None and rule.plain and rule.candidates_suffice
+        steps: list[tuple[Tensor, ...]] = []
+        for i in range(rule.most):
+            if few and self.candidates is not None:
+                scale = None if self._latent is None else self._latent.log_scale
+                log_p, columns = self._candidate_marginals(open_), self._prepared[0]
+                fixed = (log_p, self.candidates, open_, rule.order, order, columns, scale)
+                steps.append(commit_kernels.pick(*fixed, *state, rule.limits[0] if i else None))
+            else:
+                proposals = self._proposals(open_, uniforms, order, rule)
+                latent = (self._hmm.emission, self._latent)
+                steps.append(commit_kernels.take(proposals, open_, spent, rule.limits, i == 0, *latent, *state))
+            self._messages = None
+        if not steps:
+            nothing = torch.zeros(0, dtype=torch.int64, device=open_.device)
+            valid = self.log_partition[0] > -torch.inf
+            return Committed(nothing, nothing, nothing.float(), nothing.bool(), valid)
+        positions, tokens, probabilities, settled, keep = (torch.cat(parts) for parts in zip(*steps, strict=True))
+        return Committed(positions, tokens, probabilities, keep, settled.all())
 
-    @torch.no_grad()
-    def proposals(
+    def _proposals(
         self,
         open_: Bool[Tensor, "B L"],
         uniforms: Float[Tensor, "B L"],
@@ -107,63 +122,9 @@ class DeviceConditioner(IncrementalConditioner):
             log_p = rule.temper(self.dense_log_marginals()[0])
             found = rule.propose(log_p, uniforms[0], None if given is None else given[0])
             return Proposals(*(x[None] for x in found))
-        else:
-            entropies = rule.entropy_budget is not None or rule.order == "entropy"
-            heat = rule.temperature or 1.0
-            marginals = self._dense_marginals(open_, heat, rule.order, entropies)
-            numbers = uniforms if rule.temperature > 0 else None
-            found = propose_kernels.propose(*marginals, open_, 1 / heat, rule.order, entropies, numbers)
+        entropies = rule.entropy_budget is not None or rule.order == "entropy"
+        heat = rule.temperature or 1.0
+        marginals = self._dense_marginals(open_, heat, rule.order, entropies)
+        numbers = uniforms if rule.temperature > 0 else None
+        found = propose_kernels.propose(*marginals, open_, 1 / heat, rule.order, entropies, numbers)
         return found if given is None else found._replace(order=given)
-
-    @torch.no_grad()
-    def commit_proposal(
-        self,
-        proposals: Proposals,
-        open_: Bool[Tensor, "B L"],
-        spent: Float[Tensor, " B"],
-        limits: tuple[float | None, float | None],
-        *,
-        first: bool,
-    ) -> Step:
-        """Commit the open position's proposal that comes first, and close the position.
-
-        Proposals that reach the threshold come before all others. Where the limits, a threshold and a budget for
-        ``spent``, are reached (never at the first), nothing is committed and all positions are closed.
-        """
-        found = commit_kernels.take(
-            proposals, open_, spent, limits, first, self._hmm.emission, self._latent, *self._state
-        )
-        self._messages = None
-        return found
-
-
-def commit_tokens(
-    conditioner: IncrementalConditioner,
-    open_: Bool[Tensor, " L"],
-    uniforms: Float[Tensor, " L"],
-    given: Float[Tensor, " L"] | None,
-    rule: SamplingRule,
-) -> Committed:
-    """As `eager.commit_tokens`, each token in a few launches that can be captured: the host never looks.
-
-    There is a step for every position; those after the end commit nothing, and launches that have nothing to do end at
-    once. A token that is settled has a positive probability given those before it, so together they are possible.
-    """
-    assert isinstance(conditioner, DeviceConditioner)
-    open_, uniforms = open_.clone()[None], uniforms[None]
-    order = None if given is None else given[None]
-    spent = torch.zeros(1, device=open_.device)
-    steps: list[Step] = []
-    few = conditioner.candidates is not None and rule.plain and rule.candidates_suffice
-    for i in range(rule.most):
-        if few:
-            steps.append(conditioner.commit_candidate(open_, rule.order, order, rule.limits[0] if i else None))
-        else:
-            found = conditioner.proposals(open_, uniforms, order, rule)
-            steps.append(conditioner.commit_proposal(found, open_, spent, rule.limits, first=i == 0))
-    if not steps:
-        nothing = torch.zeros(0, dtype=torch.int64, device=open_.device)
-        valid = conditioner.log_partition[0] > -torch.inf
-        return Committed(nothing, nothing, nothing.float(), nothing.bool(), valid)
-    positions, tokens, probabilities, settled, keep = (torch.cat(parts) for parts in zip(*steps, strict=True))
-    return Committed(positions, tokens, probabilities, keep, settled.all())

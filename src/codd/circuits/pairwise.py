@@ -24,7 +24,7 @@ from codd.circuits import inference
 from codd.circuits.evidence import Evidence, Kind
 from codd.circuits.inference import Smoothed
 from codd.circuits.ops.backend import REFERENCE, Backend
-from codd.circuits.parameters import Emission, Transition
+from codd.circuits.parameters import Emission
 from codd.circuits.protocol import ProbabilisticCircuit
 from codd.circuits.underflow import Answer, Select, either, with_float64_fallback
 from codd.errors import InvalidEvidence
@@ -135,7 +135,8 @@ def _class_shares(
         log_potentials=weights.scatter(-1, candidates, -torch.inf),
     )
     rest = backend.leaf_values(emission, others).log().double()
-    listed = _log_columns(emission, candidates).double() + chosen[..., None]
+    positions = torch.arange(ev.shape[1], device=ev.device)[:, None]
+    listed = emission.log_columns(candidates, positions).double() + chosen[..., None]
     log = torch.cat([listed, rest[:, :, None]], 2)
     total = log.logsumexp(2, keepdim=True)
     shares = (log - torch.where(total > -torch.inf, total, 0)).exp()
@@ -143,16 +144,6 @@ def _class_shares(
     is_one = chosen == 0
     hard = torch.cat([is_one, ~is_one.any(-1, keepdim=True)], -1)[..., None].double()
     return torch.where(ev.rows(Kind.OBSERVED)[..., None, None], hard, shares)
-
-
-def _log_columns(emission: Emission, ids: Int[Tensor, "B L K"]) -> Float[Tensor, "B L K N"]:
-    """The log-probabilities of some tokens under every state."""
-    table = emission.stored.detach()
-    if emission.per_position:
-        columns = torch.stack([table[t][:, ids[:, t]].permute(1, 2, 0) for t in range(ids.shape[1])], 1)
-    else:
-        columns = table[:, ids].permute(1, 2, 3, 0)
-    return columns.float().log() if emission.compact else columns
 
 
 def _propagator(hmm: "HMM", ev: Evidence, backend: Backend, smoothed: Smoothed) -> Propagate:
@@ -176,17 +167,9 @@ def _propagator(hmm: "HMM", ev: Evidence, backend: Backend, smoothed: Smoothed) 
     after = (smoothed.target.values[:, 1:] * scale.exp()).to(values.dtype)
 
     def fast(t: int, rows: Float[Tensor, "B R N"]) -> Float[Tensor, "B R N"]:
-        return _through(steps, t, rows * before[:, t, None]) * after[:, t, None]
+        return steps.through((rows * before[:, t, None]).transpose(0, 1), t).transpose(0, 1) * after[:, t, None]
 
     return fast
-
-
-def _through(steps: Transition, t: int, rows: Float[Tensor, "B R N"]) -> Float[Tensor, "B R N"]:
-    for place, factor in enumerate(steps.linear):
-        rows = rows @ (factor[t] if steps.per_position else factor)
-        if steps.gates is not None and place == 0:
-            rows = rows * steps.gates[0][:, t, None]
-    return rows
 
 
 def _propagated(

@@ -109,10 +109,10 @@ class Emission:
         table = self.log.detach()
         return table[positions, states] if self.per_position else table[states]
 
-    def log_columns(self, tokens: Int[Tensor, " B"], positions: Int[Tensor, " B"]) -> Float[Tensor, "B N"]:
+    def log_columns(self, tokens: Int[Tensor, "*B"], positions: Int[Tensor, "*#B"]) -> Float[Tensor, "*B N"]:
         """The log-probabilities of some tokens, each at its position, under every state."""
         table = self.stored.detach()
-        column = table[positions, :, tokens] if self.per_position else table[:, tokens].T
+        column = table[positions, :, tokens] if self.per_position else table[:, tokens].movedim(0, -1)
         return column.float().log() if self.compact else column
 
     def columns_of(self, ids: Int[Tensor, "B L K"]) -> Float[Tensor, "B L K N"]:
@@ -136,10 +136,7 @@ class Emission:
 
     def at(self, position: int) -> "Emission":
         """The emission of one position; itself if all share one table."""
-        if not self.per_position:
-            return self
-        table = self._positions
-        return table[position]
+        return self._positions[position] if self.per_position else self
 
     @cached_property
     def _positions(self) -> list["Emission"]:
@@ -179,6 +176,14 @@ class Transition:
         log = self.log_gates.to(self.log_factors[0].dtype)
         top = log.amax(-1, keepdim=True)
         return (log - top).exp(), top[..., 0]
+
+    def through(self, values: Float[Tensor, "*n B N"], t: int, reverse: bool = False) -> Float[Tensor, "*n B N"]:
+        """Values times the factors and gates of a step; the scale of the gates is left out."""
+        for place, factor in enumerate(self.transposed if reverse else self.linear):
+            values = values @ (factor[t] if self.per_position else factor)
+            if self.gates is not None and place == 0:
+                values = values * self.gates[0][:, t]
+        return values
 
     def log_step(self, t: int) -> Float[Tensor, "*B N N"]:
         """log-weights from position t to t + 1 in float64; one matrix a sequence if there are gates."""

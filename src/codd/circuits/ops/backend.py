@@ -23,7 +23,6 @@ from codd.circuits.ops.path import reference as path_reference
 from codd.circuits.ops.sampling_rule import Committed
 from codd.circuits.ops.scaled import Scaled
 from codd.circuits.ops.scores import eager as scores_eager
-from codd.circuits.ops.scores import reference as scores_reference
 from codd.errors import MissingDependency
 
 
@@ -48,7 +47,7 @@ class Backend:
     conditioner: Callable[..., Any]
     """What `HMM.incremental` gives."""
     commit_tokens: Callable[..., Committed]
-    """The commit loop of the any-order sampler."""
+    """The commit loop of `IncrementalConditioner`; the one on a GPU has its own."""
 
 
 def _joint_step(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -92,7 +91,7 @@ REFERENCE = replace(
     transition_flow=chain_reference.transition_flow,
     gate_flow=chain_reference.gate_flow,
     sample_path=path_reference.sample_path,
-    scores=scores_reference.scores,
+    scores=partial(scores_eager.scores, dtype=torch.float64),
 )
 
 NATIVE = replace(
@@ -123,7 +122,6 @@ def _triton() -> Backend:
         scores=kernels.scores,
         joint_step=kernels.joint_step,
         conditioner=kernels.conditioner,
-        commit_tokens=kernels.commit_tokens,
     )
 
 

@@ -9,7 +9,6 @@ from codd.circuits import inference
 from codd.circuits.evidence import Evidence
 from codd.circuits.incremental import IncrementalConditioner
 from codd.circuits.incremental_device import DeviceConditioner
-from codd.circuits.incremental_device import commit_tokens as commit_tokens
 from codd.circuits.ops.backend import EAGER, Backend
 from codd.circuits.ops.chain.triton import forward_backward as forward_backward
 from codd.circuits.ops.chain.triton import messages as messages

@@ -4,6 +4,8 @@ Messages are rescaled every few positions only, and every message keeps its own 
 lose on the way is looked for afterwards (`codd.circuits.underflow`), so the loop itself carries no checks.
 """
 
+from typing import Any
+
 import numpy as np
 import torch
 from jaxtyping import Float
@@ -14,10 +16,6 @@ from codd.circuits.ops.scaled import Scaled
 from codd.circuits.parameters import Transition
 
 _RESCALE_EVERY = {torch.float32: 4, torch.float64: 16}
-
-
-def _factors(transition: Transition, reverse: bool) -> tuple[Float[Tensor, "*steps _ _"], ...]:
-    return transition.transposed if reverse else transition.linear
 
 
 def messages(
@@ -37,14 +35,14 @@ def messages(
     values = leaf.values.transpose(0, 1).contiguous()
     norms = values.new_ones(*values.shape[:2], 1)
     first = None if start is None else start.detach().to(values.dtype).exp()
-    factors, done = _factors(transition, reverse), None
+    factors, done = transition.transposed if reverse else transition.linear, None
     if compiled and len(factors) == 1 and factors[0].ndim == 2:
         every = _RESCALE_EVERY[values.dtype]
         done = native.chain_pass(factors[0], first, values, norms, reverse, not absorb, every)
     if done is None:
         gates = None if transition.gates is None else transition.gates[0].transpose(0, 1)
-        run = _pass_numpy if values.device.type == "cpu" else _pass_torch
-        done = run(factors, gates, first, values, norms, reverse, keep_messages=not absorb)
+        given = (factors, gates, first, values, norms)
+        done = _pass(*given, reverse, keep_messages=not absorb)
     out = done[0] if absorb else done[1]
     total = _scales(norms[..., 0], leaf.log_scale[..., 0].transpose(0, 1), reverse, absorb)
     if transition.gates is not None:
@@ -64,14 +62,8 @@ def _scales(
     norms: Float[Tensor, "L B"], scale: Float[Tensor, "L B"], reverse: bool, absorb: bool
 ) -> Float[Tensor, "L B"]:
     """The logarithm of all that a message (or, absorbing, a product) has met: norms taken out, and leaf scales."""
-    if norms.device.type == "cpu":
-        # Over thousands of positions the sums of scales need more digits than any one of them.
-        met = np.log(norms.numpy(), dtype=np.float64) + scale.numpy()
-        met = np.cumsum(met[::-1], 0)[::-1] if reverse else np.cumsum(met, 0)
-        if not absorb:
-            met = np.concatenate([met[1:], met[:1] * 0] if reverse else [met[:1] * 0, met[:-1]])
-        return torch.from_numpy(met.copy())  # a view that runs backwards is no tensor
-    total = norms.log() + scale
+    # Over thousands of positions the sums of scales need more digits than any one of them.
+    total = norms.to(torch.float64 if norms.device.type == "cpu" else norms.dtype).log() + scale
     total = total.flip(0).cumsum(0).flip(0) if reverse else total.cumsum(0)
     if not absorb:
         none = torch.zeros_like(total[:1])
@@ -87,7 +79,7 @@ def _met_gates(scale: Float[Tensor, "T B"], reverse: bool) -> Float[Tensor, "L B
     return torch.cat([none, scale.cumsum(0)])
 
 
-def _pass_torch(
+def _pass(
     factors: tuple[Float[Tensor, "*steps _ _"], ...],
     gates: Float[Tensor, "T B R"] | None,
     first: Float[Tensor, " N"] | None,
@@ -95,62 +87,39 @@ def _pass_torch(
     norms: Float[Tensor, "L B 1"],
     reverse: bool,
     keep_messages: bool,
-) -> tuple[Float[Tensor, "L B N"], Float[Tensor, "L B N"]]:
-    """Products of message and leaf (scaled; the norms go into ``norms``), and the messages themselves if wanted."""
+) -> tuple[Float[Tensor, "L B N"], Float[Tensor, "K B N"]]:
+    """Products of message and leaf (scaled; the norms go into ``norms``), and the messages themselves if wanted.
+
+    On a CPU through NumPy, on the same memory: its calls cost a third of PyTorch's, and stay on one core.
+    """
     every, smallest = _RESCALE_EVERY[values.dtype], torch.finfo(values.dtype).tiny
     products = torch.empty_like(values)
-    carried = torch.empty_like(values) if keep_messages else products
-    order = range(len(values) - 1, -1, -1) if reverse else range(len(values))
-    message = torch.ones_like(values[0]) if first is None else first.expand_as(values[0])
-    for k, t in enumerate(order, 1):
-        if keep_messages:
-            carried[t] = message
-        product = message * values[t]
-        if k % every == 0:
-            norms[t] = product.amax(-1, keepdim=True).clamp_min_(smallest)
-            product = product / norms[t]
-        products[t] = product
-        if k < len(order):
-            step = t - 1 if reverse else t
-            for place, factor in enumerate(factors):
-                product = product @ (factor[step] if factor.ndim == 3 else factor)
-                if gates is not None and place == 0:
-                    product = product * gates[step]
-            message = product
-    return products, carried
+    carried = torch.empty_like(values if keep_messages else values[:1])
+    on_host = values.device.type == "cpu"
+    xp: Any = np if on_host else torch
 
+    def array(x: Tensor) -> Any:
+        return x.numpy() if on_host else x
 
-def _pass_numpy(
-    factors: tuple[Float[Tensor, "*steps _ _"], ...],
-    gates: Float[Tensor, "T B R"] | None,
-    first: Float[Tensor, " N"] | None,
-    values: Float[Tensor, "L B N"],
-    norms: Float[Tensor, "L B 1"],
-    reverse: bool,
-    keep_messages: bool,
-) -> tuple[Float[Tensor, "L B N"], Float[Tensor, "L B N"]]:
-    """The same through NumPy: its calls cost a third of PyTorch's, and stay on one core."""
-    every, smallest = _RESCALE_EVERY[values.dtype], torch.finfo(values.dtype).tiny
-    products = torch.empty_like(values)
-    carried = torch.empty_like(values) if keep_messages else products
-    rows, leaves, norm = list(products.numpy()), list(values.numpy()), norms.numpy()
-    kept = list(carried.numpy()) if keep_messages else [np.empty_like(rows[0])] * len(rows)
-    *inner, last = [factor.numpy() for factor in factors]
+    rows, leaves, kept, norm = (list(array(x)) for x in (products, values, carried, norms))
+    kept = kept if keep_messages else kept * len(rows)
+    *inner, last = map(array, factors)
+    weights = [] if gates is None else list(array(gates))
     order = range(len(rows) - 1, -1, -1) if reverse else range(len(rows))
-    kept[order[0]][...] = 1.0 if first is None else first.numpy()
+    kept[order[0]][...] = 1.0 if first is None else array(first)
     for k, t in enumerate(order, 1):
         row = rows[t]
-        np.multiply(kept[t], leaves[t], row)
+        xp.multiply(kept[t], leaves[t], out=row)
         if k % every == 0:
-            top = np.maximum(np.maximum.reduce(row, -1, keepdims=True), smallest, out=norm[t])
-            np.divide(row, top, row)
+            norm[t][...] = xp.amax(row, axis=-1, keepdims=True).clip(smallest)
+            row /= norm[t]
         if k < len(order):
             step = t - 1 if reverse else t
             for table in inner:
                 row = row @ (table[step] if table.ndim == 3 else table)
-                if gates is not None:
-                    row *= gates[step].numpy()
-            np.dot(row, last[step] if last.ndim == 3 else last, kept[order[k]])
+                if weights:
+                    row *= weights[step]
+            xp.matmul(row, last[step] if last.ndim == 3 else last, out=kept[order[k]])
     return products, carried
 
 

@@ -138,10 +138,7 @@ class DeviceMessages(ProductMessages):
     def _all_log_weights(self) -> Float[Tensor, "R V"]:
         """Log-weights of all tokens at all positions, computed once; 0 where there are no potentials."""
         if self._weights_of_all is None:
-            ev, vocab = self._given, self._emission.shape[0]
-            weights = torch.zeros(*ev.shape, vocab, device=ev.device)
-            if ev.potentials is not None:
-                weights = torch.where(ev.rows(Kind.DENSE)[..., None], ev.log_weights(torch.float32), weights)
+            weights = self._given.dense_log_weights(self._emission.shape[0], torch.float32)
             self._weights_of_all = weights.flatten(0, 1)
         return self._weights_of_all
 

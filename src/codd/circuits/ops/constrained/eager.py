@@ -177,14 +177,8 @@ class Linear:
 
     def step(self, transition: Transition, t: int, rows: Rows, reverse: bool) -> Rows:
         """Through the transition from position t to t + 1, or backward from t + 1 to t."""
-        values, log = rows.values, rows.log
-        for place, factor in enumerate(transition.transposed if reverse else transition.linear):
-            values = values @ (factor[t] if transition.per_position else factor)
-            if transition.gates is not None and place == 0:
-                values = values * transition.gates[0][:, t]
-        if transition.gates is not None:
-            log = log + transition.gates[1][:, t].double()
-        return self._rows(rows.ids, values, log, rows.underflow)
+        log = rows.log if transition.gates is None else rows.log + transition.gates[1][:, t].double()
+        return self._rows(rows.ids, transition.through(rows.values, t, reverse), log, rows.underflow)
 
     def leaf(self, table: Emission, sorted_: SortedColumns, log_weights: Float[Tensor, "R V"], atoms: Atoms) -> Rows:
         """Leaf values by atom, sum over its tokens v of E[:, v] w(v), for rows of log-weights sorted by class."""

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from codd.circuits.evidence import Evidence, Kind, log_softmax, tempered
+from codd.circuits.evidence import Evidence, Kind, log_softmax
 from codd.circuits.ops.constrained.eager import Linear, Rows, beside, stacked, unstacked
 from codd.circuits.ops.constrained.reachable_states import Ids, ReachableStates, TokenClasses
 from codd.circuits.parameters import Emission, Transition
@@ -79,21 +79,8 @@ class ProductMessages:
     # Leaf values.
 
     def _log_weights(self) -> Float[Tensor, "R V"]:
-        ev, dtype = self._given, self.algebra.dtype
-        t, b = (torch.from_numpy(x).to(ev.device) for x in (self._row, self._batch))
-        vocab = self.chain.emission.stored.shape[-1]
-        out = torch.zeros(len(t), vocab, dtype=dtype, device=ev.device)
-        kind = ev.kind[b, t][:, None]
-        if ev.potentials is not None:
-            given = ev.potentials[b, t]
-            if ev.normalised:
-                heat = ev.heat(dtype)
-                given = log_softmax(tempered(given, heat[b, 0] if isinstance(heat, Tensor) else heat, dtype))
-            out = torch.where(kind == Kind.DENSE, given.to(dtype), out)
-        if ev.sparse is not None:
-            tail = ev.sparse.log_tail_weight(vocab)[b, t].to(dtype)[:, None].expand_as(out)
-            listed = tail.scatter(-1, ev.sparse.ids[b, t], ev.sparse.log_weights[b, t].to(dtype))
-            out = torch.where(kind == Kind.SPARSE, listed, out)
+        at = tuple(torch.from_numpy(x).to(self._given.device) for x in (self._batch, self._row))
+        out = self._given.dense_log_weights(self.chain.emission.stored.shape[-1], self.algebra.dtype, (at[0], at[1]))
         if out.device.type == "cpu" and not bool((out < torch.inf).all()):
             wrong = int((~(out < torch.inf)).any(-1).nonzero()[0])
             raise InvalidEvidence(

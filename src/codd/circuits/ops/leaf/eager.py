@@ -5,7 +5,6 @@ device, so all rows take part and the result is selected.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -189,64 +188,19 @@ def _cavity(ev: Evidence, leaf: Scaled, posterior: Scaled) -> tuple[Float[Tensor
     return torch.where(values > 0, q / values, 0), scale[..., 0]
 
 
-class _Weights(NamedTuple):
-    """The weights of the tokens of some rows, up to a scale: all of them, or listed ones and one for all others."""
-
-    full: Float[Tensor, "R V"] | None
-    ids: Int[Tensor, "R K"] | None
-    listed: Float[Tensor, "R K"] | None
-    rest: Float[Tensor, " R"]
-    log_scale: Float[Tensor, " R"]
-
-    def log_of(self, vocab: int, candidates: Int[Tensor, "R K"] | None) -> Float[Tensor, "R K"]:
-        """Log-weights (without the scale) of all tokens or of the candidates."""
-        full = self.full if self.full is not None else self.rest[:, None].expand(-1, vocab)
-        if self.ids is not None and self.listed is not None:
-            full = full.scatter(-1, self.ids, self.listed)
-        return (full if candidates is None else full.gather(-1, candidates)).log()
-
-
-def _weights(ev: Evidence, kind: Kind, rows: Rows, vocab: int, dtype: torch.dtype) -> _Weights:
-    if kind == Kind.DENSE:
-        full, log_scale = dense_weights(ev, rows, dtype)
-        return _Weights(full, None, None, torch.zeros_like(log_scale), log_scale)
-    if kind == Kind.SPARSE:
-        ids, listed, tail, log_scale = sparse_weights(ev, rows, vocab, dtype)
-        return _Weights(None, ids, listed, tail, log_scale)
-    one = torch.ones(len(rows), dtype=dtype, device=ev.device)
-    if kind == Kind.MISSING:
-        return _Weights(None, None, None, one, torch.zeros_like(one))
-    assert ev.tokens is not None
-    tokens = rows.take(ev.tokens).long().clamp(0, vocab - 1)[:, None]
-    return _Weights(None, tokens, one[:, None], torch.zeros_like(one), torch.zeros_like(one))
-
-
-def present(ev: Evidence) -> list[Kind]:
-    """The kinds of evidence that the fields at hand can hold."""
-    have = {Kind.DENSE: ev.potentials, Kind.SPARSE: ev.sparse, Kind.OBSERVED: ev.tokens}
-    return [Kind.MISSING, *(kind for kind, field in have.items() if field is not None)]
-
-
 def token_marginals(
     emission: Emission, ev: Evidence, leaf: Scaled, posterior: Scaled, candidates: Int[Tensor, "B L K"] | None = None
 ) -> Float[Tensor, "B L V"]:
     """log p(x_t = v | evidence), for all tokens or for the candidates."""
-    vocab, dtype = emission.stored.shape[-1], emission.dtype
-    inner, inner_scale = _cavity(ev, leaf, posterior)
-    width = vocab if candidates is None else candidates.shape[-1]
-    out = torch.empty(*ev.shape, width, dtype=dtype, device=ev.device)
-    for table, here in _tables(emission, ev):
-        for kind in present(ev):
-            if not (rows := _rows(ev, kind, here)):
-                continue
-            weights = _weights(ev, kind, rows, vocab, dtype)
-            ids = None if candidates is None else rows.take(candidates)
-            c = rows.take(inner)
-            expected = c @ table.columns.T if ids is None else (table.columns[ids] @ c[:, :, None])[..., 0]
-            scale = rows.take(inner_scale) + weights.log_scale
-            rows.put(out, expected.log() + weights.log_of(vocab, ids) + scale[:, None])
-    alive = (posterior.values > 0).any(-1)
-    return out.masked_fill_(~alive[..., None], -torch.inf)
+    inner, scale = _cavity(ev, leaf, posterior)
+    log_weights = ev.dense_log_weights(emission.stored.shape[-1], emission.dtype)
+    if candidates is None:
+        expected = emission.emitted(inner, slice(None))
+    else:
+        expected = (emission.columns_of(candidates) @ inner[..., None])[..., 0]
+        log_weights = log_weights.gather(-1, candidates)
+    alive = (posterior.values > 0).any(-1)[..., None]
+    return (expected.log() + log_weights + scale[..., None]).masked_fill_(~alive, -torch.inf)
 
 
 def emission_flow(
@@ -258,23 +212,37 @@ def emission_flow(
     if weights is not None:  # a sequence without weight may hold infinities: it is answered elsewhere
         share = weights.to(dtype)[:, None, None]
         inner = torch.where(share != 0, inner * share, 0)
+
+    def cavity(rows: Rows, log_scale: Float[Tensor, " R"]) -> Float[Tensor, "R N"]:
+        share = (rows.take(inner_scale) + log_scale).exp()
+        c = rows.take(inner) * torch.where(share < torch.inf, share, 0)[:, None]
+        return c if rows.listed else torch.where(rows.mask.reshape(-1, 1), c, 0)
+
     tables = []
     for table, here in _tables(emission, ev):
         flow = torch.zeros(table.stored.shape, dtype=dtype, device=ev.device)
         counts = torch.zeros(flow.shape[1], flow.shape[0], dtype=dtype, device=ev.device)
-        for kind in present(ev):
-            if not (rows := _rows(ev, kind, here)):
-                continue
-            w = _weights(ev, kind, rows, vocab, dtype)
-            share = (rows.take(inner_scale) + w.log_scale).exp()
-            c = rows.take(inner) * torch.where(share < torch.inf, share, 0)[:, None]
-            c = c if rows.listed else torch.where(rows.mask.reshape(-1, 1), c, 0)
-            if w.full is not None:
-                flow += c.T @ w.full
-                continue
-            flow += (c * w.rest[:, None]).sum(0)[:, None]
-            if w.ids is not None and w.listed is not None:
-                extra = (w.listed - w.rest[:, None])[..., None] * c[:, None]
-                counts.index_add_(0, w.ids.flatten(), extra.flatten(0, 1))
+        if ev.potentials is not None and (rows := _rows(ev, Kind.DENSE, here)):
+            full, log_scale = dense_weights(ev, rows, dtype)
+            flow += cavity(rows, log_scale).T @ full
+        for kind in (Kind.MISSING, Kind.OBSERVED, Kind.SPARSE):
+            if rows := _rows(ev, kind, here):
+                ids, listed, rest, log_scale = _listed(ev, kind, rows, vocab, dtype)
+                c = cavity(rows, log_scale)
+                flow += (c * rest[:, None]).sum(0)[:, None]
+                counts.index_add_(0, ids.flatten(), ((listed - rest[:, None])[..., None] * c[:, None]).flatten(0, 1))
         tables.append((flow + counts.T) * table.linear.to(dtype))
     return torch.stack(tables) if emission.per_position else tables[0]
+
+
+def _listed(
+    ev: Evidence, kind: Kind, rows: Rows, vocab: int, dtype: torch.dtype
+) -> tuple[Int[Tensor, "R K"], Float[Tensor, "R K"], Float[Tensor, " R"], Float[Tensor, " R"]]:
+    """As `sparse_weights`, for any kind but the dense one."""
+    if kind == Kind.SPARSE and ev.sparse is not None:
+        return sparse_weights(ev, rows, vocab, dtype)
+    one = torch.ones(len(rows), dtype=dtype, device=ev.device)
+    none = torch.zeros_like(one)
+    if kind == Kind.OBSERVED and ev.tokens is not None:
+        return rows.take(ev.tokens).clamp(0, vocab - 1)[:, None], one[:, None], none, none
+    return none.long()[:, None], one[:, None], one, none
