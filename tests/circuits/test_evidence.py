@@ -9,7 +9,6 @@ from torch.testing import assert_close
 
 from codd.circuits import Evidence, SparsePotentials
 from codd.circuits.evidence import Kind
-from codd.errors import InvalidEvidence
 from tests.support.strategies import KINDS, generator, make_evidence, shape_checks, token_log_weights
 
 INF = math.inf
@@ -174,83 +173,3 @@ def test_a_tail_far_below_the_top_is_not_rounded_away():
     logits = torch.tensor([[[50.0, 0.0, 0.0, 0.0]]])
     sparse = SparsePotentials.from_logits(logits, 1)
     assert_close(sparse.log_tail, torch.tensor([[math.log(3.0) - 50.0]]), rtol=1e-6, atol=0)
-
-
-# Bad input.
-
-
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({}, "empty evidence: give tokens, log_potentials"),
-        ({"observed": MASK}, "empty evidence"),
-        ({"tokens": IDS[0]}, r"needs a batch and a length.*\(3,\)"),
-        ({"tokens": IDS[..., None]}, r"tokens must have shape \(2, 3\), found \(2, 3, 1\)"),
-        ({"tokens": IDS.float()}, r"tokens must be integer ids, found torch.float32"),
-        ({"tokens": MASK}, r"tokens must be integer ids, found torch.bool"),
-        ({"tokens": IDS, "observed": MASK[:, :2]}, r"observed must have shape \(2, 3\), found \(2, 2\)"),
-        ({"tokens": IDS, "observed": IDS}, "observed must be a boolean mask, found torch.int64"),
-        ({"tokens": IDS, "missing": IDS}, "missing must be a boolean mask, found torch.int64"),
-        ({"logits": SOFT, "observed": MASK}, "observed says which tokens are given, but tokens is None"),
-        ({"log_potentials": SOFT[0]}, r"log_potentials must have shape \(3, 5, \*\), found \(3, 5\)"),
-        ({"tokens": IDS, "logits": SOFT[:1]}, r"logits must have shape \(2, 3, \*\), found \(1, 3, 5\)"),
-        ({"tokens": IDS, "log_potentials": SOFT[:, :2]}, r"log_potentials must have shape \(2, 3, \*\)"),
-        ({"tokens": IDS, "latent_log_potentials": SOFT[:1]}, r"latent_log_potentials must have shape \(2, 3, \*\)"),
-        ({"tokens": IDS, "missing": MASK[:1]}, r"missing must have shape \(2, 3\)"),
-        ({"log_potentials": SOFT.long()}, "log_potentials must be floating point, found torch.int64"),
-        ({"logits": SOFT.bool()}, "logits must be floating point, found torch.bool"),
-        ({"latent_log_potentials": SOFT.int()}, "latent_log_potentials must be floating point, found torch.int32"),
-        ({"logits": SOFT, "log_potentials": SOFT}, "not both"),
-        ({"logits": SOFT, "dense": MASK}, "dense chooses between dense and sparse"),
-        ({"sparse": some_sparse(), "dense": MASK}, "dense chooses between dense and sparse"),
-        ({"logits": SOFT, "sparse": some_sparse(), "dense": IDS}, "dense must be a boolean mask"),
-        ({"tokens": IDS[:, :2], "sparse": some_sparse()}, r"sparse.ids must have shape \(2, 2, \*\)"),
-        ({"tokens": IDS, "logits": SOFT.to("meta")}, "logits is on meta, the rest of the evidence on cpu"),
-        ({"tokens": IDS, "observed": MASK.to("meta")}, "observed is on meta"),
-        ({"logits": SOFT, "temperature": 0.0}, r"temperature must be positive and finite, found 0\.0"),
-        ({"logits": SOFT, "temperature": -1.0}, r"positive and finite, found -1\.0"),
-        ({"logits": SOFT, "temperature": INF}, "positive and finite, found inf"),
-        ({"logits": SOFT, "temperature": math.nan}, "positive and finite, found nan"),
-        ({"logits": SOFT, "temperature": torch.tensor([1.0, 0.0])}, r"positive and finite, found 0\.0"),
-        ({"logits": SOFT, "temperature": torch.tensor([1.0, INF])}, "positive and finite, found inf"),
-        ({"logits": SOFT, "temperature": torch.ones(3)}, r"shape \(2,\), found \(3,\)"),
-        ({"log_potentials": SOFT, "temperature": 0.5}, "Give logits"),
-        ({"log_potentials": SOFT, "temperature": torch.ones(2)}, "Give logits"),
-        ({"tokens": IDS, "temperature": 0.5}, "Give logits"),
-    ],
-)
-def test_bad_evidence_is_named(fields, named):
-    with pytest.raises(InvalidEvidence, match=named):
-        Evidence(**fields)
-
-
-TWICE = "a token is listed twice"
-
-
-@pytest.mark.parametrize(
-    ("make", "named"),
-    [
-        (lambda: SparsePotentials(IDS, torch.zeros(B, L)), r"must both be \(B, L, K\), found \(2, 3\)"),
-        (lambda: SparsePotentials(IDS[..., None], torch.zeros(B, L, 2)), r"found \(2, 3, 1\) and \(2, 3, 2\)"),
-        (
-            lambda: SparsePotentials(torch.zeros(B, L, 1), torch.zeros(B, L, 1)),
-            "must be integers, found torch.float32",
-        ),
-        (
-            lambda: SparsePotentials(MASK[..., None], torch.zeros(B, L, 1)),
-            "sparse ids must be integers, found torch.bool",
-        ),
-        (lambda: SparsePotentials(IDS[..., None], torch.zeros(B, L, 1), torch.zeros(B)), r"log_tail must be \(B, L\)"),
-        (lambda: SparsePotentials(torch.zeros(B, L, 2, dtype=torch.int64), torch.zeros(B, L, 2)), TWICE),
-        (lambda: SparsePotentials(torch.tensor([[[3, 1, 3]]]), torch.zeros(1, 1, 3)), TWICE),
-        (lambda: Evidence(tokens=IDS, sparse=some_sparse(1, "meta")), "sparse.ids is on meta"),
-        *((lambda k=k: SparsePotentials.from_logits(SOFT, k), f"1 and V = 5, found {k}") for k in (0, -1, 6)),
-        *(
-            (lambda t=t: SparsePotentials.from_logits(SOFT, 2, t), "must be positive")
-            for t in (0.0, -1.0, INF, math.nan)
-        ),
-    ],
-)
-def test_bad_sparse_potentials_are_named(make, named):
-    with pytest.raises(InvalidEvidence, match=named):
-        make()

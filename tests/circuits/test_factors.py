@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from codd.circuits import HMM, Evidence, Factors, ops
-from codd.circuits.factors import Detour, logits_of
+from codd.circuits.factors import logits_of
 from codd.circuits.storage import CONFIG_FILE, write_folder
 from codd.errors import FormatError, InvalidCircuit
-from tests.support.strategies import generator, make_evidence, shape_checks
+from tests.support.strategies import generator, make_evidence
 
 N, V, INNER = 5, 7, 3
 KINDS = {
@@ -181,36 +181,6 @@ def test_a_missing_tensor_is_named(name):
         return
     with pytest.raises(FormatError, match=f"my file: has no tensor '{name}'"):
         Factors.from_named(tensors, "my file")
-
-
-@pytest.mark.parametrize(
-    ("name", "wrong", "message"),
-    [
-        ("initial_logits", torch.zeros(4), r"transition of 4 states must be \(4, 4\).*found \(5, 2\) and \(2, 5\)"),
-        ("initial_logits", torch.zeros(5, 1), r"initial_logits must be \(N,\), found \(5, 1\)"),
-        ("transition_left", torch.zeros(5, 3), r"transition of 5 states must be \(5, 5\).*\(5, 3\) and \(2, 5\)"),
-        ("transition_right", torch.zeros(2, 6), r"transition of 5 states .*\(5, 2\) and \(2, 6\)"),
-        ("transition_right", torch.zeros(2), r"transition of 5 states .*\(5, 2\) and \(2,\)"),
-        ("transition_right", torch.zeros(2, 5, 5), r"transition of 5 states .*\(2, 5, 5\)"),
-        ("emission_left", torch.zeros(4, 3), r"emission of 5 states must be \(5, V\).*\(4, 3\) and \(3, 7\)"),
-        ("emission_right", torch.zeros(2, 7), r"emission of 5 states .*\(5, 3\) and \(2, 7\)"),
-        ("emission_bias", torch.zeros(6), r"emission_bias must be \(7,\), found \(6,\)"),
-        ("detour_share", torch.zeros(4), r"detour of 5 states .*found \(4,\), \(5, 3\), \(3, 5\)"),
-        ("detour_left", torch.zeros(5), r"detour of 5 states .*found \(5,\), \(5,\), \(3, 5\)"),
-        ("detour_right", torch.zeros(4, 5), r"detour of 5 states .*\(5, 3\), \(4, 5\)"),
-    ],
-)
-def test_wrong_shapes_are_refused(name, wrong, message):
-    made = Factors.near_neutral(N, V, **KINDS["all"])
-    with shape_checks(False), pytest.raises(InvalidCircuit, match=message):
-        Factors.from_named({**made.named(), name: wrong})
-
-
-def test_a_circuit_checks_its_factors():
-    made = Factors.near_neutral(N, V, inner_states=INNER)
-    odd = replace(made, detour=Detour(torch.zeros(N), torch.zeros(N, 2), torch.zeros(3, N)))
-    with shape_checks(False), pytest.raises(InvalidCircuit, match="detour of 5 states"):
-        HMM.from_factors(odd)
 
 
 # In files, and elsewhere.

@@ -441,46 +441,10 @@ class TestInvalidCircuits:
             make()
 
 
-class TestInvalidEvidence:
-    @pytest.mark.parametrize(
-        ("make", "words"),
-        [
-            (lambda: Evidence(tokens=torch.tensor([[0, 2]])), r"observed tokens must be in 0\.\.1, found 2"),
-            (lambda: Evidence(tokens=torch.tensor([[-1, 0]])), "found -1"),
-            (lambda: missing(1, 3), "3 positions, the circuit serves 2"),
-            (lambda: missing(0, 2), "no sequences"),
-            (lambda: Evidence(log_potentials=torch.zeros(1, 2, 3)), "over 3 tokens, the circuit over 2"),
-            (lambda: Evidence(logits=torch.zeros(1, 2, 1)), "over 1 tokens, the circuit over 2"),
-            (lambda: Evidence(latent_log_potentials=torch.zeros(1, 2, 3)), "over 3 states, the circuit has 2"),
-            (
-                lambda: Evidence(missing=torch.ones(1, 2, dtype=torch.bool), step_log_gates=torch.zeros(1, 1, 2)),
-                "the circuit has no such steps",
-            ),
-            (lambda: Evidence(log_potentials=torch.full((1, 2, 2), math.nan)), r"NaN or \+inf"),
-            (lambda: Evidence(log_potentials=torch.full((1, 2, 2), INF)), r"NaN or \+inf"),
-            (lambda: Evidence(latent_log_potentials=torch.full((1, 2, 2), math.nan)), r"NaN or \+inf"),
-            (
-                lambda: Evidence(sparse=SparsePotentials(torch.full((1, 2, 1), 2), torch.zeros(1, 2, 1))),
-                r"sparse ids must be in 0\.\.1, found 2",
-            ),
-            (lambda: Evidence(missing=torch.ones(1, 2, dtype=torch.bool, device="meta")), "meta.*cpu"),
-        ],
-    )
-    def test_every_query_refuses(self, make: Callable[[], Evidence], words: str) -> None:
-        for query in ("log_partition", "marginals", "posterior", "sample"):
-            with pytest.raises(InvalidEvidence, match=words):
-                getattr(cities(), query)(make())
-
-    def test_ids(self) -> None:
-        with pytest.raises(InvalidEvidence, match="found 7"):
-            cities().log_prob(torch.tensor([[0, 7]]))
-        with pytest.raises(InvalidEvidence, match="found 7"):
-            cities().conditional_log_prob(torch.tensor([[7, 0]]), missing(1, 2))
-
-    def test_nan_at_an_observed_position_is_ignored(self) -> None:
-        phi = torch.full((1, 2, 2), math.nan)
-        ev = Evidence(tokens=torch.tensor([[0, 0]]), observed=torch.tensor([[True, True]]), log_potentials=phi)
-        close(cities().log_partition(ev), log(0.462))
+def test_nan_at_an_observed_position_is_ignored() -> None:
+    phi = torch.full((1, 2, 2), math.nan)
+    ev = Evidence(tokens=torch.tensor([[0, 0]]), observed=torch.tensor([[True, True]]), log_potentials=phi)
+    close(cities().log_partition(ev), log(0.462))
 
 
 def rows(*shape: int, seed: int = 0) -> Tensor:
@@ -501,22 +465,6 @@ class Operations(TorchDispatchMode):
 class TestChains:
     """An HMM written out, by `HMM.as_circuit`."""
 
-    @pytest.mark.parametrize("length", [1, 2, 4])
-    @pytest.mark.parametrize("per_step", [False, True])
-    def test_it_is_the_sum_over_paths(self, length: int, per_step: bool) -> None:
-        steps, positions = ((length - 1,), (length,)) if per_step else ((), ())
-        initial, transition, emission = rows(2), rows(*steps, 2, 2, seed=1), rows(*positions, 2, 3, seed=2)
-        circuit = HMM(initial, transition, emission).as_circuit(length)
-        assert (circuit.length, circuit.vocab_size, circuit.num_latents) == (length, 3, 2)
-        transition, emission = transition.expand(length - 1, 2, 2), emission.expand(length, 2, 3)
-        strings, paths = all_strings(3, length), all_strings(2, length)
-        at, t = torch.arange(length), torch.arange(length - 1)
-        by_path = initial[paths[:, 0]] + transition[t, paths[:, :-1], paths[:, 1:]].sum(-1)
-        joint = by_path[:, None] + emission[at, paths[:, None], strings].sum(-1)
-        close(circuit.log_prob(strings), joint.logsumexp(0))
-        given = circuit.conditional_scores(missing(len(paths), length), paths)
-        close(given, emission[at, paths])  # leaf k is state k
-
     def test_a_long_one(self) -> None:
         length, hmm = 500, HMM(rows(3), rows(3, 3, seed=1), rows(3, 4, seed=2))
         circuit = hmm.as_circuit(length)
@@ -534,15 +482,3 @@ class TestChains:
                 circuit.marginals(Evidence(log_potentials=torch.zeros(4, length, 11)))
             counts[length, states] = operations.count
         assert counts[32, 8] <= 4 * counts[32, 4] <= 4 * 2.2 * counts[16, 4]
-
-    @pytest.mark.parametrize(
-        ("hmm", "length", "words"),
-        [
-            (HMM.random(2, 3), None, "any length: say which one"),
-            (HMM.random(2, 3), 0, "found length=0"),
-            (HMM.random(2, 3, length=4), 3, "serves 4, found length=3"),
-        ],
-    )
-    def test_lengths_that_are_not_served(self, hmm: HMM, length: int | None, words: str) -> None:
-        with pytest.raises(InvalidCircuit, match=words):
-            hmm.as_circuit(length)

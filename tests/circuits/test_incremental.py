@@ -2,17 +2,13 @@
 
 import math
 import warnings
-from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 from torch.testing import assert_close
 
 from codd.circuits import HMM, Evidence, ops
-from codd.circuits.evidence import Kind
-from codd.errors import InvalidEvidence
-from tests.support.strategies import KINDS, LAYOUTS, generator, make_evidence, make_hmm, shape_checks
+from tests.support.strategies import generator, make_evidence, observing, shape_checks
 
 INF = math.inf
 CUDA = torch.cuda.is_available()
@@ -26,13 +22,6 @@ def needs_interpreter() -> None:
     pytest.importorskip("triton")
     if CUDA:
         pytest.skip("kernels run on the GPU here")
-
-
-def observing(ev: Evidence, tokens: Tensor, known: Tensor) -> Evidence:
-    """The evidence with the tokens observed where ``known``, too."""
-    before = ev.rows(Kind.OBSERVED)
-    given = tokens if ev.tokens is None else torch.where(before, ev.tokens, tokens)
-    return replace(ev, tokens=given, observed=before | known)
 
 
 def follow(
@@ -63,18 +52,6 @@ def follow(
             known[each, order[:, k]] = True
 
 
-MIXED = ("logits_temperatures", "mixed_dense", "mixed_all")
-
-
-@pytest.mark.parametrize(
-    ("layout", "kind"), [("dense", k) for k in KINDS] + [(x, k) for x in LAYOUTS[1:] for k in MIXED]
-)
-def test_all_layouts_and_kinds(layout, kind):
-    hmm = make_hmm(layout, 4, 6, 5, seed=1)
-    ev = make_evidence(kind, (3, 5), 4, 6, seed=2)
-    follow(hmm, ev, 2 if ev.potentials is not None else None, seed=3, atol=1e-9, queries=2)
-
-
 @pytest.mark.parametrize("dtype", EXACT, ids=str)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("candidates", [None, 7])
@@ -84,20 +61,6 @@ def test_longer_windows(dtype, batch, candidates, queries):
     ev = make_evidence("mixed_dense", (batch, 17), 20, 50, seed=2, dtype=dtype)
     with shape_checks(False):
         follow(hmm, ev, candidates, 3, EXACT[dtype], queries=queries)
-
-
-@pytest.mark.parametrize("backend", ["eager", "reference", "triton"])
-@pytest.mark.parametrize("layout", ["dense", "low_rank", "per_position"])
-def test_every_backend(backend, layout):
-    if backend == "triton":
-        needs_interpreter()
-    hmm = make_hmm(layout, 10, 12, 4, seed=1, dtype=torch.float32)
-    for kind in ("mixed_dense", "mixed_all"):
-        ev = make_evidence(kind, (2, 4), 10, 12, seed=2, dtype=torch.float32)
-        with warnings.catch_warnings(), shape_checks(backend == "triton"):
-            warnings.simplefilter("ignore", RuntimeWarning)  # numpy in the interpreter: infinities are allowed for
-            # Triton's contraction rounds its factors to ten bits.
-            follow(hmm, ev, 4, 3, 1e-3 if backend == "triton" else 1e-5, backend, queries=2)
 
 
 @pytest.mark.parametrize("backend", ["eager", "triton"])
@@ -240,36 +203,6 @@ def test_a_long_window_from_left_to_right_keeps_its_scale():
         found.commit(torch.tensor([t]), tokens[:, t])
     assert total == pytest.approx(float(hmm.log_prob(tokens)), rel=1e-5)
     assert float(found.log_partition) == pytest.approx(float(hmm.log_prob(tokens)), rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("ask", "message"),
-    [
-        (lambda p: p.commit(torch.tensor([4]), ONE), "positions must be in 0..3, found 4"),
-        (lambda p: p.commit(ONE, torch.tensor([-1])), "tokens must be in 0..4, found -1"),
-        (lambda p: p.commit(ONE.float(), ONE), "positions must be integers"),
-        (lambda p: p.dense_log_marginals(torch.tensor([7])), "found 7"),
-    ],
-)
-def test_wrong_ids_are_refused(ask, message):
-    found = HMM.random(3, 5).incremental(Evidence(logits=torch.zeros(1, 4, 5)))
-    with shape_checks(False), pytest.raises(InvalidEvidence, match=message.replace("..", r"\.\.")):
-        ask(found)
-
-
-@pytest.mark.parametrize(
-    ("ev", "candidates", "message"),
-    [
-        (Evidence(missing=torch.ones(1, 4, dtype=torch.bool)), 2, "has none"),
-        (Evidence(logits=torch.zeros(1, 4, 5)), 6, "between 1 and V = 5"),
-        (Evidence(logits=torch.zeros(1, 4, 5)), 0, "between 1 and V = 5"),
-        (Evidence(logits=torch.full((1, 4, 5), torch.nan)), 2, "NaN"),
-        (Evidence(logits=torch.zeros(1, 4, 6)), 2, "over 6 tokens"),
-    ],
-)
-def test_wrong_evidence_is_refused(ev, candidates, message):
-    with pytest.raises(InvalidEvidence, match=message):
-        HMM.random(3, 5).incremental(ev, candidates)
 
 
 @pytest.mark.skipif(not CUDA, reason="there is no device to wait for")

@@ -14,7 +14,7 @@ import codd
 from codd.circuits import HMM, Factors, Head, HeadConfig, Modulated, load_circuit, storage
 from codd.circuits.modulated import WAVES, widened
 from codd.circuits.storage import CONFIG_FILE, WEIGHTS_FILE, write_folder
-from codd.errors import CoddError, FormatError, InvalidCircuit
+from codd.errors import CoddError, FormatError
 from tests.support.strategies import generator, shape_checks
 
 N, V, R, D, B, L = 4, 6, 3, 8, 2, 5
@@ -158,21 +158,6 @@ def test_the_direct_way_has_no_gate(circuit):
 def test_it_says_what_it_modulates(config, words):
     assert words in repr(Modulated(make_hmm(), Head(SIZES[config])))
     assert "nothing" in repr(Modulated(make_hmm(), Head(HeadConfig(D, 0))))
-
-
-@pytest.mark.parametrize(
-    ("hmm", "config", "message"),
-    [
-        (make_hmm(), HeadConfig(D, N + 1), "head is for 5 states and 0 inner ones, the circuit has 4 and 3"),
-        (make_hmm(), HeadConfig(D, N, R + 1), "4 states and 4 inner ones, the circuit has 4 and 3"),
-        (HMM.random(N, V), HeadConfig(D, N, R), "the circuit has 4 and 0"),
-        (HMM.random(N, V, rank=R), HeadConfig(D, N, R), "the circuit has 4 and 0"),
-        (HMM.from_factors(Factors.near_neutral(N, V)), HeadConfig(D, 0, 1), "the circuit has 4 and 0"),
-    ],
-)
-def test_heads_of_other_circuits_are_refused(hmm, config, message):
-    with pytest.raises(InvalidCircuit, match=message):
-        Modulated(hmm, Head(config))
 
 
 # Elsewhere.

@@ -1,6 +1,5 @@
 """Tables of two positions against all strings and paths, against conditioning, and at the ends of the range."""
 
-import itertools
 import math
 from dataclasses import replace
 
@@ -14,8 +13,7 @@ from torch.testing import assert_close
 from codd.circuits import HMM, Circuit, Evidence, leaf, mixture, ops, pairwise, product
 from codd.circuits.evidence import Kind
 from codd.circuits.parameters import Transition
-from codd.errors import InvalidEvidence
-from tests.support.strategies import BACKENDS, KINDS, LAYOUTS, Truth, generator, make_evidence, make_hmm, shape_checks
+from tests.support.strategies import KINDS, LAYOUTS, Truth, generator, make_evidence, make_hmm, shape_checks, with_gates
 
 N, V, L, B = 3, 4, 4, 3
 EXACT = {"rtol": 0, "atol": 1e-9}
@@ -26,34 +24,6 @@ DTYPES = {torch.float32: ROUNDED, torch.float64: EXACT}
 def some_tokens(shape: tuple[int, int], vocab: int, count: int, seed: int = 0) -> Tensor:
     """Different ones at every position, in any order."""
     return torch.rand(*shape, vocab, generator=generator(seed)).argsort(-1)[..., :count]
-
-
-def classes_of(candidates: Tensor, vocab: int) -> Tensor:
-    """The class of every token, (B, L, V), number by number."""
-    rows = [
-        [listed.index(v) if v in listed else len(listed) for v in range(vocab)]
-        for listed in candidates.flatten(0, 1).tolist()
-    ]
-    return torch.tensor(rows).reshape(*candidates.shape[:2], vocab)
-
-
-def enumerated(truth: Truth, candidates: Tensor) -> Tensor:
-    """Every string's probability put into the cell of its two classes, for every two positions."""
-    (batch, length), count = truth.ev.shape, candidates.shape[-1] + 1
-    of_string = truth.probability.logsumexp(-1).exp()
-    classes = classes_of(candidates, truth.hmm.vocab_size)
-    out = torch.zeros(batch, length, length, count, count, dtype=torch.float64)
-    for b in range(batch):
-        own = classes[b, torch.arange(length), truth.strings]
-        for s in range(length):
-            for t in range(length):
-                out[b, s, t].index_put_((own[:, s], own[:, t]), of_string[b], accumulate=True)
-    return out
-
-
-def with_gates(ev: Evidence, rank: int, seed: int = 0) -> Evidence:
-    shape = (ev.shape[0], ev.shape[1] - 1, rank)
-    return replace(ev, step_log_gates=torch.randn(shape, generator=generator(seed), dtype=torch.float64))
 
 
 def assert_sound(tables: Tensor, tolerance: float = 1e-5) -> Tensor:
@@ -70,42 +40,6 @@ def assert_sound(tables: Tensor, tolerance: float = 1e-5) -> Tensor:
     assert not bool(found.diagonal(dim1=1, dim2=2).any())
     assert float(found.max()) <= math.log(tables.shape[-1]) + tolerance
     return found
-
-
-@pytest.mark.parametrize(
-    ("layout", "kind"),
-    [*(("dense", kind) for kind in KINDS), *itertools.product(LAYOUTS[1:], ("mixed_sparse", "mixed_all"))],
-)
-def test_all_kinds_of_evidence_and_layouts(kind, layout):
-    hmm, ev = make_hmm(layout, N, V, L, seed=1, scale=2.0), make_evidence(kind, (B, L), N, V)
-    truth = Truth(hmm, ev)
-    for count in (1, V - 1, V):
-        candidates = some_tokens((B, L), V, count, seed=count)
-        wanted = enumerated(truth, candidates)
-        for name in BACKENDS:
-            with ops.use(name), shape_checks(False):
-                assert_close(hmm.pairwise(ev, candidates), wanted, **EXACT)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("layout", ["low_rank", "low_rank_per_position"])
-def test_gates_between_positions(layout, dtype):
-    """An HMM whose steps are written down with their gates in them, normalised by what the evidence can undo."""
-    hmm = make_hmm(layout, N, V, L)
-    ev = with_gates(make_evidence("mixed_dense", (1, L), N, V), hmm.rank)
-    left, right = (f.expand(L - 1, *f.shape[-2:]) for f in hmm.log_transition)
-    step = (left[..., None] + ev.step_log_gates[0][:, None, :, None] + right[:, None]).logsumexp(2)
-    leaving = step.logsumexp(-1, keepdim=True)
-    plain = HMM(hmm.log_initial, step - leaving, hmm.log_emission)
-    latent = ev.latent_log_potentials.clone()
-    latent[0, :-1] += leaving[..., 0]
-    ungated = replace(ev, step_log_gates=None, latent_log_potentials=latent)
-    candidates = some_tokens((1, L), V, 2)
-    wanted = enumerated(Truth(plain, ungated), candidates)
-    for name in BACKENDS:
-        with ops.use(name):
-            assert_close(hmm.to(dtype=dtype).pairwise(ev, candidates).double(), wanted, **DTYPES[dtype])
-    assert float((wanted - hmm.pairwise(replace(ev, step_log_gates=None), candidates)).abs().max()) > 1e-2
 
 
 @pytest.fixture
@@ -213,7 +147,7 @@ def test_what_is_lost_on_the_way_is_noticed():
     )
     only = torch.tensor([[[0.0, 0.0, -math.inf], [0.0, 0.0, -math.inf], [-math.inf, -math.inf, 0.0]]])
     ev, candidates = Evidence(log_potentials=only), torch.tensor([[[0], [0], [2]]])
-    truth = enumerated(Truth(hmm.to(dtype=torch.float64), ev), candidates)
+    truth = Truth(hmm.to(dtype=torch.float64), ev).pairwise(candidates)
     assert_close(hmm.pairwise(ev, candidates).double(), truth, rtol=0, atol=1e-5)
     assert float(truth[0, 1, 1, 0, 0]) > 0.6  # the rare state is the one that counts
 
@@ -273,23 +207,3 @@ def test_gradients_are_not_kept():
     ev = Evidence(logits=torch.zeros(1, L, V, requires_grad=True))
     assert not hmm.pairwise(ev, some_tokens((1, L), V, 2)).requires_grad
     assert not pairwise.by_conditioning(hmm, ev, some_tokens((1, L), V, 2)).requires_grad
-
-
-@pytest.mark.parametrize(
-    ("candidates", "message"),
-    [
-        (torch.zeros(1, L, 2, dtype=torch.int64), "a token is listed twice"),
-        (torch.tensor([0, V]).expand(1, L, 2), f"must be in 0..{V - 1}, found {V}"),
-        (torch.tensor([0, -1]).expand(1, L, 2), f"must be in 0..{V - 1}, found -1"),
-        (torch.zeros(1, L + 1, 1, dtype=torch.int64), rf"candidates must be \(1, {L}, K\) with 1 <= K <= {V}, found"),
-        (torch.zeros(1, L, 0, dtype=torch.int64), "1 <= K"),
-        (torch.arange(V + 1).expand(1, L, V + 1), "1 <= K"),
-    ],
-    ids=["twice", "too large", "negative", "shape", "none", "too many"],
-)
-def test_candidates_that_are_none(candidates, message):
-    hmm, ev = make_hmm("dense"), make_evidence("logits", (1, L))
-    with shape_checks(False), pytest.raises(InvalidEvidence, match=message):
-        hmm.pairwise(ev, candidates)
-    with shape_checks(False), pytest.raises(InvalidEvidence, match=message):
-        pairwise.by_conditioning(hmm, ev, candidates)

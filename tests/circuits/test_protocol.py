@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from codd.circuits import HMM, Circuit, Evidence, Factors, Head, HeadConfig, Modulated, Modulation
-from codd.circuits.incremental import IncrementalConditioner, RecomputingConditioner
 from codd.circuits.protocol import Conditioner, ProbabilisticCircuit
 from codd.errors import InvalidCircuit, InvalidEvidence
 
@@ -134,14 +133,6 @@ def test_queries_of_a_modulated_circuit_are_those_of_its_hmm(query):
         asked(circuit, evidence(Modulation(ev.latent_log_potentials)), query)
 
 
-@pytest.mark.parametrize("query", [query for query in QUERIES if query not in ("sample", "joint_step")])
-def test_a_general_circuit_answers_as_the_chain_that_it_was_made_from(query):
-    hmm, ev = chain(), evidence()
-    graph = hmm.as_circuit(L)
-    for got, want in zip(asked(graph, ev, query), asked(hmm, ev, query), strict=True):
-        assert_close(got, want, **EXACT)
-
-
 class TestJointStepOfAGeneralCircuit:
     def test_latents_are_decided_by_the_uniforms(self):
         graph, ev = chain().as_circuit(L), evidence()
@@ -176,26 +167,6 @@ class TestJointStepOfAGeneralCircuit:
         assert float(step.log_partition[0]) == -torch.inf
         assert float(step.log_partition[1]) > -torch.inf
         assert_close(step.scores, ev.dense_log_weights(V))
-
-
-@pytest.mark.parametrize("observed", [False, True])
-def test_recomputing_is_incremental_conditioning(observed):
-    hmm, ev = chain(), evidence()
-    if not observed:
-        ev = Evidence(logits=ev.logits, temperature=torch.tensor([0.5, 2.0]))
-    fast, slow = hmm.incremental(ev), RecomputingConditioner(hmm, ev)
-    assert isinstance(fast, IncrementalConditioner)
-    moves = [([1, 2], [4, 0]), ([3, 2], [1, 1]), ([1, 0], [2, 2])]  # one twice in the second sequence: it stays
-    for positions, tokens in moves:
-        for conditioner in (fast, slow):
-            conditioner.commit(torch.tensor(positions), torch.tensor(tokens))
-        assert_close(slow.log_partition, fast.log_partition, **EXACT)
-        assert_close(slow.log_marginals(), fast.log_marginals(), **EXACT)
-        assert torch.equal(slow.evidence.kind, fast.evidence.kind)
-        assert torch.equal(slow.evidence.tokens, fast.evidence.tokens)
-        at = torch.tensor([2, 3])
-        assert_close(slow.dense_log_marginals(at), fast.dense_log_marginals(at), **EXACT)
-    assert slow.candidates is None
 
 
 def test_a_general_circuit_stays_where_it_is():

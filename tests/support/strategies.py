@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -12,6 +12,7 @@ from jaxtyping import config
 from torch import Tensor
 
 from codd.circuits import HMM, Evidence, SparsePotentials
+from codd.circuits.evidence import Kind
 from tests.support.enumeration import all_strings, log_normalise
 
 BACKENDS = ("reference", "eager")
@@ -147,6 +148,21 @@ def make_evidence(
     raise ValueError(kind)
 
 
+def with_gates(ev: Evidence, rank: int, seed: int = 0, size: float = 1.0) -> Evidence:
+    """Gates of normal numbers, or (with a size beyond them) plus or minus the size with some noise."""
+    g = generator(seed)
+    noise = torch.randn(ev.shape[0], ev.shape[1] - 1, rank, generator=g, dtype=torch.float64)
+    gates = noise if size == 1.0 else (torch.randint(2, noise.shape, generator=g) * 2 - 1) * size + noise
+    return replace(ev, step_log_gates=gates)
+
+
+def observing(ev: Evidence, tokens: Tensor, known: Tensor) -> Evidence:
+    """The evidence with the tokens observed where ``known``, too; what is observed already stays."""
+    before = ev.rows(Kind.OBSERVED)
+    given = tokens if ev.tokens is None else torch.where(before, ev.tokens, tokens)
+    return replace(ev, tokens=given, observed=before | known)
+
+
 def token_log_weights(ev: Evidence, vocab: int) -> Tensor:
     """The log-weight of every token, (B, L, V), written down from the meaning of the fields, number by number."""
     batch, length = ev.shape
@@ -184,10 +200,15 @@ class Truth:
 
     hmm: HMM
     ev: Evidence
+    reading: Tensor | None = None
+    """What a language adds to the log-weight of each string, (M,)."""
 
     @property
     def length(self) -> int:
         return self.ev.shape[1]
+
+    def observing(self, tokens: Tensor, known: Tensor) -> "Truth":
+        return Truth(self.hmm, observing(self.ev, tokens, known), self.reading)
 
     @cached_property
     def strings(self) -> Tensor:
@@ -207,14 +228,16 @@ class Truth:
         return torch.zeros(*self.ev.shape, self.hmm.num_states).double() if given is None else given.double()
 
     @cached_property
-    def transition(self) -> Tensor:
-        """Probabilities, (L - 1, N, N)."""
+    def ways(self) -> Tensor:
+        """Probabilities of the ways from state to state, times the gates: (B, L - 1, N, R, N), or R = 1."""
         factors = self.hmm.log_transition
-        factors = factors if isinstance(factors, tuple) else (factors,)
-        whole = factors[0].double().exp()
-        for factor in factors[1:]:
-            whole = whole @ factor.double().exp()
-        return whole if whole.ndim == 3 else whole.expand(self.length - 1, -1, -1)
+        if not isinstance(factors, tuple):
+            steps = factors.double().exp().expand(self.length - 1, -1, -1)
+            return steps[None, :, :, None].expand(self.ev.shape[0], -1, -1, -1, -1)
+        left, right = (f.double().exp().expand(self.length - 1, -1, -1) for f in factors)
+        gates = self.ev.step_log_gates
+        weights = torch.ones(self.ev.shape[0], *right.shape[:2]).double() if gates is None else gates.double().exp()
+        return torch.einsum("tir,btr,trj->btirj", left, weights, right)
 
     @cached_property
     def emission(self) -> Tensor:
@@ -222,22 +245,18 @@ class Truth:
         table = self.hmm.log_emission.double()
         return table if table.ndim == 3 else table.expand(self.length, -1, -1)
 
-    def log_joint(self, weights: Tensor, latent: Tensor) -> Tensor:
-        """log p(string, path) plus what evidence adds to it, (B, M, P)."""
-        out = self.hmm.log_initial.double()[self.paths[:, 0]]
-        for t in range(self.length - 1):
-            out = out + self.transition[t].log()[self.paths[:, t], self.paths[:, t + 1]]
-        out = out.expand(len(self.strings), -1)
-        for t in range(self.length):
-            out = out + self.emission[t][self.paths[:, t]][:, self.strings[:, t]].T
-        positions = torch.arange(self.length)
-        on_strings = weights[:, positions, self.strings].sum(-1)
-        on_paths = latent[:, positions, self.paths].sum(-1)
-        return out + on_strings[:, :, None] + on_paths[:, None, :]
-
     @cached_property
     def joint(self) -> Tensor:
-        return self.log_joint(self.weights, self.latent)
+        """log p(string, path) plus what evidence adds to it, (B, M, P)."""
+        steps, positions = self.ways.sum(3).log(), torch.arange(self.length)
+        on_paths = self.hmm.log_initial.double()[self.paths[:, 0]] + self.latent[:, positions, self.paths].sum(-1)
+        for t in range(self.length - 1):
+            on_paths = on_paths + steps[:, t, self.paths[:, t], self.paths[:, t + 1]]
+        emitted = sum(self.emission[t][self.paths[:, t]][:, self.strings[:, t]].T for t in range(self.length))
+        on_strings = self.weights[:, positions, self.strings].sum(-1)
+        if self.reading is not None:
+            on_strings = on_strings + self.reading
+        return on_paths[:, None, :] + emitted + on_strings[:, :, None]
 
     @cached_property
     def log_partition(self) -> Tensor:
@@ -263,25 +282,39 @@ class Truth:
         rows = [torch.stack([by_string[:, s == v].logsumexp(-1) for v in tokens], -1) for s in self.strings.T]
         return torch.stack(rows, 1)
 
-    def flows(self, share: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Counts of the first state (N,), of the steps (L - 1, N, N) and of the emissions (L, N, V)."""
-        table = torch.einsum("b,bmp->mp", share.double(), self.probability.exp())
+    def flows(self, share: Tensor) -> list[Tensor]:
+        """Counts of the first state (N,), of each factor of the steps (L - 1, ., .) and of the emissions (L, N, V)."""
+        table = self.probability.exp() * share.double()[:, None, None]
         states = torch.eye(self.hmm.num_states).double()[self.paths]
         tokens = torch.eye(self.hmm.vocab_size).double()[self.strings]
-        on_paths = table.sum(0)
-        steps = torch.einsum("p,pti,ptj->tij", on_paths, states[:, :-1], states[:, 1:])
-        emissions = torch.einsum("mp,pti,mtv->tiv", table, states, tokens)
-        return on_paths @ states[:, 0], steps, emissions
+        on_paths = table.sum(1)
+        steps = torch.einsum("bp,pti,ptj->btij", on_paths, states[:, :-1], states[:, 1:])
+        through = torch.einsum("btij,btirj->tirj", steps, (self.ways / self.ways.sum(3, keepdim=True)).nan_to_num(0))
+        low_rank = isinstance(self.hmm.log_transition, tuple)
+        factors = (through.sum(3), through.sum(1)) if low_rank else (through[:, :, 0],)
+        emissions = torch.einsum("mp,pti,mtv->tiv", table.sum(0), states, tokens)
+        return [on_paths.sum(0) @ states[:, 0], *factors, emissions]
 
+    def drawn(self, uniforms: Tensor) -> Tensor:
+        """The paths by inverse CDF, position by position, from one number each: (B, L)."""
+        weights, states = self.probability.logsumexp(1).exp(), torch.arange(self.hmm.num_states)
+        out = []
+        for t in range(self.length):
+            here = (weights[:, :, None] * (self.paths[:, t, None] == states)).sum(1).cumsum(-1)
+            passed = here <= uniforms[:, t, None].double() * here[:, -1:] * (1 - 2**-23)
+            out.append(passed.sum(-1))
+            weights = torch.where(self.paths[:, t] == out[-1][:, None], weights, 0)
+        return torch.stack(out, 1)
 
-def factor_flows(hmm: HMM, steps: Tensor) -> tuple[Tensor, ...]:
-    """What flows through each factor of the transition, (L - 1, ., .), from what flows through the whole."""
-    if not isinstance(hmm.log_transition, tuple):
-        return (steps,)
-    left, right = (f.double().exp().expand(len(steps), -1, -1) for f in hmm.log_transition)
-    through = left[:, :, :, None] * right[:, None, :, :]
-    shares = through / through.sum(2, keepdim=True) * steps[:, :, None, :]
-    return shares.sum(3), shares.sum(1)
+    def pairwise(self, candidates: Tensor) -> Tensor:
+        """The tables of every two positions, each token being one of the candidates or, last, any other."""
+        count, vocabulary = candidates.shape[-1] + 1, torch.arange(self.hmm.vocab_size)
+        listed = candidates[..., None] == vocabulary  # (B, L, K, V)
+        classes = torch.cat([listed, ~listed.any(2, keepdim=True)], 2).double().movedim(2, 3)
+        of_string = classes[:, torch.arange(self.length), self.strings]  # (B, M, L, C)
+        p = self.probability.logsumexp(-1).exp()
+        assert of_string.shape[-1] == count
+        return torch.einsum("bm,bmsc,bmtd->bstcd", p, of_string, of_string)
 
 
 @st.composite

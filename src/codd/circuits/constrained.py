@@ -318,7 +318,7 @@ class ConstrainedConditioner:
         if self.candidates is None:
             return self.dense_log_marginals()
         out, underflow = self._messages.candidate_marginals()
-        if _any(underflow):
+        if _any(either(underflow, self._messages.underflow)):
             return self.dense_log_marginals().gather(-1, self.candidates)
         return out.to(self._circuit.dtype)
 
@@ -327,13 +327,13 @@ class ConstrainedConditioner:
         """Log-probabilities of all tokens: (B, L, V), or (B, V) at one position of each sequence."""
         wanted = None if positions is None else torch.tensor(sorted(set(positions.tolist())), device=positions.device)
         out, underflow = self._messages.marginals(wanted)
-        if _any(underflow):
+        if _any(either(underflow, self._messages.underflow)):
             out = self._circuit.marginals(self.evidence)
             out = out if wanted is None else out[:, wanted]
         out = out.to(self._circuit.dtype)
         if positions is None or wanted is None:
             return out
-        return out[torch.arange(len(out), device=out.device), torch.searchsorted(wanted, positions)]
+        return out[torch.arange(len(out), device=out.device), torch.searchsorted(wanted, positions.contiguous())]
 
 
 def _any(underflow: Tensor | None) -> bool:

@@ -96,12 +96,12 @@ class DeviceConditioner(IncrementalConditioner):
             if few and self.candidates is not None:
                 scale = None if self._latent is None else self._latent.log_scale
                 log_p, columns = self._candidate_marginals(open_), self._prepared[0]
-                fixed = (log_p, self.candidates, open_, rule.order, order, columns, scale)
-                steps.append(commit_kernels.pick(*fixed, *state, rule.limits[0] if i else None))
+                given_ = (log_p, self.candidates, open_, rule.order, order, columns, scale)
+                steps.append(commit_kernels.pick(*given_, *state, rule.limits[0] if i else None))
             else:
                 proposals = self._proposals(open_, uniforms, order, rule)
-                latent = (self._hmm.emission, self._latent)
-                steps.append(commit_kernels.take(proposals, open_, spent, rule.limits, i == 0, *latent, *state))
+                fixed = (proposals, open_, spent, rule.limits, i == 0, self._hmm.emission, self._latent)
+                steps.append(commit_kernels.take(*fixed, *state))
             self._messages = None
         if not steps:
             nothing = torch.zeros(0, dtype=torch.int64, device=open_.device)
