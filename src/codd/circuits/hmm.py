@@ -35,6 +35,8 @@ class HMM(storage.HubMixin, Unconditioned):
     """
 
     kind = "hmm"
+    supports_cuda_graphs = True
+    """Whether queries can be captured in a CUDA graph."""
 
     def __init__(
         self,
@@ -54,6 +56,21 @@ class HMM(storage.HubMixin, Unconditioned):
         self.transition = Transition(tuple(tables))
         self.emission = Emission(log_emission)
         self._check_shapes()
+        first, stored = self.transition.log_factors[0], self.emission.stored
+        self.num_states = self.num_latents = log_initial.shape[0]
+        """N, the number of states; and the same under the name that all circuits share."""
+        self.vocab_size = stored.shape[-1]
+        """V, the number of tokens."""
+        self.rank = first.shape[-1]
+        """How many inner states a step goes through: N, unless the transition is of low rank."""
+        self.inner_states = self.rank if self.transition.low_rank else None
+        """R, the inner states that gates weigh; None: a dense transition has none."""
+        self.homogeneous = not (self.transition.per_position or self.emission.per_position)
+        """Whether all positions share their parameters."""
+        self.length = stored.shape[0] if stored.ndim == 3 else first.shape[0] + 1 if first.ndim == 3 else None
+        """The only length that is served, or None: any."""
+        self.dtype, self.device = log_initial.dtype, log_initial.device
+        """The type of the results, float32 or float64, and where the parameters are."""
         if window is not None and (window < 1 or self.length not in (None, window)):
             served = "at least 1" if self.length is None else self.length
             raise InvalidCircuit(f"window is {window}, but the circuit serves {served} position(s)")
@@ -126,43 +143,6 @@ class HMM(storage.HubMixin, Unconditioned):
         return cls(jpc.initial.log(), jpc.transition.log(), jpc.emission.log(), window=jpc.length)
 
     @property
-    def num_states(self) -> int:
-        """N, the number of states."""
-        return self.log_initial.shape[0]
-
-    @property
-    def vocab_size(self) -> int:
-        """V, the number of tokens."""
-        return self.emission.stored.shape[-1]
-
-    @property
-    def length(self) -> int | None:
-        """The only length that is served, or None: any."""
-        if self.emission.per_position:
-            return self.emission.stored.shape[0]
-        return self.transition.log_factors[0].shape[0] + 1 if self.transition.per_position else None
-
-    @property
-    def homogeneous(self) -> bool:
-        """Whether all positions share their parameters."""
-        return not (self.transition.per_position or self.emission.per_position)
-
-    @property
-    def rank(self) -> int:
-        """How many inner states a step goes through: N, unless the transition is of low rank."""
-        return self.transition.log_factors[0].shape[-1]
-
-    @property
-    def inner_states(self) -> int | None:
-        """R, the inner states that gates weigh; None: a dense transition has none."""
-        return self.rank if self.transition.low_rank else None
-
-    @property
-    def num_latents(self) -> int:
-        """N, under the name that all circuits share."""
-        return self.num_states
-
-    @property
     def log_transition(self) -> LogTransition:
         """The transition as given: one table, or a pair of low rank."""
         factors = self.transition.log_factors
@@ -172,21 +152,6 @@ class HMM(storage.HubMixin, Unconditioned):
     def log_emission(self) -> Float[Tensor, "*L N V"]:
         """The emission table as log-probabilities."""
         return self.emission.log
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The type of the results: float32 or float64."""
-        return self.log_initial.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the parameters."""
-        return self.log_initial.device
-
-    @property
-    def supports_cuda_graphs(self) -> bool:
-        """Whether queries can be captured in a CUDA graph: yes."""
-        return True
 
     def __repr__(self) -> str:
         """Sizes and layout in one line."""

@@ -214,9 +214,7 @@ def _finish(
     tl.store(log_scale + row, scale + tl.log(largest))
 
 
-def fused(
-    emission: Emission, ev: Evidence, tiling: Tiling | None = None, precision: str = "rounded"
-) -> tuple[Scaled, Float[Tensor, "2 B L"]]:
+def fused(emission: Emission, ev: Evidence) -> tuple[Scaled, Float[Tensor, "2 B L"]]:
     """Leaf values, and what ``scores`` subtracts: the largest logit of each dense row, and the log-sum over it."""
     batch, length = ev.shape
     table = emission.linear
@@ -228,7 +226,7 @@ def fused(
     log_scale = torch.empty(batch, length, 1, device=device)
     totals = torch.zeros(2, batch, length, device=device)
     inverse = ev.inverse_temperature()
-    plan = tiling or tiling_for(rows, states, vocab, table.element_size())
+    plan = tiling_for(rows, states, vocab, table.element_size())
     slots = partial = tops = sums = values  # stand-ins where there is nothing dense
     if potentials is not None:
         numbers = torch.empty(2 * rows + 1, dtype=torch.int32, device=device)
@@ -256,7 +254,7 @@ def fused(
             R=plan.rows,
             N=plan.states,
             K=plan.tokens,
-            PRECISION=precision if table.dtype == torch.float32 else "ieee",
+            PRECISION="rounded" if table.dtype == torch.float32 else "ieee",
             UPCAST=INTERPRETED,
             num_warps=plan.warps,
             num_stages=plan.stages,

@@ -272,7 +272,6 @@ def dense_marginals(
     cooling: float,
     order: str,
     entropies: bool,
-    tiling: Tiling | None = None,
 ) -> tuple[Float[Tensor, "B L V"], Float[Tensor, "4 B L S"], int]:
     """log p of all tokens at every position, or at those in ``open_``: the others may get anything.
 
@@ -286,7 +285,7 @@ def dense_marginals(
     vocab, device, rows = table.shape[-1], table.device, batch * length
     assert ev.potentials is not None
     potentials = unit_stride(ev.potentials)
-    plan = tiling or tiling_for(rows, table.element_size())
+    plan = tiling_for(rows, table.element_size())
     strips = triton.cdiv(vocab, plan.tokens)
     split = emission.compact
     parts = torch.empty(1 + split, rows, states, dtype=table.dtype, device=device)
