@@ -13,6 +13,7 @@ from torch.testing import assert_close
 from codd.circuits import HMM, Evidence, SparsePotentials, ops
 from codd.circuits.sampling import draw_token
 from tests.support import FIXTURES
+from tests.support.contract import assert_agrees
 from tests.support.enumeration import all_strings, chi_square_p_value
 from tests.support.strategies import (
     BACKENDS,
@@ -29,7 +30,6 @@ from tests.support.strategies import (
 pytestmark = pytest.mark.numerics
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3}
 EXACT = {"rtol": 1e-9, "atol": 1e-9}
-CLOSE = {"rtol": 1e-4, "atol": 2e-4}
 
 
 @pytest.fixture(params=BACKENDS)
@@ -100,40 +100,10 @@ def test_a_circuit_has_the_length_of_its_tables():
 # Properties.
 
 
-def assert_same_probabilities(found: Tensor, wanted: Tensor) -> None:
-    """Log-probabilities; float32 may call what is below its range impossible."""
-    assert_close(found.double().exp(), wanted.double().exp(), rtol=1e-3, atol=1e-5)
-
-
 @given(cases())
 @settings(max_examples=40, deadline=None)
-def test_eager_float32_agrees_with_the_reference_in_float64(case):
-    hmm, ev = case
-    exact = hmm.to(dtype=torch.float64)
-    ids = torch.randint(hmm.vocab_size, ev.shape, generator=generator(0))
-    share = torch.linspace(-1, 2, ev.shape[0])
-    with ops.use("eager"):
-        found = [hmm.log_partition(ev), hmm.conditional_log_prob(ids, ev)]
-        rows = [hmm.posterior(ev), hmm.marginals(ev)]
-        flows = hmm.flows(ev, share)
-    with ops.use("reference"):
-        wanted = [exact.log_partition(ev), exact.conditional_log_prob(ids, ev)]
-        exact_rows = [exact.posterior(ev), exact.marginals(ev)]
-        exact_flows = exact.flows(ev, share.double())
-    for a, b in zip(found, wanted, strict=True):
-        assert a.dtype == torch.float32
-        assert_close(a.double(), b, **CLOSE)
-    for a, b in zip(rows, exact_rows, strict=True):
-        assert a.dtype == torch.float32
-        assert_same_probabilities(a, b)
-    for a, b in zip(flat_flows(flows), flat_flows(exact_flows), strict=True):
-        assert a.dtype == torch.float32
-        assert_close(a.double(), b, rtol=1e-3, atol=1e-4)
-
-
-def flat_flows(flows) -> list[Tensor]:
-    steps = flows.transition if isinstance(flows.transition, tuple) else (flows.transition,)
-    return [flows.initial, *steps, flows.emission]
+def test_float32_agrees_with_the_reference_in_float64(case):
+    assert_agrees(*case, atol=2e-4)
 
 
 @given(cases(), st.randoms(use_true_random=False))

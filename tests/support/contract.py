@@ -1,14 +1,14 @@
 """What every circuit answers, asked of one and compared with the table of all strings and all latent paths."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from codd.circuits import HMM, ops
+from codd.circuits import HMM, Evidence, Flows, ops
 from codd.circuits.evidence import Kind
 from codd.circuits.ops.leaf import eager as leaf_eager
 from tests.support.strategies import Truth, generator
@@ -120,8 +120,40 @@ def check_hmm(hmm: HMM, truth: Truth, near: float = EXACT) -> None:
         assert_close(found.double(), scores, rtol=near, atol=near)
     for weights in (None, torch.linspace(-2, 1, ev.shape[0])):
         flows = hmm.flows(ev, weights)
-        found = [flows.initial, *(flows.transition if hmm.transition.low_rank else [flows.transition]), flows.emission]
         share = torch.ones(ev.shape[0]) if weights is None else weights
-        for part, wanted in zip(found, truth.flows(share), strict=True):
+        for part, wanted in zip(flat(flows), truth.flows(share), strict=True):
             assert_close(part.double(), wanted if part.ndim == wanted.ndim else wanted.sum(0), rtol=near, atol=near)
         totals(flows.log_partition, truth.log_partition, near)
+
+
+def flat(flows: Flows) -> list[Tensor]:
+    steps = flows.transition if isinstance(flows.transition, tuple) else (flows.transition,)
+    return [flows.initial, *steps, flows.emission]
+
+
+def assert_agrees(
+    hmm: HMM, ev: Evidence, rtol: float = 1e-4, atol: float = 2e-3, backend: str | None = "eager"
+) -> None:
+    """Every query, by a backend (None: the device's own), against the reference in float64; and no NaN anywhere."""
+    ids, random = torch.zeros(ev.shape, dtype=torch.int64), generator(0)
+    uniforms, share = torch.rand(ev.shape, generator=random), torch.linspace(-1, 2, ev.shape[0])
+    found = []
+    for circuit, given, name in ((hmm, ev, backend), (hmm.to("cpu", torch.float64), ev.to("cpu"), "reference")):
+        with ops.use(name) if name else nullcontext():
+            device = given.device
+            values = circuit.log_partition(given), circuit.conditional_log_prob(ids.to(device), given)
+            rows = circuit.posterior(given), circuit.marginals(given)
+            counts = flat(circuit.flows(given, share.to(device, circuit.dtype)))
+            latents = circuit.joint_step(given, uniforms=uniforms.to(device)).latents.cpu()
+        assert all(x.dtype == circuit.dtype for x in (*values, *rows, *counts))
+        found.append(([x.cpu().double() for x in (*values, *rows, *counts)], latents))
+    (answers, latents), (wanted, exact_latents) = found
+    possible = wanted[0] > -torch.inf
+    largest = float(wanted[0].abs().masked_fill(~possible, 0).amax())  # the difference of two numbers of this size
+    assert_close(answers[0], wanted[0], rtol=rtol, atol=min(atol, 1e-3))
+    assert_close(answers[1], wanted[1], rtol=rtol, atol=atol + 1e-6 * largest)
+    for a, b in zip(answers[2:4], wanted[2:4], strict=True):
+        assert_close(a.exp(), b.exp(), rtol=0, atol=atol)
+    for a, b in zip(answers[4:], wanted[4:], strict=True):
+        assert_close(a, b, rtol=2e-3, atol=atol)
+    assert torch.equal(latents[possible], exact_latents[possible])
