@@ -20,6 +20,7 @@ from torch import Tensor
 
 from codd import files
 from codd.backbones import mini
+from codd.backbones.causal import load_causal_lm
 from codd.backbones.config import Config
 from codd.backbones.loading import MODEL_FILES, load_checkpoint
 from codd.backbones.tokenizer import Tokenizer
@@ -27,7 +28,6 @@ from codd.backbones.transformer import Attention, Block, Transformer, apply_rota
 from codd.data.packing import numbered_seed
 from codd.distributed import choose_device
 from codd.errors import FormatError, InvalidInput
-from codd_lab.causal_lm import load_causal_lm
 
 BATCH = 128
 """Samples that are drawn together. Another number would give other ones."""

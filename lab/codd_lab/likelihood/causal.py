@@ -15,11 +15,11 @@ from torch import Tensor
 from codd import files
 from codd.backbones import Backbone, Tokenizer, load_checkpoint, mini
 from codd.backbones.backbone import take_positions
+from codd.backbones.causal import load_causal_lm
 from codd.backbones.config import Config
 from codd.backbones.loading import MODEL_FILES
 from codd.distributed import choose_device
 from codd.errors import InvalidInput
-from codd_lab.causal_lm import load_causal_lm
 from codd_lab.text.judging import NUMBERS, Network, TransformersNetwork
 
 

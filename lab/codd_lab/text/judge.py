@@ -15,11 +15,11 @@ import torch
 
 from codd import files
 from codd.backbones import load_checkpoint, mini
+from codd.backbones.causal import load_causal_lm, transformers_for
 from codd.backbones.config import Config
 from codd.backbones.loading import MODEL_FILES
 from codd.distributed import choose_device
 from codd.errors import FormatError, InvalidInput, MissingDependency
-from codd_lab.causal_lm import load_causal_lm, transformers_for
 from codd_lab.text.judging import Judge as Judge
 from codd_lab.text.judging import OwnNetwork, TransformersNetwork
 from codd_lab.text.judging import Score as Score

@@ -42,6 +42,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     "ids": _ids,
     "stop": _switch,
     "seed": int,
+    "verifier": str,
 }
 SAMPLING = {
     name: (_PARSERS[info.kind], info.metavar, info.help.replace("null:", "none:"))

@@ -78,7 +78,7 @@ def advance(runner: NetworkRunner, sequences: Sequence[SequenceState]) -> list[S
 
 def _step_batch(runner: NetworkRunner, sequences: Sequence[SequenceState]) -> list[Step | Exception]:
     """One step of every sequence: they go on by themselves but where the network, or its head, evaluates them all."""
-    steps = [denoising_step(state) for state in sequences]
+    steps = [(state.speculation.step if state.speculation else denoising_step)(state) for state in sequences]
     hidden = _together(runner, [_resume(step) for step in steps])
     rows = [_resume(*each) for each in zip(steps, hidden, strict=True)]
     logits = _together(partial(runner.logits, mask_id=sequences[0].mask_id), rows)
@@ -179,7 +179,8 @@ def step_inputs(state: SequenceState) -> Generator[Any, Any, StepInputs]:
 def hidden_state_requests(state: SequenceState, span: Window) -> list[HiddenStateRequest]:
     """What a step that needs the hidden states of a span asks the network."""
     size = state.block_size
-    seen = slice(state.unseen, None if size is None else -(-(span[1] + state.phase) // size) * size - state.phase)
+    beyond = span[1] if state.speculation else None  # what follows a draft is not yet begun
+    seen = slice(state.unseen, beyond if size is None else -(-(span[1] + state.phase) // size) * size - state.phase)
     views = [state.ids]
     if state.options.cfg_scale > 0:
         views.append(torch.where(state.given, state.mask_id, state.ids))

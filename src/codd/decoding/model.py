@@ -21,6 +21,7 @@ from codd.circuits.protocol import ProbabilisticCircuit
 from codd.constraints import Automaton, Vocabulary
 from codd.constraints.forms import Form
 from codd.constraints.languages import Expressed
+from codd.decoding import speculative
 from codd.decoding.decisions import Decider, Decision, decision
 from codd.decoding.loop import denoise
 from codd.decoding.options import Constraint, Keywords, Options
@@ -282,7 +283,7 @@ class Model:
             raise InvalidInput("this checkpoint has no tokenizer, so that it cannot stop at a text: give stop=True.")
         decode = self.tokenizer.decode if self.tokenizer is not None and options.stop_strings else None
         stop = StopCondition(self.stop_ids, options.stop_strings, decode)
-        return start_sequences(
+        sequences = start_sequences(
             self.backbone,
             ids,
             options,
@@ -291,6 +292,9 @@ class Model:
             stop=stop,
             automaton=None if options.constraint is None else self.automaton(options.constraint),
         )
+        if options.mode == "speculative":
+            speculative.begin(self, sequences, options.verifier)
+        return sequences
 
     @cached_property
     def vocabulary(self) -> Vocabulary:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, TypedDict, get_args
 from codd.constraints import Automaton, Language, Template
 from codd.errors import InvalidInput, shown
 
-Mode = Literal["block", "full"]
+Mode = Literal["block", "full", "speculative"]
 Order = Literal["low_confidence", "margin", "entropy", "random", "left_to_right"]
 Sampler = Literal["latent", "any_order", "factorized"]
 Tempering = Literal["published", "paper"]
@@ -25,8 +25,8 @@ Hook = Callable[[Any, Any, Any], Any]
 """A function of logits (R, V), the masked positions (R,) that they are of, and the ids (L,); returns logits (R, V)."""
 Constraint = Language | Template | Automaton
 """What a text can be asked to be: see `codd.constraints`."""
-UNTYPED = ("hooks", "constraint")
-"""The options that neither JSON nor a command line can hold as they are."""
+UNTYPED = ("hooks", "constraint", "verifier")
+"""The options that JSON cannot hold, or that are not for a client of a server to choose."""
 
 OTHER_NAMES = {"max_new_tokens": "gen_length"}
 """Other people's names for the same options."""
@@ -62,7 +62,7 @@ _UNSET: Any = type("Unset", (), {"__repr__": lambda self: "unset"})()
 class OptionInfo:
     """What an option takes and does, for whatever reads options from text or JSON."""
 
-    kind: Literal["count", "number", "choice", "ids", "stop", "seed", "hooks", "constraint"]
+    kind: Literal["count", "number", "choice", "ids", "stop", "seed", "hooks", "constraint", "verifier"]
     help: str
     low: int | float = 0.0
     high: int | float = math.inf
@@ -138,6 +138,7 @@ class Keywords(TypedDict, total=False):
     constraint: Constraint | None
     stop: bool | str | Sequence[str]
     preset: Literal["reference"] | None
+    verifier: Any
     cache: CacheKind | None
     refresh: int | None
     seed: int | Sequence[int]
@@ -196,7 +197,9 @@ class Options:
     gen_length: int = _count(128, "masks put after each prompt; 0: only the masks in the prompt are filled", low=0)
     block_length: int = _count(_UNSET, "tokens of a block; by default a block-causal network's own")
     steps: int | None = _count(_UNSET, "network evaluations for each prompt; null: one for each token", optional=True)
-    mode: Mode = _choice("block", "block after block, or everything at once", get_args(Mode))
+    mode: Mode = _choice(
+        "block", "block after block, everything at once, or drafts that a causal model checks", get_args(Mode)
+    )
     remasking: str = _choice(
         "low_confidence",
         f"which tokens come first: {', '.join(get_args(Order)[:-1])} or {get_args(Order)[-1]}",
@@ -270,6 +273,13 @@ class Options:
     preset: Literal["reference"] | None = _choice(
         None, "follow the published implementation step by step", ("reference",), optional=True
     )
+    verifier: Any = _option(
+        None,
+        "verifier",
+        "the causal model that checks drafts, or its folder; by default the network's own",
+        "PATH",
+        optional=True,
+    )
     cache: CacheKind | None = _choice(
         None,
         "a KV cache where attention is to all positions: of all before the block, or of all outside of it",
@@ -322,6 +332,10 @@ class Options:
         _check_hooks(self.hooks)
         _check_stop(self.stop)
         self._check_constraint()
+        if self.mode == "speculative":
+            from codd.decoding.speculative import check_options
+
+            check_options(self)
         if self.published:
             from codd.decoding.published import check_known
 
@@ -412,7 +426,7 @@ class Options:
         return self.stop is not False and not self.published
 
     def as_json(self) -> dict[str, Any]:
-        """All options but hooks and constraint, which JSON cannot hold."""
+        """All options but hooks, constraint and verifier, which JSON cannot hold."""
         values = {name: getattr(self, name) for name in OPTIONS if name not in UNTYPED}
         return {**values, "ban": list(self.ban)}
 

@@ -431,5 +431,13 @@ def choose_tokens(
     if temperature == 0:
         return scores.argmax(-1)
     assert uniforms is not None
-    kept = keep_top_p(keep_top_k(temper(scores, temperature), top_k), top_p)
-    return draw_token(kept.softmax(-1), uniforms)
+    return draw_token(token_distribution(scores, temperature, top_k, top_p), uniforms)
+
+
+def token_distribution(
+    scores: Float[Tensor, "R V"], temperature: float, top_k: int | None, top_p: float | None
+) -> Float[Tensor, "R V"]:
+    """The probabilities that `choose_tokens` draws with; at temperature 0 all is on the best token."""
+    if temperature == 0:
+        return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
+    return keep_top_p(keep_top_k(temper(scores, temperature), top_k), top_p).softmax(-1)

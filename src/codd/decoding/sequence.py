@@ -4,7 +4,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -17,6 +17,9 @@ from codd.constraints import Automaton
 from codd.decoding.constraint import SequenceConstraint, Window, constrain
 from codd.decoding.options import Options
 from codd.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from codd.decoding.speculative import Speculation
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,10 @@ class Step:
     """Tokens written by earlier steps that this one replaced."""
     alternatives: Alternatives | None = None
     """The most probable tokens of the committed positions, if the sequence asks for them."""
+    drafted: int = 0
+    """Tokens that it checked in ``mode="speculative"``, where drafts and checks are steps in turn."""
+    accepted: int = 0
+    """How many of these it wrote as they were."""
     computed: int = 0
     """Positions that the network computed for it."""
     cached: int = 0
@@ -176,6 +183,8 @@ class SequenceState:
     cached: int = 0
     """Positions whose keys and values it found in a cache."""
     circuit_warned: bool = False
+    speculation: "Speculation | None" = None
+    """How it is drafted and checked, in ``mode="speculative"``."""
     alternatives: int = 0
     """How many of the most probable tokens a step is to report for each position that it writes."""
 
