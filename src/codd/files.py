@@ -159,9 +159,9 @@ def _check_depth(where: Path | str, content: dict[str, Any]) -> None:
     raise FormatError(f"{where}: is nested more than {MAX_DEPTH} deep, as no such file is. Download it again.")
 
 
-def read_json(path: Path, most: int = MAX_JSON) -> Any:
+def read_json(path: Path) -> Any:
     """The JSON value of a whole file; FormatError if it cannot be read, is too large or is none."""
-    return parse_json(f"{path}:", read_text(path, most))
+    return parse_json(f"{path}:", read_text(path, MAX_JSON))
 
 
 def read_json_object(path: Path, most: int = MAX_BYTES) -> dict[str, Any]:

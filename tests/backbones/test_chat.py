@@ -2,11 +2,9 @@ import json
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 
 import pytest
-from jaxtyping import TypeCheckError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from codd.backbones import chat
@@ -123,20 +121,16 @@ GROWING = "{% set n = namespace(s='xx') %}{% for i in range(60) %}BODY{% endfor 
     "template",
     [
         FOREVER.replace("BODY", ""),
-        FOREVER.replace("BODY", "some text"),
         FOREVER.replace("BODY", "{% set step = 1 %}{% continue %}"),
         FOREVER.replace("BODY", "{% set n = 'x' * -100000000 %}"),
         "{% for a in range(90000) %}{% for b in range(90000) if false %}{% endfor %}{% endfor %}",
         "{% for a in [1] recursive %}{{ loop([1]) }}{% endfor %}",
-        "{% for a in [1, 1, 1] recursive %}{% if loop.depth < 50 %}{{ loop([1, 1, 1]) }}{% endif %}{% endfor %}",
         "{% macro m() %}{{ m() }}{{ m() }}{% endmacro %}{{ m() }}",
         "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(50) }}",
         "{% set n = namespace(l=[]) %}{% for i in range(90000) %}{% set n.l = n.l + ['x' * 1000000 ~ i] %}{% endfor %}",
         "{% for a in range(90000) %}" + "text" * 1000 + "{% endfor %}",
         "{{ range(10 ** 9) | list }}",
         "{{ 'x' * 10 ** 9 }}",
-        "{{ 10 ** 9 * ['x'] }}",
-        "{{ 9 ** (9 ** 9) }}",
         GROWING.replace("BODY", "{% set n.s = n.s + n.s %}"),
         GROWING.replace("BODY", "{% set n.s = n.s ~ n.s %}"),
         GROWING.replace("BODY", "{% set n.s %}{{ n.s }}{{ n.s }}{% endset %}"),
@@ -153,30 +147,19 @@ GROWING = "{% set n = namespace(s='xx') %}{% for i in range(60) %}BODY{% endfor 
         "{% block b %}{{ self.b() }}{% endblock %}",
         "{{ 7 ** (10 ** 8) }}",
         "{{ 10 ** 5000 }}",
-        "{{ '%x' % (7 ** (10 ** 8)) }}",
         "{{ 1 | round(-1000000000) }}",
         "{{ ('%4000000000d' % 1) | length }}",
-        "{{ ('%*d' % (4000000000, 1)) | length }}",
-        "{{ ('%.2000000000f' % 0.5) | length }}",
         "{{ '%4000000000d' | format(1) | length }}",
         "{{ '{:4000000000d}'.format(1) | length }}",
         "{{ 'x' | center(4000000000) | length }}",
         "{% filter center(4000000000) %}x{% endfilter %}",
         "{{ ['x'] | map('center', 4000000000) | map('length') | list }}",
         "{{ 'x'.zfill(4000000000) | length }}",
-        "{{ 'x'.ljust(4000000000) | length }}",
-        "{{ '\t'.expandtabs(2000000000) | length }}",
-        "{{ ('x' * 1000).translate({120: 'x' * 1000000}) | length }}",
         "{{ ('x ' * 50000000).split() | length }}",
-        "{{ ('x\n' * 100000) | indent(100000) | length }}",
-        "{{ ('x' * 100000) | wordwrap(1, wrapstring='x' * 100000) | length }}",
         "{{ ('x' * 1000) | replace('x', 'x' * 1000000) | length }}",
         "{{ ([1] * 1000000) | join('x' * 100000) | length }}",
         "{{ [1] | batch(10 ** 9, 'x') | list | length }}",
-        "{{ [1] | slice(10 ** 9, 'x') | list | length }}",
-        "{{ ([[1] * 10000] * 10000) | sum(start=[]) | length }}",
         "{{ [1] | tojson(indent=10 ** 9) | length }}",
-        "{{ lipsum(n=10 ** 9) | length }}",
         "{{ strftime_now('%Y' * 10 ** 8) | length }}",
         "{{ 'é' * 20000000 }}",
         "{% autoescape 7 ** (10 ** 8) %}{% endautoescape %}",  # Jinja computes constants when it compiles
@@ -196,7 +179,6 @@ GROWING = "{% set n = namespace(s='xx') %}{% for i in range(60) %}BODY{% endfor 
         "{{ ('f' * 10000000) | int(0, 16) }}",
         "{{ (1).to_bytes(10 ** 9, 'big') }}",
         "{{ ('x' * 20000000) | list | length }}",
-        "{{ ('x' * 20000000) | sort | length }}",
         "{% for c in 'x' * 20000000 %}{% endfor %}",
         "{{ ('x' * 1000).join(['y'] * 1000000) | length }}",
         "{{ ('x' * 1000).replace('x', 'x' * 1000000) | length }}",
@@ -215,11 +197,8 @@ GROWING = "{% set n = namespace(s='xx') %}{% for i in range(60) %}BODY{% endfor 
         "{{ 1" + " + 1" * 20000 + " }}",
         "{{ " + "not " * 20000 + "1 }}",
         "{{ x }}" * 200000,
-        "{{ x }}" * 14000 + FOREVER,
         "{%" * 49000,
         "{{ '" + "x" * 99000,
-        "{#" * 49000,
-        "{% raw %}" * 11000,
         "-" * 99000 + "{{",
     ],
     ids=lambda template: template[:60],
@@ -227,11 +206,6 @@ GROWING = "{% set n = namespace(s='xx') %}{% for i in range(60) %}BODY{% endfor 
 def test_templates_end_and_stay_small(template):
     with pytest.raises(FormatError, match=r"^the chat template: .*another chat_template\.$"):
         chat.render(template, TURNS)
-
-
-def test_what_is_not_reached_is_not_computed():
-    """Jinja computes constants when it compiles, were it not kept from it."""
-    assert chat.render("{% if false %}{{ 7 ** (10 ** 8) }}{% endif %}", TURNS) == ""
 
 
 def test_hostile_templates_take_little_memory():
@@ -307,12 +281,6 @@ def test_long_conversations_are_rendered():
     assert chat.render(template, messages) == "".join(contents)
 
 
-def test_threads_get_their_own_answers():
-    with ThreadPoolExecutor(8) as pool:
-        texts = [str(number) for number in range(200)]
-        assert list(pool.map(lambda text: chat.render("{{ messages[0].content }}", text), texts)) == texts
-
-
 def test_what_is_no_json_is_refused():
     with pytest.raises(CoddError, match=r"expected messages of texts, .* type object"):
         chat.render("x", [{"role": "user", "content": "x", "more": object()}])
@@ -366,9 +334,3 @@ def test_what_is_not_jinja_is_refused(template, message):
 def test_conversations_are_checked(messages, message):
     with pytest.raises(CoddError, match=message):
         chat.render(chat.PLAIN, messages)
-
-
-@pytest.mark.parametrize("messages", [["hello"], [{"role": "user", "content": None}]])
-def test_messages_of_wrong_types_are_refused(messages):
-    with pytest.raises((CoddError, TypeCheckError)):
-        chat.as_messages(messages)

@@ -91,15 +91,6 @@ def test_routing(config):
     assert_routes(*router(x), routes(x, router))
 
 
-def test_a_bias_of_the_choice_does_not_weigh():
-    router, x = drawn(SIGMOID).router, rows(9)
-    router.bias[:] = 0
-    plain = router(x)
-    router.bias[:] = 3.0
-    for found, wanted in zip(router(x), plain, strict=True):
-        assert torch.equal(found, wanted)
-
-
 @pytest.mark.parametrize("config", ROUTERS.values(), ids=list(ROUTERS))
 @pytest.mark.parametrize("count", [0, 1, 11])
 def test_mixing(config, count):

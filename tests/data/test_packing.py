@@ -92,7 +92,7 @@ def test_text_rows_stay_in_the_stream_and_do_not_overlap_within_an_epoch(size, l
     assert rows.scored.all()
 
 
-class Numbered:
+class Numbered(StreamDataset):
     """Row n is [source, n]."""
 
     def __init__(self, source: int):

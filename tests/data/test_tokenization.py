@@ -2,7 +2,6 @@ import dataclasses
 import json
 import lzma
 import os
-import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -261,17 +260,6 @@ def test_a_source_of_which_nothing_fits_names_row_length(root, tokenizer):
     )
 
 
-@pytest.mark.parametrize("name", ["a.txt.xz", "a.jsonl.xz"])
-def test_a_file_that_expands_without_end_takes_little_memory(tmp_path, name):
-    (tmp_path / name).write_bytes(ZEROS * 30)
-    tracemalloc.start()
-    with pytest.raises(FormatError, match="If you trust the file, decompress it"):
-        sum(len(piece.text) for piece in read_chunks(Source("text", "a", path=name, fields=("text",)), tmp_path))
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 100e6  # of 300 MB
-
-
 def test_streams_one_after_the_other_and_repetitive_text_are_read(tmp_path):
     parts = [f"{number}\n" * 1000 for number in range(3)]
     content = b"\0\0\0\0".join(lzma.compress(part.encode()) for part in parts)
@@ -306,12 +294,6 @@ def test_long_texts_are_cut_where_no_token_is(tmp_path, tokenizer, monkeypatch, 
     assert max(len(piece.text) for piece in cut) <= 200
     if " " in text or "\n" in text.strip():
         assert token_stream(TEXT, tmp_path, tokenizer).tolist() == [*tokenizer.encode(text), tokenizer.eos_id]
-
-
-def test_passages_are_not_chosen_from_more_than_fits_the_memory(root, monkeypatch):
-    monkeypatch.setattr(sources, "MOST_CHARACTERS", 500)
-    with pytest.raises(FormatError, match=r"prose\.txt: holds more than 500 characters"):
-        list(read_documents(TEXT, root))
 
 
 def flipped(content: bytes) -> bytes:

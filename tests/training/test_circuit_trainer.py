@@ -133,19 +133,6 @@ def test_a_circuit_is_trained_on(whole, root, tmp_path):
     assert metrics_of(tmp_path / "again")[1]["loss"] < first["loss"]
 
 
-def test_factored_circuits_stay_factored(root, tmp_path):
-    ranks = ["circuit.emission_rank=3", "circuit.transition_rank=2"]
-    run(small(root, *ranks), tmp_path / "one")
-    run(small(root, f"start={tmp_path / 'one' / 'circuit'}"), tmp_path / "two")
-    for name in ("one", "two"):
-        found = load_circuit(tmp_path / name / "circuit")
-        assert isinstance(found, HMM)
-        assert found.factors is not None
-        assert len(found.factors.emission) == len(found.factors.transition) == 2
-    with pytest.raises(InvalidInput, match="is modulated or factored; the rule 'baum-welch' is for static"):
-        run(small(root, f"start={tmp_path / 'one' / 'circuit'}", *ANEMONE), tmp_path / "anemone")
-
-
 @pytest.mark.parametrize("kind", ["static", "modulated"])
 def test_the_most_used_states_of_a_circuit_are_trained_on(whole, root, tmp_path, kind):
     recipe = small(root, f"start={whole[kind] / 'circuit'}", "keep_states=5")

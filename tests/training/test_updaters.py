@@ -264,23 +264,6 @@ def test_what_the_network_misses_is_learned(way):
     assert scores[0.1]["coupled"] > -0.3
 
 
-@pytest.mark.parametrize("head", [HeadRecipe(latents=True), HeadRecipe(inner_states=8)], ids=["latents", "gates"])
-def test_a_head_hears_what_no_static_circuit_knows(head):
-    """The hidden states tell the pair; the logits, and so all that is static, do not."""
-    recipe = recipe_of(circuit=TablesRecipe(16), head=head, optimizer=RuleRecipe(lr=0.1, head_lr=0.05))
-    updater, generator = make_updater(recipe, CircuitSpec(VOCAB, PAIRS, CPU)), torch.Generator().manual_seed(0)
-    sums = torch.zeros(3)
-    for _ in range(80):
-        first = torch.randint(PAIRS, (32, WINDOW // 2), generator=generator)
-        tokens = torch.stack((first, first + PAIRS), -1).flatten(1)
-        features = torch.nn.functional.one_hot(first, PAIRS).float().repeat_interleave(2, dim=1)
-        logits = torch.zeros(32, WINDOW, VOCAB)
-        windows = WindowBatch(tokens, torch.ones_like(tokens, dtype=torch.bool), logits=logits, features=features)
-        sums = updater.update(windows, 1.0, alone)
-    best_static = -math.log(PAIRS) / 2
-    assert float(sums[0] / sums[2]) > 0.6 * best_static
-
-
 def test_recipes_choose_their_learner(tmp_path):
     kinds = {way: type(learner_of(way)) for way in WAYS}
     assert kinds == {**dict.fromkeys(WAYS, GradientUpdater), "anemone": FlowUpdater}

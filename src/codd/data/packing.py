@@ -6,7 +6,7 @@ goes on with exactly the rows that it would have seen.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -69,17 +69,6 @@ def concatenate(parts: Sequence[PackedSequences]) -> PackedSequences:
     return PackedSequences(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
-@runtime_checkable
-class SequenceDataset(Protocol):
-    """A dataset of packed rows, numbered on without end from epoch to epoch."""
-
-    def __len__(self) -> int:
-        """How many rows an epoch has."""
-
-    def take(self, start: int, count: int) -> PackedSequences:
-        """``count`` rows, from row number ``start`` on."""
-
-
 def _by_epoch(start: int, count: int, size: int, epoch_values: Callable[[int], NDArray[np.int64]]) -> NDArray[np.int64]:
     """Values number start, start + 1, ... of epochs of ``size`` values each."""
     numbers = np.arange(start, start + count)
@@ -135,6 +124,10 @@ class PackedDataset:
 
     def _draw_order(self, epoch: int) -> NDArray[np.int64]:
         return np.random.default_rng((self.seed, epoch)).permutation(len(self))
+
+
+SequenceDataset: TypeAlias = StreamDataset | PackedDataset
+"""A dataset of packed rows, numbered on without end from epoch to epoch."""
 
 
 class Example(NamedTuple):

@@ -1,7 +1,7 @@
 """Windows for circuits: rows are masked, windows chosen in them, and the network evaluated there."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
@@ -74,12 +74,6 @@ class WindowBatch(NamedTuple):
             assert self.logits is not None
             truth = self.logits.log_softmax(-1).gather(-1, self.tokens[..., None])[..., 0]
         return torch.where(self.masked, truth, 0).sum(-1)
-
-
-def concatenate_windows(parts: Sequence[WindowBatch]) -> WindowBatch:
-    """The windows of several batches that a network was asked about, one batch after the other."""
-    columns: list[Any] = [None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)]
-    return WindowBatch(*columns)
 
 
 class MaskedRows(NamedTuple):

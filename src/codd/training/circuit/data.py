@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -16,7 +17,7 @@ from codd.data.datasets import STRATA, WindowDataset, build_hidden_states
 from codd.data.packing import MAX_TEXTS_PER_ROW, SequenceDataset, concatenate, numbered_seed
 from codd.data.sources import Source
 from codd.data.tokenization import PackingConfig, load_source
-from codd.data.windows import WindowBatch, check_lengths, concatenate_windows, draw_windows, supports_packing
+from codd.data.windows import WindowBatch, check_lengths, draw_windows, supports_packing
 from codd.distributed import DistributedContext
 from codd.errors import Diverged, InvalidInput
 from codd.training.circuit.initial import CircuitSpec
@@ -244,6 +245,7 @@ def _online(network: _Network, sources: list[SequenceDataset], strata: range) ->
             taken = concatenate([source.take(number * n, n) for source, n in zip(sources, shares, strict=True)])
             generator = torch.Generator(backbone.device).manual_seed(numbered_seed(recipe.seed, number))
             parts.append(draw_windows(backbone, network.mask_id, taken, recipe.windows, generator))
-        return concatenate_windows(parts)
+        columns: list[Any] = [None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)]
+        return WindowBatch(*columns)
 
     return draw

@@ -1,6 +1,5 @@
 """Training the backbone along with its circuit: all of its weights, or low-rank additions to them (LoRA)."""
 
-from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -21,13 +20,14 @@ def trainable(
     backbone.requires_grad_(False)
     if weights == "lora":
         generator = torch.Generator().manual_seed(seed)
-        for parent, name, layer in list(_linears(backbone)):
+        blocks = backbone.network.blocks
+        for name, layer in [(name, x) for name, x in blocks.named_modules() if isinstance(x, nn.Linear)]:
             down = torch.randn(rank, layer.in_features, generator=generator) * layer.in_features**-0.5
             precise = torch.promote_types(layer.weight.dtype, torch.float32)
             added = LowRank(layer, down, torch.zeros(layer.out_features, rank), precise)
             added.down.requires_grad_(True)
             added.up.requires_grad_(True)
-            setattr(parent, name, added)
+            blocks.set_submodule(name, added)
     elif weights == "all":
         backbone.requires_grad_(True)
     return {name: parameter for name, parameter in backbone.named_parameters() if parameter.requires_grad}
@@ -35,15 +35,5 @@ def trainable(
 
 def merge(backbone: Backbone) -> None:
     """Put low-rank additions into the layers that they were added to."""
-    for parent in list(backbone.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, LowRank):
-                setattr(parent, name, child.merged())
-
-
-def _linears(backbone: Backbone) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
-    """All linear layers of the network's blocks: their parent module, name and layer."""
-    for parent in backbone.network.blocks.modules():
-        for name, child in parent.named_children():
-            if isinstance(child, nn.Linear):
-                yield parent, name, child
+    for name, layer in [(name, x) for name, x in backbone.named_modules() if isinstance(x, LowRank)]:
+        backbone.set_submodule(name, layer.merged())
