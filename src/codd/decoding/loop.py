@@ -179,8 +179,10 @@ def step_inputs(state: SequenceState) -> Generator[Any, Any, StepInputs]:
 
 def hidden_state_requests(state: SequenceState, span: Window) -> list[HiddenStateRequest]:
     """What a step that needs the hidden states of a span asks the network."""
-    size = state.block_size
+    size, plan = state.block_size, state.plan
     seen = slice(state.unseen, None if size is None else -(-(span[1] + state.phase) // size) * size - state.phase)
+    if state.causal_context and plan is not None:
+        seen = slice(0, max(span[1], plan.end))
     views = [state.ids]
     if state.options.cfg_scale > 0:
         views.append(torch.where(state.given, state.mask_id, state.ids))
@@ -193,7 +195,7 @@ def _needed_span(state: SequenceState, positions: Sequence[int]) -> Window:
     A circuit that is not asks the network for no more than it is asked alone, so that caches hold the same.
     """
     assert state.plan is not None
-    (begin, end), circuit, length = state.plan.block, state.circuit, len(state.ids)
+    (begin, end), circuit, length = state.plan.block, None if state.plan.causal else state.circuit, len(state.ids)
     full, conditioned = state.options.mode == "full", circuit is not None and circuit.feature_width is not None
     if full:
         begin = int(state.given.logical_not().long().argmax())
@@ -243,7 +245,7 @@ def decide(inputs: StepInputs) -> StepResult:
         inputs.state,
         inputs.plan,
         inputs.options,
-        inputs.circuit,
+        None if inputs.plan.causal else inputs.circuit,
         inputs.state.constraint,
     )
     if options.published:
