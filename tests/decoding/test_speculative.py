@@ -296,7 +296,6 @@ def test_a_model_of_transformers_checks():
 REFUSED = [
     ({"threshold": 0.9}, "threshold=0.9 does not go with"),
     ({"steps": 4}, "steps=4 does not go with"),
-    ({"preset": "reference"}, "preset='reference' does not go with"),
     ({"hooks": [lambda logits, *_: logits]}, "hooks=.* does not go with"),
     ({"cfg_scale": 1.0}, "cfg_scale=1.0 does not go with"),
     ({"editing_threshold": 0.9}, "editing_threshold=0.9 does not go with"),

@@ -152,8 +152,8 @@ class _Graph:
             edges = self._edges[leaf]
             if any(head in edges for head in heads) or (edges and not heads and not last):
                 raise InvalidConstraint(
-                    f"the value {value.strip(' ')!r:.40} begins another one, and what follows it does not tell them apart: put "
-                    "another text behind the field."
+                    f"the value {value.strip(' ')!r:.40} begins another one, and what follows it does not tell them "
+                    "apart: put another text behind the field."
                 )
             if heads or last:
                 marks.append(self._state(self._at))

@@ -178,9 +178,11 @@ def step_inputs(state: SequenceState) -> Generator[Any, Any, StepInputs]:
 
 def hidden_state_requests(state: SequenceState, span: Window) -> list[HiddenStateRequest]:
     """What a step that needs the hidden states of a span asks the network."""
-    size = state.block_size
+    size, plan = state.block_size, state.plan
     beyond = span[1] if state.speculation else None  # what follows a draft is not yet begun
     seen = slice(state.unseen, beyond if size is None else -(-(span[1] + state.phase) // size) * size - state.phase)
+    if state.causal_context and plan is not None:
+        seen = slice(0, max(span[1], plan.end))
     views = [state.ids]
     if state.options.cfg_scale > 0:
         views.append(torch.where(state.given, state.mask_id, state.ids))
@@ -193,7 +195,7 @@ def _needed_span(state: SequenceState, positions: Sequence[int]) -> Window:
     A circuit that is not asks the network for no more than it is asked alone, so that caches hold the same.
     """
     assert state.plan is not None
-    (begin, end), circuit, length = state.plan.block, state.circuit, len(state.ids)
+    (begin, end), circuit, length = state.plan.block, None if state.plan.causal else state.circuit, len(state.ids)
     full, conditioned = state.options.mode == "full", circuit is not None and circuit.feature_width is not None
     if full:
         begin = int(state.given.logical_not().long().argmax())
@@ -240,7 +242,7 @@ def decide(inputs: StepInputs) -> StepResult:
     holds tokens together as a circuit does, so those outside of its window wait, with and without a circuit.
     """
     state, plan, options = inputs.state, inputs.plan, inputs.options
-    circuit, constraint = inputs.circuit, state.constraint
+    circuit, constraint = None if plan.causal else inputs.circuit, state.constraint
     if options.published:
         return published.loop_of(state).step(inputs)
     if plan.count == 0:  # only edits

@@ -292,7 +292,7 @@ class Model:
             stop=stop,
             automaton=None if options.constraint is None else self.automaton(options.constraint),
         )
-        if options.mode == "speculative":
+        if options.mode == "speculative" and not options.published:
             speculative.begin(self, sequences, options.verifier)
         return sequences
 

@@ -332,7 +332,7 @@ class Options:
         _check_hooks(self.hooks)
         _check_stop(self.stop)
         self._check_constraint()
-        if self.mode == "speculative":
+        if self.mode == "speculative" and not self.published:
             from codd.decoding.speculative import check_options
 
             check_options(self)

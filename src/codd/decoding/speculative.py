@@ -282,7 +282,6 @@ def _loaded(source: str, device: torch.device, dtype: torch.dtype) -> CausalMode
 def check_options(options: Options) -> None:
     """Raise InvalidInput for options that would not leave the text the verifier's, or that no draft heeds."""
     refused = {
-        "preset": options.published,
         "constraint": options.constraint is not None,
         "hooks": bool(options.hooks),
         "cfg_scale": options.cfg_scale > 0,
