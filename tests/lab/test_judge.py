@@ -17,12 +17,11 @@ from codd.backbones.loading import BUNDLED
 from codd.errors import FormatError, InvalidInput, MissingDependency
 from codd_lab.text import judging
 from codd_lab.text.judge import Judge, Score, load_judge
-from tests.support import ROOT
 from tests.support.checkpoints import edit_config
 
 transformers = pytest.importorskip("transformers", reason="judges need transformers: pip install codd-lm[eval]")
 
-CAUSAL = ROOT / "models" / "causal"
+CAUSAL = BUNDLED / "causal"
 PROMPTS = ["The cat sat", "Under the old bridge, where the water was slow, the", "A"]
 TEXTS = [" on the mat.", " boat waited; nobody came for it until the evening of the third day.", " café"]
 
@@ -201,7 +200,6 @@ def test_it_says_what_it_is(judge: Judge, folder: Path):
     assert re.search(r"0\.0\d+M parameters, float32$", judge.description)
 
 
-@pytest.mark.skipif(not CAUSAL.is_dir(), reason="models/causal is not here")
 def test_our_own_causal_model():
     judge = load_judge(CAUSAL, device="cpu")
     backbone, tokenizer, _ = load_checkpoint(CAUSAL, device="cpu", dtype=torch.float32)

@@ -124,7 +124,7 @@ def test_models_that_cannot_be_drawn_from(tmp_path):
     (tmp_path / "gpt2").mkdir()
     (tmp_path / "gpt2" / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     if importlib.util.find_spec("transformers") is None:
-        with pytest.raises(MissingDependency, match=r"pip install codd-lab"):
+        with pytest.raises(MissingDependency, match=r"pip install transformers"):
             load_causal(tmp_path / "gpt2", CPU)
 
 

@@ -2,18 +2,16 @@
 
 import pytest
 
+from codd.backbones.loading import BUNDLED
 from codd_lab.runs import Run
 from codd_lab.text.judge import load_judge
 from codd_lab.text.verdicts import MOST, judge_run, to_be_judged
-from tests.support import ROOT
 from tests.support.small_evaluations import add
 
-CAUSAL = ROOT / "models" / "causal"
+CAUSAL = BUNDLED / "causal"
 SENTENCES = ["He went out to the garden and sat down.", "She did not know what to say to him.", "The night was dark."]
 TEXTS = SENTENCES * 7
 JUMBLED = [" ".join(sorted(text.split(), key=len)) for text in TEXTS]
-
-pytestmark = pytest.mark.skipif(not CAUSAL.is_dir(), reason="models/causal is not here")
 
 
 @pytest.fixture(scope="module")

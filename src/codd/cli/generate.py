@@ -79,7 +79,8 @@ def run(args: argparse.Namespace) -> int:
     ids = model.encode(prompts, gen_length=options.gen_length, chat=args.chat)
     model.start(ids, options)  # an error in the last prompt comes first
     prose = args.chat is False or model.tokenizer is None or not can_chat(model.tokenizer)
-    if prose and options.temperature > 0 and not {*PACES, "tokens_per_step"} & sampling.given(args).keys():
+    paced = {*PACES, "tokens_per_step"} & sampling.given(args).keys() or options.mode == "speculative"
+    if prose and options.temperature > 0 and not paced:
         console.say(PACE)
     found: list[Answer] = []
     begun = time.perf_counter()

@@ -265,7 +265,7 @@ class Model:
         if options.gen_length == 0 and self.mask_id is not None:
             check_masks(prompts, ids, self.tokenizer, self.mask_id)
         talks = chat is not False and self.tokenizer is not None and can_chat(self.tokenizer)
-        by_default = "steps" in options.unset and options.threshold is not None
+        by_default = "steps" in options.unset and options.threshold is not None and options.mode != "speculative"
         if by_default and options.temperature > 0 and options.gen_length and is_text(prompts) and not talks:
             warnings.warn(
                 f"prose at temperature {options.temperature:g} without steps or a threshold takes about one network "
