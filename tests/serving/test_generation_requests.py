@@ -124,49 +124,6 @@ def test_the_usual_length_is_cut_to_the_room():
     assert complete(prompt=[5] * 10, suffix="one", max_tokens=None)[0].end_text == 10 + 128
 
 
-@pytest.mark.parametrize(
-    ("call", "fields", "param", "words"),
-    [
-        (complete, {"prompt": [5] * 380, "max_tokens": 5}, "max_tokens", ""),
-        (complete, {"prompt": [5] * 380, "gen_length": 5}, "gen_length", ""),
-        (complete, {"prompt": [5] * ROOM}, "prompt", "context_length_exceeded"),
-        (complete, {"prompt": [5] * 385, "max_tokens": 5}, "prompt", ""),
-        (complete, {"prompt": [5] * 384, "max_tokens": 1}, "prompt", ""),
-        (complete, {"prompt": [5] * 383 + [MASK], "max_tokens": 1}, "max_tokens", ""),
-        (complete, {"prompt": [5] * 383 + [MASK]}, "prompt", ""),
-        (complete, {"prompt": [5], "max_tokens": 2**31 - 1}, "max_tokens", ""),
-        (complete, {"prompt": "one " * 1000}, "prompt", ""),
-        (complete, {"prompt": [5], "suffix": "one " * 400}, "prompt", ""),
-        (complete, {"prompt": "one", "max_tokens": 0}, "max_tokens", ""),
-        (complete, {"prompt": [8192]}, "prompt", ""),
-        (complete, {"prompt": "half \ud800"}, "prompt", ""),
-        (complete, {"prompt": "one", "suffix": "half \ud800"}, "suffix", ""),
-        (complete, {"prompt": ["one"] * 17}, "prompt", ""),
-        (complete, {"prompt": ["one"] * 2, "n": 9}, "n", ""),
-        (complete, {"prompt": "one", "ban": [8192]}, "ban", ""),
-        (complete, {"prompt": "one", "ban": list(range(8192))}, "ban", ""),
-        (complete, {"prompt": "one", "steps": 1, "block_length": 4}, "steps", ""),
-        (complete, {"prompt": "one", "preset": "reference", "max_tokens": 33}, "max_tokens", ""),
-        (complete, {"prompt": "one", "preset": "reference", "steps": 2**31 - 1}, "steps", ""),
-        (complete, {"prompt": "one", "preset": "reference", "steps": 2**31 - 1, "mode": "full"}, "steps", ""),
-        (complete, {"prompt": "one", "circuit_temperature": 0}, "circuit_temperature", ""),
-        (complete, {"prompt": "one", "suffix": "two", "chat": True}, "chat", ""),
-        (complete, {"limits": FEW, "prompt": [5], "max_tokens": 320, "steps": 4}, "steps", ""),
-        (denoise, {}, "prompt", ""),
-        (denoise, {"prompt": "one", "messages": SAID}, "prompt", ""),
-        (denoise, {"messages": [SAID[0]] * 2}, "messages", ""),
-        (converse, {"messages": [SAID[0]] * 2}, "messages", "system message"),
-        (look, {"ids": [5] * 385, "window": [0, 2]}, "ids", ""),
-        (look, {"ids": [5, MASK], "window": [0, 2], "circuit_temperature": 0}, "circuit_temperature", ""),
-    ],
-)
-def test_what_cannot_be_done_names_the_field(call, fields, param, words):
-    with pytest.raises(APIError) as found:
-        call(**fields)
-    assert (found.value.status, found.value.param) == (400, param)
-    assert words in f"{found.value.code}: {found.value.message}"
-
-
 def test_long_texts_get_the_usual_tokens_a_step():
     for fields, steps in [
         ({"max_tokens": None}, 4),

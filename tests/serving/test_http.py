@@ -97,23 +97,6 @@ def test_inspect_says_what_network_and_joint_believe(server):
     assert (wrong.status_code, error(wrong)["param"]) == (400, "window")
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "param"),
-    [
-        ({"prompt": PROMPT, "gen_length": 999}, 400, "gen_length"),
-        ({"prompt": PROMPT, "threshold": 0.9, "entropy_budget": 1.0}, 400, "threshold"),
-        ({}, 400, "prompt"),
-        ({"prompt": PROMPT, "thresold": 0.9}, 422, "thresold"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, 422, "messages.0.role"),
-        (None, 422, "body"),
-    ],
-)
-def test_what_is_wrong_is_named(server, body, status, param):
-    """One of each kind; which fields there are and what they take: test_schemas, test_generation_requests."""
-    found = server.http.post("/v1/denoise", json=body)
-    assert (found.status_code, error(found)["param"]) == (status, param)
-
-
 def test_a_full_queue_says_when_to_come_again(held, clients):
     server, gate = held
     asked = [clients.submit(server.http.post, "/v1/denoise", json=IDS)]

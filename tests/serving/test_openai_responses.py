@@ -156,38 +156,6 @@ def test_log_probabilities_are_those_of_a_chat(client, stream):
     assert all(len(one.top_logprobs) == 2 for one in found)
 
 
-FORBIDDEN = {"format": {"type": "json_schema", "name": "x", "schema": {"not": {}}}}
-
-
-@pytest.mark.parametrize(
-    ("fields", "status", "param", "said"),
-    [
-        ({"store": True}, 400, "store", "no response is kept"),
-        ({"previous_response_id": "resp-1"}, 400, "previous_response_id", "no response is kept"),
-        ({"conversation": "conv-1"}, 400, "conversation", "no response is kept"),
-        ({"background": True}, 400, "background", "no response is kept"),
-        ({"tools": [{"type": "web_search"}]}, 400, "tools", "not supported"),
-        ({"truncation": "auto"}, 400, "truncation", "not supported"),
-        ({"top_logprobs": 2}, 400, "top_logprobs", "include"),
-        ({"max_output_tokens": 999}, 400, "max_output_tokens", "tokens"),
-        ({"input": "word " * 600}, 400, "input", "tokens"),
-        ({"extra_body": {"gen_length": 3}}, 400, "gen_length", "differ"),
-        ({"extra_body": {"codd_provisional": True}}, 400, "codd_provisional", "stream"),
-        ({"text": FORBIDDEN}, 400, "text", "not"),
-        *(
-            ({"input": [{"role": "user", "content": content}]}, 422, "input.0.content", "")
-            for content in ([{"type": "input_image", "image_url": "x"}], [])
-        ),
-    ],
-)
-def test_what_is_not_supported_is_refused_by_name(client, fields, status, param, said):
-    with pytest.raises(openai.APIStatusError) as error:
-        client.responses.create(**{"input": QUESTION, **ASKED, **fields})
-    assert error.value.status_code == status
-    assert error.value.param.startswith(param)
-    assert said in error.value.message
-
-
 def test_what_asks_for_nothing_is_accepted(client):
     assert client.responses.create(input=QUESTION, store=False, tools=[], truncation="disabled", **ASKED).output_text
 

@@ -11,7 +11,6 @@ from pydantic import ValidationError
 
 from codd.decoding.options import ALIASES, COLDEST, PUBLISHED_ORDERS, Options, Order
 from codd.errors import InvalidInput
-from codd.serving.errors import APIError
 from codd.serving.options import NULLABLE, option_field
 from codd.serving.schemas import ChatRequest, CompletionRequest, DenoiseRequest, InspectRequest
 
@@ -101,57 +100,6 @@ def test_the_schema_takes_what_the_options_take(name, value):
     assert accepted(denoise, **{name: value}) == accepted(Options, **{name: as_typed}, **preset)
 
 
-MALFORMED: dict[Callable[..., Any], dict[str, list[Any]]] = {
-    denoise: {
-        "steps": ["3", 3.0, True],
-        "gen_length": [-1, 2**31],
-        "temperature": ["1", math.inf],
-        "ban": [[-1], [1.5], 3],
-        "seed": [2**63, [1, 2]],
-        "stop": ["end", 1],
-        "hooks": [[]],
-        "timeout": [0],
-        "stream": [1],
-        "prompt": [[], [True], ["one"]],
-        "messages": [
-            [],
-            [{"role": "tool", "content": "one"}],
-            [{"role": "user", "content": None}],
-            [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}],
-            [{"role": "assistant", "content": "one", "tool_calls": [{}]}],
-        ],
-        "stpes": [3],
-        "guided_regex": [3],
-        "guided_json": [3],
-        "guided_choice": [[]],
-        "response_format": [None],
-    },
-    completion: {"prompt": [[], [[]], [1, "a"], [1.5], None, {"a": 1}, [[1], "a"]], "logprobs": [-1, True]},
-    chat: {
-        "top_logprobs": [21],
-        "stop": ["", [""], ["a"] * 5, 3],
-        "response_format": [
-            "json",
-            {"type": "grammar"},
-            {"type": "json_schema"},
-            {},
-            {"type": "json_object", "schema": {}},
-        ],
-    },
-    looking: {"window": [[0], [0, 1, 2], [0, "1"], [-1, 1], 3], "candidates": [0, 33, True]},
-}
-
-
-@pytest.mark.parametrize(
-    ("make", "name", "value"),
-    [(make, name, wrong) for make, fields in MALFORMED.items() for name, values in fields.items() for wrong in values],
-)
-def test_what_is_malformed(make, name, value):
-    with pytest.raises(ValidationError) as found:
-        make(**{name: value})
-    assert {error["loc"][0] for error in found.value.errors()} == {name}
-
-
 def test_null_is_the_default_unless_it_means_something():
     nothing = dict.fromkeys(OPTIONS)
     assert denoise(**nothing).given() == dict.fromkeys(NULLABLE)
@@ -179,63 +127,6 @@ def test_stop_is_a_switch_or_texts():
     assert (completion(stop="x").given(), completion(stop="x").stops) == ({}, ("x",))
     assert chat(stop=["x", "yy"]).stops == ("x", "yy")
     assert chat(stop=None).options(DEFAULTS).stop is True
-
-
-OTHERS = {
-    "frequency_penalty": 0.5,
-    "presence_penalty": -1,
-    "logit_bias": {"5": 100},
-    "functions": [{}],
-    "function_call": {"name": "f"},
-    "modalities": ["text", "audio"],
-    "audio": {},
-    "prediction": {},
-    "web_search_options": {},
-    "moderation": {},
-    "store": True,
-}
-
-
-def test_every_refused_field_is_tried_and_may_be_neutral():
-    neutral = {name: info.examples for name, info in ChatRequest.model_fields.items() if info.examples is not None}
-    assert set(neutral) == set(OTHERS)
-    for name, values in neutral.items():
-        for value in (None, *values):
-            chat(**{name: value}).check_supported()
-
-
-REFUSED: list[tuple[Callable[..., Any], dict[str, Any], str, str]] = [
-    (denoise, {"circuit_temperature": 0}, "circuit_temperature", ""),
-    (denoise, {"threshold": 0.5, "entropy_budget": 1}, "threshold", ""),
-    (denoise, {"preset": "reference", "entropy_budget": 0.5}, "entropy_budget", ""),
-    (denoise, {"sampler": "latent"}, "threshold", ""),
-    (denoise, {"sampler": "latent", "entropy_budget": 0.5}, "entropy_budget", ""),
-    (denoise, {"preset": "reference", "threshold": None, "sampler": "any_order"}, "sampler", ""),
-    (denoise, {"remasking": "topprob"}, "remasking", ""),
-    (chat, {"max_completion_tokens": 5, "max_tokens": 6}, "max_completion_tokens", ""),
-    (chat, {"top_logprobs": 2}, "top_logprobs", ""),
-    (
-        chat,
-        {"response_format": {"type": "json_object"}, "guided_choice": ["a"]},
-        "guided_choice",
-        "response_format and guided_choice",
-    ),
-    *((chat, {name: value}, name, "not supported") for name, value in OTHERS.items()),
-    (completion, {"best_of": 2}, "best_of", ""),
-    (completion, {"best_of": 1, "n": 2}, "best_of", ""),
-]
-
-
-@pytest.mark.parametrize(("make", "given_fields", "param", "words"), REFUSED)
-def test_what_is_refused_names_the_field(make, given_fields, param, words):
-    request = make(**given_fields)
-    with pytest.raises(APIError) as found:  # noqa: PT012 - by one of what a route asks it
-        request.options(DEFAULTS)
-        request.constraint()
-        request.reported()
-        request.check_supported()
-    assert (found.value.status, found.value.param) == (400, param)
-    assert words in found.value.message
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}

@@ -31,7 +31,6 @@ from codd.serving.compiler import Compiler
 from codd.serving.errors import APIError
 from codd.serving.prompts import Compiled, Limits
 from codd.serving.schemas import Constraint
-from tests.serving.test_tools import TOOLS, tool
 from tests.support.live import PATIENCE, Live, bundled, live, until
 
 QUICK = {"sampler": "latent", "steps": 4}
@@ -126,40 +125,6 @@ def test_a_text_that_fills_its_length_is_complete(client):
     assert last.choices[0].finish_reason == "stop"
 
 
-NAMED = {"type": "function", "function": {"name": "stop"}}
-UNSUPPORTED = {"a": {"multipleOf": 3}}
-FORBIDDEN = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"not": {}}}}
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "words"),
-    [
-        ({"tools": TOOLS, "guided_choice": ["a"], "tool_choice": "required"}, "guided_choice", "tools and guided"),
-        ({"tool_choice": "required"}, "tool_choice", ""),
-        ({"tools": TOOLS[:2], "tool_choice": NAMED}, "tool_choice", ""),
-        ({"tools": TOOLS * 2, "tool_choice": "required"}, "tools", ""),
-        ({"tools": [tool("f", UNSUPPORTED)], "tool_choice": "required"}, "tools", ""),
-        ({"guided_regex": "(a"}, "guided_regex", ""),
-        ({"guided_json": {"properties": UNSUPPORTED}}, "guided_json", "#/properties/a/multipleOf"),
-        ({"response_format": FORBIDDEN}, "response_format", "#/not"),
-        ({"guided_regex": "[^\\x00-\\U0010ffff]"}, "guided_regex", ""),
-        ({"guided_regex": r"\d{40}", "max_tokens": 8}, "guided_regex", ""),
-        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "guided_regex and guided_choice"),
-        ({"guided_regex": "a*", "stop": ["aa"]}, "stop", ""),
-        ({"guided_regex": "a*", "preset": "reference", "steps": 2, "max_tokens": 4}, "guided_regex", ""),
-        ({"guided_regex": "a" * 40_000}, "guided_regex", "bytes"),
-        ({"guided_regex": ".*a.{12}"}, "guided_regex", "too large"),
-        ({"guided_choice": [f"{i:x}" * 9 for i in range(1000, 2000)]}, "guided_choice", "too large"),
-        ({"guided_regex": "(" * 500 + ")" * 500}, "guided_regex", ""),
-        ({"logprobs": True, "top_logprobs": 2, **QUICK}, "top_logprobs", ""),
-    ],
-)
-def test_what_cannot_be_is_refused_by_name(server, fields, param, words):
-    message, named = refused(server, **fields)
-    assert named == param
-    assert words in message
-
-
 def test_sizes_of_constraints_are_told(server):
     found = server.http.post("/v1/constraint", json={"guided_regex": r"(ab\d)?"})
     assert found.status_code == 200
@@ -167,17 +132,6 @@ def test_sizes_of_constraints_are_told(server):
     assert found.json()["shortest"] == 0
     assert refused(server, "/v1/constraint")[1] == "guided_regex"
     assert refused(server, "/v1/constraint", guided_regex="(")[1] == "guided_regex"
-
-
-def test_what_cannot_be_inspected_is_refused_by_name(server):
-    body: dict[str, Any] = {"ids": [3, 4, bundled().mask_id, bundled().mask_id], "window": [0, 4]}
-    wrong: list[dict[str, Any]] = [
-        *({"window": window} for window in ([0, 5], [1, 1], [2, 1], [0, 1])),
-        *({"ids": [3, 8192, bundled().mask_id, 5]}, {"written": [99]}, {"ban": [9000]}, {"ban": list(range(8192))}),
-        {"guided_regex": r"\d{9}"},
-    ]
-    for fields in wrong:
-        assert refused(server, "/v1/inspect", **{**body, **fields})[1] == next(iter(fields))
 
 
 def state_and_parent(process: int) -> list[str]:
