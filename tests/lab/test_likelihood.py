@@ -146,19 +146,6 @@ def continued(data: Path, **changes):
     return continuation_study(model(), circuits(), causal(), data, **{**settings, **changes})
 
 
-def test_continuations_are_scored_at_every_context(data):
-    study = continued(data)
-    assert json.loads(json.dumps(study, allow_nan=False)) == study
-    assert "block by block" in study["settings"]["scoring"]
-    for found in study["data"].values():
-        assert (found["texts"], found["continuation"]) == (3, 16)
-        assert [entry["context"] for entry in found["contexts"]] == [4, 12]
-        for entry in found["contexts"]:
-            ways = {"factorized", "circuit:trained", "circuit:null", "sequential", "left_to_right", "dcd"}
-            assert set(entry["scores"]) == ways
-            assert all(-50 < way["low"] <= way["mean"] <= way["high"] < 0 for way in entry["scores"].values())
-
-
 def test_what_is_no_number_becomes_none():
     values = torch.tensor([-1.0, -math.inf], dtype=torch.float64)
     nothing = {"mean": None, "low": None, "high": None}
