@@ -1,15 +1,13 @@
-import math
-
 import pytest
 import torch
 from torch import Tensor
 
 from codd.backbones import Backbone, load_checkpoint
-from codd.coupling.gap import block_scores, reveal_order, rows_at_once
+from codd.coupling.gap import reveal_order, rows_at_once
 from codd.errors import InvalidInput
 from codd_lab.likelihood.copula import dcd_scores
 from tests.support import FIXTURES
-from tests.support.small_denoisers import MASK, VOCAB, causal_log_prob, flat, log_probs, network, without
+from tests.support.small_denoisers import MASK, log_probs, network, without
 
 LENGTH = 6
 RATIOS = (0.17, 0.5, 0.84, 1.0)
@@ -72,75 +70,6 @@ def test_serves_families_with_quirks(name):
     starts = torch.tensor([2, 5])
     found = dcd_scores(backbone, causal, ids, starts, mask_id=mask, block_length=LENGTH, ratios=(0.5,))[0.5]
     assert found.tolist() == pytest.approx(slowly(backbone, causal, ids, starts, 0.5, mask), abs=1e-3)
-
-
-def test_with_all_masked_it_is_the_causal_model_and_the_network_has_no_say():
-    ids, starts = texts()
-    causal = network(causal=True)
-    one, other = (dcd_scores(network(seed=s), causal, ids, starts, **SETTINGS) for s in (3, 4))
-    wanted = [
-        causal_log_prob(causal, row, list(range(start, start + LENGTH)), MASK)
-        for row, start in zip(ids, starts.tolist(), strict=True)
-    ]
-    assert one[1.0].tolist() == pytest.approx(wanted, abs=1e-4)
-    assert torch.equal(one[1.0], other[1.0])
-    assert not torch.allclose(one[0.5], other[0.5], atol=1e-2)
-
-
-def test_a_network_that_hears_nothing_leaves_the_causal_model_at_every_ratio():
-    ids, starts = texts()
-    causal = network(causal=True)
-    found = dcd_scores(flat(network()), causal, ids, starts, **SETTINGS)
-    orders = reveal_order(len(ids), LENGTH, 0).tolist()
-    for ratio, scores in found.items():
-        count = max(1, round(ratio * LENGTH))
-        wanted = [
-            causal_log_prob(causal, row, hidden_places(count, start, order), MASK)
-            for row, start, order in zip(ids, starts.tolist(), orders, strict=True)
-        ]
-        assert scores.tolist() == pytest.approx(wanted, abs=1e-4)
-
-
-def test_a_flat_causal_model_leaves_the_ratio_of_the_marginals():
-    ids, starts = texts()
-    nothing = flat(network(causal=True))
-    found = dcd_scores(network(), nothing, ids, starts, **SETTINGS)
-    # Nothing is observed behind: the ratio is 1, and every token but the mask equally probable.
-    assert found[1.0].tolist() == pytest.approx([-LENGTH * math.log(VOCAB - 1)] * len(ids), abs=1e-5)
-    single = []
-    for row, start, order in zip(ids, starts.tolist(), reveal_order(len(ids), LENGTH, 0).tolist(), strict=True):
-        (place,) = hidden_places(1, start, order)
-        observed, left = row.clone(), row.clone()
-        observed[start + LENGTH :] = MASK
-        observed[place] = MASK
-        left[place:] = MASK
-        tokens = [token for token in range(VOCAB) if token != MASK]
-        ratio = (log_probs(network(), observed, place, MASK) - log_probs(network(), left, place, MASK)).exp()
-        single.append(float((ratio[row[place]] / ratio[tokens].sum()).log()))
-    assert found[0.17].tolist() == pytest.approx(single, abs=1e-4)
-
-
-class OneSided(Backbone):
-    """What the small network says of the next token, all from there on masked: a causal model with its marginals."""
-
-    def states(self, ids: Tensor, *args, **inputs) -> Tensor:
-        out = torch.zeros(*ids.shape, VOCAB)
-        for place in range(1, ids.shape[1]):
-            left = ids.clone()
-            left[:, place:] = MASK
-            out[:, place - 1] = network()(left)[:, place]
-        return out
-
-    def logits(self, states: Tensor, ids: Tensor) -> Tensor:
-        return states
-
-
-def test_a_causal_model_with_the_networks_own_marginals_cancels():
-    ids, starts = texts()
-    causal = OneSided(network(causal=True).spec, network(causal=True).network)
-    alone = block_scores(network(), {}, ids, starts, mask_id=MASK, block_length=LENGTH, ratios=(0.17,), seed=5)
-    found = dcd_scores(network(), causal, ids, starts, mask_id=MASK, block_length=LENGTH, ratios=(0.17,), seed=5)
-    assert found[0.17].tolist() == pytest.approx(alone[0.17].factorized.tolist(), abs=1e-5)
 
 
 def test_a_block_depends_neither_on_others_nor_on_what_stands_right_of_it():

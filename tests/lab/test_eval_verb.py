@@ -1,11 +1,9 @@
 import json
-import os
 
 import pytest
 
 from codd.backbones import adapters, load_checkpoint
 from codd.cli import main
-from codd.folders import exclusive
 from codd.training.circuit.joint import trainable
 from codd_lab.runs import Run
 
@@ -69,16 +67,6 @@ def test_one_latent_path_is_run_by_steps_only(tmp_path, capsys):
     assert sorted(configs) == [("any_order", "2 steps"), ("any_order", "threshold 0.9"), ("latent", "2 steps")]
 
 
-def test_cost(tmp_path):
-    out = tmp_path / "run"
-    small = ["--steps", "1", "--circuit", "static", "--gen-length", "2"]
-    assert main(["eval", "--studies", "cost", *small, "--out", str(out)]) == 0
-    rows = Run(out).studies()["cost"]["data"]["rows"]
-    assert [row["way"] for row in rows] == ["factorized", "coupled", "any order"]
-    assert rows[0]["overhead"] is None
-    assert all(row["seconds"]["median"] > 0 for row in rows)
-
-
 def test_cost_heeds_mode_and_activation(tmp_path):
     """One step cannot fill two blocks, but everything at once."""
     small = ["--steps", "1", "--circuit", "static", "--gen-length", "8", "--block-length", "4", "--studies", "cost"]
@@ -112,14 +100,6 @@ def test_errors_are_one_line(tmp_path, capsys, extra, message):
     shown = capsys.readouterr().err
     assert message in " ".join(shown.split())
     assert "Traceback" not in shown
-
-
-def test_a_second_process_is_kept_out_of_the_folder(tmp_path, capsys):
-    Run(tmp_path, create=True)
-    with exclusive(tmp_path):
-        assert main(["eval", "--tasks", "word_problems", "--out", str(tmp_path)]) == 1
-    message = " ".join(capsys.readouterr().err.split())
-    assert f"{tmp_path}: the process {os.getpid()} is writing into this folder" in message
 
 
 @pytest.mark.parametrize(

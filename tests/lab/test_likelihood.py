@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from codd.backbones import Tokenizer, load_checkpoint, mini
 from codd.backbones.config import Config
@@ -16,7 +15,7 @@ from codd.circuits import HMM
 from codd.coupling.gap import BlockScores, block_scores, summary
 from codd.decoding import Model
 from codd.errors import FormatError, InvalidInput
-from codd_lab.likelihood.corpora import BlockSpec, draw_blocks, draw_continuations
+from codd_lab.likelihood.corpora import BlockSpec, draw_blocks
 from codd_lab.likelihood.studies import (
     closed_interval,
     continuation_study,
@@ -145,46 +144,6 @@ def test_answers_are_drawn_on_the_grid_behind_the_question(data):
 def continued(data: Path, **changes):
     settings = {"corpora": ("books", "wikitext103"), "texts": 3, "contexts": (4, 12), "continuation": 2 * LENGTH}
     return continuation_study(model(), circuits(), causal(), data, **{**settings, **changes})
-
-
-def test_continuations_are_scored_at_every_context(data):
-    study = continued(data)
-    assert json.loads(json.dumps(study, allow_nan=False)) == study
-    assert "block by block" in study["settings"]["scoring"]
-    for found in study["data"].values():
-        assert (found["texts"], found["continuation"]) == (3, 16)
-        assert [entry["context"] for entry in found["contexts"]] == [4, 12]
-        for entry in found["contexts"]:
-            ways = {"factorized", "circuit:trained", "circuit:null", "sequential", "left_to_right", "dcd"}
-            assert set(entry["scores"]) == ways
-            assert all(-50 < way["low"] <= way["mean"] <= way["high"] < 0 for way in entry["scores"].values())
-
-
-def test_all_contexts_have_the_same_continuations(data):
-    together = continued(data, sequential=False)["data"]["books"]["contexts"]
-    ids = draw_continuations("books", data, tokenizer(), length=12 + 16, texts=3)
-    assert not (ids == tokenizer().eos_id).any()
-    for entry in together:
-        context = entry["context"]
-        wanted = log_prob(ids[:, 12 - context :], context)
-        assert entry["scores"]["dcd"]["mean"] == pytest.approx(wanted, abs=1e-4)
-
-
-def log_prob(ids: Tensor, context: int) -> float:
-    """Per token after the context, by the causal model."""
-    logits = causal()(ids).index_fill(-1, torch.tensor(tokenizer().mask_id), -torch.inf).log_softmax(-1)
-    return float(logits[:, context - 1 : -1].gather(-1, ids[:, context:, None]).mean())
-
-
-def test_progress_says_what_is_measured_where(data):
-    told = []
-    continued(data, corpora=("books",), contexts=(4,), sequential=False, progress=lambda *at: told.append(at))
-    assert {what for what, _, _ in told} == {"books, 4 tokens before: circuits", "books, 4 tokens before: dcd"}
-    told.clear()
-    small(data, progress=lambda *at: told.append(at))
-    last = {what: (done, total) for what, done, total in told}
-    assert set(last) == {"books: circuits, sequential", "books: dcd"}
-    assert all(done == total for done, total in last.values())
 
 
 def test_what_is_no_number_becomes_none():

@@ -319,16 +319,6 @@ def test_many_lines_are_drawn_by_sampler(tmp_path):
     assert names == ["frontier-gsm8k-accuracy-any_order", "frontier-gsm8k-accuracy-latent"]
 
 
-def test_cells_that_were_told_the_same_are_one(tmp_path):
-    run = Run(tmp_path / "run", create=True)
-    for circuit, right in (("trained", 3), ("null", 2)):
-        for options in ({"steps": 16}, {"steps": 16, "circuit_temperature": 1.0}):
-            add(run, "gsm8k", circuit, options, correct=pattern(right, 8))
-    report = make_report(run)
-    assert len(report.comparisons) == 1
-    assert len(read(render(report)).tables["gsm8k"]) == 3
-
-
 def test_visible_keeps_what_can_be_read():
     assert visible("a\n\tb ö 漢") == "a\n\tb ö 漢"
     assert visible("\x07\u200b\x7f\ud800") == "\\x07\\u200b\\x7f\\ud800"
