@@ -5,11 +5,12 @@ handful of them. Then each symbol is spelt in bytes.
 """
 
 from collections import deque
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from codd.constraints.expressions import LAST, Chars, Expression, Ranges, Repeat, Then
+from codd.constraints.expressions import LAST, NOTHING, Chars, Expression, Graph, Ranges, Repeat, Then, union
 from codd.constraints.tables import DFA, Table, minimal, trimmed, unique_rows
 from codd.errors import EmptyLanguage, InvalidConstraint
 
@@ -28,16 +29,63 @@ def byte_dfa(expression: Expression, max_states: int = MAX_STATES) -> DFA:
 
     EmptyLanguage if it matches none; InvalidConstraint if the automaton would be too large.
     """
-    by_character, symbols = _character_dfa(expression, SLACK * max_states)
+    by_character, symbols = _character_dfa([expression], any, SLACK * max_states)
     kept = trimmed(by_character)
     if kept is None:
         raise EmptyLanguage("the language is empty: the expression matches no text at all.")
     return _spelt(minimal(kept), symbols, SLACK * max_states)
 
 
-def too_large(what: str, most: int) -> InvalidConstraint:
+def combined(expressions: Sequence[Expression], accepts: Callable[[Sequence[bool]], bool]) -> Expression:
+    """The texts of the first expression that ``accepts`` takes, given which of the expressions match them."""
+    dfa, steps = _character_dfa(expressions, lambda matched: matched[0] and accepts(matched), SLACK * MAX_STATES)
+    return _graph(dfa, steps)
+
+
+def classified(expressions: Sequence[Expression]) -> dict[tuple[bool, ...], Expression]:
+    """The texts of the first expression by which of the expressions match them."""
+    found: dict[tuple[bool, ...], list[int]] = {}
+    states = iter(range(SLACK * MAX_STATES))
+
+    def accepts(matched: Sequence[bool]) -> bool:
+        found.setdefault(tuple(matched), []).append(next(states))
+        return False
+
+    dfa, steps = _character_dfa(expressions, accepts, SLACK * MAX_STATES)
+    parts = {}
+    for matched, ends in found.items():
+        if matched[0]:
+            accepting = np.zeros(len(dfa.table), dtype=bool)
+            accepting[ends] = True
+            parts[matched] = _graph(dfa._replace(accepting=accepting), steps)
+    return parts
+
+
+def _graph(dfa: DFA, steps: list[tuple[int, int]]) -> Expression:
+    """An automaton over the symbols of `_symbols` as an expression."""
+    kept = trimmed(dfa)
+    if kept is None:
+        return NOTHING
+    small = minimal(kept)
+    ranges: dict[int, list[tuple[int, int]]] = {}
+    for (first, symbol), end in zip(steps, [*(first for first, _ in steps[1:]), LAST + 1], strict=True):
+        ranges.setdefault(symbol, []).append((first, end - 1))
+    place = np.argsort([small.start, *(s for s in range(len(small.table)) if s != small.start)])  # 0 is the start
+    edges = []
+    for state, row in enumerate(small.table):
+        for target in np.unique(row[row >= 0]).tolist():
+            points = union(span for symbol in np.flatnonzero(row == target).tolist() for span in ranges[symbol])
+            edges.append((int(place[state]), Chars(points), int(place[target])))
+    return Graph(tuple(edges), tuple(place[np.flatnonzero(small.accepting)].tolist()))
+
+
+class TooLarge(InvalidConstraint):
+    """A language whose automaton explodes."""
+
+
+def too_large(what: str, most: int) -> TooLarge:
     """The error for a language whose automaton explodes."""
-    return InvalidConstraint(
+    return TooLarge(
         f"the constraint is too large: it needs more than {most:,} {what}. Shorten its counted repetitions ({{m,n}}, "
         "minLength, maxItems and the like), replace them by * or +, or allow more with max_states."
     )
@@ -46,13 +94,15 @@ def too_large(what: str, most: int) -> InvalidConstraint:
 class _NFA:
     """Thompson's automaton: ``moves[s]`` are (set of characters, next state), ``free[s]`` states reached by nothing."""
 
-    def __init__(self, expression: Expression):
+    def __init__(self, expressions: Sequence[Expression]):
         self.sets: dict[Ranges, int] = {}
         self.moves: list[list[tuple[int, int]]] = []
         self.free: list[list[int]] = []
         self._closures: dict[int, tuple[int, ...]] = {}
         self._work = 0
-        self.end = self._add(expression, self._state())
+        self.starts = [self._state() for _ in expressions]
+        self.ends = [self._add(part, start) for part, start in zip(expressions, self.starts, strict=True)]
+        self._ending = set(self.ends)
 
     def _state(self) -> int:
         if len(self.moves) > MAX_COPIES:
@@ -69,6 +119,8 @@ class _NFA:
             return start
         if isinstance(expression, Repeat):
             return self._add_repeat(expression, start)
+        if isinstance(expression, Graph):
+            return self._add_graph(expression, start)
         end = self._state()
         if isinstance(expression, Chars):
             if expression.ranges:
@@ -88,6 +140,19 @@ class _NFA:
         for _ in range(repeat.most - repeat.least):
             start = self._add(repeat.part, self._joined(start))
             self.free[start].append(end)
+        return end
+
+    def _add_graph(self, graph: Graph, start: int) -> int:
+        states: dict[int, int] = {0: self._joined(start)}
+        for source, part, target in graph.edges:
+            before, after = (states.get(s) or states.setdefault(s, self._state()) for s in (source, target))
+            if isinstance(part, Chars):
+                self.moves[before].append((self.sets.setdefault(part.ranges, len(self.sets)), after))
+            else:
+                self.free[self._add(part, self._joined(before))].append(after)
+        end = self._state()
+        for state in graph.accepting:
+            self.free[states.setdefault(state, end)].append(end)
         return end
 
     def _joined(self, state: int) -> int:
@@ -112,7 +177,7 @@ class _NFA:
                         seen.add(following)
                         todo.append(following)
             self.worked(len(seen))
-            self._closures[state] = tuple(s for s in seen if self.moves[s] or s == self.end)
+            self._closures[state] = tuple(s for s in seen if self.moves[s] or s in self._ending)
         return self._closures[state]
 
 
@@ -140,12 +205,17 @@ def _symbols(nfa: _NFA) -> tuple[list[tuple[int, int]], list[list[int]]]:
     return steps, members
 
 
-def _character_dfa(expression: Expression, most: int) -> tuple[DFA, list[tuple[int, int]]]:
-    """The subset construction, and the steps of `_symbols`."""
-    nfa = _NFA(expression)
+def _character_dfa(
+    expressions: Sequence[Expression], accepts: Callable[[Sequence[bool]], bool], most: int
+) -> tuple[DFA, list[tuple[int, int]]]:
+    """The subset construction over all expressions side by side, and the steps of `_symbols`.
+
+    ``accepts``: whether a text is in the language, by which of the expressions match it.
+    """
+    nfa = _NFA(expressions)
     steps, symbols_of = _symbols(nfa)
     columns = max(symbol for _, symbol in steps) + 1
-    first = frozenset(nfa.closure(0))
+    first = frozenset(state for start in nfa.starts for state in nfa.closure(start))
     number, queue, rows, accepting = {first: 0}, deque([first]), [], []
     while queue:
         subset = queue.popleft()
@@ -167,7 +237,7 @@ def _character_dfa(expression: Expression, most: int) -> tuple[DFA, list[tuple[i
         if len(number) * columns > _MAX_ENTRIES:
             raise too_large("entries in its table", _MAX_ENTRIES)
         rows.append(row)
-        accepting.append(nfa.end in subset)
+        accepting.append(accepts([end in subset for end in nfa.ends]))
     return DFA(np.array(rows, dtype=np.int32).reshape(len(rows), columns), 0, np.array(accepting)), steps
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 Ranges = tuple[tuple[int, int], ...]
 """Code points, first and last of each range: sorted, and with gaps between them."""
@@ -39,7 +40,31 @@ class Repeat:
     most: int | None
 
 
-Expression = Chars | Then | Either | Repeat
+@dataclass(frozen=True, eq=False)
+class Graph:
+    """The texts along the ways from state 0 to one that accepts."""
+
+    edges: tuple[tuple[int, "Expression", int], ...]
+    """From a state, by a text of the expression, to a state."""
+    accepting: tuple[int, ...]
+
+    @cached_property
+    def size(self) -> int:
+        """At most so many states has its nondeterministic automaton."""
+        return 2 + sum(2 + size(part) for _, part, _ in self.edges)
+
+
+Expression = Chars | Then | Either | Repeat | Graph
+
+
+def size(expression: Expression) -> int:
+    """About how many states the nondeterministic automaton of an expression has."""
+    if isinstance(expression, Graph):
+        return expression.size
+    if isinstance(expression, Repeat):
+        most = expression.least + 1 if expression.most is None else expression.most
+        return 1 + most * (1 + size(expression.part))
+    return 1 if isinstance(expression, Chars) else 1 + sum(map(size, expression.parts))
 
 
 def union(ranges: Iterable[tuple[int, int]]) -> Ranges:

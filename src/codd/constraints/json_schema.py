@@ -1,430 +1,536 @@
-"""JSON schemas as regular expressions: the texts of the values that are valid, one way to write each kind of them.
+"""JSON schemas read as formulas: what each part says of a value, keyword by keyword, as the standard has it.
 
-What is written is compact, with at most one space after a comma or colon. Objects have the properties that the schema
-names, in its order, and no others. A keyword that is not followed exactly is an error, never ignored.
+Atoms speak of one type and hold for values of all others. Schemas of elements (items, properties) are atoms that hold a
+`Part`, which is read when a value of it is written. `codd.constraints.json_values` turns formulas into texts.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any
+from urllib.parse import unquote
 
-from codd.constraints.determinism import too_large
-from codd.constraints.expressions import (
-    ANY,
-    EMPTY,
-    NOTHING,
-    Chars,
-    Either,
-    Expression,
-    Ranges,
-    Repeat,
-    Then,
-    chars,
-    complement,
-    intersection,
-    optional,
-    text,
-    then,
-)
-from codd.constraints.syntax import parse, parse_search
+from codd.constraints.formulas import FALSE, TRUE, Formula, Formulas
+from codd.constraints.json_strings import FORMATS
+from codd.constraints.syntax import parse_search
 from codd.errors import InvalidConstraint, shown
 
-ANY_DEPTH = 3
-"""How deep arrays and objects may nest in a value that the schema leaves open."""
-REF_DEPTH = 3
-"""How often a definition may contain itself."""
+TYPES = ("null", "true", "false", "number", "string", "array", "object")
+"""Types of values: each boolean is one, and whole numbers are numbers."""
 
 _ANNOTATIONS = {
-    *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
-    *("$schema", "$id", "$comment", "$defs", "definitions"),
+    *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"),
+    *("$schema", "$id", "id", "$anchor", "$vocabulary", "$defs", "definitions"),
+    *("contentEncoding", "contentMediaType", "contentSchema"),
 }
-_OF_TYPE = {
-    "object": {"properties", "required", "additionalProperties"},
-    "array": {"items", "prefixItems", "minItems", "maxItems", "uniqueItems"},
-    "string": {"minLength", "maxLength", "pattern", "format"},
-    "number": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},
-    "integer": {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},
-    "boolean": set(),
-    "null": set(),
-}
-_TYPED = set().union(*_OF_TYPE.values())
-_WHOLE = {"enum", "const", "anyOf", "oneOf", "allOf", "$ref"}  # each says all, and stands with `type` at most
-
-_SPACE = optional(text(" "))
-_COMMA, _COLON = then(",", _SPACE), then(":", _SPACE)
-_DIGIT = chars("0123456789")
-_DIGITS = Repeat(_DIGIT, 1, None)
-_NATURAL = Either((text("0"), then(chars("123456789"), Repeat(_DIGIT, 0, None))))
-_INTEGER = then(optional(text("-")), _NATURAL)
-_EXPONENT = then(chars("eE"), optional(chars("+-")), Repeat(_DIGIT, 1, 2))  # more would not fit a double
-_NUMBER = then(_INTEGER, optional(then(".", _DIGITS)), optional(_EXPONENT))
-_DATE = (
-    r"\d{4}-((0[13578]|1[02])-(0[1-9]|[12]\d|3[01])|(0[469]|11)-(0[1-9]|[12]\d|30)|02-(0[1-9]|1\d|2[0-8]))"
-    r"|(\d\d(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)-02-29"
-)
-_TIME = r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{1,6})?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)"
-_BYTE = r"(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
-_FORMATS = {
-    "date": _DATE,
-    "time": _TIME,
-    "date-time": f"({_DATE})T{_TIME}",
-    "uuid": "[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}",
-    "ipv4": rf"{_BYTE}(\.{_BYTE}){{3}}",
-    "email": r"([A-Za-z0-9][._+-]?){0,15}[A-Za-z0-9]@([A-Za-z0-9]-?){0,15}[A-Za-z0-9](\.[A-Za-z]{2,6}){1,2}",
-}
-_ESCAPES = {c: json.dumps(c)[1:-1] for c in '"\\\b\f\n\r\t'}
-_PLAIN = complement([(0, 0x1F), *((ord(c), ord(c)) for c in _ESCAPES)])
-_MAX_BOUND = 10**30
+_NAMED = ("null", "boolean", "integer", "number", "string", "array", "object")
+_REFUSED = {"unevaluatedItems", "$dynamicRef", "$recursiveRef", "extends", "disallow"}
+_HELPERS = {"then", "else", "minContains", "maxContains", "additionalItems"}
 _MAX_DEPTH = 64
-_MAX_PARTS = 10_000
+_OLD_DRAFTS = re.compile(r"draft-0[3467]")
+
+Mentions = dict[str | tuple[str, str], Formula]
+"""Which properties a schema names: a name, ("pattern", regex) or ("others", ""), and when it does."""
 
 
-def expression(schema: Any) -> Expression:
-    """The texts of the values that a schema (a dict or bool) allows; InvalidConstraint names the part that is wrong."""
-    return _Schemas(schema).of(schema, "#")
+class Part:
+    """A schema of elements: where it stands, and how often definitions around it contain it."""
+
+    __slots__ = ("number", "open", "path", "schema")
+
+    def __init__(self, number: int, schema: Any, path: str, opened: tuple[tuple[str, int], ...]):
+        """``number`` orders the parts of a schema."""
+        self.number, self.schema, self.path, self.open = number, schema, path, opened
 
 
-class _Schemas:
-    """Translates the parts of one schema; a path says where a part stands ("#/properties/name")."""
+class Schemas:
+    """Reads the parts of one schema; a path says where a part stands ("#/properties/name")."""
 
-    def __init__(self, root: Any):
-        self._root = root
-        self._open: dict[str, int] = {}
-        self._known: dict[tuple[Any, ...], Expression] = {}
-        self._parts = 0
+    def __init__(self, root: Any, ref_depth: int):
+        """``ref_depth``: how often a definition may contain itself."""
+        self.formulas = Formulas()
+        self.ignored: dict[str, None] = {}
+        self.written: dict[Fraction, str] = {}
+        """How the schema writes the numbers that it states."""
+        self._root, self._ref_depth = root, ref_depth
+        self._parts: dict[Any, Part] = {}
+        self._texts: dict[int, str] = {}
+        self._read: dict[Part, tuple[Formula, Mentions]] = {}
+        self._reached: dict[str, frozenset[str]] = {}
+        self._keep: list[Any] = []
+        self._ids = dict(_identified(root))
+        stated = root.get("$schema", "") if isinstance(root, dict) else ""
+        self._alone = isinstance(stated, str) and bool(_OLD_DRAFTS.search(stated))
 
-    def of(self, schema: Any, path: str) -> Expression:
-        self._parts += 1
-        if self._parts > _MAX_PARTS:
-            raise too_large("parts of a schema", _MAX_PARTS)
-        if schema is True:
-            return _any_value(ANY_DEPTH)
-        if schema is False:
-            return NOTHING
+    def part(self, schema: Any, path: str, opened: tuple[tuple[str, int], ...] = ()) -> Part:
+        """The part of a schema; equal ones are one."""
+        text = self._texts.get(id(schema))
+        if text is None:
+            self._keep.append(schema)  # so that its id stays its own
+            text = self._texts[id(schema)] = json.dumps(schema, sort_keys=False)
+        if opened and "$ref" not in text:
+            opened = ()
+        return self._parts.setdefault((text, opened), Part(len(self._parts), schema, path, opened))
+
+    def read(self, part: Part) -> tuple[Formula, Mentions]:
+        """What a part says, and the properties that it names."""
+        if part not in self._read:
+            self._read[part] = self._of(part.schema, part.path, part.open)
+        return self._read[part]
+
+    def held(self, schema: Any, path: str, opened: tuple[tuple[str, int], ...]) -> Part:
+        """The part of a schema of elements."""
+        if not isinstance(schema, dict | bool):
+            raise wrong(path, f"expected a schema (an object or a boolean), found {shown(schema)}")
+        return self.part(schema, path, opened)
+
+    def _of(self, schema: Any, path: str, opened: tuple[tuple[str, int], ...]) -> tuple[Formula, Mentions]:
+        if isinstance(schema, bool):
+            return (TRUE if schema else FALSE), {}
         if not isinstance(schema, dict):
-            raise _wrong(path, f"expected a schema (an object or a boolean), found {shown(schema)}")
-        if path.count("/") > 2 * _MAX_DEPTH:
-            raise _wrong("#", f"nested more than {_MAX_DEPTH} deep")
-        if unknown := schema.keys() - _ANNOTATIONS - _TYPED - _WHOLE - {"type"}:
-            raise _wrong(f"{path}/{min(unknown)}", "this keyword is not supported")
-        whole = sorted(schema.keys() & _WHOLE)
-        if not whole:
-            return Either(tuple(self._of_type(kind, schema, path) for kind in _types(schema, path)))
-        beside = schema.keys() - _ANNOTATIONS - {whole[0]}
-        if beside - ({"type"} if whole[0] in ("enum", "const") else set()):
-            raise _wrong(f"{path}/{whole[0]}", f"not supported beside {', '.join(sorted(beside))}")
-        return self._of_whole(whole[0], schema, path)
+            raise wrong(path, f"expected a schema (an object or a boolean), found {shown(schema)}")
+        if path.count("/") > 4 * _MAX_DEPTH:
+            raise wrong("#", f"nested more than {_MAX_DEPTH} deep")
+        said: list[Formula] = []
+        mentions: Mentions = {}
+        alone = self._alone and "$ref" in schema
+        readers: dict[Any, str] = {}
+        for word in _KEYWORDS:
+            if word in schema and (not alone or word == "$ref"):
+                readers.setdefault(word if word in _EACH else _KEYWORDS[word], word)
+        for keyword in readers.values():
+            says, names = _KEYWORDS[keyword](self, schema, f"{path}/{keyword}", opened)
+            said.append(says)
+            self._mention(mentions, names, TRUE)
+        for keyword in sorted(schema.keys() - _KEYWORDS.keys() - _ANNOTATIONS - _HELPERS):
+            if keyword in _REFUSED:
+                raise wrong(f"{path}/{keyword}", "this keyword is not supported")
+            self.ignored[f"{path}/{keyword}"] = None
+        return self.formulas.all(said), mentions
 
-    def _of_whole(self, keyword: str, schema: dict[str, Any], path: str) -> Expression:
-        where = f"{path}/{keyword}"
-        if keyword == "$ref":
-            return self._of_reference(schema["$ref"], where)
-        if keyword in ("enum", "const"):
-            values = _list(schema["enum"], where) if keyword == "enum" else [schema["const"]]
-            kinds = _types(schema, path) if "type" in schema else list(_OF_TYPE)
-            return Either(tuple(_literal(value) for value in values if any(_is(value, kind) for kind in kinds)))
-        branches = _list(schema[keyword], where)
-        if keyword == "allOf" and len(branches) > 1:
-            raise _wrong(where, "allOf is supported with one schema only")
-        read = Either(tuple(self.of(branch, f"{where}/{i}") for i, branch in enumerate(branches)))
-        if keyword == "oneOf" and not _plainly_apart(branches):
-            for i, one in enumerate(branches):
-                for j, other in enumerate(branches[:i]):
-                    if not self._disjoint(one, other):
-                        raise _wrong(where, f"a value might be valid for both {j} and {i}: use anyOf if it may")
-        return read
+    def _mention(self, mentions: Mentions, more: Mentions, condition: Formula) -> None:
+        for name, when in more.items():
+            both = self.formulas.all((condition, when))
+            mentions[name] = self.formulas.any((mentions.get(name, FALSE), both))
 
-    def _of_reference(self, reference: Any, path: str) -> Expression:
-        target = self._resolved(reference, path)
-        if self._open.get(reference, 0) >= REF_DEPTH:
-            return NOTHING
-        if sum(self._open.values()) > _MAX_DEPTH:
-            raise _wrong(path, f"more than {_MAX_DEPTH} references within each other")
-        key = (reference, *sorted(self._open.items()))
-        if key not in self._known:
-            self._open[reference] = self._open.get(reference, 0) + 1
-            self._known[key] = self.of(target, reference)
-            self._open[reference] -= 1
-        return self._known[key]
+    def is_type(self, *kinds: str) -> Formula:
+        """The value is of one of these types."""
+        return self.formulas.any(self.formulas.literal("is", kind) for kind in kinds)
 
-    def _resolved(self, reference: Any, path: str) -> Any:
-        if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
-            raise _wrong(path, f"only references within the schema (#/...) are supported, found {shown(reference)}")
-        target = self._root
-        for step in reference.split("/")[1:]:
+    # Each keyword: what it says, and the properties that it names.
+
+    def _type(self, schema: Any, path: str, opened: Any) -> tuple[Formula, Mentions]:
+        given = schema["type"]
+        found = []
+        for kind in [given] if isinstance(given, str) else _list(given, path):
+            if kind not in _NAMED and kind != "any":
+                raise wrong(path, f"known are {', '.join(_NAMED)}, found {shown(kind)}")
+            if kind == "any":  # of the third draft
+                return TRUE, {}
+            if kind == "integer":
+                whole = self.formulas.literal("number", "integer")
+                found.append(self.formulas.all((self.is_type("number"), whole)))
+            else:
+                found.append(self.is_type(*(("true", "false") if kind == "boolean" else (kind,))))
+        return self.formulas.any(found), {}
+
+    def _enum(self, schema: Any, path: str, opened: Any) -> tuple[Formula, Mentions]:
+        return self._constants(_list(schema["enum"], path), path)
+
+    def _const(self, schema: Any, path: str, opened: Any) -> tuple[Formula, Mentions]:
+        return self._constants([schema["const"]], path)
+
+    def _constants(self, values: list[Any], path: str) -> tuple[Formula, Mentions]:
+        texts = tuple(dict.fromkeys(value for value in values if isinstance(value, str)))
+        numbers: dict[Fraction, None] = {}
+        found, mentions = [], Mentions()
+        for value in values:
+            if is_number(value):
+                numbers[exact(value)] = None
+                self.written.setdefault(exact(value), json.dumps(value))
+            elif isinstance(value, list | dict):
+                says, names = self._structure(value, path)
+                found.append(says)
+                self._mention(mentions, names, says)
+            elif not isinstance(value, str):
+                found.append(self.is_type(json.dumps(value)))
+        for kind, among in (("string", texts), ("number", tuple(numbers))):
+            if among:
+                found.append(self.formulas.all((self.is_type(kind), self.formulas.literal(kind, "among", among))))
+        return self.formulas.any(found), mentions
+
+    def _structure(self, value: list[Any] | dict[str, Any], path: str) -> tuple[Formula, Mentions]:
+        """An array or object that the schema states: as a schema that has no other value."""
+        literal, count = self.formulas.literal, len(value)
+        said = []
+        if isinstance(value, list):
+            said += [literal("array", "item", i, self.part({"const": item}, path)) for i, item in enumerate(value)]
+            said += self._counted("array", "length", count, count)
+            return self.formulas.all((self.is_type("array"), *said)), {}
+        for name, inner in value.items():
+            said += [literal("object", "required", name), self._property(name, self.part({"const": inner}, path))]
+        said += self._counted("object", "count", 0, count)
+        return self.formulas.all((self.is_type("object"), *said)), dict.fromkeys(value, TRUE)
+
+    def _property(self, name: str, part: Part) -> Formula:
+        return self.formulas.literal("object", "property", name, part)
+
+    def _counted(self, kind: str, what: str, least: int, most: int | None) -> list[Formula]:
+        """At least and at most so many."""
+        said = [self.formulas.literal(kind, what, least)] if least else []
+        return said if most is None else [*said, self.formulas.literal(kind, what, most + 1, positive=False)]
+
+    def _all_of(self, schema: Any, path: str, opened: Any) -> tuple[Formula, Mentions]:
+        mentions = Mentions()
+        said = []
+        for i, branch in enumerate(_list(schema["allOf"], path)):
+            says, names = self._of(branch, f"{path}/{i}", opened)
+            said.append(says)
+            self._mention(mentions, names, TRUE)
+        return self.formulas.all(said), mentions
+
+    def _branches(self, branches: Any, path: str, opened: Any) -> tuple[list[Formula], Mentions]:
+        mentions = Mentions()
+        said = []
+        for i, branch in enumerate(_list(branches, path)):
+            says, names = self._of(branch, f"{path}/{i}", opened)
+            said.append(says)
+            self._mention(mentions, names, says)
+        return said, mentions
+
+    def _any_of(self, schema: Any, path: str, opened: Any) -> tuple[Formula, Mentions]:
+        said, mentions = self._branches(schema["anyOf"], path, opened)
+        return self.formulas.any(said), mentions
+
+    def _one_of(self, schema: Any, path: str, opened: Any) -> tuple[Formula, Mentions]:
+        branches = _list(schema["oneOf"], path)
+        if (listed := _all_constants(branches)) is not None:
+            counts: dict[str, int] = {}
+            keyed = [[_canonical(value) for value in values] for values in listed]
+            for values in keyed:
+                for key in dict.fromkeys(values):
+                    counts[key] = counts.get(key, 0) + 1
+            once = {
+                key: v for keys, values in zip(keyed, listed, strict=True) for key, v in zip(keys, values, strict=True)
+            }
+            return self._constants([value for key, value in once.items() if counts[key] == 1], path)
+        said, mentions = self._branches(branches, path, opened)
+        return self.formulas.exactly_one(said), mentions
+
+    def _not(self, schema: Any, path: str, opened: Any) -> tuple[Formula, Mentions]:
+        return self.formulas.negation(self._of(schema["not"], path, opened)[0]), {}
+
+    def _if(self, schema: Any, path: str, opened: Any) -> tuple[Formula, Mentions]:
+        base = path.rpartition("/")[0]
+        condition, names = self._of(schema["if"], path, opened)
+        fails, mentions, said = self.formulas.negation(condition), Mentions(), []
+        self._mention(mentions, names, condition)
+        for keyword, when, unless in (("then", condition, fails), ("else", fails, condition)):
+            if keyword in schema:
+                says, names = self._of(schema[keyword], f"{base}/{keyword}", opened)
+                said.append(self.formulas.any((unless, says)))
+                self._mention(mentions, names, when)
+        return self.formulas.all(said), mentions
+
+    def _ref(self, schema: Any, path: str, opened: Any) -> tuple[Formula, Mentions]:
+        reference = schema["$ref"]
+        target, where = self._resolved(reference, path)
+        reached = self._reaches(reference, path)
+        if reference in reached:
+            counts = {name: count for name, count in opened if name in reached}
+            if counts.get(reference, 0) >= self._ref_depth:
+                return self.formulas.literal("deep"), {}
+            counts[reference] = counts.get(reference, 0) + 1
+            opened = tuple(sorted(counts.items()))
+        return self._of(target, where, opened)
+
+    def _reaches(self, reference: str, path: str) -> frozenset[str]:
+        """The references that a definition holds, directly or through others."""
+        if reference not in self._reached:
+            found: set[str] = set()
+            todo = [reference]
+            while todo:
+                for inner in _references(self._resolved(todo.pop(), path)[0]):
+                    if inner not in found:
+                        found.add(inner)
+                        todo.append(inner)
+            self._reached[reference] = frozenset(found)
+        return self._reached[reference]
+
+    def _resolved(self, reference: Any, path: str) -> tuple[Any, str]:
+        """The schema that a reference names, and where it stands."""
+        if not isinstance(reference, str):
+            raise wrong(path, f"expected a text, found {shown(reference)}")
+        base, _, fragment = reference.partition("#")
+        fragment = unquote(fragment)
+        if base in ("", self._ids.get("")):
+            target = self._root
+        elif base in self._ids:
+            target = self._ids[base]
+        else:
+            raise wrong(path, f"only references within the schema (#/...) are supported, found {shown(reference)}")
+        if fragment and not fragment.startswith("/"):
+            if f"#{fragment}" not in self._ids:
+                raise wrong(path, f"{shown(reference)} is not in the schema")
+            return self._ids[f"#{fragment}"], reference
+        for step in fragment.split("/")[1:]:
             step = step.replace("~1", "/").replace("~0", "~")
-            if not isinstance(target, dict) or step not in target:
-                raise _wrong(path, f"{shown(reference)} is not in the schema")
-            target = target[step]
-        return target
+            if isinstance(target, list) and step.isdecimal() and int(step) < len(target):
+                target = target[int(step)]
+            elif isinstance(target, dict) and step in target:
+                target = target[step]
+            else:
+                raise wrong(path, f"{shown(reference)} is not in the schema")
+        return target, reference
 
-    def _disjoint(self, one: Any, other: Any, depth: int = 0) -> bool:
-        """Whether it is plain that no value is valid for both: other types, other constants, or such a property."""
-        if not isinstance(one, dict) or not isinstance(other, dict) or depth > _MAX_DEPTH:
-            return False
-        if "$ref" in one:
-            return self._disjoint(self._resolved(one["$ref"], "#"), other, depth + 1)
-        if "$ref" in other:
-            return self._disjoint(other, one, depth + 1)
-        values, others = _constants(one), _constants(other)
-        if values is not None and others is not None:
-            return values.isdisjoint(others)
-        if all("type" in s or _constants(s) is not None for s in (one, other)):
-            kinds, rest = (_kinds(s) for s in (one, other))
-            if kinds.isdisjoint(rest):
-                return True
-        properties = [s.get("properties", {}) if s.get("type") == "object" else {} for s in (one, other)]
-        shared = set(one.get("required", ())) & set(other.get("required", ())) & set(properties[0]) & set(properties[1])
-        return any(self._disjoint(properties[0][name], properties[1][name], depth + 1) for name in shared)
+    def _bound(self, schema: Any, path: str, opened: Any) -> tuple[Formula, Mentions]:
+        keyword = path.rpartition("/")[2]
+        value, side = schema[keyword], "least" if keyword.endswith("inimum") else "most"
+        if isinstance(value, bool) and keyword.startswith("exclusive"):  # of the fourth draft: beside minimum
+            return TRUE, {}
+        if not is_number(value):
+            raise wrong(path, f"expected a number, found {shown(value)}")
+        strict = keyword.startswith("exclusive") or schema.get(f"exclusive{keyword.capitalize()}") is True
+        return self.formulas.literal("number", side, exact(value), strict), {}
 
-    def _of_type(self, kind: str, schema: dict[str, Any], path: str) -> Expression:
-        if kind == "object":
-            return self._object(schema, path)
-        if kind == "array":
-            return self._array(schema, path)
-        if kind == "string":
-            return _string(schema, path)
-        if kind in ("number", "integer"):
-            return _number(kind, schema, path)
-        return text("null") if kind == "null" else Either((text("true"), text("false")))
+    def _multiple(self, schema: Any, path: str, opened: Any) -> tuple[Formula, Mentions]:
+        value = schema["multipleOf"] if "multipleOf" in schema else schema["divisibleBy"]
+        if not is_number(value) or value <= 0:
+            raise wrong(path, f"expected a number above 0, found {shown(value)}")
+        return self.formulas.literal("number", "multiple", exact(value)), {}
 
-    def _object(self, schema: dict[str, Any], path: str) -> Expression:
-        properties, required = schema.get("properties", {}), schema.get("required", [])
-        if not isinstance(properties, dict):
-            raise _wrong(f"{path}/properties", f"expected an object, found {shown(properties)}")
-        if lacking := [name for name in _list(required, f"{path}/required", 0) if name not in list(properties)]:
-            raise _wrong(f"{path}/required", f"properties says nothing of {shown(lacking[0])}")
-        others = schema.get("additionalProperties", True)
-        if not properties:
-            if others is False:
-                return text("{}")
-            inner = _any_value(ANY_DEPTH - 1) if others is True else self.of(others, f"{path}/additionalProperties")
-            return _enclosed("{", then(_STRING, _COLON, inner), "}")
-        members = []
-        for name, inner in properties.items():
-            value = self.of(inner, f"{path}/properties/{name.replace('/', '~1')}")
-            members.append((then(_literal(name), _COLON, value), name in required))
-        return then("{", _members(members), "}")
+    def _lengths(self, schema: Any, path: str, kind: str, what: str, least: str, most: str) -> Formula:
+        low, high = (_count(schema, path, name) for name in (least, most))
+        return self.formulas.all(self._counted(kind, what, low or 0, high))
 
-    def _array(self, schema: dict[str, Any], path: str) -> Expression:
-        if schema.get("uniqueItems", False) is not False:
-            raise _wrong(f"{path}/uniqueItems", "not supported: an automaton cannot remember all items")
-        least, most = _counts(schema, path, "minItems", "maxItems")
-        each = self.of(schema["items"], f"{path}/items") if "items" in schema else _any_value(ANY_DEPTH - 1)
-        leading = _list(schema["prefixItems"], f"{path}/prefixItems") if "prefixItems" in schema else []
-        items = [self.of(inner, f"{path}/prefixItems/{i}") for i, inner in enumerate(leading)] or [each]
+    def _length(self, schema: Any, path: str, opened: Any) -> tuple[Formula, Mentions]:
+        return self._lengths(schema, path.rpartition("/")[0], "string", "length", "minLength", "maxLength"), {}
+
+    def _item_counts(self, schema: Any, path: str, opened: Any) -> tuple[Formula, Mentions]:
+        return self._lengths(schema, path.rpartition("/")[0], "array", "length", "minItems", "maxItems"), {}
+
+    def _property_counts(self, schema: Any, path: str, opened: Any) -> tuple[Formula, Mentions]:
+        counted = self._lengths(schema, path.rpartition("/")[0], "object", "count", "minProperties", "maxProperties")
+        return counted, {}
+
+    def _pattern(self, schema: Any, path: str, opened: Any) -> tuple[Formula, Mentions]:
+        return self.formulas.literal("string", "pattern", _checked_pattern(schema["pattern"], path)), {}
+
+    def _format(self, schema: Any, path: str, opened: Any) -> tuple[Formula, Mentions]:
+        form = schema["format"]
+        if isinstance(form, str) and form in FORMATS:
+            return self.formulas.literal("string", "format", form), {}
+        self.ignored[f"{path} {shown(form)}"] = None
+        return TRUE, {}
+
+    def _items(self, schema: Any, path: str, opened: Any) -> tuple[Formula, Mentions]:
+        said, base = [], path.rpartition("/")[0]
+        leading = schema.get("prefixItems", [])
+        others, where = schema.get("items", True), f"{base}/items"
+        if isinstance(others, list):  # before the draft of 2020
+            leading, others, where = others, schema.get("additionalItems", True), f"{base}/additionalItems"
+        for i, inner in enumerate(_list(leading, f"{base}/prefixItems", 0)):
+            said.append(self.formulas.literal("array", "item", i, self.held(inner, f"{base}/prefixItems/{i}", opened)))
+        if others is not True:
+            part = self.held(others, where, opened)
+            said.append(self.formulas.literal("array", "items", len(leading), part))
+        return self.formulas.all(said), {}
+
+    def _contains(self, schema: Any, path: str, opened: Any) -> tuple[Formula, Mentions]:
+        part, base = self.held(schema["contains"], path, opened), path.rpartition("/")[0]
+        least, most = (_count(schema, base, name) for name in ("minContains", "maxContains"))
+        literal = self.formulas.literal
+        said = [literal("array", "contains", part, 1 if least is None else least)] if least != 0 else []
         if most is not None:
-            items = items[:most]
-        count = len(items)
-        rest: Expression = Repeat(then(_COMMA, each), max(least - count, 0), None if most is None else most - count)
-        for i in reversed(range(count)):
-            rest = then(_COMMA if i else "", items[i], rest)
-            rest = rest if i < least else optional(rest)
-        return then("[", rest if count else EMPTY, "]")
+            said.append(literal("array", "contains", part, most + 1, positive=False))
+        return self.formulas.all(said), {}
 
+    def _unique(self, schema: Any, path: str, opened: Any) -> tuple[Formula, Mentions]:
+        return (self.formulas.literal("array", "unique", frozenset()) if schema["uniqueItems"] is True else TRUE), {}
 
-def _members(members: Sequence[tuple[Expression, bool]]) -> Expression:
-    """Members in order with commas between them, of which those that are not required may be left out."""
-    before: list[Expression] = []
-    for i, (member, required) in enumerate(members):
-        if required:
-            after = (then(_COMMA, m) if needed else optional(then(_COMMA, m)) for m, needed in members[i + 1 :])
-            return Then((*(optional(then(m, _COMMA)) for m in before), member, *after))
-        before.append(member)
-    firsts = (Then((m, *(optional(then(_COMMA, n)) for n in before[i + 1 :]))) for i, m in enumerate(before))
-    return optional(Either(tuple(firsts)))
+    def _required(self, schema: Any, path: str, opened: Any) -> tuple[Formula, Mentions]:
+        if isinstance(schema["required"], bool):  # of the third draft
+            self.ignored[path] = None
+            return TRUE, {}
+        names = _names(schema["required"], path)
+        said = [self.formulas.literal("object", "required", name) for name in names]
+        return self.formulas.all(said), dict.fromkeys(names, TRUE)
 
-
-def _enclosed(opening: str, item: Expression, closing: str) -> Expression:
-    return then(opening, optional(then(item, Repeat(then(_COMMA, item), 0, None))), closing)
-
-
-def _any_value(depth: int) -> Expression:
-    """Any JSON value, with arrays and objects nested at most ``depth`` deep."""
-    plain: list[Expression] = [_STRING, _NUMBER, text("true"), text("false"), text("null")]
-    if depth > 0:
-        inner = _any_value(depth - 1)
-        plain += [_enclosed("[", inner, "]"), _enclosed("{", then(_STRING, _COLON, inner), "}")]
-    return Either(tuple(plain))
-
-
-def _inside(part: Expression) -> Expression:
-    """The same texts as they are written within a JSON string; control characters without a short escape left out."""
-    if isinstance(part, Repeat):
-        return Repeat(_inside(part.part), part.least, part.most)
-    if isinstance(part, Then):
-        return Then(tuple(map(_inside, part.parts)))
-    if isinstance(part, Either):
-        return Either(tuple(map(_inside, part.parts)))
-    escaped = (text(escape) for c, escape in _ESCAPES.items() if _holds(part.ranges, ord(c)))
-    return Either((Chars(intersection(part.ranges, _PLAIN)), *escaped))
-
-
-def _holds(ranges: Ranges, point: int) -> bool:
-    return any(first <= point <= last for first, last in ranges)
-
-
-def _string(schema: Mapping[str, Any], path: str) -> Expression:
-    given = [name for name in ("pattern", "format", "minLength", "maxLength") if name in schema]
-    if len(given) > 1 and given[0] in ("pattern", "format"):
-        raise _wrong(f"{path}/{given[0]}", f"not supported beside {given[1]}")
-    if "pattern" in schema:
-        try:
-            return then('"', _inside(parse_search(schema["pattern"])), '"')
-        except InvalidConstraint as error:
-            raise _wrong(f"{path}/pattern", str(error).removesuffix(".")) from error
-    if "format" in schema:
-        if schema["format"] not in _FORMATS:
-            raise _wrong(f"{path}/format", f"known are {', '.join(_FORMATS)}, found {shown(schema['format'])}")
-        return then('"', parse(_FORMATS[schema["format"]], unicode=False), '"')
-    least, most = _counts(schema, path, "minLength", "maxLength")
-    return then('"', Repeat(_inside(ANY), least, most), '"')
-
-
-_STRING = then('"', Repeat(_inside(ANY), 0, None), '"')
-
-
-def _number(kind: str, schema: Mapping[str, Any], path: str) -> Expression:
-    low, high = _bound(schema, path, "minimum"), _bound(schema, path, "maximum")
-    above, below = _bound(schema, path, "exclusiveMinimum"), _bound(schema, path, "exclusiveMaximum")
-    if kind == "integer":
-        lows = [value for value in (low, None if above is None else above + 1) if value is not None]
-        highs = [value for value in (high, None if below is None else below - 1) if value is not None]
-        low, high = max(lows, default=None), min(highs, default=None)
-    elif above is not None or below is not None:
-        name = "exclusiveMinimum" if above is not None else "exclusiveMaximum"
-        raise _wrong(f"{path}/{name}", "supported for integers only")
-    if low is None and high is None:
-        return _INTEGER if kind == "integer" else _NUMBER
-    if low is not None and high is not None and low > high:
-        raise _wrong(path, f"no number is from {low} to {high}")
-    whole = _between(low, high)
-    if kind == "integer":
-        return whole
-    fraction = then(".", _DIGITS)
-    positive = _naturals(max(low or 0, 0), None if high is None else high - 1)
-    negative = _naturals(max(-(high or 0), 0), None if low is None else -low - 1)
-    return Either((whole, then(positive, fraction), then("-", negative, fraction)))
-
-
-def _between(low: int | None, high: int | None) -> Expression:
-    """The whole numbers from ``low`` to ``high``."""
-    negative = then("-", _naturals(max(1, -high if high is not None else 1), None if low is None else -low))
-    return Either((_naturals(max(low or 0, 0), high), negative))
-
-
-def _naturals(low: int, high: int | None) -> Expression:
-    """The numbers from ``low``, which is not negative, to ``high``; none if that is less."""
-    if high is None:
-        if low == 0:
-            return _NATURAL
-        longer = then(chars("123456789"), Repeat(_DIGIT, len(str(low)), None))
-        return Either((_naturals(low, 10 ** len(str(low)) - 1), longer))
-    parts = []
-    while low <= high:
-        last = min(high, 10 ** len(str(low)) - 1)
-        parts.append(_same_length(str(low), str(last)))
-        low = last + 1
-    return Either(tuple(parts))
-
-
-def _same_length(low: str, high: str) -> Expression:
-    """The numbers from ``low`` to ``high``, which have as many digits: a part for each digit of the two."""
-    rest = len(low) - 1
-    if low == "0" * len(low) and high == "9" * len(high):  # of both ends at most one goes on
-        return Repeat(_DIGIT, len(low), len(low))
-    if low[0] == high[0]:
-        return then(low[0], _same_length(low[1:], high[1:]))
-    middle = chars("".join(str(digit) for digit in range(int(low[0]) + 1, int(high[0]))))
-    return Either(
-        (
-            then(low[0], _same_length(low[1:], "9" * rest)),
-            then(middle, Repeat(_DIGIT, rest, rest)),
-            then(high[0], _same_length("0" * rest, high[1:])),
+    def _properties(self, schema: Any, path: str, opened: Any) -> tuple[Formula, Mentions]:
+        base = path.rpartition("/")[0]
+        named, patterns = (
+            _object(schema.get(word, {}), f"{base}/{word}") for word in ("properties", "patternProperties")
         )
-    )
+        said, mentions = [], Mentions()
+        for name, inner in named.items():
+            part = self.held(inner, f"{base}/properties/{name.replace('~', '~0').replace('/', '~1')}", opened)
+            said.append(self._property(name, part))
+            mentions[name] = TRUE
+        for regex, inner in patterns.items():
+            where = f"{base}/patternProperties/{regex.replace('~', '~0').replace('/', '~1')}"
+            part = self.held(inner, where, opened)
+            said.append(self.formulas.literal("object", "matching", _checked_pattern(regex, where), part))
+            mentions["pattern", regex] = TRUE
+        others = schema.get("additionalProperties", True)
+        if others is not True:
+            part = self.held(others, f"{base}/additionalProperties", opened)
+            said.append(self.formulas.literal("object", "others", tuple(named), tuple(patterns), part))
+            if others is not False:
+                mentions["others", ""] = TRUE
+        return self.formulas.all(said), mentions
+
+    def _property_names(self, schema: Any, path: str, opened: Any) -> tuple[Formula, Mentions]:
+        return self.formulas.literal("object", "names", self.held(schema["propertyNames"], path, opened)), {}
+
+    def _unevaluated(self, schema: Any, path: str, opened: Any) -> tuple[Formula, Mentions]:
+        if not isinstance(schema["unevaluatedProperties"], bool):
+            raise wrong(path, "supported as true or false only")
+        return TRUE, {} if schema["unevaluatedProperties"] else {("closed", ""): TRUE}
+
+    def _dependencies(self, schema: Any, path: str, opened: Any) -> tuple[Formula, Mentions]:
+        said, mentions = [], Mentions()
+        for name, needed in _object(schema[path.rpartition("/")[2]], path).items():
+            has = self.formulas.literal("object", "required", name)
+            if isinstance(needed, list | str):
+                names = _names([needed] if isinstance(needed, str) else needed, f"{path}/{name}")
+                says: Formula = self.formulas.all(self.formulas.literal("object", "required", other) for other in names)
+                inner: Mentions = dict.fromkeys(names, TRUE)
+            else:
+                says, inner = self._of(needed, f"{path}/{name}", opened)
+            said.append(self.formulas.any((self.formulas.negation(has), says)))
+            self._mention(mentions, inner, has)
+        return self.formulas.all(said), mentions
 
 
-def _literal(value: Any) -> Expression:
-    """A value that the schema states."""
-    if isinstance(value, dict) and value:
-        members = [then(_literal(name), _COLON, _literal(inner)) for name, inner in value.items()]
-        return then("{", _members([(member, True) for member in members]), "}")
-    if isinstance(value, list) and value:
-        return then("[", _members([(_literal(inner), True) for inner in value]), "]")
-    return text(json.dumps(value, ensure_ascii=False))
+_KEYWORDS: dict[str, Any] = {
+    **{"type": Schemas._type, "enum": Schemas._enum, "const": Schemas._const},
+    **dict.fromkeys(("properties", "patternProperties", "additionalProperties"), Schemas._properties),
+    **{"required": Schemas._required, "propertyNames": Schemas._property_names},
+    **dict.fromkeys(("minProperties", "maxProperties"), Schemas._property_counts),
+    **dict.fromkeys(("items", "prefixItems"), Schemas._items),
+    **{"contains": Schemas._contains, "uniqueItems": Schemas._unique},
+    **dict.fromkeys(("minItems", "maxItems"), Schemas._item_counts),
+    **dict.fromkeys(("minLength", "maxLength"), Schemas._length),
+    **{"pattern": Schemas._pattern, "format": Schemas._format},
+    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), Schemas._bound),
+    **dict.fromkeys(("multipleOf", "divisibleBy"), Schemas._multiple),
+    **{"$ref": Schemas._ref, "allOf": Schemas._all_of, "anyOf": Schemas._any_of, "oneOf": Schemas._one_of},
+    **{"not": Schemas._not, "if": Schemas._if, "unevaluatedProperties": Schemas._unevaluated},
+    **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas"), Schemas._dependencies),
+}
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_EACH = {*_BOUNDS, "dependencies", "dependentRequired", "dependentSchemas"}  # read by themselves; others with their kin
 
 
-def _types(schema: Mapping[str, Any], path: str) -> list[str]:
-    """The types that a schema allows: as stated, or those that its keywords speak of."""
-    if "type" not in schema:
-        spoken = [kind for kind, keywords in _OF_TYPE.items() if schema.keys() & keywords and kind != "integer"]
-        return spoken or [kind for kind in _OF_TYPE if kind != "integer"]
-    stated = [schema["type"]] if isinstance(schema["type"], str) else _list(schema["type"], f"{path}/type")
-    for kind in stated:
-        if not isinstance(kind, str) or kind not in _OF_TYPE:
-            raise _wrong(f"{path}/type", f"known are {', '.join(_OF_TYPE)}, found {shown(kind)}")
-    return stated
+def is_number(value: Any) -> bool:
+    """Whether a value is a number of JSON."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _kinds(schema: Mapping[str, Any]) -> set[str]:
-    """The types of a schema's values, where whole numbers are numbers."""
-    if (values := schema.get("enum", [schema["const"]] if "const" in schema else None)) is not None:
-        return {kind for kind in _OF_TYPE for value in values if kind != "integer" and _is(value, kind)}
-    return {"number" if kind == "integer" else kind for kind in _types(schema, "#")}
+def exact(value: Any) -> Fraction:
+    """A number as the schema writes it, without a rounding."""
+    return Fraction(value) if isinstance(value, int) else Fraction(repr(value))
 
 
-def _plainly_apart(branches: list[Any]) -> bool:
-    """Whether all are lists of constants, none of which is in two of them."""
-    listed = [_constants(branch) if isinstance(branch, dict) else None for branch in branches]
-    known = [values for values in listed if values is not None]
-    return len(known) == len(branches) and len(set().union(*known)) == sum(map(len, known))
+def _identified(root: Any) -> Iterator[tuple[str, Any]]:
+    """Schemas by the names that they give themselves; "" is the name of the root."""
+    todo = [root]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, dict):
+            for word in ("$id", "id", "$anchor"):
+                name = node.get(word)
+                if isinstance(name, str):
+                    plain = name.removesuffix("#")
+                    yield (
+                        ("", plain)
+                        if node is root and word != "$anchor"
+                        else (
+                            f"#{name}" if word == "$anchor" else plain,
+                            node,
+                        )
+                    )
+            todo.extend(node.values())
+        elif isinstance(node, list):
+            todo.extend(node)
 
 
-def _constants(schema: Mapping[str, Any]) -> set[str] | None:
-    """The values of an enum or const, as texts in which 1 and 1.0 are the same; None for other schemas."""
-    if "const" not in schema and not isinstance(schema.get("enum"), list):
-        return None
-    values = schema.get("enum", [schema.get("const")])
-    return {json.dumps(int(v) if _is(v, "integer") else v, sort_keys=True) for v in values}
+def _references(schema: Any) -> Iterator[str]:
+    """The references within a schema."""
+    todo = [schema]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, dict):
+            if isinstance(node.get("$ref"), str):
+                yield node["$ref"]
+            todo.extend(node.values())
+        elif isinstance(node, list):
+            todo.extend(node)
 
 
-def _is(value: Any, kind: str) -> bool:
-    """Whether a value is of a type of JSON schema."""
-    if isinstance(value, bool) or value is None:
-        return kind == ("null" if value is None else "boolean")
-    if isinstance(value, int | float):
-        return kind == "number" or (kind == "integer" and value % 1 == 0)
-    return kind == ("string" if isinstance(value, str) else "array" if isinstance(value, list) else "object")
+def _all_constants(branches: list[Any]) -> list[list[Any]] | None:
+    """The values of each branch, if all of them say nothing but which values they have."""
+    found = []
+    for branch in branches:
+        if not isinstance(branch, dict) or branch.keys() - _ANNOTATIONS not in ({"const"}, {"enum"}):
+            return None
+        values = branch.get("enum", [branch.get("const")])
+        if not isinstance(values, list):
+            return None
+        found.append(values)
+    return found
+
+
+def _canonical(value: Any) -> str:
+    """A text for each value, the same for equal ones: 1 and 1.0, also within others."""
+
+    def plain(inner: Any) -> Any:
+        if is_number(inner):
+            return {"number": str(exact(inner))}
+        if isinstance(inner, dict):
+            return {"object": {name: plain(item) for name, item in inner.items()}}
+        return [plain(item) for item in inner] if isinstance(inner, list) else inner
+
+    return json.dumps(plain(value), sort_keys=True)
+
+
+def _checked_pattern(pattern: Any, path: str) -> str:
+    try:
+        parse_search(pattern)
+    except InvalidConstraint as error:
+        raise wrong(path, str(error).removesuffix(".")) from error
+    return str(pattern)
 
 
 def _list(value: Any, path: str, least: int = 1) -> list[Any]:
     if not isinstance(value, list) or len(value) < least:
-        raise _wrong(path, f"expected a list{' that is not empty' if least else ''}, found {shown(value)}")
+        raise wrong(path, f"expected a list{' that is not empty' if least else ''}, found {shown(value)}")
     return value
 
 
-def _counts(schema: Mapping[str, Any], path: str, least: str, most: str) -> tuple[int, int | None]:
-    counts = []
-    for name in (least, most):
-        value = schema.get(name)
-        if value is not None and not (_is(value, "integer") and value >= 0):
-            raise _wrong(f"{path}/{name}", f"expected a whole number that is not negative, found {shown(value)}")
-        counts.append(None if value is None else int(value))
-    low, high = counts[0] or 0, counts[1]
-    if high is not None and low > high:
-        raise _wrong(f"{path}/{least}", f"{low} is more than {most}, {high}")
-    return low, high
+def _names(value: Any, path: str) -> list[str]:
+    for name in _list(value, path, 0):
+        if not isinstance(name, str):
+            raise wrong(path, f"expected names of properties, found {shown(name)}")
+    return list(dict.fromkeys(value))
 
 
-def _bound(schema: Mapping[str, Any], path: str, name: str) -> int | None:
+def _object(value: Any, path: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise wrong(path, f"expected an object, found {shown(value)}")
+    return value
+
+
+def _count(schema: Any, path: str, name: str) -> int | None:
     value = schema.get(name)
     if value is None:
         return None
-    if not _is(value, "integer") or abs(value) > _MAX_BOUND:
-        raise _wrong(f"{path}/{name}", f"whole numbers of at most 30 digits are supported, found {shown(value)}")
+    if not is_number(value) or value % 1 or value < 0:
+        raise wrong(f"{path}/{name}", f"expected a whole number that is not negative, found {shown(value)}")
     return int(value)
 
 
-def _wrong(path: str, what: str) -> InvalidConstraint:
+def wrong(path: str, what: str) -> InvalidConstraint:
+    """The error for a part of a schema."""
     return InvalidConstraint(f"JSON schema, {path}: {what}.")

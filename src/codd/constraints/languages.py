@@ -1,18 +1,22 @@
 """Languages that a text can be asked to be in: regular expressions, JSON schemas, choices."""
 
 import json
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from codd.constraints import cache, json_schema, syntax
+from codd.constraints import cache, syntax
 from codd.constraints.automaton import Automaton
 from codd.constraints.compilation import over_tokens
-from codd.constraints.determinism import MAX_COPIES, MAX_STATES, SLACK, byte_dfa, too_large
+from codd.constraints.determinism import MAX_COPIES, MAX_STATES, SLACK, TooLarge, byte_dfa, too_large
 from codd.constraints.expressions import ANY, Either, Expression, Repeat, text, then
+from codd.constraints.json_schema import Schemas
+from codd.constraints.json_values import Values
 from codd.constraints.tables import DFA
 from codd.constraints.vocabulary import Vocabulary
 from codd.errors import EmptyLanguage, InvalidConstraint, shown
@@ -113,8 +117,9 @@ class Choice(Expressed):
 class JsonSchema(Expressed):
     """JSON texts that are valid under a schema, compact, with at most one space after each comma and colon.
 
-    Objects have the properties that the schema names, in its order, and no others; what the schema leaves open nests
-    three deep, and a definition contains itself at most three times. Keywords that are not supported are errors.
+    Objects have the properties that the schema names, in its order, and no others unless ``additional`` is set; what the
+    schema leaves open nests three deep, and a definition contains itself at most three times, or less where the
+    automaton would be too large.
 
     >>> JsonSchema({"properties": {"age": {"type": "integer", "minimum": 0}}, "required": ["age"]}).schema["required"]
     ['age']
@@ -122,19 +127,38 @@ class JsonSchema(Expressed):
 
     source: str
     """The schema as a JSON string: hashable, and compared by content."""
+    strict: bool = False
+    additional: bool = False
 
-    def __init__(self, schema: dict[str, Any] | bool | str):
-        """``schema``: a dict or bool, or its JSON text; InvalidConstraint if it is wrong or not supported."""
+    def __init__(self, schema: dict[str, Any] | bool | str, *, strict: bool = False, additional: bool = False):
+        """Read a schema.
+
+        Args:
+            schema: a dict or bool, or its JSON text.
+            strict: refuse keywords and formats that are not known, which otherwise are ignored with a warning.
+            additional: allow properties that the schema does not name wherever it does not forbid them, after those
+                that it names.
+
+        Raises:
+            InvalidConstraint: if it is wrong, or asks for what is not supported.
+        """
         try:
             parsed = json.loads(schema) if isinstance(schema, str) else schema
             source = json.dumps(parsed, ensure_ascii=False, allow_nan=False)
         except (ValueError, TypeError, RecursionError) as error:
             raise InvalidConstraint(f"the schema is no JSON: {error}.") from error
         object.__setattr__(self, "source", source)
+        object.__setattr__(self, "strict", strict)
+        object.__setattr__(self, "additional", additional)
         try:
-            self.expression()
+            ignored = _read(source, additional, 0).ignored
         except RecursionError as error:
             raise InvalidConstraint("the JSON schema is nested too deep.") from error
+        if ignored and strict:
+            raise InvalidConstraint(f"JSON schema, {ignored[0]}: not supported, and strict refuses to ignore it.")
+        if ignored:
+            more = f" and {len(ignored) - 5} more" if len(ignored) > 5 else ""
+            warnings.warn(f"JSON schema: not followed are {', '.join(ignored[:5])}{more}.", stacklevel=2)
 
     @property
     def schema(self) -> Any:
@@ -143,7 +167,44 @@ class JsonSchema(Expressed):
 
     def expression(self) -> Expression:
         """The JSON texts that are valid under the schema, as a tree."""
-        return json_schema.expression(self.schema)
+        return _read(self.source, self.additional, 0).expression
+
+    def dfa(self, max_states: int) -> DFA:
+        """The texts as an automaton over the bytes of UTF-8; less deep where they would be too many."""
+        for attempt in range(len(_ATTEMPTS)):
+            try:
+                return byte_dfa(_read(self.source, self.additional, attempt).expression, max_states)
+            except TooLarge:
+                if attempt == len(_ATTEMPTS) - 1:
+                    raise
+        raise AssertionError
+
+
+_ATTEMPTS = ((3, 3, 10**6), (2, 2, 200), (1, 1, 60))
+"""How often a definition contains itself, how deep arrays and objects nest that the schema leaves open, and how long
+strings and arrays with a maximum are: less of it where the automaton would be too large."""
+
+
+class _Schema(NamedTuple):
+    expression: Expression
+    ignored: tuple[str, ...]
+
+
+@lru_cache(maxsize=8)
+def _read(source: str, additional: bool, attempt: int) -> _Schema:
+    """A schema as an expression, at the largest depths that are not too large; attempts before are left out."""
+    refs, depth, longest = _ATTEMPTS[attempt]
+    schemas = Schemas(json.loads(source), refs)
+    values = Values(schemas, additional=additional, any_depth=depth, longest=longest)
+    root = schemas.part(json.loads(source), "#")
+    try:
+        expression = values.of(schemas.formulas.literal("holds", root))
+    except TooLarge:
+        if attempt == len(_ATTEMPTS) - 1:
+            raise
+        return _read(source, additional, attempt + 1)
+    narrowed = ("uniqueItems (at most one item that the schema does not state)",) if values.narrowed else ()
+    return _Schema(expression, (*schemas.ignored, *narrowed))
 
 
 @dataclass(frozen=True)

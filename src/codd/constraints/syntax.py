@@ -3,9 +3,11 @@
 import re
 import re._constants as op  # type: ignore[import-not-found]  # private, and the same since 3.11: the one grammar of re
 import re._parser as parser  # type: ignore[import-not-found]
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
+from operator import eq
 from typing import Any
 
+from codd.constraints.determinism import combined
 from codd.constraints.expressions import (
     ANY,
     EMPTY,
@@ -67,6 +69,7 @@ def parse_search(pattern: str) -> Expression:
     r"""The texts in which a pattern of a JSON schema is found, wherever in them.
 
     Where ECMAScript and Python disagree (whether \d has digits of all scripts, say), what both of them match.
+    Lookaheads right after ^ are followed.
     """
     tree, flags = _parsed(pattern)
     if flags & ~re.UNICODE:
@@ -76,12 +79,24 @@ def parse_search(pattern: str) -> Expression:
     alternatives = []
     for branch in branches:
         begins, ends = (len(branch) > 0 and branch[i][0] is op.AT and branch[i][1] in at for i, at in _EDGES)
-        inner = reader.sequence(branch, flags, begins, ends)
-        alternatives.append(Then((EMPTY if begins else around, inner, EMPTY if ends else around)))
+        looks = 0  # lookaheads at the beginning of the text, which are other patterns for it
+        while begins and 1 + looks < len(branch) and _looks_ahead(branch[1 + looks]):
+            looks += 1
+        inner = reader.sequence(branch[1 + looks :] if looks else branch, flags, begins, ends)
+        found: Expression = Then((EMPTY if begins else around, inner, EMPTY if ends else around))
+        if looks:
+            wanted = [True, *(kind is op.ASSERT for kind, _ in branch[1 : 1 + looks])]
+            ahead = [reader.ahead(inside, flags, around) for _, (_, inside) in branch[1 : 1 + looks]]
+            found = combined([found, *ahead], partial(eq, wanted))
+        alternatives.append(found)
     return Either(tuple(alternatives))
 
 
 _EDGES = ((0, _BEGINS), (-1, _ENDS))
+
+
+def _looks_ahead(item: Any) -> bool:
+    return item[0] in (op.ASSERT, op.ASSERT_NOT) and item[1][0] == 1
 
 
 def _parsed(pattern: str) -> tuple[Any, int]:
@@ -106,6 +121,13 @@ class _Reader:
         return InvalidConstraint(
             f"the pattern {shown(self.pattern)} has {what}, which is not supported: write it without."
         )
+
+    def ahead(self, pattern: Any, flags: int, around: Expression) -> Expression:
+        """The texts at whose beginning a pattern is found."""
+        branches = pattern[0][1][1] if len(pattern) == 1 and pattern[0][0] is op.BRANCH else [pattern]
+        ends = [len(branch) > 0 and branch[-1][0] is op.AT and branch[-1][1] in _ENDS for branch in branches]
+        parts = [self.sequence(branch, flags, True, end) for branch, end in zip(branches, ends, strict=True)]
+        return Either(tuple(Then((p, EMPTY if end else around)) for p, end in zip(parts, ends, strict=True)))
 
     def sequence(self, pattern: Any, flags: int, at_start: bool, at_end: bool) -> Expression:
         """``at_start``, ``at_end``: whether this is where the whole text begins or ends."""
