@@ -8,6 +8,7 @@ of a value, given those of the fields before it, is that of visiting a state.
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import exp, inf
 
 import torch
@@ -84,6 +85,11 @@ class Decider:
         fields[-1] = torch.logaddexp(fields[-1], visits[-1, torch.from_numpy(form.ends)])
         return [field.tolist() for field in fields]
 
+    @cached_property
+    def log_marginals(self) -> list[list[float]]:
+        """Log-probabilities of each field's values by itself."""
+        return self.log_values()
+
     def descending(self) -> Iterator[tuple[tuple[int, ...], float]]:
         """Assignments by the numbers of their values, and their log-probabilities: the most probable one first.
 
@@ -95,7 +101,8 @@ class Decider:
             if len(chosen) == len(self._form.read):
                 yield chosen, -cost
                 continue
-            for value, log_p in enumerate(self.log_values(chosen)[len(chosen)]):
+            logs = self.log_values(chosen) if chosen else self.log_marginals
+            for value, log_p in enumerate(logs[len(chosen)]):
                 if log_p > -inf:
                     heapq.heappush(heap, (cost - log_p, (*chosen, value)))
 
@@ -117,7 +124,7 @@ def decision(decider: Decider, values: Mapping[str, Sequence[str]], names: Seque
     if not joint:
         raise InvalidInput("network and circuit together leave no assignment of the fields possible.")
     marginals = [
-        dict(zip(texts, map(exp, logs), strict=True)) for texts, logs in zip(listed, decider.log_values(), strict=True)
+        dict(zip(texts, map(exp, logs), strict=True)) for texts, logs in zip(listed, decider.log_marginals, strict=True)
     ]
     return Decision(joint, {name: marginals[i] for name, i in zip(names, order, strict=True)})
 
