@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tokenizers
 import torch
 
 from backbones import Solved, answer_likelihood, batch_maker, solve_problems, text_likelihood
@@ -16,9 +15,9 @@ from codd.backbones.transformer import initialise
 from codd.data.packing import PackedSequences
 from codd.data.sources import Source
 from codd.decoding import Model
-from codd.errors import FormatError, InvalidInput, TextsLeftOut
+from codd.errors import FormatError, TextsLeftOut
 from codd_lab.pretraining.bpe import train_bpe
-from codd_lab.problems import Problem, problems, write_problems
+from codd_lab.problems import Problem, problems
 
 DOCUMENTS = [
     "Ana has 12 apples and a café — she sells 7 of them. How many are left?",
@@ -107,18 +106,6 @@ class TestText:
         size = sum(size_of(row[1:]) for row in rows)
         assert found.bits_per_byte == pytest.approx(lost / math.log(2) / size, rel=1e-5)
 
-    def test_bytes_are_not_characters_and_end_marks_have_none(self, data):
-        whole = len(rows_of_text(1))
-        found = text_likelihood(tiny(), tokenizer(), TEXTS, data, row_length=whole, draws=1)
-        size = len("".join(DOCUMENTS).encode())
-        assert size > len("".join(DOCUMENTS))
-        assert found.bits_per_byte == pytest.approx(found.nats_per_token * whole / math.log(2) / size, rel=1e-9)
-
-    def test_what_does_not_fill_a_row_is_left_out(self, data):
-        whole = len(rows_of_text(1))
-        found = text_likelihood(tiny(), tokenizer(), TEXTS, data, row_length=whole - 1, draws=1)
-        assert (found.tokens, found.rows) == (whole - 1, 1)
-
     def test_of_a_uniform_model(self, data):
         """In expectation log V; the noise of so many draws is about one percent."""
         found = text_likelihood(tiny(uniform=True), tokenizer(), TEXTS, data, row_length=16, draws=200)
@@ -140,10 +127,6 @@ class TestText:
         found = text_likelihood(backbone, tokenizer(), TEXTS, data, row_length=2, draws=150)
         assert abs(mean - math.log(tokenizer().vocab_size)) > 0.2
         assert found.nats_per_token == pytest.approx(mean, rel=0.04)
-
-    def test_masks_are_the_same_each_time(self, data):
-        one, two = (text_likelihood(tiny(), tokenizer(), TEXTS, data, row_length=16, draws=2) for _ in range(2))
-        assert one == two
 
     def test_too_little_text(self, data):
         with pytest.raises(FormatError, match=r"documents: \d+ tokens do not fill a row of 5000"):
@@ -185,38 +168,6 @@ class TestAnswers:
         with pytest.warns(TextsLeftOut, match="2 of 5"):
             assert answer_likelihood(backbone, tokenizer(), ANSWERS, data, row_length=ROW, draws=3) == without
 
-    def test_the_longest_that_fits(self, data):
-        """An answer needs room for one end mark."""
-        prompt, answer = tokenizer().encode_chat("Why?"), tokenizer().encode("12 - 7 = 5")
-        write(data / "pairs.jsonl", [{"question": "Why?", "answer": "12 - 7 = 5"}])
-        fits = len(prompt) + len(answer) + 1
-        backbone = tiny(causal=True)
-        found = answer_likelihood(backbone, tokenizer(), ANSWERS, data, row_length=fits, draws=1)
-        lost = lost_from_left_to_right(backbone, [*prompt, *answer, tokenizer().eos_id], len(prompt))
-        assert found.tokens == len(answer) + 1
-        assert found.nats_per_token == pytest.approx(lost / found.tokens, rel=1e-5)
-        with pytest.raises(FormatError, match="none of its 1 questions fits a row with its answer"):
-            answer_likelihood(backbone, tokenizer(), ANSWERS, data, row_length=fits - 1, draws=1)
-
-    def test_several_to_a_row(self, tmp_path):
-        write_problems(tmp_path / "problems.jsonl", 6, split="test", seed=5)
-        source = Source("qa", "problems", path="problems.jsonl")
-        found = answer_likelihood(tiny(causal=True), tokenizer(), source, tmp_path, row_length=600, draws=1)
-        solutions = [problem.solution for problem in problems(6, split="test", seed=5)]
-        assert found.rows < 6
-        assert found.tokens == sum(len(tokenizer().encode(solution)) + 1 for solution in solutions)
-        ratio = found.tokens / sum(map(len, map(str.encode, solutions)))
-        assert found.bits_per_byte == pytest.approx(found.nats_per_token * ratio / math.log(2), rel=1e-9)
-
-
-def test_a_diffusion_model_needs_a_mask(data):
-    bare = Tokenizer(tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, unk_token="a")))
-    with pytest.raises(InvalidInput, match="no mask token"):
-        batch_maker(tiny(), bare)
-    assert batch_maker(tiny(causal=True), bare)
-    with pytest.raises(InvalidInput, match="which token is the mask"):
-        solve_problems(tiny(mask_token_id=None), tokenizer(), 1, seed=0, gen_length=32, steps=1)
-
 
 def test_noise_is_uniform_and_every_token_at_stake():
     rows = PackedSequences(np.full((40, 96), 7, np.uint16), np.ones((40, 96), np.uint8), np.ones((40, 96), np.bool_))
@@ -226,14 +177,6 @@ def test_noise_is_uniform_and_every_token_at_stake():
 
 
 class TestProblems:
-    def test_an_untrained_model_writes_something_and_solves_nothing(self):
-        found = solve_problems(tiny(), tokenizer(), 3, seed=8, gen_length=32, steps=4)
-        assert list(found.problems) == list(problems(3, split="test", seed=8))
-        assert len(found.texts) == 3
-        assert any(found.texts)
-        assert found.correct == [False] * 3
-        assert found.accuracy == 0
-
     def test_what_a_diffusion_model_writes(self):
         backbone = tiny()
         asked = list(problems(3, split="test", seed=8))
@@ -263,19 +206,6 @@ class TestProblems:
         )
         assert list(found.texts) == [tokenizer().decode(cut(row, end)) for row in written]
 
-    def test_a_causal_model_without_end_mark_goes_on_to_the_end(self):
-        backbone = tiny(causal=True, eos_token_id=None)
-        (text,) = solve_problems(backbone, tokenizer(), 1, seed=8, gen_length=5, steps=5).texts
-        (problem,) = problems(1, split="test", seed=8)
-        ids = tokenizer().encode_chat(problem.question)
-        for _ in range(5):
-            ids.append(int(backbone(torch.tensor([ids]))[0, -1].argmax()))
-        assert text == tokenizer().decode(ids[-5:])
-
-    def test_a_length_that_is_no_multiple_of_blocks(self):
-        (text,) = solve_problems(tiny(eos_token_id=None), tokenizer(), 1, seed=0, gen_length=40, steps=40).texts
-        assert text
-
     def test_correct_and_accuracy(self):
         answers = {
             "5 + 7 = 12\n#### 12": 12,
@@ -292,13 +222,6 @@ class TestProblems:
         assert solved.correct == [True, True, False, False, False, False, False, False]
         assert solved.accuracy == 0.25
         assert Solved(asked, [problem.solution for problem in asked]).accuracy == 1
-
-    def test_no_problems(self):
-        assert Solved([], []).accuracy == 0
-
-    def test_a_text_for_every_problem(self):
-        with pytest.raises(ValueError, match="shorter"):
-            _ = Solved([Problem("?", "#### 1", 1, 2, "by hand", False)] * 2, ["#### 1"]).correct
 
 
 def end_of(written: list[list[int]]) -> int:

@@ -1,10 +1,6 @@
 import importlib.util
 import io
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -97,31 +93,3 @@ def test_sparse_evidence_has_its_error_beside_it(nobody):
     everything = run(Settings(**{**report["settings"], "kept": 20}))
     assert everything["sparse"]["mass_kept"] == pytest.approx(1)
     assert everything["sparse"]["error_nats"] < 1e-4
-
-
-def test_threads_are_restored(nobody):
-    before, environment = torch.get_num_threads(), dict(os.environ)
-    run(TINY)
-    assert torch.get_num_threads() == before
-    assert dict(os.environ) == environment
-
-
-def test_a_rival_cannot_change_the_threads(nobody, monkeypatch):
-    right, seen = rivals.plain, []
-
-    def greedy(problem):
-        torch.set_num_threads(2)
-        contenders = right(problem)
-        call = contenders["smoother_tokens"].call
-        counted = rivals.Contender(lambda: (seen.append(torch.get_num_threads()), call())[1], lambda x: x)
-        contenders["smoother_tokens"] = counted
-        return contenders
-
-    monkeypatch.setattr(rivals, "plain", greedy)
-    run(TINY)
-    assert set(seen[1:]) == {1}  # the first call is the comparison of the answers
-
-
-def test_importing_the_module_imports_no_rival():
-    code = "import sys, rivals; sys.exit(bool({'jax', 'dynamax', 'hmmlearn'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path(rivals.__file__).parent).returncode == 0

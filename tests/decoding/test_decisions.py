@@ -177,7 +177,12 @@ LONG = Choice(["".join("ab"[i >> bit & 1] for bit in range(12)) for i in range(1
         ({"f": Choice(["a", "a:x"]), "g": Choice(["x"])}, "{f}:{g}", InvalidConstraint, "'a' begins another one"),
         ({"f": Choice(["z"])}, "{f}", InvalidConstraint, "no tokens of this vocabulary write"),
         ({"f": Choice(["a", "abab"])}, "{f}", InvalidConstraint, "a token that ends a text"),
-        ({"f": Choice(["a"])}, "-" * 40 + "{f}", InvalidInput, "take up to 41 tokens, but one block has room for 32"),
+        (
+            {"f": Choice(["a"])},
+            "-" * 40 + "{f}",
+            InvalidConstraint,
+            "take up to 41 tokens, but one block has room for 32",
+        ),
     ],
 )
 def test_what_cannot_be_decided_is_refused(fields, template, error, words, monkeypatch):
@@ -201,7 +206,7 @@ def test_what_the_model_cannot_do_is_refused():
             codd.Model(tiny(block_size=8), HIDDEN, None, MASK),
             PROMPT,
             {"template": "{f}----"},
-            InvalidInput,
+            InvalidConstraint,
             "room for 4",
         ),
     ):

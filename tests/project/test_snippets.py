@@ -33,7 +33,7 @@ FENCE = re.compile(r'^```(\w*)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE |
 REASON = re.compile(r"# (needs|downloads|a study:) \w")
 COMMAND = re.compile(r"^ *(\$ |codd |make |python |pip |uv |import |from \w+ import )", re.MULTILINE)
 INDENTED = re.compile(r"^ {4,}(\$|codd|make|python|pip|uv|curl|torchrun|import) ", re.MULTILINE)
-UNCHECKED = {"hf", "pip", "uv", "git", "mkdir", "for", "export", "docker", "kubectl"}
+UNCHECKED = {"curl", "hf", "pip", "uv", "git", "mkdir", "for", "export", "docker", "kubectl"}
 """Programs whose command lines are left to the shell."""
 HERE = "http://127.0.0.1:8000"
 SHORTER = {

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from codd.constraints import Choice
 from codd.serving.app import Settings
 from codd.serving.connection import EventStream
 from tests.support.browser import serving
@@ -95,6 +96,44 @@ def test_inspect_says_what_network_and_joint_believe(server):
     assert max(map(max, found["mutual_information"])) > 0.01
     wrong = server.http.post("/v1/inspect", json={**body, "window": [0, 3]})
     assert (wrong.status_code, error(wrong)["param"]) == (400, "window")
+
+
+PLACE = {
+    "prompt": "He had come from the other side of the country, from",
+    "chat": False,
+    "template": " {first} {second}.",
+    "fields": {"second": ["York", "Francisco"], "first": ["New", "San"]},
+}
+
+
+def test_decisions_are_those_of_the_model(server):
+    fields = {name: Choice(values) for name, values in PLACE["fields"].items()}
+    own = bundled().decide(PLACE["prompt"], fields, template=PLACE["template"], chat=False)
+    found = server.http.post("/v1/decisions", json={**PLACE, "top": 2}).json()
+    assert found["best"] == own.best == {"second": "York", "first": "New"}
+    assert [tuple(each["values"].values()) for each in found["joint"]] == list(own.joint)[:2]
+    assert [each["probability"] for each in found["joint"]] == pytest.approx(list(own.joint.values())[:2], abs=1e-5)
+    assert found["mass"] == pytest.approx(sum(list(own.joint.values())[:2]), abs=1e-5)
+    assert found["marginals"]["first"] == pytest.approx(own.marginals["first"], abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"messages": [{"role": "user", "content": "Hello"}]}, "prompt"),
+        ({"fields": {}}, "fields"),
+        ({"fields": {"first": ["New"]}}, "fields"),
+        ({"fields": {"first": ["New"], "second": [""]}}, "fields"),
+        ({"fields": {"first": ["New"], "second": ["York" * 40]}}, "fields"),
+        ({"fields": {"first": ["New"], "second": [f"{n:04}" for n in range(999)]}}, "fields"),
+        ({"fields": {"first": ["New"], "second": ["York" * 9000]}}, "fields"),
+        ({"prompt": "a " * 3000}, "prompt"),
+        ({"top": 101}, "top"),
+    ],
+)
+def test_a_decision_that_cannot_be_made_names_the_field(server, changes, param):
+    refused = server.http.post("/v1/decisions", json={**PLACE, **changes})
+    assert (refused.status_code in (400, 422), error(refused)["param"]) == (True, param)
 
 
 def test_a_full_queue_says_when_to_come_again(held, clients):

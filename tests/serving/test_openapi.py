@@ -36,7 +36,10 @@ def document(server: Live) -> schemathesis.BaseSchema:
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE], ids=["right", "wrong"])
 @pytest.mark.parametrize(
     "path",
-    ["/v1/denoise", "/v1/inspect", "/v1/constraint", "/v1/completions", "/v1/chat/completions", "/v1/responses"],
+    [
+        *("/v1/denoise", "/v1/inspect", "/v1/constraint", "/v1/decisions"),
+        *("/v1/completions", "/v1/chat/completions", "/v1/responses"),
+    ],
 )
 def test_no_request_makes_the_server_fail(server, document, path, mode):
     seen: Counter[int] = Counter()

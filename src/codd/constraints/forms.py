@@ -54,18 +54,26 @@ class Form:
         object.__setattr__(self, "texts", tuple(texts))
         object.__setattr__(self, "values", {name: _values(name, fields[name]) for name in names})
 
-    def compile(self, vocabulary: Vocabulary, stop_ids: Iterable[int], pad_ids: Iterable[int] = ()) -> "CompiledForm":
+    def compile(
+        self,
+        vocabulary: Vocabulary,
+        stop_ids: Iterable[int],
+        pad_ids: Iterable[int] = (),
+        *,
+        max_states: int = MAX_STATES,
+    ) -> "CompiledForm":
         """The form over a vocabulary's tokens: fixed text in the tokenizer's own, values in any that write them.
 
         Args:
             vocabulary: what each token writes.
             stop_ids: tokens that may follow a text.
             pad_ids: tokens that may follow these.
+            max_states: the most states of the automaton.
 
         Raises:
             InvalidConstraint: tokens cannot write the form, or cannot tell where a value ends.
         """
-        graph = _Graph(vocabulary, list(stop_ids), list(pad_ids))
+        graph = _Graph(vocabulary, list(stop_ids), list(pad_ids), max_states)
         graph.write(self.texts[0].removesuffix(" "), first=True)
         for i, values in enumerate(self.values.values(), 1):
             space = " " * self.texts[i - 1].endswith(" ")  # tokens of words begin with the space before them
@@ -99,8 +107,8 @@ class CompiledForm:
 class _Graph:
     """The automaton of a form while it is written from left to right: the edges of each state."""
 
-    def __init__(self, vocabulary: Vocabulary, stops: list[int], pads: list[int]):
-        self._vocabulary, self._stops = vocabulary, stops
+    def __init__(self, vocabulary: Vocabulary, stops: list[int], pads: list[int], max_states: int):
+        self._vocabulary, self._stops, self._max_states = vocabulary, stops, max_states
         self._writers: dict[bytes, list[int]] = {}
         for id, token in enumerate(vocabulary.tokens):
             self._writers.setdefault(token, []).append(id)
@@ -117,8 +125,8 @@ class _Graph:
         self._read: list[list[int]] = []
 
     def _state(self, edges: _Edges) -> int:
-        if len(self._edges) == MAX_STATES:
-            raise too_large("states", MAX_STATES)
+        if len(self._edges) == self._max_states:
+            raise too_large("states", self._max_states)
         self._edges.append(edges)
         return len(self._edges) - 1
 
@@ -152,7 +160,7 @@ class _Graph:
             edges = self._edges[leaf]
             if any(head in edges for head in heads) or (edges and not heads and not last):
                 raise InvalidConstraint(
-                    f"the value {value.strip(' ')!r:.40} begins another one, and what follows it does not tell them "
+                    f"the value {value.strip(' ')!r:.40} begins another one, and what follows does not tell them "
                     "apart: put another text behind the field."
                 )
             if heads or last:

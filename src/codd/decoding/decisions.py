@@ -8,6 +8,7 @@ of a value, given those of the fields before it, is that of visiting a state.
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import exp, inf
 
 import torch
@@ -19,7 +20,7 @@ from codd.circuits.protocol import ProbabilisticCircuit
 from codd.constraints.forms import CompiledForm
 from codd.coupling import Coupled
 from codd.decoding.options import DEFAULTS
-from codd.errors import InvalidInput
+from codd.errors import InvalidConstraint, InvalidInput
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,7 @@ class Decider:
         prompt: Sequence[int],
         mask_id: int,
     ):
-        """Call the network on the prompt and the form, of which it sees the fixed text whose place is certain.
-
-        Raises:
-            InvalidInput: The form is longer than a block, or the prompt has masks.
-        """
-        _check_room(backbone, circuit, form, prompt, mask_id)
+        """Call the network on the prompt and the form, of which it sees the fixed text whose place is certain."""
         window = [mask_id if token is None else token for token in form.given]
         ids = torch.tensor([[*prompt, *window]], device=backbone.device)
         positions = torch.arange(len(prompt), ids.shape[1], device=ids.device)[None]
@@ -89,6 +85,11 @@ class Decider:
         fields[-1] = torch.logaddexp(fields[-1], visits[-1, torch.from_numpy(form.ends)])
         return [field.tolist() for field in fields]
 
+    @cached_property
+    def log_marginals(self) -> list[list[float]]:
+        """Log-probabilities of each field's values by itself."""
+        return self.log_values()
+
     def descending(self) -> Iterator[tuple[tuple[int, ...], float]]:
         """Assignments by the numbers of their values, and their log-probabilities: the most probable one first.
 
@@ -100,7 +101,8 @@ class Decider:
             if len(chosen) == len(self._form.read):
                 yield chosen, -cost
                 continue
-            for value, log_p in enumerate(self.log_values(chosen)[len(chosen)]):
+            logs = self.log_values(chosen) if chosen else self.log_marginals
+            for value, log_p in enumerate(logs[len(chosen)]):
                 if log_p > -inf:
                     heapq.heappush(heap, (cost - log_p, (*chosen, value)))
 
@@ -111,6 +113,8 @@ def decision(decider: Decider, values: Mapping[str, Sequence[str]], names: Seque
     Raises:
         InvalidInput: Network and circuit leave no assignment possible.
     """
+    if top < 1:
+        raise InvalidInput(f"top must be at least 1, found {top}.")
     listed, order = list(values.values()), [list(values).index(name) for name in names]
     joint = {}
     for chosen, log_p in decider.descending():
@@ -120,14 +124,15 @@ def decision(decider: Decider, values: Mapping[str, Sequence[str]], names: Seque
     if not joint:
         raise InvalidInput("network and circuit together leave no assignment of the fields possible.")
     marginals = [
-        dict(zip(texts, map(exp, logs), strict=True)) for texts, logs in zip(listed, decider.log_values(), strict=True)
+        dict(zip(texts, map(exp, logs), strict=True)) for texts, logs in zip(listed, decider.log_marginals, strict=True)
     ]
     return Decision(joint, {name: marginals[i] for name, i in zip(names, order, strict=True)})
 
 
-def _check_room(
+def check_room(
     backbone: Backbone, circuit: ProbabilisticCircuit | None, form: CompiledForm, prompt: Sequence[int], mask_id: int
 ) -> None:
+    """Raise InvalidConstraint for a form that one block does not hold, InvalidInput for a prompt that does not fit."""
     if mask_id in prompt:
         raise InvalidInput("the prompt has masks: a decision fills its fields only, which stand behind the prompt.")
     size = backbone.block_size
@@ -135,7 +140,7 @@ def _check_room(
     if circuit is not None and circuit.length is not None:
         room = min(room, circuit.length)
     if len(form.given) > room:
-        raise InvalidInput(
+        raise InvalidConstraint(
             f"the fields and the text around them take up to {len(form.given)} tokens, but one block has room for "
             f"{room}: take shorter names or values, or decide on fewer fields at once."
         )

@@ -2,9 +2,9 @@
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal, Unpack
 
@@ -19,10 +19,11 @@ from codd.backbones.quantized import Quantization
 from codd.circuits import HMM, load_circuit
 from codd.circuits.protocol import ProbabilisticCircuit
 from codd.constraints import Automaton, Vocabulary
+from codd.constraints.determinism import MAX_STATES
 from codd.constraints.forms import Form
 from codd.constraints.languages import Expressed
 from codd.decoding import speculative
-from codd.decoding.decisions import Decider, Decision, decision
+from codd.decoding.decisions import Decider, Decision, check_room, decision
 from codd.decoding.loop import denoise
 from codd.decoding.options import Constraint, Keywords, Options
 from codd.decoding.prompts import Prompt, Prompts, can_chat, check_masks, encode_prompts, is_text
@@ -246,18 +247,24 @@ class Model:
             The joint distribution, its marginals, and the most probable assignment.
 
         Raises:
-            InvalidConstraint: Fields that the tokens cannot write, or whose values are too many.
-            InvalidInput: Fields that one block does not hold, or a prompt that cannot be used.
+            InvalidConstraint: Fields that tokens cannot write or one block does not hold, or with too many values.
+            InvalidInput: A prompt that cannot be used.
         """
-        if top < 1:
-            raise InvalidInput(f"top must be at least 1, found {top}.")
+        form = Form(fields, template)
+        return decision(self.decider(prompt, form, chat=chat)(), form.values, list(fields), top)
+
+    def decider(
+        self, prompt: Prompt, form: Form, *, chat: bool | None = None, max_states: int = MAX_STATES
+    ) -> Callable[[], Decider]:
+        """What makes the network call of `decide`: for those who choose where that is done."""
         if self.mask_id is None:
             raise InvalidInput("this checkpoint does not say which token is the mask: codd.load(..., mask_id=...).")
-        form, pad = Form(fields, template), self.backbone.special.pad
-        compiled = form.compile(self.vocabulary, sorted(self.stop_ids), () if pad is None else (pad,))
+        pad = self.backbone.special.pad
+        pads = () if pad is None else (pad,)
+        compiled = form.compile(self.vocabulary, sorted(self.stop_ids), pads, max_states=max_states)
         [ids] = encode_prompts([prompt], self.tokenizer, chat=chat)
-        decider = Decider(self.backbone, self.circuit, compiled, ids, self.mask_id)
-        return decision(decider, form.values, list(fields), top)
+        check_room(self.backbone, self.circuit, compiled, ids, self.mask_id)
+        return partial(Decider, self.backbone, self.circuit, compiled, ids, self.mask_id)
 
     def _started(self, prompts: Prompts, options: Options, chat: bool | None) -> list[SequenceState]:
         """The sequences of a run; says what is missing where a prompt has no mask to fill, or prose has no pace."""

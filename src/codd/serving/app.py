@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from codd.decoding import Model
+from codd.decoding.decisions import decision
 from codd.decoding.prompts import can_chat
 from codd.errors import InvalidInput
 from codd.serving import connection, prompts, streaming
@@ -30,13 +32,14 @@ from codd.serving.metrics import CONTENT_TYPE
 from codd.serving.middleware import METRICS, PROBES, Security, with_middleware
 from codd.serving.prompts import Compiled, GenerationRequest, Limits
 from codd.serving.requests import ModelCall, QueuedRequest, ResultQueue, ShuttingDown, before
-from codd.serving.responses import OpenAIFormat, TokenPieces, constraint_body, inspect_body
+from codd.serving.responses import OpenAIFormat, TokenPieces, constraint_body, decision_body, inspect_body
 from codd.serving.responses_api import ResponseEvents, ResponsesRequest
 from codd.serving.schemas import (
     ChatRequest,
     CompletionRequest,
     ConstraintFields,
     ConstraintRequest,
+    DecisionRequest,
     DenoiseRequest,
     InspectRequest,
     OpenAIRequest,
@@ -137,6 +140,7 @@ class Routes:
         app.post("/v1/chat/completions", responses=STREAMED)(self.chat)
         app.post("/v1/responses", responses=STREAMED)(self.responses)
         app.post("/v1/denoise", responses=STREAMED)(self.denoise)
+        app.post("/v1/decisions", responses=RESPONSES)(self.decisions)
         app.post("/v1/inspect", responses=RESPONSES)(self.inspect)
         app.post("/v1/constraint", responses=RESPONSES)(self.constraint)
 
@@ -202,6 +206,16 @@ class Routes:
             return self._stream(sequence, events, lambda e: sse_event(e.as_json(), "error"))
         start, *steps, done = await self._run([sequence.request], _collected(events), request)
         return json_response({"start": start[1], "steps": [step for _, step in steps], "done": done[1]})
+
+    async def decisions(self, body: DecisionRequest, request: Request) -> Response:
+        """The joint distribution of several fields: the network is called once, the rest is done beside its thread."""
+        deadline, loop = self._deadline(body.timeout), asyncio.get_running_loop()
+        prepare = partial(prompts.decision_call, body, self.model, self.settings.limits)
+        form, ask = await before(deadline, loop.run_in_executor(self._encoders, prepare))
+        call = ModelCall(ask, _client(request), deadline)
+        decider = await self._run([call], call.result(), request)
+        choose = partial(decision, decider, form.values, list(body.fields), body.top)
+        return json_response(decision_body(await before(deadline, loop.run_in_executor(self._encoders, choose))))
 
     async def inspect(self, body: InspectRequest, request: Request) -> Response:
         """What the network and the joint say of the masks in a window."""

@@ -11,8 +11,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-from codd.constraints import Automaton
+from codd.constraints import Automaton, Choice
+from codd.constraints.forms import Form
 from codd.decoding import Model, Options
+from codd.decoding.decisions import Decider
 from codd.decoding.inspect import Inspection, inspect
 from codd.decoding.prompts import Prompt
 from codd.decoding.sequence import SequenceState, options_for
@@ -20,7 +22,14 @@ from codd.errors import CoddError, InvalidConstraint
 from codd.serving.errors import APIError, bad_request
 from codd.serving.options import SamplingOptions
 from codd.serving.responses_api import ResponsesRequest
-from codd.serving.schemas import ChatRequest, CompletionRequest, DenoiseRequest, InspectRequest, OpenAIFields
+from codd.serving.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DecisionRequest,
+    DenoiseRequest,
+    InspectRequest,
+    OpenAIFields,
+)
 
 BYTES_A_TOKEN = 16
 """Of text, at most, that a token is taken to stand for: four times what prose has."""
@@ -104,10 +113,7 @@ def denoise_generations(
     body: DenoiseRequest, model: Model, limits: Limits, constraint: Compiled | None = None
 ) -> list[GenerationRequest]:
     """The one sequence of /v1/denoise."""
-    if (body.prompt is None) == (body.messages is None):
-        raise APIError(400, "prompt or messages: give one of them.", "prompt")
-    name = "prompt" if body.messages is None else "messages"
-    prompt: Any = body.prompt if body.messages is None else [message.plain() for message in body.messages]
+    name, prompt = body.asked()
     planner = _Planner(body, model, limits, constraint, name)
     return [planner.continuation(planner.encode(prompt, body.chat))]
 
@@ -137,6 +143,24 @@ def completion_generations(
         echo = _echo(model, prompt) if body.echo and not has_prompt else ""
         generations += planner.choices(replace(generation, echo=echo), body)
     return generations
+
+
+def decision_call(body: DecisionRequest, model: Model, limits: Limits) -> tuple[Form, Callable[[], Decider]]:
+    """The form of /v1/decisions, and its one call of the network."""
+    name, prompt = body.asked()
+    limits.check_text(_texts(prompt), name, model)
+    size = len(json.dumps([body.fields, body.template]).encode())
+    if size > limits.constraint:
+        raise APIError(400, f"fields and template have {size} bytes; at most {limits.constraint} here.", "fields")
+    try:
+        [ids] = model.encode([prompt], chat=body.chat)
+        if len(ids) > limits.max_length(model):
+            message = f"{name} has {len(ids)} tokens; a sequence has at most {limits.max_length(model)}."
+            raise APIError(400, message, name, "context_length_exceeded")
+        form = Form({field: Choice(values) for field, values in body.fields.items()}, body.template)
+        return form, model.decider(ids, form, max_states=limits.states)
+    except CoddError as error:
+        raise bad_request(error, "fields" if isinstance(error, InvalidConstraint) else name) from None
 
 
 def inspection(

@@ -11,6 +11,7 @@ from codd.backbones import Tokenizer
 from codd.constraints import Automaton
 from codd.constraints.tables import distances, edges
 from codd.decoding import Model, Step
+from codd.decoding.decisions import Decision
 from codd.decoding.inspect import Beliefs, Inspection
 from codd.errors import CoddError
 from codd.serving.encoding import Json
@@ -188,6 +189,16 @@ def constraint_body(automaton: Automaton) -> Json:
     found = distances(source, target, np.arange(automaton.num_states) == automaton.start)
     shortest = int(found[automaton.accepting.numpy()].min())
     return {"states": automaton.num_states, "classes": automaton.num_classes, "shortest": shortest}
+
+
+def decision_body(found: Decision) -> Json:
+    """The response of /v1/decisions."""
+    joint = [
+        {"values": dict(zip(found.marginals, values, strict=True)), "probability": probability}
+        for values, probability in found.joint.items()
+    ]
+    whole = {"best": found.best, "probability": found.probability, "mass": found.mass}
+    return {"object": "decision", **whole, "joint": joint, "marginals": found.marginals}
 
 
 def inspect_body(inspection: Inspection, pieces: TokenPieces) -> Json:

@@ -148,12 +148,38 @@ class ConstraintRequest(ConstraintFields):
     """The body of /v1/constraint, which compiles one and says how large it is."""
 
 
-class DenoiseRequest(SamplingOptions, ConstraintFields):
-    """The body of /v1/denoise, which returns every step of a run."""
+class PromptFields(Strict):
+    """A prompt or a conversation."""
 
     prompt: str | NotEmptyIds | None = Field(None, description="A text, which may hold the mask token, or ids.")
     messages: Messages | None = Field(None, description="A conversation, instead of a prompt.")
     chat: bool | None = Field(None, description="Whether the prompt is put into the chat template.")
+
+    def asked(self) -> tuple[str, Any]:
+        """The name of the field that is given, and what `Model.encode` takes; a 400 for both, or none."""
+        if (self.prompt is None) == (self.messages is None):
+            raise APIError(400, "prompt or messages: give one of them.", "prompt")
+        if self.messages is None:
+            return "prompt", self.prompt
+        return "messages", [message.plain() for message in self.messages]
+
+
+class DecisionRequest(PromptFields):
+    """The body of /v1/decisions, which returns the joint distribution of several fields."""
+
+    timeout: Timeout | None = Field(None, description="Seconds until the server gives up.")
+    fields: dict[str, Annotated[list[str], Field(min_length=1, fail_fast=True)]] = Field(
+        description="The values that each field may have.", min_length=1
+    )
+    template: str | None = Field(
+        None, description="The text around the fields, whose names stand in braces; null: a line for each."
+    )
+    top: Annotated[int, Field(ge=1, le=100)] = Field(100, description="The most assignments that are listed.")
+
+
+class DenoiseRequest(SamplingOptions, ConstraintFields, PromptFields):
+    """The body of /v1/denoise, which returns every step of a run."""
+
     stop: bool | None = Field(None, description="End at the end-of-text token.")
     stream: bool | None = Field(True, description="Events as they happen, or one object.")
 
