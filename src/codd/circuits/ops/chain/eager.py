@@ -97,6 +97,7 @@ def _pass(
     carried = torch.empty_like(values if keep_messages else values[:1])
     on_host = values.device.type == "cpu"
     xp: Any = np if on_host else torch
+    product: Any = np.dot if on_host else torch.mm
 
     def array(x: Tensor) -> Any:
         return x.numpy() if on_host else x
@@ -119,7 +120,7 @@ def _pass(
                 row = row @ (table[step] if table.ndim == 3 else table)
                 if weights:
                     row *= weights[step]
-            xp.matmul(row, last[step] if last.ndim == 3 else last, out=kept[order[k]])
+            product(row, last[step] if last.ndim == 3 else last, out=kept[order[k]])
     return products, carried
 
 
