@@ -338,12 +338,13 @@ class Evidence:
             if self.normalised:
                 heat = heat.expand(*self.shape, 1)[at] if isinstance(heat, Tensor) else heat
                 given = log_softmax(tempered(given, heat, dtype))
-            out = torch.where(kind == Kind.DENSE, given.to(dtype), out)
+            whole = self.device.type == "cpu" and bool((kind == Kind.DENSE).all())
+            out = given.to(dtype) if whole else torch.where(kind == Kind.DENSE, given.to(dtype), out)
         if self.sparse is not None:
             tail = self.sparse.log_tail_weight(vocab_size)[at].to(dtype)[..., None].expand_as(out)
             listed = tail.scatter(-1, self.sparse.ids[at], self.sparse.log_weights[at].to(dtype))
             out = torch.where(kind == Kind.SPARSE, listed, out)
-        if self.tokens is not None:
+        if self.tokens is not None and (self.device.type != "cpu" or bool((kind == Kind.OBSERVED).any())):
             token = self.tokens[at].clamp(0, vocab_size - 1)[..., None]  # a mask may be any number
             hard = torch.full_like(out, -math.inf).scatter_(-1, token, 0.0)
             out = torch.where(kind == Kind.OBSERVED, hard, out)

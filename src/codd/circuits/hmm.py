@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from codd.circuits import gradients, inference, pairwise, sampling, storage
+from codd.circuits import gradients, inference, pairwise, storage
 from codd.circuits.evidence import Evidence, check_fits, check_ids, check_possible, log_ratio
 from codd.circuits.factors import Factors
 from codd.circuits.graph import Circuit, leaf, mixture, product
@@ -18,6 +18,7 @@ from codd.circuits.parameters import Emission, Transition, check_rows, is_whole,
 from codd.circuits.protocol import Unconditioned
 from codd.circuits.pyjuice import read_jpc
 from codd.circuits.results import Flows, JointStep, Samples
+from codd.circuits.sampling import draw_token
 from codd.errors import FormatError, InvalidCircuit, InvalidEvidence, shown
 
 LogTransition = Float[Tensor, "*steps N N"] | tuple[Float[Tensor, "*steps N R"], Float[Tensor, "*steps R N"]]
@@ -281,6 +282,7 @@ class HMM(storage.HubMixin, Unconditioned):
         made: IncrementalConditioner = backend.conditioner(self, ev, candidates, backend)
         return made
 
+    @torch.no_grad()
     def sample(
         self,
         ev: Evidence,
@@ -308,10 +310,11 @@ class HMM(storage.HubMixin, Unconditioned):
         uniforms = torch.rand(*ev.shape[:1], count, ev.shape[1], 2, generator=generator, device=ev.device)
         latents, log_z = inference.sample_latents(self, ev, uniforms[..., 0])
         check_possible(log_z, check)
-        tokens = torch.stack(
-            [sampling.tokens_given(self, ev, latents[:, s], uniforms[:, s, :, 1]) for s in range(count)]
-        )
-        paths, log_z = latents.transpose(0, 1), (log_z + offset).to(self.dtype)
+        tokens, scores = torch.empty_like(latents), backend_for(ev.device, self.dtype).scores
+        for s in range(count):
+            weights = scores(self.emission, ev, latents[:, s]).flatten(0, 1).softmax(-1).nan_to_num_(0.0)
+            tokens[:, s] = draw_token(weights, uniforms[:, s, :, 1].flatten()).view(ev.shape)
+        tokens, paths, log_z = tokens.transpose(0, 1), latents.transpose(0, 1), (log_z + offset).to(self.dtype)
         return Samples(tokens, paths, log_z) if num_samples is not None else Samples(tokens[0], paths[0], log_z)
 
     def conditional_scores(self, ev: Evidence, latents: Int[Tensor, "B L"]) -> Float[Tensor, "B L V"]:

@@ -99,11 +99,6 @@ class Emission:
         """The columns as the loops in C read them; None if there is nothing to be gained by that."""
         return None if self.per_position else native.in_panels(self.columns)
 
-    def rows(self, states: Int[Tensor, " R"], positions: Int[Tensor, " R"]) -> Float[Tensor, "R V"]:
-        """The distributions of some states, each at its position."""
-        table = self.linear[positions, states] if self.per_position else self.linear[states]
-        return table.to(self.dtype)
-
     def log_rows(self, states: Int[Tensor, " R"], positions: Int[Tensor, " R"]) -> Float[Tensor, "R V"]:
         """The log-probabilities of some states' tokens, each at its position."""
         table = self.log.detach()

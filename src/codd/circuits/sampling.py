@@ -1,17 +1,10 @@
-"""Tokens given latents, by inverse CDF from explicit uniform numbers."""
-
-from typing import TYPE_CHECKING
+"""Tokens by inverse CDF from explicit uniform numbers."""
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from codd.circuits.evidence import Evidence
-from codd.circuits.ops.backend import backend_for
 from codd.circuits.ops.path.reference import draw
-
-if TYPE_CHECKING:
-    from codd.circuits.hmm import HMM
 
 _BLOCK = 64
 
@@ -46,13 +39,3 @@ def _draw_in_blocks(weights: Float[Tensor, "R V"], uniform: Float[Tensor, " R"])
     beyond = offsets >= vocab
     candidates = weights.gather(-1, offsets.clamp_max(vocab - 1)).masked_fill_(beyond, 0)
     return (block * _BLOCK + draw(candidates, inside.clamp_(0, 1))).clamp_max_(vocab - 1)
-
-
-@torch.no_grad()
-def tokens_given(
-    hmm: "HMM", ev: Evidence, latents: Int[Tensor, "B L"], uniforms: Float[Tensor, "B L"]
-) -> Int[Tensor, "B L"]:
-    """One token per position from p(x_t | z_t, evidence)."""
-    scores = backend_for(ev.device, hmm.dtype).scores(hmm.emission, ev, latents)
-    weights = scores.flatten(0, 1).softmax(-1).nan_to_num_(0.0)
-    return draw_token(weights, uniforms.flatten()).view(ev.shape)

@@ -87,19 +87,20 @@ REFERENCE = replace(
     token_marginals=leaf_reference.token_marginals,
     emission_flow=leaf_reference.emission_flow,
     messages=chain_reference.messages,
-    forward_backward=chain_reference.forward_backward,
+    forward_backward=partial(chain_eager.forward_backward, by=chain_reference.messages),
     transition_flow=chain_reference.transition_flow,
     gate_flow=chain_reference.gate_flow,
     sample_path=path_reference.sample_path,
     scores=partial(scores_eager.scores, dtype=torch.float64),
 )
 
+_COMPILED = partial(chain_eager.messages, compiled=True)
 NATIVE = replace(
     EAGER,
     name="native",
     leaf_values=partial(leaf_eager.leaf_values, compiled=True),
-    messages=partial(chain_eager.messages, compiled=True),
-    forward_backward=partial(chain_eager.forward_backward, compiled=True),
+    messages=_COMPILED,
+    forward_backward=partial(chain_eager.forward_backward, by=_COMPILED),
     sample_path=partial(path_eager.sample_path, compiled=True),
     commit_tokens=commit_native.commit_tokens,
 )

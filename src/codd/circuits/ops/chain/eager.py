@@ -4,6 +4,7 @@ Messages are rescaled every few positions only, and every message keeps its own 
 lose on the way is looked for afterwards (`codd.circuits.underflow`), so the loop itself carries no checks.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -51,11 +52,10 @@ def messages(
 
 
 def forward_backward(
-    transition: Transition, start: Float[Tensor, " N"], leaf: Scaled, *, compiled: bool = False
+    transition: Transition, start: Float[Tensor, " N"], leaf: Scaled, *, by: Callable[..., Scaled] = messages
 ) -> tuple[Scaled, Scaled]:
-    """Forward and backward messages."""
-    forward = messages(transition, start, leaf, False, compiled=compiled)
-    return forward, messages(transition, None, leaf, True, compiled=compiled)
+    """Forward and backward messages, each by ``by``."""
+    return by(transition, start, leaf, False), by(transition, None, leaf, True)
 
 
 def _scales(
@@ -97,6 +97,7 @@ def _pass(
     carried = torch.empty_like(values if keep_messages else values[:1])
     on_host = values.device.type == "cpu"
     xp: Any = np if on_host else torch
+    product: Any = np.dot if on_host else torch.mm
 
     def array(x: Tensor) -> Any:
         return x.numpy() if on_host else x
@@ -119,7 +120,7 @@ def _pass(
                 row = row @ (table[step] if table.ndim == 3 else table)
                 if weights:
                     row *= weights[step]
-            xp.matmul(row, last[step] if last.ndim == 3 else last, out=kept[order[k]])
+            product(row, last[step] if last.ndim == 3 else last, out=kept[order[k]])
     return products, carried
 
 

@@ -29,11 +29,6 @@ def messages(
     return result * leaf if absorb else result
 
 
-def forward_backward(transition: Transition, start: Float[Tensor, " N"], leaf: Scaled) -> tuple[Scaled, Scaled]:
-    """Forward and backward messages."""
-    return messages(transition, start, leaf, False), messages(transition, None, leaf, True)
-
-
 def transition_flow(
     transition: Transition,
     source: Scaled,

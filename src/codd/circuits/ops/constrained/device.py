@@ -160,7 +160,8 @@ class DeviceMessages(ProductMessages):
         batch, length = self.observed.shape
         place = self._positions.long()
         b, t = place // length, place % length
-        emitted = self.chain.emission.rows((paths[:, b, t] % len(self.chain.initial)).flatten(), place).log()
+        latents = (paths[:, b, t] % len(self.chain.initial)).flatten()
+        emitted = self.chain.emission.log_rows(latents, t.expand(len(paths), -1).flatten())
         rows = emitted.view(-1, batch * length, emitted.shape[-1]) + self._all_log_weights()
         rows += leading(self.chain, paths, b, t).to(rows.dtype)
         return known(rows.view(-1, batch, length, rows.shape[-1]), self.tokens, self.observed)

@@ -70,21 +70,16 @@ def _rows(ev: Evidence, kind: Kind, here: Bool[Tensor, "B L"] | None) -> Rows:
     return Rows(mask if here is None else mask & here)
 
 
-def dense_rows(ev: Evidence, rows: Rows, dtype: torch.dtype) -> Float[Tensor, "R V"]:
-    """The dense potentials of some rows; logits over their temperature, not normalised."""
-    assert ev.potentials is not None
-    x, heat = rows.take(ev.potentials), ev.heat(dtype)
-    if not ev.normalised:
-        return x.to(dtype)
-    return tempered(x, rows.take(heat.expand(*ev.shape, 1)) if isinstance(heat, Tensor) else heat, dtype)
-
-
 def dense_weights(ev: Evidence, rows: Rows, dtype: torch.dtype) -> tuple[Float[Tensor, "R V"], Float[Tensor, " R"]]:
     """The dense potentials of some rows as weights that sum to one, and the logarithm of what they summed to.
 
     Logits sum to one by definition (0). A row without any possible token gives weights of zero.
     """
-    x = dense_rows(ev, rows, dtype)
+    assert ev.potentials is not None
+    x, heat = rows.take(ev.potentials), ev.heat(dtype)
+    if ev.normalised:
+        x = tempered(x, rows.take(heat.expand(*ev.shape, 1)) if isinstance(heat, Tensor) else heat, dtype)
+    x = x.to(dtype)
     p = x.softmax(-1)
     if ev.normalised and rows.listed and not bool(p[:, :1].isnan().any()):  # no row is empty
         return p, p.new_zeros(len(p))
