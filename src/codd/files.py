@@ -169,6 +169,14 @@ def read_json_object(path: Path, most: int = MAX_BYTES) -> dict[str, Any]:
     return parse_json_object(path, read_text(path, most))
 
 
+def read_sealed(path: Path) -> dict[str, Any]:
+    """The JSON object that `write_sealed` wrote; FormatError if it cannot be read, or was changed since."""
+    fields = read_json_object(path, MAX_JSON)
+    if fields.pop("sha256", None) != sha256_of_json(fields):
+        raise FormatError(f"{path}: does not have its checksum: it was changed.")
+    return fields
+
+
 def cache_folder() -> Path:
     """Where codd keeps what it can make again; RuntimeError if the user has no home folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "codd"
@@ -241,6 +249,12 @@ def write_text(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def write_sealed(path: Path, fields: Mapping[str, Any]) -> None:
+    """A JSON object with its digest, that is on the disk when this returns."""
+    sealed = {**fields, "sha256": sha256_of_json(fields)}
+    write_text(path, json.dumps(sealed, indent=2) + "\n")
 
 
 def sync_folder(folder: Path) -> None:

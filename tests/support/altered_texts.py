@@ -10,8 +10,8 @@ from typing import Any
 from codd.errors import CoddError
 from tests.support.mutations import BYTES
 
-COUNT = max(1, int(os.environ.get("CODD_FUZZ", "100")) // 17)
-"""Mutations of each of the seventeen files."""
+COUNT = max(1, int(os.environ.get("CODD_FUZZ", "100")) // 18)
+"""Mutations of each of the eighteen files."""
 ODD = [
     *(
         "null",

@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from codd import files
 from codd.data.sources import Source
 from codd.data.tokenization import DIGESTS, PackingConfig, load_source
 from codd.training.checkpoints import read_checkpoint, write_checkpoint
+from codd.training.circuit.summary import SUMMARY, read_summary
 from codd.training.circuit_recipe import read_circuit_recipe
 from codd.training.curve import read_panels
 from codd.training.logit_cache.reader import LogitCache
@@ -57,6 +60,17 @@ def test_kept_rows_are_what_was_written(tmp_path, name):
     same = load()
     (folder,) = (tmp_path / "cache").iterdir()
     assert failures(folder / name, folder, load, same) == []
+
+
+def test_a_summary_is_what_was_written_or_made_again(tmp_path):
+    same = {"digest": "d", "scores": {"books@0.5": {"network": -3.25, "after": None}}, "samples": {"prompt": "é"}}
+    files.write_sealed(tmp_path / SUMMARY, same)
+    assert read_summary(tmp_path, "d") == same
+    assert read_summary(tmp_path, "another") is None
+    assert failures(tmp_path / SUMMARY, tmp_path, lambda: read_summary(tmp_path, "d") or same, same) == []
+    (tmp_path / SUMMARY).unlink()
+    os.mkfifo(tmp_path / SUMMARY)
+    assert read_summary(tmp_path, "d") is None
 
 
 @pytest.mark.parametrize("name", ["tiny.yaml", "tiny-circuit.yaml"])

@@ -1,6 +1,5 @@
 """Checkpoints of a run: written beside the others and renamed when whole, so that a kill leaves only whole ones."""
 
-import json
 import os
 import re
 import shutil
@@ -28,8 +27,7 @@ def write_checkpoint(
     partial.mkdir()
     try:
         files.write_weights(partial / STATE, files.standalone(tensors))
-        noted = {"step": step, **notes, "state_sha256": files.sha256(partial / STATE)}
-        files.write_text(partial / NOTES, json.dumps({**noted, "sha256": files.sha256_of_json(noted)}, indent=2) + "\n")
+        files.write_sealed(partial / NOTES, {"step": step, **notes, "state_sha256": files.sha256(partial / STATE)})
     except OSError:
         shutil.rmtree(partial, ignore_errors=True)  # a full disk has no room for half a checkpoint
         raise
@@ -66,12 +64,9 @@ def read_checkpoint(folder: Path, device: str) -> tuple[dict[str, Tensor], dict[
 def read_notes(folder: Path) -> dict[str, Any]:
     """The JSON of a checkpoint, checked against its checksum; FormatError if it cannot be read."""
     try:
-        notes = files.read_json(folder / NOTES)
+        return files.read_sealed(folder / NOTES)
     except FormatError as error:
         raise _unreadable(folder, str(error)) from error
-    if not isinstance(notes, dict) or notes.pop("sha256", None) != files.sha256_of_json(notes):
-        raise _unreadable(folder, f"{NOTES} does not have its checksum")
-    return notes
 
 
 def adam_tensors(optimizer: torch.optim.AdamW, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:

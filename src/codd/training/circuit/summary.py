@@ -1,6 +1,6 @@
 """What a run was worth: held-out text before and after it, and text that is sampled in few calls; kept in a file."""
 
-import json
+import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,6 +10,7 @@ from codd import files
 from codd.circuits import ProbabilisticCircuit, load_circuit
 from codd.coupling.gap import SMALLEST_GAP, gap_closed
 from codd.decoding.model import Model
+from codd.errors import FormatError
 from codd.training.circuit.data import TrainingData
 from codd.training.circuit.validation import HeldOut
 from codd.training.run import METRICS, read_metrics
@@ -25,11 +26,11 @@ text and ratio: ``network``, ``before``, ``after`` and ``one_at_a_time``, log-li
 
 
 def read_summary(out: Path, digest: str) -> Summary | None:
-    """The summary of a run of this recipe that has ended; None if there is none."""
-    if not (out / SUMMARY).is_file():
-        return None
-    found = files.read_json(out / SUMMARY)
-    return found if isinstance(found, dict) and found.get("digest") == digest else None
+    """The summary of a run of this recipe that has ended; None if there is none, or it is damaged."""
+    with contextlib.suppress(FormatError):
+        summary = files.read_sealed(out / SUMMARY)
+        return summary if summary.get("digest") == digest else None
+    return None
 
 
 def summarize(data: TrainingData, digest: str, circuit: Path, out: Path) -> Summary:
@@ -44,7 +45,7 @@ def summarize(data: TrainingData, digest: str, circuit: Path, out: Path) -> Summ
         "samples": None if data.tokenizer is None or not held_out else _samples(data, held_out, trained),
     }
     with files.replacing(out, SUMMARY) as (path,):
-        files.write_text(path, json.dumps(summary, indent=1, ensure_ascii=False) + "\n")
+        files.write_sealed(path, summary)
     return summary
 
 
