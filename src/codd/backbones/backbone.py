@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -15,6 +15,8 @@ from codd.backbones.kv_cache import CachedPass
 from codd.backbones.transformer import Transformer, TransformerConfig
 from codd.backbones.weights import Key
 from codd.errors import InvalidInput, shown
+
+Shared = TypeVar("Shared", bound=nn.Module)
 
 if TYPE_CHECKING:
     from codd.backbones.adapters import LowRank
@@ -138,12 +140,16 @@ class Backbone(nn.Module):
     def causal(self) -> "Backbone | None":
         """The same weights with causal attention, whose row i is about the token after position i; None: no such mode.
 
-        It shares all modules and parameters: what is done to one is done to both.
+        It shares all parameters, but no adapter that is kept apart: that one is for denoising.
         """
         if not self.spec.causal_context:
             return None
-        network = copy.copy(self.network)
+        on = any(self.network.get_submodule(place) is layer for place, layer in self.adapter.items())
+        self.switch_adapter(False)
+        network = _sharing_parameters(self.network)
         network.config = replace(self.config, causal=True)
+        if on:
+            self.switch_adapter(True)
         spec = replace(self.spec, transformer=network.config, causal_context=False)
         return Backbone(spec, network).eval()
 
@@ -339,6 +345,13 @@ class Backbone(nn.Module):
             raise InvalidInput(
                 f"id {wrong} is not in the vocabulary of {self.vocab_size} tokens (0 to {self.vocab_size - 1})."
             )
+
+
+def _sharing_parameters(module: Shared) -> Shared:
+    """A copy of a module and of those in it, so that they can be exchanged, with the same parameters."""
+    twin = copy.copy(module)
+    twin._modules = {name: child and _sharing_parameters(child) for name, child in module._modules.items()}
+    return twin
 
 
 def take_positions(states: Float[Tensor, "B L d"], positions: Int[Tensor, "B n"]) -> Float[Tensor, "B n d"]:

@@ -61,8 +61,12 @@ MODEL_FILES = (
     "added_tokens.json",
 )
 """What is downloaded of a checkpoint in the hub's layout: no pickled weights, no code."""
-CHECKPOINT_FILES = (*MODEL_FILES, "chat_template.jinja", "circuit/*", "circuit-static/*")
-"""What is downloaded of a checkpoint for `codd.load`: these, its chat template, and circuits in its folder."""
+CHECKPOINT_FILES = (
+    *MODEL_FILES,
+    *("chat_template.jinja", "circuit/*", "circuit-static/*"),
+    *(f"*_lora/{name}" for name in adapters.FILES),
+)
+"""What is downloaded of a checkpoint for `codd.load`: also its chat template, circuits and adapters in its folder."""
 BUNDLED = Path(__file__).parent / "bundled"
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 """Names of types to compute in."""
@@ -97,7 +101,7 @@ def load_checkpoint(
         revision: A branch, tag or commit of a hub repository.
         block_size: Of a block-causal network, where its files do not say the right one.
         check: Refuse weights that are NaN or infinite, and a file whose sha256 is not the one in config.json.
-        adapter: A PEFT LoRA checkpoint (a folder or a hub id) to add to the weights.
+        adapter: A PEFT LoRA checkpoint (a folder, one within the checkpoint's, or a hub id) to add to the weights.
         merge: False: keep the adapter apart, to be switched on and off (`Backbone.switch_adapter`).
         quantize: "int8" rounds the weights of the layers and of the head (`codd.backbones.quantized`).
 
@@ -111,7 +115,9 @@ def load_checkpoint(
     spec = read_spec(folder, block_size)
     backbone = _read(folder, spec, choose_device(device), floating, check)
     if adapter is not None:
-        adapters.attach(backbone, adapter, merge=merge, check=check)
+        inside = folder / adapter
+        own = inside if (inside / adapters.CONFIG).is_file() else adapter
+        adapters.attach(backbone, own, merge=merge, check=check)
     if quantize is not None:
         quantized.quantize(backbone.network)
     vocab_size = spec.transformer.vocab_size

@@ -172,14 +172,17 @@ def step_inputs(state: SequenceState) -> Generator[Any, Any, StepInputs]:
     count = len(positions)
     edits = _edits(state, editable, [each[count:] for each in logits]) if len(wanted) > count else None
     changed = _changed(state, positions, [each[:count] for each in logits])
-    conditioned = state.circuit is not None and state.circuit.feature_width is not None
-    return StepInputs(state, positions, changed, state.circuit, hidden[0] if conditioned else None, span[0], edits)
+    circuit = None if state.plan.causal else state.circuit
+    conditioned = circuit is not None and circuit.feature_width is not None
+    return StepInputs(state, positions, changed, circuit, hidden[0] if conditioned else None, span[0], edits)
 
 
 def hidden_state_requests(state: SequenceState, span: Window) -> list[HiddenStateRequest]:
     """What a step that needs the hidden states of a span asks the network."""
-    size = state.block_size
+    size, plan = state.block_size, state.plan
     seen = slice(state.unseen, None if size is None else -(-(span[1] + state.phase) // size) * size - state.phase)
+    if state.causal_context and plan is not None:
+        seen = slice(0, max(span[1], plan.end))
     views = [state.ids]
     if state.options.cfg_scale > 0:
         views.append(torch.where(state.given, state.mask_id, state.ids))
@@ -192,7 +195,7 @@ def _needed_span(state: SequenceState, positions: Sequence[int]) -> Window:
     A circuit that is not asks the network for no more than it is asked alone, so that caches hold the same.
     """
     assert state.plan is not None
-    (begin, end), circuit, length = state.plan.block, state.circuit, len(state.ids)
+    (begin, end), circuit, length = state.plan.block, None if state.plan.causal else state.circuit, len(state.ids)
     full, conditioned = state.options.mode == "full", circuit is not None and circuit.feature_width is not None
     if full:
         begin = int(state.given.logical_not().long().argmax())

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, TypedDict, get_args
 from codd.constraints import Automaton, Language, Template
 from codd.errors import InvalidInput, shown
 
-Mode = Literal["block", "full"]
+Mode = Literal["block", "full", "speculative"]
 Order = Literal["low_confidence", "margin", "entropy", "random", "left_to_right"]
 Sampler = Literal["latent", "any_order", "factorized"]
 Tempering = Literal["published", "paper"]
@@ -196,7 +196,7 @@ class Options:
     gen_length: int = _count(128, "masks put after each prompt; 0: only the masks in the prompt are filled", low=0)
     block_length: int = _count(_UNSET, "tokens of a block; by default a block-causal network's own")
     steps: int | None = _count(_UNSET, "network evaluations for each prompt; null: one for each token", optional=True)
-    mode: Mode = _choice("block", "block after block, or everything at once", get_args(Mode))
+    mode: Mode = _choice("block", "block after block, everything at once, or drafts that are checked", get_args(Mode))
     remasking: str = _choice(
         "low_confidence",
         f"which tokens come first: {', '.join(get_args(Order)[:-1])} or {get_args(Order)[-1]}",

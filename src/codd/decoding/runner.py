@@ -19,7 +19,7 @@ from codd.backbones.backbone import Backbone
 from codd.backbones.kv_cache import CachedPass, default_memory
 from codd.decoding import cuda_graphs
 from codd.decoding.constraint import Window
-from codd.decoding.sequence import SequenceState
+from codd.decoding.sequence import SequenceState, StepPlan
 from codd.errors import InvalidInput
 
 LENGTH_MULTIPLE = 32
@@ -163,6 +163,8 @@ class Slot:
     """The number of the latest step, which after an error of a neighbour is made once more, alike."""
     rows: Window = (0, 0)
     """What the latest step computed, counted from the first position that the network sees."""
+    context: Window = (0, 0)
+    """What it computed causally before that, if anything."""
 
 
 class Pass(NamedTuple):
@@ -172,6 +174,8 @@ class Pass(NamedTuple):
     slot: int
     begin: int
     end: int
+    causal: bool = False
+    """Whether rows see what is before them only, and each is about the next position."""
 
     @property
     def ids(self) -> Int[Tensor, " R"]:
@@ -181,7 +185,8 @@ class Pass(NamedTuple):
 
 def cached(backbone: Backbone, state: SequenceState) -> bool:
     """Whether a sequence is decoded with a cache: if it asks for one, or if that is exact and blocks begin at 0."""
-    return (state.options.cache is not None or backbone.block_size is not None) and not state.phase
+    exact = backbone.block_size is not None or state.causal_context
+    return (state.options.cache is not None or exact) and not state.phase
 
 
 def runner_for(backbone: Backbone, sequences: Sequence[SequenceState], memory: int | None = None) -> NetworkRunner:
@@ -197,7 +202,7 @@ def runner_for(backbone: Backbone, sequences: Sequence[SequenceState], memory: i
         length = -(-length // GRANULARITY) * GRANULARITY
     memory = default_memory(backbone.device) if memory is None else memory
     each = backbone.config.kv_shape.bytes_of(length, backbone.dtype)
-    if each > memory and not any(state.options.cache for state in wanted):
+    if each > memory and not any(state.options.cache or state.causal_context for state in wanted):
         return FullRecompute(backbone)
     if each > memory:
         raise InvalidInput(
@@ -247,7 +252,7 @@ class CachedRunner(FullRecompute):
             return 0
         if count <= self.memory.slots and len(state.ids) <= self.memory.length:
             return count
-        if state.options.cache is None:
+        if state.options.cache is None and not state.causal_context:
             return 0
         raise InvalidInput(
             f"cache={state.options.cache!r}: a sequence of {len(state.ids)} positions that takes {count} slots does "
@@ -272,11 +277,15 @@ class CachedRunner(FullRecompute):
     def __call__(self, requests: Sequence[HiddenStateRequest]) -> list[Float[Tensor, "_ d"]]:
         """The last hidden states at the positions of each request's span."""
         turns: dict[SequenceState, int] = {}
-        passes = []
+        contexts, passes = [], []
         for request in requests:
             if request.state in self._held:
                 turn = turns[request.state] = turns.get(request.state, -1) + 1
-                passes.append(self._plan(request, self._held[request.state][turn], first=turn == 0))
+                slot = self._held[request.state][turn]
+                passes.append(self._plan(request, slot, first=turn == 0))
+                if slot.context[0] < slot.context[1]:
+                    contexts.append(Pass(request, slot.number, *slot.context, causal=True))
+        self._together(contexts)
         plain = [each for each in requests if each.state not in self._held]
         whole = iter(super().__call__(plain) if plain else [])
         cached = iter(self._together(passes))
@@ -287,46 +296,53 @@ class CachedRunner(FullRecompute):
         if slot.step != state.evaluations:
             slot.step, slot.rows = state.evaluations, self._rows(request, slot)
         begin, end = slot.rows
+        causal = state.causal_context and state.plan is not None and state.plan.causal
         before = (0, 0) if first else (state.computed, state.cached)
         state.computed, state.cached = before[0] + end - begin, before[1] + len(request.ids) - (end - begin)
-        return Pass(request, slot.number, begin, end)
+        return Pass(request, slot.number, begin, end, causal)
 
     def _together(self, passes: Sequence[Pass]) -> list[Float[Tensor, "_ d"]]:
         """All sequences, in a batch for each number of rows, which is rounded up so that there are few.
 
         On a CPU each by itself and without padding: to the bit what it is in any company.
         """
-        batches: dict[tuple[int, int], list[int]] = {}
+        batches: dict[tuple[int, bool, int], list[int]] = {}
         for number, each in enumerate(passes):
             rows = each.end - each.begin
             alone = self.one_by_one or not self.batched
-            batches.setdefault((_rounded(rows) if self.batched else rows, number if alone else 0), []).append(number)
+            key = (_rounded(rows) if self.batched else rows, each.causal, number if alone else 0)
+            batches.setdefault(key, []).append(number)
         states_of: dict[int, Tensor] = {}
-        for (rows, _), numbers in batches.items():
+        for (rows, *_), numbers in batches.items():
             states = self._pass([passes[number] for number in numbers], rows)
             for number, own_states in zip(numbers, states, strict=True):
-                states_of[number] = _spanned(passes[number].request, own_states, passes[number].begin)
+                own = passes[number]
+                states_of[number] = _spanned(own.request, own_states, own.begin + own.causal)
         return [states_of[number] for number in range(len(passes))]
 
     def _pass(self, passes: Sequence[Pass], rows: int) -> Float[Tensor, "B R d"]:
         ids = torch.zeros(len(passes), rows, dtype=torch.long)
         for row, each in enumerate(passes):
             ids[row, : each.end - each.begin] = each.ids
+        backbone = self.backbone.causal if passes[0].causal else self.backbone
+        assert backbone is not None
         slots, begins, ends, lengths = torch.tensor([(p.slot, p.begin, p.end, len(p.request.ids)) for p in passes]).T
         positions = begins[:, None] + torch.arange(rows)
         if not self.batched:
-            return self.backbone.cached_states(ids, CachedPass(self.memory, slots, positions, seen=int(lengths)))
+            return backbone.cached_states(ids, CachedPass(self.memory, slots, positions, seen=int(lengths)))
         if any(each.end - each.begin < rows for each in passes):
             positions[positions >= ends[:, None]] = -1
         past = CachedPass(self.memory, slots.contiguous(), positions, self.memory.length, lengths.contiguous())
-        if self.backbone.device.type != "cuda":
-            return self.backbone.cached_states(ids, past)
-        return cuda_graphs.cached_states(self.backbone, ids, past).clone()  # the next batch overwrites them
+        if backbone.device.type != "cuda":
+            return backbone.cached_states(ids, past)
+        return cuda_graphs.cached_states(backbone, ids, past).clone()  # the next batch overwrites them
 
     def _rows(self, request: HiddenStateRequest, slot: Slot) -> Window:
         plan, options, length = request.state.plan, request.state.options, len(request.ids)
         assert plan is not None
         begin, end = (place - request.state.unseen for place in request.span)
+        if request.state.causal_context:
+            return self._rows_after_context(slot, plan, begin, end)
         begin, size = max(0, begin - self.backbone.shift), self.backbone.block_size
         if size is not None:
             return self._rows_of_blocks(request, slot, begin, size)
@@ -336,6 +352,16 @@ class CachedRunner(FullRecompute):
             return 0, length
         slot.age += 1
         return begin, end if options.cache == "dual" else length
+
+    def _rows_after_context(self, slot: Slot, plan: StepPlan, begin: int, end: int) -> Window:
+        """A causal row is about the next position, and what it stores stays; of a denoising pass nothing does."""
+        if plan.causal:
+            slot.context, rows = (0, 0), (min(slot.stored, begin - 1), end - 1)
+            slot.stored = end - 1
+            return rows
+        begin = min(begin, plan.begin)
+        slot.context, slot.stored = (slot.stored, begin), begin
+        return begin, max(end, plan.end)
 
     def _rows_of_blocks(self, request: HiddenStateRequest, slot: Slot, begin: int, size: int) -> Window:
         state, plan, length = request.state, request.state.plan, len(request.ids)

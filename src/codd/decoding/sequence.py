@@ -30,6 +30,8 @@ class StepPlan:
     """How many to commit; None: as many as the threshold or the entropy budget lets pass; 0: only edit."""
     last: bool
     """Whether this is the schedule's last step here, so that no token may be deferred."""
+    causal: bool = False
+    """Whether its positions are predicted by causal rows before them, of a network that reads its context causally."""
     settled: int | None = None
     """How many positions from the first one on neither it nor a later step changes; None: all before the first mask."""
     time: tuple[float, float] = (1.0, 0.0)
@@ -161,6 +163,8 @@ class SequenceState:
     """That of the network, whose published loop the preset follows."""
     unseen: int = 0
     """Leading positions that the network is not shown."""
+    causal_context: bool = False
+    """Whether what stands before a block is read causally: the network sees nothing after it, and no earlier block."""
     phase: int = 0
     """How many positions before the first one the blocks of a block-causal network are counted from."""
     stop: StopCondition = StopCondition()
@@ -267,6 +271,11 @@ def start_sequences(
         published.check(backbone, options, circuit)
     for number, prompt in enumerate(prompts):
         _check_prompt(backbone, options, number, prompt)
+        if backbone.causal is not None and options.mode != "full" and mask_id in prompt:
+            raise InvalidInput(
+                f"prompt {number} has masks, and {backbone.family} sees nothing after a block that it writes: "
+                'mode="full" fills them.'
+            )
     banned = banned_ids(backbone, options, mask_id)
     sequences = [
         new_sequence(prompt, options, mask_id=mask_id, seed=seed, number=number)
@@ -280,6 +289,7 @@ def start_sequences(
     for state in sequences:
         state.circuit, state.banned = circuit, banned
         state.block_size, state.family = backbone.block_size, backbone.family
+        state.causal_context = backbone.causal is not None and options.mode != "full"
         if options.published:
             ends = StopCondition() if options.stop is False else stop
             state.begin(published.loop_of(state).plan_steps(state, ends))
@@ -295,18 +305,24 @@ def options_for(backbone: Backbone, options: Options) -> Options:
     Raises InvalidInput for blocks and caches that the network cannot have.
     """
     size = backbone.block_size
+    length = size or backbone.spec.block_length
     changes: dict[str, Any] = {}
     if options.published:
         from codd.decoding import published  # which imports this module
 
         changes |= published.defaults(backbone, options)
-    if size is not None and "block_length" in options.unset:
-        changes = {"block_length": size, **changes}
+    if length is not None and "block_length" in options.unset:
+        changes = {"block_length": length, **changes}
     options = options.changed(**changes) if changes else options
     if options.cache is not None and (backbone.config.conditioning or backbone.config.token_dropout is not None):
         raise InvalidInput(
             f"cache={options.cache!r}: {backbone.family} is told the share of masks, so that nothing it computes stays "
             "as it was: leave the cache out."
+        )
+    if options.mode == "speculative" and not (options.published and backbone.causal is not None):
+        raise InvalidInput(
+            'mode="speculative" is the published loop of networks with a causal mode (Nemotron-Labs-Diffusion): give '
+            'preset="reference" and such a network, or another mode.'
         )
     if size is not None and options.mode == "full":
         raise InvalidInput(
@@ -381,6 +397,7 @@ def plan_steps(state: SequenceState) -> Iterator[StepPlan]:
     spans = [(max(0, start), min(len(masked), start + size)) for start in starts]
     if not options.fixed_count:
         for begin, end in spans:
+            yield from first_token(state, begin)
             while bool(state.masked[begin:end].any()):
                 yield StepPlan(begin, end, None, last=False)
             yield from edit_steps(state, begin, end)
@@ -390,10 +407,18 @@ def plan_steps(state: SequenceState) -> Iterator[StepPlan]:
     if "steps" in options.unset:
         steps = max(steps, len(sizes))
     for (begin, end), share in zip(spans, divide_steps(steps, sizes), strict=True):
-        for i in range(share):
+        first = list(first_token(state, begin)) if share > 1 or end - begin == 1 else []
+        yield from first  # a block that has one step is written at once
+        for i in range(len(first), share):
             if left := int(state.masked[begin:end].sum()):  # a constraint may have written more than was due
                 yield StepPlan(begin, end, -(-left // (share - i)), last=i == share - 1)
         yield from edit_steps(state, begin, end)
+
+
+def first_token(state: SequenceState, begin: int) -> Iterator[StepPlan]:
+    """Where the context is read causally: the step for the block's first token, which comes from the row before it."""
+    if state.causal_context and begin and bool(state.masked[begin]):
+        yield StepPlan(begin, begin + 1, 1, last=True, causal=True)
 
 
 def edit_steps(state: SequenceState, begin: int, end: int) -> Iterator[StepPlan]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from codd.backbones.backbone import Backbone
 from codd.circuits.protocol import ProbabilisticCircuit
 from codd.decoding.options import PUBLISHED_ORDERS, Options
-from codd.decoding.published import bidirectional, block_causal, remasking
+from codd.decoding.published import bidirectional, block_causal, causal_context, remasking
 from codd.decoding.samplers import StepInputs, StepResult
 from codd.decoding.sequence import SequenceState, StepPlan, StopCondition
 from codd.errors import InvalidInput
@@ -42,7 +42,9 @@ class Loop(Protocol):
 
 
 def loop_of(state: SequenceState) -> Loop:
-    """DPLM and block-causal families have loops of their own, all others LLaDA's or Dream's."""
+    """Nemotron, DPLM and block-causal families have loops of their own, all others LLaDA's or Dream's."""
+    if state.causal_context:
+        return causal_context
     if state.block_size is not None:
         return block_causal
     return remasking if state.family == "esm" else bidirectional
@@ -50,6 +52,8 @@ def loop_of(state: SequenceState) -> Loop:
 
 def defaults(backbone: Backbone, options: Options) -> dict[str, Any]:
     """What a family's loop decides where the options leave it open."""
+    if backbone.causal is not None and options.mode != "full":
+        return {"steps": None if "steps" in options.unset else options.steps, "threshold": options.threshold}
     if backbone.block_size is not None:
         return block_causal.defaults(backbone.family, backbone.block_size, options)
     return {"steps": remasking.STEPS} if backbone.family == "esm" and "steps" in options.unset else {}
@@ -66,7 +70,9 @@ def never_written(backbone: Backbone) -> set[int]:
 def check(backbone: Backbone, options: Options, circuit: ProbabilisticCircuit | None) -> None:
     """Raise InvalidInput for options that a family's published loop does not know, or a family that has none."""
     family, size = backbone.family, backbone.block_size
-    if size is None:
+    if backbone.causal is not None and options.mode != "full":
+        _check_causal_context(options, family, circuit)
+    elif size is None:
         _check_bidirectional(options, family, circuit)
     elif family not in block_causal.LOOPS:
         raise InvalidInput(f"{family} has no published loop with block-causal attention: leave the preset out.")
@@ -131,6 +137,24 @@ def _check_block_causal(options: Options, family: str, size: int, circuit: Proba
     if family != "fast_dllm" and options.block_length != size:
         raise InvalidInput(
             f"the published loop of {family} has no sub-blocks: give block_length {size}, not {options.block_length}."
+        )
+
+
+def _check_causal_context(options: Options, family: str, circuit: ProbabilisticCircuit | None) -> None:
+    """Raise InvalidInput for what Nemotron's published loops cannot do, or are not known to do here."""
+    _refuse(
+        temperature=options.temperature or None,
+        cfg_scale=options.cfg_scale or None,
+        remasking=options.remasking if options.remasking != "low_confidence" else None,
+        editing_threshold=options.editing_threshold,
+        steps=options.steps,
+        cache=options.cache,
+    )
+    _refuse_circuit(family, options, circuit)
+    if options.mode == "block" and options.gen_length % options.block_length:
+        raise InvalidInput(
+            f"the published loop of {family} writes whole blocks: give a gen_length that is a multiple of "
+            f"{options.block_length}, not {options.gen_length}."
         )
 
 

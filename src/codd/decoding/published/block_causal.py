@@ -95,7 +95,7 @@ def _llada2(state: SequenceState, size: int, stop: StopCondition) -> Iterator[St
 def _fast_dllm(state: SequenceState, size: int, stop: StopCondition) -> Iterator[StepPlan]:
     """The token after a finished block comes with the pass that stores the block; ends as soon as it can."""
     first, blocks = state.prompt_length // size * size, state.options.gen_length // size
-    _resize(state, first + blocks * size + 1)
+    resize(state, first + blocks * size + 1)
     if state.prompt_length == size:  # nothing stores the prompt: its blocks begin anew
         state.unseen = size
     for plan in _fast_dllm_plans(state, range(first, first + blocks * size, size)):
@@ -161,11 +161,12 @@ def _one_at_least(state: SequenceState, begin: int, end: int) -> Iterator[StepPl
 def _whole_blocks(state: SequenceState, size: int) -> list[tuple[int, int]]:
     """Fill up the last block with masks; the blocks from the one that has the prompt's end."""
     total = -(-len(state.ids) // size) * size
-    _resize(state, total)
+    resize(state, total)
     return [(begin, begin + size) for begin in range(state.prompt_length // size * size, total, size)]
 
 
-def _resize(state: SequenceState, length: int) -> None:
+def resize(state: SequenceState, length: int) -> None:
+    """Make a sequence longer, by masks at its end."""
     more = length - len(state.ids)
     state.ids = pad(state.ids, (0, more), value=state.mask_id)
     state.given = pad(state.given, (0, more), value=False)
