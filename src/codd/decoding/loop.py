@@ -172,8 +172,9 @@ def step_inputs(state: SequenceState) -> Generator[Any, Any, StepInputs]:
     count = len(positions)
     edits = _edits(state, editable, [each[count:] for each in logits]) if len(wanted) > count else None
     changed = _changed(state, positions, [each[:count] for each in logits])
-    conditioned = state.circuit is not None and state.circuit.feature_width is not None
-    return StepInputs(state, positions, changed, state.circuit, hidden[0] if conditioned else None, span[0], edits)
+    circuit = None if state.plan.causal else state.circuit
+    conditioned = circuit is not None and circuit.feature_width is not None
+    return StepInputs(state, positions, changed, circuit, hidden[0] if conditioned else None, span[0], edits)
 
 
 def hidden_state_requests(state: SequenceState, span: Window) -> list[HiddenStateRequest]:
