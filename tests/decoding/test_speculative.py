@@ -18,7 +18,7 @@ from codd.decoding.samplers import token_distribution
 from codd.decoding.speculative import Draft, draft_tokens, judge, verdict
 from codd.errors import InvalidInput
 from tests.support.small_denoisers import network
-from tests.support.tiny_models import random_hmm
+from tests.support.tiny_models import biased, random_hmm
 
 CPU = torch.device("cpu")
 VOCAB, MASK = 5, 4
@@ -247,6 +247,31 @@ def test_the_null_circuit_drafts_what_the_network_does_alone(checker, temperatur
 
 def random_null() -> codd.HMM:
     return codd.HMM.neutral(3, VOCAB)
+
+
+def test_where_nothing_is_accepted_the_checker_goes_on_alone(checker):
+    one, two = (torch.zeros(VOCAB).scatter(0, torch.tensor([token]), 99.0) for token in (1, 2))
+    model = codd.Model(biased(tiny_model().backbone, one), None, None, MASK)
+    steps = list(model.denoise([PROMPT], mode="speculative", verifier=biased(checker, two), gen_length=50))
+    assert steps[-1].ids[len(PROMPT) :].tolist() == [2] * 50
+    drafts = [step.number for step in steps if not len(step.positions)]
+    assert 5 < len(drafts) < 20
+    assert max(drafts) > 30, "it is tried again"
+
+
+@pytest.mark.parametrize("cache", ["prefix", "dual"])
+def test_a_cache_of_the_context_changes_drafts_alone(checker, cache):
+    model, prompts = tiny_model(), [PROMPT, [3], [1, 0, 2, 2, 0, 1]]
+    given = {"mode": "speculative", "verifier": checker, "gen_length": 20, "block_length": 6}
+    plain_steps, steps = (list(model.denoise(prompts, cache=kind, **given)) for kind in (None, cache))
+    for number in range(len(prompts)):
+        own, others = ([step for step in each if step.sequence == number] for each in (steps, plain_steps))
+        assert torch.equal(own[-1].ids, others[-1].ids)
+        later = [step for step in own if not len(step.positions)][1:]
+        assert later
+        for step in later:
+            end = step.window[1]
+            assert 0 < step.computed < step.computed + step.cached == end
 
 
 def test_it_stops_before_a_text_and_at_the_end(bundled):

@@ -12,12 +12,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from codd import files
-from codd.backbones import Backbone, Tokenizer, load_checkpoint, mini
+from codd.backbones import Backbone, Tokenizer, causal
 from codd.backbones.backbone import take_positions
-from codd.backbones.causal import load_causal_lm
-from codd.backbones.config import Config
-from codd.backbones.loading import MODEL_FILES
 from codd.distributed import choose_device
 from codd.errors import InvalidInput
 from codd_lab.text.judging import NUMBERS, Network, TransformersNetwork
@@ -71,47 +67,12 @@ def load_causal(name: str | os.PathLike[str], device: str | torch.device | None 
     In float32; no code of a checkpoint runs. Raises FormatError for files that cannot be read, InvalidInput for a model
     that is not causal.
     """
-    where, folder = choose_device(device), files.local_folder(name, MODEL_FILES)
-    if mini.recognises(Config.read(folder)):
-        found = load_checkpoint(folder, device=where)
-        return CausalModel(found.backbone, found.tokenizer, where, found.backbone.max_length)
-    model = load_causal_lm(folder)
-    network = TransformersNetwork(model.to(where))
-    tokenizer = Tokenizer.from_folder(folder, vocab_size=network.vocab_size)
-    return CausalModel(network, tokenizer, where, getattr(model.config, "max_position_embeddings", None))
+    where = choose_device(device)
+    found = causal.load_causal(name, where, torch.float32)
+    network = found.network if isinstance(found.network, Backbone) else TransformersNetwork(found.network)
+    return CausalModel(network, found.tokenizer, where, found.max_length)
 
 
-def as_causal(causal: "Backbone | CausalModel") -> CausalModel:
+def as_causal(given: "Backbone | CausalModel") -> CausalModel:
     """A network of ours as a causal model."""
-    return CausalModel(causal) if isinstance(causal, Backbone) else causal
-
-
-def on_shared_tokens(logits: Float[Tensor, "B S C"], vocab_size: int) -> Float[Tensor, "B S V"]:
-    """Logits over the denoiser's tokens: those that it lacks are cut off, those that only it has are impossible."""
-    missing = max(0, vocab_size - logits.shape[-1])
-    return torch.nn.functional.pad(logits[..., :vocab_size], (0, missing), value=-torch.inf)
-
-
-def check_shared(causal: CausalModel, vocab_size: int, mask_id: int) -> None:
-    """Raise InvalidInput if the causal model lacks tokens of the denoiser other than the mask."""
-    missing = set(range(causal.vocab_size, vocab_size)) - {mask_id}
-    if missing:
-        raise InvalidInput(
-            f"the causal model has {causal.vocab_size} tokens, the network {vocab_size}, {min(missing)} for one beyond "
-            "them that is not the mask: DCD needs one tokenizer for both."
-        )
-
-
-def check_tokenizers(causal: CausalModel, tokenizer: Tokenizer) -> None:
-    """Raise InvalidInput if a token that both know has two ids: the models would read different texts."""
-    if causal.tokenizer is None or causal.tokenizer is tokenizer:
-        return
-    theirs = causal.tokenizer.backend.get_vocab(with_added_tokens=True)
-    ours = tokenizer.backend.get_vocab(with_added_tokens=True)
-    shared = {token: id for token, id in ours.items() if id < causal.vocab_size and id != tokenizer.mask_id}
-    for token, id in shared.items():
-        if theirs.get(token) != id:
-            raise InvalidInput(
-                f"the causal model reads other tokens: {token!r} is {id} for the network and "
-                f"{theirs.get(token, 'nothing')} for it. DCD needs one tokenizer for both."
-            )
+    return CausalModel(given) if isinstance(given, Backbone) else given

@@ -24,6 +24,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from codd.backbones.backbone import Backbone
+from codd.backbones.causal import check_same_tokens, on_shared_tokens
 from codd.coupling.gap import (
     BLOCK_LENGTH,
     RATIOS,
@@ -38,7 +39,7 @@ from codd.coupling.gap import (
     reveal_order,
     rows_at_once,
 )
-from codd_lab.likelihood.causal import CausalModel, as_causal, check_shared, on_shared_tokens
+from codd_lab.likelihood.causal import CausalModel, as_causal
 
 
 @torch.no_grad()
@@ -62,7 +63,7 @@ def dcd_scores(
     check_blocks(ids, starts, ratios, block_length, mask_id, backbone.vocab_size)
     check_grid(backbone.block_size, starts, block_length)
     causal = as_causal(causal)
-    check_shared(causal, backbone.vocab_size, mask_id)
+    check_same_tokens(causal.vocab_size, None, backbone.vocab_size, mask_id, None)
     counts = masked_counts(ratios, block_length)
     order = reveal_order(len(ids), block_length, seed)
     stops = set(counts.values())

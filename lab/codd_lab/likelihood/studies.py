@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from codd.backbones import Backbone, Tokenizer
+from codd.backbones.causal import check_same_tokens
 from codd.circuits import ProbabilisticCircuit
 from codd.coupling.gap import BLOCK_LENGTH, RATIOS, BlockScores, block_scores, check_grid, joined, summary
 from codd.data.sources import source_place
@@ -22,7 +23,7 @@ from codd.decoding.model import Model
 from codd.errors import InvalidInput
 from codd.evaluation.statistics import bootstrap_interval
 from codd_lab.likelihood import continuations
-from codd_lab.likelihood.causal import CausalModel, as_causal, check_tokenizers
+from codd_lab.likelihood.causal import CausalModel, as_causal
 from codd_lab.likelihood.continuations import CONTEXTS, CONTINUATION, PartProgress, part
 from codd_lab.likelihood.copula import dcd_scores
 from codd_lab.likelihood.corpora import (
@@ -221,7 +222,8 @@ def _parts(
     if tokenizer is None:
         raise InvalidInput("this checkpoint has no tokenizer files, so that texts cannot be read.")
     if beside is not None:
-        check_tokenizers(beside, tokenizer)
+        own = model.backbone.vocab_size, model.mask_id, tokenizer
+        check_same_tokens(beside.vocab_size, beside.tokenizer, *own)
     if count < 1:
         raise InvalidInput(f"a study needs at least one text of each corpus, found {count}.")
     for name in corpora:

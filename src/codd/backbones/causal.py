@@ -110,26 +110,35 @@ def check_causal(backbone: Backbone, name: object) -> Backbone:
     return backbone
 
 
-def check_same_tokens(causal: CausalModel, vocab_size: int, mask_id: int, tokenizer: Tokenizer | None) -> None:
-    """Raise InvalidInput unless every token of a network but its mask is the causal model's, by the same id.
+def check_same_tokens(
+    size: int, theirs: Tokenizer | None, vocab_size: int, mask_id: int, tokenizer: Tokenizer | None
+) -> None:
+    """Raise InvalidInput unless every token of a network but its mask is a causal model's, by the same id.
 
     Tables need not have one size: some are padded, and denoisers of GPT-2's tokens have the mask behind them. Where a
     tokenizer is not known, ids are taken to mean the same.
+
+    Args:
+        size: How many tokens the causal model has.
+        theirs: Its tokenizer.
+        vocab_size: How many tokens the network has.
+        mask_id: The network's mask.
+        tokenizer: The network's tokenizer.
     """
-    missing = set(range(causal.vocab_size, vocab_size)) - {mask_id}
+    missing = set(range(size, vocab_size)) - {mask_id}
     if missing:
         raise InvalidInput(
-            f"the causal model has {causal.vocab_size} tokens, the network {vocab_size}, {min(missing)} for one beyond "
-            "them that is not the mask: both must have the same tokens."
+            f"the causal model has {size} tokens, the network {vocab_size}, {min(missing)} for one beyond them that is "
+            "not the mask: both must have the same tokens."
         )
-    if tokenizer is None or causal.tokenizer is None or causal.tokenizer is tokenizer:
+    if tokenizer is None or theirs is None or theirs is tokenizer:
         return
-    theirs = causal.tokenizer.backend.get_vocab(with_added_tokens=True)
+    known = theirs.backend.get_vocab(with_added_tokens=True)
     for token, id in tokenizer.backend.get_vocab(with_added_tokens=True).items():
-        if id < causal.vocab_size and id != mask_id and theirs.get(token) != id:
+        if id < size and id != mask_id and known.get(token) != id:
             raise InvalidInput(
                 f"the causal model reads other tokens: {token!r} is {id} for the network and "
-                f"{theirs.get(token, 'nothing')} for it. Both must have the same tokens."
+                f"{known.get(token, 'nothing')} for it. Both must have the same tokens."
             )
 
 

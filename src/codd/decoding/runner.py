@@ -4,7 +4,8 @@ Block-causal networks: keys and values of a finished block depend on nothing tha
 exact. The pass that begins a block also computes the one before it once more, now that its tokens are final, and what
 it stores then stays. With sub-blocks ``cache="dual"`` computes the sub-block alone, once its first token is known:
 Fast-dLLM v2's block cache, an approximation. Bidirectional networks: a full pass at the beginning of each block, whose
-states count; until the next one all before the block ("prefix") or outside of it ("dual") is seen as it was then.
+states count; until the next one all before the block ("prefix") or outside of it ("dual") is seen as it was then. A
+draft of ``mode="speculative"`` computes what it drafts, and what the draft before it saw as masks.
 """
 
 from collections.abc import Sequence
@@ -154,7 +155,7 @@ class Slot:
 
     number: int
     stored: int = 0
-    """Of a block-causal network: positions from 0 on whose keys and values are final."""
+    """Positions from 0 on whose keys and values are final, or of drafts: are those of tokens, not of masks."""
     block: Window | None = None
     """The block at whose beginning the latest full pass, or pass over the whole block, was made."""
     age: int = 0
@@ -346,11 +347,14 @@ class CachedRunner(FullRecompute):
         begin, size = max(0, begin - self.backbone.shift), self.backbone.block_size
         if size is not None:
             return self._rows_of_blocks(request, slot, begin, size)
-        block = (plan.begin, plan.end)
+        block = (0, 0) if options.mode == "speculative" else (plan.begin, plan.end)  # drafts are of one text
+        seen_as_masks, slot.stored = slot.stored, begin
         if slot.block != block or (options.refresh is not None and slot.age >= options.refresh):
             slot.block, slot.age = block, 0
             return 0, length
         slot.age += 1
+        if options.mode == "speculative":
+            return seen_as_masks, length
         return begin, end if options.cache == "dual" else length
 
     def _rows_after_context(self, slot: Slot, plan: StepPlan, begin: int, end: int) -> Window:

@@ -50,7 +50,9 @@ FOLDER = "causal"
 FIRST_DRAFT = 16
 """Tokens of a sequence's first draft."""
 MEMORY = 0.5
-"""The weight of the latest round in the average of accepted tokens that the next draft's length follows."""
+"""The weight of the latest draft in the average of accepted tokens that the next draft's length follows."""
+PATIENCE = 0.1
+"""What each check without a draft adds to that average, so that drafts are tried again."""
 
 
 class Draft(NamedTuple):
@@ -147,13 +149,15 @@ class Speculation:
     def plan_steps(self, state: SequenceState) -> Iterator[StepPlan]:
         """A draft and, as the ``last`` step of each round, a check, which writes one token more than it accepts.
 
+        Where less than one token of a draft was accepted lately, checks come without drafts: plain causal decoding.
         The draft's window is a block after the text, or what is left of a block-causal network's block.
         """
         size = state.block_size
         while (begin := state.settled) < len(state.ids):
             end = begin + state.options.block_length if size is None else (begin // size + 1) * size
             end = min(end, len(state.ids))
-            count = min(round(1.5 * self._accepted) + 2, end - begin, len(state.ids) - begin - 1)
+            wanted = 2 + round(1.5 * self._accepted) if self._accepted >= 1 else 0
+            count = min(wanted, end - begin, len(state.ids) - begin - 1)
             if count:
                 yield StepPlan(begin, end, count, last=False)
             yield StepPlan(begin, begin + count + 1, count + 1, last=True)
@@ -195,7 +199,7 @@ class Speculation:
         written = Writes(torch.arange(begin, begin + len(tokens)), tokens.cpu(), scores)
         check_scores(state, written)
         top = log_p.topk(min(state.alternatives, log_p.shape[-1]), dim=-1)
-        self._accepted += MEMORY * (accepted - self._accepted) if len(draft.tokens) else 0
+        self._accepted += MEMORY * (accepted - self._accepted) if len(draft.tokens) else PATIENCE
         self._draft = None
         return _committed(
             state,
@@ -247,11 +251,11 @@ def begin(model: "Model", sequences: Sequence[SequenceState], verifier: Any) -> 
 
 def checker_for(model: "Model", verifier: Any) -> CausalModel:
     """The model that checks: ``verifier``, or the network's own causal mode, or the one in the model's folder."""
-    backbone, own = model.backbone, None if model.folder is None else model.folder / FOLDER
+    backbone, beside = model.backbone, None if model.folder is None else model.folder / FOLDER
     if verifier is None and backbone.causal is not None:
         return CausalModel(backbone.causal, model.tokenizer, backbone.max_length)
-    if verifier is None and own is not None and own.is_dir():
-        verifier = own
+    if verifier is None and beside is not None and beside.is_dir():
+        verifier = beside
     if verifier is None:
         raise InvalidInput(
             'mode="speculative" needs a causal model that checks the drafts, and this network '
@@ -269,7 +273,8 @@ def checker_for(model: "Model", verifier: Any) -> CausalModel:
     if isinstance(checker.network, Backbone):
         check_causal(checker.network, "the verifier")
     assert model.mask_id is not None
-    check_same_tokens(checker, backbone.vocab_size, model.mask_id, model.tokenizer)
+    own = backbone.vocab_size, model.mask_id, model.tokenizer
+    check_same_tokens(checker.vocab_size, checker.tokenizer, *own)
     return checker
 
 
