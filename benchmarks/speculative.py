@@ -11,7 +11,7 @@ intervals over texts (95%).
 import argparse
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,7 @@ def main() -> None:
 
 def texts(model: codd.Model, args: argparse.Namespace) -> Iterator[tuple[str, list[int], Any]]:
     """Kind, prompt and answer; problems and passages in turn, so that an early stop leaves both."""
+    assert model.tokenizer is not None
     passages = iter(json_lines(args.passages)) if args.passages else iter(())
     for problem in problems(args.count, seed=args.seed):
         yield "problems", model.encode(problem.question)[0], problem.answer
@@ -136,7 +137,7 @@ def report(results: dict[str, Any]) -> None:
             )
 
 
-def ratio(pairs: list[tuple[float, float]]) -> str:
+def ratio(pairs: Sequence[tuple[float, float]]) -> str:
     """A sum over another, with its interval."""
     totals, counts = np.array(pairs, dtype=np.float64).T
     low, high = bootstrap_interval(ratio_of_sums(totals, counts), len(pairs))

@@ -50,11 +50,11 @@ def load_causal(source: str | os.PathLike[str], device: torch.device) -> CausalM
         raise FormatError(f"{source}: has no tokenizer files, so that its samples mean nothing to another network.")
     if isinstance(found.network, Backbone):
         special = found.network.special
-        eos, bos, never = special.eos, special.bos, (special.mask, special.pad)
+        eos, bos, never = special.eos, special.bos, [special.mask, special.pad]
     else:
         config = found.network.config
         eos = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
-        bos, never = config.bos_token_id, ()
+        bos, never = config.bos_token_id, []
     unwritten = tuple(id for id in never if id is not None and id != eos)
     begin = eos if bos is None else bos
     return CausalModel(found.network, found.tokenizer, begin, eos, unwritten, found.max_length, device)

@@ -117,8 +117,8 @@ class Choice(Expressed):
 class JsonSchema(Expressed):
     """JSON texts that are valid under a schema, compact, with at most one space after each comma and colon.
 
-    Objects have the properties that the schema names, in its order, and no others unless ``additional`` is set; what the
-    schema leaves open nests three deep, and a definition contains itself at most three times, or less where the
+    Objects have the properties that the schema names, in its order, and no others unless ``additional`` is set; what
+    the schema leaves open nests three deep, and a definition contains itself at most three times, or less where the
     automaton would be too large.
 
     >>> JsonSchema({"properties": {"age": {"type": "integer", "minimum": 0}}, "required": ["age"]}).schema["required"]

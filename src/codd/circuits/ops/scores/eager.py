@@ -17,7 +17,8 @@ def scores(
     if ev.device.type != "cpu":  # where listing rows would wait for the device
         emitted = emission.log_rows(latents.flatten(), positions.flatten()).view(*ev.shape, vocab)
         return ev.dense_log_weights(vocab, dtype) + torch.where(observed[..., None], 0.0, emitted)
-    b, t = at = (~observed).nonzero(as_tuple=True)
+    b, t = (~observed).nonzero(as_tuple=True)
+    at = b, t
     found = ev.dense_log_weights(vocab, dtype, at) + emission.log_rows(latents[at], t)
     if ev.tokens is None or len(b) == observed.numel():
         return found.view(*ev.shape, vocab)
