@@ -63,6 +63,7 @@ def describe_values(info: OptionInfo) -> str:
             "ids": "ids",
             "hooks": "functions",
             "constraint": "a language",
+            "verifier": "a causal model, a folder",
             "stop": "`True`, `False`, a text, texts",
             "seed": "whole, or one a prompt",
         }[info.kind]
