@@ -3,6 +3,7 @@
 import importlib
 import math
 import re
+from pathlib import Path
 
 import pytest
 
@@ -43,6 +44,20 @@ def test_names_of_our_code_resolve(path):
 def test_links_to_files_lead_somewhere(path):
     broken = [link for link in LINK.findall(path.read_text()) if not (path.parent / link).exists()]
     assert not broken
+
+
+def test_the_tree_names_files_that_exist():
+    named = re.findall(r"`([\w/]+\.py)`", (ROOT / "docs" / "tree.md").read_text())
+    there = {
+        part for room in ("src/codd", "lab/codd_lab") for path in (ROOT / room).rglob("*.py") for part in names(path)
+    }
+    assert len(named) > 40
+    assert not set(named) - there
+
+
+def names(path: Path) -> list[str]:
+    """The ends of a path by which the tree may call it."""
+    return ["/".join(path.parts[i:]) for i in range(len(path.parts))]
 
 
 def test_a_name_that_does_not_exist_is_found():
