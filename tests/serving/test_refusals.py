@@ -44,7 +44,7 @@ DENOISE: list[Row] = [
     *(({"gen_length": value}, 422, "gen_length", "") for value in (-1, 2**31)),
     ({"max_new_tokens": -1}, 422, "max_new_tokens", "must be at least 0"),
     ({"temperature": "1"}, 422, "temperature", "must be a number"),
-    ({"mode": "blok"}, 422, "mode", "'block' or 'full'"),
+    ({"mode": "blok"}, 422, "mode", "must be 'block', 'full'"),
     ({"mode": LONG}, 422, "mode", ""),
     *(({"ban": value}, 422, "ban", "") for value in ([-1], [1.5], 3)),
     *(({"seed": value}, 422, "seed", "") for value in (2**63, [1, 2])),
