@@ -234,15 +234,14 @@ class _Planner:
             message = f"{field}: only the samplers any_order and factorized know what else a token could have been."
             raise APIError(400, message, field)
         assert isinstance(options.seed, int)
-        each = [options.changed(seed=options.seed + choice) for choice in range(body.choices)]
-        found = [first.state, *(self.model.start([first.ids], chosen)[0] for chosen in each[1:])]
-        for state in found:
-            state.alternatives = logprobs or 0
-        first = replace(first, stops=body.stops, logprobs=logprobs)
-        return [
-            replace(first, state=state, options=chosen, choice=choice)
-            for choice, (state, chosen) in enumerate(zip(found, each, strict=True))
-        ]
+        found = [replace(first, stops=body.stops, logprobs=logprobs)]
+        for choice in range(1, body.choices):
+            chosen = options.changed(seed=options.seed + choice)
+            [state] = self.model.start([first.ids], chosen)
+            found.append(replace(found[0], state=state, options=chosen, choice=choice))
+        for each in found:
+            each.state.alternatives = logprobs or 0
+        return found
 
     def _length(self) -> tuple[str, int]:
         """The name of the field with the length, and the length: the requested or the usual one."""

@@ -1,7 +1,6 @@
 """From denoising steps to responses: text, OpenAI chunks and denoise events, as the steps come from the engine."""
 
 from collections.abc import AsyncIterator, Hashable, Sequence
-from dataclasses import fields
 
 from codd.decoding import Model, Step
 from codd.serving.detokenizer import Detokenizer
@@ -31,7 +30,7 @@ class GeneratedSequence:
         self.request = SequenceRequest(generation.state, client, deadline, results)
         self.detokenizer = Detokenizer(generation, model)
         self.steps = self.circuit_steps = self.computed = self.cached = 0
-        self._prompt_tokens = generation.prompt_tokens(model.mask_id)
+        self.prompt_tokens = generation.prompt_tokens(model.mask_id)
         self._logprobs = None if generation.logprobs is None else TokenLogprobs(generation, pieces)
         self.new_logprobs: list[TokenLogprob] = []
         """Of the tokens whose text the latest step added."""
@@ -57,30 +56,18 @@ class GeneratedSequence:
         held = [self.detokenizer.held] if self.detokenizer.held else []
         return [*held, *pieces.provisional(self._ids[self.detokenizer.settled : self.generation.end_text])]
 
-    @property
-    def usage(self) -> Usage:
-        """The usage so far."""
-        return Usage(
-            self._prompt_tokens,
-            self.detokenizer.tokens,
-            self.steps,
-            self.circuit_steps,
-            self.computed,
-            self.cached,
-            self.request.seconds,
-            self.request.queued_seconds,
-        )
 
-
-def total_usage(sequences: Sequence[GeneratedSequence]) -> Usage:
-    """The usage of a whole response; a prompt counts once, however many choices it has."""
-    usages = [sequence.usage for sequence in sequences]
-    total = {field.name: sum(getattr(usage, field.name) for usage in usages) for field in fields(Usage)}
-    first = [usage for usage, sequence in zip(usages, sequences, strict=True) if not sequence.generation.choice]
+def usage_of(*sequences: GeneratedSequence) -> Usage:
+    """The usage of a response so far; a prompt counts once, however many choices it has."""
     return Usage(
-        **total
-        | {"prompt_tokens": sum(usage.prompt_tokens for usage in first)}
-        | {name: max(getattr(usage, name) for usage in usages) for name in ("seconds", "queued_seconds")}
+        prompt_tokens=sum(each.prompt_tokens for each in sequences if not each.generation.choice),
+        completion_tokens=sum(each.detokenizer.tokens for each in sequences),
+        steps=sum(each.steps for each in sequences),
+        circuit_steps=sum(each.circuit_steps for each in sequences),
+        computed=sum(each.computed for each in sequences),
+        cached=sum(each.cached for each in sequences),
+        seconds=max(each.request.seconds for each in sequences),
+        queued_seconds=max(each.request.queued_seconds for each in sequences),
     )
 
 
@@ -106,7 +93,7 @@ async def full_response(
         (sequence.detokenizer.text, sequence.detokenizer.reason, _logprobs(sequence, each, form, pieces))
         for sequence, each in zip(sequences, found, strict=True)
     ]
-    return form.full(texts, total_usage(sequences))
+    return form.full(texts, usage_of(*sequences))
 
 
 def _logprobs(
@@ -146,7 +133,7 @@ async def stream_chunks(
         if ended:
             yield sse_event(form.chunk(number, form.text(), reason))
     if form.include_usage:
-        yield sse_event(form.usage_chunk(total_usage(sequences)))
+        yield sse_event(form.usage_chunk(usage_of(*sequences)))
     yield DONE
 
 
@@ -165,7 +152,7 @@ async def response_events(
         if form.body.codd_provisional and not sequence.detokenizer.finished:
             yield form.provisional(sequence.provisional(pieces))
     found = sequence.detokenizer
-    for event in form.end(found.text, all_logprobs, found.reason, sequence.usage):
+    for event in form.end(found.text, all_logprobs, found.reason, usage_of(sequence)):
         yield event
 
 
@@ -180,6 +167,6 @@ async def denoise_events(
         sequence.add(step)
         yield "step", step_event(step, pieces)
     text = None if model.tokenizer is None else sequence.detokenizer.text
-    usage = sequence.usage.as_json()
+    usage = usage_of(sequence).as_json()
     done = {"text": text, "finish_reason": sequence.detokenizer.reason, "tokens": usage["completion_tokens"]}
     yield "done", {**done, **usage["codd"]}
