@@ -234,20 +234,6 @@ class TestMemory:
         runner.release(first[0])
         assert len(list(denoise(runner, second))) == 4
 
-    def test_with_and_without_in_one_step(self):
-        net = backbone("llada_mha")
-        kinds: list[Any] = [None, "dual", None]
-        sequences = [
-            start_sequences(net, [prompt], Options(gen_length=8, steps=4, cache=kind), mask_id=mask_of(net))[0]
-            for prompt, kind in zip(PROMPTS, kinds, strict=True)
-        ]
-        for number, state in enumerate(sequences):
-            state.number = number
-        steps = list(denoise(CachedRunner(net, slots=1, length=40), sequences))
-        for number, (prompt, kind) in enumerate(zip(PROMPTS, kinds, strict=True)):
-            alone = steps_of(net, [prompt], gen_length=8, steps=4, cache=kind)
-            assert [s.ids.tolist() for s in steps if s.sequence == number] == [s.ids.tolist() for s in alone]
-
 
 class TestBatches:
     """As a GPU evaluates them: sequences of unequal lengths and numbers of rows in few passes."""

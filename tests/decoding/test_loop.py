@@ -208,23 +208,6 @@ class TestHowMany:
         assert len(run(tiny(), [[1]], gen_length=8, block_length=8, threshold=1.0)) == 8
         assert len(run(tiny(), [[1]], gen_length=8, block_length=8, threshold=0.0)) == 1
 
-    def test_entropy_budget(self):
-        backbone = tiny()
-        steps = run(backbone, [[1, 2]], gen_length=16, block_length=16, entropy_budget=4.0)
-        assert {len(step.positions) for step in steps} - {1}
-        ids = torch.tensor([1, 2, *[MASK] * 16])
-        for step in steps:
-            logits = backbone(ids[None])[0].double()
-            logits[:, MASK] = -torch.inf
-            p = logits.softmax(-1)
-            entropies = torch.special.entr(p).sum(-1)
-            order = p.amax(-1).masked_fill(ids != MASK, -1).argsort(descending=True, stable=True)
-            left = int((ids == MASK).sum())
-            sums = entropies[order[:left]].cumsum(0)
-            assert len(step.positions) == max(1, int((sums < 4.0).sum()))
-            assert step.positions.tolist() == order[: len(step.positions)].tolist()
-            ids = step.ids
-
 
 class TestSeeds:
     OPTIONS = MappingProxyType(

@@ -1,15 +1,12 @@
 """Circuits that listen to the network, in every way of decoding: they get the states of what the network saw."""
 
 import functools
-import itertools
-from itertools import pairwise
 from types import MappingProxyType
 
 import pytest
 import torch
 from torch import Tensor
 
-import codd
 from codd.backbones import Backbone
 from codd.circuits import Modulated
 from codd.coupling import Coupled
@@ -22,51 +19,6 @@ from tests.support.tiny_models import MASK, VOCAB, detouring, last, modulated, o
 
 PROMPTS = [[1, 2, 3], [4]]
 SIZES = MappingProxyType({"gen_length": 12, "block_length": 6, "steps": 4})
-WAYS = [
-    {"sampler": "latent"},
-    {"sampler": "any_order"},
-    {"sampler": "factorized"},
-    {"sampler": "latent", "temperature": 1.0, "remasking": "random", "circuit_temperature": 0.7},
-    {"sampler": "latent", "tempering": "paper", "circuit_temperature": 0.7},
-    {"sampler": "latent", "activation": 0.7},
-    {"sampler": "any_order", "threshold": 0.3, "steps": None},
-    {"sampler": "any_order", "entropy_budget": 2.0, "steps": None},
-    {"sampler": "any_order", "temperature": 1.0, "top_p": 0.9},
-    {"sampler": "any_order", "remasking": "entropy"},
-    {"cfg_scale": 1.5},
-    {"preset": "reference"},
-]
-
-
-def assert_same(found: list[Step], wanted: list[Step]) -> None:
-    assert len(found) == len(wanted) > 0
-    for a, b in zip(found, wanted, strict=True):
-        assert (a.sequence, a.window, a.circuit, a.mask_ratio) == (b.sequence, b.window, b.circuit, b.mask_ratio)
-        assert a.positions.tolist() == b.positions.tolist()
-        assert a.ids.tolist() == b.ids.tolist()
-        torch.testing.assert_close(a.scores, b.scores, rtol=1e-4, atol=1e-5)
-        assert not a.scores.requires_grad
-
-
-class TestSilent:
-    """A head that says nothing."""
-
-    @pytest.mark.parametrize(
-        ("way", "mode"),
-        [
-            *zip(WAYS, itertools.cycle(["block", "full"]), strict=False),
-            ({"sampler": "latent"}, "full"),
-            ({"sampler": "any_order"}, "block"),
-            ({"sampler": "latent", "activation": 0.7}, "full"),
-        ],
-        ids=str,
-    )
-    def test_it_decodes_as_its_hmm(self, way, mode):
-        hmm = random_hmm(window=6)
-        options = {**SIZES, "mode": mode, "seed": 3, **way}
-        assert_same(
-            run(tiny(), PROMPTS, circuit=modulated(hmm), **options), run(tiny(), PROMPTS, circuit=hmm, **options)
-        )
 
 
 @functools.cache
@@ -242,12 +194,3 @@ def test_a_captured_step_hears_every_window_anew(options, kind, monkeypatch):
     assert changed
     assert len(cuda_graphs._STEPS[circuit].graphs) == 1
     del cuda_graphs._STEPS[circuit]
-
-
-def test_the_steps_of_a_run_share_no_state():
-    """Two runs at once of one model do not hear each other's states."""
-    first = run(tiny(), [[1]], circuit=loud("both"), **SIZES)
-    streams = [codd.Model(tiny(), loud("both"), None, MASK).denoise([[k]], **SIZES) for k in (1, 2)]
-    woven = list(zip(*streams, strict=True))
-    assert [pair[0].ids.tolist() for pair in woven] == [step.ids.tolist() for step in first]
-    assert all(a.ids.tolist() != b.ids.tolist() for a, b in pairwise(first))

@@ -215,8 +215,7 @@ def _parts(
 
     A denoiser without tokenizer files, as SEDD is published, has its texts read by the causal model's tokenizer.
     """
-    if model.mask_id is None:
-        raise InvalidInput("this checkpoint does not say which token is the mask: codd.load(..., mask_id=...).")
+    mask_id = model.known_mask
     beside = None if causal is None else as_causal(causal)
     tokenizer = model.tokenizer or (None if beside is None else beside.tokenizer)
     if tokenizer is None:
@@ -234,7 +233,7 @@ def _parts(
             )
         if source is not None:
             source_place(source, data or Path())
-    return tokenizer, model.mask_id
+    return tokenizer, mask_id
 
 
 def _settings(

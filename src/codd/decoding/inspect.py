@@ -106,16 +106,16 @@ def inspect(
 
 def _sequence(model: Model, ids: Sequence[int], written: Sequence[int], options: Options) -> SequenceState:
     """The sequence as the loop would have it."""
-    assert model.mask_id is not None
-    state = new_sequence(ids, options.changed(gen_length=0), mask_id=model.mask_id)
+    mask = model.known_mask
+    state = new_sequence(ids, options.changed(gen_length=0), mask_id=mask)
     state.given[list(written)] = False
-    state.circuit, state.banned = model.circuit, banned_ids(model.backbone, options, model.mask_id)
+    state.circuit, state.banned = model.circuit, banned_ids(model.backbone, options, mask)
     state.block_size = model.backbone.block_size
     if options.constraint is not None:
         automaton = model.automaton(options.constraint).without(state.banned.tolist())
         read = [*written, *state.masked.nonzero()[:, 0].tolist()]
         alone = HMM.neutral(1, model.backbone.vocab_size).to(model.backbone.device)
-        state.constraint = SequenceConstraint(automaton, (min(read), max(read) + 1), model.mask_id, alone)
+        state.constraint = SequenceConstraint(automaton, (min(read), max(read) + 1), mask, alone)
         state.constraint.check(state.ids, 0)
     return state
 
@@ -190,8 +190,7 @@ def _beliefs(log_p: Float[Tensor, "M V"], count: int, allowed: Bool[Tensor, "M V
 
 def _check(model: Model, ids: Sequence[int], window: Sequence[int], candidates: int, written: Sequence[int]) -> Window:
     """The window, if all that was given makes sense; the first word of an error is the field at fault."""
-    if model.mask_id is None:
-        raise InvalidInput("this checkpoint does not say which token is the mask: codd.load(..., mask_id=...).")
+    mask = model.known_mask
     vocab, limit = model.backbone.vocab_size, model.backbone.max_length
     wrong = [token for token in ids if not _whole(token) or not 0 <= token < vocab]
     if wrong:
@@ -210,7 +209,7 @@ def _check(model: Model, ids: Sequence[int], window: Sequence[int], candidates: 
     longest = LONGEST if fixed is None else min(fixed, LONGEST)
     if end - begin > longest:
         raise InvalidInput(f"window must be of at most {longest} positions, found {end - begin}.")
-    if model.mask_id not in ids[begin:end]:
+    if mask not in ids[begin:end]:
         raise InvalidInput(f"window [{begin}, {end}] holds no mask: there is nothing to look at.")
     return begin, end
 

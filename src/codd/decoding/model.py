@@ -128,6 +128,13 @@ class Model:
         return self
 
     @property
+    def known_mask(self) -> int:
+        """``mask_id``; InvalidInput if neither the checkpoint nor its caller gave it."""
+        if self.mask_id is None:
+            raise InvalidInput("this checkpoint does not say which token is the mask: codd.load(..., mask_id=...).")
+        return self.mask_id
+
+    @property
     def stop_ids(self) -> frozenset[int]:
         """The ids of the tokens that end an answer: end-of-text and ends of a turn."""
         ids = {self.backbone.special.eos, *self.backbone.spec.stop_ids}
@@ -257,14 +264,12 @@ class Model:
         self, prompt: Prompt, form: Form, *, chat: bool | None = None, max_states: int = MAX_STATES
     ) -> Callable[[], Decider]:
         """What makes the network call of `decide`: for those who choose where that is done."""
-        if self.mask_id is None:
-            raise InvalidInput("this checkpoint does not say which token is the mask: codd.load(..., mask_id=...).")
         pad = self.backbone.special.pad
         pads = () if pad is None else (pad,)
         compiled = form.compile(self.vocabulary, sorted(self.stop_ids), pads, max_states=max_states)
         [ids] = encode_prompts([prompt], self.tokenizer, chat=chat)
-        check_room(self.backbone, self.circuit, compiled, ids, self.mask_id)
-        return partial(Decider, self.backbone, self.circuit, compiled, ids, self.mask_id)
+        check_room(self.backbone, self.circuit, compiled, ids, self.known_mask)
+        return partial(Decider, self.backbone, self.circuit, compiled, ids, self.known_mask)
 
     def _started(self, prompts: Prompts, options: Options, chat: bool | None) -> list[SequenceState]:
         """The sequences of a run; says what is missing where a prompt has no mask to fill, or prose has no pace."""
@@ -284,8 +289,6 @@ class Model:
 
     def start(self, ids: Sequence[Sequence[int]], options: Options) -> list[SequenceState]:
         """The sequences of a run before their first step, checked: for those who take the steps themselves."""
-        if self.mask_id is None:
-            raise InvalidInput("this checkpoint does not say which token is the mask: codd.load(..., mask_id=...).")
         if options.stop_strings and self.tokenizer is None:
             raise InvalidInput("this checkpoint has no tokenizer, so that it cannot stop at a text: give stop=True.")
         decode = self.tokenizer.decode if self.tokenizer is not None and options.stop_strings else None
@@ -294,7 +297,7 @@ class Model:
             self.backbone,
             ids,
             options,
-            mask_id=self.mask_id,
+            mask_id=self.known_mask,
             circuit=self.circuit,
             stop=stop,
             automaton=None if options.constraint is None else self.automaton(options.constraint),

@@ -16,7 +16,6 @@ from torch import Tensor
 from codd.coupling import Coupled
 from codd.decoding import Model, Options
 from codd.decoding.runner import pad_left
-from codd.errors import InvalidInput
 from codd.evaluation.gap import circuit_length
 
 
@@ -49,10 +48,8 @@ def score_continuations(
     options: Options = Options(),  # noqa: B008 frozen
 ) -> list[Score]:
     """Score several continuations in batches; a score does not depend on the others of its batch."""
-    if model.mask_id is None:
-        raise InvalidInput("this checkpoint does not say which token is the mask: codd.load(..., mask_id=...).")
     size = min(options.block_length, circuit_length(model.circuit))
-    blocks = [block for i, request in enumerate(requests) for block in _blocks(i, request, size, model.mask_id)]
+    blocks = [block for i, request in enumerate(requests) for block in _blocks(i, request, size, model.known_mask)]
     totals, greedy = [0.0] * len(requests), [True] * len(requests)
     at_once = max(1, len(requests))
     for begin in range(0, len(blocks), at_once):
@@ -74,8 +71,7 @@ def _blocks(number: int, request: ScoringRequest, size: int, mask_id: int) -> li
 
 
 def _scored(model: Model, blocks: Sequence[_Block], options: Options) -> list[Score]:
-    backbone, mask_id = model.backbone, model.mask_id
-    assert mask_id is not None
+    backbone, mask_id = model.backbone, model.known_mask
     pad = backbone.special.pad if backbone.special.pad is not None else 0
     ids, valid = pad_left([block.shown for block in blocks], pad, backbone.device)
     states = backbone.states(ids, valid)

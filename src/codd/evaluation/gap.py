@@ -8,7 +8,6 @@ from torch import Tensor
 from codd.circuits import ProbabilisticCircuit
 from codd.coupling.gap import BLOCK_LENGTH, RATIOS, Progress, block_scores, summary
 from codd.decoding.model import Model
-from codd.errors import InvalidInput
 
 
 def misspecification(
@@ -45,14 +44,12 @@ def misspecification(
     Raises:
         InvalidInput: The texts hold no such blocks, or the network gives no numbers.
     """
-    if model.mask_id is None:
-        raise InvalidInput("this checkpoint does not say which token is the mask: codd.load(..., mask_id=...).")
     scores = block_scores(
         model.backbone,
         {} if model.circuit is None else {"": model.circuit},
         ids,
         starts,
-        mask_id=model.mask_id,
+        mask_id=model.known_mask,
         block_length=block_length or circuit_length(model.circuit, model.backbone.block_size),
         ratios=ratios,
         seed=seed,
