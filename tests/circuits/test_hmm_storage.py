@@ -5,9 +5,9 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from codd.circuits import HMM, Evidence, Factors, ops
-from codd.circuits.storage import CONFIG_FILE, write_folder
-from codd.errors import FormatError, InvalidCircuit
+from codd.circuits import HMM, Evidence, ops
+from codd.circuits.storage import CONFIG_FILE
+from codd.errors import InvalidCircuit
 from tests.support.strategies import LAYOUTS, generator, make_evidence, make_hmm
 
 
@@ -49,49 +49,6 @@ def test_the_configuration_says_what_the_circuit_is(tmp_path):
     HMM.random(3, 5, length=4).save(tmp_path)
     config = json.loads((tmp_path / CONFIG_FILE).read_text())
     assert (config["circuit"], config["num_states"], config["vocab_size"], config["window"]) == ("hmm", 3, 5, 4)
-
-
-# What cannot be loaded.
-
-
-def test_a_circuit_of_another_type_is_refused(tmp_path):
-    write_folder(tmp_path, {"circuit": "tree"}, {"log_initial": torch.zeros(1)})
-    with pytest.raises(FormatError, match=r"type 'tree', expected 'hmm'"):
-        HMM.load(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["log_initial", "log_transition", "log_emission"])
-def test_a_missing_tensor_is_named(name, tmp_path):
-    hmm = make_hmm("dense")
-    tensors = {
-        "log_initial": hmm.log_initial,
-        "log_transition": hmm.log_transition,
-        "log_emission": hmm.log_emission,
-    }
-    del tensors[name]
-    write_folder(tmp_path, {"circuit": "hmm"}, tensors)
-    with pytest.raises(FormatError, match=f"no tensor '{name}"):
-        HMM.load(tmp_path)
-
-
-@pytest.mark.parametrize("window", ["x", 0, -3, 2.0, True, [4], 10**30])
-def test_a_window_that_is_no_number_is_refused(window, tmp_path):
-    for hmm in (make_hmm("dense"), HMM.from_factors(Factors.near_neutral(2, 3))):
-        write_folder(tmp_path, {**hmm.description(), "window": window}, hmm.stored())
-        with pytest.raises(FormatError, match="window must be a number of positions"):
-            HMM.load(tmp_path)
-
-
-def test_rows_that_do_not_sum_to_one_are_refused(tmp_path):
-    hmm = make_hmm("dense")
-    tensors = {
-        "log_initial": hmm.log_initial,
-        "log_transition": hmm.log_transition,
-        "log_emission": hmm.log_emission + 1,
-    }
-    write_folder(tmp_path, {"circuit": "hmm"}, tensors)
-    with pytest.raises(InvalidCircuit, match=r"log_emission sums to 2\.718"):
-        HMM.load(tmp_path)
 
 
 # Types.

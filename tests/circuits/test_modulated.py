@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,11 +10,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import codd
-from codd.circuits import HMM, Factors, Head, HeadConfig, Modulated, load_circuit, storage
+from codd.circuits import HMM, Factors, Head, HeadConfig, Modulated, load_circuit
 from codd.circuits.modulated import WAVES, widened
-from codd.circuits.storage import CONFIG_FILE, WEIGHTS_FILE, write_folder
-from codd.errors import CoddError, FormatError
-from tests.support.strategies import generator, shape_checks
+from codd.circuits.storage import CONFIG_FILE, WEIGHTS_FILE
+from tests.support.strategies import generator
 
 N, V, R, D, B, L = 4, 6, 3, 8, 2, 5
 MASKED = torch.tensor([[True, False, True, True, False], [True, True, True, True, True]])
@@ -206,72 +204,3 @@ def test_half_precision_is_near_and_small(circuit, tmp_path):
         assert_close(a, b, rtol=1e-2, atol=5e-2)
     again = Modulated.load(found.save(tmp_path / "again", half=True))
     assert same_head(again, found)
-
-
-def test_load_circuit_reads_both_and_each_reader_its_own(tmp_path):
-    hmm = make_hmm()
-    hmm.save(tmp_path / "plain")
-    Modulated(hmm, Head(SIZES["both"])).save(tmp_path / "modulated")
-    assert isinstance(load_circuit(tmp_path / "plain"), HMM)
-    assert isinstance(load_circuit(tmp_path / "modulated"), Modulated)
-    with pytest.raises(FormatError, match=r"type 'modulated', expected 'hmm': use codd\.load_circuit"):
-        HMM.load(tmp_path / "modulated")
-    with pytest.raises(FormatError, match="type 'hmm', expected 'modulated'"):
-        Modulated.load(tmp_path / "plain")
-    write_folder(tmp_path / "tree", {"circuit": "tree"}, {"x": torch.zeros(1)})
-    with pytest.raises(FormatError, match="type 'tree': known are 'hmm', 'modulated', 'graph'"):
-        load_circuit(tmp_path / "tree")
-
-
-def without(name: str) -> Callable[[dict], dict]:
-    return lambda found: {key: x for key, x in found.items() if key != name}
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (without("head.latents.weight"), "head's tensors do not fit .*latents.weight"),
-        (lambda found: {**found, "head.more": torch.zeros(1)}, "head's tensors do not fit .*more"),
-        (lambda found: {**found, "head.gates.bias": torch.zeros(R + 1)}, "head's tensors do not fit .*gates.bias"),
-        (lambda found: {**found, "head.gates.bias": torch.full((R,), math.nan)}, "head's gates.bias holds NaN"),
-        (without("emission_left"), "no tensor 'emission_left'"),
-        (without("initial_logits"), "no tensor 'log_transition"),
-    ],
-)
-def test_damaged_tensors_are_named_in_one_line(change, message, tmp_path):
-    Modulated(make_hmm(), Head(SIZES["both"])).save(tmp_path)
-    config, tensors = storage.read_folder(tmp_path)
-    write_folder(tmp_path, config, change(tensors))
-    with pytest.raises(FormatError, match=message) as error:
-        load_circuit(tmp_path)
-    assert "\n" not in str(error.value)
-    assert str(tmp_path) in str(error.value)
-
-
-GOOD = dataclasses.asdict(SIZES["both"])
-
-
-@pytest.mark.parametrize(
-    "head",
-    [
-        None,
-        "wide",
-        {},
-        {"features": D},
-        {**GOOD, "colour": 1},
-        {**GOOD, "features": "many"},
-        {**GOOD, "features": -20},
-        {**GOOD, "dropout": 7.0},
-        {**GOOD, "states": N + 1},
-        {**GOOD, "hidden": 2**40},  # which would take more memory than there is
-    ],
-    ids=str,
-)
-def test_a_description_that_is_none_of_a_head_is_refused(head, tmp_path):
-    Modulated(make_hmm(), Head(SIZES["both"])).save(tmp_path)
-    config, tensors = storage.read_folder(tmp_path)
-    config.pop("head")
-    write_folder(tmp_path, config if head is None else {**config, "head": head}, tensors)
-    with shape_checks(False), pytest.raises(CoddError, match="head") as error:
-        load_circuit(tmp_path)
-    assert "\n" not in str(error.value)

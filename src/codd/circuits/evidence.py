@@ -295,12 +295,16 @@ class Evidence:
             return 1.0 / self.temperature.float()
         return torch.full((self.shape[0],), 1.0 / self.temperature, device=self.device)
 
-    def log_weights(self, dtype: torch.dtype | None = None) -> Float[Tensor, "B L V"]:
+    def log_weights(self, dtype: torch.dtype | None = None, at: Index = EVERYWHERE) -> Float[Tensor, "*R V"]:
         """The dense log-weights of all tokens, of logits their log-softmax; in float32 or better."""
-        potentials = self.potentials
-        assert potentials is not None
-        dtype = dtype or torch.promote_types(potentials.dtype, torch.float32)
-        return log_softmax(tempered(potentials, self.heat(dtype), dtype)) if self.normalised else potentials.to(dtype)
+        assert self.potentials is not None
+        given = self.potentials[at]
+        dtype = dtype or torch.promote_types(given.dtype, torch.float32)
+        if not self.normalised:
+            return given.to(dtype)
+        heat = self.heat(dtype)
+        heat = heat.expand(*self.shape, 1)[at] if isinstance(heat, Tensor) else heat
+        return log_softmax(tempered(given, heat, dtype))
 
     def heat(self, dtype: torch.dtype) -> float | Float[Tensor, "B 1 1"]:
         """The temperature in the shape that logits are divided with."""
@@ -334,12 +338,9 @@ class Evidence:
         kind = self.kind[at][..., None]
         out = torch.zeros(*kind.shape[:-1], vocab_size, dtype=dtype, device=self.device)
         if self.potentials is not None:
-            given, heat = self.potentials[at], self.heat(dtype)
-            if self.normalised:
-                heat = heat.expand(*self.shape, 1)[at] if isinstance(heat, Tensor) else heat
-                given = log_softmax(tempered(given, heat, dtype))
+            given = self.log_weights(dtype, at)
             whole = self.device.type == "cpu" and bool((kind == Kind.DENSE).all())
-            out = given.to(dtype) if whole else torch.where(kind == Kind.DENSE, given.to(dtype), out)
+            out = given if whole else torch.where(kind == Kind.DENSE, given, out)
         if self.sparse is not None:
             tail = self.sparse.log_tail_weight(vocab_size)[at].to(dtype)[..., None].expand_as(out)
             listed = tail.scatter(-1, self.sparse.ids[at], self.sparse.log_weights[at].to(dtype))

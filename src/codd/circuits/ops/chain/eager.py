@@ -42,8 +42,7 @@ def messages(
         done = native.chain_pass(factors[0], first, values, norms, reverse, not absorb, every)
     if done is None:
         gates = None if transition.gates is None else transition.gates[0].transpose(0, 1)
-        given = (factors, gates, first, values, norms)
-        done = _pass(*given, reverse, keep_messages=not absorb)
+        done = _pass(factors, gates, first, values, norms, reverse, keep_messages=not absorb)
     out = done[0] if absorb else done[1]
     total = _scales(norms[..., 0], leaf.log_scale[..., 0].transpose(0, 1), reverse, absorb)
     if transition.gates is not None:

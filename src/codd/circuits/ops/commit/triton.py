@@ -5,7 +5,6 @@ the longest chain of dependent loads in each.
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 import triton
@@ -27,19 +26,15 @@ LARGEST = 128
 """Positions, and candidates, of a sequence that one program chooses from: a tile that registers hold."""
 
 
-class Tiling(NamedTuple):
-    """How many candidates and states one program reads at a time."""
+def tiling_for(rows: int, count: int, states: int, chip: int = 128) -> tuple[int, int]:
+    """How many candidates and states one program reads at a time: about one program a multiprocessor.
 
-    candidates: int
-    states: int
-
-
-def tiling_for(rows: int, count: int, states: int, chip: int = 128) -> Tiling:
-    """About one program a multiprocessor; the interpreter gets small tiles, so that small shapes have several."""
+    The interpreter gets small tiles, so that small shapes have several.
+    """
     if INTERPRETED:
-        return Tiling(8, 16)
+        return 8, 16
     each = triton.next_power_of_2(max(1, rows * count // chip))
-    return Tiling(min(16, each), min(1024, triton.next_power_of_2(states)))
+    return min(16, each), min(1024, triton.next_power_of_2(states))
 
 
 @triton.jit
@@ -441,8 +436,8 @@ def candidate_marginals(
     """log p of the candidates at every position, in one launch; anything in sequences with nothing open."""
     batch, length, count, states = columns.shape
     out = torch.empty(batch, length, count, device=columns.device)
-    plan = tiling_for(batch * length, count, states)
-    _marginals[(batch * length, triton.cdiv(count, plan.candidates))](
+    wide, deep = tiling_for(batch * length, count, states)
+    _marginals[(batch * length, triton.cdiv(count, wide))](
         forward.contiguous(),
         backward.contiguous(),
         leaf.contiguous(),
@@ -458,9 +453,9 @@ def candidate_marginals(
         states,
         OPEN=open_ is not None,
         L=triton.next_power_of_2(length),
-        K=plan.candidates,
-        N=plan.states,
-        num_warps=8 if plan.candidates * plan.states > 4096 else 4,
+        K=wide,
+        N=deep,
+        num_warps=8 if wide * deep > 4096 else 4,
     )
     return out
 
