@@ -16,7 +16,7 @@ ROOM = bundled().backbone.max_length
 assert ROOM is not None
 USER, SYSTEM = {"role": "user", "content": "one"}, {"role": "system", "content": "Be brief."}
 NAMED = {"type": "function", "function": {"name": "stop"}}
-UNSUPPORTED, FORBIDDEN = {"a": {"multipleOf": 0.3}}, {"name": "a", "schema": {"not": {}}}
+UNSUPPORTED, FORBIDDEN = {"a": {"unevaluatedItems": {}}}, {"name": "a", "schema": {"unevaluatedItems": {}}}
 QUICK: dict[str, Any] = {"sampler": "latent", "steps": 4}
 LONG = "x" * 10_000
 JSON = {"Content-Type": "application/json"}
@@ -32,7 +32,7 @@ GUIDED: list[Row] = [
     ({"guided_regex": ".*a.{12}"}, 400, "guided_regex", "too large"),
     ({"guided_regex": "(" * 500 + ")" * 500}, 400, "guided_regex", ""),
     ({"guided_regex": "a", "guided_choice": ["a"]}, 400, "guided_choice", "guided_regex and guided_choice"),
-    ({"guided_json": {"properties": UNSUPPORTED}}, 400, "guided_json", "#/properties/a/multipleOf"),
+    ({"guided_json": {"properties": UNSUPPORTED}}, 400, "guided_json", "#/properties/a/unevaluatedItems"),
     ({"guided_choice": [f"{i:x}" * 9 for i in range(1000, 2000)]}, 400, "guided_choice", "too large"),
 ]
 DENOISE: list[Row] = [
@@ -141,7 +141,12 @@ CHAT: list[Row] = [
     ({"tools": [tool("f", UNSUPPORTED)], "tool_choice": "required"}, 400, "tools", ""),
     ({"tools": TOOLS, "tool_choice": "required", "guided_choice": ["a"]}, 400, "guided_choice", "tools and guided"),
     ({"response_format": {"type": "json_object"}, "guided_choice": ["a"]}, 400, "guided_choice", "response_format and"),
-    ({"response_format": {"type": "json_schema", "json_schema": FORBIDDEN}}, 400, "response_format", "#/not"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": FORBIDDEN}},
+        400,
+        "response_format",
+        "#/unevaluatedItems",
+    ),
     ({"guided_regex": r"\d{40}", "max_tokens": 8}, 400, "guided_regex", ""),
     ({"guided_regex": "a*", "stop": ["aa"]}, 400, "stop", ""),
     ({"guided_regex": "a*", "preset": "reference", "steps": 2, "max_tokens": 4}, 400, "guided_regex", ""),
