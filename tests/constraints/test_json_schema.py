@@ -149,6 +149,14 @@ def test_lengths_count_characters_not_bytes(single_bytes):
 def test_patterns_are_looked_for_within_the_string(single_bytes):
     assert accepted({"pattern": "b"}, single_bytes, '"abc"', '"ac"') == [True, False]
     assert accepted({"pattern": "^b|c$"}, single_bytes, '"bx"', '"xc"', '"xbx"') == [True, True, False]
+    assert accepted({"pattern": r"^(\d+)?$|^$"}, single_bytes, '""', '"12"', '"1x"') == [True, True, False]
+    assert accepted({"pattern": "(^[^5]*$)|7"}, single_bytes, '"12"', '"57"', '"5"') == [True, True, False]
+    assert accepted({"pattern": "^(?!b$)(?=.c|b).*$"}, single_bytes, '"b"', '"bc"', '"ac"', '"a"') == [
+        False,
+        True,
+        True,
+        False,
+    ]
     assert accepted({"pattern": r"^\d$"}, single_bytes, '"1"', '"٣"', '"1\\n"') == [True, False, False]
 
 

@@ -221,8 +221,7 @@ def _parts(
     if tokenizer is None:
         raise InvalidInput("this checkpoint has no tokenizer files, so that texts cannot be read.")
     if beside is not None:
-        own = model.backbone.vocab_size, model.mask_id, tokenizer
-        check_same_tokens(beside.vocab_size, beside.tokenizer, *own)
+        check_same_tokens(beside.vocab_size, beside.tokenizer, model.backbone.vocab_size, mask_id, tokenizer)
     if count < 1:
         raise InvalidInput(f"a study needs at least one text of each corpus, found {count}.")
     for name in corpora:

@@ -14,12 +14,13 @@ from codd.constraints.expressions import LAST, NOTHING, Chars, Expression, Graph
 from codd.constraints.tables import DFA, Table, minimal, trimmed, unique_rows
 from codd.errors import EmptyLanguage, InvalidConstraint
 
-MAX_STATES = 4096
+MAX_STATES = 16_384
 """The largest number of states of a compiled automaton, unless the caller gives another."""
 MAX_COPIES = 100_000
 """The largest number of states of a nondeterministic automaton, and of characters that a constraint is written in."""
 _MAX_WORK = 10_000_000  # moves looked at while subsets are built: some seconds
 _MAX_ENTRIES = 8_000_000  # of a table over characters: 32 MB
+_MAX_INNER = 16_384  # states of a part of an expression
 SLACK = 4
 """How many times the states of the result a stage before it may have."""
 
@@ -38,20 +39,20 @@ def byte_dfa(expression: Expression, max_states: int = MAX_STATES) -> DFA:
 
 def combined(expressions: Sequence[Expression], accepts: Callable[[Sequence[bool]], bool]) -> Expression:
     """The texts of the first expression that ``accepts`` takes, given which of the expressions match them."""
-    dfa, steps = _character_dfa(expressions, lambda matched: matched[0] and accepts(matched), SLACK * MAX_STATES)
+    dfa, steps = _character_dfa(expressions, lambda matched: matched[0] and accepts(matched), _MAX_INNER)
     return _graph(dfa, steps)
 
 
 def classified(expressions: Sequence[Expression]) -> dict[tuple[bool, ...], Expression]:
     """The texts of the first expression by which of the expressions match them."""
     found: dict[tuple[bool, ...], list[int]] = {}
-    states = iter(range(SLACK * MAX_STATES))
+    states = iter(range(_MAX_INNER))
 
     def accepts(matched: Sequence[bool]) -> bool:
         found.setdefault(tuple(matched), []).append(next(states))
         return False
 
-    dfa, steps = _character_dfa(expressions, accepts, SLACK * MAX_STATES)
+    dfa, steps = _character_dfa(expressions, accepts, _MAX_INNER)
     parts = {}
     for matched, ends in found.items():
         if matched[0]:

@@ -29,7 +29,7 @@ TRUE, FALSE = Formula(0, "and", (), (), True), Formula(1, "or", (), (), True)
 
 def _key(atom: Atom) -> str:
     """What an atom depends on: the name of a property, or `ANYTHING`."""
-    if atom[:2] in (("object", "required"), ("object", "property")):
+    if atom[:2] in (("object", "required"), ("object", "absent"), ("object", "property")):
         return f"={atom[2]}"
     return "holds" if atom[0] == "holds" else ANYTHING
 

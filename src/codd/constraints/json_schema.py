@@ -179,7 +179,7 @@ class Schemas:
     def _counted(self, kind: str, what: str, least: int, most: int | None) -> list[Formula]:
         """At least and at most so many."""
         said = [self.formulas.literal(kind, what, least)] if least else []
-        return said if most is None else [*said, self.formulas.literal(kind, what, most + 1, positive=False)]
+        return said if most is None else [*said, self.formulas.literal(kind, "below", most + 1)]
 
     def _all_of(self, schema: Any, path: str, opened: Any) -> tuple[Formula, Mentions]:
         mentions = Mentions()
@@ -343,7 +343,7 @@ class Schemas:
         literal = self.formulas.literal
         said = [literal("array", "contains", part, 1 if least is None else least)] if least != 0 else []
         if most is not None:
-            said.append(literal("array", "contains", part, most + 1, positive=False))
+            said.append(literal("array", "rarer", part, most + 1))
         return self.formulas.all(said), {}
 
     def _unique(self, schema: Any, path: str, opened: Any) -> tuple[Formula, Mentions]:
@@ -376,8 +376,8 @@ class Schemas:
         if others is not True:
             part = self.held(others, f"{base}/additionalProperties", opened)
             said.append(self.formulas.literal("object", "others", tuple(named), tuple(patterns), part))
-            if others is not False:
-                mentions["others", ""] = TRUE
+        if others is not False and "additionalProperties" in schema:
+            mentions["others", ""] = TRUE
         return self.formulas.all(said), mentions
 
     def _property_names(self, schema: Any, path: str, opened: Any) -> tuple[Formula, Mentions]:
@@ -391,15 +391,15 @@ class Schemas:
     def _dependencies(self, schema: Any, path: str, opened: Any) -> tuple[Formula, Mentions]:
         said, mentions = [], Mentions()
         for name, needed in _object(schema[path.rpartition("/")[2]], path).items():
-            has = self.formulas.literal("object", "required", name)
+            lacks = self.formulas.literal("object", "absent", name)
             if isinstance(needed, list | str):
                 names = _names([needed] if isinstance(needed, str) else needed, f"{path}/{name}")
                 says: Formula = self.formulas.all(self.formulas.literal("object", "required", other) for other in names)
                 inner: Mentions = dict.fromkeys(names, TRUE)
             else:
                 says, inner = self._of(needed, f"{path}/{name}", opened)
-            said.append(self.formulas.any((self.formulas.negation(has), says)))
-            self._mention(mentions, inner, has)
+            said.append(self.formulas.any((lacks, says)))
+            self._mention(mentions, inner, self.formulas.negation(lacks))
         return self.formulas.all(said), mentions
 
 

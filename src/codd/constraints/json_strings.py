@@ -84,9 +84,10 @@ def written(formula: Formula) -> Expression:
 def plain(formula: Formula) -> Expression:
     """The strings for which a formula over atoms of strings holds, by themselves."""
     parts = formula.parts if formula.joins == "and" else (formula,)
-    if formula is not FALSE and all(part.atom[1:2] == ("length",) for part in parts):
-        least = max((part.atom[2] for part in parts if part.positive), default=0)
-        most = min((part.atom[2] - 1 for part in parts if not part.positive), default=None)
+    if formula is not FALSE and all(part.atom[1:2] in (("length",), ("below",)) for part in parts):
+        lower = [part.atom[2] for part in parts if part.positive == (part.atom[1] == "length")]
+        upper = [part.atom[2] - 1 for part in parts if part.positive == (part.atom[1] == "below")]
+        least, most = max(lower, default=0), min(upper, default=None)
         return NOTHING if most is not None and most < least else Repeat(ANY, least, most)
     if not formula.joins and formula.positive:
         return _expression(formula.atom)
@@ -117,6 +118,8 @@ def _expression(atom: Atom) -> Expression:
     what, value = atom[1], atom[2]
     if what == "length":
         return Repeat(ANY, value, None)
+    if what == "below":
+        return Repeat(ANY, 0, value - 1)
     if what == "among":
         return Either(tuple(map(text, value)))
     return parse_search(value) if what == "pattern" else parse(FORMATS[value], unicode=False)

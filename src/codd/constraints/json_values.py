@@ -32,7 +32,11 @@ _SPACE = optional(text(" "))
 _COMMA, _COLON = then(",", _SPACE), then(":", _SPACE)
 _HOLDS = frozenset(("holds",))
 _SINGLE = {"null": None, "true": True, "false": False}
+_AT_LEAST = {("count", True), ("length", True), ("below", False)}
 _FIRSTS = ("^[0-9]", "^[a-f]", "^[g-l]", "^[m-r]", "^[s-z]")
+_ARRAY_KEEPS = {"item", "items", "unique", "below", "rarer"}
+"""What holds of an array that ends."""
+_OBJECT_KEEPS = {"absent", "property", "matching", "others", "names", "below"}
 _MAX_UNIQUE = 8
 _MAX_STEPS = 20_000
 
@@ -47,18 +51,19 @@ _Place = tuple[Any, ...]
 class Values:
     """Writes the values of one schema."""
 
-    def __init__(self, schemas: Schemas, *, additional: bool, any_depth: int, longest: int):
+    def __init__(self, schemas: Schemas, *, additional: bool, every_type: bool, any_depth: int, longest: int):
         """Write the values of a schema.
 
         Args:
             schemas: the schema, as it is read.
             additional: whether properties that no schema names are allowed.
+            every_type: whether values are allowed of types that no keyword speaks of.
             any_depth: how deep arrays and objects nest that the schema leaves open.
             longest: how many characters a string has at most that the schema gives a maximum, or items an array.
         """
         self._longest = longest
         self._schemas, self._formulas = schemas, schemas.formulas
-        self._additional, self._any_depth = additional, any_depth
+        self._additional, self._every_type, self._any_depth = additional, every_type, any_depth
         self._known: dict[int, Expression] = {}
         self._open = [Either((json_strings.ANY_STRING, json_numbers.ANY_NUMBER, *map(text, TYPES[:3])))]
         for _ in range(any_depth):
@@ -86,7 +91,7 @@ class Values:
         if whole is TRUE:
             return self._open[self._any_depth]
         kinds = {kind: self._of_type(whole, kind) for kind in TYPES}
-        if not self._additional and all(atom[0] != "is" for atom in atoms(whole)):
+        if not self._every_type and all(atom[0] != "is" for atom in atoms(whole)):
             spoken = {kind: says for kind, says in kinds.items() if says is not TRUE}
             kinds = spoken if any(says is not FALSE for says in spoken.values()) else kinds
         parts = [self._value(kind, says, mentions) for kind, says in kinds.items() if says is not FALSE]
@@ -129,12 +134,12 @@ class Values:
 
     def _shortened(self, says: Formula) -> Formula:
         """With smaller counts where there are maxima that only few texts come near to."""
-        most = [part.atom for part in literals(says) if part.atom[1] == "length" and not part.positive]
-        least = max((part.atom[2] for part in literals(says) if part.atom[1] == "length" and part.positive), default=0)
-        if least >= self._longest or all(atom[2] <= self._longest + 1 for atom in most):
+        counts = [part for part in literals(says) if part.atom[1] in ("length", "below")]
+        least = [part.atom[2] for part in counts if (part.atom[1], part.positive) in _AT_LEAST]
+        most = [part.atom for part in counts if (part.atom[1], part.positive) not in _AT_LEAST]
+        if max(least, default=0) >= self._longest or all(atom[2] <= self._longest + 1 for atom in most):
             return says
-        kind = most[0][0]
-        return self._formulas.all((says, self._formulas.literal(kind, "length", self._longest + 1, positive=False)))
+        return self._formulas.all((says, self._formulas.literal(most[0][0], "below", self._longest + 1)))
 
     def _enclosed(self, opening: str, depth: int) -> Expression:
         """An array or object of which nothing is said, with values of a depth."""
@@ -185,7 +190,7 @@ class Values:
 
         def ends(place: _Place) -> bool:
             kind, state = place
-            return kind != "item" and holds(state, lambda atom: atom[1] in ("item", "items", "unique"))
+            return kind != "item" and holds(state, lambda atom: atom[1] in _ARRAY_KEEPS)
 
         return then("[", self._graph(("start", says), moves, ends), "]")
 
@@ -195,11 +200,11 @@ class Values:
 
         def change(atom: Atom) -> Formula | None:
             what, arguments = atom[1], atom[2:]
-            if what == "length":
-                return literal("array", "length", arguments[0] - 1) if arguments[0] > 1 else TRUE
-            if what == "contains":
+            if what in ("length", "below"):
+                return self._counted(atom)
+            if what in ("contains", "rarer"):
                 part, count = arguments
-                one = literal("array", "contains", part, count - 1) if count > 1 else TRUE
+                one = literal("array", what, part, count - 1) if count > 1 else TRUE if what == "contains" else FALSE
                 missed = all_of((literal("holds", part, positive=False), literal(*atom)))
                 return any_of((all_of((literal("holds", part), one)), missed))
             if what == "unique":
@@ -253,10 +258,12 @@ class Values:
             return self._enclosed("{", self._any_depth - 1)
         names = [name for name in mentions if isinstance(name, str)]
         for atom in atoms(says):
-            names += [atom[2]] if atom[1] in ("required", "property") else atom[2] if atom[1] == "others" else ()
+            names += (
+                [atom[2]] if atom[1] in ("required", "absent", "property") else atom[2] if atom[1] == "others" else ()
+            )
         names = list(dict.fromkeys(names))
         said = literals(says)
-        apart = any(part.positive and part.atom[1] == "count" and part.atom[2] > 1 for part in said)
+        apart = any(part.atom[2] > 1 for part in said if (part.atom[1], part.positive) in _AT_LEAST)
         open_to = [m for m in mentions if isinstance(m, tuple) and m[0] != "closed"]
         kinds = self._kinds(names, says, mentions, apart) if open_to or not closed else []
         told = ("matching", "others", "names")
@@ -290,7 +297,7 @@ class Values:
                     yield EMPTY, ("member", state, index + 1)
 
         def ends(place: _Place) -> bool:
-            return place[0] in ("start", "after") and holds(place[1], lambda atom: atom[1] in ("property", *told))
+            return place[0] in ("start", "after") and holds(place[1], lambda atom: atom[1] in _OBJECT_KEEPS)
 
         return then("{", self._graph(("start", says, 0), moves, ends), "}")
 
@@ -337,12 +344,14 @@ class Values:
 
         def change(atom: Atom) -> Formula | None:
             what, arguments = atom[1], atom[2:]
-            if what in ("required", "property"):
-                return (
-                    (TRUE if what == "required" else self._formulas.literal("holds", arguments[1]))
-                    if arguments[0] == name
-                    else None
-                )
+            if what in ("required", "absent", "property") and arguments[0] != name:
+                return None
+            if what == "required":
+                return TRUE
+            if what == "absent":
+                return FALSE
+            if what == "property":
+                return self._formulas.literal("holds", arguments[1])
             if what == "names":
                 whole = self._of_type(self._schemas.read(arguments[0])[0], "string")
                 return None if json_strings.satisfies(whole, name) else FALSE
@@ -379,9 +388,11 @@ class Values:
         return self._formulas.all((self._formulas.literal("holds", atom[-1]), self._formulas.literal(*atom)))
 
     def _counted(self, atom: Atom) -> Formula | None:
-        if atom[1] != "count":
+        """What a count says of the rest."""
+        kind, what, count = atom[:3]
+        if what not in ("length", "count", "below"):
             return None
-        return self._formulas.literal("object", "count", atom[2] - 1) if atom[2] > 1 else TRUE
+        return self._formulas.literal(kind, what, count - 1) if count > 1 else FALSE if what == "below" else TRUE
 
     def _graph(
         self,

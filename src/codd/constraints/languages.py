@@ -117,7 +117,7 @@ class Choice(Expressed):
 class JsonSchema(Expressed):
     """JSON texts that are valid under a schema, compact, with at most one space after each comma and colon.
 
-    Objects have the properties that the schema names, in its order, and no others unless ``additional`` is set; what
+    Objects have the properties that the schema names, in its order, and no others unless ``additional`` is set. What
     the schema leaves open nests three deep, and a definition contains itself at most three times, or less where the
     automaton would be too large.
 
@@ -170,17 +170,24 @@ class JsonSchema(Expressed):
         return _read(self.source, self.additional, 0).expression
 
     def dfa(self, max_states: int) -> DFA:
-        """The texts as an automaton over the bytes of UTF-8; less deep where they would be too many."""
+        """The texts as an automaton over the bytes of UTF-8; less deep where they would be too many.
+
+        Where no value is left without properties that the schema does not name, they are allowed.
+        """
         for attempt in range(len(_ATTEMPTS)):
             try:
                 return byte_dfa(_read(self.source, self.additional, attempt).expression, max_states)
             except TooLarge:
                 if attempt == len(_ATTEMPTS) - 1:
                     raise
+            except EmptyLanguage:
+                if self.additional:
+                    raise
+                return byte_dfa(_read(self.source, self.additional, attempt, True).expression, max_states)
         raise AssertionError
 
 
-_ATTEMPTS = ((3, 3, 10**6), (2, 2, 200), (1, 1, 60))
+_ATTEMPTS = ((3, 3, 10**6), (2, 2, 200), (1, 1, 60), (1, 0, 60))
 """How often a definition contains itself, how deep arrays and objects nest that the schema leaves open, and how long
 strings and arrays with a maximum are: less of it where the automaton would be too large."""
 
@@ -191,18 +198,21 @@ class _Schema(NamedTuple):
 
 
 @lru_cache(maxsize=8)
-def _read(source: str, additional: bool, attempt: int) -> _Schema:
-    """A schema as an expression, at the largest depths that are not too large; attempts before are left out."""
+def _read(source: str, additional: bool, attempt: int, opened: bool = False) -> _Schema:
+    """A schema as an expression, at the largest depths that are not too large; attempts before are left out.
+
+    ``opened``: objects are not closed, though nothing else that the schema does not name is allowed.
+    """
     refs, depth, longest = _ATTEMPTS[attempt]
     schemas = Schemas(json.loads(source), refs)
-    values = Values(schemas, additional=additional, any_depth=depth, longest=longest)
+    values = Values(schemas, additional=additional or opened, every_type=additional, any_depth=depth, longest=longest)
     root = schemas.part(json.loads(source), "#")
     try:
         expression = values.of(schemas.formulas.literal("holds", root))
     except TooLarge:
         if attempt == len(_ATTEMPTS) - 1:
             raise
-        return _read(source, additional, attempt + 1)
+        return _read(source, additional, attempt + 1, opened)
     narrowed = ("uniqueItems (at most one item that the schema does not state)",) if values.narrowed else ()
     return _Schema(expression, (*schemas.ignored, *narrowed))
 

@@ -74,10 +74,9 @@ def parse_search(pattern: str) -> Expression:
     tree, flags = _parsed(pattern)
     if flags & ~re.UNICODE:
         raise InvalidConstraint(f"the pattern {shown(pattern)} sets flags, which JSON schemas do not have.")
-    branches = tree[0][1][1] if len(tree) == 1 and tree[0][0] is op.BRANCH else [tree]
     reader, around = _Reader(pattern, narrow=True, ecma=True), Repeat(ANY, 0, None)
     alternatives = []
-    for branch in branches:
+    for branch in _apart(list(tree)):
         begins, ends = (len(branch) > 0 and branch[i][0] is op.AT and branch[i][1] in at for i, at in _EDGES)
         looks = 0  # lookaheads at the beginning of the text, which are other patterns for it
         while begins and 1 + looks < len(branch) and _looks_ahead(branch[1 + looks]):
@@ -93,6 +92,31 @@ def parse_search(pattern: str) -> Expression:
 
 
 _EDGES = ((0, _BEGINS), (-1, _ENDS))
+
+
+def _apart(items: list[Any]) -> list[list[Any]]:
+    """A pattern as alternatives none of which begins or ends with several, so that each has its own ^ and $."""
+    for place, at in ((0, _BEGINS), (-1, _ENDS)):
+        first: Any = items[place] if items else (None, ())
+        (kind, value), options = first, list[Any]()
+        if kind is op.BRANCH:
+            options = value[1]
+        elif kind is op.SUBPATTERN and not any(value[1:3]):
+            options = [value[3]]
+        if any(item[0] is op.AT and item[1] in at for option in options for item in _edges(option)):
+            whole = ([*option, *items[1:]] if place == 0 else [*items[:-1], *option] for option in options)
+            return [branch for alternative in whole for branch in _apart(alternative)]
+    return [items]
+
+
+def _edges(items: Any) -> list[Any]:
+    """The first and last items of a pattern, also of those that begin and end it."""
+    found = []
+    for kind, value in (items[0], items[-1]) if len(items) else ():
+        found.append((kind, value))
+        for option in value[1] if kind is op.BRANCH else [value[3]] if kind is op.SUBPATTERN else ():
+            found += _edges(option)
+    return found
 
 
 def _looks_ahead(item: Any) -> bool:
