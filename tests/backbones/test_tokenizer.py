@@ -586,3 +586,24 @@ def test_the_fast_file_has_each_id_once(mini, tmp_path):
     content["added_tokens"].append({**content["added_tokens"][0], "content": "<|x|>"})
     with pytest.raises(FormatError, match="should have the id 0, but has"):
         Tokenizer.from_folder(write(tmp_path, fast=content))
+
+
+@pytest.mark.parametrize(
+    ("special", "around", "mask"),
+    [
+        (["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"], (2, 3), "[MASK]"),
+        (["<cls>", "<pad>", "<eos>", "<unk>", "<null_1>", "<mask>"], (0, 2), "<mask>"),
+    ],
+)
+def test_a_plain_list_of_residues(special, around, mask, tmp_path):
+    """AntiBERTy's and ESM's: a vocab.txt of single capitals and nothing beside it, with or without spaces in texts."""
+    residues = "ACDEFGHIKLMNPQRSTVWYX"
+    (tmp_path / "vocab.txt").write_text("\n".join([*special, *residues]))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    own = [len(special) + residues.index(letter) for letter in "EVQ"]
+    assert tokenizer.encode("EVQ") == tokenizer.encode(" E V Q") == own
+    assert tokenizer.encode(f"EV{mask}Q") == [*own[:2], special.index(mask), own[2]]
+    assert tokenizer.encode("EVQ", add_special_tokens=True) == [around[0], *own, around[1]]
+    assert tokenizer.decode([around[0], *own, around[1]]) == "EVQ"
+    assert tokenizer.mask_id == special.index(mask)
+    assert tokenizer.encode("e") == [next(id for id, word in enumerate(special) if "unk" in word.lower())]

@@ -136,7 +136,7 @@ def test_every_family(name, capsys):
         "heads": sizes[heads],
         "kv_heads": config.get("n_kv_heads") or config.get("num_key_value_heads") or sizes[heads],
         "causal": False,
-        "block_size": None if family == "nemotron" else blocks or BLOCKS.get(family),
+        "block_size": blocks or BLOCKS.get(family),
         "experts": config.get("num_experts"),
         "tied": name in TIED or bool(config.get("weight_tying")),
         "vocab_size": config["tokens"] + 1 if family == "sedd" else config.get("embedding_size", config["vocab_size"]),

@@ -45,6 +45,7 @@ _USED = ("mask_token", "eos_token", "pad_token", "bos_token", "unk_token")
 NAMED = (*_USED, "cls_token", "sep_token")
 _VOCABULARIES = (FAST_FILE, VOCABULARY_FILE, MERGES_FILE, WORDS_FILE)
 _BERT = {"unk_token": "[UNK]", "sep_token": "[SEP]", "pad_token": "[PAD]", "cls_token": "[CLS]", "mask_token": "[MASK]"}
+_ESM = {"unk_token": "<unk>", "eos_token": "<eos>", "pad_token": "<pad>", "cls_token": "<cls>", "mask_token": "<mask>"}
 
 Entry = dict[str, Any]
 """A token as ``tokenizer.json`` lists it: its text, and how it is looked for in texts."""
@@ -210,7 +211,7 @@ def _read_content(
         words = [line.rstrip("\r") for line in read_text(path, most_bytes).removesuffix("\n").split("\n")]
         if twice := [word for word, count in Counter(words).items() if count > 1]:
             raise FormatError(f"{path}: has {twice[0]!r:.80} in more than one line. Download it again.")
-        for name, text in _BERT.items():
+        for name, text in (*_BERT.items(), *_ESM.items()):
             if text in words:
                 named.setdefault(name, added_token(text, special=True))
         vocabulary = {word: id for id, word in enumerate(words)}
@@ -251,8 +252,13 @@ def _byte_level(folder: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer
 def _word_pieces(
     path: Path, config: Mapping[str, Any], named: Mapping[str, Entry], vocabulary: Mapping[str, int], unknown: str
 ) -> tokenizers.Tokenizer:
-    """BERT's rules; special tokens that the files do not name are spelt as BERT's."""
-    ends = ("cls_token", "sep_token")
+    """BERT's rules; special tokens that the files do not name are spelt as BERT's or ESM's.
+
+    A vocabulary of single characters, as of residues, is read character by character, and as it is written.
+    """
+    plain = [word for word in vocabulary if not (word[:1] + word[-1:] in ("[]", "<>") and len(word) > 1)]
+    characters = all(len(word) == 1 for word in plain)
+    ends = ("cls_token", "sep_token" if "sep_token" in named else "eos_token")
     around = [named[name]["content"] for name in ends] if named.keys() >= set(ends) else []
     for text in (unknown, *around):
         if text not in vocabulary:
@@ -265,6 +271,10 @@ def _word_pieces(
     )
     backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     backend.decoder = decoders.WordPiece(prefix="##", cleanup=bool(config.get("clean_up_tokenization_spaces", True)))
+    if characters:
+        each = pre_tokenizers.Split(Regex("."), behavior="isolated")
+        backend.normalizer, backend.decoder = normalizers.Strip(), decoders.Fuse()
+        backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), each])
     if around:
         first, last = around
         backend.post_processor = processors.TemplateProcessing(

@@ -178,6 +178,7 @@ def _model(source: str, check: bool) -> dict[str, Any]:
         "folder": str(folder),
         "parameters": sum(p.numel() for p in found.network.parameters()),
         **{name: getattr(network, name) for name in SIZES},
+        "block_size": network.block_size or spec.block_length,
         "experts": None if network.experts is None else network.experts.count,
         "max_length": spec.max_length,
         "assumed": dict(spec.assumed) or None,
