@@ -28,6 +28,8 @@ from codd_lab.problems import extract_answer, problems
 
 CONTEXT = 96
 """Tokens of a passage that are given."""
+EVERY = 8000
+"""Characters of a book from one passage to the next."""
 
 
 def main() -> None:
@@ -59,14 +61,13 @@ def main() -> None:
 def texts(model: codd.Model, args: argparse.Namespace) -> Iterator[tuple[str, list[int], Any]]:
     """Kind, prompt and answer; problems and passages in turn, so that an early stop leaves both."""
     assert model.tokenizer is not None
-    passages = iter(json_lines(args.passages)) if args.passages else iter(())
-    for problem in problems(args.count, seed=args.seed):
+    books = [book["text"] for _, book in json_lines(args.passages)] if args.passages else []
+    for number, problem in enumerate(problems(args.count, seed=args.seed)):
         yield "problems", model.encode(problem.question)[0], problem.answer
-        for _, book in passages:
-            ids = model.tokenizer.encode(book["text"][: 16 * CONTEXT * 4])
-            if len(ids) > 4 * CONTEXT:
-                yield "passages", ids[2 * CONTEXT : 3 * CONTEXT], None
-                break
+        if books:
+            book = books[number % len(books)]
+            begin = EVERY * (1 + number // len(books)) % max(1, len(book) - EVERY)
+            yield "passages", model.tokenizer.encode(book[begin : begin + EVERY])[CONTEXT : 2 * CONTEXT], None
 
 
 def ways(

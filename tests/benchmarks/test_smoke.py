@@ -25,6 +25,7 @@ COMMANDS = {
         "mini --blocks 1 --tokens 32 --rounds 1 --warmup 0 --batch 2 --threads 1 --json OUT",
         "llada --device cpu --layers 1 --width 128 --states 4 --length 40 --blocks 1 --tokens 32 --rounds 1 --warmup 0",
     ],
+    "speculative": ["--count 1 --lengths 4 2 --passages DATA/books/test.jsonl.xz --out OUT"],
     "fixed_ids": ["--settings 1 --questions 1 --gen-length 32 --out OUT --compare OUT"],
     "seconds": [
         "--problems 2 --batch 2 --ways none:gen_length=2,steps=1 trained:any_order,gen_length=2,threshold=0 "

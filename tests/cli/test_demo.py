@@ -38,6 +38,7 @@ def test_both_ways_have_equal_calls_and_right_answers_are_counted(small, capsys)
         assert len(way["answers"]) == 3
         assert way["seconds"] > 0
     assert solved["ways"]["alone"]["calls"] == solved["ways"]["circuit"]["calls"] == 3 * 2
+    assert solved["ways"]["checked"]["calls"] > 0
     text = found["filled"]["texts"]["alone"]
     assert re.fullmatch(r"They walked.* the river, and in the evening.* the fire\.", text)
 
@@ -58,6 +59,7 @@ def test_the_screen(small, capsys):
         "Masks filled in 2 network calls",
         "128 tokens of prose",
         "2 word problems at 16 steps",
+        "drafts, checked by the causal twin",
         "codd serve",
     ):
         assert words in " ".join(printed.out.split())

@@ -17,6 +17,7 @@ from codd.decoding.runner import FullRecompute
 from codd.decoding.samplers import token_distribution
 from codd.decoding.speculative import Draft, draft_tokens, judge, verdict
 from codd.errors import InvalidInput
+from tests.support import FIXTURES
 from tests.support.small_denoisers import network
 from tests.support.tiny_models import biased, random_hmm
 
@@ -257,6 +258,26 @@ def test_where_nothing_is_accepted_the_checker_goes_on_alone(checker):
     drafts = [step.number for step in steps if not len(step.positions)]
     assert 5 < len(drafts) < 20
     assert max(drafts) > 30, "it is tried again"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_causal_mode_checks_its_own_drafts(temperature):
+    model = codd.load(FIXTURES / "decode_nemotron_diffusion", None, device="cpu")
+    vocab, causal = model.backbone.vocab_size, CausalModel(model.backbone.causal)
+    prompts, given = [[5, 6, 7], [8], [9, 3]], {"mode": "speculative", "gen_length": 14, "temperature": temperature}
+    joint = codd.Model(model.backbone, random_hmm(3, vocab), None, model.mask_id)
+    out = joint.generate(prompts, **given)
+    steps = list(joint.denoise(prompts, **given))
+    for number, prompt in enumerate(prompts):
+        own = [step for step in steps if step.sequence == number]
+        assert torch.equal(own[-1].ids, out.sequences[number])
+        if temperature == 0:
+            assert own[-1].ids.tolist() == plain(causal, prompt, 14, model.mask_id, frozenset())
+        written = [len(prompt), *(step.settled for step in own)]
+        for step, begin in zip(own, written, strict=False):
+            if not len(step.positions):  # a block begins with the causal network's own token
+                assert step.circuit
+                assert step.window[0] == begin - 1
 
 
 @pytest.mark.parametrize("cache", ["prefix", "dual"])

@@ -110,7 +110,7 @@ def draft_tokens(inputs: StepInputs, count: int, uniforms: Float[Tensor, " K"]) 
     if circuit is None or fitted is None or not acts:
         circuit, fitted = HMM.neutral(1, inputs.logits.shape[-1]).to(inputs.logits.device), window
     joint = inputs.window(fitted).joint(circuit, logits_temperature(options))
-    first, device = window[0] - fitted[0], inputs.logits.device
+    first, device = int(inputs.positions[0]) - fitted[0], inputs.logits.device
     if options.temperature == 0:
         in_order = options.changed(mode="block", remasking="left_to_right", steps=None)
         found = sample_any_order(joint, count, in_order, Noise(*torch.zeros(3, len(joint.masked[0]), device=device)))
@@ -154,12 +154,13 @@ class Speculation:
         """
         size = state.block_size
         while (begin := state.settled) < len(state.ids):
-            end = begin + state.options.block_length if size is None else (begin // size + 1) * size
+            first = begin - state.causal_context  # the block's first token is the causal network's
+            end = first + state.options.block_length if size is None else (begin // size + 1) * size
             end = min(end, len(state.ids))
             wanted = 2 + round(1.5 * self._accepted) if self._accepted >= 1 else 0
             count = min(wanted, end - begin, len(state.ids) - begin - 1)
             if count:
-                yield StepPlan(begin, end, count, last=False)
+                yield StepPlan(first, end, count, last=False)
             yield StepPlan(begin, begin + count + 1, count + 1, last=True)
 
     def step(self, state: SequenceState) -> Generator[Any, Any, Step]:

@@ -177,6 +177,8 @@ def step_event(step: Step, pieces: Callable[[Sequence[int]], list[str | None]]) 
         "window": list(step.window),
         "mask_ratio": step.mask_ratio,
         "length": len(step.ids),
+        "drafted": step.drafted,
+        "accepted": step.accepted,
         "computed": step.computed,
         "cached": step.cached,
         "finished": step.finished,

@@ -253,7 +253,7 @@ function toggleTheme() {
 function openLink() {
   const linked = fromHash(location.hash);
   writeForm(form, linked ?? FIRST, model?.defaults ?? {});
-  byId("more").open = linked !== null && ["remasking", "block_length", "temperature", "seed", "cache", "chat"].some((name) => linked[name] !== "");
+  byId("more").open = linked !== null && ["remasking", "mode", "block_length", "temperature", "seed", "cache", "chat"].some((name) => linked[name] !== "");
   showPace();
   return linked !== null;
 }

@@ -9,6 +9,7 @@ export const FIRST = Object.freeze({
   threshold: "",
   gen_length: "",
   sampler: "",
+  mode: "",
   remasking: "",
   block_length: "",
   temperature: "",
@@ -116,6 +117,7 @@ export function toRequest(settings, sampler) {
     // What is no number goes as it is: the server says what is wrong with it, and in which field.
     if (text !== "") body[name] = Number.isFinite(Number(text)) ? Number(text) : text;
   }
+  if (settings.mode) body.mode = settings.mode;
   if (settings.cache) body.cache = settings.cache === "none" ? null : settings.cache;
   if (settings.chat) body.chat = settings.chat === "on";
   return { ...body, ...toConstraint(settings) };
