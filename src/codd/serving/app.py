@@ -117,11 +117,15 @@ class Routes:
         self.pieces = TokenPieces(engine.model)
         self.created = int(time.time())
         self._encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="codd-text")
+        self._choosers = ThreadPoolExecutor(
+            1, thread_name_prefix="codd-choice"
+        )  # long searches wait for each other only
         self._compile = Compiler(engine.model, settings.limits)
 
     def close(self) -> None:
         """End the threads."""
         self._encoders.shutdown(wait=False, cancel_futures=True)
+        self._choosers.shutdown(wait=False, cancel_futures=True)
         self._compile.close()
 
     def register(self, app: FastAPI) -> None:
@@ -215,7 +219,7 @@ class Routes:
         call = ModelCall(ask, _client(request), deadline)
         decider = await self._run([call], call.result(), request)
         choose = partial(decision, decider, form.values, list(body.fields), body.top)
-        return json_response(decision_body(await before(deadline, loop.run_in_executor(self._encoders, choose))))
+        return json_response(decision_body(await before(deadline, loop.run_in_executor(self._choosers, choose))))
 
     async def inspect(self, body: InspectRequest, request: Request) -> Response:
         """What the network and the joint say of the masks in a window."""

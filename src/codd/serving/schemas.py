@@ -174,7 +174,7 @@ class DecisionRequest(PromptFields):
     template: str | None = Field(
         None, description="The text around the fields, whose names stand in braces; null: a line for each."
     )
-    top: Annotated[int, Field(ge=1, le=100)] = Field(100, description="The most assignments that are listed.")
+    top: Annotated[int, Field(ge=1, le=20)] = Field(20, description="The most assignments that are listed.")
 
 
 class DenoiseRequest(SamplingOptions, ConstraintFields, PromptFields):
