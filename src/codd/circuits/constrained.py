@@ -14,6 +14,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import torch
 from jaxtyping import Float, Int
+from numpy.typing import NDArray
 from torch import Tensor
 
 from codd.circuits.evidence import Evidence, check_possible, log_ratio
@@ -21,7 +22,7 @@ from codd.circuits.hmm import HMM
 from codd.circuits.incremental import Recomputing
 from codd.circuits.ops.backend import backend_for
 from codd.circuits.ops.commit.eager import commit_tokens
-from codd.circuits.ops.constrained.eager import Linear
+from codd.circuits.ops.constrained.eager import Linear, Rows, numbered
 from codd.circuits.ops.constrained.product_chain import ProductChain, ProductMessages
 from codd.circuits.ops.constrained.reachable_states import TokenClasses
 from codd.circuits.ops.constrained.reference import LogSpace
@@ -167,25 +168,9 @@ class ConstrainedHMM(Recomputing):
 
         return self._answer(self.hmm.centred(ev)[0], query)[0].to(self.dtype)
 
-    def log_visits(self, ev: Evidence) -> Float[Tensor, "B T S"]:
-        """log p(s_t | evidence, language) of the automaton's states before each position and after the last: T = L + 1.
-
-        -inf throughout for impossible evidence.
-        """
-        ev, _ = self.hmm.centred(ev)
-
-        def query(messages: ProductMessages, pick: Pick) -> Answer:
-            if type(messages) is not ProductMessages:  # the GPU's kernels keep no messages by state
-                messages = ProductMessages(self._chain, ev, Linear(self.dtype))
-            batch, length = messages.observed.shape
-            out = messages.log_weights.new_full((batch, length + 1, self.automaton.num_states), -torch.inf).double()
-            rows = [messages.visits(t) for t in range(length + 1)]
-            for t, row in enumerate(rows):
-                out[:, t, torch.from_numpy(row.ids).to(out.device)] = row.logs().logsumexp(-1).T
-            total = messages.log_partition()[:, None, None]
-            return (out - torch.where(total > -torch.inf, total, 0),), either(*(row.underflow for row in rows))
-
-        return self._answer(ev, query)[0].to(self.dtype)
+    def passages(self, ev: Evidence) -> "Passages":
+        """Which states of the automaton the strings of one window pass through."""
+        return Passages(self, ev)
 
     def sample(
         self, ev: Evidence, *, generator: torch.Generator | None = None, num_samples: int | None = None
@@ -275,6 +260,56 @@ class ConstrainedHMM(Recomputing):
             for fast, slow in zip(out, exact, strict=True):
                 fast[index] = slow.to(fast.dtype)
         return out
+
+
+class Passages:
+    """How probable it is that a string of the language passes through states of the automaton, one after the other.
+
+    Made by ``ConstrainedHMM.passages``, for one window. What follows a state does not depend on how it was reached, so
+    that only forward messages are made again.
+    """
+
+    @torch.no_grad()
+    def __init__(self, circuit: ConstrainedHMM, ev: Evidence) -> None:
+        """Compute the messages, in float64 or logarithms where float32 loses something."""
+        ev, _ = circuit.hmm.centred(ev)
+        self._messages = ProductMessages(circuit._chain, ev, Linear(circuit.dtype))
+        for algebra in (Linear(torch.float64), LogSpace()):
+            if _any(self._messages.underflow):
+                self._messages = ProductMessages(circuit.to(dtype=torch.float64)._chain, ev, algebra)
+        self._log_z = float(self._messages.log_partition())
+
+    @torch.no_grad()
+    def begin(self) -> dict[int, Rows]:
+        """What enters the first position: with `onward` it goes on from there."""
+        return {0: self._messages.forward(0)}
+
+    @torch.no_grad()
+    def onward(self, entered: dict[int, Rows], exits: NDArray[np.int64]) -> dict[int, Rows]:
+        """What of that reaches some states, or the end of the window."""
+        return self._messages.onward(entered, exits)
+
+    def at(self, reached: dict[int, Rows], state: int) -> dict[int, Rows]:
+        """What has reached one state."""
+        places = {t: np.flatnonzero(rows.ids == state) for t, rows in reached.items()}
+        return {t: numbered([reached[t]], place) for t, place in places.items() if len(place)}
+
+    @torch.no_grad()
+    def log_probs(self, reached: dict[int, Rows]) -> Float[Tensor, " S"]:
+        """log p(a string takes that way to the state), of each state; -inf for others, and if there are no strings."""
+        out = torch.full((self._messages.chain.classes.num_states,), -torch.inf, dtype=torch.float64)
+        for t, rows in reached.items():
+            at, masses = torch.from_numpy(rows.ids), self._messages.log_masses(t, rows)[:, 0].double().cpu()
+            out[at] = torch.logaddexp(out[at], masses)
+        return out - self._log_z if self._log_z > -np.inf else out
+
+    @torch.no_grad()
+    def log_visits(self) -> Float[Tensor, "T S"]:
+        """log p(a string is in the state before each position and, T = L + 1, after the last)."""
+        length, forward = self._messages.length, self._messages.forward
+        steps = [{t: forward(t)} for t in range(length)]
+        nowhere = np.zeros(0, dtype=np.int64)
+        return torch.stack([self.log_probs(each) for each in (*steps, self.onward(steps[-1], nowhere))])
 
 
 class ConstrainedConditioner:

@@ -95,14 +95,6 @@ class CompiledForm:
     ends: NDArray[np.int64]
     """Of each value of the last field, the state at the end of a text that ends with it."""
 
-    def after(self, values: Sequence[int]) -> Automaton:
-        """The texts whose first fields have these values, by number; the states are those of ``automaton``."""
-        excluded = [np.delete(states, value) for states, value in zip(self.read, values, strict=False)]
-        table = self.automaton.table.numpy()
-        table = np.where(np.isin(table, np.concatenate(excluded)), -1, table) if excluded else table
-        accepting = self.automaton.accepting.nonzero()[:, 0]
-        return Automaton.from_classes(table, self.automaton.classes, start=self.automaton.start, accepting=accepting)
-
 
 class _Graph:
     """The automaton of a form while it is written from left to right: the edges of each state."""

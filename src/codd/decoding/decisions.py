@@ -10,8 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import exp, inf
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from codd.backbones import Backbone
 from codd.circuits import HMM
@@ -74,37 +76,41 @@ class Decider:
             masked=tokens == mask_id,
             features=states,
         )
-        self._form, self._circuit, self._evidence = form, joint.circuit, joint.evidence
-
-    @torch.no_grad()
-    def log_values(self, before: Sequence[int] = ()) -> list[list[float]]:
-        """Log-probabilities of each field's values, given the values of the first fields by number."""
-        form = self._form
-        visits = ConstrainedHMM(self._circuit, form.after(before)).log_visits(self._evidence)[0].double().cpu()
-        fields = [visits[:, torch.from_numpy(states)].logsumexp(0) for states in form.read]
-        fields[-1] = torch.logaddexp(fields[-1], visits[-1, torch.from_numpy(form.ends)])
-        return [field.tolist() for field in fields]
+        self._form = form
+        self._passages = ConstrainedHMM(joint.circuit, form.automaton).passages(joint.evidence)
 
     @cached_property
     def log_marginals(self) -> list[list[float]]:
         """Log-probabilities of each field's values by itself."""
-        return self.log_values()
+        visits = self._passages.log_visits()
+        return [self._of_values(field, visits.logsumexp(0), visits[-1]) for field in range(len(self._form.read))]
 
     def descending(self) -> Iterator[tuple[tuple[int, ...], float]]:
         """Assignments by the numbers of their values, and their log-probabilities: the most probable one first.
 
         Best first: no assignment is more probable than the values that it begins with are together.
         """
-        heap: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+        read, passages = self._form.read, self._passages
+        heap: list[tuple[float, tuple[int, ...], Any]] = [(0.0, (), passages.begin())]
         while heap:
-            cost, chosen = heapq.heappop(heap)
-            if len(chosen) == len(self._form.read):
+            cost, chosen, reached = heapq.heappop(heap)
+            if len(chosen) == len(read):
                 yield chosen, -cost
                 continue
-            logs = self.log_values(chosen) if chosen else self.log_marginals
-            for value, log_p in enumerate(logs[len(chosen)]):
+            behind = passages.at(reached, int(read[len(chosen) - 1][chosen[-1]])) if chosen else reached
+            reached = passages.onward(behind, read[len(chosen)])
+            log_probs = passages.log_probs(reached)
+            for value, log_p in enumerate(self._of_values(len(chosen), log_probs, log_probs)):
                 if log_p > -inf:
-                    heapq.heappush(heap, (cost - log_p, (*chosen, value)))
+                    heapq.heappush(heap, (-log_p, (*chosen, value), reached))
+
+    def _of_values(self, field: int, passed: Tensor, ended: Tensor) -> list[float]:
+        """The values of a field, by the log-probabilities of passing states and, for the last one, of ending there."""
+        found = passed[torch.from_numpy(self._form.read[field])]
+        if field == len(self._form.read) - 1:
+            found = torch.logaddexp(found, ended[torch.from_numpy(self._form.ends)])
+        values: list[float] = found.tolist()
+        return values
 
 
 def decision(decider: Decider, values: Mapping[str, Sequence[str]], names: Sequence[str], top: int) -> Decision:

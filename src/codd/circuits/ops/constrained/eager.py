@@ -85,6 +85,14 @@ def beside(ids: Ids, parts: list[Rows]) -> Rows:
     return replace(parts[0], ids=ids, values=values, log=log, underflow=torch.cat(checked) if checked else None)
 
 
+def numbered(parts: list[Rows], which: Ids) -> Rows:
+    """Some of the rows of several, by number as they stand one after the other."""
+    ids = np.concatenate([part.ids for part in parts])[which]
+    at = torch.from_numpy(which).to(parts[0].values.device)
+    values, log = (torch.cat([getattr(part, name) for part in parts])[at] for name in ("values", "log"))
+    return replace(parts[0], ids=ids, values=values, log=log, underflow=either(*(part.underflow for part in parts)))
+
+
 def stacked(parts: list[Rows], period: int) -> Rows:
     """Concatenate positions; ids of position i are offset by i * period."""
     if len(parts) == 1:

@@ -7,7 +7,7 @@
 Written once, for ordinary numbers (`eager.Linear`) and for logarithms (`reference.LogSpace`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from codd.circuits.evidence import Evidence, Kind, log_softmax
-from codd.circuits.ops.constrained.eager import Linear, Rows, beside, stacked, unstacked
+from codd.circuits.ops.constrained.eager import Linear, Rows, beside, numbered, stacked, unstacked
 from codd.circuits.ops.constrained.reachable_states import Ids, ReachableStates, TokenClasses
 from codd.circuits.parameters import Emission, Transition
 from codd.circuits.underflow import either
@@ -214,14 +214,32 @@ class ProductMessages:
         b = self.joint(t)
         return self.algebra.sums(np.zeros_like(b.ids), self.forward(t), b.ids, b, b.ids)
 
-    def visits(self, t: int) -> Rows:
-        """p(s_t, z_t, evidence) before position t, a row for each live state; at t = L, p(s_L, z_{L-1}, evidence)."""
-        if t < self.length:
-            b = self.joint(t)
-            return self.algebra.sums(b.ids, self.forward(t), b.ids, b, b.ids)
-        pairs, c = self.reachable.pairs[t - 1], self.backward(t - 1)
-        reached = self.algebra.sums(pairs.target, self.forward(t - 1), pairs.source, self._leaf[t - 1], pairs.group)
-        return self.algebra.sums(c.ids, reached, c.ids, c, c.ids)
+    def onward(self, entered: Mapping[int, Rows], exits: Ids) -> dict[int, Rows]:
+        """Forward messages at some states, by position (L: after the last), of what enters the chain as stated.
+
+        A message goes no further than these states; at the end all states count.
+        """
+        found: dict[int, Rows] = {}
+        inside: list[Rows] = []
+        for t in range(min(entered), self.length):
+            parts = [*inside, entered[t]] if t in entered else inside
+            if not parts:
+                continue
+            rows = numbered(parts, np.argsort(np.concatenate([part.ids for part in parts])))
+            pairs = self.reachable.pairs[t]
+            pairs = pairs.select(np.isin(pairs.source, rows.ids))
+            rows = self.algebra.sums(pairs.target, rows, pairs.source, self._leaf[t], pairs.group)
+            last = t == self.length - 1
+            rows = rows if last else self.algebra.step(self.steps, t, rows, reverse=False)
+            out = np.ones(len(rows.ids), dtype=bool) if last else np.isin(rows.ids, exits)
+            found[t + 1] = numbered([rows], np.flatnonzero(out))
+            inside = [] if out.all() else [numbered([rows], np.flatnonzero(~out))]
+        return {t: rows for t, rows in found.items() if len(rows.ids)}
+
+    def log_masses(self, t: int, forward: Rows) -> Float[Tensor, "n B"]:
+        """log p(what the forward messages are of, evidence), for each of their states."""
+        back = self.joint(t) if t < self.length else self.backward(t - 1)
+        return self.algebra.sums(forward.ids, forward, forward.ids, back, forward.ids).logs().logsumexp(-1)
 
     def _partition(self) -> Rows:
         """Z as one row, from messages that meet where the last token was committed: these have to be made anyway."""
