@@ -36,6 +36,15 @@ def test_norms_work_in_float32():
     assert bool(LayerNorm(8, 1e-5, True).half()(x).isfinite().all())
 
 
+def test_clipped_queries_keys_and_values():
+    """No fixture reaches its clip: clipped to nothing, values are nothing, and so is what attention adds."""
+    (ids, positions), clipped, silent = tokens(2, 5), build(clip_qkv=1e-8), build()
+    for block in silent.blocks:
+        block.attention.out.weight.zero_()
+    assert torch.allclose(clipped.states(ids, positions), silent.states(ids, positions), atol=1e-5)
+    assert not torch.allclose(clipped.states(ids, positions), build().states(ids, positions), atol=1e-2)
+
+
 @pytest.mark.parametrize("local", [None, LocalLayers(every=2, reach=3, rope_theta=100.0)])
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_causal_network_does_not_look_ahead(local, padded):

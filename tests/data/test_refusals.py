@@ -40,6 +40,7 @@ FILES = [
     ("qa", "a.jsonl", b'{"' + b"k" * 5000 + b'": 1}', "expected a text under 'question', found the keys kk"),
     ("qa", "a.jsonl", b"x" * (LONGEST_LINE + 1), "a.jsonl: line 1 is longer than 16,777,216 characters"),
     ("qa", "a.jsonl.xz", b"this is not xz", "a.jsonl.xz: cannot be read"),
+    ("qa", "a.jsonl.xz", b"", "a.jsonl.xz: cannot be read as UTF-8 text (EOFError: the file is empty)"),
     ("qa", "a.jsonl.xz", lzma.compress(PAIR * 99)[:-20], "a.jsonl.xz: cannot be read"),
     ("qa", "a.jsonl.xz", ZEROS * 30, "expand to more than 100 times as many, which text does not"),
     ("qa", "a.jsonl.xz", with_dictionary(lzma.compress(PAIR), 40), "(LZMAError: Memory usage limit exceeded)"),

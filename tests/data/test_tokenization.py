@@ -296,6 +296,27 @@ def test_long_texts_are_cut_where_no_token_is(tmp_path, tokenizer, monkeypatch, 
         assert token_stream(TEXT, tmp_path, tokenizer).tolist() == [*tokenizer.encode(text), tokenizer.eos_id]
 
 
+def test_passages_are_not_chosen_from_more_than_fits_the_memory(root, monkeypatch):
+    monkeypatch.setattr(sources, "MOST_CHARACTERS", 500)
+    with pytest.raises(FormatError, match=r"prose\.txt: holds more than 500 characters"):
+        list(read_documents(TEXT, root))
+
+
+@pytest.mark.filterwarnings("ignore::codd.errors.TextsLeftOut")
+def test_what_another_process_kept_in_the_meantime_is_used(root, tokenizer, tmp_path, monkeypatch):
+    make, kept = tokenization._make_packed, []
+
+    def slowly(*given):
+        monkeypatch.setattr(tokenization, "_make_packed", make)
+        load_source(QA, root, tokenizer, LAYOUT, tmp_path)
+        kept.extend(path.stat().st_ino for path in tmp_path.iterdir())
+        return make(*given)
+
+    monkeypatch.setattr(tokenization, "_make_packed", slowly)
+    assert len(load_source(QA, root, tokenizer, LAYOUT, tmp_path))
+    assert [path.stat().st_ino for path in tmp_path.iterdir()] == kept
+
+
 def flipped(content: bytes) -> bytes:
     """One bit of the last number is another: an id that no vocabulary has."""
     return content[:-1] + bytes([content[-1] ^ 0x80])

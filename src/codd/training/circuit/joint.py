@@ -17,7 +17,7 @@ def trainable(
     Additions of low rank start at zero. They are in float32 even if the backbone is in bfloat16, which would round the
     small steps of an optimizer away.
     """
-    backbone.requires_grad_(False)
+    backbone.requires_grad_(weights == "all")
     if weights == "lora":
         generator = torch.Generator().manual_seed(seed)
         blocks = backbone.network.blocks
@@ -28,8 +28,6 @@ def trainable(
             added.down.requires_grad_(True)
             added.up.requires_grad_(True)
             blocks.set_submodule(name, added)
-    elif weights == "all":
-        backbone.requires_grad_(True)
     return {name: parameter for name, parameter in backbone.named_parameters() if parameter.requires_grad}
 
 
