@@ -172,10 +172,14 @@ class Transition:
         top = log.amax(-1, keepdim=True)
         return (log - top).exp(), top[..., 0]
 
+    def at(self, t: int, tables: tuple[Float[Tensor, "*steps _ _"], ...]) -> tuple[Float[Tensor, "_ _"], ...]:
+        """Tables made of the factors, as they are from position t to t + 1."""
+        return tuple(table[t] for table in tables) if self.per_position else tables
+
     def through(self, values: Float[Tensor, "*n B N"], t: int, reverse: bool = False) -> Float[Tensor, "*n B N"]:
         """Values times the factors and gates of a step; the scale of the gates is left out."""
-        for place, factor in enumerate(self.transposed if reverse else self.linear):
-            values = values @ (factor[t] if self.per_position else factor)
+        for place, factor in enumerate(self.at(t, self.transposed if reverse else self.linear)):
+            values = values @ factor
             if self.gates is not None and place == 0:
                 values = values * self.gates[0][:, t]
         return values
@@ -183,8 +187,8 @@ class Transition:
     def log_step(self, t: int) -> Float[Tensor, "*B N N"]:
         """log-weights from position t to t + 1 in float64; one matrix a sequence if there are gates."""
         if self.log_gates is None:
-            return self.dense_log[t] if self.per_position else self.dense_log
-        left, right = (f.double()[t] if self.per_position else f.double() for f in self.log_factors)
+            return self.at(t, (self.dense_log,))[0]
+        left, right = (f.double() for f in self.at(t, self.log_factors))
         through = left + self.log_gates[:, t, None].double()  # (B, N, R)
         return torch.stack([(one[:, :, None] + right).logsumexp(1) for one in through])
 

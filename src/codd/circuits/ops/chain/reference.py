@@ -49,7 +49,7 @@ def transition_flow(
         if log_partition[b] == -torch.inf:
             continue
         for t in range(length - 1):
-            at = [f[t] if transition.per_position else f for f in factors]
+            at = list(transition.at(t, tuple(factors)))
             if transition.log_gates is not None:  # a gate weighs what leaves its inner state
                 at[1] = at[1] + transition.log_gates[b, t].double()[:, None]
             left, right = log_source[b, t], log_target[b, t + 1] - log_partition[b].double()
@@ -74,10 +74,10 @@ def gate_flow(
     """The probability of each inner state at each step, times the sequence's weight."""
     assert transition.log_gates is not None
     log_source, log_target = source.log().double(), target.log().double()
-    left, right = (f.detach().double() for f in transition.log_factors)
+    factors = tuple(f.detach().double() for f in transition.log_factors)
     out = torch.zeros_like(transition.log_gates, dtype=torch.float64)
     for t in range(out.shape[1]):
-        first, second = (left[t], right[t]) if transition.per_position else (left, right)
+        first, second = transition.at(t, factors)
         before = (log_source[:, t, :, None] + first).logsumexp(1)
         after = (second + log_target[:, t + 1, None]).logsumexp(2)
         out[:, t] = before + transition.log_gates[:, t].double() + after - log_partition.double()[:, None]

@@ -53,6 +53,6 @@ def sample_path(
 def leaving(transition: Transition, t: int, states: Int[Tensor, "S B"]) -> Float[Tensor, "S B N"]:
     """The weights of the next states; through the gates if there are some."""
     if transition.gates is None:
-        return (transition.dense[t] if transition.per_position else transition.dense)[states]
-    left, right = (f[t] if transition.per_position else f for f in transition.linear)
+        return transition.at(t, (transition.dense,))[0][states]
+    left, right = transition.at(t, transition.linear)
     return (left[states] * transition.gates[0][:, t]) @ right
