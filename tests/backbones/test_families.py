@@ -211,6 +211,10 @@ def test_the_causal_mode_shares_the_weights():
     assert {id(x) for x in net.parameters()} == {id(x) for x in net.causal.parameters()}
     assert "causal" not in dict(net.named_modules())
     assert torch.allclose(net.causal(ids[:, :9]), net.causal(ids)[:, :9], atol=1e-4)
+    moved = load_checkpoint(FIXTURES / "nemotron_diffusion", device="cpu").backbone
+    before = moved.causal(ids)
+    assert torch.allclose(moved.to(torch.float64).causal(ids).float(), before, atol=1e-4)
+    assert moved.causal.dtype == torch.float64
 
 
 def test_older_and_newer_activations():

@@ -147,13 +147,16 @@ def read_spec(folder: Path, block_size: int | None = None) -> ModelSpec:
 
 def _assumed(config: Config, family: ModuleType, spec: ModelSpec) -> dict[str, int]:
     """The published mask and block that a family takes where the file has no field for them."""
-    size = spec.transformer.block_size or spec.block_length
-    used = {"MASK_ID": ("mask_token_id", spec.special.mask), "BLOCK_SIZE": ("block_size", size)}
-    silent = {name for name, _ in used.values() if config.get(name) is None} - {config.get("bd_size") and "block_size"}
+    published = {"mask_token_id": getattr(family, "MASK_ID", None), "block_size": getattr(family, "BLOCK_SIZE", None)}
+    used = {"mask_token_id": spec.special.mask, "block_size": spec.transformer.block_size or spec.block_length}
+    stated = {
+        "mask_token_id": config.get("mask_token_id"),
+        "block_size": config.get("block_size") or config.get("bd_size"),
+    }
     return {
         name: value
-        for constant, (name, value) in used.items()
-        if value is not None and name in silent and value == getattr(family, constant, None)
+        for name, value in published.items()
+        if value is not None and value == used[name] and stated[name] is None
     }
 
 

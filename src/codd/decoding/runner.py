@@ -5,7 +5,9 @@ exact. The pass that begins a block also computes the one before it once more, n
 it stores then stays. With sub-blocks ``cache="dual"`` computes the sub-block alone, once its first token is known:
 Fast-dLLM v2's block cache, an approximation. Bidirectional networks: a full pass at the beginning of each block, whose
 states count; until the next one all before the block ("prefix") or outside of it ("dual") is seen as it was then. A
-draft of ``mode="speculative"`` computes what it drafts, and what the draft before it saw as masks.
+draft of ``mode="speculative"`` computes what it drafts, and what the draft before it saw as masks. Networks that read
+their context causally: one causal pass over each block once it is final stores what stays, and gives the next token;
+what denoising passes store is written over.
 """
 
 from collections.abc import Sequence
