@@ -280,19 +280,21 @@ def test_a_causal_mode_checks_its_own_drafts(temperature):
                 assert step.window[0] == begin - 1
 
 
-@pytest.mark.parametrize("cache", ["prefix", "dual"])
-def test_a_cache_of_the_context_changes_drafts_alone(checker, cache):
-    model, prompts = tiny_model(), [PROMPT, [3], [1, 0, 2, 2, 0, 1]]
-    given = {"mode": "speculative", "verifier": checker, "gen_length": 20, "block_length": 6}
-    plain_steps, steps = (list(model.denoise(prompts, cache=kind, **given)) for kind in (None, cache))
+def test_the_context_is_not_computed_again(checker):
+    """But by a network that is told the share of masks."""
+    given, prompts = {"mode": "speculative", "gen_length": 20, "block_length": 6}, [PROMPT, [3], [1, 0, 2, 2, 0, 1]]
+    steps = list(tiny_model().denoise(prompts, verifier=checker, **given))
     for number in range(len(prompts)):
-        own, others = ([step for step in each if step.sequence == number] for each in (steps, plain_steps))
-        assert torch.equal(own[-1].ids, others[-1].ids)
-        later = [step for step in own if not len(step.positions)][1:]
-        assert later
-        for step in later:
-            end = step.window[1]
-            assert 0 < step.computed < step.computed + step.cached == end
+        drafts = [step for step in steps if step.sequence == number and not len(step.positions)]
+        assert drafts[0].computed == drafts[0].window[1]
+        assert len(drafts) > 1
+        for before, step in itertools.pairwise(drafts):
+            assert step.computed == step.window[1] - before.window[0]
+            assert step.cached == before.window[0]
+    mdlm = codd.load(FIXTURES / "mdlm_timecond", None, device="cpu")
+    causal = network(causal=True, vocab=mdlm.backbone.vocab_size, mask=mdlm.mask_id)
+    drafts = [step for step in mdlm.denoise([[1, 2]], verifier=causal, **given) if not len(step.positions)]
+    assert [step.cached for step in drafts] == [0] * len(drafts)
 
 
 def test_it_stops_before_a_text_and_at_the_end(bundled):

@@ -187,9 +187,14 @@ class Pass(NamedTuple):
 
 
 def cached(backbone: Backbone, state: SequenceState) -> bool:
-    """Whether a sequence is decoded with a cache: if it asks for one, or if that is exact and blocks begin at 0."""
+    """Whether a sequence is decoded with a cache: if it asks for one, or if that cannot change its text.
+
+    It is exact where blocks begin at 0 or the context is causal, and drafts are checked whatever they are.
+    """
+    told_ratio = backbone.config.conditioning or backbone.config.token_dropout is not None
     exact = backbone.block_size is not None or state.causal_context
-    return (state.options.cache is not None or exact) and not state.phase
+    wanted = state.options.cache is not None or exact or (state.speculation is not None and not told_ratio)
+    return wanted and not state.phase
 
 
 def runner_for(backbone: Backbone, sequences: Sequence[SequenceState], memory: int | None = None) -> NetworkRunner:
