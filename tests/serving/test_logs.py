@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from codd.serving.app import Settings
-from codd.serving.logs import JsonFormatter, TextFormatter
+from codd.serving.logs import formatted
 from codd.serving.middleware import Security
 from tests.support.live import Live, live, until
 from tests.support.small_models import small
@@ -22,11 +22,10 @@ def server() -> Iterator[Live]:
         yield found
 
 
-@pytest.fixture(params=[TextFormatter, JsonFormatter])
-def log(request) -> Iterator[tuple[type[logging.Formatter], io.StringIO]]:
+@pytest.fixture(params=["text", "json"])
+def log(request) -> Iterator[tuple[str, io.StringIO]]:
     written, logger = io.StringIO(), logging.getLogger("codd.serving")
-    handler = logging.StreamHandler(written)
-    handler.setFormatter(request.param())
+    handler = formatted(logging.StreamHandler(written), request.param)
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     yield request.param, written
@@ -53,7 +52,7 @@ def test_every_request_has_one_line_with_its_id(server, log):
         [200, 413, 404, 200],
         strict=True,
     ):
-        if kind is TextFormatter:
+        if kind == "text":
             assert f" INFO {id} " in line
             assert f"{path} {status} " in line
         else:
@@ -73,7 +72,7 @@ def test_what_fails_in_the_thread_of_the_model_has_the_id_of_its_request(server,
     assert server.http.post("/v1/inspect", json=body, headers={"X-Request-Id": "mine-4"}).status_code == 500
     until(lambda: "/v1/inspect 500" in written.getvalue())
     text = written.getvalue()
-    if kind is TextFormatter:
+    if kind == "text":
         assert " ERROR mine-4 request mine-4: the model failed\nTraceback" in text
     else:
         failed, answered = map(json.loads, text.splitlines())
@@ -86,4 +85,4 @@ def test_a_line_outside_of_requests_has_no_id(log):
     kind, written = log
     logging.getLogger("codd.serving").info("shutting down")
     line = written.getvalue()
-    assert " INFO - shutting down" in line if kind is TextFormatter else json.loads(line)["request_id"] is None
+    assert " INFO - shutting down" in line if kind == "text" else json.loads(line)["request_id"] is None

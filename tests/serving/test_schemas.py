@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from jaxtyping import TypeCheckError
 from pydantic import ValidationError
 
-from codd.decoding.options import ALIASES, COLDEST, PUBLISHED_ORDERS, Options, Order
+from codd.decoding.options import ALIASES, COLDEST, PUBLISHED_ORDERS, UNTYPED, Options, Order
 from codd.errors import InvalidInput
 from codd.serving.options import NULLABLE, option_field
 from codd.serving.schemas import ChatRequest, CompletionRequest, DenoiseRequest, InspectRequest
 
-OPTIONS = {field.name for field in fields(Options)} - {"hooks", "constraint"}
+OPTIONS = {field.name for field in fields(Options)} - set(UNTYPED)
 GUIDED = {"guided_regex", "guided_json", "guided_choice"}
 SAID = [{"role": "user", "content": "one"}]
 DEFAULTS = Options(gen_length=64, threshold=0.9, temperature=0.5)
@@ -105,7 +105,7 @@ def test_null_is_the_default_unless_it_means_something():
     assert denoise(**nothing).given() == dict.fromkeys(NULLABLE)
     found = denoise(threshold=None, temperature=None, steps=None).options(DEFAULTS)
     assert (found.threshold, found.temperature, found.steps) == (None, 0.5, None)
-    assert {field.name for field in fields(Options) if type(None) in get_args(field.type)} - {"constraint"} == NULLABLE
+    assert {field.name for field in fields(Options) if type(None) in get_args(field.type)} & OPTIONS == NULLABLE
 
 
 def test_the_client_comes_before_the_server():

@@ -13,25 +13,12 @@ FIELDS = ("method", "route", "status", "seconds")
 """What the line of a request has beside its message, for those who read JSON."""
 
 
-class TextFormatter(logging.Formatter):
-    """Time, level, id of the request ("-": of none) and message."""
-
-    def __init__(self) -> None:
-        """One line a record, and a traceback where there is one."""
-        super().__init__("%(asctime)s %(levelname)s %(request_id)s %(message)s")
-
-    def format(self, record: logging.LogRecord) -> str:
-        """As `logging` does, with the id."""
-        record.request_id = _request_id(record)
-        return super().format(record)
-
-
 class JsonFormatter(logging.Formatter):
     """One JSON object a line: time (UTC), level, logger, request_id (or null), message; of a request also `FIELDS`."""
 
     def format(self, record: logging.LogRecord) -> str:
         """A traceback is the field ``exception``, so that a record is always one line."""
-        id = _request_id(record)
+        id = getattr(record, "request_id", "-")
         body = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
@@ -45,14 +32,22 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(body)
 
 
-def _request_id(record: logging.LogRecord) -> str:
-    """The one that the record was given, as the model's thread does, or that of the request being answered."""
-    return getattr(record, "request_id", REQUEST_ID.get())
+def _add_request_id(record: logging.LogRecord) -> bool:
+    """Give a record the id of the request being answered, unless it has one, as those of the model's thread do."""
+    record.request_id = getattr(record, "request_id", REQUEST_ID.get())
+    return True
+
+
+def formatted(handler: logging.Handler, log_format: LogFormat) -> logging.Handler:
+    """The handler; its lines for people have time, level, id of the request ("-": of none) and message."""
+    text = logging.Formatter("%(asctime)s %(levelname)s %(request_id)s %(message)s")
+    handler.addFilter(_add_request_id)
+    handler.setFormatter(JsonFormatter() if log_format == "json" else text)
+    return handler
 
 
 def configure_logs(log_format: LogFormat, *, quiet: bool) -> None:
     """Log to stderr; of other libraries only what goes wrong, with ``quiet`` of this one, too."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    handler = formatted(logging.StreamHandler(sys.stderr), log_format)
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("codd.serving").setLevel(logging.WARNING if quiet else logging.INFO)
