@@ -21,7 +21,7 @@ MAX_COPIES = 100_000
 _MAX_WORK = 10_000_000  # moves looked at while subsets are built: some seconds
 _MAX_ENTRIES = 8_000_000  # of a table over characters: 32 MB
 _MAX_INNER = 16_384  # states of a part of an expression
-SLACK = 4
+SLACK = 2
 """How many times the states of the result a stage before it may have."""
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 Ranges = tuple[tuple[int, int], ...]
 """Code points, first and last of each range: sorted, and with gaps between them."""
@@ -107,6 +107,7 @@ def text(string: str) -> Then:
     return Then(tuple(chars(c) for c in string))
 
 
+@lru_cache(maxsize=4096)
 def chars(characters: str) -> Chars:
     """The expression that matches any one of these characters."""
     return Chars(union((ord(c), ord(c)) for c in characters))

@@ -149,6 +149,11 @@ def _inside(part: Expression) -> Expression:
         return Either(tuple(map(_inside, part.parts)))
     if isinstance(part, Graph):
         return Graph(tuple((source, _inside(inner), target) for source, inner, target in part.edges), part.accepting)
+    return _escaped(part)
+
+
+@lru_cache(maxsize=4096)
+def _escaped(part: Chars) -> Expression:
     plain = intersection(part.ranges, _PLAIN)
     escapes = _ESCAPES if plain else {**_ESCAPES, **_CONTROLS}
     escaped = tuple(text(escape) for c, escape in escapes.items() if _holds(part.ranges, ord(c)))

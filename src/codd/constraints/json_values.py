@@ -38,6 +38,7 @@ _ARRAY_KEEPS = {"item", "items", "unique", "below", "rarer"}
 """What holds of an array that ends."""
 _OBJECT_KEEPS = {"absent", "property", "matching", "others", "names", "below"}
 _MAX_UNIQUE = 8
+_CHARACTERS_PER_ITEM = 15
 _MAX_STEPS = 20_000
 
 _Change = Callable[[Atom], Formula | None]
@@ -59,7 +60,8 @@ class Values:
             additional: whether properties that no schema names are allowed.
             every_type: whether values are allowed of types that no keyword speaks of.
             any_depth: how deep arrays and objects nest that the schema leaves open.
-            longest: how many characters a string has at most that the schema gives a maximum, or items an array.
+            longest: how many characters a string has at most that the schema gives a maximum; arrays have as many items
+                as fit into so many characters.
         """
         self._longest = longest
         self._schemas, self._formulas = schemas, schemas.formulas
@@ -137,9 +139,13 @@ class Values:
         counts = [part for part in literals(says) if part.atom[1] in ("length", "below")]
         least = [part.atom[2] for part in counts if (part.atom[1], part.positive) in _AT_LEAST]
         most = [part.atom for part in counts if (part.atom[1], part.positive) not in _AT_LEAST]
-        if max(least, default=0) >= self._longest or all(atom[2] <= self._longest + 1 for atom in most):
+        if not most:
             return says
-        return self._formulas.all((says, self._formulas.literal(most[0][0], "below", self._longest + 1)))
+        kind = most[0][0]
+        longest = self._longest if kind == "string" else self._longest // _CHARACTERS_PER_ITEM
+        if max(least, default=0) > longest or all(atom[2] <= longest + 1 for atom in most):
+            return says
+        return self._formulas.all((says, self._formulas.literal(kind, "below", longest + 1)))
 
     def _enclosed(self, opening: str, depth: int) -> Expression:
         """An array or object of which nothing is said, with values of a depth."""

@@ -187,7 +187,7 @@ class JsonSchema(Expressed):
         raise AssertionError
 
 
-_ATTEMPTS = ((3, 3, 10**6), (2, 2, 200), (1, 1, 60), (1, 0, 60))
+_ATTEMPTS = ((3, 3, 10**6), (2, 2, 200), (1, 0, 60))
 """How often a definition contains itself, how deep arrays and objects nest that the schema leaves open, and how long
 strings and arrays with a maximum are: less of it where the automaton would be too large."""
 
