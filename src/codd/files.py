@@ -141,7 +141,10 @@ def parse_json(where: Path | str, text: str) -> Any:
 
 def parse_json_object(where: Path | str, text: str) -> dict[str, Any]:
     """The JSON object that a downloaded file holds as ``text``; FormatError if it holds anything else."""
-    content = parse_json(f"{where}:", text)
+    try:
+        content = parse_json(f"{where}:", text)
+    except FormatError as error:
+        raise FormatError(f"{str(error).removesuffix('.')}; download it again.") from error
     if not isinstance(content, dict):
         raise FormatError(f"{where}: expected a JSON object, found {type(content).__name__}. Download it again.")
     _check_depth(where, content)
