@@ -2,9 +2,9 @@
 
     python benchmarks/speculative.py --count 40 --passages books/test.jsonl.xz --out speculative.json
 
-Word problems (greedy) and book passages (temperature 1), each by: drafts with the circuit, and with the null circuit; the
-default (joint threshold), and the causal model alone, one token a pass with its cache. Every text is saved as soon as it
-is there; a second run with the same file goes on. Figures come with bootstrap intervals over texts (95%).
+Word problems (greedy) and book passages (temperature 1), each by: drafts with the circuit, and with the null circuit;
+the default (joint threshold), and the causal model alone, one token a pass with its cache. Every text is saved as soon
+as it is there; a second run with the same file goes on. Figures come with bootstrap intervals over texts (95%).
 """
 
 import argparse
