@@ -337,7 +337,7 @@ DAMAGE: list[tuple[Callable[[Path], object], str]] = [  # what else loading refu
     (lambda at: (at / "tokenizer.json").write_text("{"), "tokenizer.json"),
     (lambda at: (at / "circuit").mkdir(), "circuit/config.json"),
     (lambda at: (at / "config.json").unlink(), "has no config.json; expected a circuit folder"),
-    (lambda at: (at / "config.json").write_text("["), "ownload it again"),
+    (lambda at: (at / "config.json").write_text("["), "is not JSON"),
 ]
 
 
