@@ -141,6 +141,11 @@ def test_what_is_no_json_is_refused(single_bytes):
     assert all(accepted(True, single_bytes, *right))
 
 
+def test_a_property_may_have_an_empty_name(single_bytes):
+    schema = {"properties": {"": {"const": 1}}, "patternProperties": {"a": {"const": 2}}}
+    assert accepted(schema, single_bytes, '{"":1,"a":2}', '{"":2}', '{"b":2}') == [True, False, False]
+
+
 def test_lengths_count_characters_not_bytes(single_bytes):
     schema = {"type": "string", "minLength": 2, "maxLength": 3}
     assert accepted(schema, single_bytes, '"é"', '"é日"', '"🙂\\n\\""', '"abcd"') == [False, True, True, False]

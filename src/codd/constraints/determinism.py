@@ -16,7 +16,7 @@ from codd.errors import EmptyLanguage, InvalidConstraint
 
 MAX_STATES = 16_384
 """The largest number of states of a compiled automaton, unless the caller gives another."""
-MAX_COPIES = 100_000
+MAX_COPIES = 60_000
 """The largest number of states of a nondeterministic automaton, and of characters that a constraint is written in."""
 _MAX_WORK = 10_000_000  # moves looked at while subsets are built: some seconds
 _MAX_ENTRIES = 8_000_000  # of a table over characters: 32 MB

@@ -331,7 +331,8 @@ class Values:
 
         ``apart``: also by what they begin with, so that several can be told apart.
         """
-        patterns: dict[Any, Expression] = {m[1]: parse_search(m[1]) for m in mentions if m[0] == "pattern"}
+        named = [m[1] for m in mentions if isinstance(m, tuple) and m[0] == "pattern"]
+        patterns: dict[Any, Expression] = {pattern: parse_search(pattern) for pattern in named}
         for atom in atoms(says):
             if atom[1] == "names":
                 patterns[atom[2]] = json_strings.plain(self._of_type(self._schemas.read(atom[2])[0], "string"))
