@@ -130,10 +130,9 @@ def report(results: dict[str, Any]) -> None:
             shown = ratio(accepted) if any(count for _, count in accepted) else "-"
             print(f"{name:10} {shown:20} {ratio(per_call):20} {ratio(seconds):20} {sum(filter(None, right))}")
         if kind == "problems":
-            same = [[a["ids"] == b["ids"] for a, b in zip(rows[n], rows["causal"], strict=True)] for n in names[:2]]
-            print(
-                "ids equal to the causal model's:", *(f"{n} {sum(each)}" for n, each in zip(names, same, strict=False))
-            )
+            for name in ("circuit", "null"):
+                same = sum(a["ids"] == b["ids"] for a, b in zip(rows[name], rows["causal"], strict=True))
+                print(f"{name}: {same} texts are the causal model's own")
 
 
 def ratio(pairs: Sequence[tuple[float, float]]) -> str:
