@@ -52,6 +52,7 @@ COMMANDS = {
     "families": ["--tiny --rounds 1 --shards 3 --out OUT"],
     "kv_cache": ["--tiny --samplers any_order --out OUT"],
     "int8": ["--tiny --device cpu --out OUT"],
+    "json_schemas": ["tests/fixtures/json_schemas.jsonl --every 20"],
     "structured": ["--tiny --seed 2 --out OUT"],
     "curves": ["docs/runs/mini.jsonl docs/runs/causal.jsonl"],
 }
