@@ -61,7 +61,7 @@ class UnsafePickle(FormatError):
 
 
 class Diverged(CoddError, ArithmeticError):
-    """A training run whose loss is no number any more."""
+    """A training run whose loss is not a finite number any more."""
 
 
 class MissingDependency(CoddError, ImportError):

@@ -31,9 +31,9 @@ class ExpertsConfig:
     bias: bool = False
     """Whether each expert has a number that is added to its score."""
     groups: int = 1
-    """Consecutive experts, so many groups of them; a group's score is the sum of its two best."""
+    """The number of groups of consecutive experts; a group's score is the sum of its two best."""
     kept_groups: int = 1
-    """Experts are chosen from so many of the best groups."""
+    """The number of best groups that experts are chosen from."""
     normalised: bool = False
     """Whether the weights of a softmax router are made to sum to one, too."""
     scale: float = 1.0

@@ -60,7 +60,7 @@ class TransformerConfig:
     local: LocalLayers | None = None
     causal: bool = False
     block_size: int | None = None
-    """Block-causal attention: to the blocks of so many positions before one's own, and to all of that; None: to all."""
+    """Positions per block of block-causal attention, each seeing itself and those before it; None: all is seen."""
     norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-5
     norm_bias: bool = False

@@ -149,7 +149,7 @@ def _centred(x: Float[Tensor, "*rows V"]) -> tuple[Float[Tensor, "*rows V"], Flo
 
 @dataclass(frozen=True, eq=False)
 class SparsePotentials:
-    """The weights of K candidate tokens a position, and the total weight of the V - K others.
+    """The weights of K candidate tokens per position, and the total weight of the V - K others.
 
     The tail is spread evenly over the tokens that are not listed.
     """

@@ -62,7 +62,7 @@ class Factors:
     ) -> "Factors":
         """Logits of deviation ``noise``: nearly the null circuit. Drawn on the CPU, alike everywhere.
 
-        With ``inner_states`` half of the transitions take a detour through so many.
+        With ``inner_states`` half of the transitions take a detour through that many.
         """
         generator = torch.Generator().manual_seed(seed)
 

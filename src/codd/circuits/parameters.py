@@ -12,7 +12,7 @@ from codd.circuits.ops import native
 from codd.errors import InvalidCircuit, InvalidInput, shown
 
 WIDEST = 256
-"""Up to so many states the matrix fits the cache of a core in float32."""
+"""Up to this many states the matrix fits the cache of a core in float32."""
 _TOLERANCE, _COMPACT_TOLERANCE = 1e-4, 4e-3
 """How far a row's sum may be from one; float32 rows of 150,000 entries, or rows rounded to bfloat16, stay inside."""
 

@@ -150,6 +150,6 @@ class ProbabilisticCircuit(Protocol):
     def incremental(self, ev: Evidence, candidates: int | None = None) -> Conditioner:
         """Marginals while tokens are committed one by one.
 
-        ``candidates`` limits `Conditioner.log_marginals` to so many tokens a position, where the circuit can save work
-        by that; None: all tokens.
+        ``candidates`` limits `Conditioner.log_marginals` to a number of tokens per position, where that
+        saves work; None: all tokens.
         """

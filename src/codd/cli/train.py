@@ -126,7 +126,7 @@ def _sections(summary: Summary) -> list[Section]:
     rows = [[Cell(name), *(Cell(_cell(row, column)) for column in columns)] for name, row in summary["scores"].items()]
     title = "Held-out text: log-likelihood in nats per token (higher is better) and gap closed"
     start = summary["start"]
-    before = f"before: {'a new circuit' if start is None else start}; one at a time: the network, a call per token"
+    before = f"before: {'a new circuit' if start is None else start}; one at a time: the network, one call per token"
     sections = [Section(title, (), ("text@masked", *columns.values()), rows, after=(before,))] if rows else []
     if (samples := summary["samples"]) is not None:
         texts = [[Cell(columns[name]), Cell(samples[name])] for name in columns if name in samples]

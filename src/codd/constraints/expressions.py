@@ -50,7 +50,7 @@ class Graph:
 
     @cached_property
     def size(self) -> int:
-        """At most so many states has its nondeterministic automaton."""
+        """An upper bound on the states of its nondeterministic automaton."""
         return 2 + sum(2 + size(part) for _, part, _ in self.edges)
 
 

@@ -177,7 +177,7 @@ class Schemas:
         return self.formulas.literal("object", "property", name, part)
 
     def _counted(self, kind: str, what: str, least: int, most: int | None) -> list[Formula]:
-        """At least and at most so many."""
+        """A lower and an upper bound."""
         said = [self.formulas.literal(kind, what, least)] if least else []
         return said if most is None else [*said, self.formulas.literal(kind, "below", most + 1)]
 

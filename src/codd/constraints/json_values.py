@@ -61,7 +61,7 @@ class Values:
             every_type: whether values are allowed of types that no keyword speaks of.
             any_depth: how deep arrays and objects nest that the schema leaves open.
             longest: how many characters a string has at most that the schema gives a maximum; arrays have as many items
-                as fit into so many characters.
+                as fit into this many characters.
         """
         self._longest = longest
         self._schemas, self._formulas = schemas, schemas.formulas

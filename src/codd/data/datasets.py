@@ -100,7 +100,7 @@ def build_hidden_states(
     seed: int,
     strata: range,
 ) -> HiddenStateDataset:
-    """The part of a dataset of so many ``windows`` that lies in some strata: of every (source, weight) its share.
+    """The part of a dataset of ``windows`` windows that lies in some strata: of every (source, weight) its share.
 
     Rows and noise are a function of the seed and the stratum, whichever process computes it. InvalidInput if there are
     fewer windows than sources, or a source has none.

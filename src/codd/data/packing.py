@@ -193,7 +193,7 @@ class Mixture:
     """
 
     def __init__(self, sources: Sequence[SequenceDataset], weights: Sequence[float], batch: int):
-        """``batch`` rows a step; weights need not add to one."""
+        """``batch`` rows per step; weights need not add to one."""
         self.sources, self.batch = list(sources), batch
         self.shares = np.asarray(weights, dtype=np.float64) / float(np.sum(weights))
 
@@ -208,7 +208,7 @@ class Mixture:
         return concatenate(parts)
 
     def _drawn(self, steps: int) -> NDArray[np.int64]:
-        """Rows taken from each source in so many steps."""
+        """Rows taken from each source in a number of steps."""
         rows = steps * self.batch
         # As many sources before the end, no more than the rows up to there are dealt; the last few are dealt singly.
         surely = max(0, rows - len(self.sources))

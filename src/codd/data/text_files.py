@@ -18,7 +18,7 @@ LONGEST_LINE = 2**24
 DICTIONARY = 2**28
 """Bytes that a decompressor may take: `xz -9` asks for a quarter of it."""
 FREE, EXPANSION = 2**22, 100
-"""Beyond so many bytes, text may be at most so many times as long as its xz file. Prose is 4 times as long."""
+"""Beyond this many bytes, text may be at most this many times as long as its xz file. Prose is 4 times as long."""
 _AT_ONCE = 2**16
 
 

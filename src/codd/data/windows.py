@@ -27,7 +27,7 @@ class WindowRecipe(Section):
 
     length: Count = 32
     per_row: Count = 2
-    """At most so many of each row."""
+    """An upper bound on the windows per row."""
     block_share: Share = 0.5
     """Share of rows with one partly masked block a text, given what is left of it; the others are masked anywhere."""
     minimum: BetweenZeroAndOne = 1e-3

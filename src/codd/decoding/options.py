@@ -153,7 +153,7 @@ class Options:
     with block-causal attention brings its own blocks, counted from the text's first token: ``block_length`` is then
     theirs by default, or divides them into sub-blocks.
 
-    Speed, one of: ``steps``, network evaluations for each sequence (None: one a token), among which tokens are divided
+    Speed, one of: ``steps``, network evaluations for each sequence (None: one per token) among which tokens are divided
     evenly, the early ones taking what is left over; ``threshold``, commit every token at least so probable, and at
     least one (with the any-order sampler the probability is conditional on the tokens already picked in the step);
     ``entropy_budget``, commit in order while the entropies (nats) sum to less. Two of them at once are an error, and so

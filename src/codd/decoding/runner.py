@@ -268,7 +268,7 @@ class CachedRunner(FullRecompute):
         )
 
     def admit(self, state: SequenceState) -> bool:
-        """Take the slots that a sequence lacks; False while there are not so many."""
+        """Take the slots that a sequence lacks; False while too few are free."""
         count = self.lacking(state)
         if count > len(self._free):
             return False

@@ -190,7 +190,7 @@ class SequenceState:
     speculation: "Speculation | None" = None
     """How it is drafted and checked, in ``mode="speculative"``."""
     alternatives: int = 0
-    """How many of the most probable tokens a step is to report for each position that it writes."""
+    """The number of most probable tokens that a step reports per written position."""
 
     @property
     def masked(self) -> Bool[Tensor, " L"]:

@@ -37,7 +37,7 @@ class Rank:
 
 
 def run(main: Main, argv: Sequence[str], processes: int) -> int:
-    """Run a command in so many processes of a cluster, that of RAY_ADDRESS or one of this machine's own.
+    """Run a command in several processes of a cluster, that of RAY_ADDRESS or one of this machine's own.
 
     Each has one GPU if there are enough, else none. Prints what they printed, and returns the first exit code that is
     not 0; the other processes are ended then. They must be able to import ``main``.

@@ -62,7 +62,7 @@ def _compiled_answer(kind: str, value: Any, vocabulary: Vocabulary, states: int,
 
 @contextlib.contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """End this process after so many seconds of its processor time, or `STARVED` times as many by the clock.
+    """End this process after a number of seconds of its processor time, or `STARVED` times as many by the clock.
 
     The system does so, without Python: one long operation ends, too.
     """

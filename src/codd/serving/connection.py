@@ -93,7 +93,7 @@ class EventStream(Response):
 
 
 async def with_keep_alive(events: AsyncIterator[bytes], seconds: float) -> AsyncIterator[bytes]:
-    """The events, and a comment after every so many seconds without one: proxies cut connections that are silent."""
+    """The events, and a comment after each period of seconds without one: proxies cut connections that are silent."""
     following: asyncio.Future[bytes] | None = None
     try:
         while True:

@@ -85,7 +85,7 @@ class Engine:
         evaluate the network for one sequence at a time, so that each is what it is alone, to the bit.
 
         Of ``cache_memory`` bytes (None: 1 GiB, on a GPU half of what is free) are made KV caches for sequences of the
-        model's length, at most ``cache_length``: two for each slot if there are so many, as who leaves the batch for a
+        model's length, at most ``cache_length``: two for each slot if there are as many, as who leaves the batch for a
         while keeps its own; none if none fits.
         """
         self.runner = _runner(model, 2 * slots, cache_memory, cache_length, exact)

@@ -349,7 +349,7 @@ def _echo(model: Model, prompt: str | list[int]) -> str:
 
 
 def _default_steps(options: Options, steps: int, length: int, masks: Sequence[int]) -> int:
-    """The default number of steps; where a long text has more blocks than that, the default number of tokens a step.
+    """The default number of steps; where a long text has more blocks than that, the default number of tokens per step.
 
     ``steps`` and ``length`` are the server's; ``masks``: positions of the masks, counted as blocks are.
     """

@@ -72,7 +72,7 @@ class BoundedProtocol(H11Protocol):
             self.transport.close()
 
     def pause_writing(self) -> None:
-        """The client leaves something unread: from here on it has so many seconds to read it."""
+        """The client leaves something unread: from here on it has a limited number of seconds to read it."""
         super().pause_writing()
         self._writing = self.loop.call_later(self.timeout, self.transport.abort)
 

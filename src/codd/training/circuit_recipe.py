@@ -39,7 +39,7 @@ class HeadRecipe(Section):
     latents: bool = False
     """Modulate the latents at each position."""
     inner_states: Natural = 0
-    """Modulate transitions as well, through so many inner states; 0: do not."""
+    """The number of inner states through which transitions are modulated as well; 0: they are not."""
     hidden: Natural = 0
     """Width of a hidden layer; 0: none."""
     dropout: BelowOne = 0.0

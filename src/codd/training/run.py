@@ -158,7 +158,7 @@ def read_metrics(path: Path) -> Iterator[dict[str, float | int]]:
     for where, line in text_files.json_lines(path, unfinished=True):
         for name, value in line.items():
             if type(value) not in (int, float) or (type(value) is int and abs(value) >= LARGEST):
-                raise FormatError(f"{where}: {name[:100]!r} is {shown(value)}, which is no number of a run.")
+                raise FormatError(f"{where}: {name[:100]!r} is {shown(value)}, not a number of a run.")
         if "step" not in line:
             raise FormatError(f"{where}: is not an object with a step.")
         yield line

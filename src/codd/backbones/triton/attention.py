@@ -14,7 +14,7 @@ LONGEST = 128
 
 @triton.jit
 def _rotate(x, cos, sin, stride, half, heads, H: tl.constexpr, D: tl.constexpr):
-    """One program a position and some heads."""
+    """One program per position and some heads."""
     row = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * H + tl.arange(0, H)
     i = tl.arange(0, D)
@@ -45,7 +45,7 @@ def _norm_rotate(
     D: tl.constexpr,
     R: tl.constexpr,
 ):
-    """One program a position and some heads: each is normalised, and its first columns are turned in pairs."""
+    """One program per position and some heads: each is normalised, and its first columns are turned in pairs."""
     row = tl.program_id(0).to(tl.int64)
     h = (tl.program_id(1) * H + tl.arange(0, H))[:, None]
     i = tl.arange(0, D)[None, :]
@@ -108,7 +108,7 @@ def _attend(
     L: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program a head and some positions: rotary positions, and attention to all keys at once."""
+    """One program per head and some positions: rotary positions, and attention to all keys at once."""
     head, b = tl.program_id(1), tl.program_id(2).to(tl.int64)
     stride = (heads + 2 * kv_heads) * 2 * HALF
     own = head // (heads // kv_heads)

@@ -13,7 +13,7 @@ from codd.backbones.triton.tiles import INTERPRETED, PROGRAMS, Tile
 
 @triton.jit
 def _store_kv(joined, memory, slots, positions, rows, heads, kv_heads, taken, length, H: tl.constexpr, D: tl.constexpr):
-    """One program a row and some heads of keys and values; ``taken``: slots that the memory has."""
+    """One program per row and some heads of keys and values; ``taken``: slots that the memory has."""
     row = tl.program_id(0).to(tl.int64)
     position = tl.load(positions + row)
     if position < 0:
@@ -104,7 +104,7 @@ def _attend_cached(
 
 @triton.jit
 def _add_shares(shares, sums, out, count, SPLITS: tl.constexpr, D: tl.constexpr):
-    """One program a row and head: what it attends to, from shares of the keys."""
+    """One program per row and head: what it attends to, from shares of the keys."""
     at = tl.program_id(0).to(tl.int64)
     s, d = tl.arange(0, SPLITS), tl.arange(0, D)
     each = tl.load(sums + s * count + at)

@@ -11,7 +11,7 @@ from codd.backbones.triton.tiles import INTERPRETED
 
 @triton.jit
 def _rms_norm(x, weight, out, width, eps, N: tl.constexpr):
-    """One program a row: normalised in float32, times the weight in the network's own precision."""
+    """One program per row: normalised in float32, times the weight in the network's own precision."""
     row = tl.program_id(0).to(tl.int64) * width
     n = tl.arange(0, N)
     inside = n < width

@@ -27,7 +27,7 @@ def _route(
     S: tl.constexpr,
     C: tl.constexpr,
 ):
-    """One program a row: its experts by groups, those with the best ranks, one after the other."""
+    """One program per row: its experts by groups, those with the best ranks, one after the other."""
     row = tl.program_id(0).to(tl.int64)
     g, c = tl.arange(0, G), tl.arange(0, C)
     s = tl.arange(0, S)[None, :]
@@ -148,7 +148,7 @@ def _grouped(
 
 @triton.jit
 def _weigh(outputs, weights, out, chosen, width, BLOCK: tl.constexpr):
-    """One program a position and some columns: the weighted sum of what its experts say."""
+    """One program per position and some columns: the weighted sum of what its experts say."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)

@@ -86,7 +86,7 @@ def _int8_sum(
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program a row and some columns: what the shares of the depth add up to."""
+    """One program per row and some columns: what the shares of the depth add up to."""
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     kept, at = n < columns, tl.program_id(0).to(tl.int64) * columns + n
     total = tl.zeros((BLOCK,), tl.float32)

@@ -211,7 +211,7 @@ class CapturedUpdater:
     WARMUP = 3
 
     def __init__(self, updater: GradientUpdater, dataset: WindowDataset, windows: int):
-        """Capture the gradients of batches of so many windows."""
+        """Capture the gradients of batches of this many windows."""
         self.updater, self.dataset = updater, dataset
         self.index = torch.zeros(windows, dtype=torch.long, device=updater.device)
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]

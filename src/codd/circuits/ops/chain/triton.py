@@ -174,7 +174,7 @@ def _both(
 
 
 class Plan(NamedTuple):
-    """Programs and groups of sequences (the grid), sequences a group, tiles a program, rows a tile, warps."""
+    """Programs and groups of sequences (the grid), sequences per group, tiles per program, rows per tile, warps."""
 
     programs: int
     groups: int
@@ -186,7 +186,7 @@ class Plan(NamedTuple):
 
 
 def plan_for(batch: int, states: int, chip: int, rows: int | None = None, warps: int | None = None) -> Plan:
-    """Fill the chip: few rows a program while there are multiprocessors to spare, all of them resident at once.
+    """Fill the chip: few rows per program while there are multiprocessors to spare, all of them resident at once.
 
     A matrix that does not fit into all registers together is streamed in small tiles instead.
     """

@@ -113,7 +113,7 @@ def _marginals(
     K: tl.constexpr,
     N: tl.constexpr,
 ):
-    """One program a position and a block of candidates; nothing where its sequence has nothing open."""
+    """One program per position and a block of candidates; nothing where its sequence has nothing open."""
     row = tl.program_id(0).to(tl.int64)
     if OPEN:
         if nothing_open(open_, row // length, length, L):
@@ -218,7 +218,7 @@ def _pick(
     K: tl.constexpr,
     N: tl.constexpr,
 ):
-    """One program a sequence."""
+    """One program per sequence."""
     sequence = tl.program_id(0).to(tl.int64)
     t = tl.arange(0, L)
     k = tl.arange(0, K)
@@ -321,7 +321,7 @@ def _take(
     L: tl.constexpr,
     N: tl.constexpr,
 ):
-    """One program a sequence."""
+    """One program per sequence."""
     sequence = tl.program_id(0).to(tl.int64)
     t = tl.arange(0, L)
     here = t < length

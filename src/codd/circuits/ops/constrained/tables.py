@@ -37,7 +37,7 @@ class Pieces(NamedTuple):
 
     @classmethod
     def of(cls, offsets: Ids, size: int, device: torch.device) -> "Pieces":
-        """The classes in stretches of at most so many tokens."""
+        """The classes in stretches of at most that many tokens."""
         counts = -(-np.diff(offsets) // size)
         owner = np.repeat(np.arange(len(counts)), counts)
         first = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)

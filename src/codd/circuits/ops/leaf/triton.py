@@ -165,7 +165,7 @@ def _finish(
     S: tl.constexpr,
     N: tl.constexpr,
 ):
-    """One program a row: leaf values (the largest is one), their scale, the largest logit and the log-sum over it."""
+    """One program per row: leaf values (the largest is one), their scale, the largest logit and the log-sum over it."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, N)
     inside = n < states

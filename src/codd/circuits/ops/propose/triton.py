@@ -195,7 +195,7 @@ def _propose(
     V: tl.constexpr,
     S: tl.constexpr,
 ):
-    """One program a position."""
+    """One program per position."""
     row = tl.program_id(0)
     if tl.load(open_ + row) == 0:
         return

@@ -29,7 +29,7 @@ class DeviceRows(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where rows of a sequence and position begin: of so many rows a sequence, the first position, rows a position."""
+    """Where rows of a sequence and position begin: rows per sequence, the first position, rows per position."""
 
     batch: int
     first: int
@@ -136,7 +136,7 @@ def _sums(
 
 
 def stride_of(states: int) -> int:
-    """The length of a row of so many latents."""
+    """The length of a row for a number of latents."""
     return -(-states // LINE) * LINE
 
 
