@@ -24,6 +24,9 @@ from codd.coupling import Coupled
 from codd.decoding.options import DEFAULTS
 from codd.errors import InvalidConstraint, InvalidInput
 
+MOST_TRIED = 1 << 13
+"""Beginnings of assignments that are gone on with, one to ten milliseconds each, beside those of what was found."""
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -88,15 +91,23 @@ class Decider:
     def descending(self) -> Iterator[tuple[tuple[int, ...], float]]:
         """Assignments by the numbers of their values, and their log-probabilities: the most probable one first.
 
-        Best first: no assignment is more probable than the values that it begins with are together.
+        Best first: no assignment is more probable than the values that it begins with are together. Where a great many
+        of these are as probable as any assignment, InvalidConstraint is raised after `MOST_TRIED` of them.
         """
-        read, passages = self._form.read, self._passages
+        read, passages, left = self._form.read, self._passages, MOST_TRIED
         heap: list[tuple[float, tuple[int, ...], Any]] = [(0.0, (), passages.begin())]
         while heap:
             cost, chosen, reached = heapq.heappop(heap)
             if len(chosen) == len(read):
                 yield chosen, -cost
+                left += len(read)
                 continue
+            left -= 1
+            if left < 0:
+                raise InvalidConstraint(
+                    f"{MOST_TRIED:,} beginnings of assignments of the {len(read)} fields are as probable as the best "
+                    "whole one, which is not found in time: decide on fewer fields or values at once."
+                )
             behind = passages.at(reached, int(read[len(chosen) - 1][chosen[-1]])) if chosen else reached
             reached = passages.onward(behind, read[len(chosen)])
             log_probs = passages.log_probs(reached)
@@ -118,6 +129,7 @@ def decision(decider: Decider, values: Mapping[str, Sequence[str]], names: Seque
 
     Raises:
         InvalidInput: Network and circuit leave no assignment possible.
+        InvalidConstraint: There are too many assignments, none of which stands out.
     """
     if top < 1:
         raise InvalidInput(f"top must be at least 1, found {top}.")

@@ -254,7 +254,8 @@ class Model:
             The joint distribution, its marginals, and the most probable assignment.
 
         Raises:
-            InvalidConstraint: Fields that tokens cannot write or one block does not hold, or with too many values.
+            InvalidConstraint: Fields that tokens cannot write or one block does not hold, with too many values, or of
+                which too many assignments are equally probable.
             InvalidInput: A prompt that cannot be used.
         """
         form = Form(fields, template)
