@@ -146,7 +146,9 @@ def explain(detail: Mapping[str, Any]) -> str:
         return "must be a number below 1e308"
     if said := _WORDS.get(detail["type"]):
         return said.format(**{name: _limit(value) for name, value in context.items()})
-    text = str(detail["msg"]).removesuffix(".")
+    if detail["type"] in _SECTIONS:
+        return "must be a section with fields"
+    text = str(detail["msg"]).removesuffix(".").replace("Input should be", "must be")
     return text[:1].lower() + text[1:]
 
 
@@ -154,28 +156,20 @@ def _limit(value: Any) -> str:
     return "2^63" if value == LARGEST else f"{value:g}" if isinstance(value, float) else str(value)
 
 
+_SECTIONS = {f"{kind}_type" for kind in ("dataclass", "dataclass_exact", "namedtuple", "arguments", "mapping", "dict")}
 _WORDS = {
     "int_type": "must be a whole number",
     "int_from_float": "must be a whole number",
     "float_type": "must be a number",
-    "finite_number": "must be a finite number",
     "string_type": "must be a text",
     "bool_type": "must be true or false",
     "none_required": "must be null",
     "tuple_type": "must be a list",
     "list_type": "must be a list",
-    "dataclass_type": "must be a section with fields",
-    "dataclass_exact_type": "must be a section with fields",
-    "namedtuple_type": "must be a section with fields",
-    "arguments_type": "must be a section with fields",
-    "mapping_type": "must be a section with fields",
-    "dict_type": "must be a section with fields",
-    "literal_error": "must be {expected}",
     "greater_than": "must be above {gt}",
     "greater_than_equal": "must be at least {ge}",
     "less_than": "must be below {lt}",
     "less_than_equal": "must be at most {le}",
-    "multiple_of": "must be a multiple of {multiple_of}",
     "too_short": "must have a length of at least {min_length}",
     "too_long": "must have a length of at most {max_length}",
 }

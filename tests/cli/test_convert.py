@@ -40,15 +40,6 @@ def test_round_trip(tmp_path, capsys):
     }
 
 
-def test_text(tmp_path, capsys):
-    assert main(["convert", str(FIXTURES / "hmm" / "hmm_nonhom.jpc"), str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
-    lines = dict(line.split(maxsplit=1) for line in printed.splitlines()[1:])
-    assert (lines["num_states"], lines["vocab_size"], lines["window"]) == ("8", "30", "5")
-    assert (lines["homogeneous"], lines["pickle_executed"]) == ("no", "no")
-    assert HMM.load(tmp_path).length == HMM.load(tmp_path).window == 5
-
-
 def test_bfloat16_is_smaller_and_close(tmp_path, capsys):
     assert main(["convert", str(SOURCE), str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
     assert "bfloat16" in capsys.readouterr().out

@@ -2,7 +2,6 @@ import argparse
 import io
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -166,16 +165,6 @@ def test_nothing_to_answer(piped, monkeypatch, capsys, tmp_path):
     assert "there is no prompt" in error_of(capsys)
     (tmp_path / "bytes").write_bytes(b"\xff")
     assert "is not UTF-8" in error_of(capsys, "--file", str(tmp_path / "bytes"))
-
-
-def test_an_unknown_value_is_one_line():
-    # In a process of its own: here the checks of types in tests would speak first.
-    command = [sys.executable, "-m", "codd", "generate", "one", "--mode", "sideways"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr.startswith("codd: mode must be one of 'block', 'full', ")
-    assert done.stderr.endswith(", found 'sideways'.\n")
-    assert done.stderr.count("\n") == 1
 
 
 def test_too_long_a_prompt_is_found_before_anything_is_written(loaded, capsys):

@@ -145,11 +145,6 @@ def test_check_of_a_circuit(tmp_path, capsys):
     assert "save or download" in message
 
 
-@pytest.mark.parametrize("name", ["top_exec", "nested_dist"])
-def test_a_malicious_jpc(name, capsys):
-    refused(capsys, FIXTURES / "malicious" / f"{name}.jpc")
-
-
 def test_something_else(tmp_path, capsys):
     assert "there is no such folder" in refused(capsys, tmp_path / "nowhere")
     assert "No such file" in refused(capsys, "some/where.jpc")

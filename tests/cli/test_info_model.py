@@ -349,15 +349,6 @@ def test_a_damaged_checkpoint_is_one_line(damage, words, llada, capsys):
     assert words in message
 
 
-def test_a_folder_around_a_model_says_where_it_is(llada, capsys):
-    assert f"give one inside it: codd info {llada}" in refused(capsys, llada.parent)
-
-
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "model-00001-of-00002.safetensors"])
-def test_a_file_of_a_model_names_its_folder(name, sharded, capsys):
-    assert f"give the folder: codd info {sharded}" in refused(capsys, sharded / name)
-
-
 def test_values_that_are_not_finite(llada, capsys):
     name = "model.transformer.blocks.1.ff_out.weight"
     tensor = load_file(llada / "model.safetensors")[name]

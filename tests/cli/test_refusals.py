@@ -49,7 +49,12 @@ TABLE = [
     (("serve",), "--replicas 3-2", USAGE, "expected at least 1, and the smaller number first, found '3-2'"),
     (("serve",), "--replicas x", USAGE, "expected a number, or two with - between them, found 'x'"),
     (("serve",), "--replicas 2 --metrics-port 0", FAILED, "--metrics-port is of one process"),
-    (("serve",), "--replicas 2 --gpus-per-replica 2", FAILED, "--gpus-per-replica must be from 0 to 1, found 2.0"),
+    (
+        ("serve",),
+        "--replicas 2 --gpus-per-replica 2",
+        USAGE,
+        "argument --gpus-per-replica: must be from 0 to 1, found 2",
+    ),
     (("serve",), "--gpus-per-replica 1", FAILED, "--gpus-per-replica is for --replicas"),
     (("serve",), "--api-key-file /nowhere/key", FAILED, "/nowhere/key"),
     (("serve",), "--threshold 2", FAILED, "threshold must be"),

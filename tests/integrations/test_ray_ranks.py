@@ -17,8 +17,8 @@ from codd_lab.problems import problems
     ("arguments", "message"),
     [
         (["generate", "Hello", "--ray", "2"], "unrecognized arguments: --ray"),
-        (["eval", "--out", "run", "--ray", "0"], "--ray must be at least 1, found 0."),
-        (["cache", "--out", "run", "--ray", "two"], "argument --ray: invalid int value: 'two'"),
+        (["eval", "--out", "run", "--ray", "0"], "argument --ray: must be at least 1, found 0"),
+        (["cache", "--out", "run", "--ray", "two"], "argument --ray: invalid whole number value: 'two'"),
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_starts(arguments, message, capsys):

@@ -34,7 +34,6 @@ def test_the_number_of_replicas(text, expected):
         ("--replicas 0", "expected at least 1"),
         ("--replicas 4-2", "expected at least 1, and the smaller number first, found '4-2'"),
         ("--replicas two", "expected a number, or two with - between them, found 'two'"),
-        ("--replicas 2 --gpus-per-replica 2", "a replica uses one GPU at most; for more of them, more --replicas"),
         ("--gpus-per-replica 1", "--gpus-per-replica is for --replicas"),
     ],
 )

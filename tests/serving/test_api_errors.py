@@ -107,7 +107,7 @@ def test_addresses_and_methods():
         (HTTPException(403, "no"), 403, "permission_error", None),
         (QueueFull(7), 429, "rate_limit_error", None),
         (ShuttingDown(), 503, "server_error", None),
-        (DeadlineExceeded("late"), 504, "timeout", "timeout"),
+        (DeadlineExceeded(), 504, "timeout", "timeout"),
         (CoddError("secret"), 500, "server_error", None),
         (RuntimeError("secret"), 500, "server_error", None),
     ],

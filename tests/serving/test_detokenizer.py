@@ -132,16 +132,6 @@ def test_characters_are_sent_whole():
     assert [delta for delta in one_by_one(answer) if delta] == ["a", "👩", "b"]
 
 
-def test_only_what_has_no_gap_before_it_is_sent():
-    whole = [5, *MODEL.tokenizer.encode(" one two three")]
-    detokenizer = Detokenizer(planned([5], 3), MODEL)
-    ids = torch.tensor([5, *[MODEL.mask_id] * 3])
-    ids[2:] = torch.tensor(whole[2:])
-    assert (detokenizer.add(ids, False), detokenizer.tokens) == ("", 0)
-    ids[1] = whole[1]
-    assert (detokenizer.add(ids, True), detokenizer.tokens) == (" one two three", 3)
-
-
 def test_the_middle_of_an_infilling():
     before, middle, after = map(MODEL.tokenizer.encode, ("one", " two three", " four"))
     ids = [*before, *[MODEL.mask_id] * len(middle), *after]

@@ -12,12 +12,11 @@ from codd.serving.errors import APIError
 from codd.serving.prompts import (
     GenerationRequest,
     Limits,
-    chat_generations,
     completion_generations,
     denoise_generations,
     inspection,
 )
-from codd.serving.schemas import ChatRequest, CompletionRequest, DenoiseRequest, InspectRequest
+from codd.serving.schemas import CompletionRequest, DenoiseRequest, InspectRequest
 from tests.support import FIXTURES
 
 MODEL = codd.load(device="cpu")
@@ -28,7 +27,6 @@ assert ROOM is not None
 LIMITS = Limits()
 FEW = Limits(defaults=Options(gen_length=64, steps=4, block_length=16))
 QUICK: dict[str, Any] = {"steps": 2, "temperature": 1.0, "seed": 3}
-SAID = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 7 + 8?"}]
 
 
 def denoise(**fields: Any) -> GenerationRequest:
@@ -38,10 +36,6 @@ def denoise(**fields: Any) -> GenerationRequest:
 
 def complete(limits: Limits = LIMITS, **fields: Any) -> list[GenerationRequest]:
     return completion_generations(CompletionRequest.model_validate({"model": "m", **fields}), MODEL, limits)
-
-
-def converse(**fields: Any) -> list[GenerationRequest]:
-    return chat_generations(ChatRequest.model_validate({"model": "m", "messages": SAID, **fields}), MODEL, LIMITS)
 
 
 def texts(generations: list[GenerationRequest]) -> list[str]:
@@ -57,21 +51,6 @@ def texts(generations: list[GenerationRequest]) -> list[str]:
 
 def look(**fields: Any) -> Any:
     return inspection(InspectRequest.model_validate(fields), MODEL, LIMITS)
-
-
-def test_a_text_is_answered_as_in_python():
-    for fields in ({"prompt": "What is 7 + 8?"}, {"prompt": "It was", "chat": False}):
-        wanted = MODEL.generate(fields["prompt"], chat=fields.get("chat"), gen_length=12, **QUICK)
-        generation = denoise(**fields, gen_length=12, **QUICK)
-        assert texts([generation]) == wanted.texts
-        assert [list(generation.ids)] == MODEL.encode(fields["prompt"], chat=fields.get("chat"))
-        assert texts(complete(**fields, max_tokens=12, **QUICK)) == wanted.texts
-
-
-def test_a_conversation_is_answered_as_in_python():
-    wanted = MODEL.generate([SAID], gen_length=12, **QUICK)
-    assert texts(converse(max_completion_tokens=12, **QUICK)) == wanted.texts
-    assert texts([denoise(messages=SAID, gen_length=12, **QUICK)]) == wanted.texts
 
 
 def test_masks_in_a_text_are_filled():
@@ -136,14 +115,6 @@ def test_long_texts_get_the_usual_tokens_a_step():
         ({"suffix": "one"}, 21),  # blocks begin at the end
     ]:
         assert complete(FEW, **{"prompt": [5], "max_tokens": 320, **fields})[0].options.steps == steps
-
-
-def test_the_state_is_the_sequence_before_its_first_step():
-    [generation] = complete(prompt="one", max_tokens=4)
-    state = generation.state
-    assert state.ids.tolist() == [*generation.ids, *[MASK] * 4]
-    assert state.stop.token_ids == MODEL.stop_ids
-    assert not state.finished
 
 
 @pytest.mark.parametrize(

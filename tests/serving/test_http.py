@@ -13,7 +13,7 @@ import pytest
 
 from codd.constraints import Choice
 from codd.serving.app import Settings
-from codd.serving.connection import EventStream
+from codd.serving.streaming import EventStream
 from tests.support.browser import serving
 from tests.support.live import IDS, PATIENCE, Live, bundled, gated, live, raw, until
 from tests.support.small_models import Gate, small
@@ -134,6 +134,21 @@ def test_decisions_are_those_of_the_model(server):
 def test_a_decision_that_cannot_be_made_names_the_field(server, changes, param):
     refused = server.http.post("/v1/decisions", json={**PLACE, **changes})
     assert (refused.status_code in (400, 422), error(refused)["param"]) == (True, param)
+
+
+def test_a_decision_among_too_many_alike_is_given_up(server, monkeypatch):
+    """Fifteen fields of twenty letters: the beginnings that are as probable as the best whole have no end."""
+    monkeypatch.setattr("codd.decoding.decisions.MOST_TRIED", 40)
+    fields = {f"f{i}": list("abcdefghijklmnopqrst") for i in range(15)}
+    body = {
+        "prompt": "Say some letters:",
+        "chat": False,
+        "fields": fields,
+        "template": " ".join(f"{{{name}}}" for name in fields),
+    }
+    refused = server.http.post("/v1/decisions", json=body)
+    assert (refused.status_code, error(refused)["param"]) == (400, "fields")
+    assert "40 beginnings" in error(refused)["message"]
 
 
 def test_a_full_queue_says_when_to_come_again(held, clients):

@@ -1,6 +1,5 @@
 """The real OpenAI client gets what `model.generate` gives."""
 
-import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -96,28 +95,6 @@ def test_a_stop_text_ends_the_answer_and_frees_the_slot(client, server):
     streamed = client.chat.completions.create(**asked, stream=True)
     assert "".join(c.choices[0].delta.content or "" for c in streamed) == whole[: whole.index(stop)]
     server.until_idle()  # the step that was under way is the last
-
-
-def test_a_crowd_of_clients_get_each_their_own(server):
-    wanted = [  # more than there are slots
-        ([{"role": "user", "content": f"What is {i} + {i + 3}?"}], i, "any_order" if i % 2 else "latent")
-        for i in range(6)
-    ]
-
-    async def ask() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-            common: dict[str, Any] = {"model": "mini", "max_tokens": 16, "temperature": 0.9}
-            asked = (
-                client.chat.completions.create(
-                    **common, messages=said, seed=seed, extra_body={**SHORT, "sampler": sampler}
-                )
-                for said, seed, sampler in wanted
-            )
-            return [answer.choices[0].message.content for answer in await asyncio.gather(*asked)]
-
-    assert asyncio.run(ask()) == [
-        generated([said], seed=seed, sampler=sampler, temperature=0.9) for said, seed, sampler in wanted
-    ]
 
 
 def test_models_are_listed(client):

@@ -1,7 +1,6 @@
 """The playground in a real browser, with the real server and the bundled model behind it."""
 
 import json
-import os
 import re
 import urllib.request
 from collections.abc import Iterator
@@ -499,50 +498,6 @@ def test_failed_questions_are_told(visit: Visit) -> None:
     page.route("**/v1/inspect", lambda route: route.abort())
     page.locator("#left .cell.written").first.hover()
     page.wait_for_selector("#panel .wrong:has-text('does not answer')")
-
-
-@pytest.mark.skipif("CODD_SCREENSHOTS" not in os.environ, reason="set CODD_SCREENSHOTS to a folder to take them")
-@pytest.mark.parametrize(
-    ("visit", "name"),
-    [
-        ({"viewport": {"width": 1280, "height": 860}}, "light"),
-        ({"viewport": {"width": 1280, "height": 860}, "color_scheme": "dark"}, "dark"),
-        ({"viewport": {"width": 360, "height": 740}, "has_touch": True, "device_scale_factor": 2}, "phone"),
-        ({"viewport": {"width": 1280, "height": 1080}}, "constraint"),
-    ],
-    indirect=["visit"],
-)
-def test_screenshots_for_the_docs(visit: Visit, name: str) -> None:
-    folder = Path(os.environ["CODD_SCREENSHOTS"])
-    page = visit.open()
-    if name == "constraint":
-        page.click(".chip:has-text('By a pattern')")
-        visit.finish()
-        page.locator("#right .cell.written", has_text="There").hover()
-        page.wait_for_selector("#panel .excluded")
-        page.wait_for_selector("#pattern-state:has-text('states')")
-        page.wait_for_timeout(600)
-        page.screenshot(path=folder / "playground-constraint.png")
-        return
-    visit.run()
-    if name == "light":
-        page.mouse.move(5, 5)
-        page.wait_for_timeout(600)
-        page.screenshot(path=folder / "playground-light.png")
-        return
-    page.locator("#slider").fill("1")
-    page.evaluate("document.activeElement.blur()")
-    with page.expect_response("**/v1/inspect") as response:
-        page.locator("#right .cell.masked.active").first.click()
-    answer = response.value.json()
-    ties = [max(row) for row in answer["mutual_information"]]
-    tied = answer["positions"][ties.index(max(ties))]
-    page.click("#panel .close")
-    cell = page.locator(f"#right .cell[data-position='{tied}']")
-    cell.tap() if name == "phone" else cell.hover()
-    page.wait_for_selector("#panel .bars")
-    page.wait_for_timeout(600)
-    page.screenshot(path=folder / f"playground-{name}-ties.png")
 
 
 LIGHTNESS = """() => {

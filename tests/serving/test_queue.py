@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from codd.serving.queue import FairQueue
-from codd.serving.requests import QueuedRequest
+from codd.serving.requests import FairQueue, QueuedRequest
 
 
 @dataclass(eq=False)

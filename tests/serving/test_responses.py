@@ -1,11 +1,8 @@
 import json
 import math
 
-import torch
-
 import codd
 from codd.backbones import Tokenizer
-from codd.decoding import Step
 from codd.serving.encoding import DONE, sse_event, to_json
 from codd.serving.responses import TokenPieces, step_event
 
@@ -63,9 +60,3 @@ def test_the_events_of_a_run():
         assert found["positions"] == step.positions.tolist()
         assert found["pieces"] == [MODEL.tokenizer.decode([token]) or "<|eos|>" for token in found["tokens"]]
         assert (found["length"], found["window"], found["finished"]) == (len(step.ids), list(step.window), True)
-
-
-def test_a_score_that_is_none_is_null():
-    at = torch.tensor([1])
-    step = Step(0, 0, at, at, torch.tensor([math.nan]), 0.5, False, (0, 2), torch.tensor([5, 1]), True, 2)
-    assert json.loads(sse_event(step_event(step, PIECES), "step").split(b"data: ")[1])["scores"] == [None]

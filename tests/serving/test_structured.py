@@ -191,24 +191,25 @@ def test_time_is_limited_and_the_next_one_is_served():
 
 LIMITED = """
 import os, time
-from codd.serving.compiler_process import _limited
+from codd.serving import compiler_process
 
 def compute(seconds):
     begun = time.process_time()
     while time.process_time() < begun + seconds:
         pass
 
-def ends_with(function, limit):
+def ends_with(function, limit, starved):
+    compiler_process.STARVED = starved
     child = os.fork()
     if child == 0:
-        with _limited(limit):
+        with compiler_process._limited(limit):
             function()
         compute(limit)  # no limit any more
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 print([ends_with(*case) for case in (
-    (lambda: time.sleep(1), 0.5), (lambda: compute(60), 0.5), (lambda: time.sleep(60), 0.05)
+    (lambda: time.sleep(1), 0.5, 1000), (lambda: compute(60), 0.5, 1000), (lambda: time.sleep(60), 0.05, 10)
 )])
 """
 
@@ -319,5 +320,4 @@ def test_a_fault_of_the_compiler_is_named_and_ends_nothing(fault, named, monkeyp
 
     monkeypatch.setattr(compiler_process, "compiled", broken)
     monkeypatch.setattr(compiler_process, "_limited", lambda _: contextlib.nullcontext())
-    answer = compiler_process._answer(b'[1, 2, 3, "regex", "a"]', Vocabulary((b"a",)))
-    assert named in json.loads(answer)["error"]
+    assert named in compiler_process._answer(b'[1, "regex", "a", 2, 3]', Vocabulary((b"a",)))["error"]

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from codd.backbones.loading import DTYPES
-from codd.cli import console, sampling, tables
+from codd.cli import add_ray_argument, console, sampling, tables
 from codd.cli.lists import add_list
-from codd.cli.ray_launch import add_ray_argument
 from codd.decoding.options import PACES
 from codd.distributed import DistributedContext, distributed
 from codd.errors import InvalidInput

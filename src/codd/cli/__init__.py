@@ -20,8 +20,8 @@ from importlib import metadata
 from typing import Any, NoReturn
 
 import codd
-from codd.cli import console, lists, ray_launch
-from codd.errors import CoddError, InvalidInput
+from codd.cli import console, lists
+from codd.errors import CoddError, InvalidInput, MissingDependency
 
 VERBS = {
     "demo": "what the circuit gains, counted on this machine, in under a minute and without a network",
@@ -81,7 +81,7 @@ def _run(argv: Sequence[str]) -> int:
         verb = load(first.verb)
         args = _verb_parser(verb).parse_args(first.arguments)
         debug = first.debug or args.debug
-        code = ray_launch.run_on_ray(args, argv)
+        code = _run_on_ray(args, argv)
         return verb.run(args) if code is None else code
     except SystemExit as stop:  # argparse after --help, --version (0) and usage errors (2); rich at a closed pipe (1)
         return stop.code if isinstance(stop.code, int) else FAILED
@@ -165,6 +165,24 @@ def _verb_parser(verb: Any) -> argparse.ArgumentParser:
 
 def _add_debug(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+
+def add_ray_argument(parser: argparse.ArgumentParser) -> None:
+    """``--ray N`` of verbs whose processes divide their work by rank: Ray starts them instead of torchrun."""
+    text = "N processes of a Ray cluster share the work, as torchrun's would"
+    parser.add_argument("--ray", type=console.number(int, 1), metavar="N", help=text)
+
+
+def _run_on_ray(args: argparse.Namespace, argv: Sequence[str]) -> int | None:
+    """Run a command as ``--ray`` says, and its exit code; None if it was not given, or if Ray started this process."""
+    processes = getattr(args, "ray", None)
+    if processes is None or "RANK" in os.environ:
+        return None
+    try:
+        from codd.integrations import ray_ranks
+    except ImportError as error:
+        raise MissingDependency(f"--ray needs {error.name}: pip install 'codd-lm[ray]'.") from None
+    return ray_ranks.run(main, argv, processes)
 
 
 def _fail(message: str, code: int, debug: bool) -> int:

@@ -12,9 +12,8 @@ from pathlib import Path
 from codd.backbones.loading import Checkpoint, load_checkpoint
 from codd.backbones.tokenizer import Tokenizer
 from codd.circuits import HMM
-from codd.cli import console
+from codd.cli import add_ray_argument, console
 from codd.cli.lists import add_list
-from codd.cli.ray_launch import add_ray_argument
 from codd.data.packing import MAX_TEXTS_PER_ROW, Mixture, SequenceDataset
 from codd.data.sources import find_sources
 from codd.data.tokenization import PackingConfig

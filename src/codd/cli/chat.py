@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, takewhile
 from typing import Any
 
 from rich.console import Console
@@ -168,13 +168,10 @@ def talk(conversation: Conversation, chosen: dict[str, Any], lines: Iterable[str
     if conversation.about is not None:
         terminal.print(conversation.about, style="dim")
     terminal.print("/help lists the commands; Ctrl-D ends.", style="dim")
-    for line in lines:
+    for line in takewhile(_goes_on, lines):
         try:
-            if command(line, conversation, chosen, lambda text: terminal.print(text, style="dim", soft_wrap=True)):
-                continue
-            _show(conversation, line, sampling.options_of(chosen), terminal)
-        except _Quit:
-            return
+            if not command(line, conversation, chosen, lambda text: terminal.print(text, style="dim", soft_wrap=True)):
+                _show(conversation, line, sampling.options_of(chosen), terminal)
         except KeyboardInterrupt:
             terminal.print("stopped; the conversation goes on without this question.", style="dim")
         except CoddError as error:
@@ -197,13 +194,10 @@ def _show(conversation: Conversation, question: str, options: Options, terminal:
 
 def _piped(conversation: Conversation, chosen: dict[str, Any], lines: Iterable[str], *, as_json: bool) -> None:
     """Without a terminal: nothing but answers on stdout."""
-    for line in lines:
+    for line in takewhile(_goes_on, lines):
         question = line.rstrip("\r\n")
-        try:
-            if command(question, conversation, chosen, _say):
-                continue
-        except _Quit:
-            return
+        if command(question, conversation, chosen, _say):
+            continue
         options = options_for(conversation.model.backbone, sampling.options_of(chosen))
         found, dropped = conversation.ask(question, options, lambda step, prompt_length: None)
         if as_json:
@@ -223,8 +217,8 @@ def _notice(dropped: int) -> str:
     return f"the model has no room for all that was said: forgot the oldest {dropped} exchange{'s' * (dropped != 1)}."
 
 
-class _Quit(Exception):
-    """The user wants to leave."""
+def _goes_on(line: str) -> bool:
+    return line.split()[:1] != ["/quit"]
 
 
 def command(line: str, conversation: Conversation, chosen: dict[str, Any], say: Callable[[str], None]) -> bool:
@@ -232,8 +226,6 @@ def command(line: str, conversation: Conversation, chosen: dict[str, Any], say: 
     words = line.split()
     if not words or not words[0].startswith("/"):
         return not words
-    if words[0] == "/quit":
-        raise _Quit
     if words == ["/reset"]:
         conversation.exchanges.clear()
         say("the conversation begins anew.")

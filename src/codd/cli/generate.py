@@ -11,13 +11,16 @@ from typing import Annotated
 
 from pydantic import BaseModel, Field
 
-from codd.cli import console, constraint, sampling
+from codd import files
+from codd.cli import console, sampling
 from codd.cli.sampling import Answer
+from codd.constraints import After, Choice, JsonSchema, Regex, Template
+from codd.constraints.languages import Expressed
 from codd.decoding import Options
-from codd.decoding.options import PACES
+from codd.decoding.options import PACES, Constraint
 from codd.decoding.prompts import Prompt, can_chat
 from codd.decoding.sequence import options_for
-from codd.errors import InvalidInput
+from codd.errors import FormatError, InvalidInput
 from codd.validation import build
 
 NAME = "generate"
@@ -67,12 +70,12 @@ examples:
     parser.add_argument("--output", metavar="PATH", type=Path, help="write the answers to a file instead")
     parser.add_argument("--json", action="store_true", help="print one JSON object per prompt and line")
     sampling.add_arguments(parser)
-    constraint.add_arguments(parser)
+    _add_constraints(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Answer them, some at a time."""
-    options = sampling.options_from(args).changed(constraint=constraint.from_arguments(args))
+    options = sampling.options_from(args).changed(constraint=_constraint(args))
     prompts = read_prompts(args)[: args.limit]
     model = sampling.model_from(args)
     options = options_for(model.backbone, options)
@@ -99,6 +102,47 @@ def run(args: argparse.Namespace) -> int:
         seconds = time.perf_counter() - begun
         console.err().print(sampling.summary(found, model, seconds), style="dim", soft_wrap=True)
     return 0
+
+
+def _add_constraints(parser: argparse.ArgumentParser) -> None:
+    """At most one of them."""
+    group = parser.add_argument_group("constraint", "what the text is; exact, whatever the sampler and the order")
+    one = group.add_mutually_exclusive_group()
+    one.add_argument("--regex", metavar="PATTERN", help="a text that Python's re.fullmatch matches")
+    one.add_argument("--json-schema", metavar="SCHEMA", help="JSON that is valid under a schema: a file, or its text")
+    one.add_argument("--choice", action="append", metavar="TEXT", help="one of some texts: give it once for each")
+    one.add_argument("--template", metavar="TEXT", help="fixed text with slots, as in 'Name: [MASK:8], age: [MASK:2]'")
+    group.add_argument("--after", metavar="TEXT", help="free text first, then this, then what the constraint says")
+
+
+def _constraint(args: argparse.Namespace) -> Constraint | None:
+    """The one that was given, if any."""
+    found = _language(args)
+    if args.after is None:
+        return found
+    if not isinstance(found, Expressed):
+        raise InvalidInput("--after goes with --regex, --json-schema or --choice, which says what follows it.")
+    return After(args.after, found)
+
+
+def _language(args: argparse.Namespace) -> Constraint | None:
+    if args.regex is not None:
+        return Regex(args.regex)
+    if args.json_schema is not None:
+        return JsonSchema(_schema(args.json_schema))
+    if args.choice is not None:
+        return Choice(args.choice)
+    return None if args.template is None else Template(args.template)
+
+
+def _schema(given: str) -> str:
+    """The schema itself begins with a brace; anything else is the name of a file."""
+    if given.lstrip().startswith(("{", "true", "false")):
+        return given
+    try:
+        return files.read_text(Path(given))
+    except FormatError as error:
+        raise InvalidInput(f"--json-schema {error} Give a file, or the schema.") from error
 
 
 def read_prompts(args: argparse.Namespace) -> list[Prompt]:

@@ -1,7 +1,6 @@
 """``codd info``: what is at a path or hub id, from its JSON files and the headers of its weights."""
 
 import argparse
-import dataclasses
 import math
 import re
 from collections import Counter
@@ -13,8 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from codd import files
-from codd.backbones import adapters, loading, weights
-from codd.backbones.tokenizer import Tokenizer
+from codd.backbones import Tokenizer, adapters, loading, weights
 from codd.circuits import HMM, Modulated, load_circuit, storage
 from codd.circuits.pyjuice import read_jpc
 from codd.cli import console
@@ -24,17 +22,13 @@ from codd.errors import CoddError, FormatError
 NAME = "info"
 HELP = """\
 Describes what is at PATH: a model folder (config.json and safetensors) of any family that codd knows, a circuit
-folder, a LoRA adapter of PEFT, the hub id of any of them (its files are downloaded first), or a .jpc file of PyJuice.
-Without PATH, the bundled model.
+folder, a LoRA adapter of PEFT, the hub id of any of them (its files are downloaded), or a .jpc file of PyJuice.
 
 Prints sizes, stored types, bytes and whether the sha256 is the stated one; of a model also its special tokens (the mask
 among them, as it is typed in a prompt), its tokenizer and its circuits. Of a network only the headers of its files are
 read; a missing shard, a missing or unknown tensor and a wrong shape are errors. No code of a checkpoint is run, not
 even of a .jpc. With --check all weights are read: NaN and infinite values are refused."""
-WANTED = (
-    "expected a circuit folder (config.json and circuit.safetensors), a model folder (config.json and "
-    "model.safetensors), the hub id of one, or a .jpc file"
-)
+WANTED = "expected a circuit folder (it has circuit.safetensors), a model folder, the hub id of one, or a .jpc file"
 CIRCUITS = {"circuit": CIRCUIT_FOLDERS["trained"], "static_circuit": CIRCUIT_FOLDERS["static"]}
 """The names of a checkpoint's circuits, and their folders."""
 SIZES = ("layers", "width", "heads", "kv_heads", "mlp_width", "causal", "block_size", "vocab_size", "tied")
@@ -44,13 +38,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the path and the two switches."""
     parser.epilog = """\
 examples:
-  codd info
-  codd info runs/mini/model --check
+  codd info --check
   codd info GSAI-ML/LLaDA-8B-Instruct --json
   codd info model.jpc"""
-    parser.add_argument(
-        "path", metavar="PATH", nargs="?", help="a folder, a hub id (user/name) or a .jpc file (default: bundled model)"
-    )
+    what = "a folder, a hub id (user/name) or a .jpc file (default: the bundled model)"
+    parser.add_argument("path", metavar="PATH", nargs="?", help=what)
     parser.add_argument("--check", action="store_true", help="read every value too, and refuse NaN and infinite ones")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
@@ -94,13 +86,12 @@ def describe(source: str, check: bool) -> dict[str, Any]:
         raise FormatError(f"{path}: is a file; {WANTED}. Of a part of one give the folder: codd info {path.parent}")
     # Of a hub repository the configuration comes first: it says what the rest is, and whether gigabytes are worth it.
     folder = files.local_folder(source, (storage.CONFIG_FILE, adapters.CONFIG))
-    config = folder / storage.CONFIG_FILE
     known = (folder / storage.WEIGHTS_FILE).exists()
     with suppress(FormatError):  # a damaged one says nothing
-        known = known or files.read_json_object(config).get("format") == storage.FORMAT
+        known = known or files.read_json_object(folder / storage.CONFIG_FILE).get("format") == storage.FORMAT
     if known:
         return _circuit(source)
-    if config.exists():
+    if (folder / storage.CONFIG_FILE).exists():
         loading.read_spec(folder)
         return _model(source, check)
     if (folder / adapters.CONFIG).exists():
@@ -124,15 +115,15 @@ def _circuit(source: str) -> dict[str, Any]:
     weights_file, stated = folder / storage.WEIGHTS_FILE, files.read_json_object(folder / storage.CONFIG_FILE)
     try:
         found = load_circuit(folder, check=False)
-    except FormatError:  # names the file, and says what to do
-        raise
     except CoddError as error:
+        if isinstance(error, FormatError):  # names the file, and says what to do
+            raise
         raise FormatError(f"{weights_file}: {error}; save or download the circuit again.") from error
     hmm = found.hmm if isinstance(found, Modulated) else found
     return {
         **{"kind": config["circuit"], "vocab_size": found.vocab_size, "window": found.window},
         **({"num_states": hmm.num_states, "homogeneous": hmm.homogeneous} if isinstance(hmm, HMM) else {}),
-        **({"head": dataclasses.asdict(found.head.config)} if isinstance(found, Modulated) else {}),
+        **({"head": vars(found.head.config)} if isinstance(found, Modulated) else {}),
         **_stored(tensors),
         "bytes": sum((folder / name).stat().st_size for name in (storage.WEIGHTS_FILE, storage.CONFIG_FILE)),
         **{name: stated.get(name) for name in ("format_version", "sha256")},
@@ -142,9 +133,7 @@ def _circuit(source: str) -> dict[str, Any]:
 
 def _stored(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """How many numbers the tables hold, and the type and shape of each."""
-    tables = {
-        name: f"{str(x.dtype).removeprefix('torch.')} {'x'.join(map(str, x.shape))}" for name, x in tensors.items()
-    }
+    tables = {name: f"{x.dtype} {'x'.join(map(str, x.shape))}".removeprefix("torch.") for name, x in tensors.items()}
     return {"parameters": sum(x.numel() for x in tensors.values() if x.is_floating_point()), "tables": tables}
 
 
@@ -155,10 +144,8 @@ def _model(source: str, check: bool) -> dict[str, Any]:
     if check:
         weights.check_values(found.headers)
     tokenizer = Tokenizer.from_folder(folder, vocab_size=network.vocab_size)
-    special = {}
-    for name in ("mask", "eos", "pad", "bos"):  # config.json comes first
-        stated = getattr(spec.special, name)
-        special[f"{name}_id"] = getattr(tokenizer, f"{name}_id", None) if stated is None else stated
+    stated = {f"{name}_id": getattr(spec.special, name) for name in ("mask", "eos", "pad", "bos")}  # of config.json
+    special = {name: getattr(tokenizer, name, None) if id is None else id for name, id in stated.items()}
     read: dict[str, Any] = {"mask_token": None, "tokenizer": None}
     if tokenizer is not None:
         template = "own" if tokenizer.chat_template else "family" if spec.chat_template else None
@@ -170,7 +157,6 @@ def _model(source: str, check: bool) -> dict[str, Any]:
         counts[weights.DTYPES[found.headers[name].dtype]] += math.prod(found.headers[name].shape)
     shards = {header.file for header in found.headers.values()}
     used = found.slots.keys() | {name + weights.SCALE for name in found.slots}
-    stated, matches = loading.stated_sha256(folder)
     return {
         "kind": "backbone",
         "family": spec.family,
@@ -189,8 +175,7 @@ def _model(source: str, check: bool) -> dict[str, Any]:
         "shards": len(shards),
         "tensors": len(found.slots),
         "unused_tensors": sorted({re.sub(r"\.\d+\.", ".*.", name) for name in found.headers.keys() - used}) or None,
-        "sha256": stated,
-        "sha256_matches": matches,
+        **dict(zip(("sha256", "sha256_matches"), loading.stated_sha256(folder), strict=True)),
         **{name: _circuit(str(folder / part)) if (folder / part).is_dir() else None for name, part in CIRCUITS.items()},
     }
 
@@ -202,8 +187,7 @@ def _adapter(source: str, check: bool) -> dict[str, Any]:
     if check:
         weights.check_values(headers)
     return {
-        "folder": str(folder),
-        "kind": "adapter",
+        **{"folder": str(folder), "kind": "adapter"},
         "dora": config.flag("use_dora", False),
         "base": config.get("base_model_name_or_path"),
         "rank": config.count("r", 8),
@@ -211,6 +195,5 @@ def _adapter(source: str, check: bool) -> dict[str, Any]:
         "rank_stabilised": config.flag("use_rslora", False),
         "target_modules": config.get("target_modules"),
         "parameters": sum(math.prod(header.shape) for header in headers.values()),
-        "tensors": len(headers),
-        "bytes": path.stat().st_size,
+        **{"tensors": len(headers), "bytes": path.stat().st_size},
     }

@@ -47,7 +47,8 @@ LOCAL = ("127.0.0.1", "localhost", "::1")
 
 
 COUNT, NATURAL, PORT = console.number(int, 1), console.number(int, 0), console.number(int, 0, 65535)
-SECONDS = console.number(float, 0, above=True)
+SECONDS, HOUR = console.number(float, 0, above=True), console.number(float, 0, 3600, above=True)
+SHARE, MEMORY = console.number(float, 0, 1), console.number(float, 0, 1024, above=True)
 HELD = "for KV caches, taken at the start; 0: none (default: 1, on a GPU half of what is free)"
 TEXT = "of a text or conversation, if that can fit at all (default: 16 for each token that fits)"
 NUMBERS: tuple[tuple[str, str, Callable[[str], float], float | None, str], ...] = (
@@ -63,14 +64,8 @@ NUMBERS: tuple[tuple[str, str, Callable[[str], float], float | None, str], ...] 
     ("--max-text", "BYTES", COUNT, None, TEXT),
     ("--max-pattern", "BYTES", COUNT, 1 << 15, "of a regular expression, JSON schema or list of choices"),
     ("--max-states", "N", COUNT, 512, "of its automaton: the work of a step grows with them"),
-    (
-        "--compile-timeout",
-        "S",
-        console.number(float, 0, 3600, above=True),
-        5.0,
-        "seconds of processor time to compile it",
-    ),
-    ("--compile-memory", "GIB", console.number(float, 0, 1024, above=True), 1.0, "to compile it, at most"),
+    ("--compile-timeout", "S", HOUR, 5.0, "seconds of processor time to compile it"),
+    ("--compile-memory", "GIB", MEMORY, 1.0, "to compile it, at most"),
     ("--connections", "N", COUNT, 256, "sockets that are held"),
     ("--io-timeout", "S", SECONDS, 30.0, "seconds to send headers, to send a body, and to read an answer"),
 )
@@ -98,7 +93,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="names by which clients may call the server, beside its addresses; *.NAME or * for any",
     )
     add_list(group, "--cors", metavar="ORIGIN", default=[], help="sites whose pages may call the server")
-    _add_replicas(group)
+    group.add_argument(
+        "--replicas",
+        type=_replicas,
+        metavar="N|A-B",
+        help="processes on a Ray cluster (RAY_ADDRESS, or one of this machine's own), each with --slots and --queue of "
+        "its own; A-B: as many as the load needs",
+    )
+    group.add_argument(
+        "--gpus-per-replica",
+        type=SHARE,
+        metavar="K",
+        help="1, a share of a GPU, or 0: replicas on CPUs, each with OMP_NUM_THREADS threads or 1 "
+        "(default: 1 if this machine has a GPU); a replica uses one at most: for more of them, more --replicas",
+    )
     group.add_argument(
         "--exact",
         action="store_true",
@@ -112,23 +120,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--quiet", action="store_true", help="log only what goes wrong")
     parser.add_argument("--json", action="store_true", help="print the address as a JSON object")
     sampling.add_arguments(parser, chat=False)
-
-
-def _add_replicas(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--replicas",
-        type=_replicas,
-        metavar="N|A-B",
-        help="processes on a Ray cluster (RAY_ADDRESS, or one of this machine's own), each with --slots and --queue of "
-        "its own; A-B: as many as the load needs",
-    )
-    group.add_argument(
-        "--gpus-per-replica",
-        type=float,
-        metavar="K",
-        help="1, a share of a GPU, or 0: replicas on CPUs, each with OMP_NUM_THREADS threads or 1 "
-        "(default: 1 if this machine has a GPU)",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -191,8 +182,7 @@ def _run_replicas(args: argparse.Namespace, settings: "Settings") -> int:
     from codd.integrations import ray_serve
 
     with server.listen(args.host, args.port) as wire:  # whether it is free, or which one is; Ray's proxy binds it
-        host, port = wire.getsockname()[:2]
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        url, port = server.url_of(wire.getsockname()), wire.getsockname()[1]
     ray_serve.run(app, args.host, port, lambda: _tell(url, settings, args.json))
     return 0
 
@@ -252,11 +242,6 @@ def _tell(url: str, settings: "Settings", as_json: bool) -> None:
 def _check(args: argparse.Namespace) -> None:
     if args.replicas is not None and args.metrics_port is not None:
         raise InvalidInput("--metrics-port is of one process: with --replicas, /metrics of the address has them all.")
-    if args.gpus_per_replica is not None and not 0 <= args.gpus_per_replica <= 1:
-        raise InvalidInput(
-            f"--gpus-per-replica must be from 0 to 1, found {args.gpus_per_replica}: a replica uses one GPU at most; "
-            "for more of them, more --replicas."
-        )
     if args.gpus_per_replica is not None and args.replicas is None:
         raise InvalidInput("--gpus-per-replica is for --replicas: give both, or --device cuda.")
 
@@ -272,7 +257,7 @@ def _settings(args: argparse.Namespace) -> "Settings":
             f"codd: everyone who can reach {args.host} can use this server: set {KEY} to require a key.", style="yellow"
         )
     return Settings(
-        name=args.name or _name(args),
+        name=args.name or ("codd-mini" if args.model is None else Path(args.model).name or str(args.model)),
         about=sampling.about(args),
         # More than can ever wait would be told to come again for ever.
         limits=Limits(
@@ -291,10 +276,6 @@ def _settings(args: argparse.Namespace) -> "Settings":
         connections=args.connections,
         io_timeout=args.io_timeout,
     )
-
-
-def _name(args: argparse.Namespace) -> str:
-    return "codd-mini" if args.model is None else Path(args.model).name or str(args.model)
 
 
 def _key(args: argparse.Namespace) -> str | None:

@@ -24,7 +24,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from codd.errors import InvalidInput
 from codd.serving.app import Settings, create_app
 from codd.serving.engine import Engine
-from codd.serving.middleware import HTTPMiddleware
 from codd.serving.server import prepare_process
 
 NAME = "codd"
@@ -96,10 +95,14 @@ class Replica:
         return generate_latest(MergedMetrics(each for each in found if not isinstance(each, BaseException)))
 
 
-class ProxyRequestId(HTTPMiddleware):
+class ProxyRequestId:
     """Leaves the header X-Request-Id to Ray's proxy, which adds it, with the same id, to every response."""
 
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(self, app: ASGIApp):
+        """``app``: the application inside."""
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Take it out of the response."""
 
         async def send_without_id(message: Message) -> None:

@@ -21,13 +21,12 @@ from starlette.types import ASGIApp
 from codd.decoding import Model
 from codd.decoding.decisions import decision
 from codd.decoding.prompts import can_chat
-from codd.errors import InvalidInput
-from codd.serving import connection, prompts, streaming
+from codd.errors import CoddError, InvalidInput
+from codd.serving import prompts, streaming
 from codd.serving.compiler import Compiler
-from codd.serving.connection import ClientDisconnected, EventStream
 from codd.serving.encoding import Json, json_response, sse_event
 from codd.serving.engine import Engine
-from codd.serving.errors import RESPONSES, APIError, install_handlers
+from codd.serving.errors import RESPONSES, APIError, bad_request, install_handlers
 from codd.serving.metrics import CONTENT_TYPE
 from codd.serving.middleware import METRICS, PROBES, Security, with_middleware
 from codd.serving.prompts import Compiled, GenerationRequest, Limits
@@ -44,7 +43,7 @@ from codd.serving.schemas import (
     InspectRequest,
     OpenAIRequest,
 )
-from codd.serving.streaming import GeneratedSequence
+from codd.serving.streaming import ClientDisconnected, EventStream, GeneratedSequence
 
 _log = logging.getLogger("codd.serving")
 Body = TypeVar("Body", bound=ConstraintFields)
@@ -117,9 +116,7 @@ class Routes:
         self.pieces = TokenPieces(engine.model)
         self.created = int(time.time())
         self._encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="codd-text")
-        self._choosers = ThreadPoolExecutor(
-            1, thread_name_prefix="codd-choice"
-        )  # long searches wait for each other only
+        self._choosers = ThreadPoolExecutor(1, "codd-choice")  # long searches wait for each other only
         self._compile = Compiler(engine.model, settings.limits)
 
     def close(self) -> None:
@@ -154,19 +151,15 @@ class Routes:
 
     async def health(self) -> Response:
         """Whether the server takes requests, and its load."""
-        draining = self.engine.draining
-        body = {"status": "draining" if draining else "ok", **vars(self.engine.load)}
-        return json_response(body, 503 if draining else 200)
+        return _state("ok", self.engine.draining and "draining", **vars(self.engine.load))
 
     async def live(self) -> Response:
         """Whether the process can still do its work; else it should be started anew."""
-        dead = self.engine.failed
-        return json_response({"status": "failed" if dead else "live"}, 503 if dead else 200)
+        return _state("live", self.engine.failed and "failed")
 
     async def ready(self) -> Response:
         """Whether new requests should be sent here."""
-        draining = self.engine.draining
-        return json_response({"status": "draining" if draining else "ready"}, 503 if draining else 200)
+        return _state("ready", self.engine.draining and "draining")
 
     async def metrics(self) -> Response:
         """Metrics in Prometheus' text format."""
@@ -219,7 +212,11 @@ class Routes:
         call = ModelCall(ask, _client(request), deadline)
         decider = await self._run([call], call.result(), request)
         choose = partial(decision, decider, form.values, list(body.fields), body.top)
-        return json_response(decision_body(await before(deadline, loop.run_in_executor(self._choosers, choose))))
+        try:
+            found = await before(deadline, loop.run_in_executor(self._choosers, choose))
+        except CoddError as error:
+            raise bad_request(error, "fields") from None
+        return json_response(decision_body(found))
 
     async def inspect(self, body: InspectRequest, request: Request) -> Response:
         """What the network and the joint say of the masks in a window."""
@@ -314,7 +311,7 @@ class Routes:
         """Submit requests and await the work that reads their results; 499 if the client disconnects first."""
         with closing(work), self.engine.submit(requests):  # closed if it was never awaited: the queue may be full
             try:
-                return await connection.until_disconnect(request.receive, work)
+                return await streaming.until_disconnect(request.receive, work)
             except ClientDisconnected:
                 raise APIError(499, "The client has closed the connection.") from None
 
@@ -328,7 +325,10 @@ class Routes:
         return time.monotonic() + min(self.settings.timeout, requested or self.settings.timeout)
 
     def _model_card(self) -> Json:
-        model, tokenizer = self.model, self.model.tokenizer
+        model, tokenizer, circuit, card = self.model, self.model.tokenizer, self.model.circuit, None
+        if circuit is not None:
+            modulated = circuit.feature_width is not None
+            card = {"states": circuit.num_latents, "window": circuit.window, "modulated": modulated}
         return {
             "id": self.settings.name,
             "object": "model",
@@ -339,17 +339,13 @@ class Routes:
             "mask_token": None if tokenizer is None else tokenizer.special_tokens.get("mask_token"),
             "mask_id": model.mask_id,
             "chat": tokenizer is not None and can_chat(tokenizer),
-            "circuit": _circuit_card(model),
+            "circuit": card,
             "defaults": self.settings.limits.defaults.as_json(),
         }
 
 
-def _circuit_card(model: Model) -> Json | None:
-    circuit = model.circuit
-    if circuit is None:
-        return None
-    modulated = circuit.feature_width is not None
-    return {"states": circuit.num_latents, "window": circuit.window, "modulated": modulated}
+def _state(well: str, ill: str | bool, **more: Any) -> Response:
+    return json_response({"status": ill or well, **more}, 503 if ill else 200)
 
 
 async def _collected(events: AsyncIterator[tuple[str, Json]]) -> list[tuple[str, Json]]:

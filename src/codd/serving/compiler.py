@@ -5,6 +5,7 @@ Nothing is kept on disk.
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import subprocess
@@ -14,8 +15,6 @@ from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from weakref import WeakValueDictionary
-
-from safetensors.torch import load
 
 from codd.constraints import Automaton
 from codd.decoding import Model
@@ -132,34 +131,28 @@ class _Process:
         """End it."""
         self._process.kill()
         with self._lock:
-            if self._process.stdout is not None and not self._process.stdout.closed:
-                self._process.communicate()  # reaps it and closes the pipes
+            self._process.communicate()  # reaps it and closes the pipes
 
     def compile(self, constraint: Constraint) -> Automaton:
         """The automaton; InvalidConstraint where there is none, or a limit is passed, which ends the process."""
         limits = self._limits
         with self._lock:
-            self._send([limits.compile_seconds, limits.states, MOST_ENTRIES, constraint.kind, constraint.value])
+            self._send([limits.compile_seconds, constraint.kind, constraint.value, limits.states, MOST_ENTRIES])
             assert self._process.stdout is not None
             line = self._process.stdout.readline()
-            head = json.loads(line) if line.endswith(b"\n") else {"bytes": 1}  # it has died
-            body = self._process.stdout.read(head.get("bytes", 0))
-        if "error" in head:
-            raise InvalidConstraint(head["error"])
-        if len(body) < head["bytes"]:
+        if not line.endswith(b"\n"):  # it has died
             self.stop()
             raise InvalidConstraint(
                 f"the constraint is too large: it takes more than {limits.compile_seconds:g} seconds or "
                 f"{limits.compile_memory / 2**20:.0f} MiB of memory to compile. Make it smaller."
             )
-        tensors = load(body)
-        accepting = tensors["accepting"].nonzero()[:, 0].tolist()
-        return Automaton.from_classes(tensors["table"], tensors["classes"], start=head["start"], accepting=accepting)
+        found = json.loads(line)
+        if "error" in found:
+            raise InvalidConstraint(found["error"])
+        return Automaton.from_classes(**found)
 
     def _send(self, value: Any) -> None:
         assert self._process.stdin is not None
-        try:
+        with contextlib.suppress(OSError):  # it has died, which reading its answer tells
             self._process.stdin.write(json.dumps(value).encode() + b"\n")
             self._process.stdin.flush()
-        except OSError:  # it has died, which reading its answer tells
-            pass

@@ -4,9 +4,8 @@ Python that computes for seconds in a thread would slow down every other thread 
 gives up the interpreter's lock, and waits to have it back), and nothing could end it.
 
 Its argument: the bytes of address space that compiling may take. Its input: a line of JSON, the vocabulary
-[[token, ...], whether spaces are stripped], tokens as Latin-1; then lines [processor seconds, most states, most
-entries, kind, value]. For each it writes a line {"error": why} or {"start": s, "bytes": n}, and after the latter n
-bytes: the tensors of the automaton as safetensors.
+[[token, ...], whether spaces are stripped], tokens as Latin-1; then lines [processor seconds, kind, value, most states,
+most entries]. For each it writes a line: {"error": why}, or the arguments of `Automaton.from_classes`.
 """
 
 import contextlib
@@ -18,8 +17,6 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from safetensors.torch import save
-
 from codd.constraints import Automaton, Choice, JsonSchema, Language, Regex, Vocabulary
 from codd.errors import InvalidConstraint
 from codd.files import brief
@@ -29,7 +26,7 @@ STARVED = 10
 KINDS: dict[str, type[Language]] = {"regex": Regex, "json": JsonSchema, "choice": Choice}
 
 
-def compiled(kind: str, value: Any, vocabulary: Vocabulary, states: int, entries: int) -> Automaton:
+def compiled(vocabulary: Vocabulary, kind: str, value: Any, states: int, entries: int) -> Automaton:
     """The automaton; InvalidConstraint where it is too large, or there is none."""
     language: Any = KINDS[kind]
     automaton: Automaton = language(value).compile(vocabulary, max_states=states)
@@ -41,23 +38,20 @@ def compiled(kind: str, value: Any, vocabulary: Vocabulary, states: int, entries
     return automaton
 
 
-def _answer(request: bytes, vocabulary: Vocabulary) -> bytes:
-    seconds, states, entries, kind, value = json.loads(request)
+def _answer(request: bytes, vocabulary: Vocabulary) -> dict[str, Any]:
+    seconds, *wanted = json.loads(request)
     with _limited(seconds):  # which fails where there is no memory for its watchdog: then this process ends, too
-        return _compiled_answer(kind, value, vocabulary, states, entries)
-
-
-def _compiled_answer(kind: str, value: Any, vocabulary: Vocabulary, states: int, entries: int) -> bytes:
-    try:
-        automaton = compiled(kind, value, vocabulary, states, entries)
-    except InvalidConstraint as error:
-        return json.dumps({"error": str(error)}).encode() + b"\n"
-    except MemoryError:
-        return b'{"error": "the constraint is too large: compiling it takes too much memory. Make it smaller."}\n'
-    except Exception as error:  # a fault of the compiler: the next constraint is another one
-        return json.dumps({"error": f"the constraint cannot be compiled ({brief(error)})."}).encode() + b"\n"
-    body = save({name: getattr(automaton, name) for name in ("table", "classes", "accepting")})
-    return json.dumps({"start": automaton.start, "bytes": len(body)}).encode() + b"\n" + body
+        try:
+            found = compiled(vocabulary, *wanted)
+            accepting = found.accepting.nonzero()[:, 0].tolist()
+            tables = {"table": found.table.tolist(), "classes": found.classes.tolist()}
+            return {**tables, "start": found.start, "accepting": accepting}
+        except InvalidConstraint as error:
+            return {"error": str(error)}
+        except MemoryError:
+            return {"error": "the constraint is too large: compiling it takes too much memory. Make it smaller."}
+        except Exception as error:  # a fault of the compiler: the next constraint is another one
+            return {"error": f"the constraint cannot be compiled ({brief(error)})."}
 
 
 @contextlib.contextmanager
@@ -92,8 +86,7 @@ def _serve(memory: int) -> None:
     tokens, strips_space = json.loads(sys.stdin.buffer.readline())
     vocabulary = Vocabulary(tuple(token.encode("latin-1") for token in tokens), strips_space)
     for line in sys.stdin.buffer:
-        sys.stdout.buffer.write(_answer(line, vocabulary))
-        sys.stdout.buffer.flush()
+        print(json.dumps(_answer(line, vocabulary)), flush=True)
 
 
 def _address_space() -> int:

@@ -24,9 +24,9 @@ from codd.decoding.runner import CachedRunner
 from codd.decoding.sequence import SequenceState, Step
 from codd.errors import CoddError, InvalidInput
 from codd.serving.metrics import Metrics
-from codd.serving.queue import FairQueue
 from codd.serving.requests import (
     DeadlineExceeded,
+    FairQueue,
     ModelCall,
     ModelFailure,
     QueuedRequest,
@@ -97,7 +97,9 @@ class Engine:
         self._running: list[SequenceRequest] = []
         self._condition = threading.Condition()
         """Guards the queues, the batch and the flags; notified when any of them changes."""
-        self._draining = self._stopped = False
+        self._stopped = False
+        self.draining = False
+        """Whether new requests are refused because the server is about to stop."""
         self.failed = False
         """Whether the model's thread has died, so that nothing will be answered any more."""
         self.turn = TURN
@@ -114,11 +116,6 @@ class Engine:
         waiting, cache = len(self._waiting) + len(self._calls), self.runner.memory.slots
         return Load(len(self._running), self.slots, waiting, self._waiting.capacity, cache, cache - self.runner.free)
 
-    @property
-    def draining(self) -> bool:
-        """Whether new requests are refused because the server is about to stop."""
-        return self._draining
-
     def start(self) -> None:
         """Start the model's thread; results arrive on the event loop that is running now."""
         self._loop = asyncio.get_running_loop()
@@ -127,7 +124,7 @@ class Engine:
     def drain(self) -> None:
         """Refuse new requests; those that are queued or running are finished."""
         with self._condition:
-            self._draining = True
+            self.draining = True
             self._condition.notify()
 
     async def close(self) -> None:
@@ -164,7 +161,7 @@ class Engine:
         for sequence in sequences:
             self._check_cache(sequence.state)
         with self._condition:
-            if self._draining:
+            if self.draining:
                 raise ShuttingDown
             if len(sequences) > self._free_places() or len(calls) > self._calls.free:
                 self.metrics.refused.inc()
@@ -202,20 +199,20 @@ class Engine:
         except BaseException:  # nobody may wait for a thread that is no more
             _log.exception("the model's thread died")
             with self._condition:
-                self._draining = self._stopped = self.failed = True
+                self.draining = self._stopped = self.failed = True
                 evicted = self._evict()
             self._deliver(evicted)
 
     def _schedule_step(self) -> bool:
         """Evict, admit, run one model call and one step of the batch; False when drained and nothing is left to do."""
         with self._condition:
-            while not (self._running or self._waiting or self._calls or self._draining):
+            while not (self._running or self._waiting or self._calls or self.draining):
                 self._condition.wait()
             evicted = self._evict()
             call = None if self._stopped else self._calls.pop()
             self._admit()
             batch = list(self._running)
-            more = bool(batch or self._waiting or self._calls or call) or not self._draining
+            more = bool(batch or self._waiting or self._calls or call) or not self.draining
         self._deliver(evicted)
         if call is not None:
             self._deliver([(call, self._run_call(call))])
@@ -239,7 +236,7 @@ class Engine:
             reason = "cancelled" if request.cancelled else "closing" if self._stopped else "late"
             self.metrics.evicted.labels(reason).inc()
             request.finished_at = now
-            error = ShuttingDown() if self._stopped else DeadlineExceeded("the deadline passed.")
+            error = ShuttingDown() if self._stopped else DeadlineExceeded()
             evicted.append((request, error))
         return evicted
 
@@ -318,16 +315,12 @@ class Engine:
             return result
         self.metrics.failures.inc()
         _log.error("request %s: the model failed", request.id, exc_info=result, extra={"request_id": request.id})
-        return ModelFailure("the server failed at this; its log says why.")
+        return ModelFailure()
 
     def _deliver(self, results: Sequence[tuple[QueuedRequest, Any]]) -> None:
-        if results and self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(_deliver_all, results)
-
-
-def _deliver_all(results: Sequence[tuple[QueuedRequest, Any]]) -> None:
-    for request, result in results:
-        request.deliver(result)
+        if self._loop is not None and not self._loop.is_closed():
+            for request, result in results:
+                self._loop.call_soon_threadsafe(request.deliver, result)
 
 
 def _runner(model: Model, slots: int, memory: int | None, length: int, exact: bool) -> CachedRunner:

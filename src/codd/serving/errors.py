@@ -16,7 +16,6 @@ from starlette.responses import Response
 from codd.decoding.options import Options
 from codd.errors import CoddError, ImpossibleEvidence, InvalidEvidence, InvalidInput
 from codd.serving.encoding import json_response
-from codd.serving.requests import DeadlineExceeded, ModelFailure, QueueFull, ShuttingDown
 from codd.validation import explain, is_missing, is_unknown
 
 MAX_QUOTED = 100
@@ -24,6 +23,7 @@ MAX_QUOTED = 100
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 504: "timeout"}
 """OpenAI's error types by status; others are invalid_request_error below 500, and server_error from there on."""
 
+INTERNAL = "Something went wrong in the server; its log has the details."
 log = logging.getLogger("codd.serving")
 _NAMES = ("prompt", "ids", "window", "written", *(field.name for field in fields(Options) if field.name != "hooks"))
 _FIELD = re.compile(rf"\b({'|'.join(_NAMES)})\b")
@@ -94,13 +94,6 @@ class APIError(Exception):
         return json_response(self.as_json(), self.status, self.headers)
 
 
-EXPECTED = (
-    *(InvalidInput, InvalidEvidence, ImpossibleEvidence),
-    *(QueueFull, ShuttingDown, DeadlineExceeded, ModelFailure),
-)
-"""What models and the engine raise in normal operation: not logged here (a ModelFailure has been logged already)."""
-
-
 def bad_request(error: CoddError, param: str | None = None) -> APIError:
     """A 400 for a prompt or an option that codd refuses; by default ``param`` is the first field in the message."""
     named = _FIELD.search(str(error))
@@ -120,20 +113,13 @@ def to_api_error(error: Exception) -> APIError:
     if isinstance(error, InvalidEvidence | ImpossibleEvidence):  # circuit_temperature=1e-300 and its like
         message = "With these options the numbers of the model overflow: choose less extreme ones."
         return APIError(400, message, "circuit_temperature")
-    if isinstance(error, QueueFull):
-        return APIError(429, str(error), code="queue_full", headers={"Retry-After": str(error.retry_after)})
-    if isinstance(error, ShuttingDown):
-        # Whoever comes again should do so by another connection: this one leads here.
-        headers = {"Retry-After": str(error.retry_after), "Connection": "close"}
-        return APIError(503, str(error), code="shutting_down", headers=headers)
-    if isinstance(error, DeadlineExceeded):
-        return APIError(504, str(error), param="timeout", code="deadline_passed")
-    return APIError(500, "Something went wrong in the server; its log has the details.", code="internal_error")
+    return APIError(500, INTERNAL, code="internal_error")
 
 
 def install_handlers(app: FastAPI) -> None:
     """Answer every exception of the application with an error object."""
-    for kind in (APIError, RequestValidationError, HTTPException, *EXPECTED):
+    expected = (APIError, InvalidInput, InvalidEvidence, ImpossibleEvidence)  # in normal operation: not logged
+    for kind in (*expected, RequestValidationError, HTTPException):
         app.add_exception_handler(kind, _handle)
     app.add_exception_handler(Exception, _handle_unexpected)
 

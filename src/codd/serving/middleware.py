@@ -81,23 +81,7 @@ def with_middleware(
     return Envelope(app, bool(security.origins), metrics, paths)
 
 
-class HTTPMiddleware:
-    """Base of middleware: HTTP requests go through ``handle``, all else (lifespan events) straight to the app."""
-
-    def __init__(self, app: ASGIApp):
-        """``app``: the application inside."""
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI's entry point."""
-        await (self.handle if scope["type"] == "http" else self.app)(scope, receive, send)
-
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one HTTP request."""
-        raise NotImplementedError
-
-
-class Checks(HTTPMiddleware):
+class Checks:
     """Refuses too many requests at once, unknown names of the server, foreign origins, wrong keys and large bodies.
 
     Probes pass all but the last, and so do metrics that are asked for at a port of their own.
@@ -105,23 +89,25 @@ class Checks(HTTPMiddleware):
 
     def __init__(self, app: ASGIApp, security: Security, limit: int):
         """``limit``: requests at once."""
-        super().__init__(app)
-        self.security, self.limit, self.running = security, limit, 0
+        self.app, self.security, self.limit, self.running = app, security, limit, 0
         named = tuple(host.lower() for host in security.hosts if host != "*")
         self._named = frozenset(host for host in named if not host.startswith("*."))
         self._suffixes = tuple(host[1:] for host in named if host.startswith("*."))
         self._any_address = security.bound in ("0.0.0.0", "::", "")
         self._key = None if security.api_key is None else hashlib.sha256(security.api_key.encode()).digest()
 
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the request through, or refuse it."""
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
         path, headers = scope["path"], Headers(scope=scope)
         # About the port of its connection no header can lie.
         at_metrics_port = self.security.metrics_port is not None and scope["server"][1] == self.security.metrics_port
         open_door = path in PROBES or (at_metrics_port and path == METRICS)
         refused = None if open_door else self._refused(path, headers, at_metrics_port)
-        if refused is None:
-            refused = self._wrong_length(headers.get("content-length", "0"))
+        stated = headers.get("content-length", "0")  # a number: the server under this one refuses anything else
+        if refused is None and (len(stated) > 18 or int(stated) > self.security.max_body):
+            refused = self._too_large()
         if refused is not None:
             return await refused.response()(scope, receive, send)
         counted = not open_door and path != METRICS  # metrics are needed above all when there is too much to do
@@ -199,11 +185,6 @@ class Checks(HTTPMiddleware):
         given = hashlib.sha256(key.strip()).digest()
         return self._key is None or (hmac.compare_digest(given, self._key) and scheme.lower() == b"bearer")
 
-    def _wrong_length(self, stated: str) -> APIError | None:
-        if not (stated.isascii() and stated.isdigit()):
-            return APIError(400, "Content-Length must be a number of bytes.", param="body")
-        return self._too_large() if len(stated) > 18 or int(stated) > self.security.max_body else None
-
     def _too_large(self) -> APIError:
         # The connection stays open, or the client might not see this: the rest of the body is read and dropped, within
         # the time that a body may take.
@@ -233,7 +214,7 @@ def _cache_control(path: str, status: int) -> str:
     return "no-store" if dynamic else "no-cache"
 
 
-class Envelope(HTTPMiddleware):
+class Envelope:
     """What every response has: an id, headers for browsers, a place in the metrics and a line in the log.
 
     The id (``request.state.request_id``, header X-Request-Id) is the client's own if it is printable ASCII of at most
@@ -242,16 +223,17 @@ class Envelope(HTTPMiddleware):
 
     def __init__(self, app: ASGIApp, shared: bool, metrics: Metrics, paths: Collection[str]):
         """``shared``: whether pages of other sites may use the responses; all but ``paths`` count as "other"."""
-        super().__init__(app)
+        self.app, self.metrics, self.paths = app, metrics, frozenset(paths)
         self.headers = {**HEADERS, "Cross-Origin-Resource-Policy": "cross-origin" if shared else "same-origin"}
-        self.metrics, self.paths = metrics, frozenset(paths)
 
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Add the headers that the application has not set itself, and record status and seconds.
 
         The framework raises exceptions once more that were answered and logged: these end here. One in the middle of a
         stream goes on to the server, which breaks the connection: the client must notice.
         """
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
         given = Headers(scope=scope).get("x-request-id", "")
         id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         REQUEST_ID.set(id)  # every request is a task, with a context of its own

@@ -140,8 +140,8 @@ def completion_generations(
         ids = planner.encode(prompt, False if body.suffix else body.chat)
         generation = planner.infilling(ids, body.suffix) if body.suffix else planner.continuation(ids)
         has_prompt = generation.begin_text == 0 and generation.end_text is None and len(ids) > 0
-        echo = _echo(model, prompt) if body.echo and not has_prompt else ""
-        generations += planner.choices(replace(generation, echo=echo), body)
+        echo = model.tokenizer.decode(ids) if isinstance(prompt, list) and model.tokenizer else str(prompt)
+        generations += planner.choices(replace(generation, echo=echo if body.echo and not has_prompt else ""), body)
     return generations
 
 
@@ -341,11 +341,6 @@ def _texts(prompt: Any) -> list[str]:
     if isinstance(prompt, str):
         return [prompt]
     return [text for message in prompt if isinstance(message, dict) for text in message.values()]
-
-
-def _echo(model: Model, prompt: str | list[int]) -> str:
-    assert model.tokenizer is not None
-    return prompt if isinstance(prompt, str) else model.tokenizer.decode(prompt)
 
 
 def _default_steps(options: Options, steps: int, length: int, masks: Sequence[int]) -> int:

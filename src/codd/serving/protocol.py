@@ -83,11 +83,6 @@ class BoundedProtocol(H11Protocol):
             self._writing.cancel()
 
     @property
-    def address(self) -> str:
-        """The client's address, as far as it is known."""
-        return "" if self.client is None else self.client[0]
-
-    @property
     def owes_request(self) -> bool:
         """Whether the client has not yet sent all of a request, or nothing of the next one."""
         return self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
@@ -98,8 +93,8 @@ class BoundedProtocol(H11Protocol):
         others = [each for each in others if not each.transport.is_closing()]
         waiting = [each for each in others if each.owes_request]
         if len(others) >= self.max_connections and waiting:
-            counts = Counter(each.address for each in others)
-            max(waiting, key=lambda each: (counts[each.address], -each._since)).transport.abort()
+            counts = Counter(each.client and each.client[0] for each in others)
+            max(waiting, key=lambda each: (counts[each.client and each.client[0]], -each._since)).transport.abort()
 
     def _watch_reading(self) -> None:
         """Set the deadline of a new phase of the request; uvicorn has one for the time between two requests."""

@@ -1,40 +1,45 @@
-"""Requests in the engine: their deadline, timing and cancellation, and the queue on which their results arrive."""
+"""Requests in the engine: their deadline, timing and cancellation, whose turn it is, and how their results arrive."""
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from itertools import zip_longest
+from typing import Any, Generic, TypeVar
 
 from codd.decoding.sequence import SequenceState, Step
+from codd.serving.errors import INTERNAL, APIError
 
 REQUEST_ID: ContextVar[str] = ContextVar("codd_request_id", default="-")
 """The id of the HTTP request that is being answered; "-" if there is none."""
 Result = TypeVar("Result")
 
 
-class QueueFull(Exception):
+class QueueFull(APIError):
     """The engine has no place left in its queue."""
 
     def __init__(self, retry_after: int):
         """``retry_after``: seconds after which the client should try again."""
-        super().__init__(f"the server is busy: try again in {retry_after} s.")
-        self.retry_after = retry_after
+        message = f"the server is busy: try again in {retry_after} s."
+        super().__init__(429, message, code="queue_full", headers={"Retry-After": str(retry_after)})
 
 
-class ShuttingDown(Exception):
+class ShuttingDown(APIError):
     """The engine takes no new requests, or has stopped before this one was finished."""
 
-    retry_after = 5
-    """Seconds after which another server may have taken its place."""
+    def __init__(self) -> None:
+        """Another server may have taken its place in 5 seconds; this connection does not lead there."""
+        headers = {"Retry-After": "5", "Connection": "close"}
+        super().__init__(503, "the server is shutting down.", code="shutting_down", headers=headers)
+
+
+class DeadlineExceeded(APIError):
+    """The request's deadline passed before it was finished."""
 
     def __init__(self) -> None:
         """The message that clients get."""
-        super().__init__("the server is shutting down.")
-
-
-class DeadlineExceeded(Exception):
-    """The request's deadline passed before it was finished."""
+        super().__init__(504, "the deadline passed.", "timeout", "deadline_passed")
 
 
 async def before(deadline: float | None, work: Awaitable[Result]) -> Result:
@@ -43,11 +48,15 @@ async def before(deadline: float | None, work: Awaitable[Result]) -> Result:
         async with asyncio.timeout(None if deadline is None else deadline - time.monotonic()):
             return await work
     except TimeoutError:
-        raise DeadlineExceeded("the deadline passed.") from None
+        raise DeadlineExceeded from None
 
 
-class ModelFailure(Exception):
+class ModelFailure(APIError):
     """The model raised something that is not the client's fault; the engine has logged it."""
+
+    def __init__(self) -> None:
+        """The message reveals nothing about it."""
+        super().__init__(500, INTERNAL, code="internal_error")
 
 
 class QueuedRequest:
@@ -126,6 +135,73 @@ class ModelCall(QueuedRequest):
         if isinstance(result, BaseException):
             raise result
         return result
+
+
+Item = TypeVar("Item", bound=QueuedRequest)
+
+
+class FairQueue(Generic[Item]):
+    """A bounded queue in which a client with a hundred requests delays one with a single request by one, not a hundred.
+
+    Not thread-safe: callers hold a lock. Nothing stops a caller from pushing beyond ``capacity``: check ``free`` first.
+    """
+
+    def __init__(self, capacity: int):
+        """``capacity``: how many items may wait."""
+        self.capacity = capacity
+        self._by_client: OrderedDict[Hashable, deque[Item]] = OrderedDict()
+        self._size = 0
+
+    def __len__(self) -> int:
+        """How many items wait."""
+        return self._size
+
+    def __iter__(self) -> Iterator[Item]:
+        """All items, in the order in which they go if no more are pushed."""
+        for turns in zip_longest(*self._by_client.values()):
+            yield from (item for item in turns if item is not None)
+
+    @property
+    def free(self) -> int:
+        """How many more items fit; negative if the queue holds more than its capacity."""
+        return self.capacity - self._size
+
+    def push(self, item: Item) -> int:
+        """Append an item behind its client's others. Returns how many items are ahead of it if no more are pushed."""
+        items = self._by_client.setdefault(item.client, deque())
+        # Each round pops one item of every client. So of another client go as many as there are full rounds before this
+        # item, and one more if that client comes earlier in the round.
+        clients = list(self._by_client)
+        place = clients.index(item.client)
+        ahead = sum(min(len(self._by_client[c]), len(items) + (i < place)) for i, c in enumerate(clients))
+        items.append(item)
+        self._size += 1
+        return ahead
+
+    def pop(self) -> Item | None:
+        """Remove and return the next item; None if the queue is empty."""
+        item = next(iter(self), None)
+        if item is not None:
+            self.take(item)
+        return item
+
+    def take(self, item: Item) -> None:
+        """Remove an item whose turn it is, and move its client to the end of the round.
+
+        Unless it overtakes others of its client, which do not lose their place to it.
+        """
+        first = self._by_client[item.client][0] is item
+        self.remove(item)
+        if first and item.client in self._by_client:
+            self._by_client.move_to_end(item.client)
+
+    def remove(self, item: Item) -> None:
+        """Take an item out of the queue, wherever it is; KeyError or ValueError if it is not in it."""
+        items = self._by_client[item.client]
+        items.remove(item)
+        self._size -= 1
+        if not items:
+            del self._by_client[item.client]
 
 
 async def merged_steps(requests: Sequence[SequenceRequest]) -> AsyncIterator[tuple[SequenceRequest, Step]]:

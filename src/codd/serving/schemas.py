@@ -226,12 +226,13 @@ class OpenAIFields(SamplingOptions, ConstraintFields):
     @property
     def choices(self) -> int:
         """How many choices each prompt has."""
-        return 1
+        return getattr(self, "n", None) or 1
 
     @property
     def stops(self) -> tuple[str, ...]:
         """The stop strings."""
-        return ()
+        stop = getattr(self, "stop", None)
+        return (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, list) else ()
 
     def reported(self) -> tuple[str, int | None]:
         """The field that asks for log-probabilities, and how many alternatives to each token; None: nothing is."""
@@ -280,18 +281,6 @@ class OpenAIRequest(OpenAIFields):
     frequency_penalty: float | None = unsupported("0 or null", 0.0)
     presence_penalty: float | None = unsupported("0 or null", 0.0)
     logit_bias: dict[str, Any] | None = unsupported("{} or null; see ban", {})
-
-    @property
-    def choices(self) -> int:
-        """How many choices each prompt has."""
-        return 1 if self.n is None else self.n
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """The stop strings."""
-        if isinstance(self.stop, str):
-            return (self.stop,)
-        return tuple(self.stop) if isinstance(self.stop, list) else ()
 
     @property
     def include_usage(self) -> bool:

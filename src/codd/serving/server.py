@@ -11,9 +11,10 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -46,11 +47,10 @@ class Server(uvicorn.Server):
         self.engine, self.drain, self.on_ready = engine, drain, on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, and report the URL, whose port may have been chosen by the system."""
+        """Start, and report the URL."""
         await super().startup(sockets=sockets)
         if self.started:
-            host, port = self.servers[0].sockets[0].getsockname()[:2]
-            self.on_ready(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+            self.on_ready(url_of(self.servers[0].sockets[0].getsockname()))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Refuse new requests and finish the others within the drain time; a second signal ends at once."""
@@ -99,6 +99,12 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error  # names have codes of their own
         raise InvalidInput(f"cannot listen on {host}, port {port}: {reason}.") from None
+
+
+def url_of(address: Sequence[Any]) -> str:
+    """The URL of a listening socket's own address, whose port may have been chosen by the system."""
+    host, port, *_ = address
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def create_server(engine: Engine, settings: Settings, *, drain: int, on_ready: Callable[[str], None]) -> Server:
