@@ -11,10 +11,7 @@ that no training saw. All optimizers draw the same batches in the same order, an
 """
 
 import argparse
-import json
 import math
-import platform
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +23,7 @@ from codd.circuits import HMM, Evidence, SparsePotentials
 from codd.data.windows import WindowBatch
 from codd.training.circuit.objectives import Signed, log_tables, signed_flows, weights_of, with_tables
 from codd.training.circuit.optimizers import Anemone
+from timing import clock, head, save
 
 
 class Adam:
@@ -71,25 +69,14 @@ def main() -> None:
     held_out = draw(planted, args.held_out, args, generator)
     floor, best = float(network_alone(held_out)), score(planted, held_out)
     print(f"nats a masked token: network alone {floor:.4f}, planted circuit {best:.4f}")
-    report: dict[str, Any] = {
-        "settings": {k: str(v) for k, v in vars(args).items()},
-        "machine": torch.cuda.get_device_name()
-        if args.device == "cuda"
-        else platform.processor() or platform.machine(),
-        "torch": torch.__version__,
-        "network alone": floor,
-        "planted": best,
-        "ways": {},
-    }
+    report: dict[str, Any] = {**head(args, args.device), "network alone": floor, "planted": best, "ways": {}}
     for name in args.ways or WAYS:
         report["ways"][name] = curve = []
         for updates, seconds, value in train(WAYS[name](), pool, held_out, args):
-            curve.append({"updates": updates, "seconds": seconds, "value": finite(value)})
+            curve.append({"updates": updates, "seconds": seconds, "value": value if math.isfinite(value) else None})
             share = (value - floor) / (best - floor)
             print(f"{name:30s} {updates:5d} updates {seconds:6.1f} s  {value:9.4f}  {share:7.1%}", flush=True)
-        if args.out:
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            args.out.write_text(json.dumps(report, indent=1) + "\n")
+        save(report, args.out)
 
 
 def arguments() -> argparse.Namespace:
@@ -203,19 +190,6 @@ def train(
         yield updates, used, value
         if not math.isfinite(value):
             return
-
-
-def clock(device: str) -> float:
-    """Seconds: of this process on a CPU, which others share, of the wall on a GPU."""
-    if device == "cpu":
-        return time.process_time()
-    torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def finite(value: float) -> float | None:
-    """JSON has no infinity."""
-    return value if math.isfinite(value) else None
 
 
 if __name__ == "__main__":

@@ -9,10 +9,9 @@ Bounds are per token and, since tokenizers differ, per byte. Of a causal model t
 import argparse
 import json
 import math
-import platform
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 
 from codd.backbones import Backbone, Tokenizer, load_checkpoint
+from codd.backbones.causal import CausalReader
 from codd.data.noise import NoiseRecipe
 from codd.data.packing import PackedSequences
 from codd.data.sources import Source, read_pairs
@@ -29,11 +29,14 @@ from codd.decoding import Model
 from codd.errors import FormatError, InvalidInput
 from codd_lab.pretraining.loss import Maker, causal_batch, diffusion_batch, mean_loss
 from codd_lab.problems import Problem, extract_answer, problems, write_problems
+from timing import head
 
 BOOKS = Source("text", "books", path="books/test.jsonl.xz", fields=("text",))
 GSM8K = Source("qa", "gsm8k", path="gsm8k/test.jsonl", strip="gsm8k")
 PROBLEMS = Source("qa", "problems", path="problems.jsonl")
 """Written for the run: other problems than those that are to be solved."""
+AT_ONCE = 250
+"""Problems in one batch."""
 SEED = 777
 """Of the masks: the same for all models."""
 
@@ -54,9 +57,7 @@ def main() -> None:
     if args.tf32:
         torch.set_float32_matmul_precision("high")
     report = {
-        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor(),
-        "torch": torch.__version__,
-        "settings": {key: str(value) for key, value in vars(args).items()},
+        **head(args, args.device or ("cuda" if torch.cuda.is_available() else "cpu")),
         "models": {str(folder): measure(folder, args) for folder in args.model},
     }
     print(json.dumps(report, indent=2))
@@ -77,17 +78,15 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, object]:
             )
         }
     begun = time.perf_counter()
-    solved = solve_problems(
-        backbone, tokenizer, args.problems, seed=args.seed, gen_length=args.gen_length, steps=args.gen_length
-    )
+    asked = list(problems(args.problems, split="test", seed=args.seed))
+    texts = written(backbone, tokenizer, asked, gen_length=args.gen_length, steps=args.gen_length)
     by_steps: dict[int, list[bool]] = {}
-    for problem, correct in zip(solved.problems, solved.correct, strict=True):
-        by_steps.setdefault(problem.steps, []).append(correct)
-    wrong = [
-        {"question": problem.question, "wanted": problem.solution, "found": text}
-        for problem, text, correct in zip(solved.problems, solved.texts, solved.correct, strict=True)
-        if not correct
-    ]
+    wrong = []
+    for problem, text in zip(asked, texts, strict=True):
+        right = extract_answer(text) == problem.answer
+        by_steps.setdefault(problem.steps, []).append(right)
+        if not right:
+            wrong.append({"question": problem.question, "wanted": problem.solution, "found": text})
     return {
         "parameters": sum(parameter.numel() for parameter in backbone.parameters()),
         "causal": backbone.config.causal,
@@ -95,7 +94,7 @@ def measure(folder: Path, args: argparse.Namespace) -> dict[str, object]:
         "bounds": bounds,
         "problems": {
             "count": args.problems,
-            "accuracy": solved.accuracy,
+            "accuracy": 1 - len(wrong) / len(asked),
             "by_steps": {steps: sum(c) / len(c) for steps, c in sorted(by_steps.items())},
             "seconds": time.perf_counter() - begun,
         },
@@ -185,73 +184,27 @@ def batch_maker(backbone: Backbone, tokenizer: Tokenizer) -> Maker:
     return partial(diffusion_batch, recipe=NoiseRecipe(block_share=0.0), mask_id=tokenizer.mask_id)
 
 
-@dataclass(frozen=True)
-class Solved:
-    """Word problems, and what the model wrote."""
-
-    problems: Sequence[Problem]
-    texts: Sequence[str]
-
-    @property
-    def correct(self) -> list[bool]:
-        """Whether the number after the last #### is the answer."""
-        return [extract_answer(text) == p.answer for p, text in zip(self.problems, self.texts, strict=True)]
-
-    @property
-    def accuracy(self) -> float:
-        """Share of problems solved."""
-        return sum(self.correct) / max(1, len(self.problems))
+def written(
+    backbone: Backbone, tokenizer: Tokenizer, asked: Sequence[Problem], *, gen_length: int, steps: int
+) -> list[str]:
+    """An answer to each problem; a causal model writes from left to right, always greedily."""
+    if backbone.config.causal:
+        return [_continued(backbone, tokenizer, tokenizer.encode_chat(each.question), gen_length) for each in asked]
+    model, texts = Model(backbone, None, tokenizer, backbone.special.mask), list[str]()
+    for begin in range(0, len(asked), AT_ONCE):
+        some = [each.question for each in asked[begin : begin + AT_ONCE]]
+        texts += model.generate(some, gen_length=gen_length, steps=steps).texts or []
+    return texts
 
 
-def solve_problems(
-    backbone: Backbone, tokenizer: Tokenizer, count: int, *, seed: int, gen_length: int, steps: int, at_once: int = 250
-) -> Solved:
-    """Fresh problems of the test stream; a causal model writes from left to right, always greedily."""
-    asked = list(problems(count, split="test", seed=seed))
-    prompts = [tokenizer.encode_chat(problem.question) for problem in asked]
-    texts: list[str] = []
-    for begin in range(0, count, at_once):
-        some = prompts[begin : begin + at_once]
-        if backbone.config.causal:
-            written = _continue(backbone, some, gen_length).tolist()
-        else:
-            model = Model(backbone, None, tokenizer, _mask(backbone))
-            written = [ids.tolist() for ids in model.generate(some, gen_length=gen_length, steps=steps).completions]
-        texts += list(_until_end(written, backbone, tokenizer))
-    return Solved(asked, texts)
-
-
-@torch.no_grad()
-def _continue(backbone: Backbone, prompts: Sequence[Sequence[int]], length: int) -> torch.Tensor:
-    """Greedily, until every text has ended or is so long."""
-    ids, valid = _pad_left(prompts, backbone.special.pad or 0, backbone.device)
-    end = -1 if backbone.special.eos is None else backbone.special.eos
-    written = ids[:, :0]
-    while written.shape[1] < length and not bool((written == end).any(dim=1).all()):
-        states = backbone.states(torch.cat((ids, written), dim=1), valid)[:, -1:]
-        written = torch.cat((written, backbone.network.logits(states).argmax(-1)), dim=1)
-        valid = torch.cat((valid, torch.ones_like(valid[:, :1])), dim=1)
-    return written
-
-
-def _pad_left(prompts: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """One batch of prompts of any lengths: ids, and which of them are real."""
-    longest = max(map(len, prompts))
-    ids = [[pad_id] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
-    valid = [[False] * (longest - len(prompt)) + [True] * len(prompt) for prompt in prompts]
-    return torch.tensor(ids, device=device), torch.tensor(valid, device=device)
-
-
-def _until_end(written: Sequence[list[int]], backbone: Backbone, tokenizer: Tokenizer) -> Iterator[str]:
-    for row in written:
-        end = row.index(backbone.special.eos) if backbone.special.eos in row else len(row)
-        yield tokenizer.decode(row[:end])
-
-
-def _mask(backbone: Backbone) -> int:
-    if backbone.special.mask is None:
-        raise InvalidInput("the checkpoint does not say which token is the mask.")
-    return backbone.special.mask
+def _continued(backbone: Backbone, tokenizer: Tokenizer, prompt: Sequence[int], length: int) -> str:
+    reader, new, found = CausalReader(backbone, 1, len(prompt) + length), list(prompt), list[int]()
+    for _ in range(length):
+        new = [int(reader.read(torch.tensor([new])).argmax())]
+        if new[0] == backbone.special.eos:
+            break
+        found += new
+    return tokenizer.decode(found)
 
 
 if __name__ == "__main__":

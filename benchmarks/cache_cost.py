@@ -12,7 +12,6 @@ is the wall's on a GPU, and on a CPU, which others may share, that of the proces
 import argparse
 import functools
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,8 @@ from codd.data.windows import WindowRecipe
 from codd.distributed import DistributedContext
 from codd.training.logit_cache.build import build
 from codd.training.logit_cache.storage import CacheSettings, claimed
-from families import SHAPES, SMALL, memory, random_backbone, run_parts, spec_of, synchronize
+from families import SHAPES, SMALL, memory, random_backbone, run_parts, spec_of
+from timing import clock
 
 LAYERS = {"llada": "n_layers", "dream": "num_hidden_layers"}
 """The names that config.json gives the number of layers."""
@@ -96,9 +96,9 @@ def make(backbone: Backbone, rows: PackedSequences, args: argparse.Namespace, co
     with tempfile.TemporaryDirectory() as folder, claimed(Path(folder), fresh=False):
         work = build(backbone, lambda _: some, settings, Path(folder), context, batch_rows=args.batch_rows)
         next(work)  # tries out what the lists change
-        begun = clock()
+        begun = clock(args.device)
         *_, progress = work
-        seconds = clock() - begun
+        seconds = clock(args.device) - begun
         size = sum(file.stat().st_size for file in Path(folder).rglob("*") if file.is_file())
     found = {"rows": count, "windows": progress.windows, "seconds": seconds}
     found |= {"windows_per_second": progress.windows / seconds, "cache_bytes_a_window": size / progress.windows}
@@ -108,15 +108,9 @@ def make(backbone: Backbone, rows: PackedSequences, args: argparse.Namespace, co
 def forward(backbone: Backbone, tokens: NDArray[Any]) -> float:
     """Seconds of the layers alone."""
     ids = torch.from_numpy(tokens.astype("int64")).to(backbone.device)
-    begun = clock()
+    begun = clock(backbone.device)
     backbone.network.states(ids, torch.arange(ids.shape[1], device=ids.device).expand_as(ids))
-    return clock() - begun
-
-
-def clock() -> float:
-    """Seconds: of the wall on a GPU, of this process on a CPU, which others share."""
-    synchronize()
-    return time.perf_counter() if torch.cuda.is_available() else time.process_time()
+    return clock(backbone.device) - begun
 
 
 def random_rows(args: argparse.Namespace, vocab: int) -> PackedSequences:

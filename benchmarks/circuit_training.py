@@ -9,7 +9,6 @@ one called --full then runs all of them. What is learned is of no use: the cache
 
 import argparse
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from codd.training.circuit.initial import CircuitSpec
 from codd.training.circuit.updaters import CapturedUpdater, GradientUpdater, make_updater
 from codd.training.circuit_recipe import CircuitRecipe, RuleRecipe, TablesRecipe
 from codd.training.logit_cache.cached_windows import CachedWindows, TopK
+from timing import clock, head, save
 
 WAYS: dict[str, dict[str, Any]] = {
     "adam, rank 128": {"circuit": {"emission_rank": 128, "transition_rank": 64}, "optimizer": {}},
@@ -33,14 +33,11 @@ WAYS: dict[str, dict[str, Any]] = {
 def main() -> None:
     args = arguments()
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    begun = time.perf_counter()
+    begun = clock(device)
     entries = synthetic(args.windows, args.window, args.vocab, args.top_k, device)
-    wait(device)
     report: dict[str, Any] = {
-        "machine": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "torch": torch.__version__,
-        "arguments": {name: str(value) for name, value in vars(args).items()},
-        "cache_seconds": time.perf_counter() - begun,
+        **head(args, device),
+        "cache_seconds": clock(device) - begun,
         "cache_gib": sum(x.numel() * x.element_size() for x in (*entries.lists, entries.tokens)) / 2**30,
         "ways": {},
     }
@@ -51,8 +48,7 @@ def main() -> None:
         found["seconds_for_all"] = found["milliseconds"] * steps / 1e3
         report["ways"][name] = found
         print(json.dumps({"way": name, "steps_for_all": steps, **found}), flush=True)
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(report, indent=1) + "\n")
+        save(report, args.out)
 
 
 def arguments() -> argparse.Namespace:
@@ -121,22 +117,15 @@ def measure(
     first = last = torch.zeros(3, device=device)
     for number in range(steps + 3):
         if number == 3:
-            wait(device)
-            begun = time.perf_counter()
+            begun = clock(device)
         last = step(torch.randint(len(entries), (args.batch,), generator=generator, device=device))
         first = last if number == 0 else first
-    wait(device)
-    seconds = time.perf_counter() - begun
+    seconds = clock(device) - begun
     found = {"steps": steps, "seconds": seconds, "milliseconds": 1e3 * seconds / steps}
     found |= {"loss_first": float(-first[0] / first[2]), "loss_last": float(-last[0] / last[2])}
     if device.type == "cuda":
         found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     return found
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

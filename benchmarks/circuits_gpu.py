@@ -8,8 +8,6 @@ Needs a CUDA device.
 """
 
 import argparse
-import json
-import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,6 +20,8 @@ from rich.table import Table
 from torch import Tensor
 
 from codd.circuits import HMM, Evidence, ops
+from codd_lab.provenance import provenance
+from timing import save
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,7 @@ def main() -> None:
         reports.append(run(replace(case, seed=args.seed), bandwidth))
         console.print(render(reports[-1]))
         torch.cuda.empty_cache()
-    if args.json:
-        args.json.write_text(json.dumps(reports, indent=1) + "\n")
+    save(reports, args.json)
 
 
 def problem(settings: Settings) -> tuple[HMM, Evidence, Float[Tensor, "B L"]]:
@@ -174,7 +173,12 @@ def run(settings: Settings, bandwidth: float) -> dict[str, Any]:
             masked * v * (x + e) + rows * v * 4,
         ),
     }
-    report: dict[str, Any] = {"settings": asdict(settings), "machine": machine(), "bandwidth": bandwidth, "stages": {}}
+    report: dict[str, Any] = {
+        "settings": asdict(settings),
+        "machine": provenance("cuda", settings.emission),
+        "bandwidth": bandwidth,
+        "stages": {},
+    }
     report["error"] = _error(hmm, ev)
     for name, (function, size) in stages.items():
         report["stages"][name] = _row(graph_time(function), size, bandwidth)
@@ -204,18 +208,6 @@ def _error(hmm: HMM, ev: Evidence) -> dict[str, float]:
     }
 
 
-def machine() -> dict[str, str]:
-    """What the figures were measured on."""
-    import triton
-
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "python": platform.python_version(),
-    }
-
-
 def render(report: dict[str, Any]) -> RenderableType:
     """The report as a table."""
     s = report["settings"]
@@ -236,7 +228,7 @@ def render(report: dict[str, Any]) -> RenderableType:
         )
     m, error = report["machine"], report["error"]
     note = (
-        f"{m['gpu']}, torch {m['torch']}, triton {m['triton']}; a buffer is read at "
+        f"{m['machine']}, torch {torch.__version__}; a buffer is read at "
         f"{report['bandwidth'] / 1e12:.2f} TB/s; error against float64: "
         f"{error['log_partition_nats_per_position']:.1e} nats a position, posterior {error['posterior_max']:.1e}"
     )

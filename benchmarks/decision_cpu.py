@@ -8,8 +8,6 @@ larger of multiplications over the rate of this core's product and bytes over ho
 
 import argparse
 from collections.abc import Callable
-from statistics import median
-from time import perf_counter
 from unittest.mock import patch
 
 import torch
@@ -20,6 +18,7 @@ from codd.circuits.ops import native
 from codd.decoding import loop
 from codd.decoding.samplers import Ranking, WindowInputs, sample_window, sampling_rule
 from codd_lab.problems import problems
+from timing import milliseconds
 
 
 def main() -> None:
@@ -65,7 +64,8 @@ def ceilings(states: int, vocab: int, rounds: int) -> tuple[float, float]:
     panels = native.in_panels(torch.rand(256, states))
     rows, table = torch.rand(64, 256), torch.rand(vocab, states)
     product = (lambda: native.product(rows, panels)) if panels is not None else (lambda: rows @ table[:256])
-    return 64 * 256 * states / timed(product, rounds), 4 * vocab * states / timed(lambda: table.sum(), rounds)
+    multiplying, reading = (milliseconds(each, rounds, "cpu", 1) / 1e3 for each in (product, table.sum))
+    return 64 * 256 * states / multiplying, 4 * vocab * states / reading
 
 
 def stages(
@@ -89,7 +89,7 @@ def stages(
             "messages, all picks": lambda: committed(conditioner, window, options, args.tokens),
             "the whole decision": lambda: sample_window(circuit, window, args.tokens, options),
         }
-        ms = {name: 1e3 * timed(function, args.rounds) for name, function in timings.items()}
+        ms = {name: milliseconds(function, args.rounds, "cpu", 1) for name, function in timings.items()}
     head = sum(parameter.numel() for parameter in circuit.head.parameters())
     matrix, width = states * states, 2 if circuit.hmm.transition.narrowed is not None else 4
     leaf, table = masks * vocab * states, 4 * vocab * states
@@ -111,16 +111,6 @@ def committed(conditioner: IncrementalConditioner, window: WindowInputs, options
     """What the commit loop decides; the conditioner stays as it is."""
     rule = sampling_rule(options, count, adaptive=False)
     return conditioner.commit_tokens(window.masked, window.noise.tokens, None, rule)
-
-
-def timed(function: Callable[[], object], rounds: int) -> float:
-    """Median seconds of some calls, the first of which does not count."""
-    found = []
-    for _ in range(rounds + 1):
-        begun = perf_counter()
-        function()
-        found.append(perf_counter() - begun)
-    return median(found[1:])
 
 
 if __name__ == "__main__":

@@ -17,40 +17,21 @@ that logits spread like a trained model's (``--spread``, their standard deviatio
 
 import argparse
 import json
-import platform
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import codd
-from codd.backbones import llada
 from codd.backbones.backbone import Backbone
-from codd.backbones.config import Config
-from codd.backbones.transformer import Transformer
 from codd.circuits import HMM
 from codd_lab.problems import problems
-from timing import Timing, interleaved
+from families import SHAPES, random_backbone, spec_of
+from timing import Timing, head, interleaved, save
 
 SAMPLERS = ("factorized", "latent", "any_order")
-LLADA_8B: dict[str, Any] = {
-    "model_type": "llada",
-    "d_model": 4096,
-    "n_layers": 32,
-    "n_heads": 32,
-    "n_kv_heads": 32,
-    "mlp_hidden_size": 12288,
-    "vocab_size": 126464,
-    "embedding_size": 126464,
-    "max_sequence_length": 4096,
-    "rope_theta": 500000.0,
-    "rms_norm_eps": 1e-5,
-    "mask_token_id": 126336,
-    "eos_token_id": 126081,
-    "pad_token_id": 126081,
-    "weight_tying": False,
-}
+LLADA_8B = SHAPES["llada"] | {"mask_token_id": 126336, "eos_token_id": 126081, "pad_token_id": 126081}
+LLADA_8B |= {"weight_tying": False}
 
 
 def main() -> None:
@@ -76,17 +57,14 @@ def main() -> None:
     free = args.threshold is not None or args.entropy_budget is not None
     paces = {"as many as pass": None} if free else {str(tokens): tokens for tokens in args.tokens}
     report = {
-        "machine": torch.cuda.get_device_name() if model.backbone.device.type == "cuda" else platform.processor(),
+        **head(args, model.backbone.device),
         "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
         "dtype": str(model.backbone.dtype),
         "circuit": repr(model.circuit),
-        "settings": {key: str(value) for key, value in vars(args).items()},
         "tokens": {name: measure(model, tokens, args) for name, tokens in paces.items()},
     }
     print(json.dumps(report, indent=1))
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+    save(report, args.json)
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -117,17 +95,11 @@ def llada_8b(args: argparse.Namespace) -> tuple[Backbone, HMM]:
     heads, mlp = args.width // 128, 3 * args.width
     sizes = {"n_layers": args.layers, "d_model": args.width, "mlp_hidden_size": mlp}
     sizes |= {"n_heads": heads, "n_kv_heads": heads}
-    spec = llada.read_spec(Config({**LLADA_8B, **sizes}, "LLaDA-8B's shape"))
-    with torch.device("meta"):
-        network = Transformer(spec.transformer)
-    network = network.to(torch.bfloat16).to_empty(device=args.device).requires_grad_(False)
-    for parameter in network.parameters():
-        parameter.normal_(0, 0.02) if parameter.ndim > 1 else parameter.fill_(1.0)
-    backbone = Backbone(spec, network).eval()
+    backbone = random_backbone(spec_of("llada", LLADA_8B | sizes), torch.device(args.device), torch.bfloat16)
     ids = torch.randint(0, 126000, (1, 64), device=args.device)
-    assert network.head.weight is not None  # it is not tied
-    network.head.weight.mul_(args.spread / float(backbone(ids).float().std()))
-    states, vocab = args.states or 1024, spec.transformer.vocab_size
+    assert backbone.network.head.weight is not None  # it is not tied
+    backbone.network.head.weight.mul_(args.spread / float(backbone(ids).float().std()))
+    states, vocab = args.states or 1024, backbone.vocab_size
 
     def table(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=args.device).log_softmax(-1)

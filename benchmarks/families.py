@@ -2,24 +2,20 @@
 
     python benchmarks/families.py --out FILE.json                      # all parts
     python benchmarks/families.py --parts experts load --out FILE.json
-    python benchmarks/families.py --dense-only                         # what earlier commits can run, too
     python benchmarks/families.py --tiny                               # the same at toy sizes, on a CPU
 
-check: experts against a loop in float64, and captured graphs against eager calls. dense, block, experts: milliseconds
-of the network up to its last hidden states (batch of one, random weights, bfloat16), by CUDA graphs as decoding does
-it and eagerly, beside the bytes of weights that it reads (of the experts those that were chosen in this run) and the
-operations, at the bandwidth and speed that NVIDIA states for an H200. load: a checkpoint in the published layout is
-written in 20 files and loaded, from a warm page cache.
+dense, block, experts: milliseconds of the network up to its last hidden states (batch of one, random weights,
+bfloat16), by CUDA graphs as decoding does it and eagerly, beside the bytes of weights that it reads (of the experts
+those that were chosen in this run) and the operations, at the bandwidth and speed that NVIDIA states for an H200.
+load: a checkpoint in the published layout is written in 20 files and loaded, from a warm page cache.
 """
 
 import argparse
 import gc
 import importlib
 import json
-import platform
 import resource
 import shutil
-import statistics
 import tempfile
 import threading
 import time
@@ -32,13 +28,13 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
 
 from codd.backbones.backbone import Backbone, ModelSpec
 from codd.backbones.config import Config
 from codd.backbones.transformer import Transformer
 from codd.decoding import cuda_graphs
 from codd.decoding.cuda_graphs import network_states
+from timing import clock, head, milliseconds, save
 
 BANDWIDTH, SPEED = 4.8e12, 989e12
 """Bytes and dense bfloat16 operations a second of an H200."""
@@ -128,7 +124,6 @@ DENSE, BLOCK, EXPERTS = ("llada", "dream"), ("sdar",), ("llada2",)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--dense-only", action="store_true", help="the part dense alone")
     parser.add_argument("--tiny", action="store_true", help="toy sizes, on a CPU if there is no GPU")
     parser.add_argument("--lengths", type=int, nargs="+", help="tokens of a forward")
     parser.add_argument("--rounds", type=int, default=20)
@@ -144,18 +139,14 @@ def main() -> None:
     args.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     args.dtype = torch.bfloat16 if args.device.type == "cuda" else torch.float32
     args.lengths = args.lengths or ((4, 40) if args.tiny else LENGTHS)
-    parser.exit(0 if run_parts(args, ["dense"] if args.dense_only else args.parts, PARTS) else 1)
+    parser.exit(0 if run_parts(args, args.parts, PARTS) else 1)
 
 
 def run_parts(
     args: argparse.Namespace, parts: Sequence[str], functions: Mapping[str, Callable[[argparse.Namespace], Any]]
 ) -> bool:
     """Run, print and keep each part; whether all came to their end: one that fails does not lose the others."""
-    report: dict[str, Any] = {
-        "machine": torch.cuda.get_device_name() if args.device.type == "cuda" else platform.processor(),
-        "torch": torch.__version__,
-        "settings": {key: str(value) for key, value in vars(args).items()},
-    }
+    report = head(args, args.device)
     failed = False
     for part in parts:
         torch.manual_seed(args.seed)
@@ -169,8 +160,7 @@ def run_parts(
         gc.collect()
         torch.cuda.empty_cache()
         print(f"{part}, {time.perf_counter() - begun:.0f} s: {json.dumps(report[part], indent=1)}", flush=True)
-        if args.out:
-            args.out.write_text(json.dumps(report, indent=1) + "\n")
+        save(report, args.out)
     return not failed
 
 
@@ -195,25 +185,8 @@ def random_backbone(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -
 
 
 def routers(network: torch.nn.Module) -> list[Any]:
-    """Of its mixtures; earlier commits know none."""
+    """The routers of its mixtures."""
     return [module for module in network.modules() if hasattr(module, "keep_precise")]
-
-
-def milliseconds(function: Callable[[], object], rounds: int) -> float:
-    """Median over calls, each waited for; the first ones compile and capture."""
-    times = []
-    for turn in range(rounds + 4):
-        synchronize()
-        begin = time.perf_counter()
-        function()
-        synchronize()
-        times += [1e3 * (time.perf_counter() - begin)] if turn >= 4 else []
-    return statistics.median(times)
-
-
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def forwards(families: tuple[str, ...]) -> Callable[[argparse.Namespace], dict[str, Any]]:
@@ -233,9 +206,9 @@ def measure(family: str, args: argparse.Namespace) -> dict[str, Any]:
             states = backbone.states(ids)
         assert bool(states.isfinite().all())
         row = needs(backbone, length, sum(touched))
-        row["eager_ms"] = milliseconds(partial(backbone.states, ids), args.rounds)
+        row["eager_ms"] = milliseconds(partial(backbone.states, ids), args.rounds, args.device)
         if args.device.type == "cuda":
-            row["graph_ms"] = milliseconds(partial(network_states, backbone, ids, None), args.rounds)
+            row["graph_ms"] = milliseconds(partial(network_states, backbone, ids, None), args.rounds, args.device)
             assert len(cuda_graphs._NETWORKS[backbone].graphs) == len(found), "the network could not be captured"
             row["of_needed"] = row["graph_ms"] / row["needed_ms"]
             difference = (network_states(backbone, ids, None) - states).abs().max() / states.abs().max()
@@ -243,7 +216,7 @@ def measure(family: str, args: argparse.Namespace) -> dict[str, Any]:
         if touched:
             row["experts_a_layer"] = sum(touched) / len(touched)
         some = states[:, -HEAD_POSITIONS:].clone()
-        row["head_ms"] = milliseconds(partial(backbone.network.logits, some), args.rounds)
+        row["head_ms"] = milliseconds(partial(backbone.network.logits, some), args.rounds, args.device)
         found[str(length)] = row
     return found
 
@@ -279,58 +252,6 @@ def needs(backbone: Backbone, length: int, touched: int) -> dict[str, float]:
         "teraoperations": operations / 1e12,
         "needed_ms": 1e3 * max(size / BANDWIDTH, operations / SPEED),
     }
-
-
-def check(args: argparse.Namespace) -> dict[str, float]:
-    """Errors over the largest value: of experts against a loop in float64, of captured graphs against eager calls."""
-    from codd.backbones.experts import Experts, ExpertsConfig
-
-    count, chosen, width, inner = (8, 2, 24, 16) if args.tiny else (64, 8, 256, 128)
-    config = ExpertsConfig(count, chosen, inner, (True,), "sigmoid", True, groups=4, kept_groups=2, scale=2.5)
-    found: dict[str, float] = {}
-    for dtype, bound in ((torch.float32, 1e-5), (args.dtype, 2e-2)):
-        experts = Experts(width, config).requires_grad_(False)
-        for parameter in experts.parameters():
-            parameter.normal_(std=0.3)
-        experts = experts.to(args.device, dtype)
-        experts.router.keep_precise()
-        for rows in (1, 5, 20) if args.tiny else (1, 3, 32, 200, 400, 2000):
-            for kind in ("any", "few"):
-                assert experts.router.bias is not None
-                if kind == "few":  # all rows choose the same experts, the others have none
-                    experts.router.bias[:chosen] += 5
-                x = torch.randn(rows, width, device=args.device, dtype=dtype)
-                error = against_loop(experts, x)
-                assert error < bound, f"{dtype}, {rows} rows, {kind}: {error:.2g}"
-                found[f"{dtype}, {kind}"] = max(error, found.get(f"{dtype}, {kind}", 0.0))
-                if kind == "few":
-                    experts.router.bias[:chosen] -= 5
-    if args.device.type == "cuda":
-        backbone = random_backbone(spec_of("llada2", SMALL["llada2"]), args.device, args.dtype)
-        first, *rest = torch.randint(0, backbone.vocab_size, (6, 1, 40), device=args.device)
-        for ids in (first, first, first, *rest):
-            graph, eager = network_states(backbone, ids, None).clone(), backbone.states(ids)
-            error = float((graph - eager).abs().max() / eager.abs().max())
-            found["graph against eager"] = max(error, found.get("graph against eager", 0.0))
-        assert found["graph against eager"] < 2e-2, found
-        assert cuda_graphs._NETWORKS[backbone].graphs, "the network could not be captured"
-    return found
-
-
-def against_loop(experts: Any, x: Tensor) -> float:
-    """Of what the module gives; its router against itself without kernels, its mixing against a loop in float64."""
-    weights, chosen = experts.router(x)
-    with torch.enable_grad():
-        plain, same = experts.router(x)
-    assert torch.equal(chosen.sort(-1).values, same.sort(-1).values.to(chosen.dtype)), "other experts were chosen"
-    assert torch.allclose(weights.sort(-1).values, plain.sort(-1).values, rtol=1e-4), "other weights"
-    wanted = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
-    for e in chosen.unique().tolist():
-        at, place = (chosen == e).nonzero(as_tuple=True)
-        gate, inner = (x[at].double() @ experts.up[e].double().T).chunk(2, -1)
-        out = (torch.nn.functional.silu(gate) * inner) @ experts.down[e].double().T
-        wanted.index_add_(0, at, out * weights[at, place].double()[:, None])
-    return float((experts(x) - wanted).abs().max() / wanted.abs().max())
 
 
 def write_checkpoint(
@@ -384,10 +305,9 @@ def load(args: argparse.Namespace) -> dict[str, Any]:
             if args.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             with memory() as peaks:
-                begun = time.perf_counter()
+                begun = clock(args.device)
                 model = codd.load(folder, None, device=args.device, check=checked)
-                synchronize()
-                seconds = time.perf_counter() - begun
+                seconds = clock(args.device) - begun
             found[name] = {"seconds": seconds, "gigabytes_a_second": size / 1e9 / seconds, **peaks}
             if args.device.type == "cuda":
                 found[name]["peak_device_gigabytes"] = torch.cuda.max_memory_allocated() / 1e9
@@ -439,7 +359,6 @@ def resident() -> dict[str, int]:
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
-    "check": check,
     "dense": forwards(DENSE),
     "block": forwards(BLOCK),
     "experts": forwards(EXPERTS),

@@ -1,14 +1,13 @@
 """Int8 weights: what a product with them takes, and what they cost and save in answers.
 
-    python benchmarks/int8.py --parts check linears --out FILE.json          # a GPU: LLaDA-8B's shapes, bfloat16
+    python benchmarks/int8.py --parts linears --out FILE.json                # a GPU: LLaDA-8B's shapes, bfloat16
     python benchmarks/int8.py --parts linears --sweep --rows 32              # the best tiles of each shape
     python benchmarks/int8.py --parts quality answers --device cpu --threads 1 --seconds 360
     python benchmarks/int8.py --tiny                                         # the same at toy sizes
 
-check: relative errors of layers with int8 weights against products in float64 with the same rounded weights. linears:
-microseconds of each shape by rows, of 100 in a graph, with other weights each time where they would stay in the L2
-cache: in the network's own precision (plain), with int8 weights widened first, by the kernel for few rows, and as the
-layer chooses; and the bytes of int8 weights a second of that choice. On a CPU the first and the last.
+linears: microseconds of each shape by rows, of 100 in a graph, with other weights each time where they would stay in
+the L2 cache: in the network's own precision (plain), with int8 weights widened first, by the kernel for few rows, and
+as the layer chooses; and the bytes of int8 weights per second of that choice. On a CPU the first and the last.
 
 quality: the bundled model on solutions of word problems that it has not seen, of which a share (uniform) is masked:
 nats a token of the divergence KL(float || int8), and of the log-likelihood of what was masked. answers: the same
@@ -35,8 +34,9 @@ from codd.backbones.kernels import kernels_for
 from codd.backbones.quantized import Int8Linear
 from codd.evaluation.statistics import paired
 from codd_lab.problems import Problem, extract_answer, generate
-from families import milliseconds, run_parts
+from families import run_parts
 from kv_cache import captured_microseconds
+from timing import milliseconds
 
 SHAPES = {
     "qkv": (12288, 4096),
@@ -78,22 +78,6 @@ def main() -> None:
 def layers(args: argparse.Namespace, shape: tuple[int, int], count: int = 1) -> tuple[list[Tensor], list[Int8Linear]]:
     weights = [torch.randn(shape, device=args.device, dtype=args.dtype) / shape[1] ** 0.5 for _ in range(count)]
     return weights, [Int8Linear(weight) for weight in weights]
-
-
-def check(args: argparse.Namespace) -> dict[str, float]:
-    """On a CPU the input is rounded, too, to about one part in a hundred."""
-    found = {}
-    for name, shape in args.sizes.items():
-        (weight,), (layer,) = layers(args, shape)
-        whole = (weight.float() / layer.scale[:, None]).round() * layer.scale[:, None]
-        for rows in args.rows:
-            x = torch.randn(rows, shape[1], device=args.device, dtype=args.dtype)
-            onto = torch.randn(rows, shape[0], device=args.device, dtype=args.dtype)
-            wanted = F.linear(x.double(), whole.double()) + onto.double()
-            error = (layer(x, onto.clone()) - wanted).norm() / wanted.norm()
-            found[f"{name}, {rows} rows"] = float(error)
-    assert max(found.values()) < 0.02, found
-    return found
 
 
 def linears(args: argparse.Namespace) -> dict[str, Any]:
@@ -162,7 +146,7 @@ def microseconds(call: Callable[[int], Tensor], count: int, args: argparse.Names
     turns = itertools.cycle(range(count))
     if args.device.type == "cuda":
         return captured_microseconds(lambda: call(next(turns)), args.rounds)
-    return 1e3 * milliseconds(lambda: call(next(turns)), 10 * args.rounds)
+    return 1e3 * milliseconds(lambda: call(next(turns)), 10 * args.rounds, args.device)
 
 
 @cache
@@ -234,7 +218,6 @@ def answer(model: codd.Model, problem: Problem, tiny: bool, told: dict[str, Any]
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
-    "check": check,
     "linears": linears,
     "quality": quality,
     "answers": answers,

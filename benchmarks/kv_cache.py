@@ -1,10 +1,9 @@
 """What a KV cache saves on a GPU: calls of LLaDA-8B's and SDAR-8B's shapes with random weights, bfloat16.
 
     python benchmarks/kv_cache.py --out FILE.json                        # all parts
-    python benchmarks/kv_cache.py --parts check llada --batches 1 --out FILE.json
+    python benchmarks/kv_cache.py --parts llada --batches       1 --out FILE.json
     python benchmarks/kv_cache.py --tiny                                 # the same at toy sizes, on a CPU if need be
 
-check: the device writes what a CPU writes, and with an exact cache what it writes without one (small ones, float32).
 attention: microseconds of one layer's attention over the cache, beside those of reading its keys and values. llada: no
 cache, prefix and dual, with factorized, latent and any-order steps (a random circuit of 1024 states). sdar: no cache
 and the exact one, at blocks of 4 and of 32. Prompts of 512 tokens, 256 written; every run is made once before it is
@@ -30,13 +29,13 @@ import codd
 from codd.backbones.backbone import Backbone
 from codd.backbones.kernels import kernels_for
 from codd.backbones.kv_cache import CachedPass, KVCache, KVShape
-from codd.backbones.transformer import initialise
 from codd.decoding import Options
 from codd.decoding.loop import denoise
 from codd.decoding.runner import FullRecompute, NetworkRunner, runner_for
 from codd.decoding.sequence import SequenceState
 from decoding import SAMPLERS, llada_8b
-from families import BANDWIDTH, SHAPES, SMALL, milliseconds, random_backbone, run_parts, spec_of
+from families import BANDWIDTH, SHAPES, SMALL, random_backbone, run_parts, spec_of
+from timing import milliseconds
 
 MEMORY = 40 << 30
 """Bytes that a cache may take: enough for all sequences at once."""
@@ -65,42 +64,6 @@ def main() -> None:
     if args.tiny:
         args.prompt, args.written, args.tokens, args.batches, args.states = 6, 64, 16, [1], 4
     parser.exit(0 if run_parts(args, args.parts, PARTS) else 1)
-
-
-def check(args: argparse.Namespace) -> dict[str, float]:
-    """The share of equal ids: of a device and a CPU, and of an exact cache and none."""
-    found: dict[str, float] = {}
-    prompts = [list(range(1, 1 + length)) for length in (3, 12, 30)]
-    for family, kind in (("llada", "prefix"), ("llada", "dual"), ("sdar", "prefix")):
-        written = {}
-        for device in {torch.device("cpu"), args.device}:
-            backbone = small(family, device)
-            for cache in (kind, None):
-                model = codd.Model(backbone, None, None, backbone.vocab_size - 1)
-                options = Options.of(gen_length=24, block_length=8, steps=12, cache=cache, stop=False)
-                for _ in range(2):  # without graphs, then with them
-                    sequences = model.start(prompts, options)
-                    steps = list(denoise(own_runner(backbone, sequences), sequences))
-                written[device.type, cache] = torch.cat([state.ids for state in sequences])
-                assert cache is None or any(step.cached for step in steps)
-        device = args.device.type
-        found[f"{family}, {kind}: device and CPU"] = equal(written[device, kind], written["cpu", kind])
-        if family == "sdar":
-            found["sdar, exact cache and none"] = equal(written[device, kind], written[device, None])
-    assert min(found.values()) > 0.95, found
-    return found
-
-
-def small(family: str, device: torch.device) -> Backbone:
-    """The same random weights on any device, in float32, large enough that no two tokens are tied."""
-    fields = SMALL[family] | {"block_size": 8} if family == "sdar" else SMALL[family]
-    backbone = random_backbone(spec_of(family, fields), torch.device("cpu"), torch.float32)
-    initialise(backbone.network, generator=torch.Generator().manual_seed(0), std=0.3)
-    return backbone.to(device)
-
-
-def equal(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one == other).float().mean())
 
 
 def attention(args: argparse.Namespace) -> dict[str, Any]:
@@ -133,7 +96,7 @@ def captured_microseconds(function: Callable[[], object], rounds: int) -> float:
     with torch.cuda.graph(graph):
         for _ in range(100):
             function()
-    return 10 * milliseconds(graph.replay, rounds)
+    return 10 * milliseconds(graph.replay, rounds, "cuda")
 
 
 def llada(args: argparse.Namespace) -> dict[str, Any]:
@@ -204,7 +167,6 @@ def run(model: codd.Model, batch: int, args: argparse.Namespace, **told: Any) ->
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
-    "check": check,
     "attention": attention,
     "llada": llada,
     "sdar": sdar,

@@ -17,13 +17,10 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,34 +28,12 @@ from typing import Any
 import httpx
 
 import codd
-from serving import WAYS, Request, machine, made, shortened
+from codd_lab.provenance import provenance
+from serving import WAYS, Request, Seen, all_of, client, clients, made, serving, shortened
+from timing import save
 
 REPLICA = b"ray::ServeReplica"
 """How the command line of a replica's process begins."""
-
-
-@dataclass(frozen=True)
-class Served:
-    """A server and the process that started it."""
-
-    url: str
-    pid: int
-
-
-@dataclass
-class Outcomes:
-    """What became of all requests."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    """By status code, exception, or in words."""
-    wrong: list[str] = field(default_factory=list)
-    finished: list[float] = field(default_factory=list)
-    """When right answers came, in seconds of `time.monotonic`."""
-
-    @property
-    def lost(self) -> int:
-        """Answers that did not come to their end; neither refused ones nor those whose client left are among them."""
-        return sum(count for name, count in self.counts.items() if name not in ("200", "429", "left"))
 
 
 def main() -> int:
@@ -73,7 +48,7 @@ def main() -> int:
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--queue", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", metavar="FILE", help="write the result here, too")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the result here, too")
     args = parser.parse_args()
     if importlib.util.find_spec("ray") is None:
         print("ray_replicas.py: needs Ray: pip install 'codd-lm[ray]'", file=sys.stderr)
@@ -81,33 +56,21 @@ def main() -> int:
     requests = made(codd.load(device="cpu"), args.requests, args.seed, [shortened(way, args.shorter) for way in WAYS])
     before = os.getloadavg()
     found = {"throughput": throughput, "kill": kill, "load": load}[args.what](args, requests)
-    head = {"command": " ".join(sys.argv), "machine": machine(), "load_average": [before, os.getloadavg()]}
-    print(json.dumps({**head, **found}, indent=2))
-    if args.json:
-        Path(args.json).write_text(json.dumps({**head, **found}, indent=2) + "\n")
+    found = {**provenance("cpu", "float32"), "load_average": [before, os.getloadavg()], **found}
+    print(json.dumps(found, indent=1))
+    save(found, args.json)
     return 0
 
 
-def serve_command(replicas: int | None, slots: int, queue: int) -> list[str]:
-    """``codd serve`` with its arguments."""
-    command = ["serve", "--port", "0", "--json", "--quiet", "--device", "cpu"]
-    command += ["--slots", str(slots), "--queue", str(queue), "--drain-timeout", "5"]
-    return [*command, *([] if replicas is None else ["--replicas", str(replicas)])]
+def arguments(replicas: int | None, slots: int = 8, queue: int = 32) -> list[object]:
+    """Of ``codd serve``, on a Ray cluster of its own or without Ray (None)."""
+    found = ["--device", "cpu", "--slots", slots, "--queue", queue, "--drain-timeout", 5]
+    return found + ([] if replicas is None else ["--replicas", replicas])
 
 
-@contextmanager
-def served(replicas: int | None, slots: int = 8, queue: int = 32) -> Iterator[Served]:
-    """``codd serve`` on a Ray cluster of its own, or without Ray (None); it must stop cleanly."""
-    command = [sys.executable, "-m", "codd", *serve_command(replicas, slots, queue)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        try:
-            assert process.stdout is not None
-            yield Served(json.loads(process.stdout.readline())["url"], process.pid)
-        finally:
-            process.terminate()
-            code = process.wait(120)
-            assert code == 0, f"the server ended with {code}"
+def served(replicas: int | None, slots: int = 8, queue: int = 32) -> AbstractContextManager[tuple[str, int]]:
+    """Its URL, and the process that started it."""
+    return serving(*arguments(replicas, slots, queue), OMP_NUM_THREADS="1")
 
 
 def replica_pids(server: int) -> list[int]:
@@ -131,65 +94,16 @@ def replica_ids(metrics: str) -> set[str]:
     return set(re.findall(r'codd_slots\{replica="(\w+)"\}', metrics))
 
 
-async def ask(http: httpx.AsyncClient, request: Request, seen: Outcomes, *, streamed: bool) -> None:
-    """One answer, which is counted and compared; who is refused comes again when it was told to."""
-    try:
-        response = await http.post("/v1/chat/completions", json={**request.body, "stream": streamed})
-    except httpx.HTTPError as error:
-        seen.counts[type(error).__name__] += 1
-        return
-    if response.status_code != 200:
-        seen.counts[str(response.status_code)] += 1
-        await asyncio.sleep(float(response.headers.get("Retry-After", 0.1)))
-        return
-    if streamed and not response.text.endswith("data: [DONE]\n\n"):
-        seen.counts["a stream without its end"] += 1
-        return
-    text = _joined(response.text) if streamed else response.json()["choices"][0]["message"]["content"]
-    seen.counts["200"] += 1
-    seen.finished.append(time.monotonic())
-    if text != request.expected:
-        seen.wrong.append(f"{request.prompt!r}: expected {request.expected!r}, found {text!r}")
-
-
-def _joined(stream: str) -> str:
-    events = [json.loads(line[6:]) for line in stream.split("\n") if line.startswith("data: {")]
-    return "".join(choice["delta"].get("content", "") for event in events for choice in event["choices"])
-
-
-async def leave(http: httpx.AsyncClient, request: Request, seen: Outcomes, patience: float) -> None:
-    """Ask, and hang up after ``patience`` seconds, in the middle of the stream or before it."""
-    try:
-        async with asyncio.timeout(patience):
-            await ask(http, request, seen, streamed=True)
-    except TimeoutError:
-        seen.counts["left"] += 1
-
-
-def clients(url: str) -> httpx.AsyncClient:
-    """Without limits of connections; none is kept, so that none is closed by the server when it is used again."""
-    return httpx.AsyncClient(
-        base_url=url, timeout=120, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0)
-    )
-
-
 async def loaded(
-    url: str, requests: list[Request], seen: Outcomes, *, count: int, seconds: float, leaving: int = 0, seed: int = 0
+    url: str, requests: list[Request], seen: Seen, *, count: int, seconds: float, leaving: int = 0, seed: int = 0
 ) -> None:
     """So many clients ask for so long; ``leaving`` of them hang up after 0 to 3 seconds each time."""
     end = time.monotonic() + seconds
-
-    async def client(number: int) -> None:
-        rng = random.Random(seed + number)
-        while time.monotonic() < end:
-            request = rng.choice(requests)
-            if number < leaving:
-                await leave(http, request, seen, rng.uniform(0, 3))
-            else:
-                await ask(http, request, seen, streamed=rng.random() < 0.5)
-
     async with clients(url) as http:
-        await asyncio.gather(*(client(number) for number in range(count)))
+        kinds = ["leaves"] * leaving + ["asks"] * (count - leaving)
+        await asyncio.gather(
+            *(client(http, requests, seen, end, random.Random(seed + i), kind) for i, kind in enumerate(kinds))
+        )
 
 
 def throughput(args: argparse.Namespace, requests: list[Request]) -> dict[str, Any]:
@@ -201,18 +115,18 @@ def throughput(args: argparse.Namespace, requests: list[Request]) -> dict[str, A
     rates: dict[str, list[float]] = {name: [] for name in kinds}
     busiest: dict[str, list[float]] = {name: [] for name in kinds}
     shares: dict[str, list[float]] = {name: [] for name in kinds}
-    seen = Outcomes()
+    seen = Seen()
     with ExitStack() as stack:
         servers = {name: stack.enter_context(served(n, args.slots, args.queue)) for name, n in kinds.items()}
         for _ in range(args.rounds):
-            for name, server in servers.items():
-                begun, before = time.monotonic(), _cpu_seconds(server.url)
-                asyncio.run(_all_of(server.url, requests, seen, args.clients or 16))
+            for name, (url, _) in servers.items():
+                begun, before = time.monotonic(), _cpu_seconds(url)
+                asyncio.run(all_of(url, requests, seen, args.clients or 16))
                 rates[name].append(len(requests) / (time.monotonic() - begun))
-                spent = [after - before[id] for id, after in _cpu_seconds(server.url).items()]
+                spent = [after - before[id] for id, after in _cpu_seconds(url).items()]
                 busiest[name].append(len(requests) / max(spent))
                 shares[name].append(round(max(spent) / sum(spent), 3))
-        batches = {name: _mean_batch(server.url) for name, server in servers.items()}
+        batches = {name: _mean_batch(url) for name, (url, _) in servers.items()}
     return {
         "requests_per_second": {name: round(median(each), 2) for name, each in rates.items()},
         "ratio": _ratios(rates),
@@ -245,32 +159,20 @@ def _cpu_seconds(url: str) -> dict[str, float]:
     return {id: float(spent) for id, spent in re.findall(r"^process_cpu_seconds_total(\S*) (\S+)$", text, re.M)}
 
 
-async def _all_of(url: str, requests: list[Request], seen: Outcomes, count: int) -> None:
-    """Every request once, from ``count`` clients."""
-    left = list(requests)
-
-    async def client() -> None:
-        while left:
-            await ask(http, left.pop(), seen, streamed=False)
-
-    async with clients(url) as http:
-        await asyncio.gather(*(client() for _ in range(count)))
-
-
 def kill(args: argparse.Namespace, requests: list[Request]) -> dict[str, Any]:
     """Kill one of two replicas after a quarter of the time."""
     seconds = args.seconds or 40
-    with served(2, args.slots, args.queue) as server:
-        return asyncio.run(_killed(server, requests, args.clients or 8, seconds, args.seed))
+    with served(2, args.slots, args.queue) as (url, pid):
+        return asyncio.run(_killed(url, pid, requests, args.clients or 8, seconds, args.seed))
 
 
-async def _killed(server: Served, requests: list[Request], count: int, seconds: float, seed: int) -> dict[str, Any]:
-    seen = Outcomes()
-    work = asyncio.create_task(loaded(server.url, requests, seen, count=count, seconds=seconds, seed=seed))
+async def _killed(url: str, pid: int, requests: list[Request], count: int, seconds: float, seed: int) -> dict[str, Any]:
+    seen = Seen()
+    work = asyncio.create_task(loaded(url, requests, seen, count=count, seconds=seconds, seed=seed))
     await asyncio.sleep(seconds / 4)
-    async with clients(server.url) as http:
+    async with clients(url) as http:
         before = replica_ids((await http.get("/metrics")).text)
-        os.kill(replica_pids(server.pid)[0], signal.SIGKILL)
+        os.kill(replica_pids(pid)[0], signal.SIGKILL)
         killed = time.monotonic()
         recovered = await until_replaced(http, before)
     await work
@@ -295,11 +197,11 @@ async def until_replaced(http: httpx.AsyncClient, before: set[str]) -> float:
 
 def load(args: argparse.Namespace, requests: list[Request]) -> dict[str, Any]:
     """Many clients, some of which hang up; at the end nothing may be left in any replica."""
-    seconds, count, seen = args.seconds or 60, args.clients or 64, Outcomes()
+    seconds, count, seen = args.seconds or 60, args.clients or 64, Seen()
     leaving = round(count * args.leave)
-    with served(2, args.slots, args.queue) as server:
-        asyncio.run(loaded(server.url, requests, seen, count=count, seconds=seconds, leaving=leaving, seed=args.seed))
-        left = _left(server.url)
+    with served(2, args.slots, args.queue) as (url, _):
+        asyncio.run(loaded(url, requests, seen, count=count, seconds=seconds, leaving=leaving, seed=args.seed))
+        left = _left(url)
     return {"clients": count, "leaving": leaving, "seconds": seconds, **_summary(seen), "left_in_replicas": left}
 
 
@@ -314,8 +216,10 @@ def _left(url: str) -> float:
     return left
 
 
-def _summary(seen: Outcomes) -> dict[str, Any]:
-    return {"outcomes": dict(seen.counts), "lost": seen.lost, "wrong": len(seen.wrong), "wrong_ones": seen.wrong[:3]}
+def _summary(seen: Seen) -> dict[str, Any]:
+    """Lost are answers that did not come to their end; neither refused ones nor those whose client left count."""
+    lost = sum(count for name, count in seen.statuses.items() if name not in ("200", "429", "left"))
+    return {"outcomes": dict(seen.statuses), "lost": lost, "wrong": len(seen.wrong), "wrong_ones": seen.wrong[:3]}
 
 
 if __name__ == "__main__":

@@ -4,14 +4,12 @@ python benchmarks/rows_cpu.py --threads 2
 """
 
 import argparse
-from collections.abc import Callable
-from statistics import median
-from time import perf_counter
 
 import torch
 from torch import Tensor
 
 import codd
+from timing import interleaved
 
 SIZES = ("8x24", "8x64", "8x200", "4x300", "1x300")
 
@@ -38,23 +36,12 @@ def main() -> None:
             logits: Tensor = backbone(ids)
             return logits
 
-        seconds: dict[str, list[float]] = {name: [] for name in ("at_once", "one_by_one")}
-        ratios = []
-        for _ in range(args.rounds + 1):
-            for function in (at_once, one_by_one):
-                seconds[function.__name__].append(timed(function))
-            ratios.append(seconds["one_by_one"][-1] / seconds["at_once"][-1])
-        both = {name: 1e3 * median(values[1:]) for name, values in seconds.items()}
+        times = interleaved({"at once": at_once, "one by one": one_by_one}, args.rounds, warmup=1, burst=1)
+        once, single = times.values()
         print(
-            f"B {batch} L {length:3d}: at once {both['at_once']:6.0f} ms, one by one {both['one_by_one']:6.0f} ms, "
-            f"x{median(ratios[1:]):.2f}"
+            f"B {batch} L {length:3d}: at once {once.milliseconds.median:6.0f} ms, one by one "
+            f"{single.milliseconds.median:6.0f} ms, x{single.over(once).median:.2f}"
         )
-
-
-def timed(function: Callable[[], Tensor]) -> float:
-    begun = perf_counter()
-    function()
-    return perf_counter() - begun
 
 
 if __name__ == "__main__":

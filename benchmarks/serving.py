@@ -16,7 +16,7 @@ else happens on the machine happens to both.
 import argparse
 import asyncio
 import json
-import platform
+import os
 import random
 import subprocess
 import sys
@@ -30,10 +30,11 @@ from statistics import mean, median
 from typing import Any
 
 import httpx
-import torch
 
 import codd
 from codd_lab.problems import problems
+from codd_lab.provenance import provenance
+from timing import save
 
 NAME = "codd-mini"
 WAYS: tuple[dict[str, Any], ...] = (
@@ -64,7 +65,10 @@ class Seen:
     """What became of all requests."""
 
     statuses: Counter[str] = field(default_factory=Counter)
+    """By status code, exception, or in words."""
     seconds: list[float] = field(default_factory=list)
+    finished: list[float] = field(default_factory=list)
+    """When answers came, in seconds of `time.monotonic`."""
     wrong: list[dict[str, str]] = field(default_factory=list)
     memory: list[tuple[float, float]] = field(default_factory=list)
     """Seconds since the beginning, and megabytes of the server's process."""
@@ -87,24 +91,12 @@ def main() -> None:
     parser.add_argument("--queue", type=int, default=32)
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default: cpu)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", metavar="FILE", help="write the result here, too")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the result here, too")
     parser.add_argument("--plot", metavar="FILE", help="of load: a figure of the server's memory over time")
     args = parser.parse_args()
-    found = load(args) if args.what == "load" else throughput(args)
-    found = {"command": " ".join(sys.argv), "machine": machine(), **found}
-    print(json.dumps(found, indent=2))
-    if args.json:
-        Path(args.json).write_text(json.dumps(found, indent=2) + "\n")
-
-
-def machine() -> dict[str, Any]:
-    """Where this was measured."""
-    return {
-        "cpu": platform.processor() or platform.machine(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-    }
+    found = {**provenance(args.device, "float32"), **(load(args) if args.what == "load" else throughput(args))}
+    print(json.dumps(found, indent=1))
+    save(found, args.json)
 
 
 def shortened(way: dict[str, Any], times: int) -> dict[str, Any]:
@@ -125,26 +117,41 @@ def made(model: codd.Model, count: int, seed: int, ways: Sequence[dict[str, Any]
     return found
 
 
+def serve_command(*more: object) -> list[str]:
+    """``codd serve`` with its arguments."""
+    return ["serve", "--port", "0", "--json", "--quiet", *map(str, more)]
+
+
 @contextmanager
-def serving(slots: int, queue: int, device: str) -> Iterator[str]:
-    """A server of its own process; it must stop cleanly."""
-    command = [sys.executable, "-m", "codd", "serve", "--port", "0", "--json", "--quiet"]
-    command += ["--slots", str(slots), "--queue", str(queue), "--device", device]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+def serving(*more: object, **environment: str) -> Iterator[tuple[str, int]]:
+    """A server of its own process, its URL and its process; it must stop cleanly."""
+    command = [sys.executable, "-m", "codd", *serve_command(*more)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}) as process:
         try:
             assert process.stdout is not None
-            yield json.loads(process.stdout.readline())["url"]
+            yield json.loads(process.stdout.readline())["url"], process.pid
         finally:
             process.terminate()
-            code = process.wait(60)
+            code = process.wait(120)
             assert code == 0, f"the server ended with {code}"
+
+
+def clients(url: str) -> httpx.AsyncClient:
+    """Without limits of connections; none is kept.
+
+    The server closes idle ones after 5 s, at the very moment at which one who was told to come again in 5 s may send
+    its request.
+    """
+    return httpx.AsyncClient(
+        base_url=url, timeout=300, limits=httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    )
 
 
 def load(args: argparse.Namespace) -> dict[str, Any]:
     kinds = (None, "prefix", "dual") if args.caches else (None,)
     ways = [{**shortened(way, args.shorter), "cache": kind} for way in WAYS for kind in kinds]
     requests = made(codd.load(device=args.device), args.requests, args.seed, ways)
-    with serving(args.slots, args.queue, args.device) as url:
+    with serving("--slots", args.slots, "--queue", args.queue, "--device", args.device) as (url, _):
         seen, health = asyncio.run(_loaded(args, url, requests))
     memory = [megabytes for _, megabytes in seen.memory]
     quarter = max(1, len(memory) // 4)
@@ -170,19 +177,18 @@ def load(args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def _loaded(args: argparse.Namespace, url: str, requests: list[Request]) -> tuple[Seen, dict[str, Any]]:
-    seen, end = Seen(), time.monotonic() + args.seconds
+    seen = Seen()
     count = args.clients or 64
-    # No connection is kept: the server closes idle ones after 5 s, at the very moment at which one who was told to come
-    # again in 5 s may send its request.
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as http:
+    async with clients(url) as http:
         leaving, mixed = round(count * args.leave), round(count * args.mixed)
         kinds = ["leaves"] * leaving + ["mixed"] * mixed + ["asks"] * (count - leaving - mixed)
-        clients = [
-            _client(http, requests, seen, end, random.Random(args.seed + i), kind) for i, kind in enumerate(kinds)
-        ]
         watch = asyncio.create_task(_memory(http, seen))
-        await asyncio.gather(*clients)
+        while not seen.memory:  # the first figure is from before the load
+            await asyncio.sleep(0.01)
+        end = time.monotonic() + args.seconds
+        await asyncio.gather(
+            *(client(http, requests, seen, end, random.Random(args.seed + i), kind) for i, kind in enumerate(kinds))
+        )
         watch.cancel()
         for _ in range(50):  # those who left last are noticed after the step that was under way
             health = (await http.get("/health")).json()
@@ -192,33 +198,36 @@ async def _loaded(args: argparse.Namespace, url: str, requests: list[Request]) -
     return seen, health
 
 
-async def _client(
+async def client(
     http: httpx.AsyncClient, requests: list[Request], seen: Seen, end: float, rng: random.Random, kind: str
 ) -> None:
     while time.monotonic() < end:
         request = rng.choice(requests)
         if kind == "leaves":
-            await _leave(http, request, seen, rng)
+            await leave(http, request, seen, rng.uniform(0.0, 3.0))
         elif kind == "mixed":
             await _any(http, request, seen, rng)
         else:
-            await _ask(http, request, seen, streamed=rng.random() < 0.5)
+            await ask(http, request, seen, streamed=rng.random() < 0.5)
 
 
-async def _ask(http: httpx.AsyncClient, request: Request, seen: Seen, streamed: bool) -> None:
-    """One answer, checked against its own seed and prompt."""
+async def ask(http: httpx.AsyncClient, request: Request, seen: Seen, streamed: bool) -> None:
+    """One answer, checked against its own seed and prompt; who is refused waits as long as it was told to."""
     begun = time.monotonic()
-    body = {**request.body, "stream": streamed}
     try:
-        response = await http.post("/v1/chat/completions", json=body)
+        response = await http.post("/v1/chat/completions", json={**request.body, "stream": streamed})
     except httpx.HTTPError as error:
         seen.statuses[type(error).__name__] += 1
         return
-    seen.statuses[str(response.status_code)] += 1
-    if response.status_code == 429:
-        await asyncio.sleep(float(response.headers["Retry-After"]))
-    elif response.status_code == 200:
-        seen.seconds.append(time.monotonic() - begun)
+    if response.status_code != 200:
+        seen.statuses[str(response.status_code)] += 1
+        await asyncio.sleep(float(response.headers.get("Retry-After", 0.1)))
+    elif streamed and not response.text.endswith("data: [DONE]\n\n"):
+        seen.statuses["a stream without its end"] += 1
+    else:
+        seen.statuses["200"] += 1
+        seen.finished.append(time.monotonic())
+        seen.seconds.append(seen.finished[-1] - begun)
         text = _joined(response.text) if streamed else response.json()["choices"][0]["message"]["content"]
         if text != request.expected:
             seen.wrong.append({"prompt": request.prompt, "expected": request.expected, "found": text})
@@ -226,25 +235,28 @@ async def _ask(http: httpx.AsyncClient, request: Request, seen: Seen, streamed: 
 
 def _joined(stream: str) -> str:
     events = [json.loads(line[6:]) for line in stream.split("\n") if line.startswith("data: {")]
-    assert "error" not in events[-1], events[-1]
     return "".join(choice["delta"].get("content", "") for event in events for choice in event["choices"])
 
 
-async def _leave(http: httpx.AsyncClient, request: Request, seen: Seen, rng: random.Random) -> None:
-    """Ask, and hang up after a while, in the middle of the stream or before it."""
-    body = {"messages": request.body["messages"], **request.options}
+async def leave(http: httpx.AsyncClient, request: Request, seen: Seen, patience: float) -> None:
+    """Ask, and hang up after ``patience`` seconds, in the middle of the stream or before it."""
     try:
-        async with asyncio.timeout(rng.uniform(0.0, 3.0)):
-            async with http.stream("POST", "/v1/denoise", json=body) as response:
-                if response.status_code == 429:
-                    seen.statuses["429"] += 1
-                    await asyncio.sleep(float(response.headers["Retry-After"]))
-                    return
-                async for _ in response.aiter_bytes():
-                    pass
-        seen.statuses["stayed"] += 1
+        async with asyncio.timeout(patience):
+            await ask(http, request, seen, streamed=True)
     except TimeoutError:
         seen.statuses["left"] += 1
+
+
+async def all_of(url: str, requests: Sequence[Request], seen: Seen, count: int) -> None:
+    """Every request once, from ``count`` clients."""
+    left = list(requests)
+
+    async def one() -> None:
+        while left:
+            await ask(http, left.pop(), seen, streamed=False)
+
+    async with clients(url) as http:
+        await asyncio.gather(*(one() for _ in range(count)))
 
 
 async def _any(http: httpx.AsyncClient, request: Request, seen: Seen, rng: random.Random) -> None:
@@ -313,14 +325,15 @@ def throughput(args: argparse.Namespace) -> dict[str, Any]:
     }
     model, count = codd.load(device=args.device), args.clients or 8
     found: dict[str, Any] = {"clients": count, "rounds": args.rounds}
-    with serving(args.slots, args.queue, args.device) as shared, serving(1, args.queue, args.device) as alone:
+    common = "--queue", args.queue, "--device", args.device
+    with serving("--slots", args.slots, *common) as (shared, _), serving("--slots", 1, *common) as (alone, _):
         for name, way in ways.items():
             requests = made(model, 2 * count, args.seed, [shortened(way, args.shorter)])
             rates: dict[str, list[float]] = {"shared": [], "alone": []}
             different = 0
             for _ in range(args.rounds):
                 for which, url in (("shared", shared), ("alone", alone)):
-                    rate, wrong = asyncio.run(_rate(url, requests, count))
+                    rate, wrong = rate_of(url, requests, count)
                     rates[which].append(rate)
                     different += wrong
             ratios = [a / b for a, b in zip(rates["shared"], rates["alone"], strict=True)]
@@ -335,21 +348,14 @@ def throughput(args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-async def _rate(url: str, requests: list[Request], count: int) -> tuple[float, int]:
-    """All requests, by so many clients, each of which asks again when it has its answer; how many had another one.
+def rate_of(url: str, requests: list[Request], count: int) -> tuple[float, int]:
+    """Requests per second of ``count`` clients, and how many got another answer.
 
     On a CPU none may. On a GPU a batch of another shape rounds differently, which can turn the balance.
     """
-    seen, left = Seen(), list(requests)
-
-    async def client(http: httpx.AsyncClient) -> None:
-        while left:
-            await _ask(http, left.pop(), seen, streamed=False)
-
-    async with httpx.AsyncClient(base_url=url, timeout=300) as http:
-        begun = time.monotonic()
-        await asyncio.gather(*(client(http) for _ in range(count)))
-        took = time.monotonic() - begun
+    seen, begun = Seen(), time.monotonic()
+    asyncio.run(all_of(url, requests, seen, count))
+    took = time.monotonic() - begun
     assert seen.statuses == {"200": len(requests)}, seen.statuses
     return len(requests) / took, len(seen.wrong)
 

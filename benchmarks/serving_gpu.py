@@ -11,7 +11,6 @@ requests; the ratio of each round is against one slot in that round.
 import argparse
 import asyncio
 import json
-import platform
 import random
 import time
 from pathlib import Path
@@ -26,6 +25,7 @@ from codd.serving.engine import Engine
 from codd.serving.requests import SequenceRequest
 from codd_lab.problems import problems
 from decoding import add_model_arguments, model_from
+from timing import head, save
 
 SAMPLERS = ("latent", "any_order", "factorized")
 
@@ -47,10 +47,8 @@ def main() -> None:
     model = model_from(args, parser)
     on_gpu = model.backbone.device.type == "cuda"
     found: dict[str, Any] = {
-        "machine": torch.cuda.get_device_name() if on_gpu else platform.processor(),
-        "torch": torch.__version__,
+        **head(args, model.backbone.device),
         "dtype": str(model.backbone.dtype),
-        "settings": {key: str(value) for key, value in vars(args).items()},
         "samplers": {},
     }
     for sampler in SAMPLERS:
@@ -59,8 +57,7 @@ def main() -> None:
     if on_gpu:
         found["memory_gb"] = torch.cuda.max_memory_allocated() / 1e9
     print(json.dumps(found, indent=1))
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    save(found, args.json)
 
 
 def measure(model: codd.Model, sampler: str, args: argparse.Namespace) -> dict[str, Any]:

@@ -48,8 +48,9 @@ from codd.errors import InvalidConstraint
 from codd.evaluation.statistics import paired, share_interval
 from codd_lab.problems import problems
 from decoding import SAMPLERS
-from families import run_parts, synchronize
+from families import run_parts
 from structured_cases import made_vocabulary, random_regex, random_schema
+from timing import milliseconds
 
 WINDOW = 32
 FLOORS = 20
@@ -421,7 +422,8 @@ def cost(args: argparse.Namespace) -> dict[str, Any]:
             if automaton is not None:
                 row |= {"states": automaton.num_states, "classes": automaton.num_classes}
             for what, function in queries(circuit, window._replace(constraint=given), args).items():
-                row[what] = milliseconds(function, args)
+                warmup = 8 if args.device.type == "cuda" else 1  # on a GPU what is captured is captured first
+                row[what] = milliseconds(function, args.rounds, args.device, warmup)
             found[f"{dtype}, {name}"] = row
             print(f"cost, {args.shape}, {dtype}, {name}: {json.dumps(row)}", flush=True)
     return found
@@ -445,19 +447,6 @@ def queries(circuit: Any, window: WindowInputs, args: argparse.Namespace) -> dic
 
         made[f"{sampler}, T {temperature:g}"] = step
     return made
-
-
-def milliseconds(function: Callable[[], object], args: argparse.Namespace) -> float:
-    """Median: of the wall on a GPU, after what is captured is; of the process on a CPU, which others may share."""
-    clock, warm = (time.perf_counter, 8) if args.device.type == "cuda" else (time.process_time, 1)
-    times = []
-    for turn in range(warm + args.rounds):
-        synchronize()
-        begun = clock()
-        function()
-        synchronize()
-        times += [1e3 * (clock() - begun)] if turn >= warm else []
-    return statistics.median(times)
 
 
 def inputs(args: argparse.Namespace, dtype: torch.dtype) -> tuple[Any, WindowInputs]:

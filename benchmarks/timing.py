@@ -1,9 +1,17 @@
-"""Times of several functions, interleaved, on a machine that others use too."""
+"""What the scripts share: clocks, interleaved times on a machine that others use too, and the head of a report."""
 
+import argparse
+import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from codd_lab.provenance import machine
 
 
 @dataclass(frozen=True)
@@ -81,3 +89,34 @@ def _turn(function: Callable[[], object], burst: int) -> float:
     for _ in range(calls):
         function()
     return (time.perf_counter() - start) / calls
+
+
+def clock(device: torch.device | str) -> float:
+    """Seconds: of the wall on a GPU, once its work is done; on a CPU, which others share, of this process's threads."""
+    if torch.device(device).type == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def milliseconds(function: Callable[[], object], rounds: int, device: torch.device | str, warmup: int = 4) -> float:
+    """Median over calls; the first ones, which compile and capture, do not count."""
+    times = []
+    for _ in range(warmup + rounds):
+        begun = clock(device)
+        function()
+        times.append(1e3 * (clock(device) - begun))
+    return statistics.median(times[warmup:])
+
+
+def head(args: argparse.Namespace, device: torch.device | str) -> dict[str, Any]:
+    """How a report begins."""
+    settings = {key: str(value) for key, value in vars(args).items()}
+    return {"machine": machine(torch.device(device)), "torch": torch.__version__, "settings": settings}
+
+
+def save(report: object, path: Path | None) -> None:
+    """As JSON, if a path is given."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, indent=1) + "\n")

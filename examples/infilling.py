@@ -3,7 +3,7 @@
 import codd
 
 model = codd.load()  # or codd.load("folder or hub id")
-mask = model.tokenizer.special_tokens["mask_token"]
+mask = model.tokenizer.mask_token
 sentence = f"They walked{5 * mask} the river, and in the evening{6 * mask} the fire."
 for name in ("trained", "null"):
     out = model.with_circuit(name).generate(sentence, chat=False, gen_length=0, steps=2, temperature=1.0, seed=0)

@@ -3,6 +3,7 @@
 The face is lazy (PEP 562): ``import codd`` takes milliseconds, and PyTorch is loaded with the first name that needs it.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -86,7 +87,7 @@ def _submodule(name: str) -> Any:
         except ModuleNotFoundError as error:
             if error.name != f"codd.{name}":  # it exists, and needs something that does not
                 raise
-    raise AttributeError(f"module 'codd' has no attribute {name!r}", name=name)
+    raise AttributeError(f"module 'codd' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
 
 
 def __dir__() -> list[str]:

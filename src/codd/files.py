@@ -21,11 +21,11 @@ from torch import Tensor
 from codd.errors import FormatError, MissingDependency
 
 MAX_BYTES = 1 << 24
-"""Of a text or JSON file that a stranger may have written, unless its reader knows better."""
+"""Largest text or JSON file that a stranger may have written, unless its reader gives another limit."""
 MAX_JSON = 1 << 26
-"""Of a JSON file of ours."""
+"""Largest JSON file that codd itself writes, in bytes."""
 MAX_DEPTH = 64
-"""Of nested JSON."""
+"""Largest depth of nested JSON."""
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -132,7 +132,7 @@ def read_text(path: Path, most: int = MAX_BYTES) -> str:
 
 
 def parse_json(where: Path | str, text: str) -> Any:
-    """The JSON value of a text; a FormatError begins with where it stands."""
+    """The JSON value of a text; ``where`` begins the message of a FormatError."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # a number of 4,301 digits is a ValueError

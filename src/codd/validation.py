@@ -53,7 +53,7 @@ FolderName = Annotated[str, AfterValidator(_check_folder_name)]
 
 
 class _SectionType(type):
-    """Lets a section that is made in Python raise our error in the place of pydantic's."""
+    """Lets a section that is made in Python raise our error in place of pydantic's."""
 
     def __call__(cls, *args: Any, **fields: Any) -> Any:
         """An instance; InvalidInput, in the words that a file's FormatError has, if the fields are not right."""

@@ -8,16 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from backbones import Solved, answer_likelihood, batch_maker, solve_problems, text_likelihood
+from backbones import answer_likelihood, batch_maker, text_likelihood, written
 from codd.backbones import Backbone, Tokenizer, mini
 from codd.backbones.config import Config
 from codd.backbones.transformer import initialise
 from codd.data.packing import PackedSequences
 from codd.data.sources import Source
-from codd.decoding import Model
 from codd.errors import FormatError, TextsLeftOut
 from codd_lab.pretraining.bpe import train_bpe
-from codd_lab.problems import Problem, problems
+from codd_lab.problems import problems
 
 DOCUMENTS = [
     "Ana has 12 apples and a café — she sells 7 of them. How many are left?",
@@ -176,59 +175,17 @@ def test_noise_is_uniform_and_every_token_at_stake():
     assert torch.equal(batch.weights > 0, batch.ids == tokenizer().mask_id)
 
 
-class TestProblems:
-    def test_what_a_diffusion_model_writes(self):
-        backbone = tiny()
-        asked = list(problems(3, split="test", seed=8))
-        written = []
-        for problem in asked:
-            prompt = tokenizer().encode_chat(problem.question)
-            model = Model(backbone, None, None, tokenizer().mask_id)
-            written.append(model.generate([prompt], gen_length=64, steps=8, stop=False).sequences[0][-64:].tolist())
-        end = end_of(written)
-        assert any(0 < len(cut(row, end)) < len(row) for row in written)
-        ended = tiny(eos_token_id=end)  # a token that it does write
-        found = solve_problems(ended, tokenizer(), 3, seed=8, gen_length=64, steps=8, at_once=2)
-        assert list(found.texts) == [tokenizer().decode(cut(row, end)) for row in written]
-
-    def test_a_causal_model_writes_from_left_to_right(self):
-        backbone = tiny(causal=True)
-        written = []
-        for problem in problems(3, split="test", seed=8):
-            ids = tokenizer().encode_chat(problem.question)
-            for _ in range(20):
-                ids.append(int(backbone(torch.tensor([ids]))[0, -1].argmax()))
-            written.append(ids[-20:])
-        end = end_of(written)
-        assert any(0 < len(cut(row, end)) < len(row) for row in written)
-        found = solve_problems(
-            tiny(causal=True, eos_token_id=end), tokenizer(), 3, seed=8, gen_length=20, steps=20, at_once=2
-        )
-        assert list(found.texts) == [tokenizer().decode(cut(row, end)) for row in written]
-
-    def test_correct_and_accuracy(self):
-        answers = {
-            "5 + 7 = 12\n#### 12": 12,
-            "#### 11 was wrong.\n#### 1,234": 1234,
-            "#### 12 was right.\n#### 13": 12,
-            "The answer is 12.": 12,
-            "#### twelve": 12,
-            "": 0,
-            "#### -3": 3,
-            "#### 120": 12,
-        }
-        asked = [Problem("?", f"#### {answer}", answer, 2, "by hand", False) for answer in answers.values()]
-        solved = Solved(asked, list(answers))
-        assert solved.correct == [True, True, False, False, False, False, False, False]
-        assert solved.accuracy == 0.25
-        assert Solved(asked, [problem.solution for problem in asked]).accuracy == 1
-
-
-def end_of(written: list[list[int]]) -> int:
-    """Of the tokens with which no text begins, the one that ends the texts earliest."""
-    later = {id for row in written for id in row} - {row[0] for row in written}
-    return min(sorted(later), key=lambda id: sum(len(cut(row, id)) for row in written))
-
-
-def cut(row: list[int], end: int) -> list[int]:
-    return row[: row.index(end)] if end in row else row
+def test_a_causal_model_writes_from_left_to_right():
+    backbone, asked = tiny(causal=True), list(problems(3, split="test", seed=8))
+    found = []
+    for problem in asked:
+        ids = tokenizer().encode_chat(problem.question)
+        for _ in range(20):
+            ids.append(int(backbone(torch.tensor([ids]))[0, -1].argmax()))
+        found.append(ids[-20:])
+    later = {id for row in found for id in row} - {row[0] for row in found}
+    end = min(sorted(later), key=lambda id: sum(row.index(id) if id in row else 20 for row in found))
+    cut = [row[: row.index(end)] if end in row else row for row in found]
+    assert any(0 < len(short) < 20 for short in cut)
+    ended = tiny(causal=True, eos_token_id=end)  # a token that it does write
+    assert written(ended, tokenizer(), asked, gen_length=20, steps=20) == [tokenizer().decode(row) for row in cut]

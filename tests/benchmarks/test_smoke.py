@@ -15,7 +15,7 @@ from codd_lab.problems import problems
 from tests.support import ROOT
 
 SCRIPTS = ROOT / "benchmarks"
-PARTS = {"rivals", "structured_cases", "timing"}
+PARTS = {"structured_cases", "timing"}
 """Modules that scripts import; not run by themselves."""
 NO_GPU = "circuits_gpu.py: measures CUDA kernels, and PyTorch finds no CUDA device on this machine\n"
 COMMANDS = {
@@ -54,7 +54,7 @@ COMMANDS = {
     "int8": ["--tiny --device cpu --out OUT"],
     "json_schemas": ["tests/fixtures/json_schemas.jsonl --every 20"],
     "structured": ["--tiny --seed 2 --out OUT"],
-    "curves": ["docs/runs/mini.jsonl docs/runs/causal.jsonl"],
+    "curves": ["docs/runs/mini.jsonl docs/runs/causal.jsonl docs/runs/anemone.json --out SVG"],
 }
 """The arguments of each script; DATA and OUT stand for paths."""
 
@@ -114,7 +114,11 @@ def test_it_runs(script, data, tmp_path, monkeypatch, capsys, request):
         request.getfixturevalue("int8_cpu")
     for number, command in enumerate(COMMANDS[script]):
         out = tmp_path / f"{number}.json"
-        code = run(script, command.replace("DATA", str(data)).replace("OUT", str(out)), monkeypatch)
+        code = run(
+            script,
+            command.replace("DATA", str(data)).replace("OUT", str(out)).replace("SVG", f"{out}.svg"),
+            monkeypatch,
+        )
         printed = capsys.readouterr()
         if script == "circuits_gpu" and not torch.cuda.is_available():
             assert code == 2

@@ -5,7 +5,7 @@ import pytest
 
 from codd.circuits import HMM
 from codd.cli import demo, main
-from codd.cli.questions import extract_answer, questions
+from codd.cli.demo import extract_answer, questions
 from codd.decoding import Options, load
 from codd_lab.problems import extract_answer as lab_answer
 from codd_lab.problems import problems

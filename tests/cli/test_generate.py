@@ -113,7 +113,7 @@ def test_json_has_all_that_happened(loaded, bundled, capsys):
 
 
 def test_masks_in_a_prompt_are_filled(loaded, bundled, capsys):
-    mask = bundled.tokenizer.special_tokens["mask_token"]
+    mask = bundled.tokenizer.mask_token
     [found] = records(capsys, f"San{mask} is a city.", "--gen-length", "0")
     assert found["text"].startswith("San")
     assert found["text"].endswith(" is a city.")

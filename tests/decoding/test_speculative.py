@@ -11,7 +11,7 @@ import codd
 from codd.backbones import mini
 from codd.backbones.causal import CausalModel, CausalReader, load_causal
 from codd.backbones.loading import BUNDLED
-from codd.cli.questions import questions
+from codd.cli.demo import questions
 from codd.decoding.loop import step_inputs
 from codd.decoding.runner import FullRecompute
 from codd.decoding.samplers import token_distribution

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -98,17 +99,18 @@ def bundled() -> codd.Model:
 def server() -> Iterator[Any]:
     import ray_replicas
 
-    with ray_replicas.served(2, slots=2, queue=2) as found:
-        yield found
+    with ray_replicas.served(2, slots=2, queue=2) as (url, pid):
+        yield SimpleNamespace(url=url, pid=pid)
 
 
 def test_what_the_study_serves_with_is_understood():
     """Whether Ray is here or not: the study itself is run by hand."""
     import ray_replicas
+    import serving
 
     parser, verb = argparse.ArgumentParser(), load("serve")
     verb.configure(parser)
-    args = parser.parse_args(ray_replicas.serve_command(2, 3, 4)[1:])
+    args = parser.parse_args(serving.serve_command(*ray_replicas.arguments(2, 3, 4))[1:])
     assert (args.replicas, args.slots, args.queue) == ((2, 2), 3, 4)
 
 
@@ -183,6 +185,7 @@ def test_every_replica_has_a_queue_of_its_own_and_refuses_when_it_is_full(server
 @pytest.mark.slow
 def test_a_killed_replica_costs_its_own_requests_and_is_replaced(server):
     import ray_replicas
+    import serving
 
     async def stream(http: httpx.AsyncClient, started: asyncio.Semaphore) -> str:
         """All of a stream, or what broke it."""
@@ -198,7 +201,7 @@ def test_a_killed_replica_costs_its_own_requests_and_is_replaced(server):
         return re.findall(r'"text":"(.*?)"', "".join(pieces))[-1]
 
     async def killed() -> tuple[list[str], str]:
-        async with ray_replicas.clients(server.url) as http:
+        async with serving.clients(server.url) as http:
             before = ray_replicas.replica_ids((await http.get("/metrics")).text)
             started = asyncio.Semaphore(0)
             streams = []

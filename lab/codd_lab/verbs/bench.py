@@ -89,7 +89,7 @@ def _row(row: dict[str, Any], steps: int) -> dict[str, Any]:
 
 
 def _print(report: dict[str, Any]) -> None:
-    from codd.cli.tables import Cell, Section, show
+    from codd.cli.tables import Section, show
 
     settings, where = report["settings"], report["provenance"]
     before = [
@@ -99,7 +99,7 @@ def _print(report: dict[str, Any]) -> None:
         f"seed {settings['seed']}",
     ]
     rows = [
-        [Cell(name), Cell(_quartiles(row["ms_a_step"])), Cell(_quartiles(row["ratio"]) if row["ratio"] else "1")]
+        [name, _quartiles(row["ms_a_step"]), _quartiles(row["ratio"]) if row["ratio"] else "1"]
         for name, row in report["samplers"].items()
     ]
     header = ["", "ms a step (quartiles)", "times the network alone (quartiles)"]

@@ -69,7 +69,9 @@ examples:
   codd eval --studies continuations --model louaaron/sedd-small --circuit FOLDER --causal openai-community/gpt2 \\
             --text wiki.valid.txt --out runs/sedd
   torchrun --nproc-per-node 8 -m codd eval --model GSAI-ML/LLaDA-8B-Instruct --circuit FOLDER --tasks gsm8k --out OUT"""
-    parser.add_argument("--out", metavar="OUT_DIR", type=Path, required=True, help="the run: new, or one to go on with")
+    parser.add_argument(
+        "--out", "--output", metavar="OUT_DIR", type=Path, required=True, help="the run: new, or one to go on with"
+    )
     add_list(parser, "--tasks", default=[], metavar="NAME", help="what is asked")
     parser.add_argument("--task-file", type=Path, action="append", default=[], metavar="FILE", help=_TASK_FILE)
     parser.add_argument("--answer-rule", metavar="RULE", help=_ANSWER_RULE)
@@ -78,7 +80,9 @@ examples:
     parser.add_argument("--judge", metavar="NAME", help="scores continued text: smollm2, a folder or a hub id")
     parser.add_argument("--causal", metavar="PATH", help=_CAUSAL)
     add_list(parser, "--text", metavar="NAME", help=_TEXT)
-    parser.add_argument("--problems", type=COUNT, metavar="N", help="of each task, or texts of a study (default: all)")
+    parser.add_argument(
+        "--problems", "--limit", type=COUNT, metavar="N", help="of each task, or texts of a study (default: all)"
+    )
     parser.add_argument("--split", default="test", choices=("test", "validation"), help="default: test")
     parser.add_argument("--tune", type=COUNT, metavar="N", help=_TUNE)
     parser.add_argument("--data", type=Path, metavar="FOLDER", help="where data files are (default: the hub)")
@@ -331,7 +335,7 @@ def _tables(run: "Run") -> list[tables.Section]:
             rows = []
             for result in results:
                 estimate, pair = quality.of(result), against_control(result, results)
-                columns = [
+                row = [
                     label(result.config, names),
                     "-" if estimate is None else f"{estimate.value:.3g}",
                     "-" if pair is None else _difference(pair),
@@ -339,7 +343,7 @@ def _tables(run: "Run") -> list[tables.Section]:
                     f"{tokens_per_forward(result.samples):.2f}",
                     f"{result.seconds:.2g}",
                 ]
-                rows.append([tables.Cell(text) for text in columns])
+                rows.append(row)
             header = ["configuration", quality.title, "to the null circuit", "calls", "TPF", "seconds"]
             name = task if split == "test" else f"{task} ({split})"
             after = [*_areas(results), *_over_templates(results)]

@@ -65,10 +65,10 @@ class ModelSpec:
     any_blocks: bool = False
     """Whether the network may be block-causal though its files do not say so: the caller does."""
     causal_context: bool = False
-    """Whether what stands before a block is read causally, by the same weights; a block's first token then comes from
+    """Whether what precedes a block is read causally, by the same weights; a block's first token then comes from
     the causal row before it."""
     assumed: Mapping[str, int] = field(default_factory=dict)
-    """Published values in the place of fields that the files leave out."""
+    """Published values in place of fields that the files leave out."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Settings that this subclass reads from ``spec.options``."""
 
@@ -95,7 +95,7 @@ class NetworkInputs(NamedTuple):
 
 
 class MaskedOutput(NamedTuple):
-    """What the network says of some positions."""
+    """What the network says about some positions."""
 
     logits: Float[Tensor, "B n V"]
     """In float32; minus infinity for the mask token."""
@@ -111,7 +111,7 @@ class Backbone(nn.Module):
     """
 
     shift = 0
-    """How many positions before a token the state that predicts it stands."""
+    """How many positions before a token the state is that predicts it."""
 
     def __init__(self, spec: ModelSpec, network: Transformer):
         """Use `codd.backbones.load_checkpoint`."""
@@ -122,7 +122,7 @@ class Backbone(nn.Module):
         """Whether a CPU evaluates the sequences of a batch one after the other: a sequence's result is then the same
         to the bit in any batch, but many short ones take longer."""
         self.adapter: dict[str, LowRank] = {}
-        """Of an adapter loaded with ``merge=False``: the layers that it puts in the place of the network's."""
+        """The layers that an adapter loaded with ``merge=False`` puts in place of the network's."""
 
     def switch_adapter(self, on: bool) -> None:
         """Switch an adapter that was loaded with ``merge=False`` on or off.
@@ -175,7 +175,7 @@ class Backbone(nn.Module):
 
     @property
     def block_size(self) -> int | None:
-        """Of a block-causal network, the positions of a block, counted from a sequence's first; None: it sees all."""
+        """Positions per block of a block-causal network, counted from a sequence's first; None: it sees everything."""
         return self.config.block_size
 
     @property

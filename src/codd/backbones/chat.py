@@ -50,7 +50,7 @@ MINI = (
     "{% if pending.system %}{{ raise_exception('a user message must follow the system message') }}{% endif %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-"""Our own small models: a system message stands in front of the first question."""
+"""Our own small models: a system message precedes the first question."""
 
 PLAIN = (
     "{% for message in messages %}{{ message['content'] }}{% if not loop.last %}{{ '\\n\\n' }}{% endif %}{% endfor %}"

@@ -27,7 +27,7 @@ from jinja2.visitor import NodeTransformer
 MAX_SOURCE, MAX_TEXT = 100_000, 10_000_000
 """Characters of a template (published ones have up to 30,000), and of what it writes."""
 MAX_BITS = 10_000
-"""Of a whole number."""
+"""At most, in a whole number."""
 ALLOWANCE = 32_000_000
 """Units that every template has: a second or two, and a few hundred megabytes at most."""
 STEP, NODE = 64, 4
@@ -124,7 +124,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return "".join(_METER.get().weigh(part) for part in parts)
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        """Of texts, only methods that can be paid for; none of numbers."""
+        """A text's methods that are metered are safe; a number has none that is."""
         if isinstance(obj, str):
             return attr in _METHODS
         return not isinstance(obj, int | float) and super().is_safe_attribute(obj, attr, value)

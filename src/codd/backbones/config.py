@@ -134,7 +134,7 @@ class Config:
 
 
 def of_model_type(*names: str) -> Callable[[Config], bool]:
-    """What tells whether a config.json is of the family with these model_types."""
+    """A predicate on config.json: whether it belongs to the family with these model_types."""
     return lambda config: config.get("model_type") in names
 
 

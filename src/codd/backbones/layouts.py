@@ -1,4 +1,4 @@
-"""The names and fields of checkpoints in the layout that Llama and Qwen have on the hub, which many families share."""
+"""Tensor names and config fields of the Llama and Qwen layout, which many families share."""
 
 import math
 from typing import Any
@@ -46,7 +46,7 @@ def expert_keys(*, shared: str = "mlp.shared_experts", bias: str = "mlp.gate.exp
 
 
 def read_transformer(config: Config, **own: Any) -> TransformerConfig:
-    """The network that the fields of a Llama-like config.json describe; ``own``: what a family says otherwise.
+    """The network that the fields of a Llama-like config.json describe; ``own``: what a family overrides.
 
     Raises FormatError for a kind of network that codd does not build.
     """

@@ -107,7 +107,7 @@ def check(quantize: str | None, *, merge: bool = True) -> None:
 
 
 def quantize(network: "Transformer") -> None:
-    """Put int8 layers in the place of a network's projections and of its head.
+    """Put int8 layers in place of a network's projections and of its head.
 
     Embedding, norms and what a noise level passes stay; of a tied head the embedding is rounded into a copy. Raises
     InvalidInput for a mixture of experts.

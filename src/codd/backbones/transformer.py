@@ -137,7 +137,7 @@ class AttentionContext(NamedTuple):
 
 
 def gpu_kernels(x: Tensor, weight: Tensor | None = None) -> ModuleType | None:
-    """What `kernels_for` says of tensors on a GPU; None on a CPU, where no operation need ask it."""
+    """What `kernels_for` says about tensors on a GPU; None on a CPU, where no operation need ask it."""
     return kernels_for(x, weight) if x.is_cuda else None
 
 

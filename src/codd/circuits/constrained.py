@@ -230,7 +230,7 @@ class ConstrainedHMM(Recomputing):
         return ConstrainedConditioner(self, ev, candidates)
 
     def _messages(self, ev: Evidence) -> ProductMessages:
-        """The messages, by the fastest backend that serves the case."""
+        """The messages, by the fastest backend that supports this dtype, device and automaton."""
         backend = backend_for(ev.device, self.dtype).name
         if backend == "triton" and self.dtype == torch.float32:
             from codd.circuits.ops.constrained.device import DeviceMessages, served

@@ -201,7 +201,7 @@ class Modulated(HMM):
 
 
 def widened(modulation: Modulation, hmm: HMM) -> Modulation:
-    """Log-gates of all inner states of the transition: zero for those of the direct way, which no gate weighs."""
+    """Log-gates for all inner states of the transition, padded with zeros for the ungated ones of the direct path."""
     if modulation.step_log_gates is None:
         return modulation
     return modulation._replace(step_log_gates=pad(modulation.step_log_gates, (hmm.num_states, 0)))

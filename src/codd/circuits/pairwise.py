@@ -53,7 +53,7 @@ def mutual_information(tables: Float[Tensor, "B L L C C"]) -> Float[Tensor, "B L
 def by_conditioning(
     circuit: ProbabilisticCircuit, ev: Evidence, candidates: Int[Tensor, "B L K"]
 ) -> Float[Tensor, "B L L C C"]:
-    """The tables from C queries of marginals for every position: for any circuit, and for comparison."""
+    """The tables by C marginal queries per position; works for any circuit, and checks the faster ways."""
     check_candidates(candidates, ev, circuit.vocab_size)
     weights = ev.dense_log_weights(circuit.vocab_size)
     classes = torch.full_like(weights, candidates.shape[-1], dtype=torch.int64)

@@ -50,7 +50,7 @@ def check_rows(name: str, log_table: Float[Tensor, "*rows K"], compact: bool = F
 
 @dataclass(frozen=True, eq=False)
 class Emission:
-    """p(token | state): one table (N, V), or one a position (L, N, V).
+    """p(token | state): one table (N, V), or one per position (L, N, V).
 
     ``stored`` holds log-probabilities in float32 or float64, or probabilities in bfloat16. (Rounding logarithms to
     bfloat16 would cost up to 6% a factor; rounding the probabilities costs 0.4%.)

@@ -31,7 +31,7 @@ class JointStep(NamedTuple):
 class Flows:
     """Expected counts of an HMM, summed over the batch: the gradient of log Z in the logarithms of the parameters.
 
-    ``transition`` has the layout of the circuit's transition: one matrix, one a position, or (for a low-rank one) a
+    ``transition`` has the layout of the circuit's transition: one matrix, one per position, or (for a low-rank one) a
     pair of factors.
     """
 

@@ -37,7 +37,7 @@ class HubMixin(ABC):
     """``load``, for a circuit of any kind."""
 
     kind: ClassVar[str]
-    """What the configuration says of a circuit of this class."""
+    """What the configuration says about a circuit of this class."""
 
     @classmethod
     @abstractmethod

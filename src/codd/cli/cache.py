@@ -1,4 +1,4 @@
-"""``codd cache``: ask a backbone once about many windows, and keep what it says for training circuits."""
+"""``codd cache``: evaluate a backbone once on many windows, and store its outputs for training circuits."""
 
 import argparse
 import dataclasses

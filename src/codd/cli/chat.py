@@ -121,7 +121,7 @@ class Conversation:
 
 
 def frame(model: Model, options: Options, step: Step, prompt_length: int, seconds: float) -> Text:
-    """The answer as it stands after a step, and its progress."""
+    """The answer after a step, and its progress."""
     assert model.tokenizer is not None
     ids = step.ids[prompt_length:].tolist()
     stop_ids = model.stop_ids if options.stops else ()

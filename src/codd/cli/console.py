@@ -114,7 +114,7 @@ def fields(title: str, values: Mapping[str, object], wrong: Mapping[str, str] | 
 
 
 def in_words(name: str, value: object) -> str:
-    """A value on one line; of a value with parts, those that have no parts themselves."""
+    """A value as one line; nested mappings within a mapping are left out."""
     if isinstance(value, Mapping):
         return ", ".join(f"{each} {in_words(each, x)}" for each, x in value.items() if not isinstance(x, Mapping))
     if isinstance(value, list):

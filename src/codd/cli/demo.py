@@ -1,13 +1,16 @@
 """``codd demo``: what the circuit gains at equal network calls, counted on this machine."""
 
 import argparse
+import json
+import random
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from codd.cli import console, sampling, tables
-from codd.cli.questions import Question, extract_answer, questions
 from codd.cli.tables import Cell, Section
 from codd.decoding import Generation, Model, Options, load
 from codd.errors import InvalidInput
@@ -23,6 +26,9 @@ the same seed: a sentence whose masks are filled in 2 calls, a passage of 128 to
 chosen by its result: the seed is 0, and the problems are the first of those in docs/results/answers.md, which
 no training has seen. Alone means with the null circuit: the same code, and a circuit that knows nothing."""
 
+ABOUT = """\
+The network alone and with its circuit: the same prompts, seed and number of network calls.
+Nothing is picked by its result (seed {seed}; --seed shows others)."""
 NEXT = {
     "codd serve": "a playground in your browser",
     "codd chat": "ask the model yourself, and watch the answer resolve",
@@ -32,9 +38,36 @@ LABELS = {"alone": "network alone", "circuit": "with the circuit"}
 SOLVERS = {**LABELS, "checked": "drafts, checked by the causal twin"}
 SENTENCE = "They walked[5 masks] the river, and in the evening[6 masks] the fire."
 PASSAGE = "It was a cold night in November. The two men walked slowly along the river without speaking, until at last"
+FILLED = "Masks filled in 2 network calls", f"{SENTENCE} Five or six masks in each call."
+CONTINUED = "128 tokens of prose in 8 network calls", f"{PASSAGE} ... Sixteen tokens in each call."
 FILL, CONTINUE = Options(gen_length=0, steps=2, temperature=1.0), Options(gen_length=128, steps=8, temperature=1.0)
 SOLVE = Options(gen_length=128, steps=16)
 PROBLEMS = 20
+FILE = Path(__file__).with_name("questions.jsonl")
+ANSWER = re.compile(r"####\s*\$?(-?\d[\d,]*)")
+
+
+class Question(NamedTuple):
+    """A word problem that no training has seen, its written-out solution, and the number that is right."""
+
+    question: str
+    answer: str
+    result: int
+
+
+def questions(seed: int) -> list[Question]:
+    """All problems of the file, shuffled by the seed; 0: in the order of the file."""
+    found = [Question(**json.loads(line)) for line in FILE.read_text(encoding="utf-8").splitlines()]
+    if seed:
+        random.Random(seed).shuffle(found)
+    return found
+
+
+def extract_answer(text: str) -> int | None:
+    """The number after the last "####" of a text (thousands may be separated by commas), or None."""
+    start = text.rfind("####")
+    found = ANSWER.match(text, start) if start >= 0 else None
+    return int(found[1].replace(",", "")) if found else None
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -66,14 +99,17 @@ def run(args: argparse.Namespace) -> int:
     with console.working("loading the bundled model"):
         model = load(circuit=sampling.circuit_from(args))
     models = {"alone": model.with_circuit("null"), "circuit": model}
-    mask = model.tokenizer.special_tokens["mask_token"] if model.tokenizer else ""
+    assert model.tokenizer is not None, "the bundled model has a tokenizer"
+    mask = model.tokenizer.mask_token or ""
     sentence = re.sub(r"\[(\d) masks\]", lambda count: int(count[1]) * mask, SENTENCE)
     parts: Iterable[tuple[str, Callable[[], dict[str, Any]], Callable[[Mapping[str, Any]], Section]]] = (
-        ("filled", lambda: _written(models, sentence, FILL, args.seed), _filled),
-        ("continued", lambda: _written(models, PASSAGE, CONTINUE, args.seed), _continued),
+        ("filled", lambda: _written(models, sentence, FILL, args.seed), partial(_texts, *FILLED)),
+        ("continued", lambda: _written(models, PASSAGE, CONTINUE, args.seed), partial(_texts, *CONTINUED)),
         ("problems", lambda: _solved(models, questions(args.seed)[: args.problems], args.seed), _scores),
     )
     results: dict[str, Any] = {"seed": args.seed}
+    if not args.json:
+        console.out().print(ABOUT.format(seed=args.seed))
     for name, compute, section in parts:
         results[name] = compute()
         if not args.json:
@@ -120,32 +156,22 @@ def _solved(models: Mapping[str, Model], asked: Sequence[Question], seed: int) -
     return {"ways": ways, "p": mcnemar(pairs.count((True, False)), pairs.count((False, True))), "count": len(asked)}
 
 
-def _filled(found: Mapping[str, Any]) -> Section:
-    return _texts("Masks filled in 2 network calls", [f"{SENTENCE} Five or six masks in each call."], found)
-
-
-def _continued(found: Mapping[str, Any]) -> Section:
-    return _texts("128 tokens of prose in 8 network calls", [f"{PASSAGE} ... Sixteen tokens in each call."], found)
-
-
-def _texts(title: str, before: Sequence[str], found: Mapping[str, Any]) -> Section:
-    row = [
-        Cell(""),
-        *(Cell(found["texts"][name], below=[Cell(f"{found['calls'][name]} calls", "faint")]) for name in LABELS),
-    ]
-    return Section(title, before, ["", *LABELS.values()], [row], prose=True)
+def _texts(title: str, before: str, found: Mapping[str, Any]) -> Section:
+    row = ["", *(found["texts"][name] for name in LABELS)]
+    return Section(title, [before], ["", *LABELS.values()], [row], prose=True)
 
 
 def _scores(found: Mapping[str, Any]) -> Section:
     count, ways = found["count"], found["ways"]
     most = max(way["right"] for way in ways.values())
-    rows = [
+    rows: list[list[Cell]] = [
         [
-            Cell(label),
-            Cell(f"{ways[name]['right']} of {count}", "good" if ways[name]["right"] == most else "bad"),
-            *(Cell(f"{ways[name][cost] / count:.{digits}f}") for cost, digits in (("calls", 1), ("seconds", 2))),
+            label,
+            (f"{way['right']} of {count}", "green" if way["right"] == most else "red"),
+            f"{way['calls'] / count:.1f}",
+            f"{way['seconds'] / count:.2f}",
         ]
-        for name, label in SOLVERS.items()
+        for label, way in zip(SOLVERS.values(), ways.values(), strict=True)
     ]
     return Section(
         f"{count} word problems at 16 steps, about 8 tokens in each call",

@@ -5,16 +5,8 @@ from dataclasses import dataclass
 
 from codd.cli import console
 
-_STYLES = {"good": "green", "bad": "red", "plain": "default", "faint": "dim"}
-
-
-@dataclass(frozen=True)
-class Cell:
-    """A text and its tone, one of 'good', 'bad', 'plain' and 'faint'; below it, lines with tones of their own."""
-
-    text: str
-    tone: str = "plain"
-    below: Sequence["Cell"] = ()
+Cell = str | tuple[str, str]
+"""A text, or a text and its style as rich spells it."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +40,7 @@ def show(sections: Iterable[Section]) -> None:
             numbers = i > 0 and not section.prose
             table.add_column(heading, justify="right" if numbers else "left", ratio=1 if section.prose and i else None)
         for row in section.rows:
-            table.add_row(
-                *(
-                    Text("\n").join(Text(part.text, style=_STYLES[part.tone]) for part in (cell, *cell.below))
-                    for cell in row
-                )
-            )
+            table.add_row(*map(Text.assemble, row))
         terminal.print(table)
         for paragraph in section.after:
             terminal.print(paragraph)

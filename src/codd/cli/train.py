@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from codd.cli import console, training_command
-from codd.cli.tables import Cell, Section, show
+from codd.cli.tables import Section, show
 from codd.coupling.gap import gap_in_words
 from codd.training.circuit.data import prepare
 from codd.training.circuit.summary import CALLS, SUMMARY, TEMPERATURE, Summary, read_summary, summarize, warnings
@@ -123,13 +123,13 @@ def _report(recipe: CircuitRecipe, out: Path, summary: Summary, *, as_json: bool
 def _sections(summary: Summary) -> list[Section]:
     """The table of scores, and the sampled texts."""
     columns = {"network": "network alone", "before": "before", "after": "trained", "one_at_a_time": "one at a time"}
-    rows = [[Cell(name), *(Cell(_cell(row, column)) for column in columns)] for name, row in summary["scores"].items()]
+    rows = [[name, *(_cell(row, column) for column in columns)] for name, row in summary["scores"].items()]
     title = "Held-out text: log-likelihood in nats per token (higher is better) and gap closed"
     start = summary["start"]
     before = f"before: {'a new circuit' if start is None else start}; one at a time: the network, one call per token"
     sections = [Section(title, (), ("text@masked", *columns.values()), rows, after=(before,))] if rows else []
     if (samples := summary["samples"]) is not None:
-        texts = [[Cell(columns[name]), Cell(samples[name])] for name in columns if name in samples]
+        texts = [[columns[name], samples[name]] for name in columns if name in samples]
         title = f"Sampled in {CALLS} calls at temperature {TEMPERATURE:g}, after held-out text"
         sections.append(Section(title, (f"... {samples['prompt'][-200:]}",), ("", "goes on with"), texts, prose=True))
     return sections

@@ -84,7 +84,7 @@ def announce(recipe: str, description: str, context: DistributedContext) -> None
 
 
 def show(bar: console.Bar, made: Progress, status: str, line: str | None, context: DistributedContext) -> None:
-    """Move a bar on; where there is no terminal for it, print the line, if there is one."""
+    """Advance the progress bar; without a terminal, print ``line`` instead, unless it is None."""
     bar.update(made.step, status)
     if context.is_main and line and not console.err().is_terminal:
         console.say(line)

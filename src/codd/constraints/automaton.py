@@ -118,7 +118,7 @@ class Automaton:
         return from_dfa(dfa, self.classes.numpy())
 
     def without(self, ids: Iterable[int]) -> "Automaton":
-        """The texts in which none of some tokens stands; EmptyLanguage if there are none."""
+        """The texts that contain none of some tokens; EmptyLanguage if there are none."""
         dropped = _whole(sorted(set(ids)), "ids", 1)
         _check_range(dropped, "ids", 0, self.vocab_size)
         if not bool((self.table[:, self.classes[dropped]] >= 0).any()):

@@ -29,7 +29,7 @@ class Form:
     """
 
     texts: tuple[str, ...]
-    """What stands before, between and after the fields."""
+    """Text before, between and after the fields."""
     values: dict[str, tuple[str, ...]]
     """The values of each field, in the order of the text."""
 
@@ -91,9 +91,9 @@ class CompiledForm:
     given: tuple[int | None, ...]
     """The longest text: fixed tokens whose place is the same in every text, None for all other positions."""
     read: tuple[NDArray[np.int64], ...]
-    """Of each field and value, a state that is passed once if the field has this value and something follows it."""
+    """By field and value: a state that is passed once if the field has this value and something follows it."""
     ends: NDArray[np.int64]
-    """Of each value of the last field, the state at the end of a text that ends with it."""
+    """By value of the last field: the state at the end of a text that ends with it."""
 
 
 class _Graph:

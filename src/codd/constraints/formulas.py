@@ -6,7 +6,7 @@ from typing import Any
 from codd.constraints.determinism import MAX_COPIES, too_large
 
 Atom = tuple[Any, ...]
-"""The type of values that it speaks of (it holds for all others), what it says, and its arguments."""
+"""The type of values that it refers to (it holds for all others), what it says, and its arguments."""
 ANYTHING = "*"
 """The key of atoms that any element of an array or object can change."""
 

@@ -1,6 +1,6 @@
-"""JSON schemas read as formulas: what each part says of a value, keyword by keyword, as the standard has it.
+"""JSON schemas read as formulas: what each part says about a value, keyword by keyword, as the standard has it.
 
-Atoms speak of one type and hold for values of all others. Schemas of elements (items, properties) are atoms that hold a
+Atoms refer to one type and hold for values of all others. Schemas of elements (items, properties) are atoms that hold a
 `Part`, which is read when a value of it is written. `codd.constraints.json_values` turns formulas into texts.
 """
 
@@ -35,7 +35,7 @@ Mentions = dict[str | tuple[str, str], Formula]
 
 
 class Part:
-    """A schema of elements: where it stands, and how often definitions around it contain it."""
+    """The schema of an array's items or an object's properties, its path, and the definitions that it is nested in."""
 
     __slots__ = ("number", "open", "path", "schema")
 
@@ -45,7 +45,7 @@ class Part:
 
 
 class Schemas:
-    """Reads the parts of one schema; a path says where a part stands ("#/properties/name")."""
+    """Reads the parts of one schema; a path locates a part ("#/properties/name")."""
 
     def __init__(self, root: Any, ref_depth: int):
         """``ref_depth``: how often a definition may contain itself."""
@@ -259,7 +259,7 @@ class Schemas:
         return self._reached[reference]
 
     def _resolved(self, reference: Any, path: str) -> tuple[Any, str]:
-        """The schema that a reference names, and where it stands."""
+        """The schema that a reference names, and its path."""
         if not isinstance(reference, str):
             raise wrong(path, f"expected a text, found {shown(reference)}")
         base, _, fragment = reference.partition("#")

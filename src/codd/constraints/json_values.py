@@ -1,8 +1,8 @@
 """JSON texts of the values for which a formula holds.
 
-Arrays and objects are read element by element: a state is the formula that the rest has to fulfil, and an element leads
-to another one by which of the schemas that speak of it hold for its value. So every combination of keywords is followed
-exactly. Properties come in the order in which the schema names them; others follow.
+Arrays and objects are read element by element. A state is the formula that the rest has to fulfil; the next one depends
+on which schemas of an element hold for its value, so that every combination of keywords is exact. Properties come in
+the order in which the schema names them; others follow.
 """
 
 from collections.abc import Callable, Iterator
@@ -58,7 +58,7 @@ class Values:
         Args:
             schemas: the schema, as it is read.
             additional: whether properties that no schema names are allowed.
-            every_type: whether values are allowed of types that no keyword speaks of.
+            every_type: whether values are allowed of types that no keyword refers to.
             any_depth: how deep arrays and objects nest that the schema leaves open.
             longest: how many characters a string has at most that the schema gives a maximum; arrays have as many items
                 as fit into this many characters.
@@ -116,7 +116,7 @@ class Values:
         return self._formulas.substituted(guard, lambda atom: self._schemas.read(atom[1])[0]), mentions
 
     def _of_type(self, formula: Formula, kind: str) -> Formula:
-        """What a formula says of the values of a type; those that are nested too deep are none."""
+        """What a formula says about the values of a type; those that are nested too deep are none."""
 
         def replace(atom: Atom) -> Formula | None:
             if atom[0] == "is":
@@ -201,7 +201,7 @@ class Values:
         return then("[", self._graph(("start", says), moves, ends), "]")
 
     def _item(self, constants: list[Part]) -> _Change:
-        """What an atom says of the rest of an array, given what holds for its first item."""
+        """What an atom says about the rest of an array, given what holds for its first item."""
         literal, all_of, any_of = self._formulas.literal, self._formulas.all, self._formulas.any
 
         def change(atom: Atom) -> Formula | None:
@@ -347,7 +347,7 @@ class Values:
         ]
 
     def _member(self, name: str) -> _Change:
-        """What an atom says of the rest of an object, given what holds for the value of a property."""
+        """What an atom says about the rest of an object, given what holds for the value of a property."""
 
         def change(atom: Atom) -> Formula | None:
             what, arguments = atom[1], atom[2:]
@@ -389,13 +389,13 @@ class Values:
         return change
 
     def _of_each(self, atom: Atom, concerned: bool) -> Formula | None:
-        """What a schema of many properties says of this one and those that follow."""
+        """What a schema of many properties says about this one and those that follow."""
         if not concerned:
             return None
         return self._formulas.all((self._formulas.literal("holds", atom[-1]), self._formulas.literal(*atom)))
 
     def _counted(self, atom: Atom) -> Formula | None:
-        """What a count says of the rest."""
+        """What a count says about the rest."""
         kind, what, count = atom[:3]
         if what not in ("length", "count", "below"):
             return None

@@ -33,7 +33,7 @@ class Template:
     """
 
     texts: tuple[str, ...]
-    """What stands before, between and after the slots."""
+    """Text before, between and after the slots."""
     slots: tuple[int, ...]
     """The largest number of tokens of each slot."""
     languages: tuple[Language, ...]

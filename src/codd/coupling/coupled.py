@@ -148,7 +148,7 @@ class Coupled:
         return self.circuit.joint_step(self.evidence, uniforms=uniforms)
 
     def conditionals(self, candidates: int | None = None) -> Conditioner:
-        """Token marginals while tokens are committed one by one; of that many candidates a position, or of all."""
+        """Token marginals while tokens are committed one by one; at most ``candidates`` per position (None: all)."""
         few = candidates is not None and candidates < self.circuit.vocab_size
         return self.circuit.incremental(self.evidence, candidates if few else None)
 

@@ -104,7 +104,7 @@ class Blocks(NamedTuple):
 
 
 class MaskedBlocks(NamedTuple):
-    """B blocks at one mask ratio, with what the network says of them: all that is scored without a circuit."""
+    """B blocks at one mask ratio, with what the network says about them: all that is scored without a circuit."""
 
     tokens: Int[Tensor, "B S"]
     hidden: Bool[Tensor, "B S"]

@@ -54,7 +54,7 @@ class HiddenStateDataset:
     level: Float[Tensor, " W"]
     """The probability with which the tokens of a window were masked."""
     features: Float[Tensor, "W S d"]
-    """Of training windows on a GPU in bfloat16, in which the layers compute anyway."""
+    """In bfloat16 for training windows on a GPU, as the layers compute in it anyway."""
 
     def __len__(self) -> int:
         """How many windows there are."""

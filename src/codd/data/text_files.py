@@ -88,10 +88,10 @@ def _decompressed(file: BinaryIO, path: Path) -> Iterator[bytes]:
 
 
 def json_lines(path: Path, *, unfinished: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The JSON object of each line, with where it stands.
+    """Each line's file and number, in words, and its JSON object.
 
-    With ``unfinished``, a last line that has no end is one that a killed process was writing, and is left out unless it
-    is whole.
+    With ``unfinished``, a last line without an end is left out unless it is whole: a process was killed while it wrote
+    the line.
     """
     with open_text(path) as file:
         number = 0

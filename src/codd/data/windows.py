@@ -35,7 +35,7 @@ class WindowRecipe(Section):
 
 
 class WindowBatch(NamedTuple):
-    """W windows of S positions with what the network says of them: what a circuit is trained and scored on."""
+    """W windows of S positions with what the network says about them: what a circuit is trained and scored on."""
 
     tokens: Int[Tensor, "W S"]
     """The true tokens, also where they are masked."""

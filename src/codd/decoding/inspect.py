@@ -59,7 +59,7 @@ class Inspection:
     joint: Beliefs
     """With no circuit at work these are the network's."""
     mutual_information: Float[Tensor, "M M"] | None
-    """Of every two of the positions under the joint, in nats: a lower bound, from the joint's top candidates.
+    """Between every two of the positions under the joint, in nats: a lower bound, from the joint's top candidates.
 
     None under a constraint, where it would take a pass for every class of tokens at every position."""
     circuit: bool
@@ -83,7 +83,7 @@ def inspect(
     Guidance, bans, hooks and the circuit's temperature are those of the loop; with ``tempering="paper"`` the joint's
     beliefs are tempered as the any-order sampler does, or those that latents are drawn from. ``written``: the positions
     that a run has filled, which guidance does not hide; all else that is not masked counts as given. A constraint is
-    about the masks and what is written, with all that stands between them; the joint is then the one given that the
+    about the masks and what is written, with everything between them; the joint is then the one given that the
     text is in the language.
     """
     span = _check(model, ids, window, candidates, written)
@@ -189,7 +189,7 @@ def _beliefs(log_p: Float[Tensor, "M V"], count: int, allowed: Bool[Tensor, "M V
 
 
 def _check(model: Model, ids: Sequence[int], window: Sequence[int], candidates: int, written: Sequence[int]) -> Window:
-    """The window, if all that was given makes sense; the first word of an error is the field at fault."""
+    """Check the arguments and return the window; the first word of an error message is the field at fault."""
     mask = model.known_mask
     vocab, limit = model.backbone.vocab_size, model.backbone.max_length
     wrong = [token for token in ids if not _whole(token) or not 0 <= token < vocab]

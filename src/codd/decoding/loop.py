@@ -110,10 +110,10 @@ def _together(evaluate: Callable[[list[Any]], Sequence[Any]], asked: Sequence[An
 
 
 def denoising_step(state: SequenceState) -> Generator[Any, Any, Step]:
-    """One step of one sequence, which is changed: network, sampler, commitment.
+    """One step of one sequence, which is changed in place: network, sampler, commitment.
 
-    Yields what is evaluated for many sequences at once (see `step_inputs`), and None when it waits for the device.
-    Where the circuit excludes what is written, the step is what the network alone decides.
+    Yields requests that are evaluated for many sequences at once (see `step_inputs`), and None when it waits for the
+    device. If the circuit gives the written text probability zero, the network alone decides the step.
     """
     inputs = yield from step_inputs(state)
     result = decide(inputs)
@@ -336,7 +336,7 @@ def _edits(
 
 
 def without_circuit(inputs: StepInputs) -> StepInputs:
-    """The same step for the network alone, with a warning, once a sequence: the circuit excludes what is written."""
+    """The same step for the network alone, with a warning, once per sequence: the circuit excludes what is written."""
     if not inputs.state.circuit_warned:
         warnings.warn(
             f"sequence {inputs.state.number}: what is written has probability zero under the circuit (or excludes all "

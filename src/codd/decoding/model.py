@@ -377,11 +377,11 @@ def load(
         circuit: A folder, a hub id or a circuit; "trained": the one in the checkpoint's own folder (circuit/), if any;
             "static": the one beside it without a head (circuit-static/); "null": the control, which changes nothing;
             None: no circuit.
-        device: Or its name; by default a GPU if there is one.
-        dtype: Or its name; by default float32 on a CPU.
-        revision: Of a hub id.
-        block_size: Of block-causal networks whose files do not give it, or to use another.
-        mask_id: For checkpoints whose files do not give it, or to use another.
+        device: A device or its name; by default a GPU if there is one.
+        dtype: A dtype or its name; by default float32 on a CPU.
+        revision: The branch, tag or commit of a hub repository.
+        block_size: The block length of a block-causal network whose files do not give it, or another one.
+        mask_id: The id of the mask token, for checkpoints whose files do not give it, or another one.
         check: Refuse weights with NaN, and files that do not match the sha256 beside them; False saves the time.
         adapter: A PEFT LoRA checkpoint (folder or hub id).
         merge: Merge the adapter into the weights; False keeps it apart, on at first:

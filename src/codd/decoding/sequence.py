@@ -117,7 +117,7 @@ class StopCondition:
     def end_of(self, ids: Sequence[int], prompt_length: int, mask_id: int) -> int | None:
         """One beyond the last id that belongs to an ended sequence; None while it has not ended.
 
-        Only what is settled counts: a stop token or text with a mask before it may still come to stand elsewhere.
+        Only what is settled counts: a stop token or text with a mask before it may still move.
         """
         if not self.token_ids and self.decode is None:
             return None
@@ -165,13 +165,13 @@ class SequenceState:
     banned: Int[Tensor, " n"] | None = None
     """Tokens that are never written: on the host at first, so that a sequence can be made while a device captures."""
     block_size: int | None = None
-    """Of a network with block-causal attention: no position sees beyond the end of its block, counted from 0."""
+    """Positions per block of a network with block-causal attention, where none sees beyond the end of its block."""
     family: str = ""
     """That of the network, whose published loop the preset follows."""
     unseen: int = 0
     """Leading positions that the network is not shown."""
     causal_context: bool = False
-    """Whether what stands before a block is read causally: the network sees nothing after it, and no earlier block."""
+    """Whether what precedes a block is read causally: the network sees nothing after it, and no earlier block."""
     phase: int = 0
     """How many positions before the first one the blocks of a block-causal network are counted from."""
     stop: StopCondition = StopCondition()

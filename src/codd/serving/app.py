@@ -219,7 +219,7 @@ class Routes:
         return json_response(decision_body(found))
 
     async def inspect(self, body: InspectRequest, request: Request) -> Response:
-        """What the network and the joint say of the masks in a window."""
+        """What the network and the joint say about the masks in a window."""
         deadline = self._deadline(body.timeout)
         constraint = await self._constraint(body, request, deadline)
         function = prompts.inspection(body, self.model, self.settings.limits, constraint)

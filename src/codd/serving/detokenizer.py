@@ -1,7 +1,7 @@
 """Incremental detokenization: masks are filled in any order, but clients read from left to right.
 
 What is written from the beginning without a gap, the settled prefix, does not change any more, so it can be sent (with
-editing, that is what stands before the block in progress). A
+editing, that is what precedes the block in progress). A
 `Detokenizer` follows the steps of one sequence and returns the text that each of them settles; all of it together is
 what `codd.Model.text` gives of the whole sequence, or less if a stop string comes first.
 

@@ -33,7 +33,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def _add_request_id(record: logging.LogRecord) -> bool:
-    """Give a record the id of the request being answered, unless it has one, as those of the model's thread do."""
+    """Add the id of the current request to a record that has none (records of the model's thread have one)."""
     record.request_id = getattr(record, "request_id", REQUEST_ID.get())
     return True
 

@@ -1,4 +1,4 @@
-"""The request fields that are decoding options: made from `codd.decoding.options`, by the same names."""
+"""Request fields for the decoding options, generated from `codd.decoding.options` under the same names."""
 
 import math
 from collections.abc import Iterable

@@ -32,7 +32,7 @@ from codd.serving.schemas import (
 )
 
 BYTES_A_TOKEN = 16
-"""Of text, at most, that a token is taken to stand for: four times what prose has."""
+"""Upper bound on bytes of text per token: four times what prose has."""
 
 
 @dataclass(frozen=True)

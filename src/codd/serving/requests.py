@@ -205,9 +205,9 @@ class FairQueue(Generic[Item]):
 
 
 async def merged_steps(requests: Sequence[SequenceRequest]) -> AsyncIterator[tuple[SequenceRequest, Step]]:
-    """The steps of sequences that share a result queue, as they are taken, until all are finished or cancelled.
+    """The steps of sequences that share a result queue, in order, until all are finished or cancelled.
 
-    Raises what ended any of them early.
+    If one fails, its exception is raised.
     """
     unfinished = {request for request in requests if not request.state.finished}
     while unfinished := {request for request in unfinished if not request.cancelled}:

@@ -60,7 +60,7 @@ class OpenAIFormat:
     calls: Calls | None = None
     """How answers call functions."""
     provisional: bool = False
-    """Whether a stream also says what stands behind the settled prefix for now."""
+    """Whether a stream also says the provisional text behind the settled prefix."""
 
     def full(self, texts: Sequence[tuple[str, FinishReason, Json | None]], usage: Usage) -> Json:
         """A response that is not streamed: one choice for each text, with its log-probabilities if they are wanted."""

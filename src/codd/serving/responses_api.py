@@ -171,7 +171,7 @@ class ResponseEvents:
         ]
 
     def failed(self, error: APIError) -> Json:
-        """The last event of a stream that breaks off: OpenAI's fields, and the error object of all routes."""
+        """The last event of a stream that fails: OpenAI's fields, and the error object that all routes use."""
         _, event = self._event("error", code=error.code, message=error.message, param=error.param, **error.as_json())
         return event
 

@@ -185,7 +185,7 @@ class DenoiseRequest(SamplingOptions, ConstraintFields, PromptFields):
 
 
 class InspectRequest(InspectOptions, ConstraintFields):
-    """The body of /v1/inspect: what network and joint say of the masks in a window."""
+    """The body of /v1/inspect: what network and joint say about the masks in a window."""
 
     ids: NotEmptyIds = Field(description="The sequence, masks included.")
     window: Annotated[list[Length], Field(min_length=2, max_length=2)] = Field(description="Begin and end.")

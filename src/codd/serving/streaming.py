@@ -44,7 +44,7 @@ class GeneratedSequence:
         self.prompt_tokens = generation.prompt_tokens(model.mask_id)
         self._logprobs = None if generation.logprobs is None else TokenLogprobs(generation, pieces)
         self.new_logprobs: list[TokenLogprob] = []
-        """Of the tokens whose text the latest step added."""
+        """One for each token whose text the latest step added."""
         self._ids: list[int] = []
 
     def add(self, step: Step) -> str:

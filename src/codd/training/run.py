@@ -53,7 +53,7 @@ class Trainer(Protocol):
         """Figures of held-out text, the same in all processes; Diverged if they are not numbers. Step 0: before all."""
 
     def state(self, step: int) -> dict[str, Tensor]:
-        """All that a checkpoint keeps; Diverged if it holds NaN, before it takes the place of an older, better one."""
+        """Everything that a checkpoint stores; Diverged if it contains NaN, so that an earlier, better one is kept."""
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Go on from a checkpoint; KeyError and the like if it does not fit."""

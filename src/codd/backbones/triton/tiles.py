@@ -1,4 +1,4 @@
-"""How a product is cut into tiles, one a program."""
+"""How a product is cut into tiles, one per program."""
 
 import os
 from typing import NamedTuple

@@ -34,7 +34,7 @@ export const EXAMPLES = [
   },
   {
     title: "Prose in 8 calls",
-    prompt: "It was a dark night, and",
+    prompt: "It was a cold night in November. The two men walked slowly along the river without speaking, until at last",
     changes: { chat: "off", gen_length: "128", steps: "8", temperature: "1", seed: "0" },
   },
   {

@@ -93,7 +93,7 @@ def prepare(recipe: CircuitRecipe, root: Path, out: Path, context: DistributedCo
 
 
 def begun_from(recipe: CircuitRecipe, checkpoint: Path) -> CircuitRecipe:
-    """The recipe with the circuit that training starts from in the place of `AUTO`."""
+    """The recipe with the circuit that training starts from in place of `AUTO`."""
     if recipe.start != AUTO:
         return recipe
     own = checkpoint / "circuit"
@@ -187,7 +187,7 @@ class _Network:
     tokenizer: Tokenizer
     backbone: Backbone
     folder: Path
-    """Of the checkpoint."""
+    """The checkpoint's folder."""
     mask_id: int
 
     @classmethod
@@ -220,7 +220,7 @@ class _Network:
             return [load_source(s, self.root, self.tokenizer, packing, self.out / "data") for s in wanted]
 
     def held_out(self, validation: Sequence[tuple[Source, SequenceDataset]]) -> dict[str, HeldOut]:
-        """What the network says of the rows that are scored during the run; Diverged if they are not numbers."""
+        """What the network says about the rows that are scored during the run; Diverged if they are not numbers."""
         recipe, prepared = self.recipe, {}
         for source, rows in validation:
             some = rows.take(0, min(len(rows), source.rows or len(rows)))

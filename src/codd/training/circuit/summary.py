@@ -17,7 +17,7 @@ from codd.training.run import METRICS, read_metrics
 
 SUMMARY = "summary.json"
 CALLS, TEMPERATURE, SEED, PROMPT = 4, 1.0, 0, 48
-"""Of sampled text: network calls for a block, and the most tokens that stand before it."""
+"""How text is sampled: network calls per block, temperature, seed, and at most this many tokens of prompt."""
 
 Summary = dict[str, Any]
 """``digest`` of the recipe; folders of the circuits ``start`` (or None) and ``circuit``, the trained one; ``scores`` by
@@ -52,7 +52,7 @@ def summarize(data: TrainingData, digest: str, circuit: Path, out: Path) -> Summ
 def _scores(
     held_out: Mapping[str, HeldOut], trained: ProbabilisticCircuit, first: Mapping[str, Any]
 ) -> dict[str, dict[str, float | None]]:
-    """Of each text and ratio; ``first`` is the line of metrics from before the first step."""
+    """By text and ratio; ``first`` is the line of metrics from before the first step."""
     found: dict[str, dict[str, float | None]] = {}
     for name, text in held_out.items():
         for ratio, score in text.scores(trained).items():

@@ -1,4 +1,4 @@
-"""Validation of a circuit: what one step says of held-out text, and how much of the gap to many steps is closed.
+"""Validation of a circuit: what one step says about held-out text, and how much of the gap to many steps is closed.
 
 What does not depend on the circuit is computed once: the network's states of each block at each mask ratio, its own
 factorized score, and the score of writing one token at a time. `codd.evaluation.misspecification` measures the same of
@@ -55,7 +55,7 @@ class HeldOut:
 
 
 def held_out_blocks(rows: PackedSequences, size: int, seed: int, *, absolute: bool) -> Blocks:
-    """A block of each row that has one, with the text that it stands in; ``absolute`` as for `mask_rows`."""
+    """A block of each row that has one, with the text around it; ``absolute`` as for `mask_rows`."""
     generator = torch.Generator().manual_seed(seed)
     first, valid, order = sample_blocks(rows, size, generator, absolute=absolute)
     if not bool(valid.any()):

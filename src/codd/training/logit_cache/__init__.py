@@ -1,1 +1,1 @@
-"""A cache of what a network says of masked windows: `build` makes it, `reader.LogitCache` reads it."""
+"""A cache of what a network says about masked windows: `build` makes it, `reader.LogitCache` reads it."""

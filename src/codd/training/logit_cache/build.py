@@ -86,7 +86,7 @@ def build(
 ) -> Iterator[Progress]:
     """Make the shards that are missing in a folder that is `storage.claimed`.
 
-    ``circuit`` is what the length of the lists is measured with; None: a random one.
+    The length of the lists is chosen by their effect on ``circuit``; None: a random circuit.
     """
     rows_at = functools.lru_cache(maxsize=1)(rows_at)  # those of the first shard are looked at twice
     if context.is_main:

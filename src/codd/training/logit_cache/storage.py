@@ -162,7 +162,7 @@ def read_index(folder: Path) -> Index | None:
 
 
 def _fields(folder: Path) -> dict[str, Any] | None:
-    """The object in index.json; None where there is none."""
+    """The content of index.json; None if the file does not exist."""
     where = folder / INDEX
     if not where.is_file():
         return None

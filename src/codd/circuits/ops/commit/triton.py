@@ -162,7 +162,7 @@ def _commit(
     LATENT: tl.constexpr,
     N: tl.constexpr,
 ):
-    """Put a column of the emission (times the latent potential) in the place of leaf values, the largest at one.
+    """Put a column of the emission (times the latent potential) in place of leaf values, the largest at one.
 
     Everything is read before anything is written: warps do not run in step.
     """

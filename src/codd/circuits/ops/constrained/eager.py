@@ -1,7 +1,7 @@
 """Messages over (latent, automaton state) as products of ordinary numbers, each state's row with a scale of its own.
 
 A row holds the values of all latents of one state (or group, or atom) of each sequence; its largest value is one, and
-the logarithm of what was taken out stands beside it. So states whose probabilities are far apart lose nothing; only
+the logarithm of what was taken out is kept beside it. So states whose probabilities are far apart lose nothing; only
 values that are far apart within a row can, which shows when a product leaves little of both its factors. On a GPU that
 is not checked.
 """
@@ -64,7 +64,7 @@ class Rows:
 
 
 def local(ids: Ids, wanted: Ids, device: torch.device) -> Int[Tensor, " P"]:
-    """Where the wanted ones stand in sorted numbers that hold them all."""
+    """Positions of the wanted numbers in sorted ones that contain them all."""
     return torch.from_numpy(np.searchsorted(ids, wanted)).to(device, non_blocking=True)
 
 
@@ -86,7 +86,7 @@ def beside(ids: Ids, parts: list[Rows]) -> Rows:
 
 
 def numbered(parts: list[Rows], which: Ids) -> Rows:
-    """Some of the rows of several, by number as they stand one after the other."""
+    """Some rows of several tensors, numbered as if these were concatenated."""
     ids = np.concatenate([part.ids for part in parts])[which]
     at = torch.from_numpy(which).to(parts[0].values.device)
     values, log = (torch.cat([getattr(part, name) for part in parts])[at] for name in ("values", "log"))

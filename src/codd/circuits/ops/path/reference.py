@@ -16,7 +16,7 @@ def draw(weights: Float[Tensor, "... K"], uniform: Float[Tensor, "..."]) -> Int[
 
 
 def _rows(table: Float[Tensor, "*B N N"], states: Int[Tensor, "S B"]) -> Float[Tensor, "S B N"]:
-    """The rows of some states, from one table or from one a sequence."""
+    """The rows of some states, from one table or from one per sequence."""
     return table[states] if table.ndim == 2 else table[torch.arange(len(table), device=table.device), states]
 
 

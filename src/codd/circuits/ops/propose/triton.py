@@ -1,7 +1,7 @@
-"""The marginals of all tokens and draws from them on the GPU: three launches a pick, the emission read once.
+"""The marginals of all tokens and draws from them on the GPU: three launches per pick, the emission read once.
 
 ``_cavity`` turns messages into weights of the states. ``_marginals`` multiplies them with the emission on the tensor
-cores, a strip of the vocabulary a program, and keeps of each strip what draws and orders need. ``_propose`` joins the
+cores, a strip of the vocabulary per program, and keeps of each strip what draws and orders need. ``_propose`` joins the
 strips of a position and finds the drawn token in the only strip that can hold it.
 """
 
