@@ -56,6 +56,16 @@ class Sample(Section):
     """Every metric, as "metric,filter"."""
 
 
+class Scored(NamedTuple):
+    """The samples of a configuration, and what they are scored by."""
+
+    metric: str | None
+    """The metric that decides whether a sample is correct; None for continued text."""
+    metrics: Mapping[str, float]
+    """The mean of every metric of the task."""
+    samples: list[Sample]
+
+
 @dataclass(frozen=True)
 class Result:
     """The figures of a configuration that is done."""
@@ -99,17 +109,6 @@ class Result:
         """The score of every problem: 1 is right, 0 is wrong."""
         return [float(sample.correct or 0) for sample in self.samples]
 
-    @property
-    def meaningless(self) -> bool:
-        """Whether the answers were graded against other choices than the model was shown.
-
-        lm-eval shuffles the choices of GPQA whenever it looks at its problems. Results from before they were frozen
-        (`tasks.catalogue`) lack the seed that freezes them.
-        """
-        shuffled = self.config.questions is None and "gpqa" in self.config.task
-        seeds = self.settings.get("harness_seeds")
-        return shuffled and not (isinstance(seeds, Mapping) and "document_seed" in seeds)
-
 
 class Run:
     """A run folder: configurations, their results, and studies."""
@@ -142,20 +141,12 @@ class Run:
         return [EvalConfig.from_json(read_json_object(path), str(path)) for path in paths]
 
     def result(self, config: EvalConfig) -> Result | None:
-        """The result of a configuration; None if it is not done, or `Result.meaningless`, so that it is done again."""
+        """The result of a configuration; None if it is not done."""
         path = self.folder / CONFIGS / config.slug / "result.json"
-        result = _read_result(path) if path.exists() else None
-        return None if result is None or result.meaningless else result
+        return _read_result(path) if path.exists() else None
 
     def results(self) -> list[Result]:
         """The results of all configurations that are done, by task, split and folder name."""
-        return [result for result in self._results() if not result.meaningless]
-
-    def meaningless_results(self) -> list[Result]:
-        """The results that `results` leaves out: see `Result.meaningless`."""
-        return [result for result in self._results() if result.meaningless]
-
-    def _results(self) -> list[Result]:
         results = [_read_result(path) for path in (self.folder / CONFIGS).glob("*/result.json")]
         return sorted(results, key=lambda result: (result.config.task, result.config.split, result.folder.name))
 

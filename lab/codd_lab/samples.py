@@ -7,18 +7,17 @@ The model is one of ours, or any that the package transformers can load.
 
 import argparse
 import json
-import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
 from codd import files
-from codd.backbones import Backbone, Tokenizer, causal
+from codd.backbones import Backbone
+from codd.backbones.causal import CausalModel, CausalReader, load_causal
 from codd.data.packing import numbered_seed
 from codd.distributed import choose_device
 from codd.errors import FormatError, InvalidInput
@@ -27,85 +26,78 @@ BATCH = 128
 """Samples that are drawn together. Another number would give other ones."""
 
 
-@dataclass(frozen=True)
-class CausalModel:
-    """A causal language model that samples are drawn from, and its special tokens."""
+class Marks(NamedTuple):
+    """Special tokens of a causal model."""
 
-    network: Any
-    """A `Backbone` of ours, or a model of the package transformers."""
-    tokenizer: Tokenizer
     begin: int | None
     """The token that a text is begun with: the beginning-of-text, or the end of the text before."""
     eos: int | None
-    never: tuple[int, ...]
+    never: list[int]
     """Tokens that are not text: mask and padding."""
-    max_length: int | None
-    device: torch.device
 
 
-def load_causal(source: str | os.PathLike[str], device: torch.device) -> CausalModel:
-    """A folder or hub id: a model of ours with ``causal: true``, or one that the package transformers can load."""
-    found = causal.load_causal(source, device)
-    if found.tokenizer is None:
-        raise FormatError(f"{source}: has no tokenizer files, so that its samples mean nothing to another network.")
-    if isinstance(found.network, Backbone):
-        special = found.network.special
-        eos, bos, never = special.eos, special.bos, [special.mask, special.pad]
+def marks_of(model: CausalModel) -> Marks:
+    """The special tokens of a model of ours, or of the package transformers."""
+    if isinstance(model.network, Backbone):
+        special = model.network.special
+        begin, eos, never = special.bos, special.eos, {special.mask, special.pad}
     else:
-        config = found.network.config
+        config = model.network.config
         eos = config.eos_token_id[0] if isinstance(config.eos_token_id, list) else config.eos_token_id
-        bos, never = config.bos_token_id, []
-    unwritten = tuple(id for id in never if id is not None and id != eos)
-    begin = eos if bos is None else bos
-    return CausalModel(found.network, found.tokenizer, begin, eos, unwritten, found.max_length, device)
+        begin, never = config.bos_token_id, set()
+    return Marks(eos if begin is None else begin, eos, [id for id in never if id is not None and id != eos])
 
 
 @torch.no_grad()
 def sample(
     model: CausalModel, prompt: Sequence[int], rows: int, count: int, generator: torch.Generator
 ) -> Int[Tensor, "rows count"]:
-    """Continuations of so many tokens, drawn at temperature 1, each token from the whole distribution."""
-    reader = causal.CausalReader(model.network, rows, len(prompt) + count)
-    ids = torch.tensor([list(prompt)] * rows, device=model.device)
-    out = torch.empty(rows, count, dtype=torch.long, device=model.device)
-    never = torch.tensor(model.never, dtype=torch.long, device=model.device)
-    for at in range(count):
+    """Continuations of ``count`` tokens, drawn at temperature 1, each token from the whole distribution."""
+    reader = CausalReader(model.network, rows, len(prompt) + count)
+    ids, drawn = torch.tensor([list(prompt)] * rows, device=generator.device), []
+    never = torch.tensor(marks_of(model).never, dtype=torch.long, device=generator.device)
+    for _ in range(count):
         logits = reader.read(ids)[:, -1].index_fill(-1, never, -torch.inf)
         ids = torch.multinomial(logits.softmax(-1), 1, generator=generator)
-        out[:, at] = ids[:, 0]
-    return out
+        drawn.append(ids)
+    return torch.cat(drawn, 1)
 
 
 def texts(model: CausalModel, *, count: int, length: int, seed: int, prompt: str = "") -> Iterator[str]:
     """Texts drawn from the model, ``count`` samples of at most ``length`` tokens; one that ends is followed by another.
 
     Sample number n is a function of n and the seed. InvalidInput if the prompt leaves no room, or if the model has
-    no token to begin a text with and there is no prompt.
+    no token to begin a text with and there is no prompt; FormatError if it has no tokenizer.
     """
-    if not prompt and model.begin is None:
+    if model.tokenizer is None:
+        raise FormatError(
+            "the causal model has no tokenizer files, so that its samples mean nothing to another network."
+        )
+    marks = marks_of(model)
+    if not prompt and marks.begin is None:
         raise InvalidInput("the causal model has no token to begin a text with. Give it a prompt.")
-    begin = model.tokenizer.encode(prompt) if prompt else [model.begin or 0]
+    begin = model.tokenizer.encode(prompt) if prompt else [marks.begin or 0]
     room = (length if model.max_length is None else min(length, model.max_length)) - (len(begin) if prompt else 0)
     if room < 1:
         raise InvalidInput(f"the prompt has {len(begin)} tokens and leaves no room in {length}. Shorten it.")
     for number, first in enumerate(range(0, count, BATCH)):
-        generator = torch.Generator(model.device).manual_seed(numbered_seed(seed, number))
+        generator = torch.Generator(model.network.device).manual_seed(numbered_seed(seed, number))
         drawn = sample(model, begin, BATCH, room, generator)[: count - first]
         for ids in drawn.tolist():
-            yield from _documents(model, [*(begin if prompt else []), *ids])
+            for part in documents([*(begin if prompt else []), *ids], marks.eos):
+                if text := model.tokenizer.decode(part):
+                    yield text
 
 
-def _documents(model: CausalModel, ids: Sequence[int]) -> Iterator[str]:
+def documents(ids: Sequence[int], eos: int | None) -> list[list[int]]:
     """The texts of a sample: where one ends another begins."""
     parts: list[list[int]] = [[]]
     for token in ids:
-        if token == model.eos:
+        if token == eos:
             parts.append([])
         else:
             parts[-1].append(token)
-    for part in parts:
-        if text := model.tokenizer.decode(part):
-            yield text
+    return parts
 
 
 def main() -> None:

@@ -1,14 +1,13 @@
 import itertools
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from codd.decoding.options import DEFAULT_GREEDY, DEFAULT_THRESHOLD
+from codd.decoding.options import DEFAULT_THRESHOLD
 from codd.evaluation.statistics import SWAPS, holm, swap_test
 from codd_lab.report.comparisons import Comparison, comparisons, few, findings, unpaired
 from codd_lab.report.frontier import lines, reached, savings
-from codd_lab.report.labels import budget, kind, p_value, plain, varying
+from codd_lab.report.labels import budget, kind, p_value, varying
 from codd_lab.report.quality import ACCURACY, NLL
 from codd_lab.runs import Run
 from tests.support.small_evaluations import add, judge, pattern
@@ -179,16 +178,6 @@ def test_ways_are_named_by_what_varies(run):
     ]
     assert varying(cells) == ["activation"]
     assert varying(cells[:2]) == [], "the network alone does not heed it"
-
-
-def test_what_is_the_default_anyway_makes_no_other_cell(run):
-    short = add(run, "gsm8k", "trained", {}, correct=[1.0]).config
-    said = {**DEFAULT_GREEDY, "sampler": "any_order", "circuit_temperature": 1.0, "top_p": None}
-    long = add(run, "gsm8k", "trained", said, correct=[1.0]).config
-    assert short != long
-    assert plain(long) == plain(short)
-    warm = [replace(cell, options={**cell.options, "temperature": 1.0}) for cell in (short, long)]
-    assert plain(warm[0]) != plain(warm[1])  # the default pace of sampled text is another
 
 
 def test_a_comparison_is_plain_json(run):

@@ -3,6 +3,7 @@ import torch
 from torch import Tensor
 
 from codd.backbones import Backbone, load_checkpoint
+from codd.backbones.causal import CausalModel
 from codd.coupling.gap import reveal_order, rows_at_once
 from codd.errors import InvalidInput
 from codd_lab.likelihood.copula import dcd_scores
@@ -51,7 +52,7 @@ def test_agrees_with_the_formula_position_by_position(seed):
     ids, starts = texts(seed=seed)
     starts[0], starts[1] = 0, ids.shape[1] - LENGTH  # nothing before it, nothing behind it
     causal = network(causal=True)
-    found = dcd_scores(network(), causal, ids, starts, seed=seed, **SETTINGS)
+    found = dcd_scores(network(), CausalModel(causal), ids, starts, seed=seed, **SETTINGS)
     assert list(found) == list(RATIOS)
     for ratio, scores in found.items():
         assert scores.dtype == torch.float64
@@ -64,22 +65,22 @@ def test_serves_families_with_quirks(name):
     backbone = load_checkpoint(FIXTURES / name, device="cpu").backbone
     mask = backbone.special.mask
     assert mask is not None
-    causal = network(causal=True, vocab=backbone.vocab_size, mask=mask)
+    causal = CausalModel(network(causal=True, vocab=backbone.vocab_size, mask=mask))
     ids = torch.randint(backbone.vocab_size - 1, (2, 12), generator=torch.Generator().manual_seed(1))
     ids += (ids >= mask).long()
     starts = torch.tensor([2, 5])
     found = dcd_scores(backbone, causal, ids, starts, mask_id=mask, block_length=LENGTH, ratios=(0.5,))[0.5]
-    assert found.tolist() == pytest.approx(slowly(backbone, causal, ids, starts, 0.5, mask), abs=1e-3)
+    assert found.tolist() == pytest.approx(slowly(backbone, causal.network, ids, starts, 0.5, mask), abs=1e-3)
 
 
 def test_a_block_depends_neither_on_others_nor_on_what_stands_right_of_it():
     ids, starts = texts(40)
     assert rows_at_once(network(), LENGTH) < len(ids)
-    whole = dcd_scores(network(), network(causal=True), ids, starts, **SETTINGS)
+    whole = dcd_scores(network(), CausalModel(network(causal=True)), ids, starts, **SETTINGS)
     changed = ids[:5].clone()
     for row, start in zip(changed, starts[:5].tolist(), strict=True):
         row[start + LENGTH :] = -100
-    part = dcd_scores(network(), network(causal=True), changed, starts[:5], **SETTINGS)
+    part = dcd_scores(network(), CausalModel(network(causal=True)), changed, starts[:5], **SETTINGS)
     for ratio in RATIOS:
         assert torch.allclose(whole[ratio][:5], part[ratio], atol=1e-6)
 
@@ -97,7 +98,9 @@ def test_there_are_as_many_evaluations_as_different_views_and_it_tells_how_far_i
     watched = Watched(network().spec, network().network)
     told: list[tuple[int, int]] = []
     settings = {**SETTINGS, "ratios": (0.5, 1.0)}
-    dcd_scores(watched, network(causal=True), ids, starts, progress=lambda *at: told.append(at), **settings)
+    dcd_scores(
+        watched, CausalModel(network(causal=True)), ids, starts, progress=lambda *at: told.append(at), **settings
+    )
     wanted = set()
     for row, start, order in zip(ids, starts.tolist(), reveal_order(len(ids), LENGTH, 0).tolist(), strict=True):
         for count in (3, 6):
@@ -121,7 +124,7 @@ class Silent(Backbone):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"causal": network()}, "needs a causal model, found a denoiser"),
+        ({"causal": network()}, "is a denoiser .*, expected a causal model"),
         ({"causal": network(causal=True, vocab=5, mask=4)}, "the causal model has 5 tokens, the network 7, 6 for one"),
         ({"causal": Silent(network(causal=True).spec, network(causal=True).network)}, "text 0: .* NaN"),
         ({"ratios": (0.0,)}, "ratios must be above 0"),
@@ -131,6 +134,7 @@ class Silent(Backbone):
 def test_what_cannot_be_measured_is_refused_in_one_line(change, message):
     ids, starts = texts()
     given = {"causal": network(causal=True), "ids": ids, "starts": starts, **SETTINGS, **change}
+    given["causal"] = CausalModel(given["causal"])
     with pytest.raises(InvalidInput, match=message) as caught:
         dcd_scores(network(), **given)
     assert "\n" not in str(caught.value)

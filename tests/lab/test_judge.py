@@ -2,7 +2,6 @@ import importlib.metadata
 import json
 import re
 import shutil
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,10 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
+import codd_lab.causal
 from codd.backbones import load_checkpoint
+from codd.backbones.causal import CausalModel
 from codd.backbones.loading import BUNDLED
 from codd.errors import FormatError, InvalidInput, MissingDependency
-from codd_lab.text import judging
+from codd_lab.causal import read
 from codd_lab.text.judge import Judge, Score, load_judge
 from tests.support.checkpoints import edit_config
 
@@ -73,6 +74,10 @@ def judge(folder: Path) -> Judge:
     return load_judge(folder, device="cpu")
 
 
+def scores(judge: Judge, prompts: list[str], texts: list[str]) -> list[Score]:
+    return [each.score for each in judge.assess(prompts, texts)]
+
+
 def slowly(judge: Judge, prompt: str, text: str) -> tuple[float, int]:
     """Token by token: the network reads what is before a token, and is asked for that token."""
     encoding = judge.tokenizer.encode(prompt + text)
@@ -80,15 +85,14 @@ def slowly(judge: Judge, prompt: str, text: str) -> tuple[float, int]:
     for at, (start, _) in enumerate(encoding.offsets):
         if start >= len(prompt):
             ids = torch.tensor([encoding.ids[:at]])
-            with torch.no_grad():
-                logits = judge.network.read(ids, torch.ones_like(ids, dtype=torch.bool)).logits[0, -1]
+            logits = read(judge.model, ids, torch.ones_like(ids, dtype=torch.bool)).logits[0, -1]
             nats -= float(logits.double().log_softmax(-1)[encoding.ids[at]])
             tokens += 1
     return nats, tokens
 
 
 def test_scores_by_hand(judge: Judge):
-    for score, prompt, text in zip(judge.score(PROMPTS, TEXTS), PROMPTS, TEXTS, strict=True):
+    for score, prompt, text in zip(scores(judge, PROMPTS, TEXTS), PROMPTS, TEXTS, strict=True):
         nats, tokens = slowly(judge, prompt, text)
         assert score.tokens == tokens
         assert score.nats == pytest.approx(nats, abs=1e-4)
@@ -110,11 +114,11 @@ def test_of_a_long_continuation_only_the_beginning_is_read(judge: Judge):
 
 
 def test_a_score_does_not_depend_on_the_batch(judge: Judge, monkeypatch: pytest.MonkeyPatch):
-    together = judge.score(PROMPTS, TEXTS)
-    alone = [judge.score([prompt], [text])[0] for prompt, text in zip(PROMPTS, TEXTS, strict=True)]
-    backwards = judge.score(PROMPTS[::-1], TEXTS[::-1])[::-1]
-    monkeypatch.setattr(judging, "NUMBERS", 1)
-    one_by_one = judge.score(PROMPTS, TEXTS)
+    together = scores(judge, PROMPTS, TEXTS)
+    alone = [scores(judge, [prompt], [text])[0] for prompt, text in zip(PROMPTS, TEXTS, strict=True)]
+    backwards = scores(judge, PROMPTS[::-1], TEXTS[::-1])[::-1]
+    monkeypatch.setattr(codd_lab.causal, "NUMBERS", 1)
+    one_by_one = scores(judge, PROMPTS, TEXTS)
     for others in (alone, backwards, one_by_one):
         assert [s.nats for s in others] == pytest.approx([s.nats for s in together], abs=1e-4)
         assert [s[1:] for s in others] == [s[1:] for s in together]
@@ -122,16 +126,15 @@ def test_a_score_does_not_depend_on_the_batch(judge: Judge, monkeypatch: pytest.
 
 def test_batches_keep_within_memory(judge: Judge, monkeypatch: pytest.MonkeyPatch):
     seen: list[torch.Size] = []
-    read = judge.network.read
 
-    def watched(ids: torch.Tensor, valid: torch.Tensor) -> judging.Read:
+    def watched(model: CausalModel, ids: torch.Tensor, valid: torch.Tensor) -> codd_lab.causal.Read:
         seen.append(ids.shape)
-        return read(ids, valid)
+        return read(model, ids, valid)
 
-    monkeypatch.setattr(judging, "NUMBERS", 40 * judge.network.vocab_size)
-    monkeypatch.setattr(judge.network, "read", watched)
+    monkeypatch.setattr(codd_lab.causal, "NUMBERS", 40 * judge.model.vocab_size)
+    monkeypatch.setattr(codd_lab.text.judge, "read", watched)
     told: list[tuple[int, int]] = []
-    judge.score(["The cat sat"] * 9, [" on the mat."] * 9, progress=lambda done, total: told.append((done, total)))
+    judge.assess(["The cat sat"] * 9, [" on the mat."] * 9, progress=lambda done, total: told.append((done, total)))
     assert len(seen) > 1
     assert all(shape.numel() <= 40 for shape in seen)
     assert sum(shape[0] for shape in seen) == 9
@@ -139,50 +142,50 @@ def test_batches_keep_within_memory(judge: Judge, monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_empty_continuation_has_nothing_to_score(judge: Judge):
-    first, second = judge.score(["The cat", "The cat"], ["", " sat"])
+    first, second = scores(judge, ["The cat", "The cat"], ["", " sat"])
     assert first == Score(0.0, 0, 0)
     assert second.tokens > 0
-    assert judge.score([], []) == []
+    assert scores(judge, [], []) == []
 
 
 def test_a_token_across_the_boundary_belongs_to_the_prompt(judge: Judge):
     whole = judge.tokenizer.encode("on the mat.")
     at, (start, end) = next((i, span) for i, span in enumerate(whole.offsets) if i and span[1] - span[0] > 2)
     cut = start + 2  # inside this token
-    (inside,) = judge.score(["on the mat."[:cut]], ["on the mat."[cut:]])
-    (after,) = judge.score(["on the mat."[:end]], ["on the mat."[end:]])
+    (inside,) = scores(judge, ["on the mat."[:cut]], ["on the mat."[cut:]])
+    (after,) = scores(judge, ["on the mat."[:end]], ["on the mat."[end:]])
     assert inside == after
     assert inside.tokens == len(whole.ids) - at - 1
     assert inside.bytes == len("on the mat.") - end
-    (before,) = judge.score(["on the mat."[:start]], ["on the mat."[start:]])
+    (before,) = scores(judge, ["on the mat."[:start]], ["on the mat."[start:]])
     assert before.tokens == inside.tokens + 1
 
 
 def test_special_tokens_in_a_text_are_text(judge: Judge):
-    (score,) = judge.score(["The cat"], ["</s>"])
+    (score,) = scores(judge, ["The cat"], ["</s>"])
     assert score.tokens > 1
     assert score.bytes == 4
 
 
 @pytest.mark.parametrize(
-    ("ask", "prompts", "texts", "message"),
+    ("prompts", "texts", "message"),
     [
-        ("score", ["A", ""], ["b", "b"], "text 1 has no prompt"),  # nothing predicts its first token
-        ("score", ["A"], ["b", "b"], "1 prompts do not go with 2"),
-        ("score", ["A", "A"], [" b", " boat" * 70], r"text 1 has \d+ tokens, but .* reads at most 64: cut it"),
-        ("assess", ["A", ""], [" b", ""], "text 1 is empty"),
+        (["A", ""], ["b", "b"], "text 1 has no prompt"),  # nothing predicts its first token
+        (["A"], ["b", "b"], "1 prompts do not go with 2"),
+        (["A", "A"], [" b", " boat" * 70], r"text 1 has \d+ tokens, but .* reads at most 64: cut it"),
+        (["A", ""], [" b", ""], "text 1 is empty"),
     ],
 )
-def test_texts_that_cannot_be_judged(judge: Judge, ask: str, prompts: list[str], texts: list[str], message: str):
+def test_texts_that_cannot_be_judged(judge: Judge, prompts: list[str], texts: list[str], message: str):
     with pytest.raises(InvalidInput, match=message):
-        getattr(judge, ask)(prompts, texts)
+        judge.assess(prompts, texts)
 
 
 def test_a_beginning_mark_is_given_and_an_end_mark_left_out(tmp_path: Path):
     judge = load_judge(saved(tmp_path, begin=True), device="cpu")
-    (score,) = judge.score([""], ["The cat"])
+    (score,) = scores(judge, [""], ["The cat"])
     ids = [0, *judge.tokenizer.encode("The cat", add_special_tokens=False).ids]
-    rows = judge.network.read(torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.bool)).logits[0].log_softmax(-1)
+    rows = read(judge.model, torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.bool)).logits[0].log_softmax(-1)
     assert score.tokens == len(ids) - 1
     assert score.nats == pytest.approx(-sum(float(rows[i - 1, id]) for i, id in enumerate(ids) if i), abs=1e-4)
 
@@ -204,7 +207,7 @@ def test_our_own_causal_model():
     judge = load_judge(CAUSAL, device="cpu")
     backbone, tokenizer, _ = load_checkpoint(CAUSAL, device="cpu", dtype=torch.float32)
     assert tokenizer is not None
-    for score, prompt, text in zip(judge.score(PROMPTS, TEXTS), PROMPTS, TEXTS, strict=True):
+    for score, prompt, text in zip(scores(judge, PROMPTS, TEXTS), PROMPTS, TEXTS, strict=True):
         ids = torch.tensor([tokenizer.encode(prompt + text)])
         given = len(ids[0]) - score.tokens
         rows = backbone.network.logits(backbone.states(ids))[0, given - 1 : -1]
@@ -212,7 +215,7 @@ def test_our_own_causal_model():
             float(torch.nn.functional.cross_entropy(rows, ids[0, given:], reduction="sum")), abs=1e-4
         )
     assert judge.assess(PROMPTS, TEXTS)[0].feature.shape == (512,)
-    assert judge.max_length == 384
+    assert judge.model.max_length == 384
     assert "causal model of codd, 26.7M parameters" in judge.description
 
 
@@ -244,17 +247,9 @@ def test_a_damaged_folder_is_refused(folder: Path, tmp_path: Path, harm: Callabl
     assert "\n" not in str(caught.value)
 
 
-def test_files_that_are_not_there_or_hold_no_model(tmp_path: Path):
+def test_a_file_that_is_not_there(tmp_path: Path):
     with pytest.raises(FormatError, match="no such file"):
         load_judge(tmp_path / "absent.gguf")
-    wheel = tmp_path / "some.whl"
-    wheel.write_bytes(b"no archive")
-    with pytest.raises(FormatError, match="is no wheel"):
-        load_judge(wheel)
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr("some/module.py", "")
-    with pytest.raises(FormatError, match=r"holds no \.gguf file"):
-        load_judge(wheel)
 
 
 def test_the_package_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch):
@@ -303,16 +298,12 @@ def as_gguf(folder: Path, file: Path) -> Path:
     return file
 
 
-def test_a_gguf_file_and_a_wheel_that_holds_it(judge: Judge, folder: Path, tmp_path: Path):
-    file = as_gguf(folder, tmp_path / "Tiny-Instruct.Q8_0.gguf")
-    wheel = tmp_path / "tiny.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.write(file, "tiny/Tiny-Instruct.Q8_0.gguf")
-    for found in (load_judge(file, device="cpu"), load_judge(wheel, device="cpu")):
-        assert found.description == "Tiny-Instruct, Q8_0 (8-bit), instruction-tuned"
-        for mine, other in zip(found.score(PROMPTS, TEXTS), judge.score(PROMPTS, TEXTS), strict=True):
-            assert mine.nats == pytest.approx(other.nats, abs=1e-3)
-            assert mine[1:] == other[1:]
+def test_a_gguf_file(judge: Judge, folder: Path, tmp_path: Path):
+    found = load_judge(as_gguf(folder, tmp_path / "Tiny-Instruct.Q8_0.gguf"), device="cpu")
+    assert found.description == "Tiny-Instruct, Q8_0 (8-bit), instruction-tuned"
+    for mine, other in zip(scores(found, PROMPTS, TEXTS), scores(judge, PROMPTS, TEXTS), strict=True):
+        assert mine.nats == pytest.approx(other.nats, abs=1e-3)
+        assert mine[1:] == other[1:]
 
 
 def has_smollm2() -> bool:
@@ -331,7 +322,7 @@ def test_smollm2_prefers_a_sentence_to_its_words_reversed(request: pytest.Fixtur
     assert judge.description == "SmolLM2-135M-Instruct, Q4_1 (4-bit), instruction-tuned"
     prompt = "The river rises in the mountains"
     text = "and flows through the old town before it reaches the sea."
-    straight, backwards = judge.score([prompt] * 2, [f" {text}", " " + " ".join(text.split()[::-1])])
+    straight, backwards = scores(judge, [prompt] * 2, [f" {text}", " " + " ".join(text.split()[::-1])])
     assert straight.nats < backwards.nats - 10
     assert straight.nats / straight.tokens < 4
     assert judge.assess([prompt], [text])[0].feature.shape == (576,)

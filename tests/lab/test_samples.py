@@ -6,12 +6,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from codd.backbones import Backbone, mini
+from codd.backbones.causal import CausalModel, load_causal
 from codd.backbones.config import Config
 from codd.backbones.transformer import initialise
 from codd.data.sources import Source, read_documents
 from codd.errors import FormatError, InvalidInput, MissingDependency
-from codd_lab.samples import BATCH, CausalModel, _documents, load_causal, main, sample, texts
+from codd_lab.samples import BATCH, documents, main, marks_of, sample, texts
 from tests.support.small_runs import CPU, small_tokenizer
+from tests.support.tiny_models import biased
 
 TOKENIZER = small_tokenizer()
 OTHER = small_tokenizer(300)
@@ -26,35 +28,35 @@ def network(*, vocab_size: int = TOKENIZER.vocab_size, causal: bool = True, **ch
     return built.eval().requires_grad_(False)
 
 
-def model(**changes) -> CausalModel:
-    special = network().special
-    given = {"begin": special.eos, "eos": special.eos, "never": (special.mask, special.pad), "max_length": 48}
-    return CausalModel(network(), TOKENIZER, device=CPU, **{**given, **changes})
+def model(made: Backbone | None = None) -> CausalModel:
+    return CausalModel(made or network(), TOKENIZER, 48)
 
 
 def test_samples_have_the_models_probabilities():
     drawn = sample(model(), [5], 4000, 2, torch.Generator().manual_seed(0))
     assert drawn.shape == (4000, 2)
-    logits = network()(torch.tensor([[5]]))[0, 0].index_fill(0, torch.tensor(model().never), -torch.inf)
+    logits = network()(torch.tensor([[5]]))[0, 0].index_fill(0, torch.tensor(marks_of(model()).never), -torch.inf)
     probs = logits.softmax(-1)
     counts = torch.bincount(drawn[:, 0], minlength=len(probs))
     assert ((counts / 4000 - probs).abs() < 5 * (probs / 4000).sqrt() + 1e-3).all()
     # The second token is drawn given the first.
     first = int(counts.argmax())
     after = drawn[drawn[:, 0] == first, 1]
-    given = network()(torch.tensor([[5, first]]))[0, 1].index_fill(0, torch.tensor(model().never), -torch.inf)
+    given = network()(torch.tensor([[5, first]]))[0, 1].index_fill(0, torch.tensor(marks_of(model()).never), -torch.inf)
     best = int(given.argmax())
     expected = float(given.softmax(-1)[best])
     assert float((after == best).float().mean()) == pytest.approx(expected, abs=5 * (expected / len(after)) ** 0.5)
 
 
 def test_what_is_no_text_is_never_drawn():
-    drawn = sample(model(never=tuple(range(2, 400))), [5], 50, 20, torch.Generator().manual_seed(0))
-    assert set(drawn.flatten().tolist()) == {0, 1}
+    likely = torch.zeros(TOKENIZER.vocab_size)
+    likely[[TOKENIZER.mask_id, TOKENIZER.pad_id, 7]] = 99.0
+    drawn = sample(model(biased(network(), likely)), [5], 50, 20, torch.Generator().manual_seed(0))
+    assert set(drawn.flatten().tolist()) == {7}
 
 
-def drawn(count: int = 6, length: int = 24, seed: int = 0, prompt: str = "", **changes) -> list[str]:
-    return list(texts(model(**changes), count=count, length=length, seed=seed, prompt=prompt))
+def drawn(count: int = 6, length: int = 24, seed: int = 0, prompt: str = "") -> list[str]:
+    return list(texts(model(), count=count, length=length, seed=seed, prompt=prompt))
 
 
 def test_a_sample_is_a_function_of_its_number():
@@ -72,12 +74,12 @@ def test_a_prompt_begins_every_sample():
 
 def test_where_a_text_ends_another_begins():
     ids = [*TOKENIZER.encode("one"), TOKENIZER.eos_id, TOKENIZER.eos_id, *TOKENIZER.encode("two")]
-    assert list(_documents(model(), ids)) == ["one", "two"]
+    assert documents(ids, TOKENIZER.eos_id) == [TOKENIZER.encode("one"), [], TOKENIZER.encode("two")]
 
 
 def test_a_model_without_a_beginning_needs_a_prompt():
     with pytest.raises(InvalidInput, match="no token to begin a text with"):
-        drawn(begin=None)
+        list(texts(model(network(eos_token_id=None)), count=1, length=9, seed=0))
 
 
 def test_the_command_writes_what_recipes_read(tmp_path, monkeypatch):
@@ -93,14 +95,11 @@ def test_the_command_writes_what_recipes_read(tmp_path, monkeypatch):
 def test_our_own_models_are_loaded(tmp_path):
     mini.save(network(), tmp_path)
     with pytest.raises(FormatError, match="has no tokenizer files"):
-        load_causal(tmp_path, CPU)
+        list(texts(load_causal(tmp_path, CPU), count=1, length=9, seed=0))
     TOKENIZER.save(tmp_path)
-    found = load_causal(tmp_path, CPU)
-    assert (found.begin, found.max_length, set(found.never)) == (
-        TOKENIZER.eos_id,
-        48,
-        {TOKENIZER.mask_id, TOKENIZER.pad_id},
-    )
+    found, marks = load_causal(tmp_path, CPU), marks_of(model())
+    assert (marks.begin, marks.eos, found.max_length) == (TOKENIZER.eos_id, TOKENIZER.eos_id, 48)
+    assert set(marks.never) == {TOKENIZER.mask_id, TOKENIZER.pad_id}
     assert list(texts(found, count=6, length=24, seed=0)) == drawn()
 
 

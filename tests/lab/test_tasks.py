@@ -19,7 +19,6 @@ from codd.errors import FormatError, InvalidInput
 from codd.evaluation.answering import problem_seed
 from codd.evaluation.continuations import ScoringRequest, score_continuations
 from codd.evaluation.harness import CoddLM, request_key
-from codd_lab.report.render import make_report
 from codd_lab.runs import Log, Run
 from codd_lab.tasks import catalogue, passages, sandbox
 from codd_lab.tasks.catalogue import TASKS
@@ -130,27 +129,6 @@ def test_what_was_answered_is_not_asked_again(run, monkeypatch):
     assert run_config(wanted, pairs).samples == result.samples
     assert asked == [2, 2, 2]
     assert not list(result.folder.glob("answers.*"))
-
-
-def test_choices_that_were_not_frozen_are_asked_again_and_in_no_report(tmp_path, root):
-    here, wanted = session(tmp_path / "run", root), [config("gpqa_main_generative_n_shot"), config("gsm8k")]
-    shuffled, other = (run_config(each, here) for each in wanted)
-    for result in (shuffled, other):  # as codd wrote them before documents were frozen
-        told = json.loads((result.folder / "result.json").read_text())
-        del told["settings"]["harness_seeds"]["document_seed"]
-        (result.folder / "result.json").write_text(json.dumps(told))
-    assert [result.config.task for result in here.run.results()] == ["gsm8k"]
-    note = (
-        f"{shuffled.folder.name}: left out, an earlier codd graded it against other choices than the model was shown. "
-        "Run the task again."
-    )
-    report = make_report(here.run)
-    assert note in report.missing
-    assert shuffled.folder.name not in json.dumps([str(section.data) for section in report.sections[1:]])
-    again = [run_config(each, here) for each in wanted]
-    assert ["document_seed" in each.settings["harness_seeds"] for each in again] == [True, False]
-    assert [each.config.task for each in here.run.results()] == ["gpqa_main_generative_n_shot", "gsm8k"]
-    assert note not in make_report(here.run).missing
 
 
 def test_an_answer_does_not_depend_on_the_batch(run, tmp_path, root):

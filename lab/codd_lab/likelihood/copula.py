@@ -24,7 +24,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from codd.backbones.backbone import Backbone
-from codd.backbones.causal import check_same_tokens, on_shared_tokens
+from codd.backbones.causal import CausalModel, check_causal, check_same_tokens, on_shared_tokens
 from codd.coupling.gap import (
     BLOCK_LENGTH,
     RATIOS,
@@ -39,13 +39,13 @@ from codd.coupling.gap import (
     reveal_order,
     rows_at_once,
 )
-from codd_lab.likelihood.causal import CausalModel, as_causal
+from codd_lab.causal import logits_at
 
 
 @torch.no_grad()
 def dcd_scores(
     backbone: Backbone,
-    causal: Backbone | CausalModel,
+    causal: CausalModel,
     ids: Int[Tensor, "B T"],
     starts: Int[Tensor, " B"],
     *,
@@ -62,7 +62,8 @@ def dcd_scores(
     """
     check_blocks(ids, starts, ratios, block_length, mask_id, backbone.vocab_size)
     check_grid(backbone.block_size, starts, block_length)
-    causal = as_causal(causal)
+    if isinstance(causal.network, Backbone):
+        check_causal(causal.network, "DCD")
     check_same_tokens(causal.vocab_size, None, backbone.vocab_size, mask_id, None)
     counts = masked_counts(ratios, block_length)
     order = reveal_order(len(ids), block_length, seed)
@@ -110,7 +111,7 @@ def _following(causal: CausalModel, blocks: Blocks, window: Int[Tensor, "B S"]) 
     """What the causal model says of each position of the block, given all before it. Of position 0 it says nothing."""
     later = torch.arange(blocks.ids.shape[1], device=window.device) > window[:, -1:]
     given = torch.where(later, 0, blocks.ids)  # seen by nobody; a mask need not be in its vocabulary
-    return causal.logits(given, (window - 1).clamp(min=0))
+    return logits_at(causal, given, (window - 1).clamp(min=0))
 
 
 def _views(

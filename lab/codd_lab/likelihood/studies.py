@@ -1,30 +1,45 @@
 """Likelihood studies: how probable true text is by one step, with each circuit, by many steps, and by DCD.
 
 Each reads texts that no model here was trained on, measures, and gives a plain dictionary for a file or a report.
+
+A continuation is longer than the blocks that circuits are for. It is scored **block by block, as it would be written**:
+the true tokens left of a block are given, all tokens of the block are masked together, and what stands right of it, up
+to the end of the continuation, is masked. Within a block the masked tokens are scored as in `codd.coupling.gap`, at
+mask ratio 1; the log-likelihoods of the blocks add up. So factorized and coupled need one network evaluation a block,
+and the dependence between blocks is the network's own under all labels. Every continuation is scored with all context
+lengths: the shorter contexts are the ends of the longest. DCD is here the causal model alone (see
+`codd_lab.likelihood.copula`).
 """
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
 from codd.backbones import Backbone, Tokenizer
-from codd.backbones.causal import check_same_tokens
+from codd.backbones.causal import CausalModel, check_same_tokens
 from codd.circuits import ProbabilisticCircuit
-from codd.coupling.gap import BLOCK_LENGTH, RATIOS, BlockScores, block_scores, check_grid, joined, summary
+from codd.coupling.gap import (
+    BLOCK_LENGTH,
+    RATIOS,
+    BlockScores,
+    Progress,
+    block_scores,
+    check_grid,
+    joined,
+    summary,
+)
 from codd.data.sources import source_place
 from codd.decoding.model import Model
 from codd.errors import InvalidInput
 from codd.evaluation.statistics import bootstrap_interval
-from codd_lab.likelihood import continuations
-from codd_lab.likelihood.causal import CausalModel, as_causal
-from codd_lab.likelihood.continuations import CONTEXTS, CONTINUATION, PartProgress, part
 from codd_lab.likelihood.copula import dcd_scores
 from codd_lab.likelihood.corpora import (
     PROSE,
@@ -37,6 +52,17 @@ from codd_lab.likelihood.corpora import (
 )
 
 Circuits = Mapping[str, ProbabilisticCircuit]
+PartProgress = Callable[[str, int, int], None]
+"""Called with the part that is measured, the evaluations of it that are done, and the number of all."""
+
+CONTEXTS = (20, 32, 64, 96, 128, 192, 256)
+CONTINUATION = 64
+SCORING = (
+    "block by block: true tokens left of a block are given, its tokens are masked together, the rest of the "
+    "continuation is masked; sequential reveals a block in a random order, left_to_right in that of reading; dcd is "
+    "the causal model alone, since nothing is observed right of a masked token"
+)
+"""The method in words, written beside the numbers."""
 Figures = dict[str, float | None]
 """mean, low and high: a mean over texts with the middle 95% of a bootstrap over them. None where it is no number."""
 
@@ -44,7 +70,7 @@ Figures = dict[str, float | None]
 def mask_ratio_study(
     model: Model,
     circuits: Circuits,
-    causal: Backbone | CausalModel | None,
+    causal: CausalModel | None,
     data: Path | None,
     *,
     corpora: Sequence[str] = tuple(SOURCES),
@@ -97,7 +123,7 @@ def mask_ratio_study(
 def continuation_study(
     model: Model,
     circuits: Circuits,
-    causal: Backbone | CausalModel | None,
+    causal: CausalModel | None,
     data: Path | None,
     *,
     corpora: Sequence[str] = PROSE,
@@ -110,7 +136,7 @@ def continuation_study(
 ) -> dict[str, Any]:
     """Log-likelihood per token of true continuations against how much stands before them.
 
-    How a continuation is scored block by block is said in `continuations` and in the settings. Gives
+    How a continuation is scored block by block is said above and in the settings. Gives
     ``{"settings": {..}, "data": {corpus: {"texts": n, "continuation": n, "contexts": [{"context": c, "scores":
     {"factorized": {"mean", "low", "high"}, "circuit:NAME": .., "sequential": .., "left_to_right": .., "dcd":
     ..}}]}}}``. Intervals are of 95%, by bootstrap over texts, which are the same at all contexts. ``corpora`` are names
@@ -123,13 +149,16 @@ def continuation_study(
     if not contexts or min(contexts) < 1:
         raise InvalidInput(f"contexts must be one token or more, found {list(contexts)}.")
     check_grid(grid, torch.tensor(contexts), length)
-    continuations.blocks_of(continuation, length)  # refuses before anything is read
+    if continuation < 1 or continuation % length:
+        raise InvalidInput(
+            f"a continuation of {continuation} tokens is no whole number of blocks of {length}; give a multiple."
+        )
     out: dict[str, Any] = {}
     for name in corpora:
         ids = draw_continuations(name, data, tokenizer, length=max(contexts) + continuation, texts=texts, seed=seed)
         entries = []
         for context in contexts:
-            scores = continuations.continuation_scores(
+            scores = continuation_scores(
                 model.backbone,
                 circuits,
                 causal,
@@ -146,7 +175,52 @@ def continuation_study(
         out[name] = {"texts": len(ids), "continuation": continuation, "contexts": entries}
     settings = _settings(circuits, causal, length, corpora, seed, sequential)
     settings |= {"texts": texts, "contexts": list(contexts), "continuation": continuation}
-    return {"settings": {**settings, "scoring": continuations.SCORING}, "data": out}
+    return {"settings": {**settings, "scoring": SCORING}, "data": out}
+
+
+def continuation_scores(
+    backbone: Backbone,
+    circuits: Circuits,
+    causal: CausalModel | None,
+    ids: Int[Tensor, "B T"],
+    *,
+    context: int,
+    mask_id: int,
+    block_length: int = BLOCK_LENGTH,
+    sequential: bool = True,
+    seed: int = 0,
+    progress: PartProgress | None = None,
+) -> dict[str, Float[Tensor, " B"]]:
+    """Log-likelihoods of what follows the first ``context`` tokens of each text, summed over its tokens.
+
+    Keys: ``factorized``; ``circuit:NAME`` of each circuit; ``dcd`` if there is a causal model; with ``sequential`` also
+    that, for which blocks are revealed one token at a time in a random order drawn from the seed, and
+    ``left_to_right``, the same in the order of reading.
+    """
+    count = (ids.shape[1] - context) // block_length
+    rows = ids.repeat_interleave(count, 0)
+    starts = (context + block_length * torch.arange(count)).repeat(len(ids))
+    shared: dict[str, Any] = {"mask_id": mask_id, "block_length": block_length, "ratios": (1.0,)}
+    report = part(progress, "circuits, sequential" if sequential else "circuits")
+    scores = block_scores(backbone, circuits, rows, starts, seed=seed, sequential=sequential, progress=report, **shared)
+    once = scores[1.0]
+    by_label = {"factorized": once.factorized}
+    by_label |= {f"circuit:{name}": values for name, values in once.coupled.items()}
+    if sequential:
+        by_label["sequential"] = once.sequential
+        order = torch.arange(block_length).repeat(len(rows), 1)
+        report = part(progress, "left to right")
+        again = block_scores(backbone, {}, rows, starts, order=order, progress=report, **shared)
+        by_label["left_to_right"] = again[1.0].sequential
+    if causal is not None:
+        report = part(progress, "dcd")
+        by_label["dcd"] = dcd_scores(backbone, causal, rows, starts, seed=seed, progress=report, **shared)[1.0]
+    return {name: values.view(-1, count).sum(1) for name, values in by_label.items()}
+
+
+def part(progress: PartProgress | None, what: str) -> Progress | None:
+    """A progress callback for one part of the work; None if the caller wants none."""
+    return None if progress is None else functools.partial(progress, what)
 
 
 def shared_length(circuits: Circuits, block_size: int | None = None) -> int:
@@ -204,7 +278,7 @@ def _entry(
 
 def _parts(
     model: Model,
-    causal: Backbone | CausalModel | None,
+    causal: CausalModel | None,
     corpora: Sequence[str],
     data: Path | None,
     count: int,
@@ -216,12 +290,11 @@ def _parts(
     A denoiser without tokenizer files, as SEDD is published, has its texts read by the causal model's tokenizer.
     """
     mask_id = model.known_mask
-    beside = None if causal is None else as_causal(causal)
-    tokenizer = model.tokenizer or (None if beside is None else beside.tokenizer)
+    tokenizer = model.tokenizer or (None if causal is None else causal.tokenizer)
     if tokenizer is None:
         raise InvalidInput("this checkpoint has no tokenizer files, so that texts cannot be read.")
-    if beside is not None:
-        check_same_tokens(beside.vocab_size, beside.tokenizer, model.backbone.vocab_size, mask_id, tokenizer)
+    if causal is not None:
+        check_same_tokens(causal.vocab_size, causal.tokenizer, model.backbone.vocab_size, mask_id, tokenizer)
     if count < 1:
         raise InvalidInput(f"a study needs at least one text of each corpus, found {count}.")
     for name in corpora:
@@ -237,7 +310,7 @@ def _parts(
 
 def _settings(
     circuits: Circuits,
-    causal: Backbone | CausalModel | None,
+    causal: CausalModel | None,
     length: int,
     corpora: Sequence[str],
     seed: int,

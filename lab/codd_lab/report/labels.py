@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from codd.decoding.options import CIRCUIT_OPTIONS, DEFAULTS, OPTIONS, PACES
@@ -107,14 +106,6 @@ def order(config: EvalConfig) -> tuple[Any, ...]:
     slowness = float("inf") if value is None else float(value)  # one token a step is slower than any number of steps
     others = json.dumps(rest(config), sort_keys=True) if circuit else ""
     return kinds[kind(config)], slowness, sampler(config), others, circuit, config.circuit
-
-
-def plain(config: EvalConfig) -> EvalConfig:
-    """The same config without options that repeat a default, so that equivalent configs are equal."""
-    changed = {name: value for name, value in config.options.items() if value != getattr(DEFAULTS, name)}
-    kept = {name: value for name, value in changed.items() if name not in (*PACES, "sampler")}
-    chosen = {} if config.circuit == NONE else {"sampler": config.decoding.sampler}
-    return replace(config, options={**kept, **chosen, **config.decoding.commit_rule})
 
 
 def grouped(results: Iterable[Result], key: Callable[[EvalConfig], str]) -> dict[str, list[Result]]:

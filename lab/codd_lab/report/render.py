@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from codd_lab.report.frontier import Saving, frontiers
 from codd_lab.report.page import template
 from codd_lab.report.tables import CONTINUATIONS, COST, GAP, Likelihood
 from codd_lab.runs import Result, Run
-from codd_lab.tasks.configs import CONTROLS, EvalConfig
+from codd_lab.tasks.configs import CONTROLS
 from codd_lab.tasks.tuning import TUNED
 from codd_lab.text.measures import MEANINGS
 
@@ -65,8 +65,8 @@ class Report:
 
 def make_report(run: Run, samples: int = SAMPLES) -> Report:
     """Compute all figures of a run; ``samples`` problems of each task are shown. What cannot be read is named."""
-    stored, notes = _readable(run)
-    results, studies = _distinct(stored), run.studies()
+    results, notes = _readable(run)
+    studies = run.studies()
     likelihood, cost, others = _studies(studies)
     tests = [each for each in results if each.config.split != VALIDATION]
     validation = [each for each in results if each.config.split == VALIDATION]
@@ -89,7 +89,7 @@ def make_report(run: Run, samples: int = SAMPLES) -> Report:
         Section("Ablation: activation and circuit temperature", "ablation", tables.ablations(validation, tests)),
         *others,
         Section("Samples side by side", "samples", {"count": samples, "problems": problems} if problems else {}),
-        Section("Settings and provenance", "provenance", tables.provenance(stored, studies)),
+        Section("Settings and provenance", "provenance", tables.provenance(results, studies)),
     ]
     return Report(
         title=f"Evaluation: {run.folder.resolve().name}",
@@ -131,12 +131,7 @@ def _stored(name: str, study: Mapping[str, Any], why: str) -> Section:
 
 def _readable(run: Run) -> tuple[list[Result], list[str]]:
     """Results with problems whose samples can be read, and a note on each of the others."""
-    kept = []
-    notes = [
-        f"{result.folder.name}: left out, an earlier codd graded it against other choices than the model was shown. "
-        "Run the task again."
-        for result in run.meaningless_results()
-    ]
+    kept, notes = [], []
     for result in run.results():
         try:
             count = len(result.samples)
@@ -151,15 +146,6 @@ def _readable(run: Run) -> tuple[list[Result], list[str]]:
     begun = sorted(path.parent for path in (run.folder / "cells").glob("*/cell.json"))
     unfinished = [folder.name for folder in begun if not (folder / "result.json").exists()]
     return kept, notes + ([f"Not finished: {few(unfinished)}."] if unfinished else [])
-
-
-def _distinct(results: Sequence[Result]) -> list[Result]:
-    """Deduplicate results with equivalent options, keeping the shortest spelling."""
-    distinct: dict[EvalConfig, Result] = {}
-    for result in sorted(results, key=lambda each: len(each.config.options)):
-        config = labels.plain(result.config)
-        distinct.setdefault(config, replace(result, config=config))
-    return list(distinct.values())
 
 
 def _missing(tests: Sequence[Result], validation: Sequence[Result], studies: Mapping[str, Any]) -> list[str]:

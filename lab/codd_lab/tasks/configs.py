@@ -5,7 +5,7 @@ import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -91,17 +91,8 @@ class EvalConfig(Section):
         return replace(self, circuit=circuit)
 
     def as_json(self) -> dict[str, Any]:
-        """The fields as JSON can write them; those of task files and templates only where there are any.
-
-        Without them a configuration has the slug that earlier versions gave it.
-        """
-        added: dict[str, Any] = {}
-        if self.questions is not None:
-            added |= {"questions": self.questions, "answer_rule": self.answer_rule}
-        if self.template is not None:
-            added["template"] = asdict(self.template)
-        names = [each.name for each in fields(self) if each.name not in ("questions", "answer_rule", "template")]
-        return {**{name: getattr(self, name) for name in names}, "options": dict(self.options), **added}
+        """The fields as JSON can write them."""
+        return {**asdict(self), "options": dict(self.options)}
 
     @classmethod
     def from_json(cls, stored: Mapping[str, Any], where: str = "a configuration") -> "EvalConfig":

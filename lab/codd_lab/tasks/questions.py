@@ -12,8 +12,7 @@ from codd.decoding import Model
 from codd.distributed import DistributedContext
 from codd.errors import FormatError, InvalidInput
 from codd.evaluation.answering import Answerer, Line, Request
-from codd_lab.runs import Run, Sample, write_lines
-from codd_lab.tasks.answering import Scored
+from codd_lab.runs import Run, Sample, Scored, write_lines
 from codd_lab.tasks.answers import MARKED_NUMBER, AnswerRule, answer_rule, default_rule
 from codd_lab.tasks.catalogue import TASKS, Documents, converses, documents_of, system_of, task_of
 from codd_lab.tasks.configs import EvalConfig

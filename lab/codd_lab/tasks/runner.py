@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean, median
@@ -15,12 +15,11 @@ from codd.data.text_files import json_lines
 from codd.decoding import Model
 from codd.distributed import DistributedContext
 from codd.errors import InvalidInput
-from codd.evaluation.answering import Answerer, Request
+from codd.evaluation.answering import Answerer, Item, Line, Request
 from codd.files import read_json, sha256
 from codd_lab.provenance import provenance
-from codd_lab.runs import Log, Result, Run, write_json, write_lines
+from codd_lab.runs import Log, Result, Run, Scored, write_json, write_lines
 from codd_lab.tasks import questions
-from codd_lab.tasks.answering import Advance, LoggedAnswerer, Scored
 from codd_lab.tasks.catalogue import HARNESS_SEEDS, OWN_LENGTH, PAPER_LENGTH, converses, system_of, task_of
 from codd_lab.tasks.configs import NONE, TRAINED, EvalConfig
 from codd_lab.tasks.sandbox import Limits
@@ -31,8 +30,48 @@ ANSWERED = "answered.json"
 """The file with settings and provenance of the machine that answered, where another one scores."""
 
 
+Advance = Callable[[int], None]
+"""Called with the number of requests done since the last call."""
+
+
 def quietly(count: int) -> None:
     """A progress callback that does nothing."""
+
+
+class LoggedAnswerer(Answerer):
+    """Answers requests in batches, and skips those that the log has answers to."""
+
+    def __init__(
+        self,
+        model: Model,
+        options: Options,
+        *,
+        seed: int,
+        batch: int,
+        log: Log,
+        advance: Advance,
+        read_only: bool,
+    ):
+        """``log`` holds earlier answers and gets the new ones; ``read_only``: raise InvalidInput if one is missing."""
+        super().__init__(model, options, seed=seed, batch=batch)
+        self.log, self.advance, self.read_only = log, advance, read_only
+
+    def in_batches(self, asked: Mapping[str, Item], work: Callable[[Sequence[Item]], list[Line]]) -> dict[str, Line]:
+        """The lines that the log has, and new ones for the rest, a batch at a time; each batch is logged at once."""
+        known = {key: line for key in asked if (line := self.log.get(key))}
+        self.advance(len(known))
+        todo = {key: item for key, item in asked.items() if key not in known}
+        if todo and self.read_only:
+            raise InvalidInput(
+                f"{len(todo)} of {len(asked)} answers are not there yet. Answer them first (codd eval --stage answer), "
+                "on the device of the configuration; after a change of data or chat template prepare them again."
+            )
+        return known | super().in_batches(todo, work)
+
+    def answered(self, lines: Mapping[str, Line]) -> None:
+        """Log a batch at once."""
+        self.log.add([*lines.values()])
+        self.advance(len(lines))
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from codd.distributed import DistributedContext
 from codd.errors import CircuitSteppedAside, InvalidInput
 from codd.evaluation.answering import Answerer, Request
 from codd.evaluation.harness import CoddLM, request_of
-from codd_lab.runs import Sample
-from codd_lab.tasks.answering import Scored
+from codd_lab.runs import Sample, Scored
 from codd_lab.tasks.catalogue import HARNESS_SEEDS, converses, harness_task, system_of, task_of
 from codd_lab.tasks.configs import EvalConfig
 from codd_lab.tasks.sandbox import Limits

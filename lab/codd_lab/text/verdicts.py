@@ -16,7 +16,7 @@ from codd.files import brief
 from codd_lab.runs import Result, Run, write_json
 from codd_lab.tasks.configs import NONE
 from codd_lab.text.distance import FEWEST, average_distance, compare
-from codd_lab.text.judging import Assessed, Judge, Score
+from codd_lab.text.judge import Assessed, Judge, Score
 from codd_lab.text.measures import Figure, measures
 
 Progress = Callable[[int, int], None]

@@ -33,10 +33,13 @@ def continuations(args: argparse.Namespace, model: "Model", progress: Progress) 
 def _likelihood(
     study: Callable[..., dict[str, Any]], count: str, args: argparse.Namespace, model: "Model", progress: Progress
 ) -> dict[str, Any]:
-    from codd_lab.likelihood.causal import load_causal
+    import torch
+
+    from codd.backbones.causal import load_causal
+    from codd.distributed import choose_device
     from codd_lab.provenance import provenance
 
-    causal = None if args.causal is None else load_causal(args.causal, args.device)
+    causal = None if args.causal is None else load_causal(args.causal, choose_device(args.device), torch.float32)
     parts = _circuits(args, model), causal, args.data
     chosen = _given(**{count: args.problems, "corpora": args.text})
     figures = study(model, *parts, seed=args.seed, progress=progress, **chosen)
