@@ -1,18 +1,36 @@
 """What an event does to the running quantity of a story: the numbers that it draws and the equations it leaves.
 
 Every number is an integer from 2 to 999 (so that nouns are always plural), every division is exact, and one factor of
-every product and every divisor is at most 12.
+every product and every divisor is at most 12. Random choices are made from ``Random.random`` alone: Python promises
+that only this method gives the same numbers in every version; choice, randint and shuffle may change, and with them
+what "the test problems" are.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import TypeVar
 
-from codd_lab.problems.chance import between, pick
-
+T = TypeVar("T")
 MOST = 999
 LARGEST_FACTOR = 12
 NAMED_PARTS = (2, 3, 4, 5, 6, 8, 10)
+
+
+def pick(rng: Random, options: Sequence[T]) -> T:
+    """One of the options, each as likely as the others."""
+    return options[int(rng.random() * len(options))]
+
+
+def between(rng: Random, low: int, high: int) -> int:
+    """An integer from low to high, both included."""
+    return low + int(rng.random() * (high - low + 1))
+
+
+def distinct(rng: Random, options: Sequence[T], count: int) -> list[T]:
+    """``count`` different options, in random order."""
+    left = list(options)
+    return [left.pop(int(rng.random() * len(left))) for _ in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
