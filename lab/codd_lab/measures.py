@@ -1,4 +1,4 @@
-"""How fast answers are written, and what that costs in right ones: tokens per forward, tokens per second, and AUP.
+"""How fast answers are written, what that costs in right ones, and how much the wording of the prompt matters.
 
 - **TPF**, tokens per forward: tokens written over network evaluations, of all problems together. It does not depend on
   the machine.
@@ -6,20 +6,21 @@
   which kernels were compiled does not count. It depends on the machine and the batch.
 - **AUP**, accuracy under parallelism (Qian et al. 2026, d3LLM): the area under accuracy against TPF, in which lower
   accuracy counts less.
+- **Spread**: accuracy over several prompt templates of a task, and whether a gain has one sign under all of them.
 """
 
 import itertools
 import json
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from codd.decoding.options import PACES
-from codd.errors import InvalidInput
-from codd_lab.runs import Result, Sample
+from codd_lab.runs import Result, Sample, control_of
 from codd_lab.tasks import templates
-from codd_lab.tasks.configs import NULL, EvalConfig
+from codd_lab.tasks.configs import CONTROLS, NULL, EvalConfig
 
 ALPHA = 3.0
 """How quickly accuracy below the best loses weight."""
@@ -39,34 +40,24 @@ def tokens_per_second(samples: Iterable[Sample]) -> float:
     return statistics.median(rates) if rates else 0.0
 
 
-def accuracy_under_parallelism(
-    points: Iterable[tuple[float, float]], best: float, *, alpha: float = ALPHA, tolerated: float = TOLERATED
-) -> float:
-    """AUP of points (TPF, accuracy in per cent), of one way at several paces.
+def accuracy_under_parallelism(points: Iterable[tuple[float, float]], best: float) -> float:
+    """AUP of one or more points (TPF, accuracy in per cent), of one way at several paces.
 
-    With the points in the order of their parallelism r_1 < r_2 < .., those with y_i < y_1 - ``tolerated`` left out, and
+    With the points in the order of their parallelism r_1 < r_2 < .., those with y_i < y_1 - `TOLERATED` left out, and
     ``best`` the highest accuracy that any way reaches on the task,
 
         AUP = r_1 y_1 + sum over i > 1 of (r_i - r_(i-1)) (y_i W(y_i) + y_(i-1) W(y_(i-1))) / 2
-        W(y) = min(1, exp(-alpha (1 - y / best)))
+        W(y) = min(1, exp(-`ALPHA` (1 - y / best)))
 
     So tokens per forward count in full while accuracy stays at the best, and where it falls ever less. With one point
-    it is r_1 y_1. Raises InvalidInput without points, or if a value is out of its range.
+    it is r_1 y_1.
     """
     ordered = sorted(points)
-    if not ordered:
-        raise InvalidInput("accuracy under parallelism needs at least one point.")
-    for rate, accuracy in ordered:
-        if not (rate > 0 and 0 <= accuracy <= 100):
-            raise InvalidInput(
-                f"a point must have tokens per forward above 0 and an accuracy from 0 to 100 per cent, found "
-                f"{(rate, accuracy)}."
-            )
     first_rate, first = ordered[0]
-    kept = [(rate, accuracy) for rate, accuracy in ordered if accuracy >= first - tolerated]
+    kept = [(rate, accuracy) for rate, accuracy in ordered if accuracy >= first - TOLERATED]
 
     def weighted(accuracy: float) -> float:
-        return accuracy * min(1.0, math.exp(-alpha * (1 - accuracy / best))) if best > 0 else 0.0
+        return accuracy * min(1.0, math.exp(-ALPHA * (1 - accuracy / best))) if best > 0 else 0.0
 
     area = first_rate * first
     for (before, lower), (rate, accuracy) in itertools.pairwise(kept):
@@ -146,3 +137,66 @@ def summary(results: Sequence[Result]) -> dict[str, Any]:
         ],
         "aup": [each.as_json() for each in parallelism(results)],
     }
+
+
+@dataclass(frozen=True)
+class TemplateSpread:
+    """One configuration under two or more templates."""
+
+    config: EvalConfig
+    """The configuration, with its template left out."""
+    accuracies: Mapping[str, float]
+    """Right answers in per cent, by the name of the template."""
+    differences: Mapping[str, float]
+    """Points more than the null circuit has under the same template; empty for the controls themselves."""
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """The mean, worst and best accuracy over templates, in per cent."""
+        values = self.accuracies.values()
+        return {"mean": statistics.fmean(values), "low": min(values), "high": max(values)}
+
+    @property
+    def same_sign(self) -> bool | None:
+        """Whether circuit minus null circuit has one sign (+, - or 0) under all templates; None if one lacks a control.
+
+        It says nothing about chance: each template's own test does.
+        """
+        if len(self.differences) < len(self.accuracies):
+            return None
+        return len({(value > 0) - (value < 0) for value in self.differences.values()}) == 1
+
+    @property
+    def verdict(self) -> str:
+        """What `same_sign` says, in words."""
+        if self.same_sign is None:
+            return "-" if self.config.circuit in CONTROLS else "not known: no null circuit under some template"
+        if not self.same_sign:
+            return "the sign changes with the template"
+        first = next(iter(self.differences.values()))
+        return f"{'above' if first > 0 else 'below' if first < 0 else 'equal to'} the null circuit under all templates"
+
+    def as_json(self) -> dict[str, Any]:
+        """All figures with their names, for ``--json``."""
+        kept = {name: value for name, value in self.config.as_json().items() if name in ("task", "split", "circuit")}
+        own = {"accuracies": self.accuracies, "differences": self.differences, **self.figures}
+        return {**kept, "options": dict(self.config.options), **own, "same_sign": self.same_sign}
+
+
+def template_spreads(results: Sequence[Result]) -> list[TemplateSpread]:
+    """The spread of every configuration that was run under two or more templates, the task's own prompt among them."""
+    groups: dict[EvalConfig, list[Result]] = {}
+    for result in results:
+        if result.accuracy is not None:
+            groups.setdefault(replace(result.config, template=None), []).append(result)
+    return [_spread(config, group, results) for config, group in groups.items() if len(group) > 1]
+
+
+def _spread(config: EvalConfig, group: Sequence[Result], results: Sequence[Result]) -> TemplateSpread:
+    accuracies, differences = {}, {}
+    for result in group:
+        name, control = templates.label(result.config.template), control_of(result, results)
+        accuracies[name] = 100 * (result.accuracy or 0.0)
+        if control is not None and control.accuracy is not None:
+            differences[name] = accuracies[name] - 100 * control.accuracy
+    return TemplateSpread(config, accuracies, differences)

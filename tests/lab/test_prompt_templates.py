@@ -9,9 +9,9 @@ import pytest
 
 from codd.cli import main
 from codd.errors import FormatError, InvalidInput
+from codd_lab.measures import template_spreads
 from codd_lab.report.render import make_report, render
 from codd_lab.runs import Result, Run
-from codd_lab.spread import template_spreads
 from codd_lab.tasks import catalogue, sandbox
 from codd_lab.tasks.configs import EvalConfig
 from codd_lab.tasks.templates import BUILT_IN, PromptTemplate, built_in, chosen_templates, read_templates

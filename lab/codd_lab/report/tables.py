@@ -7,12 +7,12 @@ from math import inf
 from typing import Any, NamedTuple
 
 from codd_lab import measures
+from codd_lab.measures import TemplateSpread, template_spreads
 from codd_lab.report.comparisons import Comparison
 from codd_lab.report.figures import Chart, Curve, Panel, look
 from codd_lab.report.labels import by_task, circuit_label, grouped, label, order, rest, shared, varying
 from codd_lab.report.quality import Estimate, Quality, measured, quality_of
 from codd_lab.runs import Result, Sample
-from codd_lab.spread import TemplateSpread, template_spreads
 from codd_lab.tasks.configs import NONE, NULL, EvalConfig
 from codd_lab.tasks.tuning import TUNED, best, tuned_values
 

@@ -12,7 +12,7 @@ from typing import Any
 from codd import validation
 from codd.circuits import ProbabilisticCircuit
 from codd.data.text_files import json_lines
-from codd.decoding import Model
+from codd.decoding import Model, Options
 from codd.distributed import DistributedContext
 from codd.errors import InvalidInput
 from codd.evaluation.answering import Answerer, Item, Line, Request

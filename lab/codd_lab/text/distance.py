@@ -6,18 +6,16 @@ equal histograms, near 0 for disjoint ones. Of a few hundred texts it is biased 
 not reach 1, so that the score of reference against reference, with the same sizes, belongs beside it.
 """
 
-import importlib
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+import threadpoolctl
 from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from codd.errors import InvalidInput, MissingDependency
+from codd.errors import InvalidInput
 
 SCALE = 5.0
 """The constant c; the authors' choice."""
@@ -33,15 +31,15 @@ SEEDS = (0, 1, 2, 3, 4)
 RESTARTS = 5
 
 
-def distance(p: Float[Tensor, "n d"], q: Float[Tensor, "m d"], seed: int = 0, *, clusters: int | None = None) -> float:
+def distance(p: Float[Tensor, "n d"], q: Float[Tensor, "m d"], seed: int = 0) -> float:
     """The MAUVE score of two sets of features (`Judge.assess`): 1 is no distance, 0 is far apart.
 
-    The seed is that of the clustering. By default there is a cluster for ten texts of the smaller set.
+    The seed is that of the clustering, into a cluster for ten texts of the smaller set.
     """
-    if min(len(p), len(q)) < FEWEST and clusters is None:
+    if min(len(p), len(q)) < FEWEST:
         raise InvalidInput(f"a distance needs at least {FEWEST} texts on each side, found {len(p)} and {len(q)}.")
-    wanted = clusters or round(min(len(p), len(q)) / TEXTS_PER_CLUSTER)
-    with _library("threadpoolctl").threadpool_limits(1):  # of so few points: several would only wait for each other
+    wanted = round(min(len(p), len(q)) / TEXTS_PER_CLUSTER)
+    with threadpoolctl.threadpool_limits(1):  # of so few points: several would only wait for each other
         points = _reduced(np.concatenate([_rows(p), _rows(q)]))
         labels = _labels(points, wanted, seed)
     count = int(labels.max()) + 1
@@ -88,18 +86,11 @@ def _reduced(points: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def _labels(points: NDArray[np.float64], clusters: int, seed: int) -> NDArray[np.int64]:
     """The cluster of each point, by k-means; equal points make no more clusters than they are different."""
-    library = _library("sklearn.cluster")
+    from sklearn.cluster import KMeans  # not before it is needed: it takes long
+
     clusters = min(clusters, len(np.unique(points.round(12), axis=0)))
-    labels = library.KMeans(clusters, n_init=RESTARTS, max_iter=500, random_state=seed).fit_predict(points)
+    labels = KMeans(clusters, n_init=RESTARTS, max_iter=500, random_state=seed).fit_predict(points)
     return np.asarray(labels, np.int64)
-
-
-def _library(name: str) -> Any:
-    """A module of scikit-learn, or of what it needs."""
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise MissingDependency("the distance of texts needs the package scikit-learn: pip install codd-lab") from error
 
 
 def average_distance(
@@ -110,29 +101,19 @@ def average_distance(
     return statistics.fmean(scores), statistics.pstdev(scores)
 
 
-@dataclass(frozen=True)
-class Compared:
-    """MAUVE of samples, and the ceiling: MAUVE of a second sample of the reference."""
-
-    mauve: float
-    """Samples against the reference, mean over the clusterings' seeds."""
-    mauve_deviation: float
-    """Between those seeds; it does not hold the chance of which texts were drawn."""
-    ceiling: float
-    """A second sample of the reference against it, with the same sizes."""
-    ceiling_deviation: float
-    texts: int
-    """How many texts of each set were compared."""
-
-
 def compare(
     reference: Float[Tensor, "n d"],
     again: Float[Tensor, "m d"],
     samples: Float[Tensor, "l d"],
     seeds: Sequence[int] = SEEDS,
-) -> Compared:
-    """Samples against a reference, beside another sample of the reference against it; all cut to the smallest set."""
+) -> dict[str, float]:
+    """Samples against a reference, and the ceiling: another sample of the reference against it.
+
+    All are cut to the smallest set. Deviations are between the clusterings' seeds: they do not hold the chance of which
+    texts were drawn. ``texts``: how many of each set were compared.
+    """
     size = min(len(reference), len(again), len(samples))
-    score = average_distance(reference[:size], samples[:size], seeds)
-    ceiling = average_distance(reference[:size], again[:size], seeds)
-    return Compared(*score, *ceiling, size)
+    found: dict[str, float] = {"texts": size}
+    for name, other in (("mauve", samples), ("ceiling", again)):
+        found[name], found[f"{name}_deviation"] = average_distance(reference[:size], other[:size], seeds)
+    return found

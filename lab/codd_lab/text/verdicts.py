@@ -1,7 +1,7 @@
 """Continued texts of a run before a judge: likelihood, repetition, distances to true text and to one token a step."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +120,7 @@ def _compare(results: Sequence[Result]) -> None:
     for result in results:
         if result.folder == reference.folder or "mauve" in (result.judged or {}):
             continue
-        compared = asdict(compare(known, second, _features(result)))
+        compared = compare(known, second, _features(result))
         write_json(
             result.folder / "judged.json",
             {**(result.judged or {}), "mauve": {**compared, "reference": reference.folder.name}},

@@ -306,7 +306,7 @@ def _print(args: argparse.Namespace, run: "Run") -> None:
     report = make_report(run, samples=0)
     if args.json:
         from codd_lab import measures
-        from codd_lab.spread import template_spreads
+        from codd_lab.measures import template_spreads
 
         results = run.results()
         over = [spread.as_json() for spread in template_spreads(results)]
@@ -367,8 +367,8 @@ def _areas(results: Sequence["Result"]) -> list[str]:
 
 def _over_templates(results: Sequence["Result"]) -> list[str]:
     """A line for every configuration that was run under several prompt templates."""
+    from codd_lab.measures import template_spreads
     from codd_lab.report.labels import label, varying
-    from codd_lab.spread import template_spreads
 
     spreads = template_spreads(results)
     names = varying(spread.config for spread in spreads)
