@@ -12,8 +12,9 @@ from codd.cli import main
 from codd.training.logit_cache.reader import LogitCache
 from codd_lab.problems import problems
 from tests.support import FIXTURES, cli
+from tests.support.checkpoints import save_network
 from tests.support.cli import kill_codd
-from tests.support.small_runs import save_network
+from tests.support.small_runs import small_tokenizer
 from tests.support.two_processes import run_in_two_processes
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # here as in the processes that are started: the same bits
@@ -26,8 +27,8 @@ def root(tmp_path_factory) -> Path:
     """A small denoiser, a small causal model, questions and prose."""
     root = tmp_path_factory.mktemp("root")
     made = list(problems(60))
-    save_network(root / "mini")
-    save_network(root / "causal", causal=True)
+    save_network(root / "mini", small_tokenizer())
+    save_network(root / "causal", small_tokenizer(), causal=True)
     lines = [json.dumps({"question": p.question, "answer": p.solution}) for p in made]
     (root / "train.jsonl").write_text("\n".join(lines) + "\n")
     (root / "prose.txt").write_text("\n\n".join(p.question for p in made) * 3)

@@ -16,8 +16,9 @@ from codd.cli.train import gaps_in_words
 from codd.training.checkpoints import checkpoints
 from codd.training.circuit.joint import trainable
 from codd_lab.problems import problems
+from tests.support.checkpoints import save_network
 from tests.support.cli import kill_codd
-from tests.support.small_runs import save_network
+from tests.support.small_runs import small_tokenizer
 from tests.support.two_processes import run_in_two_processes
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # here as in the processes that are started: the same bits
@@ -46,8 +47,8 @@ CACHED = ["--set=data=[]", "--set=validation=[]"]
 def root(tmp_path_factory) -> Path:
     """A network, questions, a recipe and caches."""
     root = tmp_path_factory.mktemp("root")
-    save_network(root / "mini")
-    save_network(root / "other", 410)
+    save_network(root / "mini", small_tokenizer())
+    save_network(root / "other", small_tokenizer(410))
     lines = [json.dumps({"question": p.question, "answer": p.solution}) for p in problems(20)]
     (root / "train.jsonl").write_text("\n".join(lines) + "\n")
     (root / "small.yaml").write_text(RECIPE)

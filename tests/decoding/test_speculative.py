@@ -135,12 +135,12 @@ def test_above_temperature_0_the_text_has_the_checkers_distribution(checker, cir
             return
         for draft, q in drafts(model, text, options.changed(gen_length=left), checker, left - 1):
             tokens = draft.tokens.tolist()
-            found = verdict(draft, checked(causal, [*text, *tokens], left, options))
+            accepts, follow = verdict(draft, checked(causal, [*text, *tokens], left, options))
             kept = weight * q
             for accepted in range(left):
-                accept = float(found.accept[accepted]) if accepted < len(tokens) else 0.0
+                accept = float(accepts[accepted]) if accepted < len(tokens) else 0.0
                 refused += kept * (1 - accept) if accepted < len(tokens) else 0
-                for token, p in enumerate(found.follow[accepted].tolist()):
+                for token, p in enumerate(follow[accepted].tolist()):
                     if p * (1 - accept) > 0:
                         rounds([*written, *tokens[:accepted], token], kept * (1 - accept) * p)
                 kept *= accept
@@ -159,8 +159,8 @@ def test_chance_decides_as_the_verdict_says():
     q, p = torch.rand(2, VOCAB, generator=generator), torch.rand(3, VOCAB, generator=generator)
     q, p = q / q.sum(-1, keepdim=True), p / p.sum(-1, keepdim=True)
     draft = Draft(torch.tensor([1, 3]), q)
-    found = verdict(draft, p)
-    one, two = found.accept.tolist()
+    accepts, follow = verdict(draft, p)
+    one, two = accepts.tolist()
     assert 0.1 < one < 0.9
     assert 0.1 < two < 0.9
     quantiles = [(2 * i + 1) / 400 for i in range(200)]
@@ -173,7 +173,7 @@ def test_chance_decides_as_the_verdict_says():
             assert accepted == expected
             assert tokens[:-1].tolist() == draft.tokens[:accepted].tolist()
             seen[int(tokens[-1])] += 1
-        for token, p_token in enumerate(found.follow[expected].tolist()):
+        for token, p_token in enumerate(follow[expected].tolist()):
             assert seen[token] / 200 == pytest.approx(p_token, abs=2 / 200)
 
 

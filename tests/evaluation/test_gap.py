@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 import codd
-from codd.backbones import Backbone, load_checkpoint, mini
-from codd.backbones.config import Config
-from codd.backbones.transformer import initialise
+from codd.backbones import Backbone, load_checkpoint
 from codd.circuits import HMM, Modulated
 from codd.coupling.gap import (
     block_scores,
@@ -26,6 +24,7 @@ from codd.errors import InvalidInput
 from codd.evaluation import misspecification
 from codd.evaluation.gap import circuit_length
 from tests.support import FIXTURES
+from tests.support.checkpoints import random_network
 
 VOCAB, MASK, PAD = 7, 5, 6
 LENGTH = 4
@@ -34,10 +33,7 @@ RATIOS = (0.25, 0.5, 1.0)
 
 @functools.cache
 def tiny(std: float = 0.5) -> Backbone:
-    sizes = {"vocab_size": VOCAB, "width": 16, "layers": 1, "heads": 2, "mlp_width": 16, "max_length": 64}
-    built = mini.build(Config({**sizes, "mask_token_id": MASK, "pad_token_id": PAD}, "a test"))
-    initialise(built.network, generator=torch.Generator().manual_seed(3), std=std)
-    return built.eval().requires_grad_(False)
+    return random_network(std=std, vocab_size=VOCAB, max_length=64, mask_token_id=MASK, pad_token_id=PAD)
 
 
 def windowed(hmm: HMM, window: int = LENGTH) -> HMM:
@@ -334,10 +330,8 @@ def test_is_there_after_import_codd():
 
 @functools.cache
 def block_causal(size: int) -> Model:
-    sizes = {"vocab_size": VOCAB, "width": 16, "layers": 1, "heads": 2, "mlp_width": 16, "max_length": 64}
-    built = mini.build(Config({**sizes, "mask_token_id": MASK, "block_size": size}, "a test"))
-    initialise(built.network, generator=torch.Generator().manual_seed(3), std=0.5)
-    return Model(built.eval().requires_grad_(False), None, None, MASK)
+    built = random_network(vocab_size=VOCAB, max_length=64, mask_token_id=MASK, block_size=size)
+    return Model(built, None, None, MASK)
 
 
 def test_blocks_of_a_block_causal_network_stand_on_its_grid():

@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from codd.backbones import Tokenizer, load_checkpoint, mini
+from codd.backbones import Tokenizer, load_checkpoint
 from codd.backbones.causal import CausalModel
-from codd.backbones.config import Config
-from codd.backbones.transformer import initialise
 from codd.circuits import HMM
 from codd.coupling.gap import BlockScores, block_scores, summary
 from codd.decoding import Model
@@ -24,6 +22,7 @@ from codd_lab.likelihood.studies import (
     mean_interval,
     shared_length,
 )
+from tests.support.checkpoints import random_network
 from tests.support.small_denoisers import network
 
 TEXT = "the old man went down to the sea and looked at the ships that came from far away ."
@@ -216,10 +215,8 @@ def test_a_model_must_say_its_mask_and_read_text(data):
 
 def block_causal(size: int) -> Model:
     words = tokenizer()
-    sizes = {"vocab_size": words.vocab_size, "width": 16, "layers": 1, "heads": 2, "mlp_width": 16, "max_length": 512}
-    built = mini.build(Config({**sizes, "mask_token_id": words.mask_id, "block_size": size}, "a test"))
-    initialise(built.network, generator=torch.Generator().manual_seed(3), std=0.5)
-    return Model(built.eval().requires_grad_(False), None, words, words.mask_id)
+    built = random_network(vocab_size=words.vocab_size, max_length=512, mask_token_id=words.mask_id, block_size=size)
+    return Model(built, None, words, words.mask_id)
 
 
 @pytest.mark.parametrize("corpus", ["books", "gsm8k"])

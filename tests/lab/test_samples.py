@@ -7,11 +7,10 @@ from safetensors.torch import load_file, save_file
 
 from codd.backbones import Backbone, mini
 from codd.backbones.causal import CausalModel, load_causal
-from codd.backbones.config import Config
-from codd.backbones.transformer import initialise
 from codd.data.sources import Source, read_documents
 from codd.errors import FormatError, InvalidInput, MissingDependency
 from codd_lab.samples import BATCH, documents, main, marks_of, sample, texts
+from tests.support.checkpoints import random_network
 from tests.support.small_runs import CPU, small_tokenizer
 from tests.support.tiny_models import biased
 
@@ -20,12 +19,10 @@ OTHER = small_tokenizer(300)
 PROMPT = "Tom has 12 apples."
 
 
-def network(*, vocab_size: int = TOKENIZER.vocab_size, causal: bool = True, **changes) -> Backbone:
+def network(*, causal: bool = True, **changes) -> Backbone:
     special = {"mask_token_id": TOKENIZER.mask_id, "pad_token_id": TOKENIZER.pad_id, "eos_token_id": TOKENIZER.eos_id}
-    sizes = {"vocab_size": vocab_size, "width": 16, "layers": 2, "heads": 4, "mlp_width": 24, "max_length": 48}
-    built = mini.build(Config({**sizes, **special, "causal": causal, **changes}, "a test"))
-    initialise(built.network, generator=torch.Generator().manual_seed(1), std=0.4)
-    return built.eval().requires_grad_(False)
+    sizes = {"vocab_size": TOKENIZER.vocab_size, "layers": 2, "heads": 4, "mlp_width": 24, "max_length": 48}
+    return random_network(seed=1, std=0.4, **{**sizes, **special, "causal": causal, **changes})
 
 
 def model(made: Backbone | None = None) -> CausalModel:

@@ -14,40 +14,17 @@ from codd.backbones import mini
 from codd.backbones.backbone import Backbone
 from codd.backbones.config import Config
 from codd.backbones.loading import load_checkpoint
+from codd.backbones.tokenizer import Tokenizer
 from codd.backbones.transformer import initialise
 from tests.support import FIXTURES
 
-PUBLISHED = (
-    "llada_mha",
-    "llada_gqa_sharded",
-    "dream_tied",
-    "dream_untied_sharded",
-    "bert",
-    "modernbert",
-    "mdlm",
-    "mdlm_timecond",
-    "sedd",
-    "sdar",
-    "sdar_sharded",
-    "fastdllm_v2",
-    "fastdllm_v2_tied_sharded",
-    "llada_moe",
-    "llada_moe_sharded",
-    "llada2_moe",
-    "llada2_moe_sharded",
-    "illada",
-    "illada_sharded",
-    "a2d_qwen3",
-    "a2d_qwen3_bd3lm_sharded",
-    "a2d_qwen2",
-    "a2d_llama",
-    "sdar_moe_sharded",
-    "stable_diffcoder_sharded",
-    "nemotron_diffusion",
-    "nemotron_diffusion_sharded",
-    "esm2",
-    "esm1b",
-    "roberta",
+PUBLISHED = tuple(
+    """
+    llada_mha llada_gqa_sharded dream_tied dream_untied_sharded bert modernbert mdlm mdlm_timecond sedd sdar
+    sdar_sharded fastdllm_v2 fastdllm_v2_tied_sharded llada_moe llada_moe_sharded llada2_moe llada2_moe_sharded
+    illada illada_sharded a2d_qwen3 a2d_qwen3_bd3lm_sharded a2d_qwen2 a2d_llama sdar_moe_sharded
+    stable_diffcoder_sharded nemotron_diffusion nemotron_diffusion_sharded esm2 esm1b roberta
+""".split()  # noqa: SIM905 a list of literals would take thirty lines
 )
 MINI: dict[str, Any] = {
     "vocab_size": 60,
@@ -77,11 +54,24 @@ def stated(name: str) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.exists() else {}
 
 
-def random_mini(seed: int = 0, **changes: Any) -> Backbone:
-    """Weights large enough that the argmaxes vary."""
-    built = mini.build(Config({**MINI, **changes}))
-    initialise(built.network, generator=torch.Generator().manual_seed(seed), std=0.3)
+def random_network(*, seed: int = 3, std: float = 0.5, **fields: Any) -> Backbone:
+    """A small network of ours with random weights, large enough that what is given matters and argmaxes vary."""
+    built = mini.build(Config({"width": 16, "layers": 1, "heads": 2, "mlp_width": 16, **fields}, "a test"))
+    initialise(built.network, generator=torch.Generator().manual_seed(seed), std=std)
     return built.eval().requires_grad_(False)
+
+
+def random_mini(seed: int = 0, **changes: Any) -> Backbone:
+    """One of two layers with fewer heads of keys than of queries."""
+    return random_network(seed=seed, std=0.3, **{**MINI, **changes})
+
+
+def save_network(folder: Path, tokenizer: Tokenizer, **changes: Any) -> Path:
+    """A random network of one layer with its tokenizer."""
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_id") for name in ("mask", "eos", "pad")}
+    mini.save(random_network(std=0.3, vocab_size=tokenizer.vocab_size, **special, **changes), folder)
+    tokenizer.save(folder)
+    return folder
 
 
 def cases(name: str) -> dict[str, dict[str, Tensor]]:

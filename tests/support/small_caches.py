@@ -8,9 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from codd.backbones import Backbone, mini
-from codd.backbones.config import Config
-from codd.backbones.transformer import initialise
+from codd.backbones import Backbone
 from codd.circuits import HMM
 from codd.data.packing import Example, PackedDataset, PackedSequences, pack
 from codd.data.windows import WindowRecipe
@@ -18,6 +16,7 @@ from codd.distributed import DistributedContext
 from codd.training.logit_cache.build import Progress, build, check
 from codd.training.logit_cache.reader import LogitCache
 from codd.training.logit_cache.storage import CacheSettings, claimed
+from tests.support.checkpoints import random_network
 
 CPU = torch.device("cpu")
 ALONE = DistributedContext(0, 1, CPU)
@@ -26,10 +25,7 @@ VOCAB, MASK, WINDOW = 90, 0, 8
 
 @functools.cache
 def network(vocab_size: int = VOCAB, seed: int = 3) -> Backbone:
-    sizes = {"vocab_size": vocab_size, "width": 16, "layers": 1, "heads": 2, "mlp_width": 16}
-    built = mini.build(Config({**sizes, "mask_token_id": MASK}, "a test"))
-    initialise(built.network, generator=torch.Generator().manual_seed(seed), std=0.5)
-    return built.eval().requires_grad_(False)
+    return random_network(seed=seed, vocab_size=vocab_size, mask_token_id=MASK)
 
 
 def rows_of(vocab_size: int = VOCAB, *, length: int = 40, texts: int = 255, mask: int = MASK) -> PackedDataset:

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from codd.backbones import mini
-from codd.backbones.config import Config
 from codd.backbones.loading import read_spec
 from codd.backbones.transformer import Transformer, initialise
 from codd.backbones.weights import SINGLE, expand_keys
@@ -20,6 +18,7 @@ from codd.training.circuit.trainer import train
 from codd.training.circuit_recipe import CircuitRecipe, read_circuit_recipe
 from codd.training.run import Progress
 from tests.support import FIXTURES, PROBLEMS
+from tests.support.checkpoints import save_network
 from tests.support.small_runs import CPU, small_tokenizer
 
 ALONE = DistributedContext(0, 1, CPU)
@@ -46,17 +45,6 @@ HEAD = ["head.latents=true", "head.dropout=0.2", "head.hidden=6"]
 ANEMONE = ["optimizer.rule=baum-welch"]
 
 
-def save_network(folder: Path, vocab_size: int = 400, **changes: Any) -> Path:
-    tokenizer = small_tokenizer(vocab_size)
-    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_id") for name in ("mask", "eos", "pad")}
-    sizes = {"vocab_size": tokenizer.vocab_size, "width": WIDTH, "layers": 1, "heads": 2, "mlp_width": 16}
-    built = mini.build(Config({**sizes, **special, **changes}, "a test"))
-    initialise(built.network, generator=torch.Generator().manual_seed(3), std=0.3)
-    mini.save(built, folder)
-    tokenizer.save(folder)
-    return folder
-
-
 PUBLISHED = {"llada": "llada_mha", "dream": "dream_untied_sharded", "sdar": "sdar", "llada2": "llada2_moe"}
 
 
@@ -81,7 +69,7 @@ def save_published(folder: Path, family: str) -> Path:
 
 
 def make_root(root: Path) -> Path:
-    save_network(root / "mini")
+    save_network(root / "mini", small_tokenizer())
     (root / "small.yaml").write_text(RECIPE.replace("ROOT", str(root)).replace("PROBLEMS", str(PROBLEMS)))
     return root
 

@@ -5,20 +5,15 @@ import functools
 import torch
 from torch import Tensor
 
-from codd.backbones import Backbone, mini
-from codd.backbones.config import Config
-from codd.backbones.transformer import initialise
+from codd.backbones import Backbone
+from tests.support.checkpoints import random_network
 
 VOCAB, MASK = 7, 5
 
 
 @functools.cache
 def network(*, causal: bool = False, vocab: int = VOCAB, mask: int = MASK, seed: int = 3) -> Backbone:
-    """Random weights, large enough that what is given matters."""
-    sizes = {"vocab_size": vocab, "width": 16, "layers": 1, "heads": 2, "mlp_width": 16, "max_length": 64}
-    built = mini.build(Config({**sizes, "causal": causal, "mask_token_id": mask}, "a test"))
-    initialise(built.network, generator=torch.Generator().manual_seed(seed), std=0.5)
-    return built.eval().requires_grad_(False)
+    return random_network(seed=seed, vocab_size=vocab, max_length=64, causal=causal, mask_token_id=mask)
 
 
 class Flat(Backbone):

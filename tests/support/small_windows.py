@@ -7,14 +7,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from codd.backbones import Backbone, mini
-from codd.backbones.config import Config
-from codd.backbones.transformer import initialise
+from codd.backbones import Backbone
 from codd.circuits import HMM
 from codd.data.packing import Example, PackedSequences, pack
 from codd.data.sources import Source
 from codd.data.windows import WindowBatch, WindowRecipe
 from codd.training.circuit_recipe import CircuitRecipe
+from tests.support.checkpoints import random_network
 from tests.support.small_runs import packed
 
 CPU = torch.device("cpu")
@@ -27,10 +26,7 @@ QUESTIONS = packed([(5, 16), (3, 8), (9, 24), (1, 8), (4, 32), (2, 5)] * 20, 48)
 @functools.cache
 def network(*, std: float = 0.5, vocab_size: int = VOCAB) -> Backbone:
     """Random weights; with ``std`` 0 every token but the mask, which is the last, is as likely as any other."""
-    sizes = {"vocab_size": vocab_size, "width": WIDTH, "layers": 1, "heads": 2, "mlp_width": 16}
-    built = mini.build(Config({**sizes, "mask_token_id": vocab_size - 1}, "a test"))
-    initialise(built.network, generator=torch.Generator().manual_seed(3), std=std)
-    return built.eval().requires_grad_(False)
+    return random_network(std=std, vocab_size=vocab_size, mask_token_id=vocab_size - 1)
 
 
 def own_network(**options: Any) -> Backbone:

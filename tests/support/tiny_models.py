@@ -5,9 +5,7 @@ import functools
 import torch
 from torch import Tensor
 
-from codd.backbones import Backbone, load_checkpoint, mini
-from codd.backbones.config import Config
-from codd.backbones.transformer import initialise
+from codd.backbones import Backbone, load_checkpoint
 from codd.circuits import HMM, Factors, Head, HeadConfig, Modulated
 from codd.decoding import Step
 from codd.decoding.loop import denoise
@@ -15,6 +13,7 @@ from codd.decoding.options import Options
 from codd.decoding.runner import runner_for
 from codd.decoding.sequence import StopCondition, start_sequences
 from tests.support import FIXTURES
+from tests.support.checkpoints import random_network
 
 VOCAB, MASK, PAD, EOS = 23, 21, 22, 20
 
@@ -32,12 +31,8 @@ def tiny(
     max_length: int = 64,
     block_size: int | None = None,
 ) -> Backbone:
-    """Random weights, large enough that tokens and confidences vary."""
-    sizes = {"vocab_size": vocab, "width": 16, "layers": 1, "heads": 2, "mlp_width": 16, "max_length": max_length}
     ids = {"mask_token_id": mask, "pad_token_id": pad}
-    built = mini.build(Config({**sizes, **ids, "block_size": block_size}, "a test"))
-    initialise(built.network, generator=torch.Generator().manual_seed(3), std=0.5)
-    return built.eval().requires_grad_(False)
+    return random_network(vocab_size=vocab, max_length=max_length, block_size=block_size, **ids)
 
 
 class Biased(Backbone):

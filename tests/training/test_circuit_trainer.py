@@ -25,6 +25,7 @@ from codd.training.circuit.data import prepare
 from codd.training.circuit.validation import HeldOut
 from codd.training.run import VALIDATION_SEED, Clock, check_recipe
 from tests.support import PYTHONPATH, small_circuits
+from tests.support.checkpoints import save_network
 from tests.support.small_circuits import (
     ALONE,
     ANEMONE,
@@ -36,11 +37,10 @@ from tests.support.small_circuits import (
     make_root,
     metrics_of,
     run,
-    save_network,
     save_published,
     small,
 )
-from tests.support.small_runs import files_of_at_most
+from tests.support.small_runs import files_of_at_most, small_tokenizer
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
 KINDS = {"static": [], "modulated": HEAD, "anemone": ANEMONE}
@@ -357,7 +357,7 @@ def damage(folder: Path, value: float) -> Path:
     [(float("nan"), FormatError, "has NaN or infinite values"), (3e38, Diverged, "is not numbers")],
 )
 def test_a_network_that_gives_no_numbers_is_said_before_training(root, tmp_path, value, kind, message, more):
-    folder = damage(save_network(tmp_path / "broken"), value)
+    folder = damage(save_network(tmp_path / "broken", small_tokenizer()), value)
     recipe = small(root, f"backbone={folder}", *more)
     with pytest.raises(kind, match=message):
         run(recipe, tmp_path / "out")

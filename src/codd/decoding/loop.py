@@ -131,24 +131,29 @@ def denoising_step(state: SequenceState) -> Generator[Any, Any, Step]:
     written, edited = ranking.writes(), inputs.edits().writes() if inputs.edits else Writes.none()
     check_scores(state, written)
     alternatives = find_alternatives(inputs, result, written) if state.alternatives else None
-    positions, tokens = torch.cat((written.positions, edited.positions)), torch.cat((written.tokens, edited.tokens))
-    state.commit(positions, tokens, edits=len(edited.positions))
+    how = {"circuit": result.circuit, "mask_ratio": result.mask_ratio, "alternatives": alternatives}
+    return finish_step(state, written, result.window, edits=edited, **how)
+
+
+def finish_step(state: SequenceState, written: Writes, window: Window, **how: Any) -> Step:
+    """Write the tokens and the edits of a step, and report it; ``how``: what `Step` holds besides."""
+    how = {"mask_ratio": state.mask_ratio(window), "edits": Writes.none(), **how}
+    both = zip(written, how["edits"], strict=True)
+    positions, tokens, _ = (torch.cat(each) for each in both)
+    state.commit(positions, tokens, edits=len(how["edits"].positions))
     return Step(
         sequence=state.number,
         number=state.evaluations - 1,
         positions=written.positions,
         tokens=written.tokens,
         scores=written.scores,
-        mask_ratio=result.mask_ratio,
-        circuit=result.circuit,
-        window=result.window,
+        window=window,
         ids=state.ids,
         finished=state.finished,
         settled=state.settled,
-        edits=edited,
         computed=state.computed,
         cached=state.cached,
-        alternatives=alternatives,
+        **how,
     )
 
 

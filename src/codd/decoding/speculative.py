@@ -27,7 +27,7 @@ from codd.backbones.causal import (
 )
 from codd.circuits import HMM
 from codd.circuits.sampling import draw_token
-from codd.decoding.loop import check_scores, step_inputs, without_circuit
+from codd.decoding.loop import check_scores, finish_step, step_inputs, without_circuit
 from codd.decoding.options import DEFAULTS, Options
 from codd.decoding.samplers import (
     Noise,
@@ -62,21 +62,16 @@ class Draft(NamedTuple):
     probabilities: Float[Tensor, "K V"]
 
 
-class Verdict(NamedTuple):
-    """What becomes of a draft, before chance decides."""
-
-    accept: Float[Tensor, " K"]
-    """The probability of accepting each token once those before it are."""
-    follow: Float[Tensor, "more V"]
-    """The distribution of the token that takes the place of each if it is refused, and of the one after all."""
-
-
-def verdict(draft: Draft, p: Float[Tensor, "more V"]) -> Verdict:
+def verdict(draft: Draft, p: Float[Tensor, "more V"]) -> tuple[Float[Tensor, " K"], Float[Tensor, "more V"]]:
     """Speculative sampling's rule: with it a token and what may take its place have the checker's distribution.
 
     Args:
         draft: Its probabilities are those that the tokens were drawn from, or one-hot at temperature 0.
         p: The checker's distribution of each drafted token given those before it, and of the one after all.
+
+    Returns:
+        The probability of accepting each token once those before it are, and the distribution of the token that takes
+        the place of each if it is refused, and of the one after all.
     """
     p, q = p.double(), draft.probabilities.double()
     chosen = draft.tokens[:, None]
@@ -85,16 +80,16 @@ def verdict(draft: Draft, p: Float[Tensor, "more V"]) -> Verdict:
     total = rest.sum(-1, keepdim=True)
     # Where p and q are equal nothing is ever refused, but for what rounding does.
     follow = torch.where(total > 0, rest / torch.where(total > 0, total, 1), p[:-1])
-    return Verdict(accept, torch.cat((follow, p[-1:])))
+    return accept, torch.cat((follow, p[-1:]))
 
 
 def judge(
     draft: Draft, p: Float[Tensor, "more V"], uniforms: Float[Tensor, " more"]
 ) -> tuple[int, Int[Tensor, " written"]]:
     """How many drafted tokens are accepted, and all that is written: these and the token that follows them."""
-    found = verdict(draft, p)
-    accepted = int((uniforms[:-1].to(found.accept) < found.accept).cumprod(0).sum())
-    last = draw_token(found.follow[accepted : accepted + 1], uniforms[-1:].to(found.follow))
+    accept, follow = verdict(draft, p)
+    accepted = int((uniforms[:-1].to(accept) < accept).cumprod(0).sum())
+    last = draw_token(follow[accepted : accepted + 1], uniforms[-1:].to(follow))
     return accepted, torch.cat((draft.tokens[:accepted], last))
 
 
@@ -173,7 +168,7 @@ class Speculation:
             assert plan.count is not None
             uniforms = torch.rand(plan.count, generator=state.generator)
             self._draft, acts = draft_tokens(inputs, plan.count, uniforms)
-            return _committed(state, plan, Writes.none(), circuit=acts)
+            return finish_step(state, Writes.none(), plan.block, circuit=acts)
         yield []  # nothing is asked of the network,
         yield []  # nor of its head
         yield None
@@ -202,36 +197,14 @@ class Speculation:
         top = log_p.topk(min(state.alternatives, log_p.shape[-1]), dim=-1)
         self._accepted += MEMORY * (accepted - self._accepted) if len(draft.tokens) else PATIENCE
         self._draft = None
-        return _committed(
+        return finish_step(
             state,
-            plan,
             written,
+            plan.block,
             drafted=len(draft.tokens),
             accepted=accepted,
             alternatives=Alternatives(top.indices.cpu(), top.values.cpu()) if state.alternatives else None,
         )
-
-
-def _committed(state: SequenceState, plan: StepPlan, written: Writes, *, circuit: bool = False, **more: Any) -> Step:
-    """Write the tokens, and report the step."""
-    mask_ratio = state.mask_ratio(plan.block)
-    state.commit(written.positions, written.tokens)
-    return Step(
-        sequence=state.number,
-        number=state.evaluations - 1,
-        positions=written.positions,
-        tokens=written.tokens,
-        scores=written.scores,
-        mask_ratio=mask_ratio,
-        circuit=circuit,
-        window=plan.block,
-        ids=state.ids,
-        finished=state.finished,
-        settled=state.settled,
-        computed=state.computed,
-        cached=state.cached,
-        **more,
-    )
 
 
 def begin(model: "Model", sequences: Sequence[SequenceState], verifier: Any) -> None:
