@@ -46,11 +46,11 @@ def logits_at(model: CausalModel, ids: Int[Tensor, "B T"], places: Int[Tensor, "
             f"the causal model was made for {model.max_length} tokens, found texts of {ids.shape[1]}: give shorter "
             "rows or contexts."
         )
-    parts = []
-    for some, at in zip(*(each.split(rows_at_once(model, ids.shape[1])) for each in (ids, places)), strict=True):
-        some = some.to(model.network.device)
+    parts, size = [], rows_at_once(model, ids.shape[1])
+    for begin in range(0, len(ids), size):
+        some, at = (each[begin : begin + size].to(model.network.device) for each in (ids, places))
         logits = read(model, some, torch.ones_like(some, dtype=torch.bool)).logits
-        parts.append(take_positions(logits, at.to(logits.device)).float().to(places.device))
+        parts.append(take_positions(logits, at).float().to(places.device))
     return torch.cat(parts)
 
 

@@ -93,6 +93,14 @@ def test_cost_heeds_mode_and_activation(tmp_path):
         (["--tasks", "word_problems", "--dtype", "int3"], "dtype must be a floating-point type (float32,"),
         (["--stage", "answer"], "no folder of an evaluation"),
         (["--tasks", "../../../evil", "--circuit", "none"], "the task '../../../evil' can be no folder's name"),
+        (["--tasks", "word_problems", "--templates", "rude"], "there is no template 'rude'"),
+        (["--tasks", "word_problems", "--templates", "plain,plain"], "two templates have the name 'plain'"),
+        (["--tasks", "word_problems", "--templates", "no/such.yaml"], "no/such.yaml"),
+        (["--tasks", "books_text", "--templates", "plain"], "asks no question"),
+        (["--studies", "cost", "--templates", "plain"], "--templates are for questions"),
+        (["--task-file", "none.jsonl"], "none.jsonl"),
+        (["--task-file", "gsm8k.jsonl"], "gsm8k is the name of another task"),
+        (["--tasks", "word_problems", "--answer-rule", "exact"], "--answer-rule is for a --task-file"),
     ],
 )
 def test_errors_are_one_line(tmp_path, capsys, extra, message):

@@ -200,21 +200,6 @@ def test_files_may_be_json(tmp_path):
     assert chosen_templates([str(path), "default"], "gsm8k") == [PromptTemplate("a", "{question}"), None]
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--tasks", "word_problems", "--templates", "rude"], "there is no template 'rude'"),
-        (["--tasks", "word_problems", "--templates", "plain,plain"], "two templates have the name 'plain'"),
-        (["--tasks", "word_problems", "--templates", "no/such.yaml"], "no/such.yaml"),
-        (["--tasks", "books_text", "--templates", "plain"], "asks no question"),
-        (["--studies", "cost", "--templates", "plain"], "--templates are for questions"),
-    ],
-)
-def test_errors_are_one_line(tmp_path, capsys, more, message):
-    assert main(["eval", *more, *SMALL, "--out", str(tmp_path / "run")]) == 1
-    assert message in " ".join(capsys.readouterr().err.split())
-
-
 def test_a_changed_template_needs_another_name(mine, tmp_path, capsys):
     asked = ["eval", "--tasks", "word_problems", "--templates", str(mine), "--circuit", "none", *SMALL]
     assert main([*asked, "--stage", "prepare", "--out", str(tmp_path / "run")]) == 0

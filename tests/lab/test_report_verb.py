@@ -4,29 +4,16 @@ from pathlib import Path
 import pytest
 
 from codd.cli import main
-from codd_lab.runs import Result, Run, Sample
-from codd_lab.tasks.configs import EvalConfig
+from codd_lab.runs import Run
 from tests.support.cli import refused
-
-
-def add(run: Run, circuit: str, right: int) -> None:
-    config = EvalConfig("gsm8k", circuit, {"steps": 16}, problems=8)
-    samples = [
-        Sample(doc_id=i, prompt="?", target="1", text="\x1b[31mone", tokens=3, calls=16, seconds=0.5, seed=i,
-               correct=float(i < right))
-        for i in range(8)
-    ]  # fmt: skip
-    result = Result(
-        config, "exact_match", right / 8, {}, 8, 16.0, 3.0, 0.5, {}, {"machine": "m"}, run.config_folder(config)
-    )
-    run.write_result(result, samples)
+from tests.support.small_evaluations import add, pattern
 
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
     run = Run(tmp_path / "run", create=True)
-    add(run, "trained", 6)
-    add(run, "null", 5)
+    for circuit, right in (("trained", 6), ("null", 5)):
+        add(run, "gsm8k", circuit, {"steps": 16}, correct=pattern(right, 8), texts=["\x1b[31mone"] * 8)
     return run.folder
 
 

@@ -114,12 +114,3 @@ def test_without_lm_eval(tmp_path):
 def test_errors_are_one_line(tmp_path, capsys, lines, more, message):
     assert main(told(written(tmp_path, lines), tmp_path / "run", *more)) == 1
     assert message in " ".join(capsys.readouterr().err.split())
-
-
-def test_other_errors(tmp_path, capsys):
-    assert main(told(tmp_path / "none.jsonl", tmp_path / "run")) == 1
-    assert "none.jsonl" in " ".join(capsys.readouterr().err.split())
-    assert main(told(written(tmp_path, name="gsm8k.jsonl"), tmp_path / "run")) == 1
-    assert "gsm8k is the name of another task" in " ".join(capsys.readouterr().err.split())
-    assert main(["eval", "--tasks", "word_problems", "--answer-rule", "exact", "--out", str(tmp_path / "run")]) == 1
-    assert "--answer-rule is for a --task-file" in " ".join(capsys.readouterr().err.split())

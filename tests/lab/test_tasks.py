@@ -1,7 +1,6 @@
 """Four problems of every task through the harness, resumed, in stages, and over two processes."""
 
 import json
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,9 +10,7 @@ import torch
 
 import codd
 from codd.backbones import chat
-from codd.cli import main
 from codd.data.text_files import json_lines
-from codd.decoding import Model
 from codd.distributed import DistributedContext
 from codd.errors import FormatError, InvalidInput
 from codd.evaluation.answering import problem_seed
@@ -25,7 +22,6 @@ from codd_lab.tasks.catalogue import TASKS
 from codd_lab.tasks.configs import EvalConfig
 from codd_lab.tasks.runner import EvalSession, answer_config, default_length, prepare_config, run_config
 from tests.support.small_data import data
-from tests.support.two_processes import run_in_two_processes
 
 lm_eval = pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance  # noqa: E402 only where it is installed
@@ -108,48 +104,10 @@ def test_a_hostile_program_fails_its_problem_and_nothing_else(run, tmp_path):
     assert requests[0]["prompt"].endswith("<|assistant|>```python")
 
 
-def test_what_was_answered_is_not_asked_again(run, monkeypatch):
-    wanted = config("word_problems", remasking="random")
-    asked = []
-    plain = Model.generate
-
-    def counted(self, prompts, options):
-        asked.append(len(prompts))
-        if len(asked) == 2:
-            raise KeyboardInterrupt
-        return plain(self, prompts, options)
-
-    monkeypatch.setattr(Model, "generate", counted)
-    pairs = type(run)(run.run, run.model, run.context, run.data, 2)
-    with pytest.raises(KeyboardInterrupt):
-        run_config(wanted, pairs)
-    assert run.run.result(wanted) is None
-    result = run_config(wanted, pairs)
-    assert asked == [2, 2, 2]  # the second was cut off, and only its problems were asked again
-    assert run_config(wanted, pairs).samples == result.samples
-    assert asked == [2, 2, 2]
-    assert not list(result.folder.glob("answers.*"))
-
-
 def test_an_answer_does_not_depend_on_the_batch(run, tmp_path, root):
     wanted = config("word_problems", temperature=1.0)
     found = [run_config(wanted, session(tmp_path / str(batch), root, batch)) for batch in (1, 3)]
     assert [sample.text for sample in found[0].samples] == [sample.text for sample in found[1].samples]
-
-
-def test_in_stages_without_the_harness_in_the_middle(run, tmp_path, root, monkeypatch):
-    wanted = config("gsm8k", temperature=0.5)
-    whole = run_config(wanted, run)
-    parts = session(tmp_path / "run", root)
-    prepare_config(wanted, parts)
-    with monkeypatch.context() as without:
-        without.setitem(sys.modules, "lm_eval", None)
-        without.setitem(sys.modules, "codd.evaluation.harness", None)
-        answer_config(wanted, parts)
-    monkeypatch.setattr(Model, "generate", lambda *args, **options: pytest.fail("all was answered"))
-    found = run_config(wanted, parts)
-    assert [s.text for s in found.samples] == [s.text for s in whole.samples]
-    assert found.correct == whole.correct
 
 
 def test_answers_of_another_device_are_waited_for(tmp_path, root):
@@ -179,18 +137,6 @@ def test_published_tasks_are_found_without_looking_through_all_of_them():
     assert set(catalogue._FOLDERS) == published
     for name, folder in catalogue._FOLDERS.items():
         assert name in catalogue._manager(folder).all_subtasks
-
-
-def test_two_processes_find_what_one_finds(tmp_path):
-    command = ["eval", "--tasks", "word_problems", "--problems", "3", "--steps", "2", "--gen-length", "16"]
-    command += ["--block-length", "16", "--circuit", "none", "--device", "cpu", "--json", "--out"]
-    folders = [tmp_path / "two", tmp_path / "one"]
-    stdout, _ = run_in_two_processes(*command, str(folders[0]), threads=torch.get_num_threads())
-    assert json.loads(stdout)["run"] == str(folders[0])
-    assert main([*command, str(folders[1])]) == 0
-    two, one = ([s.text for s in Run(folder).results()[0].samples] for folder in folders)
-    assert two == one
-    assert Run(folders[0]).results()[0].provenance["processes"] == 2
 
 
 @pytest.fixture(scope="module")
