@@ -1,5 +1,6 @@
 """Where a figure comes from: machine, versions, revision, command."""
 
+import contextlib
 import functools
 import os
 import platform
@@ -14,18 +15,7 @@ import torch
 
 import codd.errors
 
-PACKAGES = (
-    "codd-lm",
-    "codd-lab",
-    "torch",
-    "lm_eval",
-    "datasets",
-    "transformers",
-    "numpy",
-    "tokenizers",
-    "math-verify",
-    "mauve-text",
-)
+PACKAGES = "codd-lm codd-lab torch lm_eval datasets transformers numpy tokenizers math-verify".split()  # noqa: SIM905
 
 
 def provenance(device: torch.device | str, dtype: torch.dtype | str) -> dict[str, Any]:
@@ -69,10 +59,8 @@ def versions() -> dict[str, str]:
     """Versions of the installed packages that can change a figure."""
     installed = {}
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             installed[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return installed
 
 

@@ -11,7 +11,7 @@ RUN/studies/<name>.json          likelihoods, costs
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,16 +67,15 @@ class Scored(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Result:
-    """The figures of a configuration that is done."""
+class Figures(Section):
+    """The fields of result.json beside the configuration."""
 
-    config: EvalConfig
     metric: str | None
     """The metric that decides whether a sample is correct, as "metric,filter"; None for continued text."""
     accuracy: float | None
     metrics: Mapping[str, float]
     """The mean of every metric of the task."""
-    problems: int
+    problems: Whole
     calls: float
     tokens: float
     """Network evaluations and tokens per problem, means over problems."""
@@ -85,6 +84,13 @@ class Result:
     settings: Mapping[str, Any]
     """The prompt's parts, the options in full, stop strings, batch."""
     provenance: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Result(Figures):
+    """The figures of a configuration that is done."""
+
+    config: EvalConfig
     folder: Path
 
     @cached_property
@@ -153,8 +159,7 @@ class Run:
     def write_result(self, result: Result, samples: Sequence[Sample]) -> None:
         """Write samples, then the result, so that a result never lacks its samples; then delete the log of answers."""
         write_lines(result.folder / "samples.jsonl", [asdict(sample) for sample in samples])
-        skipped = ("config", "folder", "samples", "judged")
-        figures = {name: value for name, value in vars(result).items() if name not in skipped}
+        figures = {each.name: getattr(result, each.name) for each in fields(Figures)}
         write_json(result.folder / "result.json", {**figures, "cell": result.config.as_json()})
         for path in result.folder.glob("answers.*.jsonl"):
             path.unlink()
@@ -225,21 +230,6 @@ def _cut_unfinished(path: Path) -> None:
             file.truncate(content.rfind(b"\n") + 1)
 
 
-class _Stored(NamedTuple):
-    """The fields of result.json."""
-
-    cell: Mapping[str, Any]
-    metric: str | None
-    accuracy: float | None
-    metrics: Mapping[str, float]
-    problems: Whole
-    calls: float
-    tokens: float
-    seconds: float
-    settings: Mapping[str, Any]
-    provenance: Mapping[str, Any]
-
-
 class _TrueText(NamedTuple):
     """The same judge's scores of the true continuations."""
 
@@ -262,8 +252,10 @@ class _Judged(NamedTuple):
 
 
 def _read_result(path: Path) -> Result:
-    stored = validation.build(_Stored, read_json(path), str(path))._asdict()
-    return Result(EvalConfig.from_json(stored.pop("cell"), str(path)), **stored, folder=path.parent)
+    stored = read_json_object(path)
+    config = EvalConfig.from_json(stored.pop("cell", None), str(path))
+    figures: Figures = validation.build(Figures, stored, str(path))
+    return Result(**vars(figures), config=config, folder=path.parent)
 
 
 def write_json(path: Path, value: object) -> None:

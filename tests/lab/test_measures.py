@@ -13,7 +13,7 @@ from codd_lab.measures import (
     tokens_per_second,
 )
 from codd_lab.report.render import make_report, render
-from codd_lab.runs import Result, Run, Sample
+from codd_lab.runs import Figures, Result, Run, Sample
 from codd_lab.tasks.configs import EvalConfig
 from codd_lab.tasks.templates import PromptTemplate
 from tests.support.cli import printed_json
@@ -56,7 +56,8 @@ def test_what_the_area_is_made_of():
 
 def result(circuit: str, steps: int, accuracy: float | None, calls: int) -> Result:
     cell = EvalConfig("word_problems", circuit, {"steps": steps, "sampler": "any_order"})
-    made = Result(cell, None, accuracy, {}, 2, float(calls), 24.0, 0.5, {"batch": 4}, {}, Path())
+    figures = Figures(None, accuracy, {}, 2, float(calls), 24.0, 0.5, {"batch": 4}, {})
+    made = Result(**vars(figures), config=cell, folder=Path())
     made.__dict__["samples"] = [sample(24, calls, 0.5), sample(24, calls, 0.5)]
     return made
 

@@ -74,7 +74,9 @@ class Task:
     """In the harness's language, what a prompt template has for {question}; None for the harness's whole prompt."""
 
 
-class _Question(NamedTuple):
+class Question(NamedTuple):
+    """A line of a file of questions."""
+
     question: str
     answer: str
 
@@ -115,7 +117,7 @@ def _hub(path: str, name: str | None, split: str) -> Documents:
 
 def _gsm8k(root: Path | None, split: str, count: int | None) -> dict[str, Documents]:
     part = "test" if split == "test" else "train"
-    rows = _hub("openai/gsm8k", "main", part) if root is None else _lines(root, f"gsm8k/{part}.jsonl", _Question)
+    rows = _hub("openai/gsm8k", "main", part) if root is None else _lines(root, f"gsm8k/{part}.jsonl", Question)
     rows = rows if split == "test" else rows[-HELD_BACK:]
     return {"test": rows, "train": rows[:1]}
 

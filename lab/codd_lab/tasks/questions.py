@@ -14,17 +14,12 @@ from codd.errors import FormatError, InvalidInput
 from codd.evaluation.answering import Answerer, Line, Request
 from codd_lab.runs import Run, Sample, Scored, write_lines
 from codd_lab.tasks.answers import MARKED_NUMBER, AnswerRule, answer_rule, default_rule
-from codd_lab.tasks.catalogue import TASKS, Documents, converses, documents_of, system_of, task_of
+from codd_lab.tasks.catalogue import TASKS, Documents, Question, converses, documents_of, system_of, task_of
 from codd_lab.tasks.configs import EvalConfig
 from codd_lab.tasks.templates import PromptTemplate, chosen_templates
 
 FOLDER = "task_files"
 """Copies of task files in a run folder: a run can be resumed and scored without the original."""
-
-
-class _Line(NamedTuple):
-    question: str
-    answer: str
 
 
 class TaskFile(NamedTuple):
@@ -94,12 +89,12 @@ def templates_for(
     return templates
 
 
-def _line(row: Mapping[str, Any], where: str) -> _Line:
+def _line(row: Mapping[str, Any], where: str) -> Question:
     """A line of a task file; other fields are ignored, and an answer may be a number."""
-    fields = {name: row[name] for name in _Line._fields if name in row}
+    fields = {name: row[name] for name in Question._fields if name in row}
     if type(fields.get("answer")) in (int, float):
         fields["answer"] = str(fields["answer"])
-    line: _Line = validation.build(_Line, fields, where)
+    line: Question = validation.build(Question, fields, where)
     return line
 
 
@@ -117,7 +112,7 @@ def _documents(config: EvalConfig, run: Run, data: Path | None) -> Documents:
         path = _copy(run, config.task, config.questions)
         if not path.is_file():
             raise FormatError(f"{path}: there is no such file; codd eval --task-file writes it.")
-        documents = [validation.build(_Line, line, where)._asdict() for where, line in json_lines(path)]
+        documents = [validation.build(Question, line, where)._asdict() for where, line in json_lines(path)]
     return documents[: config.problems]
 
 
