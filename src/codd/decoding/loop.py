@@ -137,7 +137,7 @@ def denoising_step(state: SequenceState) -> Generator[Any, Any, Step]:
 
 def finish_step(state: SequenceState, written: Writes, window: Window, **how: Any) -> Step:
     """Write the tokens and the edits of a step, and report it; ``how``: what `Step` holds besides."""
-    how = {"mask_ratio": state.mask_ratio(window), "edits": Writes.none(), **how}
+    how = {"circuit": False, "mask_ratio": state.mask_ratio(window), "edits": Writes.none(), **how}
     both = zip(written, how["edits"], strict=True)
     positions, tokens, _ = (torch.cat(each) for each in both)
     state.commit(positions, tokens, edits=len(how["edits"].positions))
