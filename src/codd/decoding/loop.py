@@ -131,29 +131,39 @@ def denoising_step(state: SequenceState) -> Generator[Any, Any, Step]:
     written, edited = ranking.writes(), inputs.edits().writes() if inputs.edits else Writes.none()
     check_scores(state, written)
     alternatives = find_alternatives(inputs, result, written) if state.alternatives else None
-    how = {"circuit": result.circuit, "mask_ratio": result.mask_ratio, "alternatives": alternatives}
-    return finish_step(state, written, result.window, edits=edited, **how)
+    seen = result.mask_ratio, result.circuit
+    return finish_step(state, written, result.window, *seen, edited, alternatives=alternatives)
 
 
-def finish_step(state: SequenceState, written: Writes, window: Window, **how: Any) -> Step:
-    """Write the tokens and the edits of a step, and report it; ``how``: what `Step` holds besides."""
-    how = {"circuit": False, "mask_ratio": state.mask_ratio(window), "edits": Writes.none(), **how}
-    both = zip(written, how["edits"], strict=True)
-    positions, tokens, _ = (torch.cat(each) for each in both)
-    state.commit(positions, tokens, edits=len(how["edits"].positions))
+def finish_step(
+    state: SequenceState,
+    written: Writes,
+    window: Window,
+    mask_ratio: float,
+    circuit: bool,
+    edits: Writes | None = None,
+    **more: Any,
+) -> Step:
+    """Write the tokens and the edits of a step, and report it; ``more``: other fields of `Step`."""
+    edits = edits or Writes.none()
+    positions, tokens = torch.cat((written.positions, edits.positions)), torch.cat((written.tokens, edits.tokens))
+    state.commit(positions, tokens, edits=len(edits.positions))
     return Step(
         sequence=state.number,
         number=state.evaluations - 1,
         positions=written.positions,
         tokens=written.tokens,
         scores=written.scores,
+        mask_ratio=mask_ratio,
+        circuit=circuit,
         window=window,
         ids=state.ids,
         finished=state.finished,
         settled=state.settled,
+        edits=edits,
         computed=state.computed,
         cached=state.cached,
-        **how,
+        **more,
     )
 
 

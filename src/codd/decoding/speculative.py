@@ -168,7 +168,7 @@ class Speculation:
             assert plan.count is not None
             uniforms = torch.rand(plan.count, generator=state.generator)
             self._draft, acts = draft_tokens(inputs, plan.count, uniforms)
-            return finish_step(state, Writes.none(), plan.block, circuit=acts)
+            return finish_step(state, Writes.none(), plan.block, state.mask_ratio(plan.block), acts)
         yield []  # nothing is asked of the network,
         yield []  # nor of its head
         yield None
@@ -201,6 +201,8 @@ class Speculation:
             state,
             written,
             plan.block,
+            state.mask_ratio(plan.block),
+            circuit=False,
             drafted=len(draft.tokens),
             accepted=accepted,
             alternatives=Alternatives(top.indices.cpu(), top.values.cpu()) if state.alternatives else None,
