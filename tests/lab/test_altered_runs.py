@@ -5,7 +5,7 @@ import pytest
 from codd_lab.report import figures
 from codd_lab.report.render import make_report, render
 from codd_lab.runs import Log, Run
-from tests.support.altered_texts import failures
+from tests.support.mutations import failures
 from tests.support.small_evaluations import add, judge, pattern, studies
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-import jaxtyping
 import pytest
 import tokenizers
 import torch
@@ -32,6 +31,7 @@ from tests.support import FIXTURES, ROOT
 from tests.support.checkpoints import PUBLISHED
 from tests.support.mutations import mutated
 
+pytestmark = pytest.mark.usefixtures("as_users_run_it")  # their errors could be taken for the library's own
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MUTATIONS = int(os.environ.get("CODD_FUZZ", "150"))
 ROOM = 2 << 30
@@ -183,15 +183,6 @@ FORMATS = {
     "jpc": Format(copies("hmm", "hmm_n12.jpc"), use_jpc),
     "older jpc": Format(copies("hmm", "hmm_n12_legacy.jpc"), use_jpc),
 }
-
-
-@pytest.fixture(autouse=True)
-def as_users_run_it() -> Iterator[None]:
-    """Without the checks of types, whose errors some code would take for the library's own."""
-    before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", before)
 
 
 @contextmanager

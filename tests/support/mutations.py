@@ -1,38 +1,32 @@
-"""Files damaged at random, the same way for the same seed: bytes, and the values of JSON."""
+"""Files damaged at random, the same way for the same seed: bytes, the values of JSON, values of text."""
 
 import copy
 import json
+import math
+import os
+import re
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
 
+from codd.errors import CoddError
+
 DEEP, DIGITS = "@deep@", "@digits@"
-ODD: tuple[Any, ...] = (
-    *(
-        None,
-        True,
-        False,
-        0,
-        1,
-        -1,
-        7,
-        2_000_000,
-        2**28,
-        2**31,
-        2**32,
-        2**63,
-        10**30,
-        0.5,
-        -0.5,
-        1e308,
-        float("nan"),
-        float("inf"),
-    ),
-    *("", "a", "\0", "\ud800", "🦀", "x" * 5000, "../x", "/etc/passwd", DEEP, DIGITS),
-    *([], {}, [[]], [0], ["a"], {"a": 1}, {"content": "a", "id": 3}, list(range(300)), {"Regex": "(a+)+$"}),
+NUMBERS = (0, 1, -1, 7, 2_000_000, 2**28, 2**31, 2**32, 2**63, 10**30, 0.5, -0.5, 1e308, math.nan, math.inf)
+TEXTS = ("", "a", "\0", "\ud800", "🦀", "x" * 5000, "../x", "/etc/passwd", DEEP, DIGITS)
+CONTAINERS: tuple[Any, ...] = ([], {}, [[]], [0], ["a"], {"a": 1}, {"content": "a", "id": 3}, list(range(300)))
+ODD: tuple[Any, ...] = (None, True, False, *NUMBERS, *TEXTS, *CONTAINERS, {"Regex": "(a+)+$"})
+ODD_TEXTS = (
+    *("null", "true", "[]", "{}", "-1", "0", "0.5", '""', "NaN", "Infinity", "-Infinity", "1e999", "2024-99-99"),
+    *("*a", "!!x", '"\\ud800"', '"\\u0000"', '"../../evil"', '"-1"', '[{"a": [null, 1, "x"]}]'),
+    *("1" + "0" * 30, "1" + "0" * 400, "9" * 5000, "0x" + "f" * 5000),
+    *("[" * 300 + "]" * 300, "[" * 3000, '{"a":' * 3000, '"' + "x" * 10_000 + '"'),
 )
+COUNT = max(1, int(os.environ.get("CODD_FUZZ", "100")) // 18)
+"""Alterations of each of the eighteen files of runs, caches and recipes."""
+_VALUE = re.compile(rb'"(?:[^"\\]|\\.)*"|-?\d[\d.e+-]*|[A-Za-z_][\w.-]*|\[[^\[\]]*\]|\{[^{}]*\}')
 
 
 def flip(content: bytearray, random: Random) -> None:
@@ -117,3 +111,40 @@ def mutated(path: Path, random: Random) -> bytes:
     content = bytearray(whole)
     random.choice(BYTES)(content, random)
     return bytes(content)
+
+
+def substitute(content: bytearray, random: Random) -> None:
+    """A value of text is another."""
+    if found := list(_VALUE.finditer(content[:100_000])):
+        begin, end = random.choice(found).span()
+        content[begin:end] = random.choice(ODD_TEXTS).encode()
+
+
+def _altered(path: Path) -> Iterator[str]:
+    """Change a file several times, each time from what it was; yields how, and puts it back at the end."""
+    original = path.read_bytes()
+    try:
+        for number in range(COUNT):
+            random, content = Random(f"{path.name}/{number}"), bytearray(original)
+            way = random.choice([*BYTES, *[substitute] * len(BYTES)])
+            way(content, random)
+            path.write_bytes(content)
+            yield f"{path.name}: {way.__name__} {number}"
+    finally:
+        path.write_bytes(original)
+
+
+def failures(path: Path, named: Path, load: Callable[[], Any], same: Any = None) -> list[str]:
+    """Of mutations that are neither refused by an error that names the file nor harmless."""
+    found = []
+    for how in _altered(path):
+        try:
+            if load() != same and same is not None:
+                found.append(f"{how}: loads as something else")
+        except CoddError as error:
+            text = str(error)
+            if str(named) not in text or "\n" in text or len(text) > 2000:
+                found.append(f"{how}: {text[:300]}")
+        except Exception as error:
+            found.append(f"{how}: {type(error).__name__}: {str(error)[:300]}")
+    return found

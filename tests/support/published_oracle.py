@@ -397,6 +397,3 @@ def windowed_diffusion(network: Network, prompt: list[int], how: Settings, draw:
         ids = turn.after
         turns.append(turn)
     return turns
-
-
-# Whether counts could have come from a distribution.

@@ -18,7 +18,7 @@ from codd.training.curve import read_panels
 from codd.training.logit_cache.reader import LogitCache
 from codd.training.run import Log, read_metrics
 from codd_lab.pretraining.recipe import SHIPPED, read_recipe
-from tests.support.altered_texts import failures
+from tests.support.mutations import failures
 from tests.support.small_caches import made
 from tests.support.small_runs import small_tokenizer
 
