@@ -16,33 +16,22 @@ Progress = Callable[[str, int, int], None]
 """Called with a part of the study, and how many of how many evaluations of it are done."""
 
 
-def gap(args: argparse.Namespace, model: "Model", progress: Progress) -> dict[str, Any]:
-    """Log-likelihood against mask ratio."""
-    from codd_lab.likelihood.studies import mask_ratio_study
-
-    return _likelihood(mask_ratio_study, "blocks", args, model, progress)
-
-
-def continuations(args: argparse.Namespace, model: "Model", progress: Progress) -> dict[str, Any]:
-    """Log-likelihood of true continuations by context."""
-    from codd_lab.likelihood.studies import continuation_study
-
-    return _likelihood(continuation_study, "texts", args, model, progress)
-
-
-def _likelihood(
-    study: Callable[..., dict[str, Any]], count: str, args: argparse.Namespace, model: "Model", progress: Progress
-) -> dict[str, Any]:
+def likelihood(name: str, args: argparse.Namespace, model: "Model", progress: Progress) -> dict[str, Any]:
+    """Log-likelihood against mask ratio (gap), or of true continuations by context."""
     import torch
 
     from codd.backbones.causal import load_causal
     from codd.distributed import choose_device
+    from codd_lab.likelihood import studies
     from codd_lab.provenance import provenance
 
     causal = None if args.causal is None else load_causal(args.causal, choose_device(args.device), torch.float32)
-    parts = _circuits(args, model), causal, args.data
+    study, count = {
+        "gap": (studies.mask_ratio_study, "blocks"),
+        "continuations": (studies.continuation_study, "texts"),
+    }[name]
     chosen = _given(**{count: args.problems, "corpora": args.text})
-    figures = study(model, *parts, seed=args.seed, progress=progress, **chosen)
+    figures = study(model, _circuits(args, model), causal, args.data, seed=args.seed, progress=progress, **chosen)
     return {**figures, "provenance": provenance(model.backbone.device, model.backbone.precision)}
 
 
@@ -70,7 +59,10 @@ def _flag(name: str) -> str:
     return name.replace("_", "-")
 
 
-STUDIES = {"gap": gap, "continuations": continuations, "cost": cost}
+STUDIES: dict[str, Callable[..., dict[str, Any]]] = {
+    **{name: functools.partial(likelihood, name) for name in ("gap", "continuations")},
+    "cost": cost,
+}
 
 
 def _circuits(args: argparse.Namespace, model: "Model") -> dict[str, Any]:
