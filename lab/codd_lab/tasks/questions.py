@@ -4,7 +4,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from codd import validation
 from codd.data.text_files import json_lines
@@ -22,22 +22,14 @@ FOLDER = "task_files"
 """Copies of task files in a run folder: a run can be resumed and scored without the original."""
 
 
-class TaskFile(NamedTuple):
-    """A user's task: its name, the digest of its questions, and how answers are read."""
-
-    task: str
-    questions: str
-    answer_rule: str
-
-
 def is_own(config: EvalConfig) -> bool:
     """Whether a configuration needs no harness."""
     task = task_of(config.task)
     return config.questions is not None or (task is not None and not task.harness)
 
 
-def add_task_file(path: Path, rule: str | None, run: Run) -> TaskFile:
-    """Check a task file and copy it into a run folder; its name is the task's.
+def add_task_file(path: Path, rule: str | None, run: Run) -> dict[str, str]:
+    """Check a task file and copy it into a run folder: its ``questions`` and ``answer_rule`` for an `EvalConfig`.
 
     Without a ``rule`` the one that fits all answers is taken. FormatError for lines without question and answer, and
     for an answer that the rule cannot read.
@@ -55,11 +47,10 @@ def add_task_file(path: Path, rule: str | None, run: Run) -> TaskFile:
                 "another --answer-rule, or correct it."
             )
     digest = hashlib.sha256("".join(json.dumps(each) for each in documents).encode()).hexdigest()[:16]
-    file = TaskFile(path.stem, digest, chosen.name)
-    copy = _copy(run, file.task, digest)
+    copy = _copy(run, path.stem, digest)
     if not copy.exists():
         write_lines(copy, documents)
-    return file
+    return {"questions": digest, "answer_rule": chosen.name}
 
 
 def templates_for(

@@ -252,18 +252,13 @@ def _grid(args: argparse.Namespace, model: "Model", run: "Run") -> list[EvalConf
         dtype=model.backbone.precision,
         device=args.device.split(":")[0] if args.device else model.backbone.device.type,
     )
-    wanted: list[EvalConfig] = []
-    for task in dict.fromkeys(args.tasks):
-        wanted += [
-            config for each in templates_for(args.templates, run, task) for config in grid([task], template=each)
-        ]
-    for path in args.task_file:
-        file = add_task_file(path, args.answer_rule, run)
-        for each in templates_for(args.templates, run, file.task, file.answer_rule):
-            wanted += grid([file.task], questions=file.questions, answer_rule=file.answer_rule, template=each)
+    asked: list[tuple[str, dict[str, str]]] = [(task, {}) for task in dict.fromkeys(args.tasks)]
+    asked += [(path.stem, add_task_file(path, args.answer_rule, run)) for path in args.task_file]
     return [
-        dataclasses.replace(config, options={"gen_length": default_length(config.task, model), **config.options})
-        for config in wanted
+        dataclasses.replace(config, options={"gen_length": default_length(task, model), **config.options})
+        for task, told in asked
+        for template in templates_for(args.templates, run, task, told.get("answer_rule"))
+        for config in grid([task], template=template, **told)
     ]
 
 
