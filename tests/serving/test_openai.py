@@ -28,18 +28,14 @@ def generated(prompt: Any, **options: Any) -> str:
     return texts[0]
 
 
-@pytest.mark.parametrize("sampler", ["latent", "any_order", "factorized"])
-def test_a_chat_is_what_generate_gives(client, sampler):
-    expected = generated([SAID], sampler=sampler, temperature=0.8, seed=7)
+@pytest.mark.parametrize(
+    "how", [*({**SHORT, "sampler": each} for each in ("latent", "any_order", "factorized")), {"mode": "speculative"}]
+)
+def test_a_chat_is_what_generate_gives(client, how):
+    drawn = {"temperature": 0.8, "seed": 7}
+    [expected] = bundled().generate([SAID], gen_length=16, **drawn, **how).texts
     assert expected
-    asked: dict[str, Any] = {
-        "model": "mini",
-        "messages": SAID,
-        "max_tokens": 16,
-        "temperature": 0.8,
-        "seed": 7,
-        "extra_body": {**SHORT, "sampler": sampler},
-    }
+    asked: dict[str, Any] = {"model": "mini", "messages": SAID, "max_tokens": 16, **drawn, "extra_body": how}
     whole = client.chat.completions.create(**asked)
     assert whole.choices[0].message.content == expected
     assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens

@@ -106,14 +106,14 @@ def compare(
     again: Float[Tensor, "m d"],
     samples: Float[Tensor, "l d"],
     seeds: Sequence[int] = SEEDS,
-) -> dict[str, float]:
+) -> dict[str, float | int]:
     """Samples against a reference, and the ceiling: another sample of the reference against it.
 
     All are cut to the smallest set. Deviations are between the clusterings' seeds: they do not hold the chance of which
     texts were drawn. ``texts``: how many of each set were compared.
     """
     size = min(len(reference), len(again), len(samples))
-    found: dict[str, float] = {"texts": size}
+    found: dict[str, float | int] = {"texts": size}
     for name, other in (("mauve", samples), ("ceiling", again)):
         found[name], found[f"{name}_deviation"] = average_distance(reference[:size], other[:size], seeds)
     return found
