@@ -47,10 +47,10 @@ if TYPE_CHECKING:
 
 FOLDER = "causal"
 """Where a checkpoint keeps the causal model that checks its drafts."""
-FIRST_DRAFT = 16
-"""Tokens of a sequence's first draft."""
+EXPECTED = 16
+"""What a sequence's average of accepted tokens, which the length of its drafts follows, begins with."""
 MEMORY = 0.5
-"""The weight of the latest draft in the average of accepted tokens that the next draft's length follows."""
+"""The weight of the latest draft in that average."""
 PATIENCE = 0.1
 """What each check without a draft adds to that average, so that drafts are tried again."""
 
@@ -138,14 +138,15 @@ class Speculation:
         self._checker, self._vocab_size, self._length = checker, vocab_size, length
         self._reader: CausalReader | None = None
         self._draft: Draft | None = None
-        self._accepted = float(FIRST_DRAFT)
+        self._accepted = float(EXPECTED)
         """The average of tokens accepted lately."""
 
     def plan_steps(self, state: SequenceState) -> Iterator[StepPlan]:
         """A draft and, as the ``last`` step of each round, a check, which writes one token more than it accepts.
 
-        Where less than one token of a draft was accepted lately, checks come without drafts: plain causal decoding.
-        The draft's window is a block after the text, or what is left of a block-causal network's block.
+        A draft is half as long again as what was accepted lately, and two tokens more; its window is a block after the
+        text, or what is left of a block-causal network's block. Where less than one token of a draft was accepted
+        lately, checks come without drafts: plain causal decoding.
         """
         size = state.block_size
         while (begin := state.settled) < len(state.ids):
