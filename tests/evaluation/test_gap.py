@@ -25,10 +25,11 @@ from codd.evaluation import misspecification
 from codd.evaluation.gap import circuit_length
 from tests.support import FIXTURES
 from tests.support.checkpoints import random_network
+from tests.support.small_denoisers import log_probs, silent
 
 VOCAB, MASK, PAD = 7, 5, 6
 LENGTH = 4
-RATIOS = (0.25, 0.5, 1.0)
+RATIOS = (0.5, 0.25, 1.0)  # in no order
 
 
 @functools.cache
@@ -74,12 +75,6 @@ def slowly(backbone: Backbone, circuit: HMM | None, ids: Tensor, starts: Tensor,
     return {name: value / tokens for name, value in sums.items()}
 
 
-def log_probs(backbone: Backbone, shown: Tensor, place: int, mask: int) -> Tensor:
-    logits = backbone(shown[None])[0, place].double()
-    logits[mask] = -torch.inf
-    return logits.log_softmax(-1)
-
-
 def enumerate_joint(circuit: HMM, row: Tensor, start: int, alone: dict[int, Tensor]) -> float:
     places = sorted(alone)
     fillings = torch.tensor(list(itertools.product(range(circuit.vocab_size), repeat=len(places))))
@@ -98,7 +93,7 @@ def test_agrees_with_a_slow_evaluation_of_every_block(seed):
     circuit = random_hmm(seed)
     found = misspecification(model(circuit), ids, starts, RATIOS, seed)
     assert list(found) == list(RATIOS)
-    for ratio, masked in zip(RATIOS, (1, 2, 4), strict=True):
+    for ratio, masked in zip(RATIOS, (2, 1, 4), strict=True):
         wanted = slowly(tiny(), circuit, ids, starts, ratio, seed)
         got = found[ratio]
         for name, value in wanted.items():
@@ -201,22 +196,6 @@ def test_masks_are_nested_and_all_ratios_share_one_run():
     assert not torch.equal(hidden[4][0, 5:13], hidden[4][1, 6:14])  # each block has an order of its own
 
 
-def test_what_a_ratio_gives_does_not_depend_on_the_others_or_their_order():
-    ids, starts = texts()
-    together = misspecification(model(random_hmm()), ids, starts, (1.0, 0.25, 0.5))
-    assert list(together) == [1.0, 0.25, 0.5]
-    for ratio in RATIOS:
-        alone = misspecification(model(random_hmm()), ids, starts, (ratio,))[ratio]
-        assert alone == pytest.approx(together[ratio], abs=1e-6, nan_ok=True)
-
-
-def test_the_seed_fixes_everything():
-    ids, starts = texts()
-    first, again, other = (misspecification(model(random_hmm()), ids, starts, (0.5,), seed) for seed in (4, 4, 5))
-    assert first == again
-    assert first != other
-
-
 def test_neither_blocks_nor_circuits_depend_on_the_others():
     ids, starts = texts(40)
     assert rows_at_once(tiny(), LENGTH) < len(ids)
@@ -286,11 +265,6 @@ def test_blocks_have_the_circuits_length():
     assert circuit_length(HMM.neutral(1, VOCAB)) == circuit_length(None) == 32
 
 
-class Silent(Backbone):
-    def logits(self, states: Tensor, ids: Tensor) -> Tensor:
-        return super().logits(states, ids) * torch.nan
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -305,7 +279,7 @@ class Silent(Backbone):
         ({"ratios": (0.5, 0.0)}, "ratios must be above 0"),
         ({"ratios": (1.1,)}, r"at most 1, found \[1.1\]"),
         ({"model": Model(tiny(), None, None, None)}, "which token is the mask"),
-        ({"model": model(None, Silent(tiny().spec, tiny().network))}, "text 0: the network's logits are NaN"),
+        ({"model": model(None, silent(tiny()))}, "text 0: the network's logits are NaN"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_in_one_line(change, message):

@@ -8,7 +8,7 @@ from codd.coupling.gap import reveal_order, rows_at_once
 from codd.errors import InvalidInput
 from codd_lab.likelihood.copula import dcd_scores
 from tests.support import FIXTURES
-from tests.support.small_denoisers import MASK, log_probs, network, without
+from tests.support.small_denoisers import MASK, log_probs, network, silent, without
 
 LENGTH = 6
 RATIOS = (0.17, 0.5, 0.84, 1.0)
@@ -116,17 +116,12 @@ def test_there_are_as_many_evaluations_as_different_views_and_it_tells_how_far_i
     assert told[-1] == (len(watched.seen) + len(ids),) * 2
 
 
-class Silent(Backbone):
-    def logits(self, states: Tensor, ids: Tensor) -> Tensor:
-        return super().logits(states, ids) * torch.nan
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"causal": network()}, "is a denoiser .*, expected a causal model"),
         ({"causal": network(causal=True, vocab=5, mask=4)}, "the causal model has 5 tokens, the network 7, 6 for one"),
-        ({"causal": Silent(network(causal=True).spec, network(causal=True).network)}, "text 0: .* NaN"),
+        ({"causal": silent(network(causal=True))}, "text 0: .* NaN"),
         ({"ratios": (0.0,)}, "ratios must be above 0"),
         ({"ids": torch.full((4, 14), MASK)}, r"the mask \(5\) stands in or before the block"),
     ],

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from codd.backbones import Backbone
 from tests.support.checkpoints import random_network
+from tests.support.tiny_models import biased
 
 VOCAB, MASK = 7, 5
 
@@ -25,6 +26,11 @@ class Flat(Backbone):
 
 def flat(under: Backbone) -> Flat:
     return Flat(under.spec, under.network)
+
+
+def silent(under: Backbone) -> Backbone:
+    """It gives no numbers."""
+    return biased(under, torch.full((under.vocab_size,), torch.nan))
 
 
 def log_probs(backbone: Backbone, shown: Tensor, place: int, mask: int) -> Tensor:
