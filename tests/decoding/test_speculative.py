@@ -14,7 +14,7 @@ from codd.backbones.loading import BUNDLED
 from codd.cli.demo import questions
 from codd.decoding.loop import step_inputs
 from codd.decoding.runner import FullRecompute
-from codd.decoding.samplers import token_distribution
+from codd.decoding.samplers import StepInputs, token_distribution
 from codd.decoding.speculative import Draft, draft_tokens, judge, verdict
 from codd.errors import InvalidInput
 from tests.support import FIXTURES
@@ -88,33 +88,60 @@ def checked(causal: CausalModel, ids: list[int], count: int, options: codd.Optio
     return token_distribution(logits, options.temperature, options.top_k, options.top_p)
 
 
-def drafts(model: codd.Model, ids: list[int], options: codd.Options, checker: object, count: int):
-    """Every draft after a text, with the probability of drawing it; each token is forced by its quantile."""
-    [state] = model.start([ids], options.changed(verifier=checker))
+def drafting(model: codd.Model, ids: list[int], options: codd.Options) -> StepInputs:
+    """What the first draft after a text is made from."""
+    [state] = model.start([ids], options)
     step = step_inputs(state)
     runner = FullRecompute(model.backbone)
     rows = step.send(runner(next(step)))
     with pytest.raises(StopIteration) as end:
         step.send(runner.logits(rows, MASK))
-    inputs = end.value.value
+    return end.value.value
 
-    def grown(uniforms: list[float], p: float):
+
+def drafts(model: codd.Model, ids: list[int], options: codd.Options, checker: object, count: int):
+    """Every draft after a text, with the probability of drawing it; each token is forced by its quantile."""
+    inputs = drafting(model, ids, options.changed(verifier=checker))
+
+    def grown(forced: list[int], uniforms: list[float], p: float):
         if len(uniforms) == count:
             draft, acts = draft_tokens(inputs, count, torch.tensor(uniforms))
             assert acts is (model.circuit is not None)
+            assert draft.tokens.tolist() == forced
             yield draft, p
             return
         draft, _ = draft_tokens(inputs, len(uniforms) + 1, torch.tensor([*uniforms, 0.5]))
         row = draft.probabilities[-1].double()
         for token in row.nonzero()[:, 0].tolist():
             middle = float((row[:token].sum() + row[token] / 2) / row.sum())
-            yield from grown([*uniforms, middle], p * float(row[token]))
+            yield from grown([*forced, token], [*uniforms, middle], p * float(row[token]))
 
-    yield from grown([], 1.0)
+    yield from grown([], [], 1.0)
+
+
+DRAWN = [{"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.8}]
+
+
+@pytest.mark.parametrize("given", DRAWN)
+def test_drafts_are_drawn_from_the_joint_given_what_was_drafted_before(checker, given):
+    """By the table of all texts of the window."""
+    model, length = tiny_model(), 3
+    options = codd.Options(mode="speculative", gen_length=length, verifier=checker, **given)
+    inputs = drafting(model, PROMPT, options)
+    joint = inputs.window(inputs.plan.block).joint(model.circuit, 1.0)
+    texts = torch.cartesian_prod(*[torch.arange(VOCAB)] * length)
+    table = torch.cat([joint.log_prob(text[None]) for text in texts])
+    for draft, _ in drafts(model, PROMPT, options, checker, length - 1):
+        for place, found in enumerate(draft.probabilities):
+            fits = (texts[:, :place] == draft.tokens[:place]).all(1)
+            given_before = [table[fits & (texts[:, place] == token)].logsumexp(0) for token in range(VOCAB)]
+            cut = options.temperature, options.top_k, options.top_p
+            wanted = token_distribution(torch.stack(given_before)[None], *cut)[0]
+            torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("circuit", ["random", None])
-@pytest.mark.parametrize("given", [{"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.8}])
+@pytest.mark.parametrize("given", DRAWN)
 def test_above_temperature_0_the_text_has_the_checkers_distribution(checker, circuit, given):
     """By enumeration of all drafts, acceptances and tokens that follow them."""
     model, causal, length = tiny_model(circuit), CausalModel(checker), 3

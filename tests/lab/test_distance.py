@@ -83,10 +83,10 @@ def test_what_it_cannot_use():
 
 
 def test_compare_gives_the_ceiling_at_the_same_size():
-    found = compare(cloud(0, 120), cloud(1, 300), cloud(2, 100, shift=0.5), seeds=(0, 1))
+    found = compare(cloud(0, 120), cloud(1, 300), cloud(2, 100, shift=0.5))
     assert found["texts"] == 100
-    ceilings = [distance(cloud(0, 120)[:100], cloud(1, 300)[:100], seed) for seed in (0, 1)]
-    assert found["ceiling"] == pytest.approx(sum(ceilings) / 2)
+    ceilings = [distance(cloud(0, 120)[:100], cloud(1, 300)[:100], seed) for seed in range(5)]
+    assert found["ceiling"] == pytest.approx(sum(ceilings) / 5)
     assert found["mauve"] < found["ceiling"] - 0.2
     assert found["mauve_deviation"] > 0
 

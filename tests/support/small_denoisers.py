@@ -17,17 +17,6 @@ def network(*, causal: bool = False, vocab: int = VOCAB, mask: int = MASK, seed:
     return random_network(seed=seed, vocab_size=vocab, max_length=64, causal=causal, mask_token_id=mask)
 
 
-class Flat(Backbone):
-    """Holds all tokens for equally probable, whatever it sees."""
-
-    def logits(self, states: Tensor, ids: Tensor) -> Tensor:
-        return torch.zeros(*states.shape[:-1], self.vocab_size)
-
-
-def flat(under: Backbone) -> Flat:
-    return Flat(under.spec, under.network)
-
-
 def silent(under: Backbone) -> Backbone:
     """It gives no numbers."""
     return biased(under, torch.full((under.vocab_size,), torch.nan))

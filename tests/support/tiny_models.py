@@ -92,9 +92,9 @@ def last(steps: list[Step], sequence: int = 0) -> list[int]:
     return of(steps, sequence)[-1].ids.tolist()
 
 
-def filled_in(steps: list[Step], sequence: int = 0) -> list[int]:
+def filled_in(steps: list[Step]) -> list[int]:
     """Of every position, the number of the step that filled it; -1: none did."""
-    own = of(steps, sequence)
+    own = of(steps)
     found = torch.full((int(max(len(step.ids) for step in own)),), -1)
     for step in own:
         assert (found[step.positions] == -1).all()

@@ -186,7 +186,6 @@ def unpaired(results: Sequence[Result], pairs: Sequence[Comparison]) -> list[str
     return [f"No null circuit under identical settings on the same problems, or no judge, beside: {listed}."]
 
 
-def few(names: Sequence[str], most: int = 3) -> str:
-    """The first ``most`` names, and how many more there are."""
-    more = len(names) - most
-    return "; ".join(names[:most]) + (f"; and {more} more" if more > 0 else "")
+def few(names: Sequence[str]) -> str:
+    """The first three names, and how many more there are."""
+    return "; ".join([*names[:3], *([f"and {len(names) - 3} more"] if len(names) > 3 else [])])

@@ -27,8 +27,8 @@ def best(results: Sequence[Result], worth: Callable[[Result], float]) -> Result:
     return max(results, key=rank)
 
 
-def chosen(results: Sequence[Result], *, problems: int | None, split: str = "test") -> list[EvalConfig]:
-    """The most accurate configuration of each circuit and budget, moved to another split, with its control.
+def chosen(results: Sequence[Result], *, problems: int | None) -> list[EvalConfig]:
+    """The most accurate configuration of each circuit and budget, moved to the test split, with its control.
 
     The null circuit is tuned by itself too, since temperature alone can help. Ties are broken as in `best`.
     """
@@ -42,4 +42,4 @@ def chosen(results: Sequence[Result], *, problems: int | None, split: str = "tes
         best_configs.append(config)
         if config.circuit not in CONTROLS:
             best_configs.append(config.with_circuit(NULL))
-    return [replace(config, split=split, problems=problems) for config in dict.fromkeys(best_configs)]
+    return [replace(config, split="test", problems=problems) for config in dict.fromkeys(best_configs)]

@@ -7,7 +7,6 @@ not reach 1, so that the score of reference against reference, with the same siz
 """
 
 import statistics
-from collections.abc import Sequence
 
 import numpy as np
 import threadpoolctl
@@ -93,11 +92,9 @@ def _labels(points: NDArray[np.float64], clusters: int, seed: int) -> NDArray[np
     return np.asarray(labels, np.int64)
 
 
-def average_distance(
-    p: Float[Tensor, "n d"], q: Float[Tensor, "m d"], seeds: Sequence[int] = SEEDS
-) -> tuple[float, float]:
+def average_distance(p: Float[Tensor, "n d"], q: Float[Tensor, "m d"]) -> tuple[float, float]:
     """The mean of `distance` over the clusterings' seeds, and the deviation between them."""
-    scores = [distance(p, q, seed) for seed in seeds]
+    scores = [distance(p, q, seed) for seed in SEEDS]
     return statistics.fmean(scores), statistics.pstdev(scores)
 
 
@@ -105,7 +102,6 @@ def compare(
     reference: Float[Tensor, "n d"],
     again: Float[Tensor, "m d"],
     samples: Float[Tensor, "l d"],
-    seeds: Sequence[int] = SEEDS,
 ) -> dict[str, float | int]:
     """Samples against a reference, and the ceiling: another sample of the reference against it.
 
@@ -115,5 +111,5 @@ def compare(
     size = min(len(reference), len(again), len(samples))
     found: dict[str, float | int] = {"texts": size}
     for name, other in (("mauve", samples), ("ceiling", again)):
-        found[name], found[f"{name}_deviation"] = average_distance(reference[:size], other[:size], seeds)
+        found[name], found[f"{name}_deviation"] = average_distance(reference[:size], other[:size])
     return found

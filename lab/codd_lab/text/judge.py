@@ -20,7 +20,6 @@ from torch import Tensor
 
 from codd.backbones import Backbone
 from codd.backbones.causal import CausalModel, load_causal, load_causal_lm, transformers_for
-from codd.coupling.gap import Progress
 from codd.distributed import choose_device
 from codd.errors import FormatError, InvalidInput, MissingDependency
 from codd_lab.causal import read, rows_at_once
@@ -71,12 +70,7 @@ class Judge:
     """A text longer than its ``max_length`` is refused, never cut."""
 
     def assess(
-        self,
-        prompts: Sequence[str],
-        continuations: Sequence[str],
-        progress: Progress | None = None,
-        *,
-        most: int | None = None,
+        self, prompts: Sequence[str], continuations: Sequence[str], *, most: int | None = None
     ) -> list[Assessed]:
         """Of each continuation given its prompt what it costs, and where the whole text is; others do not matter.
 
@@ -97,8 +91,6 @@ class Judge:
             found = read(self.model, ids, torch.arange(ids.shape[1], device=ids.device) < lengths[:, None])
             for i, logits, states, given in zip(batch, *found, ids, strict=True):
                 assessed[i] = _assessed(readings[i], logits, states, given)
-            if progress is not None:
-                progress(len(assessed), len(readings))
         return [assessed[i] for i in range(len(readings))]
 
     def _read(self, prompt: str, text: str, where: str, most: int | None) -> _Reading:

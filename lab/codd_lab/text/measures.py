@@ -69,7 +69,6 @@ def measures(
     nats: Sequence[float],
     counts: Sequence[int],
     sizes: Sequence[int] | None = None,
-    seed: int = 0,
 ) -> dict[str, Figure]:
     """All figures of `MEANINGS` for some texts, with 95% intervals by bootstrap over texts.
 
@@ -79,17 +78,17 @@ def measures(
     """
     _check_lengths(tokens, nats, counts, sizes)
     totals, judged = _array(nats), _array(counts)
-    figures = {"nll": _ratio(totals, judged, seed)}
+    figures = {"nll": _ratio(totals, judged)}
     figures["ppl"] = {name: None if value is None else _exp(value) for name, value in figures["nll"].items()}
     if sizes is not None:
-        figures["nats_per_byte"] = _ratio(totals, _array(sizes), seed)
+        figures["nats_per_byte"] = _ratio(totals, _array(sizes))
     repeated = {n: _array([rep_n(text, n) for text in tokens]) for n in (2, 3, 4)}
     for n, values in repeated.items():
-        figures[f"rep_{n}"] = _mean(values, seed)
-    figures["distinct_2"] = _mean(1 - repeated[2], seed)
-    figures["diversity"] = _mean(_array([diversity(text) for text in tokens]), seed)
+        figures[f"rep_{n}"] = _mean(values)
+    figures["distinct_2"] = _mean(1 - repeated[2])
+    figures["diversity"] = _mean(_array([diversity(text) for text in tokens]))
     figures["pooled_distinct_2"] = {"value": _finite(pooled_distinct_n(tokens, 2)), "low": None, "high": None}
-    figures["length"] = _mean(_array([len(text) for text in tokens]), seed)
+    figures["length"] = _mean(_array([len(text) for text in tokens]))
     return figures
 
 
@@ -105,16 +104,16 @@ def _array(values: Sequence[float] | Sequence[int]) -> NDArray[np.float64]:
     return np.asarray(values, np.float64)
 
 
-def _mean(values: NDArray[np.float64], seed: int) -> Figure:
+def _mean(values: NDArray[np.float64]) -> Figure:
     """The mean over the texts that have a value."""
     known = ~np.isnan(values)
-    return _ratio(np.where(known, values, 0.0), known.astype(np.float64), seed)
+    return _ratio(np.where(known, values, 0.0), known.astype(np.float64))
 
 
-def _ratio(totals: NDArray[np.float64], counts: NDArray[np.float64], seed: int) -> Figure:
+def _ratio(totals: NDArray[np.float64], counts: NDArray[np.float64]) -> Figure:
     if not counts.sum():
         return {"value": None, "low": None, "high": None}
-    low, high = bootstrap_interval(ratio_of_sums(totals, counts), len(totals), seed)
+    low, high = bootstrap_interval(ratio_of_sums(totals, counts), len(totals))
     return {"value": float(totals.sum() / counts.sum()), "low": low, "high": high}
 
 

@@ -252,7 +252,7 @@ def _grid(args: argparse.Namespace, model: "Model", run: "Run") -> list[EvalConf
         dtype=model.backbone.precision,
         device=args.device.split(":")[0] if args.device else model.backbone.device.type,
     )
-    asked: list[tuple[str, dict[str, str]]] = [(task, {}) for task in dict.fromkeys(args.tasks)]
+    asked: list[tuple[str, dict[str, Any]]] = [(task, {}) for task in dict.fromkeys(args.tasks)]
     asked += [(path.stem, add_task_file(path, args.answer_rule, run)) for path in args.task_file]
     return [
         dataclasses.replace(config, options={"gen_length": default_length(task, model), **config.options})

@@ -26,10 +26,11 @@ def likelihood(name: str, args: argparse.Namespace, model: "Model", progress: Pr
     from codd_lab.provenance import provenance
 
     causal = None if args.causal is None else load_causal(args.causal, choose_device(args.device), torch.float32)
-    study, count = {
+    kinds: dict[str, tuple[Callable[..., dict[str, Any]], str]] = {
         "gap": (studies.mask_ratio_study, "blocks"),
         "continuations": (studies.continuation_study, "texts"),
-    }[name]
+    }
+    study, count = kinds[name]
     chosen = _given(**{count: args.problems, "corpora": args.text})
     figures = study(model, _circuits(args, model), causal, args.data, seed=args.seed, progress=progress, **chosen)
     return {**figures, "provenance": provenance(model.backbone.device, model.backbone.precision)}
