@@ -6,6 +6,7 @@ import zlib
 
 import pytest
 
+from codd.backbones import Tokenizer
 from codd.data.sources import Source, find_sources
 from codd.data.text_files import LONGEST_LINE
 from codd.data.tokenization import PackingConfig, load_source
@@ -84,7 +85,7 @@ def test_sources(tmp_path):
         refused(Source("qa", "a", path=name), tmp_path, "there is no such file (source a)")
     refused(Source("text", "a", path="."), tmp_path, "--data")
     refused(Source("qa", "a", path="qa.jsonl", fields=("q",)), tmp_path, "fields must name the question's and")
-    bare = train_bpe(["Some words."], vocab_size=300, special_tokens=("<|mask|>",))
+    bare = Tokenizer(train_bpe(["Some words."], vocab_size=300).backend, special={"mask_token": "<|mask|>"})
     refused(Source("text", "a", path="prose.txt"), tmp_path, "the tokenizer has no eos token", bare)
 
 

@@ -76,21 +76,6 @@ def test_special_tokens_in_the_texts_are_not_learnt():
     assert found.encode("<|mask|>") == [1]
 
 
-def test_other_special_tokens_give_no_chat_template():
-    found = train_bpe(TEXTS, vocab_size=300, special_tokens=("<|mask|>", "[SEP]"))
-    assert (found.mask_id, found.eos_id, found.chat_template) == (0, None, None)
-    assert found.token_to_id("[SEP]") == 1
-
-
-@pytest.mark.parametrize(
-    ("size", "special", "message"),
-    [
-        (260, MINI_SPECIAL_TOKENS, "vocab_size is 260, but .* alone are 261"),
-        (300, ("<|a|>", "<|a|>"), "must be distinct"),
-        (300, ("mask",), "'mask' could occur as a word"),
-        (300, ("",), "could occur"),
-    ],
-)
-def test_impossible_requests_are_refused(size, special, message):
-    with pytest.raises(CoddError, match=message):
-        train_bpe(TEXTS, vocab_size=size, special_tokens=special)
+def test_a_vocabulary_holds_the_bytes():
+    with pytest.raises(CoddError, match=r"vocab_size is 260, but .* alone are 261"):
+        train_bpe(TEXTS, vocab_size=260)

@@ -13,7 +13,7 @@ from codd.distributed import DistributedContext
 from codd.errors import FormatError, InvalidInput
 from codd.training.checkpoints import checkpoints
 from codd.training.run import CHECKPOINTS
-from codd_lab.pretraining.bpe import MINI_SPECIAL_TOKENS, train_bpe
+from codd_lab.pretraining.bpe import train_bpe
 from codd_lab.pretraining.recipe import Recipe
 
 
@@ -51,7 +51,7 @@ def _tokenizer(recipe: Recipe, root: Path, out: Path, *, kept: bool) -> Tokenize
     found = found or (Tokenizer.from_folder(folder) if kept and folder.is_dir() else None)
     if found is None:
         sample = sample_texts(recipe.data, root, recipe.tokenizer.megabytes)
-        found = train_bpe(sample, vocab_size=recipe.tokenizer.vocab_size, special_tokens=MINI_SPECIAL_TOKENS)
+        found = train_bpe(sample, vocab_size=recipe.tokenizer.vocab_size)
         found.save(folder)
     if found.vocab_size > 2**16:
         raise InvalidInput(f"a vocabulary of {found.vocab_size} tokens; rows hold at most 65,536.")
