@@ -22,8 +22,8 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int = 8192) -> Tokenizer:
     """Train a vocabulary of at most ``vocab_size`` tokens; fewer if the texts give no more pairs to merge.
 
     `MINI_SPECIAL_TOKENS` have the first ids, and the 256 bytes the next; no text turns into a special token, since the
-    splitter cuts all of them. Nothing is normalised: every text survives encoding and decoding unchanged. The same texts
-    give the same tokenizer.
+    splitter cuts all of them. Nothing is normalised: every text survives encoding and decoding unchanged. The same
+    texts give the same tokenizer.
     """
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = split_then_bytes(SPLIT)
