@@ -109,7 +109,7 @@ def stages(
 
 def committed(conditioner: IncrementalConditioner, window: WindowInputs, options: codd.Options, count: int) -> object:
     """What the commit loop decides; the conditioner stays as it is."""
-    rule = sampling_rule(options, count, adaptive=False)
+    rule = sampling_rule(options, count, count)
     return conditioner.commit_tokens(window.masked, window.noise.tokens, None, rule)
 
 

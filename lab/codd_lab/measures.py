@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from codd.decoding.options import PACES
+from codd.decoding.options import RULE
 from codd_lab.runs import Result, Sample, control_of
 from codd_lab.tasks import templates
 from codd_lab.tasks.configs import CONTROLS, NULL, EvalConfig
@@ -84,7 +84,7 @@ class Parallelism(NamedTuple):
         return {
             **{name: getattr(config, name) for name in ("task", "split", "model", "circuit")},
             "template": templates.label(config.template),
-            "options": {name: value for name, value in config.options.items() if name not in PACES},
+            "options": {name: value for name, value in config.options.items() if name not in RULE},
             "points": [list(point) for point in self.points],
             "best": self.best,
             "aup": self.aup,
@@ -119,7 +119,7 @@ def parallelism(results: Sequence[Result]) -> list[Parallelism]:
 
 def _way(config: EvalConfig) -> str:
     """A key that is equal for configurations that differ in their budget and seed only."""
-    options = {name: value for name, value in config.options.items() if name not in PACES}
+    options = {name: value for name, value in config.options.items() if name not in RULE}
     return json.dumps({**config.as_json(), "seed": 0, "options": options}, sort_keys=True)
 
 

@@ -72,9 +72,5 @@ class CircuitSteppedAside(UserWarning):
     """The circuit excludes what is already written, so a step was made without it."""
 
 
-class PaceNotGiven(UserWarning):
-    """Prose is to be drawn at a temperature above 0, where the default threshold commits about one token per call."""
-
-
 class TextsLeftOut(UserWarning):
     """Some questions are, with their answers, longer than a row, and were left out of the training data."""

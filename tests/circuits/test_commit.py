@@ -53,24 +53,26 @@ class Case(NamedTuple):
     joint: Coupled
     noise: Noise
     options: Options
-    count: int | None
+    count: int
+    due: Tensor | None
 
     def sampled(self, backend: str) -> Ranking:
         with ops.use(backend):
-            return samplers.sample_any_order(self.joint, self.count, self.options, self.noise)
+            return samplers.sample_any_order(self.joint, self.count, self.options, self.noise, due=self.due)
 
 
 def case(
     options: dict,
     seed: int,
     *,
-    count: int | None = 4,
     scale: float = 3.0,
     states: int = N,
     modulated: bool = True,
     device: str = "cpu",
 ) -> Case:
-    g, chosen = generator(seed), Options.of(sampler="any_order", **options)
+    adaptive = {"threshold", "entropy_budget"} & set(options)
+    rule = {"sampler": "any_order", **({} if adaptive else {"steps": None}), **options}
+    g, due, chosen = generator(seed), rule.pop("due", None), Options.of(**rule)
     joint = Coupled(
         HMM.random(states, V, seed, scale=2.0).to(device),
         logits=scale * torch.randn(1, L, V, generator=g).to(device),
@@ -79,8 +81,7 @@ def case(
         latent_log_potentials=torch.randn(1, L, states, generator=g).to(device) if modulated else None,
     )
     noise = Noise(*(part.to(device) for part in Noise.drawn(L, g)))
-    adaptive = {"threshold", "entropy_budget"} & set(options)
-    return Case(joint, noise, chosen, None if adaptive else count)
+    return Case(joint, noise, chosen, chosen.min_tokens if adaptive else 4, None if due is None else torch.tensor(due))
 
 
 def truncated(p: Tensor, options: Options) -> Tensor:
@@ -98,11 +99,11 @@ def truncated(p: Tensor, options: Options) -> Tensor:
 
 def by_hand(case: Case) -> tuple[list[tuple[int, int, float]], float]:
     """Positions, tokens and probabilities in float64, and how near any of the decisions was."""
-    joint, noise, options, count = case
+    joint, noise, options, count, due = case
     conditioner = RecomputingConditioner(joint.circuit.to(dtype=torch.float64), joint.evidence)
     heat = options.circuit_temperature if options.tempering == "paper" else 1.0
     left, found, near, spent = HIDDEN[0].nonzero()[:, 0].tolist(), [], 1.0, 0.0
-    while left and (count is None or len(found) < count):
+    while left and not (options.fixed_count and len(found) == count):
         with ops.use("reference"):
             table = conditioner.dense_log_marginals()[0].double().exp()
         proposals = {}
@@ -125,19 +126,21 @@ def by_hand(case: Case) -> tuple[list[tuple[int, int, float]], float]:
                 "left_to_right": -t,
             }[options.remasking]
             proposals[t] = (order, token, float(p[token]), entropy)
-        limit = options.threshold
-        passed = [t for t in left if limit is not None and proposals[t][2] >= limit] or left
+        limit, now = options.threshold, [t for t in left if due is None or due[t]]
+        forced = len(found) < count and bool(now)
+        now = now if forced else left
+        passed = [t for t in now if limit is not None and proposals[t][2] >= limit] or now
         keys = sorted((proposals[t][0] for t in passed), reverse=True)
         near = min(near, keys[0] - keys[1] if len(keys) > 1 else 1.0)
         place = max(passed, key=lambda t: (proposals[t][0], -t))
         _, token, probability, entropy = proposals[place]
         spent += entropy
         if limit is not None:
-            near = min(near, *(abs(proposals[t][2] - limit) for t in left))
+            near = min(near, *(abs(proposals[t][2] - limit) for t in now))
         if options.entropy_budget is not None:
             near = min(near, abs(spent - options.entropy_budget))
         over = options.entropy_budget is not None and spent >= options.entropy_budget
-        if count is None and found and (over or (limit is not None and probability < limit)):
+        if not forced and (over or (limit is not None and probability < limit)):
             break
         found.append((place, token, probability))
         conditioner.commit(torch.tensor([place]), torch.tensor([token]))
@@ -145,6 +148,8 @@ def by_hand(case: Case) -> tuple[list[tuple[int, int, float]], float]:
     return found, near
 
 
+EARLY = [True, True, True, False, False, False]
+"""Two of these positions are hidden, and due."""
 RULES = [
     *({"remasking": rule} for rule in ("low_confidence", "margin", "left_to_right", "random", "entropy")),
     {"temperature": 0.7},
@@ -162,11 +167,16 @@ RULES = [
     {"entropy_budget": 0.0, "remasking": "margin"},
     {"tempering": "paper", "circuit_temperature": 0.5},
     {"tempering": "paper", "circuit_temperature": 0.5, "temperature": 1.0, "threshold": 0.5},
+    {"threshold": 0.6, "min_tokens": 3},
+    {"threshold": 0.5, "min_tokens": 3, "due": EARLY},
+    {"threshold": 0.5, "temperature": 0.7, "due": EARLY},
+    {"threshold": 0.3, "remasking": "margin", "min_tokens": 2, "due": EARLY},
+    {"entropy_budget": 2.5, "min_tokens": 3, "due": EARLY},
 ]
 
 
 CASES = [*((name, rule) for name in ("reference", "eager", "native") for rule in RULES)]
-CASES += [("triton", RULES[i]) for i in (0, 1, 3, 4, 5, 7, 9, 10, 14, 16, 18)]  # the interpreter is slow
+CASES += [("triton", RULES[i]) for i in (0, 1, 3, 4, 5, 7, 9, 10, 14, 16, 18, 20, 21, 24)]  # the interpreter is slow
 
 
 @pytest.mark.parametrize(("backend", "options"), CASES, ids=str)
@@ -375,7 +385,7 @@ def test_the_loop_in_c_changes_nothing_that_it_was_given(monkeypatch):
     given = case(RULES[0], 1)
     conditioner = given.joint.conditionals(20)
     before = conditioner._leaf.values.clone()
-    rule = samplers.sampling_rule(given.options, 3, adaptive=False)
+    rule = samplers.sampling_rule(given.options, 3, 3)
     open_ = HIDDEN[0].clone()
     few = conditioner.commit_tokens(open_, given.noise.tokens, None, rule)
     more = conditioner.commit_tokens(open_, given.noise.tokens, None, rule._replace(most=100))
@@ -397,7 +407,7 @@ def test_the_loop_can_be_captured_in_a_graph_and_waits_for_nothing(options):
     g, hmm = generator(0), HMM.random(256, 5000, seed=1).to(DEVICE, emission=torch.bfloat16)
     ev = Evidence(logits=2 * torch.randn(1, 32, 5000, generator=g).bfloat16().to(DEVICE))
     noise = Noise(*(part.to(DEVICE) for part in Noise.drawn(32, g)))
-    rule = samplers.sampling_rule(Options.of(sampler="any_order", **options), 32, adaptive=False)
+    rule = samplers.sampling_rule(Options.of(sampler="any_order", steps=None, **options), 32, 32)
     few = rule.candidates_suffice and rule.temperature == 0
     given = noise.order if rule.order == "given" else None
 

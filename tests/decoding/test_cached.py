@@ -151,6 +151,11 @@ class TestBidirectional:
             assert [step.computed + step.cached for step in steps] == [length] * 8
         steps = steps_of(net, PROMPTS[:1], cache="dual", refresh=2, **told)
         assert [step.computed for step in steps] == [length, 4, 4, length] * 2
+        told |= {"steps": 4, "remasking": "left_to_right"}
+        sliding = {**told, "steps": None, "threshold": 1.0, "min_tokens": 2, "blocks": "sliding"}
+        for kind, second in (("prefix", 8), ("dual", 6)):  # the window of the step before, and its own
+            steps = steps_of(net, PROMPTS[:1], cache=kind, **sliding)
+            assert [step.computed for step in steps] == [length, second, length, 4]
 
     @pytest.mark.parametrize("kind", ["prefix", "dual"])
     def test_staleness_is_what_was_asked_for(self, kind):
@@ -245,6 +250,7 @@ class TestBatches:
             ("decode_llada2", {"steps": 6, "cfg_scale": 0.7}),
             ("llada_gqa_sharded", {"cache": "prefix", "steps": 8}),
             ("llada_mha", {"cache": "dual", "steps": 8, "cfg_scale": 0.5, "refresh": 3}),
+            ("dream_tied", {"cache": "dual", "threshold": 0.05, "min_tokens": 2, "blocks": "sliding"}),
             ("dream_tied", {"cache": "dual", "steps": 8}),
             ("modernbert", {"cache": "prefix", "steps": 8}),
         ],

@@ -18,6 +18,7 @@ from tests.support.tiny_models import MASK, VOCAB, fixture, modulated, of, rando
 
 ORDERS = ("low_confidence", "margin", "entropy", "random", "left_to_right")
 SIZES = {"gen_length": 12, "block_length": 6}
+SLIDING = {"blocks": "sliding", "min_tokens": 2}
 AUTOMATON = Automaton(
     [[(3 * state + token) % 4 if token < MASK - 1 else -1 for token in range(VOCAB)] for state in range(4)],
     accepting=[1],
@@ -30,13 +31,22 @@ NULL: list[tuple[str, dict[str, Any]]] = [
     ),
     *(("tiny", {"remasking": order, "steps": 5, "mode": "full", "top_p": 0.9}) for order in ORDERS),
     *(("tiny", {"remasking": order, "entropy_budget": 2.5, "top_k": 5}) for order in ORDERS),
+    *(("tiny", {"remasking": order, "threshold": 0.2, **SLIDING}) for order in ORDERS),
+    *(("tiny", {"entropy_budget": 3.0, **SLIDING, "remasking": order}) for order in ORDERS[:2]),
+    ("tiny", {"threshold": 0.15, "min_tokens": 3, "mode": "full"}),
+    ("blocks", {"entropy_budget": 1.0, "min_tokens": 3, "editing_threshold": 0.2}),
     *(("blocks", {"remasking": order, "threshold": 0.15, "block_length": 2}) for order in ORDERS),
     ("blocks", {"steps": None, "editing_threshold": 0.2, "cfg_scale": 0.5}),
     ("blocks", {"entropy_budget": 2.5, "cache": "dual", "block_length": 2}),
     *(
         ("tiny", {"cache": cache, "refresh": refresh, **way})
         for cache, refresh in (("prefix", None), ("dual", None), ("dual", 2))
-        for way in ({"threshold": 0.2}, {"mode": "full", "steps": 6}, {"mode": "full", "threshold": 0.15})
+        for way in (
+            {"threshold": 0.2},
+            {"mode": "full", "steps": 6},
+            {"mode": "full", "threshold": 0.15},
+            {"threshold": 0.2, **SLIDING},
+        )
     ),
     *(
         ("tiny", {"constraint": AUTOMATON, **way})
@@ -45,6 +55,7 @@ NULL: list[tuple[str, dict[str, Any]]] = [
             {"mode": "full", "steps": 4},
             {"mode": "full", "threshold": 0.15},
             {"steps": 3, "remasking": "margin"},
+            {"threshold": 0.2, **SLIDING},
         )
     ),
     ("tiny", {"constraint": AUTOMATON, "mode": "full", "steps": 4, "cache": "dual"}),
@@ -97,11 +108,13 @@ REQUESTS: list[tuple[list[int], dict[str, Any]]] = [
     ([6, 3], {"mode": "full", "steps": 4, "constraint": AUTOMATON}),
     ([6, 2, 3], {"threshold": 0.2, "editing_threshold": 0.3, "max_post_steps": 2}),
     ([1, 5, 2], {"threshold": 0.2, "cache": "dual"}),
+    ([5, 2], {"threshold": 0.1, "cache": "dual", **SLIDING}),
+    ([5, 1], {"threshold": 0.1, **SLIDING}),
     ([1, 5], {"steps": 6, "cache": "prefix", "refresh": 2, "cfg_scale": 0.5}),
 ]
 
 
-EXCLUDED = {"blocks": {"mode"}, "mdlm": {"cache", "constraint"}}
+EXCLUDED = {"blocks": {"mode", "blocks"}, "mdlm": {"cache", "constraint"}}
 """What a network cannot do; and the automaton is over the tiny network's tokens."""
 
 
@@ -149,7 +162,12 @@ def test_sequences_of_all_kinds_share_their_steps_and_are_as_if_alone(name, one_
 )
 @pytest.mark.parametrize(
     "way",
-    [{"steps": 4}, {"threshold": 0.2}, {"mode": "full", "steps": 3}, {"threshold": 0.1, "editing_threshold": 0.2}],
+    [
+        {"steps": 4},
+        {"threshold": 0.2, **SLIDING},
+        {"mode": "full", "steps": 3},
+        {"threshold": 0.1, "editing_threshold": 0.2},
+    ],
     ids=str,
 )
 def test_generate_collects_the_stream(way, circuit):

@@ -11,7 +11,7 @@ from codd.backbones.kv_cache import CachedPass, KVCache
 from codd.circuits import HMM, Modulated
 from codd.decoding import cuda_graphs
 from codd.decoding.cuda_graphs import WARMUP, GraphCache, sample_captured
-from codd.decoding.options import Options
+from codd.decoding.options import PACES, Options
 from codd.decoding.samplers import Ranking, sample_window
 from tests.support.decoding_windows import heard
 from tests.support.tiny_models import detouring, modulated, random_hmm
@@ -129,8 +129,9 @@ def test_a_device_writes_what_the_host_writes(options):
 @torch.no_grad()
 def test_a_captured_step_is_the_hosts(settings, kind):
     """The graph reads the window and the features from buffers that every call fills anew."""
-    host, options = chain(kind), Options.of(**{"sampler": "any_order", **settings})
-    count = 3 if options.fixed_count else None
+    pace = {} if settings.keys() & set(PACES) else {"steps": None}
+    host, options = chain(kind), Options.of(**{"sampler": "any_order", **pace, **settings})
+    count = 3 if options.fixed_count else 1
     device = host.to("cuda")
     windows = [heard(seed, 12, 0.8) for seed in range(1, WARMUP + 4)]  # in that of seed 0 two tokens are nearly tied
     for window in windows:

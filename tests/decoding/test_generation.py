@@ -10,7 +10,7 @@ from tokenizers import models, pre_tokenizers
 
 import codd
 from codd.decoding.loop import denoise
-from codd.decoding.options import DEFAULT_COUNTED, DEFAULT_GREEDY, DEFAULT_SAMPLED, DEFAULTS, Options
+from codd.decoding.options import DEFAULT_COUNTED, DEFAULT_GREEDY, DEFAULT_SAMPLED, DEFAULT_THRESHOLD, DEFAULTS, Options
 from codd.decoding.runner import FullRecompute, HiddenStateRequest
 from codd.decoding.sequence import StopCondition, first_stop
 from codd.errors import InvalidInput
@@ -67,7 +67,10 @@ class TestOptionsObject:
         [
             ({}, DEFAULT_GREEDY),
             ({"sampler": "factorized"}, DEFAULT_GREEDY),
-            ({"mode": "full", "remasking": "random", "activation": 0.5}, DEFAULT_GREEDY),
+            ({"mode": "full", "remasking": "random", "activation": 0.5}, {"threshold": DEFAULT_THRESHOLD}),
+            ({"editing_threshold": 0.9}, {"threshold": DEFAULT_THRESHOLD}),
+            ({"min_tokens": 2}, {**DEFAULT_GREEDY, "min_tokens": 2}),
+            ({"blocks": "fixed", "temperature": 0.7}, DEFAULT_SAMPLED),
             ({"threshold": None, "entropy_budget": None}, DEFAULT_GREEDY),
             ({"temperature": 0.7}, DEFAULT_SAMPLED),
             ({"sampler": "latent"}, DEFAULT_COUNTED),

@@ -204,6 +204,24 @@ class TestHowMany:
                 assert set(step.positions.tolist()) == passed
             ids = step.ids
 
+    @pytest.mark.parametrize("blocks", ["fixed", "sliding"])
+    def test_at_least_so_many_of_a_block_and_what_is_sure_beyond_it(self, blocks):
+        told = {"gen_length": 24, "block_length": 8, "min_tokens": 3, "blocks": blocks}
+        ids, beyond = [1, 2, *[MASK] * 24], 0
+        for step in run(tiny(), [[1, 2]], threshold=0.2, **told):
+            first = ids.index(MASK)
+            start = 2 + (first - 2) // 8 * 8
+            window = (start, start + 8) if blocks == "fixed" else (first, min(first + 8, 26))
+            assert step.window == window
+            written = dict(zip(step.positions.tolist(), step.scores.tolist(), strict=True))
+            own = [position for position in written if position < start + 8]
+            assert len(own) >= min(3, ids[start : start + 8].count(MASK))
+            assert all(written[position] >= 0.2 for position in written.keys() - own)
+            assert sum(score < 0.2 for score in written.values()) <= 3
+            ids, beyond = step.ids.tolist(), beyond + len(written) - len(own)
+        assert (beyond > 0) == (blocks == "sliding")
+        assert len(run(tiny(), [[1, 2]], threshold=1.0, **told)) == 9
+
     def test_a_threshold_of_one_or_zero(self):
         assert len(run(tiny(), [[1]], gen_length=8, block_length=8, threshold=1.0)) == 8
         assert len(run(tiny(), [[1]], gen_length=8, block_length=8, threshold=0.0)) == 1

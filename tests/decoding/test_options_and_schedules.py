@@ -163,7 +163,7 @@ class TestOrders:
     @pytest.mark.parametrize("rule", ["low_confidence", "margin", "entropy"])
     def test_scores_in_bfloat16_are_ranked_in_float32(self, rule):
         scores = (4 * torch.randn(12, 50, generator=torch.Generator().manual_seed(0))).bfloat16()
-        options = Options(remasking=rule)
+        options = Options(remasking=rule, steps=None)
         found = sample_factorized(scores, 5, options, NOISE.at(slice(len(scores))))
         wanted = sample_factorized(scores.float(), 5, options, NOISE.at(slice(len(scores))))
         assert found.scores.dtype == torch.float32
@@ -175,12 +175,18 @@ class TestOrders:
     def test_how_many_are_kept(self):
         scores = log_rows([0.9, 0.1], [0.6, 0.4], [0.95, 0.05], [0.8, 0.2])
 
-        def rows(count=None, **options):
-            found = sample_factorized(scores, count, Options(**options), NOISE.at(slice(len(scores))))
+        def rows(count=1, **options):
+            due = torch.tensor(options.pop("due")) if "due" in options else None
+            found = sample_factorized(scores, count, Options(**options), NOISE.at(slice(len(scores))), due=due)
             return found.rows[found.keep].tolist()
 
-        assert rows(3) == rows(threshold=0.7) == [2, 0, 3]
+        assert rows(3, steps=None) == rows(threshold=0.7) == rows(2, threshold=0.7) == [2, 0, 3]
+        assert rows(3, threshold=0.99) == [2, 0, 3]
         assert rows(threshold=0.99) == [2]
+        due = [False, True, False, True]
+        assert rows(threshold=0.92, due=due) == rows(entropy_budget=0.7, due=due) == [3, 2]
+        assert rows(2, threshold=0.92, due=due) == rows(3, threshold=0.92, due=due) == [3, 1, 2]
+        assert rows(entropy_budget=0.5, due=due) == [3]
         # entropies in order: 0.199, 0.325, 0.500, 0.673
         for budget, kept in [(0.0, 1), (0.19, 1), (0.3, 1), (0.53, 2), (1.03, 3), (1.8, 4)]:
             assert len(rows(entropy_budget=budget)) == kept

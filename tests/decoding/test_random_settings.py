@@ -81,6 +81,8 @@ def settings(rng: random.Random) -> dict[str, Any]:
     names = ("steps", "default") if made["sampler"] == "latent" and rng.random() < 0.9 else (*paces, "default")
     pace = rng.choice(names)
     made |= {pace: paces[pace]} if pace in paces else {}
+    if pace != "steps" and rng.random() < 0.5:
+        made |= {"min_tokens": rng.choice((1, 2, 5, 10**9)), "blocks": rng.choice(("fixed", "sliding"))}
     some = {
         "temperature": lambda: extreme(rng, rng.choice((0.0, 0.5, 1.0))),
         "top_p": lambda: rng.choice((None, 0.0, 1e-30, 0.5, 0.95, 1.0)),
@@ -107,7 +109,16 @@ def settings(rng: random.Random) -> dict[str, Any]:
         made["remasking"] = rng.choice(("low_confidence", "random", "entropy", "margin", "origin", "topprob"))
         made["sampler"] = rng.choice(("latent", "factorized"))
         of_activation = ("activation_scope", "activation_targets")
-        for foreign in ("threshold", "entropy_budget", "tempering", "outside", "editing_threshold", *of_activation):
+        for foreign in (
+            "threshold",
+            "entropy_budget",
+            "min_tokens",
+            "blocks",
+            "tempering",
+            "outside",
+            "editing_threshold",
+            *of_activation,
+        ):
             made.pop(foreign, None)
         made["steps"] = rng.choice((4, 8, 16))
     return made

@@ -44,6 +44,8 @@ OPTIONS: dict[str, tuple[object, ...]] = {
     "activation_targets": (0,),
     "threshold": (-0.1, 1.5, math.nan),
     "entropy_budget": (-1.0, math.nan),
+    "min_tokens": (0, 1.5, None),
+    "blocks": ("overlapping", None),
     "hooks": (len, 5, ["no function"]),
     "stop": ("", [1], None),
     "editing_threshold": (-0.1, 1.1),
@@ -55,6 +57,8 @@ TOGETHER: list[dict[str, Any]] = [
     {"steps": 8, "threshold": 0.5},
     {"steps": 8, "entropy_budget": 0.5},
     *({name: 0.5, "sampler": "latent"} for name in ("threshold", "entropy_budget")),
+    *({**rule, "steps": 8} for rule in ({"min_tokens": 2}, {"blocks": "sliding"})),
+    *({"blocks": "sliding", **other} for other in ({"mode": "full"}, {"editing_threshold": 0.5})),
     {"stop": "x", "constraint": PAIRS},
     *(
         {**given, **REFERENCE}
@@ -68,6 +72,8 @@ TOGETHER: list[dict[str, Any]] = [
             {"outside": "defer"},
             {"activation_scope": "sequence"},
             {"activation_targets": 2},
+            {"min_tokens": 2},
+            {"blocks": "sliding"},
         )
     ),
 ]

@@ -106,7 +106,8 @@ class TestDistributions:
     )
     def test_at_temperature_one_pairs_are_exact_joint_samples(self, sampler, order):
         joint = sticky()
-        found = frequencies(joint, sampler, Options.of(temperature=1.0, remasking=order), 120)
+        options = Options.of(steps=None, temperature=1.0, remasking=order)
+        found = frequencies(joint, sampler, options, 120)
         wanted = exact(joint)
         assert fits(found, wanted)
         independent = torch.stack([joint.marginals()[0, t].exp() for t in ROWS.tolist()]).double()
@@ -115,14 +116,14 @@ class TestDistributions:
 
     def test_the_papers_tempering(self):
         joint = window(4)
-        options = Options.of(temperature=1.0, tempering="paper", circuit_temperature=0.5)
+        options = Options.of(steps=None, temperature=1.0, tempering="paper", circuit_temperature=0.5)
         found = frequencies(joint, latent, options)
         assert fits(found, tempered_by_path(joint, 0.5))
         assert not fits(found, tempered_by_path(joint, 1.0))
 
     def test_the_references_tempering_is_the_tempered_product(self):
         joint = window(4, temperature=0.5)
-        found = frequencies(joint, latent, Options.of(temperature=1.0, circuit_temperature=0.5), 350)
+        found = frequencies(joint, latent, Options.of(steps=None, temperature=1.0, circuit_temperature=0.5), 350)
         assert fits(found, exact(joint))
         assert not fits(found, tempered_by_path(window(4), 0.5))
 
@@ -176,7 +177,7 @@ class TestAnyOrder:
         assert second > float(plain.scores[1])
         for threshold, wanted in ((second - 1e-4, 2), (second + 1e-4, 1)):
             options = cold.changed(threshold=threshold)
-            assert len(sample_any_order(joint, None, options, noise()).rows) == wanted
+            assert len(sample_any_order(joint, 1, options, noise()).rows) == wanted
 
     def test_what_only_tempering_makes_certain_is_conditioned_on_what_was_picked(self):
         """Pairs (0, 3), (1, 4), (2, 4): 0 and 4 are the likeliest, cold they look certain, and exclude each other."""
@@ -196,10 +197,10 @@ class TestAnyOrder:
         logits = torch.tensor([[[0.5, 0.5, 0, 0], [0, 0, 0.5, 0.5]]]).log()
         joint = Coupled(circuit, logits=logits, tokens=torch.zeros(1, 2).long(), masked=torch.ones(1, 2).bool())
         options = Options.of(threshold=0.9)
-        together = sample_any_order(joint, None, options, noise(size=2))
+        together = sample_any_order(joint, 1, options, noise(size=2))
         assert together.scores.tolist() == pytest.approx([0.5, 1.0])
         assert together.tokens.tolist() in ([0, 2], [1, 3])
-        alone = sample_factorized(logits[0], None, options, noise(size=2))
+        alone = sample_factorized(logits[0], 1, options, noise(size=2))
         assert int(alone.keep.sum()) == 1  # without the circuit the second is a coin toss
 
     @pytest.mark.parametrize("seed", range(4))
@@ -209,7 +210,7 @@ class TestAnyOrder:
         second = float(everything.scores[1])
         for threshold, wanted in ((second - 1e-3, 2), (second + 1e-3, 1)):
             options = Options.of(threshold=threshold)
-            assert len(sample_any_order(joint, None, options, noise()).rows) == wanted
+            assert len(sample_any_order(joint, 1, options, noise()).rows) == wanted
 
     def test_candidates_that_are_certain_are_the_tokens_of_that_number(self, monkeypatch):
         """Without the loops in C, and with few of many tokens looked at: the same picks as among all of them."""
@@ -233,7 +234,7 @@ class TestAnyOrder:
         spent = float(torch.special.entr(joint.marginals()[0, place].exp()).sum())
         spent += float(torch.special.entr(after.marginals()[0, other].exp()).sum())
         for budget, wanted in ((spent - 1e-3, 1), (spent + 1e-3, 2)):
-            found = sample_any_order(joint, None, Options.of(entropy_budget=budget), noise())
+            found = sample_any_order(joint, 1, Options.of(entropy_budget=budget), noise())
             assert len(found.rows) == wanted
 
     @pytest.mark.parametrize("order", ["low_confidence", "margin", "left_to_right", "random"])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from codd.decoding.options import DEFAULTS, OPTIONS, PACES, OptionInfo, default_in_words
+from codd.decoding.options import DEFAULTS, OPTIONS, RULE, OptionInfo, default_in_words
 from tests.support import ROOT
 
 DOCUMENTS = [
@@ -88,7 +88,7 @@ def describe_values(info: OptionInfo) -> str:
 def option_row(name: str, info: OptionInfo) -> str:
     cells = (
         f"`{name}`",
-        default_in_words(name) if name in PACES else f"`{getattr(DEFAULTS, name)!r}`".replace("'", '"'),
+        default_in_words(name) if name in RULE else f"`{getattr(DEFAULTS, name)!r}`".replace("'", '"'),
         describe_values(info),
         info.help.replace("null:", "None:"),
         "yes" if info.circuit else "",

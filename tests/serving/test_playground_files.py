@@ -213,14 +213,16 @@ def test_a_request_says_what_the_text_must_be(evaluate: Evaluate) -> None:
         assert not [key for key in evaluate("settings.js", code, untold) if "guided" in key]
 
 
+BY_DEFAULT = (
+    "each call writes every token of the block and the next at least 0.95 probable, and at least 4 of the block"
+)
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({}, "100 masks; each call writes every token at least 0.95 probable"),
-        (
-            {"temperature": "0", "sampler": "any_order"},
-            "100 masks; each call writes every token at least 0.95 probable",
-        ),
+        ({}, f"100 masks; {BY_DEFAULT}"),
+        ({"temperature": "0", "sampler": "any_order"}, f"100 masks; {BY_DEFAULT}"),
         ({"temperature": "0.7"}, "100 masks; how many a call fills is left to the server"),
         ({"sampler": "latent"}, "100 masks; how many a call fills is left to the server"),
         ({"steps": "20"}, "100 masks in 20 steps: 5 tokens a step"),
@@ -228,7 +230,8 @@ def test_a_request_says_what_the_text_must_be(evaluate: Evaluate) -> None:
     ],
 )
 def test_the_pace_in_words(evaluate: Evaluate, settings: dict[str, str], said: str) -> None:
-    defaults = {"gen_length": 100, "steps": None, "threshold": 0.95, "temperature": 0, "sampler": "any_order"}
+    rule = {"steps": None, "threshold": 0.95, "min_tokens": 4, "blocks": "sliding"}
+    defaults = {"gen_length": 100, **rule, "temperature": 0, "sampler": "any_order"}
     code = "return it.pace({...it.FIRST, ...given[0]}, given[1], '[M]')"
     assert evaluate("settings.js", code, [settings, defaults]) == said
 

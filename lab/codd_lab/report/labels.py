@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from codd.decoding.options import CIRCUIT_OPTIONS, DEFAULTS, OPTIONS, PACES
+from codd.decoding.options import CIRCUIT_OPTIONS, DEFAULTS, OPTIONS, RULE
 from codd_lab.runs import Result, Sample
 from codd_lab.tasks import templates
 from codd_lab.tasks.configs import NONE, NULL, TRAINED, EvalConfig
@@ -20,7 +20,7 @@ def circuit_label(circuit: str) -> str:
 
 def kind(config: EvalConfig) -> str:
     """The kind of budget, one of `KINDS`: what decides how many tokens a step commits."""
-    [name] = config.decoding.commit_rule
+    name = next(iter(config.decoding.commit_rule))
     joint = "joint " if name == "threshold" and option(config, "sampler") == "any_order" else ""
     return joint + name.replace("_", " ")
 
@@ -46,7 +46,7 @@ def sampler(config: EvalConfig) -> str:
 
 def rest(config: EvalConfig) -> dict[str, Any]:
     """All settings beside task, split, circuit, sampler and budget."""
-    options = {name: option(config, name) for name in OPTIONS if name not in (*PACES, "sampler", "seed", "hooks")}
+    options = {name: option(config, name) for name in OPTIONS if name not in (*RULE, "sampler", "seed", "hooks")}
     others = {name: getattr(config, name) for name in ("problems", "seed", "model", "dtype", "device")}
     return {**options, **others, "template": templates.label(config.template)}
 
@@ -102,7 +102,7 @@ def order(config: EvalConfig) -> tuple[Any, ...]:
     """A key to sort by: budget first; at one budget the network alone, then each circuit beside its control."""
     kinds = {"steps": 0, "threshold": 1, "joint threshold": 1, "entropy budget": 2}
     circuit = {NONE: 0, TRAINED: 1, NULL: 9}.get(config.circuit, 5)
-    [value] = config.decoding.commit_rule.values()
+    value = next(iter(config.decoding.commit_rule.values()))
     slowness = float("inf") if value is None else float(value)  # one token a step is slower than any number of steps
     others = json.dumps(rest(config), sort_keys=True) if circuit else ""
     return kinds[kind(config)], slowness, sampler(config), others, circuit, config.circuit

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from codd import validation
-from codd.decoding.options import CIRCUIT_OPTIONS, DEFAULTS, PACES, Options
+from codd.decoding.options import CIRCUIT_OPTIONS, DEFAULTS, RULE, Options
 from codd.errors import FormatError, InvalidInput
 from codd.files import brief
 from codd.validation import Section, Whole
@@ -74,15 +74,17 @@ class EvalConfig(Section):
 
     @property
     def budget(self) -> str:
-        """What decides how many tokens a step commits, in words: "16 steps", "threshold 0.9"."""
-        [(name, value)] = self.decoding.commit_rule.items()
-        return f"{value} steps" if name == "steps" else f"{name.replace('_', ' ')} {value:g}"
+        """What decides how many tokens a step commits, in words: "16 steps", "threshold 0.9 and at least 4"."""
+        (name, value), *more = self.decoding.commit_rule.items()
+        said = [f"{value} steps" if name == "steps" else f"{name.replace('_', ' ')} {value:g}"]
+        said += [f"at least {each}" if option == "min_tokens" else f"{each} blocks" for option, each in more]
+        return " and ".join(said)
 
     def words(self) -> list[str]:
         """The budget, the template and all options that differ from their defaults, for the slug."""
         words = [_plain(self.budget), *([] if self.template is None else [_plain(self.template.name)])]
         for name, value in sorted(self.options.items()):
-            if name not in PACES and value is not None and value != getattr(DEFAULTS, name, None):
+            if name not in RULE and value is not None and value != getattr(DEFAULTS, name, None):
                 words.append(_plain(f"{name}{value}" if not isinstance(value, str) else value))
         return words
 

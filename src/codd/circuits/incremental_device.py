@@ -92,16 +92,21 @@ class DeviceConditioner(IncrementalConditioner):
         state, spent = (self._leaf, self._tokens, self._observed), torch.zeros(1, device=open_.device)
         few = self.candidates is not None and rule.plain and rule.candidates_suffice
         steps: list[tuple[Tensor, ...]] = []
-        for i in range(rule.most):
+        extra = 0 if rule.due is None else rule.least  # launches for which nothing was due any more
+        for i in range(rule.most + extra):
+            held_back = i >= rule.least
+            may = open_ if held_back or rule.due is None else open_ & rule.due
             if few and self.candidates is not None:
                 scale = None if self._latent is None else self._latent.log_scale
-                log_p, columns = self._candidate_marginals(open_), self._prepared[0]
-                given_ = (log_p, self.candidates, open_, rule.order, order, columns, scale)
-                steps.append(commit_kernels.pick(*given_, *state, rule.limits[0] if i else None))
+                log_p, columns = self._candidate_marginals(may), self._prepared[0]
+                given_ = (log_p, self.candidates, may, rule.order, order, columns, scale)
+                steps.append(commit_kernels.pick(*given_, *state, rule.limits[0] if held_back else None))
             else:
-                proposals = self._proposals(open_, uniforms, order, rule)
-                fixed = (proposals, open_, spent, rule.limits, i == 0, self._hmm.emission, self._latent)
+                proposals = self._proposals(may, uniforms, order, rule)
+                fixed = (proposals, may, spent, rule.limits, not held_back, self._hmm.emission, self._latent)
                 steps.append(commit_kernels.take(*fixed, *state))
+            if may is not open_:
+                open_ = open_ & ~self._observed
             self._messages = None
         if not steps:
             nothing = torch.zeros(0, dtype=torch.int64, device=open_.device)

@@ -17,8 +17,8 @@ from codd.cli.sampling import Answer
 from codd.constraints import After, Choice, JsonSchema, Regex, Template
 from codd.constraints.languages import Expressed
 from codd.decoding import Options
-from codd.decoding.options import PACES, Constraint
-from codd.decoding.prompts import Prompt, can_chat
+from codd.decoding.options import Constraint
+from codd.decoding.prompts import Prompt
 from codd.decoding.sequence import options_for
 from codd.errors import FormatError, InvalidInput
 from codd.validation import build
@@ -33,10 +33,6 @@ conversation) or "ids" (tokens, for models without a tokenizer). A prompt may ho
 Prints the texts, with a blank line between two of them, and on stderr what they cost: tokens, network
 evaluations, seconds, and in how many of the steps the circuit acted. With --json one object per prompt and line:
 prompt, text, ids, tokens, steps, circuit_steps, seconds, settings."""
-PACE = (
-    "above temperature 0 few tokens of prose are certain enough to be written together, so this takes about one "
-    "network call per token; --steps sets the number of calls, as in --steps 16."
-)
 
 
 class Message(BaseModel, strict=True):
@@ -81,10 +77,6 @@ def run(args: argparse.Namespace) -> int:
     options = options_for(model.backbone, options)
     ids = model.encode(prompts, gen_length=options.gen_length, chat=args.chat)
     model.start(ids, options)  # an error in the last prompt comes first
-    prose = args.chat is False or model.tokenizer is None or not can_chat(model.tokenizer)
-    paced = {*PACES, "tokens_per_step"} & sampling.given(args).keys() or options.mode == "speculative"
-    if prose and options.temperature > 0 and not paced:
-        console.say(PACE)
     found: list[Answer] = []
     begun = time.perf_counter()
     masks = len(ids) * options.gen_length + sum(token == model.mask_id for prompt in ids for token in prompt)

@@ -189,16 +189,16 @@ def _flat(tensors: Sequence[Tensor]) -> Int[Tensor, " n"]:
 
 
 def sample_captured(
-    sample: Callable[[ProbabilisticCircuit, WindowInputs, int | None, Options], Ranking],
+    sample: Callable[[ProbabilisticCircuit, WindowInputs, int, Options], Ranking],
     circuit: ProbabilisticCircuit,
     window: WindowInputs,
-    count: int | None,
+    count: int,
     options: Options,
 ) -> Float[Tensor, "4 more"]:
     """What ``sample`` gives, packed; from a CUDA graph, once steps of this kind have come often enough."""
     features = window.features
     kind = (*window.logits.shape, window.logits.dtype, None if features is None else features.dtype)
-    key = (*kind, count, *(getattr(options, name) for name in SAMPLER_OPTIONS))
+    key = (*kind, window.due is None, count, *(getattr(options, name) for name in SAMPLER_OPTIONS))
     graph = graphs_of(circuit).find(
         key, lambda: _CapturedStep(window, lambda own: sample(circuit, own, count, options).packed())
     )
@@ -213,8 +213,9 @@ class _CapturedStep:
         self.packed = _host_part(window).to(window.logits.device)
 
         def step() -> Float[Tensor, "4 more"]:
-            tokens, masked, noise = self.packed[0].long(), self.packed[1].bool(), Noise(*self.packed[2:].float())
-            return sample(WindowInputs(tokens, masked, self.logits, noise, self.features))
+            tokens, masked, noise = self.packed[0].long(), self.packed[1].bool(), Noise(*self.packed[2:5].float())
+            due = None if window.due is None else self.packed[5].bool()
+            return sample(WindowInputs(tokens, masked, self.logits, noise, self.features, due=due))
 
         self.graph, self.output = capture(step)
 
@@ -227,6 +228,7 @@ class _CapturedStep:
         return self.output.clone()  # the next sequence replays the same graph
 
 
-def _host_part(window: WindowInputs) -> Float[Tensor, "5 L"]:
-    """Tokens, masks and noise in one tensor, so that they cross to the device in one transfer."""
-    return torch.stack([row.double() for row in (window.tokens, window.masked, *window.noise)])
+def _host_part(window: WindowInputs) -> Float[Tensor, "R L"]:
+    """Tokens, masks, noise and what is due in one tensor, so that they cross to the device in one transfer."""
+    due = () if window.due is None else (window.due,)
+    return torch.stack([row.double() for row in (window.tokens, window.masked, *window.noise, *due)])

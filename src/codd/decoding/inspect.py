@@ -131,7 +131,7 @@ def _allowed(constraint: SequenceConstraint, ids: Sequence[int], positions: Sequ
 
 def _inputs(model: Model, state: SequenceState, window: Window) -> StepInputs:
     """The network's logits at all masks of the window, as a step of the loop has them."""
-    state.plan = StepPlan(*window, None, last=False)
+    state.plan = StepPlan(*window, 1, last=False)
     runner, step = FullRecompute(model.backbone), step_inputs(state)
     rows = step.send(runner(next(step)))
     try:

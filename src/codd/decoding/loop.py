@@ -266,12 +266,12 @@ def decide(inputs: StepInputs) -> StepResult:
         nothing = Ranking(none, none, none.float(), none.bool(), torch.tensor(True))
         return StepResult(lambda: nothing, plan.block, mask_ratio=0.0)
     noise = Noise.drawn(len(state.ids), state.generator)
-    window, count, acts, alone = plan.block, plan.count, options.mode == "block", None
+    window, count, acts, alone = plan.block, plan.count, options.mode != "full", None
     if not acts and (constraint is None or not plan.last):
         alone = _network_alone(inputs, noise).to_host()
         if constraint is not None or (circuit is not None and options.sampler != "factorized"):
             window, covered = _due_window(inputs, alone())
-            acts, count = covered >= options.activation_targets, count if count is None else covered
+            acts, count = covered >= options.activation_targets, min(count, covered)
     acts = acts and circuit_acts(circuit, state, window)
     if constraint is not None:
         begin, end = window = constraint.clipped(window)
@@ -309,12 +309,14 @@ def _with_outside(found: Ranking, alone: Ranking, window: Window) -> Ranking:
 def _network_alone(inputs: StepInputs, noise: Noise) -> Ranking:
     """The factorized sampler on the positions of a step, its rows being positions of the sequence."""
     positions, device = inputs.positions, inputs.logits.device
-    ranking = sample_factorized(inputs.logits, inputs.plan.count, inputs.options, noise.at(positions).to(device))
+    due_end, of_rows = inputs.plan.due_end, noise.at(positions).to(device)
+    due = None if due_end is None else (positions < due_end).to(device)
+    ranking = sample_factorized(inputs.logits, inputs.plan.count, inputs.options, of_rows, due=due)
     return ranking._replace(rows=positions.to(device, non_blocking=True).index_select(0, ranking.rows))
 
 
 def _from_joint(
-    circuit: ProbabilisticCircuit, window: WindowInputs, begin: int, count: int | None, options: Options
+    circuit: ProbabilisticCircuit, window: WindowInputs, begin: int, count: int, options: Options
 ) -> tuple[Callable[[], Ranking], Callable[[], Any]]:
     """What network and circuit decide together in a window that begins at a position; and their joint distribution."""
     on_host = window.logits.device.type == "cpu"

@@ -1,7 +1,6 @@
 """A backbone, its circuit and its tokenizer under one name: load, generate, denoise."""
 
 import os
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -26,11 +25,11 @@ from codd.decoding import speculative
 from codd.decoding.decisions import Decider, Decision, check_room, decision
 from codd.decoding.loop import denoise
 from codd.decoding.options import Constraint, Keywords, Options
-from codd.decoding.prompts import Prompt, Prompts, can_chat, check_masks, encode_prompts, is_text
+from codd.decoding.prompts import Prompt, Prompts, check_masks, encode_prompts
 from codd.decoding.runner import runner_for
 from codd.decoding.sequence import SequenceState, Step, StopCondition, first_stop, start_sequences
 from codd.distributed import choose_device
-from codd.errors import InvalidInput, PaceNotGiven, shown
+from codd.errors import InvalidInput, shown
 
 CIRCUIT_FOLDERS = {"trained": "circuit", "static": "circuit-static"}
 """Where a checkpoint keeps the circuits that belong to it: its best one, and the best that no network modulates."""
@@ -273,19 +272,10 @@ class Model:
         return partial(Decider, self.backbone, self.circuit, compiled, ids, self.known_mask)
 
     def _started(self, prompts: Prompts, options: Options, chat: bool | None) -> list[SequenceState]:
-        """The sequences of a run; says what is missing where a prompt has no mask to fill, or prose has no pace."""
+        """The sequences of a run; says what is missing where a prompt has no mask to fill."""
         ids = self.encode(prompts, gen_length=options.gen_length, chat=chat)
         if options.gen_length == 0 and self.mask_id is not None:
             check_masks(prompts, ids, self.tokenizer, self.mask_id)
-        talks = chat is not False and self.tokenizer is not None and can_chat(self.tokenizer)
-        by_default = "steps" in options.unset and options.threshold is not None and options.mode != "speculative"
-        if by_default and options.temperature > 0 and options.gen_length and is_text(prompts) and not talks:
-            warnings.warn(
-                f"prose at temperature {options.temperature:g} without steps or a threshold takes about one network "
-                "call per token: give steps (gen_length / 8, for instance), or a lower threshold.",
-                PaceNotGiven,
-                stacklevel=3,
-            )
         return self.start(ids, options)
 
     def start(self, ids: Sequence[Sequence[int]], options: Options) -> list[SequenceState]:

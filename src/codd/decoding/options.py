@@ -21,6 +21,7 @@ Tempering = Literal["published", "paper"]
 Outside = Literal["factorized", "defer"]
 ActivationScope = Literal["window", "sequence"]
 CacheKind = Literal["prefix", "dual"]
+Blocks = Literal["fixed", "sliding"]
 Hook = Callable[[Any, Any, Any], Any]
 """A function of logits (R, V), the masked positions (R,) that they are of, and the ids (L,); returns logits (R, V)."""
 Constraint = Language | Template | Automaton
@@ -46,14 +47,16 @@ COLDEST = 0.001
 """The lowest temperature of the circuit."""
 PACES = ("steps", "threshold", "entropy_budget")
 """The options that say how many tokens a step commits: a run has one of them."""
+RULE = (*PACES, "min_tokens", "blocks")
+"""These, and the options that complete them: chosen together where nobody says."""
 DEFAULT_BLOCK = 32
 """Tokens of a block where neither options nor network say."""
 DEFAULT_THRESHOLD = 0.97
-DEFAULT_GREEDY: Mapping[str, float] = {"threshold": DEFAULT_THRESHOLD}
+DEFAULT_GREEDY: Mapping[str, Any] = {"threshold": DEFAULT_THRESHOLD, "blocks": "sliding"}
 """The pace of a run that is told none, at temperature 0; chosen by measurement (docs/results/default.md)."""
-DEFAULT_SAMPLED: Mapping[str, float] = {"threshold": 0.95}
+DEFAULT_SAMPLED: Mapping[str, Any] = {"threshold": 0.95, "min_tokens": 4}
 """The pace of a run that is told none, above temperature 0."""
-DEFAULT_COUNTED: Mapping[str, float] = {"steps": 32}
+DEFAULT_COUNTED: Mapping[str, Any] = {"steps": 32}
 """The pace where nobody can tell how sure a token is: the latent sampler and the published implementation."""
 _UNSET: Any = type("Unset", (), {"__repr__": lambda self: "unset"})()
 
@@ -131,6 +134,8 @@ class Keywords(TypedDict, total=False):
     outside: Outside
     threshold: float | None
     entropy_budget: float | None
+    min_tokens: int
+    blocks: Blocks
     editing_threshold: float | None
     max_post_steps: int
     ban: Collection[int]
@@ -157,9 +162,11 @@ class Options:
     evenly, the early ones taking what is left over; ``threshold``, commit every token at least so probable, and at
     least one (with the any-order sampler the probability is conditional on the tokens already picked in the step);
     ``entropy_budget``, commit in order while the entropies (nats) sum to less. Two of them at once are an error, and so
-    are the last two with the latent sampler: given one path every token looks sure. If none is given, it is
-    `DEFAULT_GREEDY` at temperature 0, `DEFAULT_SAMPLED` above, and `DEFAULT_COUNTED` with the latent sampler or the
-    preset; `changed` chooses anew while nobody gave one.
+    are the last two with the latent sampler: given one path every token looks sure. With the last two a step commits at
+    least ``min_tokens`` of its block, the first in the order, or all that are left of it; and with ``blocks="sliding"``
+    it begins at the first mask and also sees as much of the next block, of whose tokens it commits those that the rule
+    lets pass. If no speed is given, it is `DEFAULT_GREEDY` at temperature 0, `DEFAULT_SAMPLED` above, and
+    `DEFAULT_COUNTED` with the latent sampler or the preset; `changed` chooses anew while nobody gave one.
 
     Order: ``remasking`` says which tokens come first; ties go to the leftmost. Under a threshold all that
     reach it are committed whatever the order, which then only says which one is committed where none does.
@@ -256,6 +263,14 @@ class Options:
     entropy_budget: float | None = _number(
         None, "commit tokens while their entropies (nats) sum to less", "NATS", optional=True
     )
+    min_tokens: int = _count(
+        _UNSET, "commit at least so many tokens of a block in each step by threshold or entropy budget"
+    )
+    blocks: Blocks = _choice(
+        _UNSET,
+        "fixed, or sliding: by threshold or entropy budget each step looks beyond its block, from the first mask on",
+        get_args(Blocks),
+    )
     editing_threshold: float | None = _number(
         None,
         "replace written tokens of the block where another is more probable than this",
@@ -307,8 +322,9 @@ class Options:
         """
         changes = _by_name(changes)
         dropped = set(self.unset)
-        if {"steps", *self.commit_rule} & changes.keys() or any(changes.get(name) is not None for name in PACES):
-            dropped.update(PACES)
+        own = {"steps", *self.commit_rule} - {"min_tokens", "blocks"}
+        if own & changes.keys() or any(changes.get(name) is not None for name in PACES):
+            dropped.update(RULE if "steps" in changes else PACES)
         kept = {name: getattr(self, name) for name in OPTIONS if name not in dropped}
         return Options(**{**kept, **changes})
 
@@ -332,6 +348,7 @@ class Options:
         _check_hooks(self.hooks)
         _check_stop(self.stop)
         self._check_constraint()
+        self._check_rule()
         if self.mode == "speculative" and not self.published:
             from codd.decoding.speculative import check_options
 
@@ -341,7 +358,7 @@ class Options:
 
             check_known(self)
         elif self.sampler == "latent" and not self.fixed_count:
-            [(name, value)] = self.commit_rule.items()
+            name, value = next(iter(self.commit_rule.items()))
             raise InvalidInput(
                 f'{name}={value:g} does not go with sampler="latent", to which every token looks sure: '
                 'sampler="any_order" does it exactly, or give steps.'
@@ -351,6 +368,15 @@ class Options:
                 f"circuit_temperature must be at least {COLDEST:g}, found {self.circuit_temperature!r}; 0 is known to "
                 'preset="reference" alone, for which it means 1.'
             )
+
+    def _check_rule(self) -> None:
+        fixed, sliding = self.fixed_count or self.published, self.blocks == "sliding"
+        if fixed and (sliding or self.min_tokens > 1):
+            name, value = ("blocks", "'sliding'") if sliding else ("min_tokens", self.min_tokens)
+            raise InvalidInput(f"{name}={value} is about steps by threshold or entropy_budget: give one, or drop it.")
+        if sliding and (self.mode != "block" or self.editing_threshold is not None):
+            other = "editing_threshold" if self.mode == "block" else f"mode={self.mode!r}"
+            raise InvalidInput(f"blocks='sliding' does not go with {other}, which has blocks of its own: drop one.")
 
     def _check_constraint(self) -> None:
         if self.constraint is None:
@@ -386,14 +412,17 @@ class Options:
         if self.sampler is _UNSET:
             unset.add("sampler")
             object.__setattr__(self, "sampler", "latent" if self.published else "any_order")
+        rule: dict[str, Any] = {"steps": None, "min_tokens": 1, "blocks": "fixed"}
         if self.steps is _UNSET and not paces:
             unset.update(PACES)
             counted = self.published or self.sampler == "latent"
-            paces = DEFAULT_COUNTED if counted else DEFAULT_GREEDY if self.temperature == 0 else DEFAULT_SAMPLED
-            for name in PACES:
-                object.__setattr__(self, name, paces.get(name))
-        elif self.steps is _UNSET:
-            object.__setattr__(self, "steps", None)
+            rule |= DEFAULT_COUNTED if counted else DEFAULT_GREEDY if self.temperature == 0 else DEFAULT_SAMPLED
+            if self.mode != "block" or self.editing_threshold is not None:
+                rule["blocks"] = "fixed"
+        unset.update(name for name in RULE[-2:] if getattr(self, name) is _UNSET)
+        for name in RULE:
+            if name in unset or getattr(self, name) is _UNSET:
+                object.__setattr__(self, name, rule.get(name))
         object.__setattr__(self, "unset", frozenset(unset))
 
     @property
@@ -403,10 +432,13 @@ class Options:
 
     @property
     def commit_rule(self) -> dict[str, Any]:
-        """The one of steps, threshold and entropy_budget by which it commits; steps may be None."""
-        return {name: value for name in PACES[1:] if (value := getattr(self, name)) is not None} or {
-            "steps": self.steps
-        }
+        """The one of steps (may be None), threshold and entropy_budget by which it commits, and what completes it.
+
+        That is ``min_tokens`` where it is not 1, and ``blocks`` where they are not fixed.
+        """
+        pace = {name: value for name in PACES[1:] if (value := getattr(self, name)) is not None}
+        more = {"min_tokens": self.min_tokens} if self.min_tokens > 1 else {}
+        return (pace or {"steps": self.steps}) | more | ({} if self.blocks == "fixed" else {"blocks": self.blocks})
 
     @property
     def fixed_count(self) -> bool:
@@ -481,8 +513,8 @@ DEFAULTS = Options()
 
 
 def default_in_words(name: str) -> str:
-    """What an option is where nobody says, for ``--help`` and tables: that of a pace depends on other options."""
-    if name not in PACES:
+    """What an option is where nobody says, for ``--help`` and tables: of the pace it depends on other options."""
+    if name not in RULE:
         value = getattr(DEFAULTS, name)
         return "none" if value is None or value == () else str(value)
     cases = {
@@ -490,4 +522,5 @@ def default_in_words(name: str) -> str:
         "above temperature 0": DEFAULT_SAMPLED,
         "with sampler latent": DEFAULT_COUNTED,
     }
-    return ", ".join(f"{pace[name]:g} {case}" for case, pace in cases.items() if name in pace) or "none"
+    said = ", ".join(f"{pace[name]} {case}" for case, pace in cases.items() if name in pace) or "none"
+    return {"min_tokens": f"{said}, else 1", "blocks": f"{said}, else fixed"}.get(name, said)

@@ -80,11 +80,6 @@ def can_chat(tokenizer: Tokenizer) -> bool:
     return tokenizer.chat_template not in (None, PLAIN)
 
 
-def is_text(prompts: Prompts) -> bool:
-    """Whether any of the prompts is a text, not ids or a conversation."""
-    return any(isinstance(prompt, str) for prompt in _listed(prompts))
-
-
 def check_masks(prompts: Prompts, ids: Sequence[Sequence[int]], tokenizer: Tokenizer | None, mask_id: int) -> None:
     """Raise InvalidInput for a prompt that is to be filled (gen_length 0) and has no mask; name the model's own."""
     named = None if tokenizer is None else tokenizer.mask_token

@@ -158,8 +158,8 @@ class Slot:
     number: int
     stored: int = 0
     """Positions from 0 on whose keys and values are final, or of drafts: are those of tokens, not of masks."""
-    block: Window | None = None
-    """The block at whose beginning the latest full pass, or pass over the whole block, was made."""
+    block_end: int = -1
+    """The end of the block at whose beginning the latest full pass, or pass over the whole block, was made."""
     age: int = 0
     """How many passes there were since that one."""
     step: int = -1
@@ -354,15 +354,13 @@ class CachedRunner(FullRecompute):
         begin, size = max(0, begin - self.backbone.shift), self.backbone.block_size
         if size is not None:
             return self._rows_of_blocks(request, slot, begin, size)
-        block = (0, 0) if options.mode == "speculative" else (plan.begin, plan.end)  # drafts are of one text
+        block_end = 0 if options.mode == "speculative" else plan.block_end  # drafts are of one text
         seen_as_masks, slot.stored = slot.stored, begin
-        if slot.block != block or (options.refresh is not None and slot.age >= options.refresh):
-            slot.block, slot.age = block, 0
+        if slot.block_end != block_end or (options.refresh is not None and slot.age >= options.refresh):
+            slot.block_end, slot.age = block_end, 0
             return 0, length
         slot.age += 1
-        if options.mode == "speculative":
-            return seen_as_masks, length
-        return begin, end if options.cache == "dual" else length
+        return min(seen_as_masks, begin), end if options.cache == "dual" else length
 
     def _rows_after_context(self, slot: Slot, plan: StepPlan, begin: int, end: int) -> Window:
         """A causal row is about the next position, and what it stores stays; of a denoising pass nothing does."""
@@ -380,8 +378,8 @@ class CachedRunner(FullRecompute):
         start = (plan.begin - request.state.unseen) // size * size
         if state.options.cache == "dual" and plan.end - plan.begin < size:
             known = int(state.ids[plan.begin]) != state.mask_id
-            if known and slot.block == (start, start + size):
+            if known and slot.block_end == start + size:
                 return plan.begin - request.state.unseen, plan.end - request.state.unseen
-            slot.block = (start, start + size)
+            slot.block_end = start + size
         stored, slot.stored = slot.stored, start
         return min(begin, stored), length

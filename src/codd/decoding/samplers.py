@@ -139,7 +139,8 @@ class StepInputs:
             logits = dense.index_copy_(0, places, logits)
         features = None if self.features is None else self.features[begin - self.begin : end - self.begin]
         drawn = Noise(*torch.zeros(3, len(tokens))) if noise is None else noise.at(slice(begin, end))
-        return WindowInputs(tokens, tokens == self.state.mask_id, logits, drawn, features, constraint)
+        due = None if self.plan.due_end is None else torch.arange(begin, end) < self.plan.due_end
+        return WindowInputs(tokens, tokens == self.state.mask_id, logits, drawn, features, constraint, due)
 
 
 class WindowInputs(NamedTuple):
@@ -153,6 +154,8 @@ class WindowInputs(NamedTuple):
     features: Float[Tensor, "L d"] | None = None
     constraint: WindowConstraint | None = None
     """The language that the window is part of."""
+    due: Bool[Tensor, " L"] | None = None
+    """The positions of which the step commits a number at least; None: all."""
 
     def joint(self, circuit: ProbabilisticCircuit, temperature: float) -> Coupled:
         """The product of network and circuit, on the logits' device."""
@@ -230,7 +233,7 @@ def circuit_acts(circuit: ProbabilisticCircuit | None, state: SequenceState, win
 
 
 def sample_window(
-    circuit: ProbabilisticCircuit, window: WindowInputs, count: int | None, options: Options, *, dense: bool = False
+    circuit: ProbabilisticCircuit, window: WindowInputs, count: int, options: Options, *, dense: bool = False
 ) -> Ranking:
     """Rank the masked positions of a window; void if the circuit excludes the evidence, or candidates do not suffice.
 
@@ -239,36 +242,39 @@ def sample_window(
     """
     joint, noise = window.joint(circuit, logits_temperature(options)), window.noise.to(window.logits.device)
     if options.sampler == "latent":
-        assert count is not None, "the latent sampler commits by number"
         return sample_latent(joint, count, options, noise)
-    return sample_any_order(joint, count, options, noise, dense=dense)
+    due = None if window.due is None else window.due.to(joint.masked.device)
+    return sample_any_order(joint, count, options, noise, dense=dense, due=due)
 
 
 def sample_factorized(
     logits: Float[Tensor, "R V"],
-    count: int | None,
+    count: int,
     options: Options,
     noise: Noise,
     open_rows: Bool[Tensor, " R"] | None = None,
+    due: Bool[Tensor, " R"] | None = None,
 ) -> Ranking:
     """Rank every row by itself; rows that are not open come last, and ``count`` must not reach them.
 
-    ``count`` rows are kept; None: all that reach the threshold, or the first ones up to the entropy budget, and in any
-    case one.
+    ``count`` rows are kept; under a threshold or an entropy budget the first ``count`` that are due (None: of all), and
+    those that reach the one, or the first ones whose entropies sum to less than the other.
     """
     log_p = logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
     found = propose(options, log_p, noise.tokens, known_order(options, noise))
     rows = by_priority(found.order if open_rows is None else found.order.masked_fill(~open_rows, -torch.inf))
-    probabilities, rank = found.probabilities[rows], torch.arange(len(rows), device=rows.device)
-    if count is not None:
-        keep = rank < count
+    if options.threshold is not None:  # what reaches it comes first
+        rows = rows[(found.probabilities[rows] < options.threshold).byte().argsort(stable=True)]
+    first = torch.ones_like(rows, dtype=torch.bool) if due is None else due[rows]
+    first = first & (first.cumsum(0) <= count)
+    turns = (~first).byte().argsort(stable=True)
+    rows, keep = rows[turns], first[turns]
+    if options.threshold is not None:
+        keep = keep | (found.probabilities[rows] >= options.threshold)
     elif options.entropy_budget is not None:
-        keep = (found.entropies[rows].cumsum(0) < options.entropy_budget) | (rank == 0)
-    else:
-        assert options.threshold is not None  # one of the three is given
-        keep = probabilities >= options.threshold
-        keep = keep | ((rank == 0) & ~keep.any())
-    return Ranking(rows, found.tokens[rows], probabilities, keep, torch.ones((), dtype=torch.bool, device=rows.device))
+        keep = keep | (found.entropies[rows].cumsum(0) < options.entropy_budget)
+    valid = torch.ones((), dtype=torch.bool, device=rows.device)
+    return Ranking(rows, found.tokens[rows], found.probabilities[rows], keep, valid)
 
 
 def sample_latent(joint: Coupled, count: int, options: Options, noise: Noise) -> Ranking:
@@ -280,40 +286,50 @@ def sample_latent(joint: Coupled, count: int, options: Options, noise: Noise) ->
 
 
 def sample_any_order(
-    joint: Coupled, count: int | None, options: Options, noise: Noise, *, dense: bool = False
+    joint: Coupled,
+    count: int,
+    options: Options,
+    noise: Noise,
+    *,
+    dense: bool = False,
+    due: Bool[Tensor, " L"] | None = None,
 ) -> Ranking:
     """Rank the masked positions of a window (B = 1) by exact conditionals, each given the tokens committed before it.
 
-    ``count`` positions are committed; under a constraint, those besides whose tokens it makes certain. None: with a
-    threshold it goes on while a conditional probability reaches it, with an entropy budget while the conditional
-    entropies sum to less. With the null circuit that is what `sample_factorized` commits: the same numbers draw the
-    tokens, and the same rules rank them. With ``tempering="paper"`` every conditional is tempered, which then says how
-    sure its token is. ``dense`` computes the marginals of all tokens instead of candidates first. Invalid where the
-    evidence has probability zero.
+    ``count`` positions are committed; under a constraint, those besides whose tokens it makes certain. With a threshold
+    these are taken from those that are ``due`` (None: from all), and it goes on everywhere while a conditional
+    probability reaches it, with an entropy budget while the conditional entropies sum to less. With the null circuit
+    that is what `sample_factorized` commits: the same numbers draw the tokens, and the same rules rank them. With
+    ``tempering="paper"`` every conditional is tempered, which then says how sure its token is. ``dense`` computes the
+    marginals of all tokens instead of candidates first. Invalid where the evidence has probability zero.
     """
     masked = joint.masked[0]
-    rule = sampling_rule(options, len(masked) if count is None else min(count, len(masked)), count is None, dense)
+    rule = sampling_rule(options, min(count, len(masked)), len(masked), dense=dense, due=due)
     few = rule.candidates_suffice and (rule.plain or masked.device.type == "cpu")
     conditionals = joint.conditionals(CANDIDATES if few else None)
     return Ranking(*conditionals.commit_tokens(masked, noise.tokens, known_order(options, noise), rule))
 
 
-def sampling_rule(options: Options, count: int, adaptive: bool, dense: bool = False) -> SamplingRule:
-    """What the options say, as commit loops understand it."""
+def sampling_rule(
+    options: Options, count: int, most: int, *, dense: bool = False, due: Bool[Tensor, " L"] | None = None
+) -> SamplingRule:
+    """What the options say, as commit loops understand it: ``count`` tokens, or at least, and then at most ``most``."""
     tempered = tempers_conditionals(options)
     cut = options.top_k is not None or (options.top_p is not None and options.top_p < 1)
     return SamplingRule(
         order="given" if options.remasking in ("random", "left_to_right") else options.remasking,
         propose=partial(propose, options),
         temper=partial(temper_conditional, options=options),
-        most=count,
-        adaptive=adaptive,
+        most=count if options.fixed_count else most,
+        adaptive=not options.fixed_count,
         threshold=options.threshold,
         entropy_budget=options.entropy_budget,
         temperature=options.temperature and min(max(options.temperature, COLDEST), HOTTEST),
         truncated=tempered or (cut and options.temperature > 0),
         candidates=CANDIDATES,
         dense=dense or tempered,  # the normalisation of what is tempered needs all tokens
+        least=count,
+        due=due,
     )
 
 

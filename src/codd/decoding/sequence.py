@@ -29,14 +29,16 @@ class StepPlan:
     begin: int
     end: int
     """Tokens may be committed at positions begin..end-1: a block, or everything."""
-    count: int | None
-    """How many to commit; None: as many as the threshold or the entropy budget lets pass; 0: only edit."""
+    count: int
+    """How many to commit, or at least, where more may pass a threshold or an entropy budget; 0: only edit."""
     last: bool
     """Whether this is the schedule's last step here, so that no token may be deferred."""
     causal: bool = False
     """Whether its positions are predicted by causal rows before them, of a network that reads its context causally."""
     settled: int | None = None
     """How many positions from the first one on neither it nor a later step changes; None: all before the first mask."""
+    due_end: int | None = None
+    """One beyond the block of which ``count`` are due, where the step also sees positions after it; None: ``end``."""
     time: tuple[float, float] = (1.0, 0.0)
     """The published implementation's diffusion time in full mode, before and after the step."""
 
@@ -44,6 +46,11 @@ class StepPlan:
     def block(self) -> Window:
         """The positions begin..end-1."""
         return self.begin, self.end
+
+    @property
+    def block_end(self) -> int:
+        """One beyond the last position of the block that is being written."""
+        return self.end if self.due_end is None else self.due_end
 
 
 class Writes(NamedTuple):
@@ -322,6 +329,13 @@ def options_for(backbone: Backbone, options: Options) -> Options:
         changes |= published.defaults(backbone, options)
     if length is not None and "block_length" in options.unset:
         changes = {"block_length": length, **changes}
+    own_blocks = size is not None or (backbone.causal is not None and options.mode != "full")
+    if own_blocks and options.blocks == "sliding":
+        if "blocks" not in options.unset:
+            raise InvalidInput(
+                f"blocks='sliding': {backbone.family} sees nothing after a block that it writes: leave it out."
+            )
+        changes["blocks"] = "fixed"
     options = options.changed(**changes) if changes else options
     if options.cache is not None and (backbone.config.conditioning or backbone.config.token_dropout is not None):
         raise InvalidInput(
@@ -407,8 +421,13 @@ def plan_steps(state: SequenceState) -> Iterator[StepPlan]:
     if not options.fixed_count:
         for begin, end in spans:
             yield from first_token(state, begin)
-            while bool(state.masked[begin:end].any()):
-                yield StepPlan(begin, end, None, last=False)
+            while len(left := state.masked_in((begin, end))):
+                if options.blocks == "sliding":
+                    first = int(left[0])
+                    window = first, min(first + size, len(state.ids))
+                    yield StepPlan(*window, options.min_tokens, last=False, due_end=end)
+                else:
+                    yield StepPlan(begin, end, options.min_tokens, last=False)
             yield from edit_steps(state, begin, end)
         return
     sizes = [int(masked[begin:end].sum()) for begin, end in spans]

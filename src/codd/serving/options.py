@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AliasChoices, BaseModel, Field, create_model, model_validator
 
-from codd.decoding.options import LARGEST, OPTIONS, OTHER_NAMES, PACES, UNTYPED, OptionInfo, Options, default_in_words
+from codd.decoding.options import LARGEST, OPTIONS, OTHER_NAMES, RULE, UNTYPED, OptionInfo, Options, default_in_words
 from codd.errors import InvalidInput
 from codd.serving.errors import bad_request
 from codd.validation import STRICT
@@ -69,7 +69,7 @@ def option_field(name: str) -> tuple[Any, Any]:
     text = info.help[0].upper() + info.help[1:]
     if name == "seed":
         text += "; choice i of n uses seed + i"
-    if name in PACES:
+    if name in RULE:
         text += f"; where neither request nor server gives a pace: {default_in_words(name)}"
     names = AliasChoices(name, *(other for other, own in OTHER_NAMES.items() if own == name))
     return _type(info) | None, Field(None, description=f"{text}.", validation_alias=names)

@@ -255,7 +255,7 @@ typedef struct {
     float *work;            /* 2 n */
     const int64_t *candidates; /* (length, k) */
     float *weights;         /* (length, k): p = weight * sum(cavity latent column) / sum(cavity leaf) */
-    uint8_t *open;          /* (length,): may be picked; closed as they are */
+    uint8_t *open;          /* (length,): 1 may be picked, 2 not among the first `least`; 0 closed, as they become */
     const float *given;     /* (length,): for the rule GIVEN, the largest comes first */
     const float *uniforms;  /* (length,): tokens are drawn with these, for the rule LOW_CONFIDENCE; or nothing */
     const int64_t *by_id;   /* (length, k): the candidates' numbers, in the order of the vocabulary, to draw from */
@@ -328,17 +328,20 @@ static int64_t drawn(const window *w, int64_t t, const belief *b, float rounding
     return -1;
 }
 
-/* The open position that comes first, with as few candidates as settle it: no token that was not looked at may be
- * better than what comes first. UNSETTLED if all candidates do not suffice. */
-static int64_t surest(const window *w, belief *beliefs, int64_t few, float rounding, float faint) {
+/* Whether a position may be picked: where only those that are due may, `due` is 1. */
+static int may(const window *w, int64_t t, int due) { return w->open[t] == 1 || (w->open[t] && !due); }
+
+/* The position that comes first of those that may, with as few candidates as settle it: no token that was not looked at
+ * may be better than what comes first. UNSETTLED if all candidates do not suffice. */
+static int64_t surest(const window *w, belief *beliefs, int due, int64_t few, float rounding, float faint) {
     for (int64_t t = 0; t < w->length; t++) beliefs[t] = (belief){0};
     for (int64_t t = 0; t < w->length; t++)
-        if (w->open[t] && look(w, t, few < w->k ? few : w->k, beliefs + t, faint)) return FAINT;
+        if (may(w, t, due) && look(w, t, few < w->k ? few : w->k, beliefs + t, faint)) return FAINT;
     for (;;) {
         int64_t first = -1;
         float most = 0;
         for (int64_t t = 0; t < w->length; t++) {
-            if (!w->open[t]) continue;
+            if (!may(w, t, due)) continue;
             belief *b = beliefs + t;
             float order = w->rule == GIVEN ? w->given[t] : w->rule == MARGIN ? b->best - b->second : b->best;
             if (w->uniforms) {
@@ -349,7 +352,7 @@ static int64_t surest(const window *w, belief *beliefs, int64_t few, float round
         }
         int more = 0;
         for (int64_t t = 0; first >= 0 && t < w->length; t++) {
-            if (!w->open[t] || (w->rule == GIVEN && t != first)) continue;
+            if (!may(w, t, due) || (w->rule == GIVEN && t != first)) continue;
             belief *b = beliefs + t;
             float rest = 1 - rounding - b->sum;
             rest = rest > 0 ? rest : 0;
@@ -367,15 +370,16 @@ static int64_t surest(const window *w, belief *beliefs, int64_t few, float round
 }
 
 /* Pick positions and their tokens (the most probable ones, or drawn) one after the other, each given those before it:
- * `count` of them, or while a probability reaches the threshold, and in any case one. Returns how many; `complete` is
- * left at 0 where floats do not suffice for the next (a sum below `faint`), or the candidates do not. */
-int64_t codd_pick(window *w, belief *beliefs, int64_t count, float threshold, int64_t few, float rounding, float faint,
-                  int64_t *positions, int64_t *tokens, float *probabilities, int64_t *complete) {
+ * `count` of them, or `least` of those that are due and then while a probability reaches the threshold. Returns how
+ * many; `complete` is left at 0 where floats do not suffice for the next (a sum below `faint`), or the candidates. */
+int64_t codd_pick(window *w, belief *beliefs, int64_t count, int64_t least, float threshold, int64_t few, float rounding,
+                  float faint, int64_t *positions, int64_t *tokens, float *probabilities, int64_t *complete) {
     const int64_t n = w->n, last = w->length - 1;
-    int64_t low = last + 1, high = -1, picked = 0;
+    int64_t low = last + 1, high = -1, picked = 0, left = 0;
     *complete = 0;
     for (int64_t t = 0; t <= last; t++) {
         if (w->open[t]) low = low > last ? t : low, high = t;
+        left += w->open[t] == 1;
         const float top = to_one(w->leaf + t * n, n);
         if (!(top >= faint)) return 0;
         for (int64_t c = 0; c < w->k; c++) {
@@ -385,10 +389,12 @@ int64_t codd_pick(window *w, belief *beliefs, int64_t count, float threshold, in
     }
     if (propagate(w, 0, high, last, low)) return 0;
     while (picked < count && high >= low) {
-        const int64_t t = surest(w, beliefs, few, rounding, faint);
+        const int due = picked < least && left;
+        const int64_t t = surest(w, beliefs, due, few, rounding, faint);
         if (t < 0) return picked;
         const int64_t at = t * w->k + beliefs[t].number;
-        if (picked && w->found[at] < threshold) break;
+        if (!due && w->found[at] < threshold) break;
+        left -= w->open[t] == 1;
         positions[picked] = t;
         tokens[picked] = w->candidates[at];
         probabilities[picked++] = w->found[at];

@@ -126,7 +126,7 @@ def _declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
     loaded.codd_path.restype = _SIZE
     loaded.codd_panels.argtypes = [_DATA] * 3 + [_SIZE] * 3
     loaded.codd_panels.restype = None
-    loaded.codd_pick.argtypes = [_DATA, _DATA, _SIZE, _REAL, _SIZE, _REAL, _REAL, *[_DATA] * 4]
+    loaded.codd_pick.argtypes = [_DATA, _DATA, _SIZE, _SIZE, _REAL, _SIZE, _REAL, _REAL, *[_DATA] * 4]
     loaded.codd_pick.restype = _SIZE
     return loaded
 

@@ -53,7 +53,7 @@ class SamplingRule(NamedTuple):
     temper: Callable[[Float[Tensor, "*R V"]], Float[Tensor, "*R V"]] = unchanged
     """What is done to log-probabilities before tokens are chosen from them."""
     adaptive: bool = False
-    """Whether threshold and budget end the loop, but never before the first token."""
+    """Whether threshold and budget end the loop, but never before the first ``least`` tokens."""
     threshold: float | None = None
     """Tokens whose probability reaches it come first; the loop ends at one below it."""
     entropy_budget: float | None = None
@@ -66,6 +66,10 @@ class SamplingRule(NamedTuple):
     """How many tokens of a position are looked at before all of them are."""
     dense: bool = False
     """Look at all tokens from the beginning."""
+    least: int = 1
+    """How many tokens threshold and budget do not hold back; fewer where fewer are due."""
+    due: Bool[Tensor, " L"] | None = None
+    """The positions that these are taken from; None: all that are open."""
 
     @property
     def limits(self) -> tuple[float | None, float | None]:

@@ -62,7 +62,7 @@ def step(inputs: StepInputs) -> StepResult:
     proposals = Proposals(best.indices, order, best.values)
     reaches = torch.ge if inputs.state.family in AT_LEAST else torch.gt
     sure = 0 if options.threshold is None else int(reaches(best.values, options.threshold).sum())
-    count = max(sure, plan.count or 0)
+    count = max(sure, plan.count)
     return step_result(inputs, proposals, count, plan.block, inputs.state.mask_ratio(plan.block), False)
 
 

@@ -156,8 +156,10 @@ export function preview(settings, defaults, mask) {
 export function pace(settings, defaults, mask) {
   const inside = mask ? settings.prompt.split(mask).length - 1 : 0;
   const masks = inside + length(settings, defaults);
-  const { steps, threshold } = settings.steps.trim() || settings.threshold.trim() ? settings : untold(settings, defaults);
-  if (threshold) return `${masks} masks; each call writes every token at least ${threshold} probable`;
+  const { steps, threshold, min_tokens, blocks } = settings.steps.trim() || settings.threshold.trim() ? settings : untold(settings, defaults);
+  const where = blocks === "sliding" ? " of the block and the next" : "";
+  const least = Number(min_tokens) > 1 ? `, and at least ${min_tokens} of the block` : "";
+  if (threshold) return `${masks} masks; each call writes every token${where} at least ${threshold} probable${least}`;
   if (!steps) return `${masks} masks; how many a call fills is left to the server`;
   const calls = Math.min(Number(steps) || masks, masks);
   const each = masks / Math.max(1, calls);
@@ -172,7 +174,7 @@ export function pace(settings, defaults, mask) {
  */
 function untold(settings, defaults) {
   const usual = ["sampler", "temperature"].every((name) => !settings[name].trim() || settings[name] === String(defaults[name]));
-  return usual ? defaults : { steps: "", threshold: "" };
+  return usual ? defaults : { steps: "", threshold: "", min_tokens: "", blocks: "" };
 }
 
 /**

@@ -56,10 +56,13 @@ def commit_tokens(
     spent, done = 0.0, len(found)
     while done < rule.most and bool(open_.any()):
         left = None if free else rule.most - done
-        certain, step = _next(conditioner, open_.nonzero()[:, 0], uniforms, given, rule, left)
+        due = open_ if rule.due is None else open_ & rule.due
+        held_back = done >= rule.least or not bool(due.any())
+        rows = (open_ if held_back else due).nonzero()[:, 0]
+        certain, step = _next(conditioner, rows, uniforms, given, rule, left)
         spent += step.entropy
         low = threshold is not None and float(step.probabilities[0]) < threshold
-        if done and (low or (budget is not None and spent >= budget)):
+        if held_back and (low or (budget is not None and spent >= budget)):
             break
         found.append(step)
         _commit(conditioner, step, open_)

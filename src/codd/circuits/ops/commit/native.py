@@ -92,15 +92,16 @@ def _run(
     by_id = candidates.argsort(-1) if drawn else None
     order = None if given is None else given.float().contiguous()
     tables = (matrix, columns, latent, leaf, forward, backward, work, candidates)
+    open_ = open_.to(torch.uint8) if rule.due is None else open_.to(torch.uint8) * (2 - rule.due.to(torch.uint8))
     kept = (*tables, weights.clone(), open_.clone(), order, numbers, by_id, torch.empty(length, width))
     sizes = (length, states, width, matrix.dtype == torch.int16, ORDERS.index(rule.order))
     power = 1 / rule.temperature if drawn else 1.0
     window = _Window(*(None if x is None else x.data_ptr() for x in kept), *sizes, power)
     beliefs = torch.empty(length, 4, dtype=torch.int64)  # three floats and two numbers each
-    most = min(int(open_.sum()), rule.most)
+    most = min(int(open_.count_nonzero()), rule.most)
     positions, tokens = torch.empty(2, max(most, 1), dtype=torch.int64)
     probabilities, complete = torch.empty(max(most, 1)), ctypes.c_int64()
-    limits = (most, rule.limits[0] or 0.0, FEW, ROUNDING, FAINT)
+    limits = (most, rule.least, rule.limits[0] or 0.0, FEW, ROUNDING, FAINT)
     results = (positions.data_ptr(), tokens.data_ptr(), probabilities.data_ptr(), ctypes.addressof(complete))
     loaded = native.library()
     assert loaded is not None  # else this backend is not chosen
