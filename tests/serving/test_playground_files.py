@@ -213,9 +213,7 @@ def test_a_request_says_what_the_text_must_be(evaluate: Evaluate) -> None:
         assert not [key for key in evaluate("settings.js", code, untold) if "guided" in key]
 
 
-BY_DEFAULT = (
-    "each call writes every token of the block and the next at least 0.95 probable, and at least 4 of the block"
-)
+BY_DEFAULT = "each call writes every token of the block and the next at least 0.95 probable, and at least 4 on average"
 
 
 @pytest.mark.parametrize(

@@ -162,11 +162,12 @@ class Options:
     evenly, the early ones taking what is left over; ``threshold``, commit every token at least so probable, and at
     least one (with the any-order sampler the probability is conditional on the tokens already picked in the step);
     ``entropy_budget``, commit in order while the entropies (nats) sum to less. Two of them at once are an error, and so
-    are the last two with the latent sampler: given one path every token looks sure. With the last two a step commits at
-    least ``min_tokens`` of its block, the first in the order, or all that are left of it; and with ``blocks="sliding"``
-    it begins at the first mask and also sees as much of the next block, of whose tokens it commits those that the rule
-    lets pass. If no speed is given, it is `DEFAULT_GREEDY` at temperature 0, `DEFAULT_SAMPLED` above, and
-    `DEFAULT_COUNTED` with the latent sampler or the preset; `changed` chooses anew while nobody gave one.
+    are the last two with the latent sampler: given one path every token looks sure. With the last two steps commit at
+    least ``min_tokens`` on average: one that would fall behind takes the first ones of its block in the order, at most
+    so many. With ``blocks="sliding"`` a step begins at the first mask and also sees as much of the next block, of whose
+    tokens it commits those that the rule lets pass. If no speed is given, it is `DEFAULT_GREEDY` at temperature 0,
+    `DEFAULT_SAMPLED` above, and `DEFAULT_COUNTED` with the latent sampler or the preset; `changed` chooses anew while
+    nobody gave one.
 
     Order: ``remasking`` says which tokens come first; ties go to the leftmost. Under a threshold all that
     reach it are committed whatever the order, which then only says which one is committed where none does.
@@ -264,7 +265,7 @@ class Options:
         None, "commit tokens while their entropies (nats) sum to less", "NATS", optional=True
     )
     min_tokens: int = _count(
-        _UNSET, "commit at least so many tokens of a block in each step by threshold or entropy budget"
+        _UNSET, "by threshold or entropy budget, commit at least so many tokens per step, on average since the first"
     )
     blocks: Blocks = _choice(
         _UNSET,

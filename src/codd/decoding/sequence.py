@@ -419,15 +419,18 @@ def plan_steps(state: SequenceState) -> Iterator[StepPlan]:
     starts = [origin + block * size for block in blocks]
     spans = [(max(0, start), min(len(masked), start + size)) for start in starts]
     if not options.fixed_count:
+        most = int(masked.sum())  # masks that may be left, so that a step commits ``min_tokens`` on average
         for begin, end in spans:
             yield from first_token(state, begin)
             while len(left := state.masked_in((begin, end))):
+                most -= options.min_tokens
+                count = min(max(1, int(state.masked.sum()) - most), options.min_tokens)
                 if options.blocks == "sliding":
                     first = int(left[0])
                     window = first, min(first + size, len(state.ids))
-                    yield StepPlan(*window, options.min_tokens, last=False, due_end=end)
+                    yield StepPlan(*window, count, last=False, due_end=end)
                 else:
-                    yield StepPlan(begin, end, options.min_tokens, last=False)
+                    yield StepPlan(begin, end, count, last=False)
             yield from edit_steps(state, begin, end)
         return
     sizes = [int(masked[begin:end].sum()) for begin, end in spans]

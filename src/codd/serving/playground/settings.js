@@ -158,7 +158,7 @@ export function pace(settings, defaults, mask) {
   const masks = inside + length(settings, defaults);
   const { steps, threshold, min_tokens, blocks } = settings.steps.trim() || settings.threshold.trim() ? settings : untold(settings, defaults);
   const where = blocks === "sliding" ? " of the block and the next" : "";
-  const least = Number(min_tokens) > 1 ? `, and at least ${min_tokens} of the block` : "";
+  const least = Number(min_tokens) > 1 ? `, and at least ${min_tokens} on average` : "";
   if (threshold) return `${masks} masks; each call writes every token${where} at least ${threshold} probable${least}`;
   if (!steps) return `${masks} masks; how many a call fills is left to the server`;
   const calls = Math.min(Number(steps) || masks, masks);
