@@ -3,6 +3,7 @@
     python benchmarks/serving.py load                       # 64 clients for 60 s; every answer is checked
     python benchmarks/serving.py load --caches              # with KV caches: none, prefix and dual in turn
     python benchmarks/serving.py load --leave 0.5           # half of them hang up at random
+    python benchmarks/serving.py load --constrained         # every second answer has to match a pattern
     python benchmarks/serving.py load --clients 16 --mixed 0.5 --leave 0.1 --seconds 600 --plot memory.png
                                                             # half of them ask for everything, and for what is wrong
     python benchmarks/serving.py throughput                 # 8 clients: 8 slots against 1, in turn, in one run
@@ -32,6 +33,7 @@ from typing import Any
 import httpx
 
 import codd
+from codd.constraints import Regex
 from codd_lab.problems import problems
 from codd_lab.provenance import provenance
 from timing import save
@@ -44,6 +46,7 @@ WAYS: tuple[dict[str, Any], ...] = (
     {"gen_length": 48, "steps": 6, "sampler": "factorized", "temperature": 1.0},
     {"gen_length": 40, "steps": 5, "block_length": 20, "sampler": "any_order", "temperature": 0.5},
 )
+PATTERNS = (r"\d{1,3} (stamps|pens)", r"(yes|no), \d\d", "[a-c]{2,5}")
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,7 @@ def main() -> None:
         "--mixed", type=float, default=0.0, help="the share of clients that send requests of all routes, and wrong ones"
     )
     parser.add_argument("--caches", action="store_true", help="of load: every third asks for each kind of KV cache")
+    parser.add_argument("--constrained", action="store_true", help="of load: every second answer matches a pattern")
     parser.add_argument("--requests", type=int, default=30, help="different ones (default: 30)")
     parser.add_argument("--rounds", type=int, default=3, help="of throughput, on each server (default: 3)")
     parser.add_argument("--shorter", type=int, default=1, help="divides the lengths and steps of all requests")
@@ -111,7 +115,10 @@ def made(model: codd.Model, count: int, seed: int, ways: Sequence[dict[str, Any]
     found = []
     for number, prompt in enumerate(prompts):
         options = {**ways[number % len(ways)], "seed": seed + number}
-        texts = model.generate([[{"role": "user", "content": prompt}]], **options).texts
+        pattern = options.get("guided_regex")
+        how = {name: value for name, value in options.items() if name != "guided_regex"}
+        language = None if pattern is None else Regex(pattern)
+        texts = model.generate([[{"role": "user", "content": prompt}]], constraint=language, **how).texts
         assert texts is not None
         found.append(Request(prompt, options, texts[0]))
     return found
@@ -150,6 +157,8 @@ def clients(url: str) -> httpx.AsyncClient:
 def load(args: argparse.Namespace) -> dict[str, Any]:
     kinds = (None, "prefix", "dual") if args.caches else (None,)
     ways = [{**shortened(way, args.shorter), "cache": kind} for way in WAYS for kind in kinds]
+    if args.constrained:
+        ways = [each for i, way in enumerate(ways) for each in (way, {**way, "guided_regex": PATTERNS[i % 3]})]
     requests = made(codd.load(device=args.device), args.requests, args.seed, ways)
     with serving("--slots", args.slots, "--queue", args.queue, "--device", args.device) as (url, _):
         seen, health = asyncio.run(_loaded(args, url, requests))

@@ -239,9 +239,10 @@ class OpenAIFields(SamplingOptions, ConstraintFields):
         return "logprobs", None
 
     def given(self) -> dict[str, Any]:
-        """The decoding options that the client set, the length under any name."""
+        """The decoding options that the client set, the length under any name; ``stop`` only if it is a switch."""
         _, length = self.length()
-        return super().given() if length is None else {**super().given(), "gen_length": length}
+        options = {**super().given(), **({} if length is None else {"gen_length": length})}
+        return {name: value for name, value in options.items() if name != "stop" or isinstance(value, bool)}
 
     def length(self) -> tuple[str, int | None]:
         """The name of the field with the requested length, and the length in tokens; None if there is none.
@@ -286,13 +287,6 @@ class OpenAIRequest(OpenAIFields):
     def include_usage(self) -> bool:
         """Whether a stream is to end with a usage chunk."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
-
-    def given(self) -> dict[str, Any]:
-        """The same; ``stop`` is an option only if it is a switch."""
-        options = super().given()
-        if not isinstance(self.stop, bool):
-            options.pop("stop", None)
-        return options
 
     def _constraints(self) -> list[Constraint]:
         return [*format_constraint("response_format", self.response_format), *super()._constraints()]
