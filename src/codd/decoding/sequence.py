@@ -426,9 +426,8 @@ def plan_steps(state: SequenceState) -> Iterator[StepPlan]:
                 most -= options.min_tokens
                 count = min(max(1, int(state.masked.sum()) - most), options.min_tokens)
                 if options.blocks == "sliding":
-                    first = int(left[0])
-                    window = first, min(first + size, len(state.ids))
-                    yield StepPlan(*window, count, last=False, due_end=end)
+                    at = int(left[0])
+                    yield StepPlan(at, min(at + size, len(state.ids)), count, last=False, due_end=end)
                 else:
                     yield StepPlan(begin, end, count, last=False)
             yield from edit_steps(state, begin, end)
