@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from codd.backbones import weights
 from codd.backbones.backbone import ModelSpec, SpecialTokenIds
 from codd.backbones.config import Config
-from codd.backbones.loading import FAMILIES, load_checkpoint, read_spec
+from codd.backbones.loading import FAMILIES, family_of, load_checkpoint, read_spec
 from codd.backbones.transformer import Transformer
 from codd.errors import FormatError, InvalidInput
 from tests.support.checkpoints import FIXTURES, MINI, backbone, cases, copy_of, edit_config, edit_weights, tensors_of
@@ -49,7 +49,7 @@ def test_published_configurations(family, tmp_path):
     published = PUBLISHED[family]
     (tmp_path / "config.json").write_text(json.dumps(published["config"]))
     spec = read_spec(tmp_path)
-    assert [other.NAME for other in FAMILIES if other.recognises(Config(published["config"]))] == [family]
+    assert family == family_of(Config(published["config"])).NAME
     assert (spec.family, spec.special) == (family, SpecialTokenIds(**published["special"]))
     assert spec.transformer.block_size == BLOCKS.get(family)
     found = shapes(spec)
@@ -60,11 +60,10 @@ def test_published_configurations(family, tmp_path):
 def test_every_family_is_registered_once():
     assert {*BY_NAME} == {*PUBLISHED, "mini"}
     assert len(FAMILIES) == len(BY_NAME)
-    for family in FAMILIES:
-        assert not family.recognises(Config({}))
-        assert not family.recognises(Config({"model_type": "gpt2", "model": {}, "graph": {}}))
+    for unknown in ({}, {"model_type": "gpt2", "model": {}, "graph": {}}, {"model": {}, "graph": {}}):
+        assert family_of(Config(unknown)) is None
     older = {**PUBLISHED["llada"]["config"], "architectures": ["LLaDAModelLM"]}  # the model_type is LLaDA-MoE's, too
-    assert [family.NAME for family in FAMILIES if family.recognises(Config(older))] == ["llada"]
+    assert family_of(Config(older)) is BY_NAME["llada"]
 
 
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 768}
@@ -80,8 +79,8 @@ VARIANTS = [
     ("bert", {"tie_word_embeddings": False}),
     ("modernbert", {"tie_word_embeddings": False, "decoder_bias": False}),
     ("modernbert", dict.fromkeys(("attention_bias", "mlp_bias", "norm_bias", "classifier_bias"), True)),
-    ("a2d", {"model_type": "a2d-qwen2"}),
-    ("a2d", {"model_type": "a2d-llama", "tie_word_embeddings": False}),
+    ("a2d", {"architectures": ["A2DQwen2LMHeadModel"]}),
+    ("a2d", {"architectures": None, "model_type": "a2d-llama", "tie_word_embeddings": False}),
     ("sdar", {"model_type": "sdar_moe", **EXPERTS}),
     ("sdar", {"model_type": "sdar_moe", **EXPERTS, "decoder_sparse_step": 2, "mlp_only_layers": [3]}),
     ("esm", {"position_embedding_type": "absolute", "emb_layer_norm_before": True}),
@@ -131,6 +130,7 @@ def test_stop_ids_of_a_generation_config(tmp_path):
         read_spec(folder)
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
 REFUSED = {
     "llada": [
         *({"block_type": "sequential"}, {"layer_norm_type": "default"}, {"activation_type": "swiglu"}, {"alibi": True}),
@@ -138,16 +138,21 @@ REFUSED = {
         {"input_emb_norm": True},
     ],
     "dream": [
-        *({"rope_scaling": {"type": "yarn", "factor": 4.0}}, {"use_sliding_window": True}, {"use_mrope": True}),
+        *({"rope_scaling": {"type": "linear", "factor": 4.0}}, {"use_sliding_window": True}, {"use_mrope": True}),
         *({"hidden_act": "gelu"}, {"head_dim": 64}),
     ],
     "sdar": [
         *({"attention_bias": True}, {"rope_scaling": {"type": "yarn"}}),
         {"norm_topk_prob": False, "model_type": "sdar_moe", **EXPERTS},
+        {"mlp_only_layers": 7, "model_type": "sdar_moe", **EXPERTS},
     ],
     "a2d": [{"attention_bias": True}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}],
     "stable_diffcoder": [{"mlp_bias": True}],
-    "nemotron": [{"dlm_paradigm": "autoregressive"}, {"sliding_window": 4096}],
+    "nemotron": [
+        {"dlm_paradigm": "autoregressive"},
+        {"sliding_window": 4096},
+        {"rope_parameters": {**YARN, "rope_theta": 1}},
+    ],
     "roberta": [{"is_decoder": True}],
     "esm": [{"is_folding_model": True}, {"position_embedding_type": "relative_key"}, {"mask_token_id": None}],
     "fast_dllm": [{"layer_types": ["sliding_attention"] * 28}],
@@ -172,7 +177,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("family", "change"), [(family, each) for family, some in REFUSED.items() for each in some])
 def test_what_we_do_not_build_is_refused(family, change):
-    field = "full_attention" if "rope_parameters" in change else next(iter(change))
+    field = "full_attention" if family == "modernbert" and "rope_parameters" in change else next(iter(change))
     with pytest.raises(FormatError, match=rf"^here/config\.json.*{field}") as raised:
         spec_of(family, **change)
     assert "\n" not in str(raised.value)
@@ -185,6 +190,8 @@ def test_a_model_type_that_is_another_familys(told, tmp_path):
     fields = {**PUBLISHED["stable_diffcoder"]["config"], "auto_map": auto_map, **told}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     assert read_spec(tmp_path).family == "stable_diffcoder"
+    (tmp_path / "config.json").write_text(json.dumps({**PUBLISHED["a2d"]["config"], "model_type": "llada"}))
+    assert (read_spec(tmp_path).family, read_spec(tmp_path).transformer.qk_norm) == ("a2d", True)
     (tmp_path / "config.json").write_text(json.dumps({**fields, "architectures": ["LlamaForCausalLM"], "auto_map": {}}))
     with pytest.raises(FormatError, match="model_type 'llama' is of no family"):
         read_spec(tmp_path)
@@ -215,6 +222,20 @@ def test_the_causal_mode_shares_the_weights():
     before = moved.causal(ids)
     assert torch.allclose(moved.to(torch.float64).causal(ids).float(), before, atol=1e-4)
     assert moved.causal.dtype == torch.float64
+
+
+def test_rotary_positions_as_older_and_newer_files_say_them():
+    yarn = {"factor": 4.0, "original_max_position_embeddings": 256}
+    for family in ("sdar", "dream", "fast_dllm", "llada2", "a2d", "stable_diffcoder"):
+        told = {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 7e5}}
+        plain = spec_of(family, **told).transformer
+        assert (plain.rope_theta, plain.rope_scaling) == (7e5, None)
+        older = spec_of(family, rope_theta=7e5, rope_scaling={"type": "yarn", **yarn}).transformer
+        newer = {**told, "rope_parameters": {"rope_type": "yarn", "rope_theta": 7e5, **yarn}}
+        assert older == spec_of(family, **newer).transformer
+        assert (older.rope_scaling.length, older.rope_scaling.factor) == (256, 4.0)
+    whole = spec_of("sdar", max_position_embeddings=512, rope_scaling={"type": "yarn", "factor": 2.0}).transformer
+    assert whole.rope_scaling.length == 512
 
 
 def test_older_and_newer_activations():

@@ -181,7 +181,7 @@ DAMAGED = [
     ),
     (
         "llada_mha",
-        lambda folder: edit_config(folder, model_type="gpt2"),
+        lambda folder: edit_config(folder, model_type="gpt2", architectures=[], auto_map={}),
         "model_type 'gpt2' is of no family that codd knows; use one of llada, llada_moe, llada2, illada, dream, a2d,",
     ),
     *(

@@ -332,7 +332,10 @@ def test_weights_that_do_not_belong_to_the_configuration(tmp_path, capsys):
 NORM = "model.transformer.ln_f.weight"
 DAMAGE: list[tuple[Callable[[Path], object], str]] = [  # what else loading refuses: tests/backbones/test_weights.py
     (lambda at: edit_config(at, n_layers=4), "lacks 'model.transformer.blocks.3.attn_norm.weight'"),
-    (lambda at: edit_config(at, model_type="gpt2"), "of no family that codd knows; use one of llada"),
+    (
+        lambda at: edit_config(at, model_type="gpt2", architectures=[], auto_map={}),
+        "of no family that codd knows; use one of llada",
+    ),
     (lambda at: edit_weights(at, **{NORM: torch.ones(3)}), f"{NORM} has shape (3,), but config.json"),
     (lambda at: (at / "tokenizer.json").write_text("{"), "tokenizer.json"),
     (lambda at: (at / "circuit").mkdir(), "circuit/config.json"),

@@ -2,11 +2,11 @@
 
 from codd.backbones import chat, layouts
 from codd.backbones.backbone import ModelSpec
-from codd.backbones.config import Config, of_model_type
+from codd.backbones.config import Config
 
 NAME = "a2d"
-QWEN3, QWEN2, LLAMA = "a2d-qwen3", "a2d-qwen2", "a2d-llama"
-recognises = of_model_type(QWEN3, QWEN2, LLAMA)
+QWEN3, QWEN2 = ("a2d-qwen3", "A2DQwen3LMHeadModel"), ("a2d-qwen2", "A2DQwen2LMHeadModel")
+KINDS = (*QWEN3, *QWEN2, "a2d-llama", "A2DLlamaLMHeadModel")
 
 
 def read_spec(config: Config) -> ModelSpec:
@@ -14,17 +14,15 @@ def read_spec(config: Config) -> ModelSpec:
 
     No file says whether it was trained with block-causal attention (BD3LM, in the model's name) or without (MDLM).
     """
-    for unsupported in ("attention_bias", "mlp_bias"):
-        config.only(unsupported, [False])
-    kind = config.get("model_type")
+    config.absent("attention_bias", "mlp_bias")
+    kind = config.kind(KINDS)
     transformer = layouts.read_transformer(
         config,
-        **layouts.read_rope(config),
-        qk_norm=kind == QWEN3,
-        qkv_bias=kind == QWEN2,
+        qk_norm=kind in QWEN3,
+        qkv_bias=kind in QWEN2,
         block_size=None if config.get("block_size") is None else config.count("block_size"),
     )
-    template = None if kind == LLAMA else chat.CHATML
+    template = chat.CHATML if kind in QWEN3 + QWEN2 else None
     # The mask is a token that the tokenizer adds.
     return layouts.model_spec(
         config, NAME, transformer, mask=None, length=32768, any_blocks=True, chat_template=template

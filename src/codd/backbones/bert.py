@@ -8,13 +8,13 @@ from torch import Tensor
 
 from codd.backbones import chat
 from codd.backbones.backbone import Backbone, ModelSpec, SpecialTokenIds
-from codd.backbones.config import Config, of_model_type
+from codd.backbones.config import Config
 from codd.backbones.transformer import TransformerConfig
 from codd.backbones.weights import Key, affine
 from codd.errors import InvalidInput
 
 NAME = "bert"
-recognises = of_model_type("bert")
+KINDS = ("bert", "BertForMaskedLM")
 
 _HEAD = "cls.predictions."
 
@@ -82,22 +82,21 @@ class BERT(Backbone):
         return {"types": types}
 
 
-def read_transformer(config: Config, **own: Any) -> tuple[TransformerConfig, int]:
+def read_transformer(config: Config, *, first: int | None = None, **own: Any) -> tuple[TransformerConfig, int]:
     """The network that the fields of a config.json like BERT's describe, and how many positions it has learned.
-
-    Padding has the first rows of the position table where the family is not BERT itself: up to its own id.
 
     Args:
         config: The file.
+        first: The row of the position table that a sequence's first token has; None: the one after the padding's id.
         own: What a family says otherwise.
 
     Raises:
         FormatError: A kind of network that codd does not build.
     """
-    config.only("is_decoder", [False])
+    config.absent("is_decoder")
     heads, activation = config.count("num_attention_heads"), config.activation("hidden_act", "gelu")
     rows = config.count("max_position_embeddings", 512)
-    first = 0 if config.get("model_type") == "bert" else config.count("pad_token_id", 1, least=0) + 1
+    first = config.count("pad_token_id", 1, least=0) + 1 if first is None else first
     transformer = TransformerConfig(
         **{
             "vocab_size": config.count("vocab_size"),
@@ -133,7 +132,7 @@ def read_transformer(config: Config, **own: Any) -> tuple[TransformerConfig, int
 def read_spec(config: Config) -> ModelSpec:
     """The model that a config.json of this family describes; FormatError for one that codd cannot build."""
     config.only("position_embedding_type", ["absolute"])
-    transformer, length = read_transformer(config)
+    transformer, length = read_transformer(config, first=0)
     return ModelSpec(
         family=NAME,
         transformer=transformer,

@@ -94,7 +94,7 @@ def load_causal(
         MissingDependency: It needs transformers, which is not installed.
     """
     folder = files.local_folder(source, MODEL_FILES)
-    if mini.recognises(Config.read(folder)):
+    if Config.read(folder).kind(mini.KINDS):
         ours = load_checkpoint(folder, device=device, dtype=None if dtype == "auto" else dtype)
         return CausalModel(check_causal(ours.backbone, folder), ours.tokenizer, ours.backbone.max_length)
     kind = dtype or (torch.float32 if device.type == "cpu" else "auto")

@@ -2,7 +2,7 @@
 
 import json
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,21 @@ class Config:
     def get(self, name: str, default: Any = None) -> Any:
         """The raw value of a field; ``default`` where it is absent."""
         return self.fields.get(name, default)
+
+    def kinds(self) -> list[Any]:
+        """What the file says that it is of, the surest first: its classes, those of its modules, its model_type.
+
+        The model_type may be that of another family whose layout it shares. SEDD's training configuration has sections.
+        """
+        modules = self.get("auto_map")
+        mapped = modules.values() if isinstance(modules, dict) else ()
+        nested = isinstance(self.get("graph"), dict) and isinstance(self.get("model"), dict) and "tokens" in self.fields
+        model_type = self.get("model_type", "sedd" if nested else None)
+        return [*self.names("architectures"), *(str(each).rpartition(".")[2] for each in mapped), model_type]
+
+    def kind(self, known: Sequence[str]) -> Any:
+        """The first of `kinds` that is known; None if none is."""
+        return next((kind for kind in self.kinds() if kind in known), None)
 
     def section(self, name: str) -> "Config":
         """The fields of a nested object."""
@@ -107,6 +122,13 @@ class Config:
             raise self._wrong(name, "a list of names", value)
         return value
 
+    def numbers(self, name: str) -> list[int]:
+        """A list of whole numbers; an empty one where it is absent or null."""
+        value = self._stated(name, [])
+        if not isinstance(value, list) or not all(isinstance(each, int) for each in value):
+            raise self._wrong(name, "a list of whole numbers", value)
+        return value
+
     def activation(self, name: str, default: str) -> Activation:
         """An activation function by its name on the hub; ``default`` where it is absent or null."""
         self.only(name, list(ACTIVATIONS))
@@ -119,9 +141,9 @@ class Config:
             raise self._wrong(name, " or ".join(map(json.dumps, allowed)), value, "codd builds no other kind")
 
     def absent(self, *names: str) -> None:
-        """Refuse fields, unless null, that would make another network than the one we build."""
+        """Refuse fields, unless null or false, that would make another network than the one we build."""
         for name in names:
-            self.only(name, [None])
+            self.only(name, [False])
 
     def _stated(self, name: str, default: Any) -> Any:
         value = self.fields.get(name)
@@ -131,19 +153,3 @@ class Config:
         self, name: str, wanted: str, value: Any, advice: str = "correct it or download the file again"
     ) -> FormatError:
         return FormatError(f"{self.where}: {name} must be {wanted}, found {reprlib.repr(value)}; {advice}.")
-
-
-def of_model_type(*names: str) -> Callable[[Config], bool]:
-    """A predicate on config.json: whether it belongs to the family with these model_types."""
-    return lambda config: config.get("model_type") in names
-
-
-def of_architecture(name: str) -> Callable[[Config], bool]:
-    """What tells whether a config.json is of the family with this class, where its model_type is another family's."""
-
-    def recognises(config: Config) -> bool:
-        own = config.get("auto_map")
-        mapped = own.values() if isinstance(own, dict) else ()
-        return name in config.names("architectures") or any(str(each).endswith(f".{name}") for each in mapped)
-
-    return recognises

@@ -6,10 +6,10 @@ from torch import Tensor
 
 from codd.backbones import chat, layouts
 from codd.backbones.backbone import Backbone, ModelSpec, leading_padding
-from codd.backbones.config import Config, of_model_type
+from codd.backbones.config import Config
 
 NAME = "dream"
-recognises = of_model_type("Dream")
+KINDS = ("Dream", "DreamModel")
 
 
 class Dream(Backbone):
@@ -28,7 +28,7 @@ class Dream(Backbone):
 
 def read_spec(config: Config) -> ModelSpec:
     """The model that a config.json of this family describes; FormatError for one that codd cannot build."""
-    config.only("use_mrope", [False])
+    config.absent("use_mrope", "use_sliding_window")
     transformer = layouts.read_transformer(config, head_width=None, qkv_bias=True)
     config.only("head_dim", [transformer.head_dim])
     return layouts.model_spec(

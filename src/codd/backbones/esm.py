@@ -4,11 +4,11 @@ from dataclasses import replace
 
 from codd.backbones import bert, chat
 from codd.backbones.backbone import ModelSpec, SpecialTokenIds
-from codd.backbones.config import Config, of_model_type
+from codd.backbones.config import Config
 from codd.backbones.weights import affine
 
 NAME = "esm"
-recognises = of_model_type("esm")
+KINDS = ("esm", "EsmForMaskedLM", "EsmForDPLM")
 
 _LAYER = "esm.encoder.layer.{i}."
 KEYS = (
@@ -23,7 +23,7 @@ UNUSED = ("esm.contact_head.", "esm.pooler.", "esm.embeddings.position_")
 
 def read_spec(config: Config) -> ModelSpec:
     """The model that a config.json of this family describes; FormatError for one that codd cannot build."""
-    config.only("is_folding_model", [False])
+    config.absent("is_folding_model")
     config.only("position_embedding_type", ["absolute", "rotary"])
     rotary = config.get("position_embedding_type") == "rotary"
     special = replace(SpecialTokenIds.from_config(config), bos=config.token("cls_token_id"))

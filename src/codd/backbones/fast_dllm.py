@@ -6,11 +6,11 @@ from torch import Tensor
 
 from codd.backbones import chat, layouts
 from codd.backbones.backbone import ModelSpec, NetworkInputs
-from codd.backbones.config import Config, of_model_type
+from codd.backbones.config import Config
 from codd.backbones.dream import Dream
 
 NAME = "fast_dllm"
-recognises = of_model_type("Fast_dLLM_Qwen")
+KINDS = ("Fast_dLLM_Qwen", "Fast_dLLM_QwenForCausalLM")
 MASK_ID = 151665
 """The mask token of the published checkpoints: no field of theirs states it."""
 BLOCK_SIZE = 32
@@ -34,6 +34,7 @@ class FastDLLM(Dream):
 
 def read_spec(config: Config) -> ModelSpec:
     """The model that a config.json of this family describes; FormatError for one that codd cannot build."""
+    config.absent("use_sliding_window")
     config.only("layer_types", [["full_attention"] * len(config.names("layer_types"))])
     block_size = config.count("bd_size", BLOCK_SIZE)
     transformer = layouts.read_transformer(config, qkv_bias=True, block_size=block_size)

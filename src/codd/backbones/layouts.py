@@ -51,9 +51,6 @@ def read_transformer(config: Config, **own: Any) -> TransformerConfig:
     Raises FormatError for a kind of network that codd does not build.
     """
     config.only("hidden_act", ["silu"])
-    config.only("use_sliding_window", [False])
-    if "rope_scaling" not in own:
-        config.absent("rope_scaling")
     heads, width = config.count("num_attention_heads"), config.count("hidden_size")
     return TransformerConfig(
         **{
@@ -64,7 +61,7 @@ def read_transformer(config: Config, **own: Any) -> TransformerConfig:
             "kv_heads": config.count("num_key_value_heads", heads),
             "head_width": config.count("head_dim", width // heads),
             "mlp_width": own["mlp_width"] if "mlp_width" in own else config.count("intermediate_size"),
-            "rope_theta": config.number("rope_theta", 10_000.0),
+            **_read_rope(config),
             "norm_eps": config.number("rms_norm_eps", 1e-6),
             "tied": config.flag("tie_word_embeddings", False),
             **own,
@@ -85,7 +82,7 @@ def model_spec(
     )
 
 
-def read_rope(config: Config) -> dict[str, Any]:
+def _read_rope(config: Config) -> dict[str, Any]:
     """``rope_theta`` and ``rope_scaling`` of a network, from the fields of Llama-like files, older and newer ones.
 
     Raises FormatError for a kind of scaling that codd does not build.
@@ -99,22 +96,27 @@ def read_rope(config: Config) -> dict[str, Any]:
     scaling: RopeScaling | None = None
     if kind == "llama3":
         low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
+        if low >= high:
+            raise FormatError(
+                f"{fields.where}: low_freq_factor must be below high_freq_factor. Download the file again."
+            )
         scaling = Llama3Scaling(fields.number("factor"), low, high, fields.count("original_max_position_embeddings"))
     elif kind == "yarn":
         fields.absent("attention_factor")
-        factor = fields.number("factor")
         scaling = YarnScaling(
-            factor,
+            fields.number("factor"),
             fields.number("beta_fast", 32.0),
             fields.number("beta_slow", 1.0),
-            fields.count("original_max_position_embeddings"),
-            _amplitude(factor, fields),
+            fields.count(
+                "original_max_position_embeddings", config.count("max_position_embeddings", 0, least=0) or None
+            ),
+            _amplitude(fields.number("factor"), fields),
             0.0 if fields.get("llama_4_scaling_beta") is None else fields.number("llama_4_scaling_beta"),
         )
+        if theta <= 1:
+            raise FormatError(f"{fields.where}: rope_theta must be above 1 with YaRN, found {theta}.")
     elif kind not in (None, "default"):
         raise FormatError(f"{fields.where}: rope_type must be default, llama3 or yarn; codd builds no other kind.")
-    if isinstance(scaling, Llama3Scaling) and scaling.low >= scaling.high:
-        raise FormatError(f"{fields.where}: low_freq_factor must be below high_freq_factor. Download the file again.")
     return {"rope_theta": theta, "rope_scaling": scaling}
 
 

@@ -1,12 +1,13 @@
 """LLaDA: a LLaMA-like network without a causal mask, a noise level or a cache."""
 
-from codd.backbones import chat, llada_moe
+from codd.backbones import chat
 from codd.backbones.backbone import ModelSpec, SpecialTokenIds
 from codd.backbones.config import Config
 from codd.backbones.transformer import TransformerConfig
 from codd.backbones.weights import Key, affine
 
 NAME = "llada"
+KINDS = ("llada", "LLaDAModelLM")
 MASK_ID = 126336
 """The mask token of the published checkpoints; their config.json states it, older copies do not."""
 
@@ -25,19 +26,13 @@ KEYS = (
 )
 
 
-def recognises(config: Config) -> bool:
-    """Whether a config.json is of this family, by its model_type; LLaDA-MoE's is the same."""
-    return bool(config.get("model_type") == "llada" and not llada_moe.recognises(config))
-
-
 def read_spec(config: Config) -> ModelSpec:
     """The model that a config.json of this family describes; FormatError for one that codd cannot build."""
     config.only("block_type", ["llama"])
     config.only("layer_norm_type", ["rms"])
     config.only("activation_type", ["silu"])
     config.only("block_group_size", [1])
-    for unsupported in ("alibi", "attention_layer_norm", "include_bias", "input_emb_norm", "scale_logits"):
-        config.only(unsupported, [False])
+    config.absent("alibi", "attention_layer_norm", "include_bias", "input_emb_norm", "scale_logits")
     config.only("rope", [True])
     config.only("layer_norm_with_affine", [True])
     heads, width = config.count("n_heads"), config.count("d_model")

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 from codd.backbones import layouts
 from codd.backbones.backbone import ModelSpec
-from codd.backbones.config import Config, of_model_type
+from codd.backbones.config import Config
 from codd.backbones.experts import ExpertsConfig
 from codd.backbones.weights import Key
 
 NAME = "llada2"
-recognises = of_model_type("llada2_moe")
+KINDS = ("llada2_moe", "LLaDA2MoeModelLM")
 MASK_ID = 156895
 """The mask token of the published checkpoints: their config.json does not state it."""
 BLOCK_SIZE = 32
@@ -32,8 +32,7 @@ KEYS = (
 
 def read_spec(config: Config) -> ModelSpec:
     """The model that a config.json of this family describes; FormatError for one that codd cannot build."""
-    for unsupported in ("use_bias", "use_qkv_bias", "norm_head", "norm_softmax", "using_split_qkv_in_self_attention"):
-        config.only(unsupported, [False])
+    config.absent("use_bias", "use_qkv_bias", "norm_head", "norm_softmax", "using_split_qkv_in_self_attention")
     config.only("use_qk_norm", [True])
     config.only("score_function", ["sigmoid"])
     layers, width = config.layers("num_hidden_layers"), config.count("moe_intermediate_size")

@@ -2,12 +2,12 @@
 
 from codd.backbones import layouts
 from codd.backbones.backbone import ModelSpec
-from codd.backbones.config import Config, of_architecture
+from codd.backbones.config import Config
 from codd.backbones.experts import ExpertsConfig
 
 NAME = "llada_moe"
-recognises = of_architecture("LLaDAMoEModelLM")
-"""Its model_type is LLaDA's."""
+KINDS = ("LLaDAMoEModelLM", "lladamoe")
+"""Its model_type is usually LLaDA's."""
 MASK_ID = 156895
 """The mask token of the published checkpoints: their config.json does not state it."""
 KEYS = (*layouts.KEYS, *layouts.expert_keys(shared="shared_expert", bias="mlp.expert_bias"))
@@ -15,7 +15,7 @@ KEYS = (*layouts.KEYS, *layouts.expert_keys(shared="shared_expert", bias="mlp.ex
 
 def read_spec(config: Config) -> ModelSpec:
     """The model that a config.json of this family describes; FormatError for one that codd cannot build."""
-    config.only("attention_bias", [False])
+    config.absent("attention_bias")
     layers = config.layers("num_hidden_layers")
     # The other router fields (renormalisation, scaling, groups) are in the files, but no published code heeds them.
     experts = ExpertsConfig(

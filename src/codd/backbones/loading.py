@@ -47,7 +47,7 @@ FAMILIES = (
     *(llada, llada_moe, llada2, illada, dream, a2d, sdar, fast_dllm, stable_diffcoder, nemotron, mdlm, sedd),
     *(bert, modernbert, roberta, esm, mini),
 )
-"""Each has a NAME, ``recognises`` (a config.json) and ``read_spec`` (the model that it describes)."""
+"""Each has a NAME, KINDS (classes and model_types of its files) and ``read_spec`` (the model that a file describes)."""
 GENERATION = "generation_config.json"
 MODEL_FILES = (
     "config.json",
@@ -131,18 +131,23 @@ def read_spec(folder: Path, block_size: int | None = None) -> ModelSpec:
     ``block_size`` takes the place of a block-causal network's; InvalidInput for any other network.
     """
     config = Config.read(folder)
-    for family in FAMILIES:
-        if family.recognises(config):
-            spec: ModelSpec = family.read_spec(config)
-            spec = replace(spec, assumed=_assumed(config, family, spec))
-            if (folder / GENERATION).is_file():
-                stated = Config(files.read_json_object(folder / GENERATION), str(folder / GENERATION))
-                spec = replace(spec, stop_ids=frozenset(stated.tokens("eos_token_id")))
-            _check_geometry(config.where, spec)
-            return spec if block_size is None else _with_block_size(spec, block_size)
-    known = ", ".join(family.NAME for family in FAMILIES)
-    model_type = reprlib.repr(config.get("model_type"))
-    raise FormatError(f"{config.where}: model_type {model_type} is of no family that codd knows; use one of {known}.")
+    family = family_of(config)
+    if family is None:
+        known = ", ".join(family.NAME for family in FAMILIES)
+        kind = reprlib.repr(config.get("model_type"))
+        raise FormatError(f"{config.where}: model_type {kind} is of no family that codd knows; use one of {known}.")
+    spec: ModelSpec = family.read_spec(config)
+    spec = replace(spec, assumed=_assumed(config, family, spec))
+    if (folder / GENERATION).is_file():
+        stated = Config(files.read_json_object(folder / GENERATION), str(folder / GENERATION))
+        spec = replace(spec, stop_ids=frozenset(stated.tokens("eos_token_id")))
+    _check_geometry(config.where, spec)
+    return spec if block_size is None else _with_block_size(spec, block_size)
+
+
+def family_of(config: Config) -> ModuleType | None:
+    """The family that a config.json is of: by its class, if that is known, else by its model_type."""
+    return next((family for kind in config.kinds() for family in FAMILIES if kind in family.KINDS), None)
 
 
 def _assumed(config: Config, family: ModuleType, spec: ModelSpec) -> dict[str, int]:

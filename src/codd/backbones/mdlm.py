@@ -8,10 +8,10 @@ from torch import Tensor
 
 from codd.backbones import chat, dit
 from codd.backbones.backbone import ModelSpec, SpecialTokenIds
-from codd.backbones.config import Config, of_model_type
+from codd.backbones.config import Config
 
 NAME = "mdlm"
-recognises = of_model_type("mdlm")
+KINDS = ("mdlm",)
 PREFIX = "backbone."
 """The prefix of every tensor's name in the files on the hub; those of a training run lack it."""
 

@@ -14,14 +14,14 @@ from torch import Tensor
 from codd import files
 from codd.backbones import chat
 from codd.backbones.backbone import Backbone, ModelSpec, SpecialTokenIds
-from codd.backbones.config import CONFIG, Config, of_model_type
+from codd.backbones.config import CONFIG, Config
 from codd.backbones.quantized import round_rows
 from codd.backbones.transformer import Transformer, TransformerConfig
 from codd.backbones.weights import SCALE, SINGLE, Key
 
 NAME = "mini"
 MODEL_TYPE = "codd-mini"
-recognises = of_model_type(MODEL_TYPE)
+KINDS = (MODEL_TYPE,)
 
 KEYS = tuple(
     Key(name, name)

@@ -2,13 +2,13 @@
 
 from codd.backbones import chat
 from codd.backbones.backbone import ModelSpec, SpecialTokenIds
-from codd.backbones.config import Config, of_model_type
+from codd.backbones.config import Config
 from codd.backbones.transformer import LocalLayers, TransformerConfig
 from codd.backbones.weights import Key, affine
 from codd.errors import FormatError
 
 NAME = "modernbert"
-recognises = of_model_type("modernbert")
+KINDS = ("modernbert", "ModernBertForMaskedLM")
 GLOBAL, LOCAL = "full_attention", "sliding_attention"
 
 _LAYER = "model.layers.{i}."

@@ -2,10 +2,10 @@
 
 from codd.backbones import layouts
 from codd.backbones.backbone import ModelSpec
-from codd.backbones.config import Config, of_model_type
+from codd.backbones.config import Config
 
 NAME = "nemotron"
-recognises = of_model_type("nemotron_labs_diffusion")
+KINDS = ("nemotron_labs_diffusion", "NemotronLabsDiffusionModel")
 MASK_ID = 100
 BLOCK_SIZE = 32
 KEYS = tuple(
@@ -16,13 +16,9 @@ KEYS = tuple(
 
 def read_spec(config: Config) -> ModelSpec:
     """The model that a config.json of this family describes; FormatError for one that codd cannot build."""
-    for unsupported in ("attention_bias", "mlp_bias"):
-        config.only(unsupported, [False])
+    config.absent("attention_bias", "mlp_bias", "sliding_window")
     config.only("dlm_paradigm", ["bidirectional", "block_diff"])
-    config.absent("sliding_window")
-    transformer = layouts.read_transformer(
-        config, **layouts.read_rope(config), norm_eps=config.number("rms_norm_eps", 1e-5)
-    )
+    transformer = layouts.read_transformer(config, norm_eps=config.number("rms_norm_eps", 1e-5))
     return layouts.model_spec(
         config,
         NAME,

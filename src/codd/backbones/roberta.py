@@ -2,10 +2,10 @@
 
 from codd.backbones import bert, chat
 from codd.backbones.backbone import ModelSpec, SpecialTokenIds
-from codd.backbones.config import Config, of_model_type
+from codd.backbones.config import Config
 
 NAME = "roberta"
-recognises = of_model_type("roberta")
+KINDS = ("roberta", "RobertaForMaskedLM")
 KEYS = (*bert.embedding_keys("roberta"), *bert.layer_keys("roberta"), *bert.LM_HEAD)
 
 

@@ -8,11 +8,8 @@ from codd.backbones.backbone import ModelSpec, SpecialTokenIds
 from codd.backbones.config import Config
 
 NAME = "sedd"
-
-
-def recognises(config: Config) -> bool:
-    """Whether a config.json is of this family, by the sections of its training configuration: it has no model_type."""
-    return all(isinstance(config.get(name), dict) for name in ("model", "graph")) and "tokens" in config.fields
+KINDS = ("sedd",)
+"""Its config.json is a training configuration, which `Config.kinds` tells by its sections."""
 
 
 def read_spec(config: Config) -> ModelSpec:

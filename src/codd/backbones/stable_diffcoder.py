@@ -2,10 +2,10 @@
 
 from codd.backbones import layouts
 from codd.backbones.backbone import ModelSpec
-from codd.backbones.config import Config, of_architecture
+from codd.backbones.config import Config
 
 NAME = "stable_diffcoder"
-recognises = of_architecture("StableDiffcoderForCausalLM")
+KINDS = ("StableDiffcoderForCausalLM",)
 """Its model_type is Llama's."""
 MASK_ID = 5
 BLOCK_SIZE = 4
@@ -14,9 +14,6 @@ BLOCK_SIZE = 4
 
 def read_spec(config: Config) -> ModelSpec:
     """The model that a config.json of this family describes; FormatError for one that codd cannot build."""
-    for unsupported in ("attention_bias", "mlp_bias"):
-        config.only(unsupported, [False])
-    transformer = layouts.read_transformer(
-        config, **layouts.read_rope(config), block_size=config.count("block_size", BLOCK_SIZE)
-    )
+    config.absent("attention_bias", "mlp_bias")
+    transformer = layouts.read_transformer(config, block_size=config.count("block_size", BLOCK_SIZE))
     return layouts.model_spec(config, NAME, transformer, mask=MASK_ID, length=8192)
