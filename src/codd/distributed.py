@@ -1,5 +1,6 @@
 """One process, or several that torchrun started: the few words of torch.distributed that we use."""
 
+import importlib
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -91,20 +92,12 @@ def choose_device(device: str | torch.device | None) -> torch.device:
     return chosen
 
 
-def join_processes(device: torch.device) -> None:
-    """Meet the other processes, as torchrun's environment variables say.
-
-    Part from them with `torch.distributed.destroy_process_group`, and keep no group beyond it. A group's threads end
-    with the last reference to it. One that outlives the interpreter aborts the process if it has a tensor to drop.
-    """
-    import torch.distributed.nn.functional  # noqa: F401  # imported after the group is made, its defaults would keep it
-
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
-
-
 @contextmanager
 def distributed(device: str | None = None) -> Iterator[DistributedContext]:
-    """Join the processes of this run, as torchrun's environment variables say; leave them at the end."""
+    """Join the processes of this run, as torchrun's environment variables say; leave them at the end.
+
+    Nothing may keep the group beyond it: threads of a group that outlives the interpreter abort the process.
+    """
     world_size, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     place = choose_device(device)
     if place.type == "cuda":
@@ -114,7 +107,8 @@ def distributed(device: str | None = None) -> Iterator[DistributedContext]:
     if world_size == 1:
         yield DistributedContext(0, 1, place)
         return
-    join_processes(place)
+    importlib.import_module("torch.distributed.nn.functional")  # made after the group is, its defaults would keep it
+    dist.init_process_group("nccl" if place.type == "cuda" else "gloo")
     try:
         yield DistributedContext(rank, world_size, place)
     finally:

@@ -160,13 +160,14 @@ class _Adapter:
 
         FormatError unless all of it has its place in the base, and every low-rank part is whole.
         """
-        table, tied = key_table(self.backbone), self.backbone.config.tied
+        spec, tied = self.backbone.spec, self.backbone.config.tied
+        table = weights.expand_keys(spec.keys, spec.transformer)
         found: dict[str, tuple[str, weights.Slot, dict[str, str]]] = {}
         for name in sorted(self.handle.keys()):
             inner = name.removeprefix(PREFIX)
             part = _PART.fullmatch(inner)
             own = f"{part[1]}.weight" if part else _WRAPPER.sub("", inner)
-            tensor = self.backbone.spec.rename(own)
+            tensor = spec.rename(own)
             if inner == name or tensor not in table:
                 raise self._wrong(f"{name!r:.200} is of a tensor that this base has not (or has tied to another)")
             if tied and table[tensor].target == "embedding.tokens.weight":
@@ -261,11 +262,6 @@ def _listed(kinds: Iterable[str]) -> str:
     return " and ".join(sorted(kinds))
 
 
-def key_table(backbone: Backbone) -> dict[str, weights.Slot]:
-    """Where the tensors of a checkpoint of a backbone's family go."""
-    return weights.expand_keys(backbone.spec.keys, backbone.spec.transformer)
-
-
 def save(backbone: Backbone, folder: str | os.PathLike[str], base: str) -> Path:
     """Write the low-rank layers of a backbone as an adapter that `attach` and PEFT read; ``base``: what they are for.
 
@@ -274,7 +270,7 @@ def save(backbone: Backbone, folder: str | os.PathLike[str], base: str) -> Path:
     layers = {name: x for name, x in backbone.network.named_modules() if isinstance(x, LowRank)}
     tensors: dict[str, Tensor] = {}
     modules: list[str] = []
-    for name, slot in key_table(backbone).items():
+    for name, slot in weights.expand_keys(backbone.spec.keys, backbone.spec.transformer).items():
         layer = layers.get(slot.target.removesuffix(".weight"))
         if layer is not None:
             modules.append(name.removesuffix(".weight"))

@@ -154,6 +154,4 @@ def _of_another_task(name: str) -> bool:
 
 def _modern_name(name: str) -> str:
     """The oldest files call the weight and bias of a norm gamma and beta."""
-    if name.endswith("LayerNorm.gamma"):
-        return name.removesuffix("gamma") + "weight"
-    return name.removesuffix("beta") + "bias" if name.endswith("LayerNorm.beta") else name
+    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")

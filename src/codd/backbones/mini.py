@@ -23,21 +23,9 @@ NAME = "mini"
 MODEL_TYPE = "codd-mini"
 KINDS = (MODEL_TYPE,)
 
-KEYS = tuple(
-    Key(name, name)
-    for name in (
-        "embedding.tokens.weight",
-        "blocks.{i}.attention_norm.weight",
-        "blocks.{i}.attention.qkv.weight",
-        "blocks.{i}.attention.q_norm.weight",
-        "blocks.{i}.attention.k_norm.weight",
-        "blocks.{i}.attention.out.weight",
-        "blocks.{i}.mlp_norm.weight",
-        "blocks.{i}.mlp.up.weight",
-        "blocks.{i}.mlp.down.weight",
-        "final_norm.weight",
-    )
-)
+_LAYER = "attention_norm attention.qkv attention.q_norm attention.k_norm attention.out mlp_norm mlp.up mlp.down"
+_MODULES = ("embedding.tokens", *(f"blocks.{{i}}.{part}" for part in _LAYER.split()), "final_norm")
+KEYS = tuple(Key(f"{name}.weight", f"{name}.weight") for name in _MODULES)
 
 
 def read_spec(config: Config) -> ModelSpec:
@@ -84,23 +72,14 @@ def save(
 
 def describe(backbone: Backbone) -> dict[str, Any]:
     """The fields of a backbone's config.json; `read_spec` reads them back."""
+    sizes = ("vocab_size", "width", "layers", "heads", "kv_heads", "mlp_width", "rope_theta", "causal")
     config, special = backbone.config, backbone.special
     return {
         "model_type": MODEL_TYPE,
-        "vocab_size": config.vocab_size,
-        "width": config.width,
-        "layers": config.layers,
-        "heads": config.heads,
-        "kv_heads": config.kv_heads,
-        "mlp_width": config.mlp_width,
-        "rope_theta": config.rope_theta,
-        "causal": config.causal,
+        **{name: getattr(config, name) for name in sizes},
         **({} if config.block_size is None else {"block_size": config.block_size}),
         "max_length": backbone.max_length,
-        "mask_token_id": special.mask,
-        "eos_token_id": special.eos,
-        "pad_token_id": special.pad,
-        "bos_token_id": special.bos,
+        **{f"{name}_token_id": getattr(special, name) for name in ("mask", "eos", "pad", "bos")},
     }
 
 

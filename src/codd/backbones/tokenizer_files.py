@@ -180,15 +180,12 @@ def _entries(path: Path, listed: object) -> list[Entry]:
     """A file's list of added tokens, checked."""
     entries = listed if isinstance(listed, list) else []
     for entry in entries:
-        if not isinstance(entry, dict) or not _is_token(entry) or not _is_id(entry.get("id")):
+        id = entry.get("id") if isinstance(entry, dict) and _is_token(entry) else None
+        if type(id) is not int or not 0 <= id < 2**32:
             raise FormatError(
                 f"{path}: an added token must have a text and an id (a whole number from 0), found {entry!r:.80}."
             )
     return [{"id": entry["id"], **added_token(entry, special=False)} for entry in entries]
-
-
-def _is_id(id: object) -> bool:
-    return type(id) is int and 0 <= id < 2**32
 
 
 def _read_content(
@@ -317,24 +314,19 @@ def _build(path: Path, content: dict[str, Any], added: list[Entry], most: int) -
     return backend
 
 
-def _check_vocabulary(path: Path, vocabulary: object, more: int, most: int) -> None:
-    """FormatError for more tokens, or larger ids, than a network can use: the library counts up to the largest id."""
-    ids = vocabulary.values() if isinstance(vocabulary, dict) else ()
-    count = max(_length(vocabulary) + more, *(id + 1 for id in ids if type(id) is int), 0)
-    _check_count(path, count, most, "tokens")
-
-
-def _check_count(path: Path, count: int, most: int, what: str) -> None:
-    if count > most:
-        raise FormatError(f"{path}: has {count:,} {what}, more than the {most:,} that are of use to this model.")
-
-
 def _check_bounds(path: Path, content: Mapping[str, Any], most: int) -> None:
     """FormatError for a ``tokenizer.json`` that would take time or memory out of all proportion to model or text."""
     model = content.get("model")
     if isinstance(model, dict):
-        _check_vocabulary(path, model.get("vocab"), _length(content.get("added_tokens")), most)
-        _check_count(path, _length(model.get("merges")), 8 * most, "merges")
+        vocabulary = model.get("vocab")
+        ids = vocabulary.values() if isinstance(vocabulary, dict) else ()  # the library counts up to the largest
+        tokens = _length(vocabulary) + _length(content.get("added_tokens"))
+        tokens = max(tokens, *(id + 1 for id in ids if type(id) is int), 0)
+        for what, count, limit in (("tokens", tokens, most), ("merges", _length(model.get("merges")), 8 * most)):
+            if count > limit:
+                raise FormatError(
+                    f"{path}: has {count:,} {what}, more than the {limit:,} that are of use to this model."
+                )
         longest = model.get("max_input_chars_per_word", 0)
         if isinstance(longest, int) and longest > MAX_WORD:
             raise FormatError(f"{path}: max_input_chars_per_word is {longest}; expected at most {MAX_WORD}.")

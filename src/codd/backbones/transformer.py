@@ -105,10 +105,6 @@ class TransformerConfig:
         """What a KV cache keeps of one position."""
         return KVShape(self.layers, self.kv_heads, self.head_dim)
 
-    def has_experts(self, layer: int) -> bool:
-        """Whether a layer has experts in place of an MLP."""
-        return self.experts is not None and self.experts.layers[layer]
-
     def row_ranges(self) -> dict[str, tuple[int, int]]:
         """The rows (from, to) of each projection in the joined matrices ``qkv`` and ``up``."""
         q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
@@ -296,11 +292,11 @@ def rotary_angles(
     """Cosines and sines of the rotary position embedding (RoPE) with base ``theta``, in float32."""
     exponents = torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim
     frequencies = theta**-exponents
-    if scaling is None:
-        angles = positions[:, None, :, None].float() * frequencies
-        return angles.cos(), angles.sin()
-    angles = positions[:, None, :, None].float() * scaling.frequencies(frequencies, theta)
-    return angles.cos() * scaling.amplitude, angles.sin() * scaling.amplitude
+    if scaling is not None:
+        frequencies = scaling.frequencies(frequencies, theta)
+    angles = positions[:, None, :, None].float() * frequencies
+    amplitude = 1.0 if scaling is None else scaling.amplitude
+    return (angles.cos(), angles.sin()) if amplitude == 1 else (angles.cos() * amplitude, angles.sin() * amplitude)
 
 
 def apply_rotary(
@@ -365,8 +361,8 @@ class Block(nn.Module):
         self.attention_norm = None if layer == 0 and not config.first_norm else make_norm(config)
         self.attention = Attention(config, layer)
         self.mlp_norm = make_norm(config)
-        mixed = config.experts if config.has_experts(layer) else None
-        self.mlp = MLP(config) if mixed is None else Mixture(config, mixed)
+        experts = config.experts
+        self.mlp = Mixture(config, experts) if experts is not None and experts.layers[layer] else MLP(config)
         self.modulation = nn.Linear(config.conditioning, 6 * config.width) if config.conditioning else None
 
     def forward(
@@ -445,9 +441,8 @@ class Embedding(nn.Module):
         if self.types is not None:
             x = x + self.types(torch.zeros_like(ids) if types is None else types)
         if self.positions is not None:
-            x = x + self.positions(
-                (positions + self.first_position).clamp(min=0)
-            )  # only padding has a negative position
+            # Only padding has a negative position.
+            x = x + self.positions((positions + self.first_position).clamp(min=0))
         return x if self.norm is None else self.norm(x)
 
 
@@ -458,11 +453,9 @@ class Head(nn.Module):
         """A tied head has no weight of its own: it uses the token embedding."""
         super().__init__()
         self.activation = config.head_transform
-        self.dense = None
-        self.norm = None
-        if config.head_transform:
-            self.dense = nn.Linear(config.width, config.width, bias=config.head_transform_bias)
-            self.norm = make_norm(config)
+        dense, bias = config.head_transform is not None, config.head_transform_bias
+        self.dense = nn.Linear(config.width, config.width, bias=bias) if dense else None
+        self.norm = make_norm(config) if dense else None
         self.weight = None if config.tied else nn.Parameter(torch.empty(config.vocab_size, config.width))
         self.bias = nn.Parameter(torch.zeros(config.vocab_size)) if config.head_bias else None
         self.int8: Int8Linear | None = None

@@ -85,12 +85,7 @@ def _check_bidirectional(options: Options, family: str, circuit: ProbabilisticCi
 
     LLaDA's loop divides gen_length and steps into blocks without remainder, and knows fewer orders than Dream's.
     """
-    _refuse(
-        threshold=options.threshold,
-        editing_threshold=options.editing_threshold,
-        remasking=options.remasking if options.remasking == "left_to_right" else None,
-        cache=options.cache,
-    )
+    _refuse(options, "threshold", "editing_threshold", "cache", remasking=options.remasking == "left_to_right")
     dreams = ("topprob", "origin") if family == "dream" or options.mode == "full" else ()
     known = ("logit",) if family == "esm" else dreams
     if options.remasking in PUBLISHED_ORDERS and options.remasking not in known:
@@ -119,13 +114,13 @@ def _check_block_causal(options: Options, family: str, size: int, circuit: Proba
     orders: Mapping[str, tuple[str, ...]] = {"sdar": ("low_confidence", "left_to_right")}
     by_threshold = family == "fast_dllm" or options.editing_threshold is not None
     _refuse(
-        temperature=options.temperature or None,
-        cfg_scale=options.cfg_scale or None,
-        remasking=None if options.remasking in orders.get(family, ("low_confidence",)) else options.remasking,
-        editing_threshold=options.editing_threshold if family != "llada2" else None,
-        steps=options.steps if by_threshold else None,
-        threshold=options.threshold if options.remasking == "left_to_right" else None,
-        cache=options.cache if family != "fast_dllm" or options.cache != "dual" else None,
+        options,
+        *("temperature", "cfg_scale"),
+        remasking=options.remasking not in orders.get(family, ("low_confidence",)),
+        editing_threshold=family != "llada2",
+        steps=by_threshold,
+        threshold=options.remasking == "left_to_right",
+        cache=family != "fast_dllm" or options.cache != "dual",
     )
     _refuse_circuit(family, options, circuit)
     if family == "stable_diffcoder":
@@ -142,14 +137,8 @@ def _check_block_causal(options: Options, family: str, size: int, circuit: Proba
 
 def _check_causal_context(options: Options, family: str, circuit: ProbabilisticCircuit | None) -> None:
     """Raise InvalidInput for what Nemotron's published loops cannot do, or are not known to do here."""
-    _refuse(
-        temperature=options.temperature or None,
-        cfg_scale=options.cfg_scale or None,
-        remasking=options.remasking if options.remasking != "low_confidence" else None,
-        editing_threshold=options.editing_threshold,
-        steps=options.steps,
-        cache=options.cache,
-    )
+    unknown = ("temperature", "cfg_scale", "editing_threshold", "steps", "cache")
+    _refuse(options, *unknown, remasking=options.remasking != "low_confidence")
     _refuse_circuit(family, options, circuit)
     if options.mode == "block" and options.gen_length % options.block_length:
         raise InvalidInput(
@@ -190,19 +179,21 @@ def check_known(options: Options) -> None:
     if options.steps is not None and options.steps > MOST_STEPS:
         raise InvalidInput(f"steps must be at most {MOST_STEPS} for the published implementation, which takes all.")
     _refuse(
-        entropy_budget=options.entropy_budget,
-        sampler=options.sampler if options.sampler == "any_order" else None,
-        tempering=options.tempering if options.tempering == "paper" else None,
-        outside=options.outside if options.outside == "defer" else None,
-        activation_scope=options.activation_scope if options.activation_scope == "sequence" else None,
-        activation_targets=options.activation_targets if options.activation_targets > 1 else None,
+        options,
+        "entropy_budget",
+        sampler=options.sampler == "any_order",
+        tempering=options.tempering == "paper",
+        outside=options.outside == "defer",
+        activation_scope=options.activation_scope == "sequence",
+        activation_targets=options.activation_targets > 1,
     )
 
 
-def _refuse(**foreign: object) -> None:
-    """Raise InvalidInput for the first option that has a value."""
-    for name, value in foreign.items():
-        if value is not None:
+def _refuse(options: Options, *unknown: str, **wrong: bool) -> None:
+    """Raise InvalidInput for the first option that is set and unknown, or set to something wrong."""
+    for name in (*unknown, *(name for name, refused in wrong.items() if refused)):
+        value = getattr(options, name)
+        if value is not None and (value or name not in ("temperature", "cfg_scale")):  # which are off at 0
             raise InvalidInput(
                 f"the published implementation knows no {name}={value!r} here: leave it out, or leave the preset out."
             )
