@@ -18,6 +18,7 @@ from codd.decoding.samplers import StepInputs, token_distribution
 from codd.decoding.speculative import Draft, draft_tokens, judge, verdict
 from codd.errors import InvalidInput
 from tests.support import FIXTURES
+from tests.support.cli import printed_json
 from tests.support.small_denoisers import network
 from tests.support.tiny_models import biased, random_hmm
 
@@ -331,6 +332,14 @@ def test_it_stops_before_a_text_and_at_the_end(bundled):
     cut = bundled.generate(question, mode="speculative", stop=[" ="])
     assert " =" in whole.texts[0]
     assert cut.texts[0] == whole.texts[0][: whole.texts[0].index(" =")]
+
+
+def test_the_command_line_gives_what_generate_gives(bundled, capsys):
+    question = questions(0)[0].question
+    told = ["--mode", "speculative", "--gen-length", 24, "--device", "cpu"]
+    printed = printed_json(capsys, "generate", *told, question)
+    assert printed["text"] == bundled.generate(question, mode="speculative", gen_length=24).texts[0]
+    assert printed["settings"]["mode"] == "speculative"
 
 
 def test_a_verifier_is_a_network_a_model_or_a_folder(tmp_path, checker):

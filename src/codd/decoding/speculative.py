@@ -228,11 +228,11 @@ def begin(model: "Model", sequences: Sequence[SequenceState], verifier: Any) -> 
 
 def checker_for(model: "Model", verifier: Any) -> CausalModel:
     """The model that checks: ``verifier``, or the network's own causal mode, or the one in the model's folder."""
-    backbone, beside = model.backbone, None if model.folder is None else model.folder / FOLDER
+    backbone = model.backbone
     if verifier is None and backbone.causal is not None:
         return CausalModel(backbone.causal, model.tokenizer, backbone.max_length)
-    if verifier is None and beside is not None and beside.is_dir():
-        verifier = beside
+    if verifier is None and model.folder is not None and (model.folder / FOLDER).is_dir():
+        verifier = model.folder / FOLDER
     if verifier is None:
         raise InvalidInput(
             'mode="speculative" needs a causal model that checks the drafts, and this network '
