@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,7 @@ def check_causal(backbone: Backbone, name: object) -> Backbone:
     return backbone
 
 
+@lru_cache(maxsize=4)  # for every request to a server, and vocabularies are long
 def check_same_tokens(
     size: int, theirs: Tokenizer | None, vocab_size: int, mask_id: int, tokenizer: Tokenizer | None
 ) -> None:
