@@ -7,12 +7,10 @@ without the prompt and without end marks.
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from codd.errors import InvalidInput
 from codd.evaluation.statistics import bootstrap_interval, ratio_of_sums
 
 MEANINGS: Mapping[str, str] = {
@@ -29,26 +27,21 @@ MEANINGS: Mapping[str, str] = {
 }
 """What each figure is, in words for a table."""
 
+LARGEST = 700
+"""Nats whose exponential is a float."""
 Figure = dict[str, float | None]
 """``value`` with its 95% interval ``low`` to ``high``; None where there is nothing to say."""
 
 
 def rep_n(text: Sequence[Hashable], n: int) -> float:
     """1 - unique n-grams / n-grams. NaN for a text of fewer than n tokens: it has none, and says nothing either way."""
-    if n < 1:
-        raise InvalidInput(f"n-grams have at least one token, found n = {n}.")
     grams = _grams(text, n)
     return 1 - len(set(grams)) / len(grams) if grams else math.nan
 
 
-def distinct_n(text: Sequence[Hashable], n: int) -> float:
-    """1 - `rep_n`; of 2-grams the CoDD paper calls it Div."""
-    return 1 - rep_n(text, n)
-
-
 def diversity(text: Sequence[Hashable]) -> float:
     """The customary product of 1 - `rep_n` for n = 2, 3, 4. NaN for a text of fewer than 4 tokens."""
-    return math.prod(distinct_n(text, n) for n in (2, 3, 4))
+    return math.prod(1 - rep_n(text, n) for n in (2, 3, 4))
 
 
 def pooled_distinct_n(texts: Sequence[Sequence[Hashable]], n: int) -> float:
@@ -68,7 +61,7 @@ def measures(
     tokens: Sequence[Sequence[Hashable]],
     nats: Sequence[float],
     counts: Sequence[int],
-    sizes: Sequence[int] | None = None,
+    sizes: Sequence[int],
 ) -> dict[str, Figure]:
     """All figures of `MEANINGS` for some texts, with 95% intervals by bootstrap over texts.
 
@@ -76,28 +69,21 @@ def measures(
     bytes). Texts that are too short for a measure are left out of it. The pooled measure has no interval: a resample
     holds texts twice, which by itself makes it fall.
     """
-    _check_lengths(tokens, nats, counts, sizes)
-    totals, judged = _array(nats), _array(counts)
-    figures = {"nll": _ratio(totals, judged)}
-    figures["ppl"] = {name: None if value is None else _exp(value) for name, value in figures["nll"].items()}
-    if sizes is not None:
-        figures["nats_per_byte"] = _ratio(totals, _array(sizes))
+    totals = _array(nats)
+    figures = {"nll": _ratio(totals, _array(counts))}
+    figures["ppl"] = {
+        name: None if value is None or value > LARGEST else math.exp(value) for name, value in figures["nll"].items()
+    }
+    figures["nats_per_byte"] = _ratio(totals, _array(sizes))
     repeated = {n: _array([rep_n(text, n) for text in tokens]) for n in (2, 3, 4)}
     for n, values in repeated.items():
         figures[f"rep_{n}"] = _mean(values)
     figures["distinct_2"] = _mean(1 - repeated[2])
     figures["diversity"] = _mean(_array([diversity(text) for text in tokens]))
-    figures["pooled_distinct_2"] = {"value": _finite(pooled_distinct_n(tokens, 2)), "low": None, "high": None}
+    pooled = pooled_distinct_n(tokens, 2)
+    figures["pooled_distinct_2"] = {"value": None if math.isnan(pooled) else pooled, "low": None, "high": None}
     figures["length"] = _mean(_array([len(text) for text in tokens]))
     return figures
-
-
-def _check_lengths(tokens: Sequence[Any], *others: Sequence[Any] | None) -> None:
-    if not tokens:
-        raise InvalidInput("expected at least one text, found none.")
-    for other in others:
-        if other is not None and len(other) != len(tokens):
-            raise InvalidInput(f"{len(tokens)} texts, but {len(other)} scores: give one for each.")
 
 
 def _array(values: Sequence[float] | Sequence[int]) -> NDArray[np.float64]:
@@ -115,12 +101,3 @@ def _ratio(totals: NDArray[np.float64], counts: NDArray[np.float64]) -> Figure:
         return {"value": None, "low": None, "high": None}
     low, high = bootstrap_interval(ratio_of_sums(totals, counts), len(totals))
     return {"value": float(totals.sum() / counts.sum()), "low": low, "high": high}
-
-
-def _exp(value: float) -> float | None:
-    """None where the result is too large for a float."""
-    return math.exp(value) if value < 700 else None
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
