@@ -192,12 +192,10 @@ def compared(result: Result, other: Result) -> Paired:
 class Log:
     """The answers so far, written line by line, so that a kill costs one batch."""
 
-    def __init__(self, folder: Path | None, rank: int = 0):
-        """Read the answers of all earlier processes; new ones go to this rank's file, or stay in memory."""
+    def __init__(self, folder: Path, rank: int = 0):
+        """Read the answers of all earlier processes; new ones go to this rank's file."""
         self._answers: dict[str, dict[str, Any]] = {}
-        self.path = None if folder is None else folder / f"answers.{rank}.jsonl"
-        if folder is None or self.path is None:
-            return
+        self.path = folder / f"answers.{rank}.jsonl"
         folder.mkdir(parents=True, exist_ok=True)
         for path in sorted(folder.glob("answers.*.jsonl")):
             for where, line in json_lines(path, unfinished=True):
@@ -212,11 +210,10 @@ class Log:
 
     def add(self, lines: Sequence[Mapping[str, Any]]) -> None:
         """Add answers, each with its "key"; they are on the disk when this returns."""
-        if self.path is not None:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.writelines(f"{json.dumps(line)}\n" for line in lines)
-                file.flush()
-                os.fsync(file.fileno())
+        with self.path.open("a", encoding="utf-8") as file:
+            file.writelines(f"{json.dumps(line)}\n" for line in lines)
+            file.flush()
+            os.fsync(file.fileno())
         self._answers |= {line["key"]: dict(line) for line in lines}
 
 

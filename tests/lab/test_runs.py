@@ -75,12 +75,6 @@ def test_a_broken_line_in_the_middle_is_an_error(tmp_path):
         Log(tmp_path)
 
 
-def test_without_a_folder_a_log_only_remembers():
-    log = Log(None)
-    log.add([{"key": "a"}])
-    assert (log.get("a"), log.path) == ({"key": "a"}, None)
-
-
 def test_a_foreign_result_is_named(tmp_path):
     run = Run(tmp_path / "run", create=True)
     folder = run.config_folder(EvalConfig("gsm8k"))
