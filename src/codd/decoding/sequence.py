@@ -440,8 +440,8 @@ def plan_steps(state: SequenceState) -> Iterator[StepPlan]:
         first = list(first_token(state, begin)) if share > 1 or end - begin == 1 else []
         yield from first  # a block that has one step is written at once
         for i in range(len(first), share):
-            if left := int(state.masked[begin:end].sum()):  # a constraint may have written more than was due
-                yield StepPlan(begin, end, -(-left // (share - i)), last=i == share - 1)
+            if open_ := int(state.masked[begin:end].sum()):  # a constraint may have written more than was due
+                yield StepPlan(begin, end, -(-open_ // (share - i)), last=i == share - 1)
         yield from edit_steps(state, begin, end)
 
 
