@@ -230,7 +230,7 @@ def render(report: dict[str, Any]) -> RenderableType:
     note = (
         f"{m['machine']}, torch {torch.__version__}; a buffer is read at "
         f"{report['bandwidth'] / 1e12:.2f} TB/s; error against float64: "
-        f"{error['log_partition_nats_per_position']:.1e} nats a position, posterior {error['posterior_max']:.1e}"
+        f"{error['log_partition_nats_per_position']:.1e} nats per position, posterior {error['posterior_max']:.1e}"
     )
     return Group(table, note)
 

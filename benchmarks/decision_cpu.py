@@ -36,7 +36,7 @@ def main() -> None:
     assert isinstance(circuit, codd.Modulated)
     states, vocab = circuit.num_states, circuit.vocab_size
     rate, copying = ceilings(states, vocab, args.rounds)
-    print(f"{circuit}, torch {torch.__version__}, {args.threads} thread(s), {args.tokens} tokens a step, float32")
+    print(f"{circuit}, torch {torch.__version__}, {args.threads} thread(s), {args.tokens} tokens per step, float32")
     print(f"this machine: {rate / 1e9:.1f} G multiplications/s on one core, {copying / 1e9:.1f} GB/s read\n")
     print("| masks | stage | ms | needed, ms | by |\n|---|---|---|---|---|")
     for masks in args.masks:

@@ -117,7 +117,7 @@ def random_prompts(vocab_size: int, length: int, args: argparse.Namespace) -> li
 
 
 def measure(model: codd.Model, tokens: int | None, args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Milliseconds a step, and the overhead over the factorized run."""
+    """Milliseconds per step, and the overhead over the factorized run."""
     written = args.blocks * 32
     if args.what == "mini":  # what is measured is then what users see, sure tokens and unsure ones
         prompts = model.encode([problem.question for problem in problems(args.batch, split="test", seed=args.seed)])

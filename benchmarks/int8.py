@@ -10,7 +10,7 @@ the L2 cache: in the network's own precision (plain), with int8 weights widened 
 as the layer chooses; and the bytes of int8 weights per second of that choice. On a CPU the first and the last.
 
 quality: the bundled model on solutions of word problems that it has not seen, of which a share (uniform) is masked:
-nats a token of the divergence KL(float || int8), and of the log-likelihood of what was masked. answers: the same
+nats per token of the divergence KL(float || int8), and of the log-likelihood of what was masked. answers: the same
 problems answered by both, in turns, at the defaults and with cache="dual", until ``--seconds`` are over; CPU seconds
 are those of the process.
 """
@@ -181,8 +181,8 @@ def quality(args: argparse.Namespace) -> dict[str, Any]:
         for name, each in logs.items():
             sums[name] += float(each[torch.arange(len(where)), truth].sum())
     tokens = sums.pop("tokens") or 1.0
-    names = {"divergence": "KL, nats a token", "agree": "same best token, share"}
-    names |= {name: f"{name}: log-likelihood, nats a token" for name in found}
+    names = {"divergence": "KL, nats per token", "agree": "same best token, share"}
+    names |= {name: f"{name}: log-likelihood, nats per token" for name in found}
     return {"tokens": tokens} | {names[name]: value / tokens for name, value in sums.items()}
 
 
@@ -203,7 +203,7 @@ def answers(args: argparse.Namespace) -> dict[str, Any]:
     for name, each in rows.items():
         right, calls, cpu = ([float(row[i]) for row in each] for i in range(3))
         found[name] = {key: statistics.mean(values) for key, values in (("right", right), ("calls", calls))}
-        found[name] |= {"CPU s": statistics.mean(cpu), "CPU ms a call": 1e3 * sum(cpu) / sum(calls)}
+        found[name] |= {"CPU s": statistics.mean(cpu), "CPU ms per call": 1e3 * sum(cpu) / sum(calls)}
         base = rows[name.replace("int8", "float")]
         if base is not each and len(each) > 1:
             found[name]["points against float"] = str(paired(right, [float(row[0]) for row in base]))

@@ -255,7 +255,7 @@ def report(configs: Mapping[str, EvalConfig], values: Mapping[str, Floats], how:
 def ways_table(configs: Mapping[str, EvalConfig], values: Mapping[str, Floats]) -> list[str]:
     """Means over problems; the cost of a call is also a multiple of that of the network alone at the same budget."""
     lines = [
-        "| way | right, % (95%) | against the slowest alone, points | calls | CPU s | wall s | ms a call, CPU / wall |",
+        "| way | right, % (95%) | against the slowest, points | calls | CPU s | wall s | ms per call, CPU / wall |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, config in configs.items():

@@ -327,10 +327,10 @@ def plot(memory: list[tuple[float, float]], path: str) -> None:
 def throughput(args: argparse.Namespace) -> dict[str, Any]:
     """Requests a second of a server that shares steps, and of one that does not."""
     ways = {
-        "any_order, 8 tokens a step": {"gen_length": 64, "steps": 8, "sampler": "any_order"},
+        "any_order, 8 tokens per step": {"gen_length": 64, "steps": 8, "sampler": "any_order"},
         "any_order, threshold 0.9": {"gen_length": 64, "threshold": 0.9, "sampler": "any_order"},
-        "latent, 4 tokens a step": {"gen_length": 64, "steps": 16, "sampler": "latent"},
-        "factorized, 4 tokens a step": {"gen_length": 64, "steps": 16, "sampler": "factorized"},
+        "latent, 4 tokens per step": {"gen_length": 64, "steps": 16, "sampler": "latent"},
+        "factorized, 4 tokens per step": {"gen_length": 64, "steps": 16, "sampler": "factorized"},
     }
     model, count = codd.load(device=args.device), args.clients or 8
     found: dict[str, Any] = {"clients": count, "rounds": args.rounds}

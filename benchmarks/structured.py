@@ -12,7 +12,7 @@ distortion: total variation to the exact conditional, which enumeration gives, o
 milliseconds (of the process on a CPU) of a step's sampler, given the logits, by the number of the automaton's states.
 compile: seconds to compile the cases, nothing cached, for the bundled vocabulary and a made one of LLaDA's size.
 quality: word problems of two steps (--seed, the test split) read into records of nine fields by the bundled model, with
-and without constraint and circuit, --calls a text. A part raises if its answers are wrong.
+and without constraint and circuit, --calls per text. A part raises if its answers are wrong.
 """
 
 import argparse

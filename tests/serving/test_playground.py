@@ -62,7 +62,7 @@ def test_two_columns_fill_and_say_what_the_server_says(visit: Visit) -> None:
     page = visit.open()
     assert "640 states" in page.inner_text("#model")
     visit.fill(**SHORT)
-    assert "8 tokens a step" in page.inner_text("#pace")
+    assert "8 tokens per step" in page.inner_text("#pace")
     page.click("#run")
     # Both at once, asked in one go: between two questions a run may come to its end.
     page.wait_for_selector("#right:has(.cell.fresh):has(.cell.masked)")

@@ -223,7 +223,7 @@ BY_DEFAULT = "each call writes every token of the block and the next at least 0.
         ({"temperature": "0", "sampler": "any_order"}, f"100 masks; {BY_DEFAULT}"),
         ({"temperature": "0.7"}, "100 masks; how many a call fills is left to the server"),
         ({"sampler": "latent"}, "100 masks; how many a call fills is left to the server"),
-        ({"steps": "20"}, "100 masks in 20 steps: 5 tokens a step"),
+        ({"steps": "20"}, "100 masks in 20 steps: 5 tokens per step"),
         ({"threshold": "0.9", "gen_length": "8"}, "8 masks; each call writes every token at least 0.9 probable"),
     ],
 )

@@ -369,7 +369,7 @@ class Evidence:
     def log_weights_of(
         self, ids: Int[Tensor, "B L"], vocab_size: int, dtype: torch.dtype | None = None
     ) -> Float[Tensor, "B L"]:
-        """The log-weight of one token a position (zero where observed or missing). Differentiable."""
+        """The log-weight of one token per position (zero where observed or missing). Differentiable."""
         at = ids.clamp(0, vocab_size - 1)[..., None]
         out = torch.zeros(self.shape, device=self.device)
         if self.potentials is not None:

@@ -318,7 +318,7 @@ class Options:
     def changed(self, **changes: Any) -> "Options":
         """A copy with some options replaced; a new pace takes the place of the old one.
 
-        ``steps=None`` is a pace, one token a step; None for the others withdraws them. What nobody gave of sampler,
+        ``steps=None`` is a pace, one token per step; None for the others withdraws them. What nobody gave of sampler,
         pace and block length is chosen anew, by the other options.
         """
         changes = _by_name(changes)

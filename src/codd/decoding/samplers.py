@@ -440,7 +440,7 @@ def choose_tokens(
     top_k: int | None,
     top_p: float | None,
 ) -> Int[Tensor, " R"]:
-    """One token a row: the best at temperature 0, otherwise drawn by inverse CDF with one uniform number a row.
+    """One token per row: the best at temperature 0, otherwise drawn by inverse CDF with one uniform number per row.
 
     A token whose score is -inf is never chosen while there is another, whatever the temperature.
     """

@@ -22,7 +22,7 @@ from codd.errors import InvalidConstraint
 from codd.files import brief
 
 STARVED = 10
-"""How many seconds a second of work may take: the model comes first, and may leave little."""
+"""Seconds of the wall per second of work, at most: the model comes first, and may leave little."""
 KINDS: dict[str, type[Language]] = {"regex": Regex, "json": JsonSchema, "choice": Choice}
 
 

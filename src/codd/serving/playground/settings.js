@@ -164,7 +164,7 @@ export function pace(settings, defaults, mask) {
   const calls = Math.min(Number(steps) || masks, masks);
   const each = masks / Math.max(1, calls);
   const rounded = Number.isInteger(each) ? `${each}` : each.toFixed(1);
-  return `${masks} masks in ${calls} steps: ${rounded} ${rounded === "1" ? "token" : "tokens"} a step`;
+  return `${masks} masks in ${calls} steps: ${rounded} ${rounded === "1" ? "token" : "tokens"} per step`;
 }
 
 /**

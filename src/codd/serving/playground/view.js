@@ -118,7 +118,7 @@ export class Column {
     const rows = [
       ["network calls", calls?.toString()],
       ["seconds", seconds?.toFixed(2)],
-      ["tokens a call", perCall?.toFixed(1)],
+      ["tokens per call", perCall?.toFixed(1)],
       ["circuit steps", circuit?.toString()],
       ...(cached ? [["from the cache", `${Math.round(100 * cached)}%`]] : []),
     ];

@@ -58,7 +58,7 @@ def choose_top_k(
         if measured.change < tolerance:
             return measured.k, tuple(seen)
     raise InvalidInput(
-        f"even lists of all {circuit.vocab_size} tokens change the likelihood by {seen[-1].change:.1e} nats a token, "
+        f"even lists of all {circuit.vocab_size} tokens change the likelihood by {seen[-1].change:.1e} nats per token, "
         f"more than the tolerance {tolerance:g}: it is below the rounding. Raise it."
     )
 
