@@ -166,7 +166,6 @@ class Speculation:
         if not plan.last:
             inputs = yield from step_inputs(state)
             yield None
-            assert plan.count is not None
             uniforms = torch.rand(plan.count, generator=state.generator)
             self._draft, acts = draft_tokens(inputs, plan.count, uniforms)
             return finish_step(state, Writes.none(), plan.block, state.mask_ratio(plan.block), acts)

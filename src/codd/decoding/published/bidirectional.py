@@ -309,7 +309,7 @@ def _true(logits: Float[Tensor, "R V"]) -> Bool[Tensor, ""]:
 def step_result(
     inputs: StepInputs,
     proposals: Proposals,
-    count: int | None,
+    count: int,
     window: Window,
     mask_ratio: float,
     circuit: bool,
@@ -317,7 +317,7 @@ def step_result(
 ) -> StepResult:
     """The first ``count`` proposals by their confidence; ``possible``: whether the circuit allows what is written."""
     first = by_priority(proposals.confidence)
-    keep = torch.arange(len(first), device=first.device) < (count or 0)
+    keep = torch.arange(len(first), device=first.device) < count
     positions, scores = inputs.positions.to(first.device)[first], proposals.probability[first].float()
     valid = _true(inputs.logits) if possible is None else possible
     ranking = Ranking(positions, proposals.tokens[first], scores, keep, valid)
