@@ -383,31 +383,6 @@ class TestBlocks:
         assert exact.double().mean() > 0.99  # float32 may lie on the other side of the middle
         torch.testing.assert_close(found.double(), wanted, rtol=2**-8, atol=1e-5)
 
-    @pytest.mark.parametrize(
-        ("gen_length", "block_length", "steps"),
-        [(10, 4, 4), (12, 4, 4), (12, 4, 2), (4, 8, 2)],
-    )
-    def test_what_the_reference_does_not_divide_is_an_error(self, gen_length, block_length, steps):
-        with pytest.raises(InvalidInput, match="multiple"):
-            list(
-                loaded(LLADA).denoise(
-                    [[1]], preset="reference", gen_length=gen_length, block_length=block_length, steps=steps
-                )
-            )
-
-    def test_a_block_must_hold_a_circuit_of_fixed_length(self):
-        model = loaded(LLADA)
-        fixed = replace(model, circuit=codd.HMM.random(3, model.backbone.vocab_size, length=8))
-        with pytest.raises(InvalidInput, match="block_length to be the circuit's 8, not 4"):
-            list(fixed.denoise([[1]], preset="reference", gen_length=8, block_length=4, steps=4))
-
-    @pytest.mark.parametrize("rule", ["topprob", "origin"])
-    def test_rules_that_only_dream_has(self, rule):
-        """Spec 8.2, B2: for LLaDA upstream raises."""
-        options = {"gen_length": 4, "block_length": 4, "steps": 2, "remasking": rule}
-        with pytest.raises(InvalidInput, match="remasking"):
-            list(loaded(LLADA).denoise([[1, 2]], preset="reference", **options))
-
     def test_dreams_blocks_cut_the_number_of_steps(self):
         """Spec 3.3: S = steps // blocks, with no check."""
         case = Case("dream-cut", "block", DREAM, {"gen_length": 12, "block_length": 4, "steps": 7})

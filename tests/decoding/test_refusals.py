@@ -128,6 +128,10 @@ def blocks() -> codd.backbones.Backbone:
     return tiny(block_size=4)
 
 
+def llada() -> codd.backbones.Backbone:
+    return fixture("decode_llada")
+
+
 def modulated_over(vocab: int, width: int) -> Modulated:
     return Modulated(HMM.random(3, vocab), Head(HeadConfig(width, 3)))
 
@@ -163,7 +167,15 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     decoding(r"block_length is 8.*codd\.load\(block_size=", network=blocks, block_length=8),
     decoding("mini has no published loop with block-causal attention", network=blocks, **REFERENCE),
     decoding("block_length is 4, but the circuit has only 2", network=blocks, circuit=random_hmm(length=2)),
+    decoding("blocks='sliding': mini sees nothing after a block", network=blocks, blocks="sliding", threshold=0.5),
     decoding("cache='dual': mdlm is told the share of masks", network=lambda: fixture("mdlm"), cache="dual"),
+    # the published loop of LLaDA
+    *(
+        decoding("multiple", network=llada, gen_length=length, block_length=size, steps=steps, **REFERENCE)
+        for length, size, steps in ((10, 4, 4), (12, 4, 4), (12, 4, 2), (4, 8, 2))
+    ),
+    decoding("the circuit's 8, not 4", network=llada, circuit=HMM.random(3, 96, length=8), block_length=4, **REFERENCE),
+    *(decoding("remasking", network=llada, remasking=rule, **REFERENCE) for rule in ("topprob", "origin")),
     # constraints
     decoding("fits into 1 tokens: raise gen_length", constraint=PAIRS, gen_length=1),
     decoding("a constraint is about one or the other", ((1, MASK),), constraint=PAIRS),
