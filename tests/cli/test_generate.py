@@ -186,15 +186,6 @@ def test_the_first_prompts_into_a_file(ids_file, tmp_path, capsys):
     assert [json.loads(line)["ids"] for line in out.read_text().splitlines()] == [entry["ids"] for entry in found[:2]]
 
 
-@pytest.mark.parametrize(("more", "said"), [((), True), (("--steps", "2"), False), (("--temperature", "0"), False)])
-def test_prose_without_a_pace_is_told_of_steps(more, said, ids_file, capsys):
-    assert (
-        main(["generate", "--model", str(TINY), "--file", ids_file, "--gen-length", "6", "--temperature", "1", *more])
-        == 0
-    )
-    assert ("--steps 16" in capsys.readouterr().err) is said
-
-
 def test_a_model_without_a_tokenizer_takes_ids(ids_file, capsys):
     arguments = ("--model", str(TINY), "--file", ids_file, "--gen-length", "6", "--steps", "3")
     found = records(capsys, *arguments, "--batch", "2")

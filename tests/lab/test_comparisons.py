@@ -103,9 +103,7 @@ def test_without_a_control_nothing_is_said(run):
     assert "Nothing to compare yet" in findings([])[0]
     [said] = unpaired(results, [])
     assert said.startswith("No null circuit under identical settings")
-    assert said.endswith(
-        f"beside: gsm8k, trained circuit, any order, joint threshold {DEFAULT_THRESHOLD:g} and sliding blocks."
-    )
+    assert said.endswith(f"beside: gsm8k, trained circuit, any order, joint sliding threshold {DEFAULT_THRESHOLD:g}.")
     assert few(["a", "b", "c"]) == "a; b; c"
     assert few(["a", "b", "c", "d", "e"]) == "a; b; c; and 2 more"
 

@@ -106,8 +106,8 @@ def test_options_are_checked_before_anything_is_computed(options, message):
 @pytest.mark.parametrize(
     ("options", "budget"),
     [
-        ({}, f"threshold {DEFAULT_THRESHOLD:g} and sliding blocks"),
-        ({"temperature": 1.0}, "threshold 0.95 and at least 4"),
+        ({}, f"sliding threshold {DEFAULT_THRESHOLD:g}"),
+        ({"temperature": 1.0}, "sliding threshold 0.95 and at least 4"),
         ({"sampler": "latent"}, "32 steps"),
         ({"steps": 8}, "8 steps"),
         ({"threshold": 0.9}, "threshold 0.9"),

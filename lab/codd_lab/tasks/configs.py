@@ -75,10 +75,11 @@ class EvalConfig(Section):
     @property
     def budget(self) -> str:
         """What decides how many tokens a step commits, in words: "16 steps", "threshold 0.9 and at least 4"."""
-        (name, value), *more = self.decoding.commit_rule.items()
-        said = [f"{value} steps" if name == "steps" else f"{name.replace('_', ' ')} {value:g}"]
-        said += [f"at least {each}" if option == "min_tokens" else f"{each} blocks" for option, each in more]
-        return " and ".join(said)
+        options = self.decoding
+        name, value = next(iter(options.commit_rule.items()))
+        said = f"{value} steps" if name == "steps" else f"{name.replace('_', ' ')} {value:g}"
+        said += f" and at least {options.min_tokens}" if options.min_tokens > 1 else ""
+        return f"sliding {said}" if options.blocks == "sliding" else said
 
     def words(self) -> list[str]:
         """The budget, the template and all options that differ from their defaults, for the slug."""

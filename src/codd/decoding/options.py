@@ -21,7 +21,7 @@ Tempering = Literal["published", "paper"]
 Outside = Literal["factorized", "defer"]
 ActivationScope = Literal["window", "sequence"]
 CacheKind = Literal["prefix", "dual"]
-Blocks = Literal["fixed", "sliding"]
+Blocks = Literal["sliding", "fixed"]
 Hook = Callable[[Any, Any, Any], Any]
 """A function of logits (R, V), the masked positions (R,) that they are of, and the ids (L,); returns logits (R, V)."""
 Constraint = Language | Template | Automaton
@@ -54,7 +54,7 @@ DEFAULT_BLOCK = 32
 DEFAULT_THRESHOLD = 0.97
 DEFAULT_GREEDY: Mapping[str, Any] = {"threshold": DEFAULT_THRESHOLD, "blocks": "sliding"}
 """The pace of a run that is told none, at temperature 0; chosen by measurement (docs/results/default.md)."""
-DEFAULT_SAMPLED: Mapping[str, Any] = {"threshold": 0.95, "min_tokens": 4}
+DEFAULT_SAMPLED: Mapping[str, Any] = {"threshold": 0.95, "min_tokens": 4, "blocks": "sliding"}
 """The pace of a run that is told none, above temperature 0."""
 DEFAULT_COUNTED: Mapping[str, Any] = {"steps": 32}
 """The pace where nobody can tell how sure a token is: the latent sampler and the published implementation."""
@@ -269,7 +269,7 @@ class Options:
     )
     blocks: Blocks = _choice(
         _UNSET,
-        "fixed, or sliding: by threshold or entropy budget each step looks beyond its block, from the first mask on",
+        "sliding: by threshold or entropy budget a step begins at the first mask and looks beyond its block; or fixed",
         get_args(Blocks),
     )
     editing_threshold: float | None = _number(
@@ -524,4 +524,4 @@ def default_in_words(name: str) -> str:
         "with sampler latent": DEFAULT_COUNTED,
     }
     said = ", ".join(f"{pace[name]} {case}" for case, pace in cases.items() if name in pace) or "none"
-    return {"min_tokens": f"{said}, else 1", "blocks": f"{said}, else fixed"}.get(name, said)
+    return {"min_tokens": f"{said}, else 1", "blocks": "sliding where no pace is given, else fixed"}.get(name, said)
