@@ -93,7 +93,7 @@ def test_sources(tmp_path):
     ("name", "content", "words"),
     [
         ("nothing", "question,answer\n", r"its name does not say what it holds. Rename it to .txt, .jsonl"),
-        ("a.tsv.xz", "", "codd does not read .tsv files"),
+        ("a.csv.xz", "", "codd does not read .csv files"),
         ("a.json", " [\n]\n", "a.json: is empty"),
         ("a.json", "", "a.json: is empty"),
         ("a.json", '[{"body": "x"}]', "has the keys body; say with --fields which of them to use"),

@@ -13,7 +13,7 @@ from codd.backbones.loading import read_spec
 from codd.backbones.transformer import Transformer, initialise
 from codd.backbones.weights import SINGLE, expand_keys
 from codd.distributed import DistributedContext, distributed
-from codd.training.circuit.data import TrainingData, prepare
+from codd.training.circuit.data import TrainingData
 from codd.training.circuit.trainer import train
 from codd.training.circuit_recipe import CircuitRecipe, read_circuit_recipe
 from codd.training.run import Progress
@@ -82,7 +82,7 @@ def run(
     recipe: CircuitRecipe, out: Path, *, steps: int | None = None, data: TrainingData | None = None
 ) -> list[Progress]:
     """Some steps of a run, as if it had been killed after them, or all."""
-    data = data or prepare(recipe, Path(), out, ALONE)
+    data = data or TrainingData(recipe, Path(), out, ALONE)
     return list(up_to(steps, train(recipe, data, out, ALONE)))
 
 
@@ -108,7 +108,7 @@ def main(root: Path, out: Path, jobs: dict[str, Any]) -> None:
     with distributed("cpu") as context:
         for name, (changes, steps) in jobs.items():
             recipe = small(root, *changes)
-            data = prepare(recipe, Path(), out / name, context)
+            data = TrainingData(recipe, Path(), out / name, context)
             made = len(list(up_to(steps, train(recipe, data, out / name, context))))
             (out / f"{name}.{context.rank}").write_text(str(made))
 

@@ -1,4 +1,4 @@
-import dataclasses
+import copy
 import json
 import math
 import os
@@ -21,7 +21,7 @@ from codd.errors import Diverged, FormatError, InvalidInput
 from codd.training import run as run_module
 from codd.training.checkpoints import checkpoints, read_checkpoint, write_checkpoint
 from codd.training.circuit import trainer
-from codd.training.circuit.data import prepare
+from codd.training.circuit.data import TrainingData
 from codd.training.circuit.validation import HeldOut
 from codd.training.run import VALIDATION_SEED, Clock, check_recipe
 from tests.support import PYTHONPATH, small_circuits
@@ -101,7 +101,7 @@ def test_the_circuit_is_the_one_of_the_best_validation(root, tmp_path):
     found = run(recipe, tmp_path)
     scores = [sum(v for k, v in p.metrics.items() if k.endswith("likelihood")) / 2 for p in found[1:]]
     assert max(scores) > scores[-1]  # or this test shows nothing
-    data = prepare(recipe, Path(), tmp_path, ALONE)
+    data = TrainingData(recipe, Path(), tmp_path, ALONE)
     kept = data.held_out()["held"].scores(load_circuit(tmp_path / "circuit"))
     assert sum(score["coupled"] for score in kept.values()) / 2 == pytest.approx(max(scores), abs=1e-6)
 
@@ -188,7 +188,7 @@ def test_a_joint_run_ends_the_same(root, tmp_path, weights):
 @pytest.mark.parametrize("weights", ["lora", "all"])
 def test_a_joint_run_is_scored_as_what_it_writes(root, tmp_path, weights):
     recipe = small(root, f"joint.weights={weights}", "joint.rank=2", "joint.lr=0.03", *HEAD)
-    data = prepare(recipe, Path(), tmp_path, ALONE)
+    data = TrainingData(recipe, Path(), tmp_path, ALONE)
     before = {name: x.clone() for name, x in codd.load(root / "mini").backbone.state_dict().items()}
     run(recipe, tmp_path, data=data)
     model = codd.load(tmp_path / "model", device="cpu")
@@ -209,7 +209,7 @@ def test_a_joint_run_is_scored_as_what_it_writes(root, tmp_path, weights):
 def test_a_run_with_low_rank_additions_writes_an_adapter(root, tmp_path, family):
     base = root / "mini" if family == "mini" else save_published(tmp_path / family, family)
     recipe = small(root, f"backbone={base}", "joint.weights=lora", "joint.rank=2", "joint.lr=0.03")
-    data = prepare(recipe, Path(), tmp_path, ALONE)
+    data = TrainingData(recipe, Path(), tmp_path, ALONE)
     run(recipe, tmp_path, data=data)
     assert (tmp_path / "model").exists() == (family == "mini")
     written = {"adapter": tmp_path / "adapter", "circuit": tmp_path / "adapter" / "circuit", "device": "cpu"}
@@ -224,7 +224,7 @@ def test_a_run_with_low_rank_additions_writes_an_adapter(root, tmp_path, family)
         assert model.circuit is not None
     if family != "mini":
         with pytest.raises(InvalidInput, match=r"with joint\.weights lora, which writes an adapter"):
-            prepare(small(root, f"backbone={base}", "joint.weights=all"), Path(), tmp_path, ALONE)
+            TrainingData(small(root, f"backbone={base}", "joint.weights=all"), Path(), tmp_path, ALONE)
 
 
 def test_a_circuit_of_a_backbone_with_an_adapter(root, tmp_path):
@@ -242,7 +242,7 @@ def test_a_circuit_of_a_backbone_with_an_adapter(root, tmp_path):
 
 def test_half_precision_is_for_gpus(root, tmp_path):
     with pytest.raises(InvalidInput, match="dtype bfloat16 is for GPUs, this is cpu: --set dtype=float32"):
-        prepare(small(root, "dtype=bfloat16"), Path(), tmp_path, ALONE)
+        TrainingData(small(root, "dtype=bfloat16"), Path(), tmp_path, ALONE)
 
 
 def _validation_rows(recipe, out: Path) -> PackedSequences:
@@ -322,7 +322,7 @@ def test_a_huge_rate_is_noticed_before_anything_is_overwritten(root, tmp_path, c
 @pytest.mark.parametrize("kind", list(KINDS))
 def test_a_run_that_diverges_leaves_its_last_checkpoint_and_circuit(whole, root, tmp_path, kind):
     recipe = small(root, *KINDS[kind], "checkpoint_every=1", "validate_every=1", "keep=1", "log_every=99")
-    data = prepare(recipe, Path(), tmp_path, ALONE)
+    data = TrainingData(recipe, Path(), tmp_path, ALONE)
     run(recipe, tmp_path, steps=4, data=data)
     before = circuit_of(tmp_path)
 
@@ -331,8 +331,10 @@ def test_a_run_that_diverges_leaves_its_last_checkpoint_and_circuit(whole, root,
         assert found.logits is not None
         return found._replace(logits=found.logits * float("nan")) if step == 4 else found
 
+    other = copy.copy(data)
+    other.draw = poisoned
     with pytest.raises(Diverged, match=r"step 5: .* the training has diverged"):
-        run(recipe, tmp_path, data=dataclasses.replace(data, draw=poisoned))
+        run(recipe, tmp_path, data=other)
     assert [path.name for path in checkpoints(tmp_path / "checkpoints")] == ["step-0000004"]
     assert circuit_of(tmp_path) == before
     assert run(recipe, tmp_path, data=data)[0].step == 5
@@ -369,14 +371,14 @@ def test_a_network_that_gives_no_numbers_is_said_before_training(root, tmp_path,
 def test_texts_that_are_all_shorter_than_a_window_are_refused(root, tmp_path, weights):
     long = ["windows.length=190", "row_length=200", "validation=[]", f"joint.weights={weights}"]
     with pytest.raises(InvalidInput, match=r"none of the texts in its .* rows has the 190 tokens of a window"):
-        prepare(small(root, *long), Path(), tmp_path, ALONE)
+        TrainingData(small(root, *long), Path(), tmp_path, ALONE)
 
 
 def test_a_full_disk_loses_nothing_that_was_finished(whole, root, tmp_path):
     recipe = small(root, *HEAD)
     run(recipe, tmp_path, steps=5)
     before = circuit_of(tmp_path)
-    data = prepare(recipe, Path(), tmp_path, ALONE)
+    data = TrainingData(recipe, Path(), tmp_path, ALONE)
     with files_of_at_most(len(before) // 2), pytest.raises(OSError, match=r"state.safetensors: could not be written"):
         run(recipe, tmp_path, data=data)
     assert [path.name for path in checkpoints(tmp_path / "checkpoints")] == ["step-0000002", "step-0000004"]
@@ -391,7 +393,7 @@ def test_a_full_disk_loses_nothing_that_was_finished(whole, root, tmp_path):
 
 def test_processes_that_cannot_share_are_refused_at_once(root, tmp_path):
     with pytest.raises(InvalidInput, match="3 processes cannot share 8 strata: use 1, 2, 4 or 8"):
-        prepare(small(root), Path(), tmp_path, DistributedContext(0, 3, CPU))
+        TrainingData(small(root), Path(), tmp_path, DistributedContext(0, 3, CPU))
     assert not list(tmp_path.iterdir())
 
 

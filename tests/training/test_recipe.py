@@ -112,7 +112,10 @@ LAUGHS = "a: &a [x, x]\n" + "".join(
         ("{name: x, data: 5}", "data must be a list, found 5"),
         ("{name: x, data: [5]}", "data[0] must be a section with fields, found 5"),
         ("{name: x, data: [{name: p}]}", "data[0]: lacks the field kind"),
-        ("{name: x, data: [{kind: prose, name: p}]}", "data[0].kind must be 'text' or 'qa', found 'prose'"),
+        (
+            "{name: x, data: [{kind: prose, name: p}]}",
+            "data[0].kind must be 'text', 'qa' or 'sequences', found 'prose'",
+        ),
         ("{name: x, data: [{kind: text, name: p, fields: text}]}", "data[0].fields must be a list, found 'text'"),
         ("{name: x, data: [{kind: qa, name: p, path: p, count: -1}]}", "data[0].count must be above 0, found -1"),
         ("{name: x, data: [{kind: qa, name: p, path: p, weight: 0}]}", "data[0].weight must be above 0, found 0"),

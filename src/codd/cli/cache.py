@@ -14,17 +14,16 @@ from codd.backbones.tokenizer import Tokenizer
 from codd.circuits import HMM
 from codd.cli import add_ray_argument, console
 from codd.cli.lists import add_list
-from codd.data.packing import MAX_TEXTS_PER_ROW, Mixture, SequenceDataset
+from codd.data.packing import MAX_TEXTS_PER_ROW, Mixture
 from codd.data.sources import find_sources
-from codd.data.tokenization import PackingConfig
+from codd.data.tokenization import PackingConfig, dataset_digest, load_source
 from codd.data.windows import WindowRecipe, check_lengths, supports_packing
 from codd.distributed import DistributedContext, distributed
 from codd.errors import FormatError, InvalidInput
 from codd.training.logit_cache import storage
 from codd.training.logit_cache.build import Progress, RowsAt, build, check, windows_per_row
 from codd.training.logit_cache.reader import LogitCache
-from codd.training.logit_cache.sources import network_name, open_datasets, shares_of
-from codd.training.logit_cache.storage import ROWS, CacheSettings
+from codd.training.logit_cache.storage import ROWS, CacheSettings, network_name
 from codd.validation import LARGEST
 
 NAME = "cache"
@@ -33,8 +32,10 @@ HELP = """\
 Masks texts as in training, asks the frozen backbone once, and keeps what it says of each masked token: the log-
 probabilities of the truth and of the k - 1 likeliest others, and the mass of the rest. k is the smallest for which the
 log-likelihood under a circuit changes by less than the tolerance. Data: questions and answers (.jsonl, .json, .parquet,
-datasets of the hub), prose (.txt, or a text field). Start it again with the same arguments to go on after an
-interruption: finished shards are kept, damaged ones are made again. Under torchrun, the processes share the shards.
+datasets of the hub), prose (.txt, or a text field), sequences (.tsv, .fasta, or --sequences), in which all but the
+window is given if --begin or --begin-column says where it begins. Start it again with the same arguments to go on
+after an interruption: finished shards are kept, damaged ones are made again. Under torchrun, the processes share the
+shards.
 
 Prints what the lists change for each k, a progress bar, and at the end the size of the cache."""
 COUNT = console.number(int, 1, LARGEST - 1)
@@ -87,6 +88,9 @@ def _configure_data(parser: argparse.ArgumentParser) -> None:
     add_list(parser, "--fields", metavar="KEY", help="keys of question and answer, or of a text (default: as found)")
     add("--strip", choices=["gsm8k"], help="leave out GSM8K's marks for a calculator, such as <<48/2=24>>, in answers")
     add_list(parser, "--weights", float, metavar="W", help="share of each of these sources (default: by their rows)")
+    add("--sequences", action="store_true", help="text files hold one sequence per line, as .tsv and .fasta files do")
+    add("--begin", metavar="N", type=console.number(int, 0), help="of sequences: the window's first token, from 0")
+    add("--begin-column", metavar="N", type=COUNT, help="the column of a .tsv file, from 1, that says it of each")
     add("--row-length", type=int, help=f"tokens that the backbone sees at once (default: {LONGEST_ROW}, or its most)")
 
 
@@ -135,12 +139,19 @@ def _prepare(
     packing = PackingConfig(length, args.window, args.seed, MAX_TEXTS_PER_ROW if supports_packing(backbone) else 1)
     if args.windows is not None:
         packing = packing._replace(characters=max(MIN_CHARACTERS, args.windows * length * CHARACTERS_PER_TOKEN))
-    sources = find_sources(args.data, args.fields, args.strip)
+    where = {"sequences": args.sequences, "begin": args.begin, "begin_column": args.begin_column}
+    sources = find_sources(args.data, args.fields, args.strip, **where)
+    if not sources:
+        raise InvalidInput("there is no data: give files with --data.")
+    root = Path()
     with context.main_first():
-        datasets = open_datasets(sources, tokenizer, packing, kept=args.out / ROWS)
-    for name, rows in datasets.items():
+        datasets = [load_source(source, root, tokenizer, packing, args.out / ROWS) for source in sources]
+    names = [f"{source.name} {dataset_digest(source, root, tokenizer, packing)}" for source in sources]
+    for name, rows in zip(names, datasets, strict=True):
         check_lengths(name, rows, args.window, absolute=backbone.block_size is not None)
-    shares = shares_of(datasets, args.weights)
+    shares = [float(len(rows)) for rows in datasets] if args.weights is None else args.weights
+    if len(shares) != len(datasets) or min(shares) <= 0:
+        raise InvalidInput(f"weights must be {len(names)} numbers above zero, one for each of: {', '.join(names)}.")
     first = CacheSettings(
         vocab_size=backbone.vocab_size,
         mask_id=_mask_id(args.mask_id, checkpoint),
@@ -152,22 +163,15 @@ def _prepare(
         features=args.features,
         seed=args.seed,
         backbone=network_name(backbone.family, checkpoint.folder, args.adapter),
-        data=tuple(f"{name} x {share:g}" for name, share in zip(datasets, shares, strict=True)),
+        data=tuple(f"{name} x {share:g}" for name, share in zip(names, shares, strict=True)),
     )
-    settings = _divide(first, args, list(datasets.values()), shares)
-    return settings, Mixture(list(datasets.values()), shares, settings.shard_rows).batch_at
-
-
-def _divide(
-    settings: CacheSettings, args: argparse.Namespace, datasets: list[SequenceDataset], shares: list[float]
-) -> CacheSettings:
-    """How many shards of how many rows; a look at some rows says how many windows a row gives."""
+    # A look at some rows says how many windows a row gives.
     whole = sum(map(len, datasets))
-    some = Mixture(datasets, shares, min(whole, 256)).batch_at(0)
-    each = windows_per_row(some, settings)
-    rows = whole if args.windows is None else math.ceil(args.windows / each)
-    shards = math.ceil(rows * each / args.shard_windows)
-    return dataclasses.replace(settings, shards=shards, shard_rows=math.ceil(rows / shards))
+    each = windows_per_row(Mixture(datasets, shares, min(whole, 256)).batch_at(0), first)
+    rows_in_all = whole if args.windows is None else math.ceil(args.windows / each)
+    shards = math.ceil(rows_in_all * each / args.shard_windows)
+    settings = dataclasses.replace(first, shards=shards, shard_rows=math.ceil(rows_in_all / shards))
+    return settings, Mixture(datasets, shares, settings.shard_rows).batch_at
 
 
 def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
@@ -209,8 +213,10 @@ def _circuit(given: Path | None, checkpoint: Checkpoint) -> HMM | None:
 def _watch(steps: Iterator[Progress], settings: CacheSettings, out: Path, context: DistributedContext) -> None:
     with console.working("measuring how many tokens to list", shown=context.is_main):
         first = next(steps)
-    if context.is_main:
-        _table(out)
+    if context.is_main and (index := storage.read_index(out)):
+        console.say("k      change of the log-likelihood, nats per masked token")
+        for k, change in index.measured:
+            console.say(f"{k:<5}  {change:.2e}{'  <- kept' if k == index.top_k else ''}")
     begun, own = time.perf_counter(), len(range(context.rank, settings.shards, context.world_size))
     with console.bar("rows", own * settings.shard_rows, shown=context.is_main, transient=False) as bar:
         for step in itertools.chain([first], steps):
@@ -218,15 +224,6 @@ def _watch(steps: Iterator[Progress], settings: CacheSettings, out: Path, contex
                 console.say(step.note)
             rate = step.windows / (time.perf_counter() - begun)
             bar.update(step.rows, f"{step.windows:,} windows, {rate:,.0f}/s")
-
-
-def _table(out: Path) -> None:
-    """Print what was measured for each k."""
-    index = storage.read_index(out)
-    assert index is not None
-    console.say("k      change of the log-likelihood, nats per masked token")
-    for k, change in index.measured:
-        console.say(f"{k:<5}  {change:.2e}{'  <- kept' if k == index.top_k else ''}")
 
 
 def _report(out: Path, *, as_json: bool) -> None:

@@ -1,29 +1,46 @@
-"""``codd convert``: a PyJuice file becomes a circuit folder."""
+"""``codd convert``: a PyJuice file becomes a circuit folder; a checkpoint of pickled weights one of safetensors."""
 
 import argparse
 import contextlib
+import shutil
 from pathlib import Path
 
 from codd.cli import console
 from codd.errors import CoddError, FormatError
 
 NAME = "convert"
+PICKLED, CONVERTED = "pytorch_model.bin", "model.safetensors"
+BESIDE = (
+    "config.json",
+    "generation_config.json",
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
+"""What is copied along with the weights."""
 HELP = """\
 Reads a hidden Markov model that PyJuice saved (.jpc) and writes it as a codd circuit: a folder with
 config.json and circuit.safetensors, which codd.HMM.load reads. A .jpc is a pickle, and a pickle is a
 program; here nothing of it is run, and a file that asks for anything but plain arrays is refused.
+Of a checkpoint's folder it reads pytorch_model.bin, a pickle as well, under the same rule, and writes
+model.safetensors beside copies of config.json and the tokenizer: a folder that codd.load reads.
 
-Prints the number of states and tokens, the window (none: any length), whether all positions share their parameters
-(homogeneous), and the bytes of both forms."""
+Prints, of a circuit, the number of states and tokens, the window (none: any length), whether all positions share
+their parameters (homogeneous), and the bytes of both forms."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Two paths, and how to write."""
     parser.epilog = """\
 examples:
+  codd convert download/ model/                       # pytorch_model.bin to model.safetensors
   codd convert model.jpc circuit/
   codd convert model.jpc circuit/ --dtype bfloat16    # half the size; probabilities rounded by up to 0.4%"""
-    parser.add_argument("source", metavar="IN.jpc", type=Path, help="the file that PyJuice saved")
+    parser.add_argument("source", metavar="IN", type=Path, help="the file that PyJuice saved, or a checkpoint's folder")
     parser.add_argument("folder", metavar="OUT_DIR", type=Path, help="the folder to write; made if need be")
     parser.add_argument(
         "--dtype",
@@ -37,6 +54,8 @@ examples:
 
 def run(args: argparse.Namespace) -> int:
     """Convert and say what was written."""
+    if args.source.is_dir():
+        return _convert_checkpoint(args)
     import torch  # here, so that --help answers at once
 
     from codd.circuits import HMM
@@ -65,6 +84,40 @@ def run(args: argparse.Namespace) -> int:
         console.as_json(report)
     else:
         console.fields(f"{args.source} -> {folder}", report)
+    return 0
+
+
+def _convert_checkpoint(args: argparse.Namespace) -> int:
+    """Write the weights of a folder as safetensors, and copy what else `codd.load` reads."""
+    import torch
+
+    from codd import files
+
+    source = args.source / PICKLED
+    if not source.is_file():
+        raise FormatError(f"{args.source}: has no {PICKLED}. Give a folder with one, or a .jpc file.")
+    if args.folder.exists() and (args.folder / CONVERTED).exists() and not args.force:
+        raise CoddError(f"{args.folder}: holds {CONVERTED} already; give another folder, or --force to replace")
+    with console.working(f"reading {source}"):
+        try:
+            tensors = torch.load(source, map_location="cpu", weights_only=True)
+        except Exception as error:  # whatever reading a damaged file, or one that asks for more than tensors, raises
+            raise FormatError(f"{source}: cannot be read as plain tensors ({files.brief(error)}).") from error
+    if not isinstance(tensors, dict) or not all(isinstance(x, torch.Tensor) for x in tensors.values()):
+        raise FormatError(f"{source}: holds other things than named tensors.")
+    args.folder.mkdir(parents=True, exist_ok=True)
+    with console.working(f"writing {args.folder}"):
+        for path in args.source.iterdir():
+            if path.name in BESIDE and path.is_file():
+                shutil.copyfile(path, args.folder / path.name)
+        with files.replacing(args.folder, CONVERTED) as (target,):
+            files.write_weights(target, files.standalone(tensors))
+    report = {"input": str(source), "output": str(args.folder), "tensors": len(tensors), "pickle_executed": False}
+    report["bytes_out"] = (args.folder / CONVERTED).stat().st_size
+    if args.json:
+        console.as_json(report)
+    else:
+        console.fields(f"{args.source} -> {args.folder}", report)
     return 0
 
 

@@ -9,8 +9,17 @@ from typing import Any
 from codd.cli import console, training_command
 from codd.cli.tables import Section, show
 from codd.coupling.gap import gap_in_words
-from codd.training.circuit.data import prepare
-from codd.training.circuit.summary import CALLS, SUMMARY, TEMPERATURE, Summary, read_summary, summarize, warnings
+from codd.training.circuit.data import TrainingData
+from codd.training.circuit.summary import (
+    CALLS,
+    CONTROL,
+    SUMMARY,
+    TEMPERATURE,
+    Summary,
+    read_summary,
+    summarize,
+    warnings,
+)
 from codd.training.circuit.trainer import ADAPTER, CIRCUIT, CURVE, MODEL, train
 from codd.training.circuit_recipe import CircuitRecipe, read_circuit_recipe
 from codd.training.recipe import SHIPPED
@@ -27,7 +36,16 @@ interruption: the result is the same. Under torchrun, the processes share every 
 
 Prints what is trained, a progress bar with the gap closed on held-out text so far, and at the end what the network
 alone, the circuit before and the circuit after the training make of held-out text."""
-RECIPES = ("paper-llada", "paper-dream", "llada-modulated", "dream-modulated", "llada-joint", "dream-joint")
+RECIPES = (
+    "sequences",
+    "paper-llada",
+    "paper-dream",
+    "llada-modulated",
+    "dream-modulated",
+    "llada-joint",
+    "dream-joint",
+)
+TILT = "one state: a control that only tilts how often each token is written; what it gains is no joint distribution"
 PATHS = tuple(SHIPPED / f"{name}.yaml" for name in RECIPES)
 
 
@@ -46,11 +64,11 @@ def run(args: argparse.Namespace) -> int:
     """Train to the end of the recipe; a run that has ended says again what it found."""
     recipe = training_command.read_recipe(args, PATHS, read_circuit_recipe)
     out = args.out or Path("runs") / recipe.name
-    with training_command.run_folder(args, recipe, out, (MODEL, ADAPTER, CIRCUIT, CURVE, SUMMARY)) as context:
+    with training_command.run_folder(args, recipe, out, (MODEL, ADAPTER, CIRCUIT, CONTROL, CURVE, SUMMARY)) as context:
         summary = read_summary(out, recipe.digest())
         if summary is None:
             with console.working("evaluating the backbone", shown=context.is_main), console.one_line_warnings():
-                data = prepare(recipe, args.data, out, context)
+                data = TrainingData(recipe, args.data, out, context)
             training_command.announce(recipe.name, _describe(data.recipe), context)
             latest: dict[str, float] = {}
             with console.bar("log-likelihood -", recipe.steps, shown=context.is_main, transient=False) as bar:
@@ -122,12 +140,16 @@ def _report(recipe: CircuitRecipe, out: Path, summary: Summary, *, as_json: bool
 
 def _sections(summary: Summary) -> list[Section]:
     """The table of scores, and the sampled texts."""
-    columns = {"network": "network alone", "before": "before", "after": "trained", "one_at_a_time": "one at a time"}
+    columns = {"network": "network alone", "before": "before", "control": "one state", "after": "trained"}
+    columns |= {"one_at_a_time": "one at a time"}
+    if not any(row["control"] is not None for row in summary["scores"].values()):
+        del columns["control"]
     rows = [[name, *(_cell(row, column) for column in columns)] for name, row in summary["scores"].items()]
     title = "Held-out text: log-likelihood in nats per token (higher is better) and gap closed"
     start = summary["start"]
     before = f"before: {'a new circuit' if start is None else start}; one at a time: the network, one call per token"
-    sections = [Section(title, (), ("text@masked", *columns.values()), rows, after=(before,))] if rows else []
+    notes = (before, TILT) if "control" in columns else (before,)
+    sections = [Section(title, (), ("text@masked", *columns.values()), rows, after=notes)] if rows else []
     if (samples := summary["samples"]) is not None:
         texts = [[columns[name], samples[name]] for name in columns if name in samples]
         title = f"Sampled in {CALLS} calls at temperature {TEMPERATURE:g}, after held-out text"
@@ -138,4 +160,4 @@ def _sections(summary: Summary) -> list[Section]:
 def _cell(row: Mapping[str, float | None], column: str) -> str:
     value, share = row[column], row.get(f"gap_closed_{column}")
     shown = "-" if value is None else f"{value:.3f}"
-    return f"{shown} ({gap_in_words(share)})" if column in ("before", "after") and share is not None else shown
+    return f"{shown} ({gap_in_words(share)})" if share is not None else shown

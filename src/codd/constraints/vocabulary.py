@@ -32,10 +32,10 @@ class Vocabulary:
     def of(cls, tokenizer: Any, size: int | None = None) -> "Vocabulary":
         """The vocabulary of a tokenizer, codd's or one of the library ``tokenizers``.
 
-        It is byte-level BPE, or SentencePiece (BPE or unigram, with or without bytes). Special and other added tokens
-        write nothing, nor do ids up to ``size`` (the network's outputs) that the tokenizer lacks. Texts are what its
-        ``decode`` gives. InvalidConstraint for tokenizers of other kinds, whose decoding is not a text for each token,
-        one after the other (WordPiece).
+        It is byte-level BPE, or SentencePiece (BPE or unigram, with or without bytes), or one of single characters.
+        Special and other added tokens write nothing, nor do ids up to ``size`` (the network's outputs) that the
+        tokenizer lacks. Texts are what its ``decode`` gives. InvalidConstraint for tokenizers of other kinds, whose
+        decoding is not a text for each token, one after the other (WordPiece).
         """
         backend: tokenizers.Tokenizer = getattr(tokenizer, "backend", tokenizer)  # codd's own holds one
         spelling = _Spelling(json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else None)
@@ -106,11 +106,11 @@ class _Spelling:
     def __init__(self, decoder: Any):
         steps = decoder["decoders"] if decoder and decoder["type"] == "Sequence" else [decoder] if decoder else []
         kinds = [step["type"] for step in steps]
-        self._byte_level = kinds == ["ByteLevel"]
+        self._byte_level, self._as_is = kinds == ["ByteLevel"], kinds == ["Fuse"]
         self._fallback = "ByteFallback" in kinds
         self._drops_all = False
         self.strips_space = False
-        if self._byte_level:
+        if self._byte_level or self._as_is:
             return
         spaces = False
         for i, step in enumerate(steps):
@@ -133,6 +133,8 @@ class _Spelling:
     def bytes_of(self, token: str) -> bytes:
         if self._byte_level:
             return bytes(_BYTES[c] for c in token) if all(c in _BYTES for c in token) else b""
+        if self._as_is:
+            return token.encode(errors="ignore")
         if self._fallback and (byte := _BYTE.fullmatch(token)):
             return bytes([int(byte[1], 16)])
         if self._drops_all and token.count("▁") > 1:

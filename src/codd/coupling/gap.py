@@ -87,6 +87,8 @@ class Blocks(NamedTuple):
     """The order in which the tokens of a block are revealed: a ratio masks those that come last."""
     valid: Bool[Tensor, "B T"] | None = None
     """False at the padding of shorter texts; None: there is none."""
+    given: Bool[Tensor, "B T"] | None = None
+    """Which tokens right of the block are not masked; None: all of them are."""
 
     def window(self) -> Int[Tensor, "B S"]:
         """The positions of each text's block."""
@@ -97,9 +99,12 @@ class Blocks(NamedTuple):
         return self.order.argsort(dim=1) >= self.order.shape[1] - masked
 
     def shown(self, masked: int, mask_id: int) -> Int[Tensor, "B T"]:
-        """What the network sees: masks in the block, and everywhere to the right of it."""
+        """What the network sees: masks in the block, and to the right of it wherever nothing is given."""
         places = torch.arange(self.ids.shape[1], device=self.ids.device)
-        hidden = (places >= self.starts[:, None]).scatter(1, self.window(), self.hidden(masked))
+        beyond = places >= self.starts[:, None]
+        if self.given is not None:
+            beyond &= ~self.given
+        hidden = beyond.scatter(1, self.window(), self.hidden(masked))
         return torch.where(hidden, mask_id, self.ids)
 
 
@@ -214,8 +219,8 @@ def batches(backbone: Backbone, blocks: Blocks) -> Iterator[Blocks]:
     size = rows_at_once(backbone, blocks.order.shape[1])
     for begin in range(0, len(blocks.ids), size):
         ids, starts, order = (x[begin : begin + size].to(backbone.device, torch.long) for x in blocks[:3])
-        valid = None if blocks.valid is None else blocks.valid[begin : begin + size].to(backbone.device)
-        yield Blocks(ids, starts, order, valid)
+        shown = (None if x is None else x[begin : begin + size].to(backbone.device) for x in blocks[3:])
+        yield Blocks(ids, starts, order, *shown)
 
 
 def counted(progress: Progress | None, total: int) -> Callable[[int], None]:

@@ -18,7 +18,11 @@ from codd.data import text_files
 from codd.errors import FormatError, MissingDependency
 
 LINES, ARRAY, PARQUET, PROSE = ".jsonl", ".json", ".parquet", (".txt", ".md")
-ENDINGS = (LINES, f"{LINES}.xz", ARRAY, f"{ARRAY}.xz", PARQUET, *PROSE, *(f"{ending}.xz" for ending in PROSE))
+TABLE, FASTA = ".tsv", (".fasta", ".fa", ".faa")
+SEQUENCES = (TABLE, *FASTA)
+"""Endings of files of sequences; in a .txt file they stand one per line, if the source says so."""
+_PLAIN = (LINES, ARRAY, *PROSE, *SEQUENCES)
+ENDINGS = (*_PLAIN, *(f"{ending}.xz" for ending in _PLAIN), PARQUET)
 """Endings of the names of files that codd reads as data."""
 BATCH_ROWS = 1024
 """Rows of a parquet file that are in memory at a time."""
@@ -86,7 +90,7 @@ def is_prose(place: Place) -> bool:
         return True
     raise FormatError(
         f"{place}: codd does not read {ending(place)} files. Give .jsonl (one JSON object a line), .json (an array of "
-        "them), .parquet, .txt (prose), or a dataset of the hub such as TIGER-Lab/MathInstruct."
+        "them), .parquet, .txt (prose), .tsv or .fasta (sequences), or a dataset of the hub (TIGER-Lab/MathInstruct)."
     )
 
 

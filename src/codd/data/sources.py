@@ -1,4 +1,4 @@
-"""Sources of text: files of prose, and of questions and answers."""
+"""Sources of text: files of prose, of questions and answers, and of sequences, such as proteins."""
 
 import itertools
 import os
@@ -11,9 +11,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from codd.data import text_files
-from codd.data.records import ENDINGS, Place, ending, is_prose, locate, read_records
+from codd.data.records import ENDINGS, FASTA, SEQUENCES, TABLE, Place, ending, is_prose, locate, read_records
 from codd.errors import FormatError
-from codd.validation import LONGEST_NAME, Count, FolderName, List, Positive, Section
+from codd.validation import LONGEST_NAME, Count, FolderName, List, Natural, Positive, Section
 
 CALCULATOR = re.compile(r"<<[^<>]*>>")
 """GSM8K's marks for a calculator, such as <<48/2=24>>: not part of what is said. Code has shifts that look alike."""
@@ -40,11 +40,13 @@ Item = TypeVar("Item")
 class Source(Section):
     """One set of data. Paths are relative to the folder given by ``--data``."""
 
-    kind: Literal["text", "qa"]
-    """text: files of prose, packed into full rows. qa: questions and answers."""
+    kind: Literal["text", "qa", "sequences"]
+    """text: files of prose, packed into full rows. qa: questions and answers. sequences: one per line or FASTA record,
+    each a row by itself, with what the tokenizer puts around a text."""
     name: FolderName
     path: Annotated[str, Field(min_length=1)]
-    """A file (.jsonl, .json, .parquet, .txt), or a dataset of the hub (`codd.data.records.HubDataset`)."""
+    """A file (.jsonl, .json, .parquet, .txt; sequences: .txt, .tsv, .fasta), or a dataset of the hub
+    (`codd.data.records.HubDataset`)."""
     weight: Positive = 1.0
     """Share of the rows of a batch, relative to the other sources."""
     fields: List[str] = ("question", "answer")
@@ -55,6 +57,11 @@ class Source(Section):
     """Use at most this many rows: for validation."""
     strip: Literal["gsm8k"] | None = None
     """gsm8k: leave out that dataset's marks for a calculator, such as <<48/2=24>>, in answers."""
+    begin: Natural | None = None
+    """Of sequences: the token, counted from 0, with which the window begins; all outside of it is given. A window that
+    would pass the end of its sequence begins earlier. None: windows anywhere."""
+    begin_column: Count | None = None
+    """The column of a .tsv file, counted from 1, that says it of each sequence. The sequence is in the first."""
 
 
 class TextChunk(NamedTuple):
@@ -137,6 +144,44 @@ def read_documents(source: Source, root: Path) -> Iterator[str]:
             document = []
 
 
+def read_sequences(source: Source, root: Path, most: int | None = None) -> Iterator[tuple[str, int | None]]:
+    """Each sequence of a source and where its window begins, up to the one that reaches ``most`` characters."""
+    place = source_place(source, root)
+    if not isinstance(place, Path):
+        raise FormatError(f"source {source.name}: sequences are read from files, not from the hub.")
+    column, table = source.begin_column, ending(place) == TABLE
+    if column is not None and not table:
+        raise FormatError(f"{place}: begin_column is for {TABLE} files; give begin, a position, or another file.")
+    with text_files.open_text(place) as file:
+        found = _records_of_fasta(file) if ending(place) in FASTA else (line.strip("\r\n") for line in file)
+        lines = ((number, line) for number, line in enumerate(found, start=1) if line.strip())
+        kept = itertools.islice(lines, source.count)
+        yield from take_until((_sequence(source, f"{place}: entry {n}", x, table) for n, x in kept), _length, most)
+
+
+def _records_of_fasta(lines: Iterable[str]) -> Iterator[str]:
+    """The sequence of each record, whose lines are joined; what stands before the first > is one without a name."""
+    for header, group in itertools.groupby(lines, key=lambda line: line.startswith(">")):
+        if not header:
+            yield "".join(line.strip() for line in group)
+
+
+def _sequence(source: Source, where: str, line: str, table: bool) -> tuple[str, int | None]:
+    cells = line.split("\t") if table else [line]
+    if source.begin_column is None:
+        return cells[0].strip(), source.begin
+    cell = "".join(cells[source.begin_column - 1 : source.begin_column]).strip()
+    if not (cell.isascii() and cell.isdecimal()):
+        raise FormatError(
+            f"{where}: column {source.begin_column} should say where the window begins, found {cell!r:.60}."
+        )
+    return cells[0].strip(), int(cell)
+
+
+def _length(sequence: tuple[str, int | None]) -> int:
+    return len(sequence[0])
+
+
 def read_pairs(source: Source, root: Path, most: int | None = None) -> Iterator[QuestionAnswer]:
     """The pairs of a qa source, up to the one that reaches ``most`` characters."""
     place = source_place(source, root)
@@ -176,18 +221,26 @@ def find_sources(
     paths: Sequence[Path],
     fields: Sequence[str] | None,
     strip: Literal["gsm8k"] | None = None,
+    *,
+    sequences: bool = False,
+    begin: int | None = None,
+    begin_column: int | None = None,
 ) -> list[Source]:
     """A source for each file or dataset of the hub; of a folder, its files whose names begin with train, or all if none
-    does.
+    does. ``sequences``: text files hold one per line.
     """
     sources: list[Source] = []
     for path in _data_files(paths):
         place = locate(str(path), Path()) or path
-        kind, keys = _detect_kind(place, fields)
+        kind, keys = _detect_kind(place, fields, sequences or begin is not None or begin_column is not None)
         short = re.sub(r"[^\w.-]", "_", path.name)[-40:].encode()[-LONGEST_NAME // 2 :].decode(errors="ignore")
         name = f"{len(sources)}-{short}"  # numbered: two folders may hold files of one name
         where = os.path.realpath(place) if isinstance(place, Path) else str(place)
-        sources.append(Source(kind, name, path=where, fields=tuple(keys), strip=strip if kind == "qa" else None))
+        of_kind: dict[str, dict[str, Any]] = {
+            "qa": {"strip": strip},
+            "sequences": {"begin": begin, "begin_column": begin_column},
+        }
+        sources.append(Source(kind, name, path=where, fields=tuple(keys), **of_kind.get(kind, {})))
     return sources
 
 
@@ -202,14 +255,18 @@ def _data_files(paths: Sequence[Path]) -> Iterable[Path]:
         yield from [each for each in inside if each.name.startswith("train")] or inside
 
 
-def _detect_kind(place: Place, fields: Sequence[str] | None) -> tuple[Literal["text", "qa"], Sequence[str]]:
+def _detect_kind(
+    place: Place, fields: Sequence[str] | None, sequences: bool
+) -> tuple[Literal["text", "qa", "sequences"], Sequence[str]]:
     """What a file or dataset holds, by its ending and by its first entry."""
+    if isinstance(place, Path) and ending(place) in SEQUENCES:
+        return "sequences", ("text",)
     if isinstance(place, Path) and not ending(place) and os.path.isfile(place):
         raise FormatError(
             f"{place}: its name does not say what it holds. Rename it to .txt, .jsonl, .json or .parquet."
         )
     if isinstance(place, Path) and is_prose(place):
-        return "text", ("text",)
+        return ("sequences" if sequences else "text"), ("text",)
     if fields is not None:
         return ("qa" if len(fields) == 2 else "text"), tuple(fields)
     first = next(read_records(place, 1), None)

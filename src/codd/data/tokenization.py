@@ -16,6 +16,7 @@ from codd import files
 from codd.backbones.tokenizer import Tokenizer
 from codd.data.packing import (
     MAX_TEXTS_PER_ROW,
+    PADDING,
     Example,
     PackedDataset,
     PackedSequences,
@@ -33,6 +34,7 @@ from codd.data.sources import (
     TextChunk,
     read_chunks,
     read_pairs,
+    read_sequences,
     source_place,
 )
 from codd.errors import FormatError, TextsLeftOut
@@ -61,7 +63,7 @@ def load_source(
     source: Source, root: Path, tokenizer: Tokenizer, config: PackingConfig, cache: Path | None
 ) -> SequenceDataset:
     """The packed sequences of a source; what took work is kept in the folder ``cache`` for the next time."""
-    make = _make_stream if source.kind == "text" else _make_packed
+    make = {"text": _make_stream, "qa": _make_packed, "sequences": _make_sequences}[source.kind]
     arrays = _cached(cache, source, root, tokenizer, config, lambda: make(source, root, tokenizer, config))
     if source.kind == "text":
         return StreamDataset(arrays["stream"], config.row_length, config.seed)
@@ -99,6 +101,42 @@ def _make_packed(source: Source, root: Path, tokenizer: Tokenizer, config: Packi
     pad = eos if tokenizer.pad_id is None else tokenizer.pad_id  # what stands at padding is not looked at
     _check_fit(source.name, [len(example.tokens) for example in examples], config.row_length)
     return pack(examples, config.row_length, pad, config.texts_per_row)._asdict()
+
+
+def _make_sequences(source: Source, root: Path, tokenizer: Tokenizer, config: PackingConfig) -> dict[str, NDArray[Any]]:
+    """A row for each sequence; scored is its window, or the whole of it if nothing says where that begins."""
+    read, size = list(read_sequences(source, root, config.characters)), config.block_length
+    ids = tokenizer.encode_batch([text for text, _ in read], add_special_tokens=True, parse_special=False)
+    special, unknown = sorted(tokenizer.special_ids), tokenizer.special_tokens.get("unk_token")
+    examples, windows = [], []
+    for (text, begin), row in zip(read, ids, strict=True):
+        if unknown is not None and tokenizer.token_to_id(unknown) in row:
+            raise FormatError(f"source {source.name}: {text!r:.60} holds what is not a token of the tokenizer.")
+        [own] = np.nonzero(~np.isin(row, special))
+        if size <= len(own) and len(row) <= config.row_length:
+            first = 0 if begin is None else max(0, min(begin, len(own) - size))
+            examples.append(np.asarray(row, token_dtype(tokenizer.vocab_size)))
+            windows.append(own[first:] if begin is None else own[first : first + size])
+    _check_sequences(source.name, len(read), len(examples), config)
+    shape = len(examples), max(map(len, examples))
+    tokens = np.full(shape, tokenizer.pad_id or 0, token_dtype(tokenizer.vocab_size))
+    segments, scored = np.full(shape, PADDING, np.uint8), np.zeros(shape, np.bool_)
+    for number, (example, window) in enumerate(zip(examples, windows, strict=True)):
+        tokens[number, : len(example)], segments[number, : len(example)] = example, 1
+        scored[number, window] = True
+    return {"tokens": tokens, "segments": segments, "scored": scored}
+
+
+def _check_sequences(name: str, found: int, kept: int, config: PackingConfig) -> None:
+    """Warn of sequences that have no window or do not fit a row; FormatError if that is so of all."""
+    said = (
+        f"source {name}: {found - kept} of {found} sequences have fewer tokens than a window, {config.block_length}, "
+        f"or more than row_length, {config.row_length}"
+    )
+    if not kept:
+        raise FormatError(f"{said}: nothing is left. Choose a shorter window, or a longer row_length.")
+    if kept < found:
+        warnings.warn(f"{said}, and were left out.", TextsLeftOut, stacklevel=2)
 
 
 def _check_fit(name: str, lengths: Sequence[int], row_length: int) -> None:

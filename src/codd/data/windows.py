@@ -225,8 +225,10 @@ def window_states(backbone: Backbone, mask_id: int, rows: MaskedRows, size: int)
         if supports_packing(backbone):
             states = backbone.network.states(shown, positions_in(rows.segments), segments=rows.segments)
         else:
-            states = backbone.states(shown, rows.segments != PADDING)
-    return take_positions(states, window_positions(rows.first, size)).to(backbone.dtype)
+            used = int((rows.segments != PADDING).sum(-1).max())  # what is padding in all rows is not evaluated
+            states = backbone.states(shown[:, :used], rows.segments[:, :used] != PADDING)
+    places = window_positions(rows.first, size).clamp(max=states.shape[1] - 1)  # of fillers: a window is no padding
+    return take_positions(states, places).to(backbone.dtype)
 
 
 def predict_windows(backbone: Backbone, mask_id: int, rows: MaskedRows, size: int) -> WindowBatch:

@@ -120,6 +120,9 @@ class CircuitRecipe(RunRecipe):
     checkpoint_every: Count = 1000
     half: bool = True
     """Save the circuit in 16 bits."""
+    control: bool = False
+    """Train a circuit of one state beside it, which can only tilt how often each token is written: what it gains is no
+    joint distribution."""
     circuit: TablesRecipe = TablesRecipe()
     head: HeadRecipe = HeadRecipe()
     optimizer: RuleRecipe = RuleRecipe()
@@ -156,6 +159,8 @@ def _broken_rules(recipe: CircuitRecipe) -> Iterator[str]:
         yield f"optimizer.rule {rule!r} is for static circuits of free logits: no ranks, no head, no joint training"
     if recipe.joint.weights != "none" and recipe.cache is not None:
         yield "a cache holds what a frozen backbone said: joint training needs data"
+    if recipe.joint.weights != "none" and recipe.control:
+        yield "a control is trained for a frozen backbone: leave control out of joint training"
     if recipe.joint.weights == "lora" and recipe.adapter is not None:
         yield (
             "joint.weights 'lora' writes an adapter for the backbone as it is, without another one: leave adapter out, "

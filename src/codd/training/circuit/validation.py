@@ -61,11 +61,12 @@ def held_out_blocks(rows: PackedSequences, size: int, seed: int, *, absolute: bo
     if not bool(valid.any()):
         raise InvalidInput(f"no block of {size} tokens fits the held-out text. Give longer texts.")
     keep = valid[:, 0]
-    tokens, segments, first, order = (x[keep] for x in (*rows.tensors(CPU)[:2], first, order))
+    tokens, segments, scored, first, order = (x[keep] for x in (*rows.tensors(CPU), first, order))
     starts = positions_in(segments).gather(1, first)
     own = segments == segments.gather(1, first)
     places = first - starts + torch.arange(int(own.sum(1).max()))
     inside = places < segments.shape[1]
     places = places.clamp(max=segments.shape[1] - 1)
     inside &= own.gather(1, places)
-    return Blocks(tokens.gather(1, places), starts[:, 0], order.flip(1), None if bool(inside.all()) else inside)
+    given = inside & ~scored.gather(1, places)
+    return Blocks(tokens.gather(1, places), starts[:, 0], order.flip(1), None if bool(inside.all()) else inside, given)

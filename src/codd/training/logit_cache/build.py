@@ -25,7 +25,7 @@ from codd.errors import Diverged, FormatError, InvalidInput
 from codd.training.logit_cache import storage
 from codd.training.logit_cache.cached_windows import CachedWindows, TopK, join, keep_top_k
 from codd.training.logit_cache.storage import CacheSettings, Index
-from codd.training.logit_cache.top_k import choose_top_k, random_circuit
+from codd.training.logit_cache.top_k import choose_top_k
 
 SAMPLE = 64
 """Windows that the length of the lists is measured on."""
@@ -124,7 +124,8 @@ def open_index(
     index = storage.read_index(folder)
     if index is None:
         batches = sample_windows(backbone, rows_at, settings)
-        circuit = circuit or random_circuit(backbone.vocab_size, backbone.device)
+        # Far from neutral where the network has none, so that the tail matters to it.
+        circuit = circuit or HMM.random(64, backbone.vocab_size, scale=2.0).to(backbone.device)
         top_k, measured = choose_top_k(batches, circuit, top_k=settings.top_k, tolerance=settings.tolerance)
         index = Index(settings, top_k, measured)
         storage.write_index(folder, index)

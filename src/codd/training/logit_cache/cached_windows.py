@@ -51,6 +51,8 @@ class CachedWindows:
     lists: TopK
     """The lists of the masked positions, one after the other."""
     features: Float[Tensor, "W S d"] | None = None
+    complete: bool = False
+    """Whether the lists hold the whole vocabulary, as those of small ones do."""
 
     @classmethod
     def of(
@@ -70,19 +72,21 @@ class CachedWindows:
         return len(self.tokens)
 
     def windows(self, index: Int[Tensor, " n"]) -> WindowBatch:
-        """Some windows with their top-k distributions. Nothing here waits for the device if ``index`` is on it.
+        """Some windows with their top-k distributions, as logits if those are complete.
 
-        At positions that are not masked stand lists of others, which nobody reads.
+        Nothing here waits for the device if ``index`` is on it. At positions that are not masked stand lists of others,
+        which nobody reads.
         """
         masked = self.masked[index]
         entry = torch.where(masked, self.begins[index][:, None] + masked.cumsum(-1) - 1, 0)
         ids, log_probs, truth, tail = (x[entry] for x in self.lists)
-        log_weights = log_probs.float()
+        ids, log_weights = widen(ids), log_probs.float()
         log_weights[..., 0] = truth
         return WindowBatch(
             widen(self.tokens[index]),
             masked,
-            sparse=SparsePotentials(widen(ids), log_weights, tail),
+            logits=torch.zeros_like(log_weights).scatter(-1, ids, log_weights) if self.complete else None,
+            sparse=None if self.complete else SparsePotentials(ids, log_weights, tail),
             features=None if self.features is None else self.features[index].float(),
             level=self.level[index],
         )

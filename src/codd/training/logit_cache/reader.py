@@ -5,6 +5,7 @@
 >>> loaded.windows(torch.randint(len(loaded), (512,), device="cuda"))
 """
 
+import dataclasses
 import itertools
 import os
 from collections.abc import Iterator, Sequence
@@ -63,4 +64,5 @@ class LogitCache:
                 inside = begin >= part.start and end <= part.stop
                 yield windows if inside else windows.part(max(part.start - begin, 0), min(part.stop, end) - begin)
 
-        return join(read(), len(part), sum(self.shards[n].masked for n, _, _ in spans), device)
+        loaded = join(read(), len(part), sum(self.shards[n].masked for n, _, _ in spans), device)
+        return dataclasses.replace(loaded, complete=self.index.top_k == self.settings.vocab_size)

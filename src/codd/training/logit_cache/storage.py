@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load
 
 from codd import files, folders, validation
+from codd.backbones import adapters
 from codd.data.packing import NARROW
 from codd.data.windows import WindowRecipe
 from codd.errors import FormatError, InvalidInput
@@ -92,6 +93,23 @@ class Index(Section):
     settings: CacheSettings
     top_k: Whole
     measured: List[Change]
+
+
+def network_name(family: str, checkpoint: Path, adapter: str | None) -> str:
+    """What `CacheSettings.backbone` says of a network."""
+    name = f"{family} {_checkpoint_digest(checkpoint)}"
+    return name if adapter is None else f"{name}{WITH_ADAPTER}{adapter_digest(adapter)}"
+
+
+def adapter_digest(adapter: str) -> str:
+    """Names the weights of an adapter, given by its folder or hub id."""
+    return _checkpoint_digest(files.local_folder(adapter, adapters.FILES), adapters.CONFIG)
+
+
+def _checkpoint_digest(checkpoint: Path, config_name: str = "config.json") -> str:
+    """Of every file that a network (or an adapter) is read from."""
+    parts = [f"{path.name} {files.sha256(path)}" for path in sorted(checkpoint.glob("*.safetensors"))]
+    return hashlib.sha256("\n".join([*parts, files.sha256(checkpoint / config_name)]).encode()).hexdigest()[:16]
 
 
 def shard_name(number: int) -> str:

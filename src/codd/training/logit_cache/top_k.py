@@ -4,7 +4,7 @@ Both sides are log p(masked | observed) of the product of network and circuit: o
 once with the lists and the tail exactly as a shard would keep them, their rounding included.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float
@@ -20,43 +20,26 @@ from codd.training.logit_cache.storage import Change
 SMALLEST = 16
 
 
-def random_circuit(vocab_size: int, device: torch.device | str) -> HMM:
-    """A circuit for networks that have none: random, and far from neutral, so that the tail matters to it."""
-    return HMM.random(64, vocab_size, scale=2.0).to(device)
-
-
-def candidates(vocab_size: int, last: int | None = None) -> list[int]:
-    """16, 32, ... and at the end ``last``, by default the whole vocabulary."""
-    end = min(last or vocab_size, vocab_size)
-    doubled = [SMALLEST << i for i in range(end.bit_length()) if SMALLEST << i < end]
-    return [*doubled, end]
-
-
 @torch.no_grad()
-def measure_change(batches: Sequence[WindowBatch], circuit: HMM, ks: Sequence[int]) -> Iterator[Change]:
-    """The mean absolute change a masked token, for one length of the lists after the other."""
+def choose_top_k(
+    batches: Sequence[WindowBatch], circuit: HMM, *, top_k: int | None, tolerance: float
+) -> tuple[int, tuple[Change, ...]]:
+    """The shortest lists within the tolerance, or those that were asked for; and what was measured on the way.
+
+    Tried are lists of 16, 32, ... tokens. The change is the mean of its absolute values, per masked token.
+    """
+    end = top_k or circuit.vocab_size
     dense = [_log_likelihood(circuit, windows) for windows in batches]
-    tokens = sum(int(windows.masked.sum()) for windows in batches)
-    for k in ks:
+    tokens = max(1, sum(int(windows.masked.sum()) for windows in batches))
+    seen: list[Change] = []
+    for k in (*(SMALLEST << i for i in range(end.bit_length()) if SMALLEST << i < end), end):
         moved = [
             (_log_likelihood(circuit, truncated(windows, k)) - whole).abs().sum()
             for windows, whole in zip(batches, dense, strict=True)
         ]
-        yield Change(k, float(torch.stack(moved).double().sum()) / max(1, tokens))
-
-
-def choose_top_k(
-    batches: Sequence[WindowBatch], circuit: HMM, *, top_k: int | None, tolerance: float
-) -> tuple[int, tuple[Change, ...]]:
-    """The shortest lists within the tolerance, or those that were asked for; and what was measured on the way."""
-    ks = candidates(circuit.vocab_size, top_k)
-    if top_k is not None:
-        return ks[-1], tuple(measure_change(batches, circuit, ks))
-    seen: list[Change] = []
-    for measured in measure_change(batches, circuit, ks):
-        seen.append(measured)
-        if measured.change < tolerance:
-            return measured.k, tuple(seen)
+        seen.append(Change(k, float(torch.stack(moved).double().sum()) / tokens))
+        if k == top_k or (top_k is None and seen[-1].change < tolerance):
+            return k, tuple(seen)
     raise InvalidInput(
         f"even lists of all {circuit.vocab_size} tokens change the likelihood by {seen[-1].change:.1e} nats per token, "
         f"more than the tolerance {tolerance:g}: it is below the rounding. Raise it."
