@@ -56,13 +56,15 @@ def interleaved(
     rounds: int = 30,
     warmup: int = 3,
     burst: int = 5,
+    now: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
     """Call all functions in turn, round after round, starting with another one each round.
 
     What slows the machine down for a while then slows all of them alike. A turn is ``burst`` calls without a clock and
     as many with it, of which the mean counts: so the caches, and the threads that a previous library leaves spinning,
     belong to the function that is timed, as they do in a loop over denoising steps. With a burst of one the caches are
-    half cold. Functions that work in the background must wait for their own results.
+    half cold. Functions that work in the background must wait for their own results. ``time.process_time`` as ``now``
+    leaves out the time that other processes had the processor.
     """
     if rounds < 1 or warmup < 0 or burst < 1:
         raise ValueError(f"expected rounds, burst >= 1 and warmup >= 0, found {rounds}, {burst} and {warmup}")
@@ -74,21 +76,21 @@ def interleaved(
     for turn in range(rounds):
         first = turn % max(len(names), 1)
         for name in names[first:] + names[:first]:
-            seconds[name].append(_turn(functions[name], burst))
+            seconds[name].append(_turn(functions[name], burst, now))
     return {name: Timing(tuple(times)) for name, times in seconds.items()}
 
 
-def _turn(function: Callable[[], object], burst: int) -> float:
+def _turn(function: Callable[[], object], burst: int, now: Callable[[], float]) -> float:
     """Seconds of one call, the mean of a burst after a burst without the clock."""
-    start = time.perf_counter()
+    start = now()
     function()
-    calls = 1 if time.perf_counter() - start > LONG else burst
+    calls = 1 if now() - start > LONG else burst
     for _ in range(calls - 1):
         function()
-    start = time.perf_counter()
+    start = now()
     for _ in range(calls):
         function()
-    return (time.perf_counter() - start) / calls
+    return (now() - start) / calls
 
 
 def clock(device: torch.device | str) -> float:

@@ -290,6 +290,19 @@ def test_potentials_may_have_another_type_than_the_circuit(dtype, backend):
         assert_close(hmm.marginals(found), hmm.marginals(same), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["eager", "native"])
+def test_tables_may_lie_in_memory_in_any_order(name):
+    tables = torch.rand(9), torch.rand(9, 9, generator=generator(1)), torch.rand(9, 7, generator=generator(0))
+    plain = [x.log_softmax(-1).contiguous() for x in tables]
+    strange = [x if x.ndim == 1 else x.T.contiguous().T for x in plain]
+    assert not any(x.is_contiguous() for x in strange[1:])
+    for ev in (Evidence(tokens=all_strings(7, 2)), Evidence(logits=torch.rand(2, 3, 7, generator=generator(2)))):
+        for query in ("log_partition", "posterior", "marginals"):
+            with ops.use(name):
+                found, want = (getattr(HMM(*x), query)(ev) for x in (strange, plain))
+            assert_close(found, want, rtol=1e-5, atol=1e-5)
+
+
 def test_a_forced_backend_ends_with_its_block():
     cpu = torch.device("cpu")
     for name, inner in itertools.product(BACKENDS, repeat=2):

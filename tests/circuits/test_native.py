@@ -29,48 +29,68 @@ def leaf_of(batch: int, length: int, states: int):
 
 
 @needs_compiler
-@pytest.mark.parametrize("absorb", [False, True])
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize(("batch", "length", "states"), [(1, 1, 1), (3, 2, 5), (8, 9, 32), (13, 17, 77), (4, 6, 64)])
-def test_messages_are_those_of_numpy(batch, length, states, reverse, absorb, fresh):
+def test_messages_are_those_of_numpy(batch, length, states, reverse, fresh):
     hmm, leaf = HMM.random(states, 7, seed=1), leaf_of(batch, length, states)
     start = None if reverse else hmm.log_initial
     assert native.library() is not None
-    got = chain.messages(hmm.transition, start, leaf, reverse, absorb, compiled=True)
+    got = chain.messages(hmm.transition, start, leaf, reverse, compiled=True)
     fresh.setattr(native, "library", lambda: None)
-    want = chain.messages(hmm.transition, start, leaf, reverse, absorb)
+    want = chain.messages(hmm.transition, start, leaf, reverse)
     torch.testing.assert_close(got.log(), want.log(), rtol=1e-5, atol=1e-5)
 
 
 @needs_compiler
-@pytest.mark.parametrize(("reverse", "keep"), [(False, True), (True, True), (True, False), (False, False)])
-@pytest.mark.parametrize("states", [1, 5, 32, 77, 96])
-@pytest.mark.parametrize(("batch", "length"), [(1, 1), (2, 9), (3, 4), (5, 12), (8, 5), (11, 7), (17, 3)])
-def test_a_row_of_a_batch_is_the_same_to_the_bit_as_by_itself(batch, length, states, reverse, keep, fresh):
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("states", [1, 32, 77, 96])
+@pytest.mark.parametrize(("batch", "length"), [(1, 1), (5, 12), (11, 7), (18, 3)])
+def test_a_row_of_a_batch_is_the_same_to_the_bit_as_by_itself(batch, length, states, reverse, fresh):
     empty_like = torch.empty_like
     fresh.setattr(torch, "empty_like", lambda x: empty_like(x).fill_(torch.nan))  # what is not written shows
     generator = torch.Generator().manual_seed(3)
     matrix = torch.rand(states, states, generator=generator) / states
-    values, first = torch.rand(length, batch, states, generator=generator), torch.rand(states, generator=generator)
+    leaf, first = torch.rand(length, batch, states, generator=generator), torch.rand(states, generator=generator)
+    scale = torch.randn(length, batch, generator=generator)
 
-    def passed(values):
-        norms = torch.ones(*values.shape[:2], 1)
-        done = native.chain_pass(matrix, None if reverse else first, values, norms, reverse, keep, 4)
+    def passed(*rows):
+        done = native.chain_pass(matrix, None if reverse else first, *rows, reverse, 4)
         assert done is not None
-        return *done, norms
+        return done
 
-    whole = passed(values)
+    whole = passed(leaf, scale)
     assert not any(x.isnan().any() for x in whole)
     for b in range(batch):
-        for one, all_ in zip(passed(values[:, b : b + 1].contiguous()), whole, strict=True):
+        alone = passed(leaf[:, b : b + 1].contiguous(), scale[:, b : b + 1])
+        for one, all_ in zip(alone, whole, strict=True):
             assert torch.equal(one, all_[:, b : b + 1])
+
+
+@needs_compiler
+@pytest.mark.parametrize(("batch", "length", "states"), [(1, 1, 1), (3, 2, 5), (8, 9, 32), (13, 17, 77)])
+def test_all_of_a_chain_in_one_call(batch, length, states, fresh):
+    hmm, leaf = HMM.random(states, 7, seed=1), leaf_of(batch, length, states).values.transpose(0, 1).contiguous()
+    tables = hmm.transition.linear[0], hmm.transition.transposed[0], hmm.log_initial.exp(), leaf.view(-1, states)
+    numbers = torch.arange(length * batch).view(length, batch)
+    log_z, posterior = native.smooth(*tables, numbers, True, 1e-36, 1e-30)
+    ev = Evidence(latent_log_potentials=leaf.transpose(0, 1).double().log())
+    truth = hmm.to(dtype=torch.float64)
+    torch.testing.assert_close(log_z, truth.log_partition(ev), rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(posterior.transpose(0, 1).double(), truth.posterior(ev).exp(), rtol=1e-4, atol=1e-7)
+    assert torch.equal(native.smooth(*tables, numbers, False, 1e-36, 1e-30)[0], log_z)
+    for b in range(batch):  # a sequence does not depend on the others, to the bit
+        alone = native.smooth(*tables, numbers[:, b : b + 1], True, 1e-36, 1e-30)
+        assert torch.equal(alone[0], log_z[b : b + 1])
+        assert torch.equal(alone[1], posterior[:, b : b + 1])
+    assert native.smooth(*tables, numbers, True, 2.0, 1e-30) is None  # too small to be sure
+    assert native.smooth(*tables, numbers, True, 0.0, float(states + 1)) is None
 
 
 @needs_compiler
 @pytest.mark.parametrize(("batch", "length", "states"), [(1, 1, 1), (3, 4, 5), (9, 12, 77)])
 def test_paths_are_those_of_numpy(batch, length, states, fresh):
     hmm, leaf = HMM.random(states, 7, seed=1), leaf_of(batch, length, states)
-    target = chain.messages(hmm.transition, None, leaf, True, absorb=True)
+    target = chain.messages(hmm.transition, None, leaf, True) * leaf
     uniforms = torch.rand(4, batch, length, generator=torch.Generator().manual_seed(5))
     got = path.sample_path(hmm.transition, hmm.log_initial, target, uniforms, compiled=True)
     fresh.setattr(native, "library", lambda: None)

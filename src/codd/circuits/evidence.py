@@ -141,9 +141,20 @@ def row_max(x: Float[Tensor, "*rows V"]) -> Float[Tensor, "*rows 1"]:
     return top.masked_fill_(top == -math.inf, 0)
 
 
+_SMALL = 16
+"""A constant up to which no digits of float32 are lost by leaving it in a row of log-weights."""
+
+
 def _centred(x: Float[Tensor, "*rows V"]) -> tuple[Float[Tensor, "*rows V"], Float[Tensor, "*rows"]]:
-    """Each row less its largest entry, and that entry. In float64: others may be small and count all the same."""
-    top = row_max(x).double()
+    """Each row less its largest entry, and that entry. In float64: others may be small and count all the same.
+
+    A small entry stays where it is; where all are small, nothing is done on a CPU, where one can look.
+    """
+    top = row_max(x)
+    top.masked_fill_(top.abs() <= _SMALL, 0)
+    top = top.double()
+    if x.device.type == "cpu" and not bool(top.any()):
+        return x, top[..., 0]
     return x.double() - top, top[..., 0]
 
 
@@ -329,7 +340,8 @@ class Evidence:
             if (given := getattr(self, name)) is not None:
                 changes[name], top = _centred(given)
                 latents = latents + top.sum(-1)
-        return Centred(replace(self, **changes) if changes else self, tokens, latents)  # type: ignore[arg-type]
+        same = all(value is getattr(self, name) for name, value in changes.items())
+        return Centred(self if same else replace(self, **changes), tokens, latents)  # type: ignore[arg-type]
 
     def dense_log_weights(
         self, vocab_size: int, dtype: torch.dtype = torch.float64, at: Index = EVERYWHERE

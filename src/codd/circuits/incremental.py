@@ -20,12 +20,12 @@ from torch import Tensor
 
 from codd.circuits import inference, pairwise
 from codd.circuits.evidence import EVERYWHERE, Evidence, Index, Kind
+from codd.circuits.inference import Smoothed
 from codd.circuits.ops.backend import EAGER, Backend, use
 from codd.circuits.ops.commit import eager, native
 from codd.circuits.ops.sampling_rule import Committed, SamplingRule
 from codd.circuits.ops.scaled import Scaled, exponentials
 from codd.circuits.protocol import Conditioner, ProbabilisticCircuit, Unconditioned
-from codd.circuits.underflow import Suspects, suspects
 from codd.errors import InvalidEvidence
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class IncrementalConditioner:
             if ev.tokens is None
             else torch.where(self._observed, ev.tokens, 0)  # a mask's id need not be in the vocabulary
         )
-        self._messages: tuple[Scaled, Scaled, Tensor, Suspects] | None = None
+        self._messages: Smoothed | None = None
         self.candidates = None if candidates is None else _heaviest(ev, candidates)
 
     def _leaf_values(self) -> Scaled:
@@ -72,7 +72,9 @@ class IncrementalConditioner:
     @torch.no_grad()
     def log_partition(self) -> Float[Tensor, " B"]:
         """log Z of the evidence and all committed tokens; -inf where they are impossible together."""
-        log_z = self._exactly(self._passes()[2].clone(), lambda ev, _: inference.log_partition(self._hmm, ev))
+        log_z = self._exactly(
+            self._passes().log_partition.clone(), lambda ev, _: inference.log_partition(self._hmm, ev)
+        )
         taken = torch.where(self._observed, 0, self._centred.tokens).sum(-1) + self._centred.latents
         return (log_z + taken).to(self._hmm.dtype)
 
@@ -152,7 +154,7 @@ class IncrementalConditioner:
         unknown: Index = (slice(None), (~self._observed).any(0).nonzero()[:, 0])
         out = torch.where(hit, 0.0, -torch.inf).to(self._hmm.dtype)
         out[unknown] = self._known(self._dense(unknown), hit[unknown], unknown)
-        out.masked_fill_((self._passes()[2] == -torch.inf)[:, None, None], -torch.inf)
+        out.masked_fill_((self._passes().log_partition == -torch.inf)[:, None, None], -torch.inf)
         return self._exactly(out, lambda ev, _: inference.marginals(self._hmm, ev))
 
     def _dense(self, index: Index) -> Float[Tensor, "B R V"]:
@@ -167,7 +169,7 @@ class IncrementalConditioner:
         """The same, with certainty where a token is known, and -inf where the evidence is impossible."""
         known = torch.where(hit, 0.0, -torch.inf).to(log_p.dtype)
         out = torch.where(self._observed[index][..., None], known, log_p)
-        return out.masked_fill_((self._passes()[2] == -torch.inf)[:, None, None], -torch.inf)
+        return out.masked_fill_((self._passes().log_partition == -torch.inf)[:, None, None], -torch.inf)
 
     def _check(self, name: str, given: Int[Tensor, " B"], limit: int) -> None:
         batch = self._given.shape[0]
@@ -191,21 +193,19 @@ class IncrementalConditioner:
             columns *= self._latent.values[:, :, None]
         return columns, self._log_weights(EVERYWHERE).gather(-1, self.candidates) + self._offset(EVERYWHERE)
 
-    def _passes(self) -> tuple[Scaled, Scaled, Float[Tensor, " B"], Suspects]:
-        """Forward and backward messages, log Z, and the sequences that the reference has to answer."""
+    def _passes(self) -> Smoothed:
+        """Messages under all that is known; `suspects` are the sequences that the reference has to answer."""
         if self._messages is None:
-            leaf, start = self._leaf, self._hmm.log_initial
-            forward, backward = self._backend.forward_backward(self._steps, start, leaf)
-            found = suspects(leaf, forward, backward, self._backend)
+            found = inference.passes(self._hmm, self._steps, self._leaf, self._backend)
             if self._exact:
-                found = torch.ones(len(leaf.values), dtype=torch.bool, device=leaf.values.device)
-            self._messages = forward, backward, inference.root(self._hmm, leaf * backward), found
+                found = replace(found, suspects=torch.ones_like(found.log_partition, dtype=torch.bool))
+            self._messages = found
         return self._messages
 
     def _cavity(self, index: Index) -> Float[Tensor, "B R N"]:
         """Forward times backward over Z, up to the scale of the leaf."""
-        forward, backward, *_ = self._passes()
-        cavity = forward.values[index] * backward.values[index]
+        found = self._passes()
+        cavity = found.forward.values[index] * found.backward.values[index]
         total = (cavity * self._leaf.values[index]).sum(-1, keepdim=True)
         return cavity / torch.where(total > 0, total, 1)
 
@@ -220,7 +220,7 @@ class IncrementalConditioner:
 
     def _exactly(self, fast: Tensor, exact: Callable[[Evidence, Int[Tensor, " S"]], Tensor]) -> Tensor:
         """The answer, with that of the reference for suspect sequences."""
-        suspect = self._passes()[3]
+        suspect = self._passes().suspects
         if suspect is not None:
             index = suspect.nonzero()[:, 0]
             with use("reference"):

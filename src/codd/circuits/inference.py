@@ -4,15 +4,19 @@ Each query is a function of the circuit, the evidence and a backend, which `with
 """
 
 import math
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from codd.circuits.evidence import Evidence
+from codd.circuits.ops import native
 from codd.circuits.ops.backend import REFERENCE, Backend, backend_for
-from codd.circuits.ops.scaled import FLUSH, LEAF_FLUSH, Scaled
+from codd.circuits.ops.scaled import FLUSH, LEAF_FLUSH, Scaled, in_place
 from codd.circuits.parameters import Transition
 from codd.circuits.underflow import Answer, Select, Suspects, all_large, suspects, with_float64_fallback
 from codd.errors import InvalidEvidence
@@ -50,36 +54,80 @@ def root(hmm: "HMM", target: Scaled) -> Float[Tensor, " B"]:
 def backward_pass(hmm: "HMM", ev: Evidence, backend: Backend) -> tuple[Scaled, Float[Tensor, " B"], Suspects]:
     """Leaf times backward message at every position, log Z, and the suspect sequences."""
     steps, leaf = steps_of(hmm, ev), check_leaf(backend.leaf_values(hmm.emission, ev))
-    target, found = backend.messages(steps, None, leaf, True, absorb=True), None
+    backward = backend.messages(steps, None, leaf, True)
+    target, found = leaf * backward, None
     if backend.checked and not all_large((leaf.values, LEAF_FLUSH), (target.values, FLUSH[leaf.values.dtype])):
-        found = suspects(leaf, *backend.forward_backward(steps, hmm.log_initial, leaf), backend)
+        found = suspects(leaf, backend.messages(steps, hmm.log_initial, leaf, False), backward)
     return target, root(hmm, target), found
 
 
-class Smoothed(NamedTuple):
-    """Leaf values L, forward messages times L, L times backward messages, posterior, log Z, suspect sequences."""
+@dataclass(frozen=True, eq=False)
+class Smoothed:
+    """Messages in both directions, and what is made of them and the leaf values."""
 
+    hmm: "HMM"
     leaf: Scaled
+    forward: Scaled
+    backward: Scaled
     source: Scaled
+    """Forward messages times leaf values."""
     target: Scaled
+    """Leaf values times backward messages."""
     posterior: Scaled
-    log_partition: Float[Tensor, " B"]
     suspects: Suspects
+
+    @cached_property
+    def log_partition(self) -> Float[Tensor, " B"]:
+        """log Z."""
+        return root(self.hmm, self.target)
 
 
 def smooth(hmm: "HMM", ev: Evidence, backend: Backend) -> Smoothed:
-    """Forward and backward messages."""
-    steps, leaf = steps_of(hmm, ev), check_leaf(backend.leaf_values(hmm.emission, ev))
+    """Forward and backward messages under evidence."""
+    return passes(hmm, steps_of(hmm, ev), check_leaf(backend.leaf_values(hmm.emission, ev)), backend)
+
+
+def passes(hmm: "HMM", steps: Transition, leaf: Scaled, backend: Backend) -> Smoothed:
+    """Forward and backward messages for leaf values."""
     forward, backward = backend.forward_backward(steps, hmm.log_initial, leaf)
     source, target = forward * leaf, leaf * backward
-    found = suspects(leaf, forward, backward, backend)
-    return Smoothed(leaf, source, target, source * backward, root(hmm, target), found)
+    posterior, found = source * backward, None
+    if backend.checked:
+        flush = FLUSH[leaf.values.dtype]
+        sums = (source.values, flush), (target.values, flush), (posterior.values.sum(-1), LEAF_FLUSH)
+        found = None if all_large((leaf.values, LEAF_FLUSH), *sums) else suspects(leaf, forward, backward)
+    return Smoothed(hmm, leaf, forward, backward, source, target, posterior, found)
+
+
+def _at_once(
+    hmm: "HMM", ev: Evidence, backend: Backend, posterior: bool
+) -> tuple[Float[Tensor, " B"], Float[Tensor, "L B N"] | None] | None:
+    """log Z and the posterior by one call in C, where no leaf value is a sum over the vocabulary.
+
+    None where it does not serve, or where something may have been lost.
+    """
+    steps = hmm.transition
+    soft = ev.potentials is not None or ev.sparse is not None or ev.step_log_gates is not None
+    if backend.name != "native" or soft or steps.low_rank or not hmm.homogeneous:
+        return None
+    offset: Float[Tensor, " B"] | float = 0.0
+    if ev.tokens is not None and ev.observed is None and ev.latent_log_potentials is None:
+        rows, numbers = hmm.emission.columns, ev.tokens.T
+    else:
+        leaf = check_leaf(backend.leaf_values(hmm.emission, ev))
+        rows, offset = leaf.values.transpose(0, 1).flatten(0, 1), leaf.log_scale[..., 0].sum(-1)
+        numbers = torch.arange(ev.kind.numel()).view(ev.shape[1], ev.shape[0])
+    tables = steps.linear[0], steps.transposed[0], hmm.log_initial.detach().exp()
+    done = native.smooth(*tables, rows, numbers, posterior, FLUSH[torch.float32], LEAF_FLUSH)
+    return None if done is None else (done[0] + offset, done[1])
 
 
 def log_partition(hmm: "HMM", ev: Evidence) -> Float[Tensor, " B"]:
     """log Z of circuit times evidence."""
 
     def query(ev: Evidence, backend: Backend, select: Select) -> Answer:
+        if (done := _at_once(hmm, ev, backend, posterior=False)) is not None:
+            return done[:1], None
         _, value, found = backward_pass(hmm, ev, backend)
         return (value,), found
 
@@ -90,6 +138,9 @@ def posterior(hmm: "HMM", ev: Evidence) -> Float[Tensor, "B L N"]:
     """log p(z_t | evidence) of every state."""
 
     def query(ev: Evidence, backend: Backend, select: Select) -> Answer:
+        done = _at_once(hmm, ev, backend, posterior=True)
+        if done is not None and done[1] is not None:
+            return (in_place(np.log, done[1]).transpose(0, 1),), None
         smoothed = smooth(hmm, ev, backend)
         return (smoothed.posterior.log_normalised(),), smoothed.suspects
 

@@ -148,8 +148,7 @@ def _class_shares(
 
 def _propagator(hmm: "HMM", ev: Evidence, backend: Backend, smoothed: Smoothed) -> Propagate:
     """Rows times P_t: with P_t itself from logarithms (the reference), or as products with the transition's factors."""
-    steps = inference.steps_of(hmm, ev)
-    backward = backend.messages(steps, None, smoothed.leaf, True)
+    steps, backward = inference.steps_of(hmm, ev), smoothed.backward
     if backend is REFERENCE:
         log_target, log_backward = smoothed.target.log(), backward.log()
         log_backward = torch.where(log_backward > -torch.inf, log_backward, 0)  # such a state leads nowhere

@@ -75,8 +75,8 @@ class Emission:
 
     @cached_property
     def linear(self) -> Float[Tensor, "*L N V"]:
-        """Probabilities as the GPU kernels read them: bfloat16 if so stored."""
-        return self.stored if self.compact else self.stored.detach().exp()
+        """Probabilities as the GPU kernels read them, contiguous: bfloat16 if so stored."""
+        return (self.stored if self.compact else self.stored.detach().exp()).contiguous()
 
     @cached_property
     def support(self) -> Bool[Tensor, "*L N V"]:
@@ -204,8 +204,8 @@ class Transition:
 
     @cached_property
     def linear(self) -> tuple[Float[Tensor, "*steps _ _"], ...]:
-        """The factors as probabilities."""
-        return tuple(f.detach().exp() for f in self.log_factors)
+        """The factors as probabilities, contiguous."""
+        return tuple(f.detach().exp().contiguous() for f in self.log_factors)
 
     @cached_property
     def transposed(self) -> tuple[Float[Tensor, "*steps _ _"], ...]:

@@ -60,32 +60,133 @@ static void product(const float **from, const float *matrix, float **to, int row
     else if (rows == 1) product_1(from, matrix, to, n);
 }
 
-/* One pass of messages along `batch` chains, forward or in reverse: arrays of (length, batch, n), norms of (length,
- * batch). products[t] = message t times leaf t, and the next message is that times the matrix, which is read once for 8
- * rows. Every few positions a row is divided by its largest entry, which goes into norms. `keep`: `messages` has rows
- * for each position, else for one at a time. */
-void codd_pass(const float *matrix, const float *leaf, float *products, float *messages, float *norms, int64_t length,
-               int64_t batch, int64_t n, int64_t reverse, int64_t keep, int64_t every, float tiny) {
-    const int64_t size = batch * n;
-    for (int64_t k = 0; k < length; k++) {
-        const int64_t t = reverse ? length - 1 - k : k;
-        const float *message = messages + (keep ? t * size : 0);
-        float *row = products + t * size, *next = messages + (keep ? (reverse ? t - 1 : t + 1) * size : 0);
-        for (int64_t i = 0; i < size; i++) row[i] = message[i] * leaf[t * size + i];
-        for (int64_t b = 0; (k + 1) % every == 0 && b < batch; b++) {
-            float top = tiny, *one = row + b * n;
-            for (int64_t i = 0; i < n; i++) top = one[i] > top ? one[i] : top;
-            for (int64_t i = 0; i < n; i++) one[i] /= top;
-            norms[t * batch + b] = top;
-        }
-        for (int64_t b = 0; k + 1 < length && b < batch; b += 8) {
+typedef int32_t lanes __attribute__((vector_size(64)));
+
+/* The largest of n numbers and `least`. */
+static float largest(const float *row, int64_t n, float least) {
+    vec tops = {0};
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        const vec x = *(const vec *)(row + i);
+        const lanes above = x > tops;
+        tops = (vec)(((lanes)x & above) | ((lanes)tops & ~above));
+    }
+    for (int l = 0; l < LANES; l++) least = tops[l] > least ? tops[l] : least;
+    for (; i < n; i++) least = row[i] > least ? row[i] : least;
+    return least;
+}
+
+/* One pass of messages along `batch` chains, forward or in reverse: arrays of (length, batch, n), logarithms of scales of
+ * (length, batch). The next message is this one times its leaf times the matrix, which is read once for 8 rows. Every few
+ * positions the product with the leaf is divided by its largest entry, which goes into the scale. */
+void codd_pass(const float *matrix, const float *leaf, const double *leaf_scale, float *messages, double *scale,
+               int64_t length, int64_t batch, int64_t n, int64_t reverse, int64_t every, float tiny) {
+    float work[8][n];
+    for (int64_t k = 0; k + 1 < length; k++) {
+        const int64_t t = reverse ? length - 1 - k : k, next = reverse ? t - 1 : t + 1;
+        for (int64_t b = 0; b < batch; b += 8) {
             const float *from[8];
             float *to[8];
             const int rows = batch - b < 8 ? batch - b : 8;
-            for (int r = 0; r < rows; r++) from[r] = row + (b + r) * n, to[r] = next + (b + r) * n;
+            for (int r = 0; r < rows; r++) {
+                const int64_t row = t * batch + b + r;
+                float top = 1;
+                for (int64_t i = 0; i < n; i++) work[r][i] = messages[row * n + i] * leaf[row * n + i];
+                if ((k + 1) % every == 0) {
+                    top = largest(work[r], n, tiny);
+                    for (int64_t i = 0; i < n; i++) work[r][i] /= top;
+                }
+                from[r] = work[r], to[r] = messages + (next * batch + b + r) * n;
+                scale[next * batch + b + r] = scale[row] + leaf_scale[row] + log(top);
+            }
             product(from, matrix, to, rows, n);
         }
     }
+}
+
+static inline float sum_of(vec x) {
+    float sum = 0;
+    for (int l = 0; l < LANES; l++) sum += x[l];
+    return sum;
+}
+
+static float sum_of_row(const float *row, int64_t n) {
+    vec sums = {0};
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) sums += *(const vec *)(row + i);
+    float sum = sum_of(sums);
+    for (; i < n; i++) sum += row[i];
+    return sum;
+}
+
+/* row = a times b; returns the smallest entry, and puts the largest into `top`. */
+static float multiplied(const float *a, const float *b, float *row, int64_t n, float *top) {
+    vec lows = {0}, tops = {0};
+    float least;
+    int64_t i = 0;
+    for (; i + LANES <= n; i += LANES) {
+        const vec x = *(const vec *)(a + i) * *(const vec *)(b + i);
+        const lanes above = x > tops, under = i ? x < lows : x == x;
+        tops = (vec)(((lanes)x & above) | ((lanes)tops & ~above));
+        lows = (vec)(((lanes)x & under) | ((lanes)lows & ~under));
+        *(vec *)(row + i) = x;
+    }
+    *top = i ? tops[0] : 0, least = i ? lows[0] : a[0] * b[0];
+    for (int l = 1; l < LANES && i; l++) *top = tops[l] > *top ? tops[l] : *top, least = lows[l] < least ? lows[l] : least;
+    for (; i < n; i++) {
+        row[i] = a[i] * b[i];
+        *top = row[i] > *top ? row[i] : *top, least = row[i] < least ? row[i] : least;
+    }
+    return least;
+}
+
+static void times(float *row, float factor, int64_t n) {
+    for (int64_t i = 0; i < n; i++) row[i] *= factor;
+}
+
+/* log Z of `batch` chains and, unless `posterior` is missing, p(state | evidence) of (length, batch, n), without keeping any
+ * message; `leaf` points at the leaf values of each position. Returns 1, with nothing of use, where a product is below
+ * `flush` or a sum below `faint`: the caller then looks at what may have been lost. */
+int64_t codd_smooth(const float *matrix, const float *transposed, const float *first, const float *const *leaf,
+                    float *posterior, double *log_z, int64_t length, int64_t batch, int64_t n, float flush, float faint) {
+    float message[8][n], scaled[8][n], top;
+    for (int64_t begin = 0; begin < batch; begin += 8) {
+        const int rows = batch - begin < 8 ? batch - begin : 8;
+        const float *from[8];
+        float *to[8];
+        for (int r = 0; r < rows; r++)
+            for (int64_t i = 0; i < n; i++) message[r][i] = first[i];
+        for (int64_t t = 0; t < length; t++) {
+            for (int r = 0; r < rows; r++) {
+                const int64_t at = t * batch + begin + r;
+                float *row = posterior ? posterior + at * n : scaled[r];
+                if (!(multiplied(message[r], leaf[at], row, n, &top) >= flush)) return 1;
+                times(row, 1 / top, n);
+                log_z[begin + r] += log(top);
+                from[r] = row, to[r] = message[r];
+            }
+            if (t + 1 < length) product(from, matrix, to, rows, n);
+        }
+        for (int r = 0; r < rows; r++) log_z[begin + r] += log(sum_of_row(from[r], n));
+        for (int r = 0; posterior && r < rows; r++)
+            for (int64_t i = 0; i < n; i++) message[r][i] = 1;
+        for (int64_t t = length - 1; posterior && t >= 0; t--) {
+            for (int r = 0; r < rows; r++) {
+                const int64_t at = t * batch + begin + r;
+                float *row = posterior + at * n;
+                multiplied(message[r], row, row, n, &top);
+                const float sum = sum_of_row(row, n);
+                if (!(sum >= faint)) return 1;
+                times(row, 1 / sum, n);
+                if (!t) continue;
+                if (!(multiplied(message[r], leaf[at], scaled[r], n, &top) >= flush)) return 1;
+                times(scaled[r], 1 / top, n);
+                from[r] = scaled[r], to[r] = message[r];
+            }
+            if (t) product(from, transposed, to, rows, n);
+        }
+    }
+    return 0;
 }
 
 /* One path a sample and sequence by inverse CDF. Returns how many rows summed to less than `faint`: then the caller
@@ -170,12 +271,6 @@ static inline float load_one(const void *matrix, int64_t at, int compact) {
     return one.value;
 }
 
-static inline float sum_of(vec x) {
-    float sum = 0;
-    for (int l = 0; l < LANES; l++) sum += x[l];
-    return sum;
-}
-
 static float dot(const float *a, const float *b, int64_t n) {
     vec even = {0}, odd = {0};
     int64_t j = 0;
@@ -237,8 +332,7 @@ static void step(const void *matrix, const float *from, float *to, const float *
 
 /* Divide by the largest entry, and return it. */
 static float to_one(float *row, int64_t n) {
-    float top = 0;
-    for (int64_t i = 0; i < n; i++) top = row[i] > top ? row[i] : top;
+    const float top = largest(row, n, 0);
     const float factor = top > 0 ? 1 / top : 0;
     for (int64_t i = 0; i < n; i++) row[i] *= factor;
     return top;

@@ -120,8 +120,10 @@ def _key(compiler: list[str]) -> str:
 
 
 def _declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
-    loaded.codd_pass.argtypes = [_DATA] * 5 + [_SIZE] * 6 + [_REAL]
+    loaded.codd_pass.argtypes = [_DATA] * 5 + [_SIZE] * 5 + [_REAL]
     loaded.codd_pass.restype = None
+    loaded.codd_smooth.argtypes = [_DATA] * 6 + [_SIZE] * 3 + [_REAL] * 2
+    loaded.codd_smooth.restype = _SIZE
     loaded.codd_path.argtypes = [_DATA] * 6 + [_SIZE] * 4 + [_REAL]
     loaded.codd_path.restype = _SIZE
     loaded.codd_panels.argtypes = [_DATA] * 3 + [_SIZE] * 3
@@ -134,27 +136,50 @@ def _declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
 def chain_pass(
     matrix: Float[Tensor, "N N"],
     first: Float[Tensor, " N"] | None,
-    values: Float[Tensor, "L B N"],
-    norms: Float[Tensor, "L B 1"],
+    leaf: Float[Tensor, "L B N"],
+    leaf_scale: Float[Tensor, "L B"],
     reverse: bool,
-    keep_messages: bool,
     rescale_every: int,
-) -> tuple[Float[Tensor, "L B N"], Float[Tensor, "L B N"] | Float[Tensor, "1 B N"]] | None:
-    """Products and messages of one pass, as ``chain.eager`` computes them; None if unsupported.
+) -> tuple[Float[Tensor, "L B N"], Float[Tensor, "L B"]] | None:
+    """Messages of one pass, as ``chain.eager`` computes them, and the logarithms of their scales; None if unsupported.
 
     A sequence's results do not depend on the others, to the bit.
     """
-    length, batch, states = values.shape
+    length, batch, states = leaf.shape
     too_many = batch * states * states > MAX_PRODUCT
-    if values.dtype != torch.float32 or too_many or (loaded := library()) is None:
+    if leaf.dtype != torch.float32 or too_many or (loaded := library()) is None:
         return None
-    messages = torch.empty_like(values if keep_messages else values[:1])
-    messages[-1 if reverse and keep_messages else 0] = 1.0 if first is None else first
-    products = torch.empty_like(values)
-    pointers = (x.data_ptr() for x in (matrix, values, products, messages, norms))
-    sizes = (length, batch, states, reverse, keep_messages, rescale_every)
-    loaded.codd_pass(*pointers, *sizes, torch.finfo(torch.float32).tiny)
-    return products, messages
+    taken = leaf_scale.double().contiguous()
+    messages, scale = torch.empty_like(leaf), torch.zeros_like(taken)
+    messages[-1 if reverse else 0] = 1.0 if first is None else first
+    pointers = (x.data_ptr() for x in (matrix, leaf, taken, messages, scale))
+    loaded.codd_pass(*pointers, length, batch, states, reverse, rescale_every, torch.finfo(torch.float32).tiny)
+    return messages, scale
+
+
+def smooth(
+    matrix: Float[Tensor, "N N"],
+    transposed: Float[Tensor, "N N"],
+    first: Float[Tensor, " N"],
+    rows: Float[Tensor, "R N"],
+    numbers: Int[Tensor, "L B"],
+    posterior: bool,
+    flush: float,
+    faint: float,
+) -> tuple[Float[Tensor, " B"], Float[Tensor, "L B N"] | None] | None:
+    """log Z and the posterior of chains whose leaf values are rows of a table; None: unsupported, or perhaps inexact.
+
+    The smallest product of message and leaf value must be at least ``flush``, every sum at least ``faint``.
+    """
+    (length, batch), states = numbers.shape, len(first)
+    too_many = batch * states * states > MAX_PRODUCT
+    if rows.dtype != torch.float32 or too_many or (loaded := library()) is None:
+        return None
+    leaf = rows.data_ptr() + numbers.contiguous() * (4 * states)
+    out = torch.empty(length, batch, states) if posterior else None
+    log_z = torch.zeros(batch, dtype=torch.float64)
+    pointers = (x if x is None else x.data_ptr() for x in (matrix, transposed, first, leaf, out, log_z))
+    return None if loaded.codd_smooth(*pointers, length, batch, states, flush, faint) else (log_z, out)
 
 
 def path(

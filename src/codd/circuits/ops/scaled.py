@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -18,7 +19,16 @@ def exponentials(log: Float[Tensor, "B L N"]) -> "Scaled":
     top = log.amax(-1, keepdim=True)
     top.masked_fill_(top == -torch.inf, 0)
     out = torch.empty(log.shape, dtype=log.dtype, device=log.device)
-    return Scaled(torch.sub(log, top, out=out).exp_().transpose(0, 1), top.transpose(0, 1))
+    return Scaled(in_place(np.exp, torch.sub(log, top, out=out)).transpose(0, 1), top.transpose(0, 1))
+
+
+def in_place(function: np.ufunc, x: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
+    """NumPy's exp or log of every entry, in place: on one core they take half of PyTorch's time."""
+    if x.device.type != "cpu":
+        return getattr(x, f"{function.__name__}_")()  # type: ignore[no-any-return]  # a method found by its name
+    with np.errstate(divide="ignore"):
+        function(x.numpy(), out=x.numpy())
+    return x
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +61,7 @@ class Scaled:
         """The logarithm of the distribution proportional to this; rows of zeros stay at minus infinity."""
         if self.log_scale.shape[-1] == 1:
             total = self.values.sum(-1, keepdim=True)
-            return (self.values / torch.where(total > 0, total, 1)).log_()
+            return in_place(np.log, self.values / torch.where(total > 0, total, 1))
         log = self.log()
         total = log.logsumexp(-1, keepdim=True)
         return log - torch.where(total > -torch.inf, total, 0)

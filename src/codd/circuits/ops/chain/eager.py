@@ -5,17 +5,20 @@ lose on the way is looked for afterwards (`codd.circuits.underflow`), so the loo
 """
 
 from collections.abc import Callable
-from typing import Any
+from itertools import pairwise
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import pad
 
 from codd.circuits.ops import native
 from codd.circuits.ops.scaled import Scaled
 from codd.circuits.parameters import Transition
 
+Gates: TypeAlias = tuple[Float[Tensor, "B T R"], Float[Tensor, "B T"]] | None
 _RESCALE_EVERY = {torch.float32: 4, torch.float64: 16}
 
 
@@ -24,30 +27,23 @@ def messages(
     start: Float[Tensor, " N"] | None,
     leaf: Scaled,
     reverse: bool,
-    absorb: bool = False,
     *,
     compiled: bool = False,
 ) -> Scaled:
-    """The messages of one pass along the chain; ``compiled``: by the loops in C, where they serve it.
+    """The messages of one pass along the chain; ``compiled``: by the loop in C, where it serves.
 
-    Forward: p(z_t, evidence before t), from ``start`` in logarithms. Reverse: p(evidence after t | z_t). With
-    ``absorb`` each message comes multiplied with the leaf values of its own position, as the next step needs it.
+    Forward: p(z_t, evidence before t), from ``start`` in logarithms. Reverse: p(evidence after t | z_t).
     """
-    values = leaf.values.transpose(0, 1).contiguous()
-    norms = values.new_ones(*values.shape[:2], 1)
+    values, scale = leaf.values.transpose(0, 1).contiguous(), leaf.log_scale[..., 0].transpose(0, 1)
     first = None if start is None else start.detach().to(values.dtype).exp()
     factors, done = transition.transposed if reverse else transition.linear, None
-    if compiled and len(factors) == 1 and factors[0].ndim == 2:
-        every = _RESCALE_EVERY[values.dtype]
-        done = native.chain_pass(factors[0], first, values, norms, reverse, not absorb, every)
+    if compiled and not (transition.low_rank or transition.stepwise):
+        done = native.chain_pass(factors[0], first, values, scale, reverse, _RESCALE_EVERY[values.dtype])
     if done is None:
-        gates = None if transition.gates is None else transition.gates[0].transpose(0, 1)
-        done = _pass(factors, gates, first, values, norms, reverse, keep_messages=not absorb)
-    out = done[0] if absorb else done[1]
-    total = _scales(norms[..., 0], leaf.log_scale[..., 0].transpose(0, 1), reverse, absorb)
-    if transition.gates is not None:
-        total = total + _met_gates(transition.gates[1].transpose(0, 1).to(total.dtype), reverse)
-    return Scaled(out.transpose(0, 1), total.transpose(0, 1)[..., None])
+        carried, norms = _pass(factors, transition.gates, first, values, reverse)
+        done = carried, _scales(norms[..., 0], scale, transition.gates, reverse)
+    carried, scale = (x.transpose(0, 1) for x in done)
+    return Scaled(carried, scale[..., None])
 
 
 def forward_backward(
@@ -58,42 +54,30 @@ def forward_backward(
 
 
 def _scales(
-    norms: Float[Tensor, "L B"], scale: Float[Tensor, "L B"], reverse: bool, absorb: bool
+    norms: Float[Tensor, "L B"], scale: Float[Tensor, "L B"], gates: Gates, reverse: bool
 ) -> Float[Tensor, "L B"]:
-    """The logarithm of all that a message (or, absorbing, a product) has met: norms taken out, and leaf scales."""
+    """The logarithm of all that was taken out on the way to each message: norms, leaf and gate scales."""
     # Over thousands of positions the sums of scales need more digits than any one of them.
-    total = norms.to(torch.float64 if norms.device.type == "cpu" else norms.dtype).log() + scale
+    met = norms.to(torch.float64 if norms.device.type == "cpu" else norms.dtype).log() + scale
+    met = met[1:] if reverse else met[:-1]
+    total = met if gates is None else met + gates[1].transpose(0, 1)
     total = total.flip(0).cumsum(0).flip(0) if reverse else total.cumsum(0)
-    if not absorb:
-        none = torch.zeros_like(total[:1])
-        total = torch.cat([total[1:], none] if reverse else [none, total[:-1]])
-    return total
-
-
-def _met_gates(scale: Float[Tensor, "T B"], reverse: bool) -> Float[Tensor, "L B"]:
-    """The logarithm of what was taken out of the gates on the way to each position."""
-    none = scale.new_zeros(1, scale.shape[1])
-    if reverse:
-        return torch.cat([scale.flip(0).cumsum(0).flip(0), none])
-    return torch.cat([none, scale.cumsum(0)])
+    return pad(total, (0, 0, 0, 1) if reverse else (0, 0, 1, 0))
 
 
 def _pass(
     factors: tuple[Float[Tensor, "*steps _ _"], ...],
-    gates: Float[Tensor, "T B R"] | None,
+    gates: Gates,
     first: Float[Tensor, " N"] | None,
     values: Float[Tensor, "L B N"],
-    norms: Float[Tensor, "L B 1"],
     reverse: bool,
-    keep_messages: bool,
-) -> tuple[Float[Tensor, "L B N"], Float[Tensor, "K B N"]]:
-    """Products of message and leaf (scaled; the norms go into ``norms``), and the messages themselves if wanted.
+) -> tuple[Float[Tensor, "L B N"], Float[Tensor, "L B 1"]]:
+    """Messages, and what their products with the leaf values were divided by on the way to the next.
 
     On a CPU through NumPy, on the same memory: its calls cost a third of PyTorch's, and stay on one core.
     """
     every, smallest = _RESCALE_EVERY[values.dtype], torch.finfo(values.dtype).tiny
-    products = torch.empty_like(values)
-    carried = torch.empty_like(values if keep_messages else values[:1])
+    carried, norms = torch.empty_like(values), values.new_ones(*values.shape[:2], 1)
     on_host = values.device.type == "cpu"
     xp: Any = np if on_host else torch
     product: Any = np.dot if on_host else torch.mm
@@ -101,26 +85,23 @@ def _pass(
     def array(x: Tensor) -> Any:
         return x.numpy() if on_host else x
 
-    rows, leaves, kept, norm = (list(array(x)) for x in (products, values, carried, norms))
-    kept = kept if keep_messages else kept * len(rows)
+    leaves, kept, norm = (list(array(x)) for x in (values, carried, norms))
     *inner, last = map(array, factors)
-    weights = [] if gates is None else list(array(gates))
-    order = range(len(rows) - 1, -1, -1) if reverse else range(len(rows))
+    weights = [] if gates is None else list(array(gates[0].transpose(0, 1)))
+    order = range(len(kept) - 1, -1, -1) if reverse else range(len(kept))
     kept[order[0]][...] = 1.0 if first is None else array(first)
-    for k, t in enumerate(order, 1):
-        row = rows[t]
-        xp.multiply(kept[t], leaves[t], out=row)
+    for k, (t, after) in enumerate(pairwise(order), 1):
+        row = kept[t] * leaves[t]
         if k % every == 0:
             norm[t][...] = xp.amax(row, axis=-1, keepdims=True).clip(smallest)
             row /= norm[t]
-        if k < len(order):
-            step = t - 1 if reverse else t
-            for table in inner:
-                row = row @ (table[step] if table.ndim == 3 else table)
-                if weights:
-                    row *= weights[step]
-            product(row, last[step] if last.ndim == 3 else last, out=kept[order[k]])
-    return products, carried
+        step = min(t, after)
+        for table in inner:
+            row = row @ (table[step] if table.ndim == 3 else table)
+            if weights:
+                row *= weights[step]
+        product(row, last[step] if last.ndim == 3 else last, out=kept[after])
+    return carried, norms
 
 
 def transition_flow(

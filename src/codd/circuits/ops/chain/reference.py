@@ -8,13 +8,8 @@ from codd.circuits.ops.scaled import Scaled
 from codd.circuits.parameters import Transition
 
 
-def messages(
-    transition: Transition, start: Float[Tensor, " N"] | None, leaf: Scaled, reverse: bool, absorb: bool = False
-) -> Scaled:
-    """Forward: log p(z_t, evidence before t), from log ``start``. Reverse: log p(evidence after t | z_t).
-
-    With ``absorb`` each message comes multiplied with the leaf values of its own position.
-    """
+def messages(transition: Transition, start: Float[Tensor, " N"] | None, leaf: Scaled, reverse: bool) -> Scaled:
+    """Forward: log p(z_t, evidence before t), from log ``start``. Reverse: log p(evidence after t | z_t)."""
     log_leaf = leaf.log().double()
     length = log_leaf.shape[1]
     first = torch.zeros_like(log_leaf[:, 0]) if start is None else start.detach().double().expand_as(log_leaf[:, 0])
@@ -25,8 +20,7 @@ def messages(
         incoming = out[-1] + log_leaf[:, t]
         terms = incoming[:, None, :] + matrix if reverse else incoming[:, :, None] + matrix
         out.append(terms.logsumexp(-1 if reverse else -2))
-    result = Scaled.from_log(torch.stack(out[::-1] if reverse else out, 1))
-    return result * leaf if absorb else result
+    return Scaled.from_log(torch.stack(out[::-1] if reverse else out, 1))
 
 
 def transition_flow(

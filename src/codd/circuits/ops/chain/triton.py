@@ -213,16 +213,12 @@ def messages(
     start: Float[Tensor, " N"] | None,
     leaf: Scaled,
     reverse: bool,
-    absorb: bool = False,
     plan: Plan | None = None,
 ) -> Scaled:
-    """Forward: p(z_t, evidence before t), from ``start`` in logarithms. Reverse: p(evidence after t | z_t).
-
-    With ``absorb`` each message comes multiplied with the leaf values of its own position.
-    """
+    """Forward: p(z_t, evidence before t), from ``start`` in logarithms. Reverse: p(evidence after t | z_t)."""
     batch, length, states = leaf.values.shape
     if transition.per_position or transition.low_rank or batch > MAX_BATCH:
-        return eager.messages(transition, start, leaf, reverse, absorb)
+        return eager.messages(transition, start, leaf, reverse)
     values = leaf.values.contiguous()
     # The interpreter gets small tiles, so that small shapes meet both kinds of tiles.
     plan = plan or plan_for(batch, states, multiprocessors(values.device), rows=8 if INTERPRETED else None)
@@ -248,7 +244,7 @@ def messages(
         num_warps=plan.warps,
         **({} if INTERPRETED else {"launch_cooperative_grid": True}),
     )
-    return Scaled(out, scale) * leaf if absorb else Scaled(out, scale)
+    return Scaled(out, scale)
 
 
 def forward_backward(
