@@ -62,8 +62,8 @@ $(VENV)/.ready-docs: $(VENV)/.python pyproject.toml
 	@touch $@
 
 # The rivals pin other versions of NumPy and JAX than we do, hence no constraints but PyTorch's.
-$(VENV)/.ready-bench: $(VENV)/.python pyproject.toml
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" -e ".[bench]"
+$(VENV)/.ready-bench: $(VENV)/.python pyproject.toml lab/pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)" -e ".[bench]" -e lab
 	@touch $@
 
 clean: ## remove the environments and caches

@@ -151,10 +151,9 @@ def _centred(x: Float[Tensor, "*rows V"]) -> tuple[Float[Tensor, "*rows V"], Flo
     A small entry stays where it is; where all are small, nothing is done on a CPU, where one can look.
     """
     top = row_max(x)
-    top.masked_fill_(top.abs() <= _SMALL, 0)
-    top = top.double()
-    if x.device.type == "cpu" and not bool(top.any()):
-        return x, top[..., 0]
+    if x.device.type == "cpu" and bool((top.abs() <= _SMALL).all()):
+        return x, torch.zeros(top.shape[:-1], dtype=torch.float64)
+    top = top.masked_fill_(top.abs() <= _SMALL, 0).double()
     return x.double() - top, top[..., 0]
 
 

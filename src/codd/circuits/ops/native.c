@@ -193,6 +193,8 @@ int64_t codd_smooth(const float *matrix, const float *transposed, const float *f
  * has to do it in logarithms. */
 int64_t codd_path(const float *matrix, const float *first, const float *target, const float *limits, int64_t *path,
                   float *work, int64_t length, int64_t samples, int64_t batch, int64_t n, float faint) {
+    const int64_t count = (n + LANES - 1) / LANES;
+    float parts[count];
     int64_t weak = 0;
     for (int64_t s = 0; s < samples; s++)
         for (int64_t b = 0; b < batch; b++) {
@@ -202,13 +204,18 @@ int64_t codd_path(const float *matrix, const float *first, const float *target, 
                 const float *weights = target + (t * batch + b) * n;
                 float total = 0;
                 for (int64_t i = 0; i < n; i++) work[i] = row[i] * weights[i];
-                for (int64_t i = 0; i < n; i++) work[i] = total += work[i];
+                for (int64_t i = 0; i < n; i += LANES) parts[i / LANES] = sum_of_row(work + i, n - i < LANES ? n - i : LANES);
+                for (int64_t p = 0; p < count; p++) total += parts[p];
                 weak += !(total >= faint);
+                /* The first state whose cumulative weight passes the limit: first the part that holds it. */
                 const float limit = limits[at] * total;
-                int64_t state = 0; /* the first whose cumulative weight passes the limit: they grow, so halve */
-                for (int64_t low = 0, high = n - 1; low <= high;) {
-                    const int64_t middle = (low + high) / 2;
-                    if (work[middle] > limit) { state = middle; high = middle - 1; } else low = middle + 1;
+                float below = 0;
+                int64_t part = 0;
+                while (part + 1 < count && below + parts[part] <= limit) below += parts[part++];
+                int64_t state = part * LANES; /* never one without weight, however the sums round */
+                for (int64_t i = state; i < n && i < (part + 1) * LANES; i++) {
+                    if (work[i] > 0) state = i;
+                    if ((below += work[i]) > limit) break;
                 }
                 path[at] = state;
                 row = matrix + state * n;

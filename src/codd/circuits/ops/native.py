@@ -133,6 +133,11 @@ def _declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
     return loaded
 
 
+def _serving(leaf: Float[Tensor, "*R N"], batch: int) -> ctypes.CDLL | None:
+    """The library, if leaf values are of its type and a step has few enough products for one core."""
+    return library() if leaf.dtype == torch.float32 and batch * leaf.shape[-1] ** 2 <= MAX_PRODUCT else None
+
+
 def chain_pass(
     matrix: Float[Tensor, "N N"],
     first: Float[Tensor, " N"] | None,
@@ -146,8 +151,7 @@ def chain_pass(
     A sequence's results do not depend on the others, to the bit.
     """
     length, batch, states = leaf.shape
-    too_many = batch * states * states > MAX_PRODUCT
-    if leaf.dtype != torch.float32 or too_many or (loaded := library()) is None:
+    if (loaded := _serving(leaf, batch)) is None:
         return None
     taken = leaf_scale.double().contiguous()
     messages, scale = torch.empty_like(leaf), torch.zeros_like(taken)
@@ -172,8 +176,7 @@ def smooth(
     The smallest product of message and leaf value must be at least ``flush``, every sum at least ``faint``.
     """
     (length, batch), states = numbers.shape, len(first)
-    too_many = batch * states * states > MAX_PRODUCT
-    if rows.dtype != torch.float32 or too_many or (loaded := library()) is None:
+    if (loaded := _serving(rows, batch)) is None:
         return None
     leaf = rows.data_ptr() + numbers.contiguous() * (4 * states)
     out = torch.empty(length, batch, states) if posterior else None

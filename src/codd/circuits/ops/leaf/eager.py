@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
-from torch.nn.functional import embedding, embedding_bag
+from torch.nn.functional import embedding_bag
 
 from codd.circuits.evidence import Evidence, Kind, tempered
 from codd.circuits.ops import native
@@ -141,9 +141,6 @@ def leaf_values(emission: Emission, ev: Evidence, *, compiled: bool = False) -> 
     if ev.potentials is None and ev.sparse is None and ev.tokens is None and ev.latent_log_potentials is not None:
         return exponentials(ev.latent_log_potentials.to(dtype))
     # Position-major in memory, as the chain will read it.
-    if ev.device.type == "cpu" and ev.tokens is not None and ev.observed is None and not emission.per_position:
-        whole = embedding(ev.tokens.T, emission.columns).transpose(0, 1)
-        return _with_latents(Scaled(whole, torch.zeros(*ev.shape, 1, dtype=dtype)), ev)
     out = torch.ones(length, batch, states, dtype=dtype, device=ev.device).transpose(0, 1)
     scale = torch.zeros(batch, length, dtype=dtype, device=ev.device)
     for table, here in _tables(emission, ev):
@@ -157,16 +154,17 @@ def leaf_values(emission: Emission, ev: Evidence, *, compiled: bool = False) -> 
             rows.put(scale, log_total)
         if ev.tokens is not None and (rows := _rows(ev, Kind.OBSERVED, here)):
             rows.put(out, _observed(table, ev, rows))
-    return _with_latents(Scaled(out, scale[..., None]), ev)
+    leaf = Scaled(out, scale[..., None])
+    if ev.latent_log_potentials is not None:
+        leaf = leaf * exponentials(ev.latent_log_potentials.to(dtype))
+    return _rescaled(leaf)
 
 
-def _with_latents(leaf: Scaled, ev: Evidence) -> Scaled:
-    """Times the weights of the latents, and then with the largest entry of each row at one.
+def _rescaled(leaf: Scaled) -> Scaled:
+    """The same with the largest entry of each row at one.
 
     On the CPU a row that is small throughout stays so: it may have lost digits, which `underflow.suspects` then sees.
     """
-    if ev.latent_log_potentials is not None:
-        leaf = leaf * exponentials(ev.latent_log_potentials.to(leaf.values.dtype))
     values = leaf.values.transpose(0, 1)
     top = values.amax(-1, keepdim=True)
     top.masked_fill_(top <= (LEAF_FLUSH if top.device.type == "cpu" else 0), 1)
