@@ -1,7 +1,9 @@
 """The engine: sequences of all kinds at once, each as if alone; and what happens when something does not go well."""
 
 import asyncio
+import gc
 import threading
+import weakref
 
 import pytest
 
@@ -214,6 +216,27 @@ def test_what_has_nothing_to_fill_is_done_at_once():
             assert [step async for step in one.steps()] == []
 
     running(test)
+
+
+def test_who_is_given_up_holds_no_memory_until_python_looks_for_cycles():
+    async def test(engine: Engine) -> None:
+        gate = Gate()
+        one = request(steps=8, hooks=(gate,))
+        kept = weakref.ref(one.state)
+        with engine.submit([one]):
+            await arrived(gate)
+            gate.open.release(3)
+            await anext(one.steps())
+        gate.open.release(8)
+        await eventually(lambda: not engine.load.running)
+        del one
+        await eventually(lambda: kept() is None)
+
+    gc.disable()
+    try:
+        running(test)
+    finally:
+        gc.enable()
 
 
 def test_draining_finishes_what_is_here_and_takes_nothing_new():

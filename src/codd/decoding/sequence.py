@@ -1,6 +1,7 @@
 """One sequence while it is denoised: how it begins, what its steps are for, and when it has ended."""
 
 import hashlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -308,10 +309,10 @@ def start_sequences(
         state.causal_context = backbone.causal is not None and options.mode != "full"
         if options.published:
             ends = StopCondition() if options.stop is False else stop
-            state.begin(published.loop_of(state).plan_steps(state, ends))
+            state.begin(published.loop_of(state).plan_steps(weakref.proxy(state), ends))
         else:
             state.stop = stop if options.stops else StopCondition()
-            state.begin(plan_steps(state))
+            state.begin(plan_steps(weakref.proxy(state)))  # who gives a sequence up frees it: no cycle waits for Python
     return sequences
 
 

@@ -8,6 +8,7 @@ The text is the causal model's own, whatever was drafted: the same tokens at tem
 """
 
 import os
+import weakref
 from collections.abc import Generator, Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -222,7 +223,7 @@ def begin(model: "Model", sequences: Sequence[SequenceState], verifier: Any) -> 
                 f"the verifier was made for {checker.max_length}: shorten the prompt or gen_length."
             )
         state.speculation = Speculation(checker, model.backbone.vocab_size, len(state.ids))
-        state.begin(state.speculation.plan_steps(state))
+        state.begin(state.speculation.plan_steps(weakref.proxy(state)))
 
 
 def checker_for(model: "Model", verifier: Any) -> CausalModel:

@@ -147,6 +147,9 @@ class Engine:
             yield
         finally:
             self.cancel(requests)
+            for request in requests:  # what is left there holds its request: a cycle, which would keep its memory
+                while not request.results.empty():
+                    request.results.get_nowait()
 
     def cancel(self, requests: Sequence[QueuedRequest]) -> None:
         """Give up the requests: their slots are free after the current step."""

@@ -96,8 +96,9 @@ class QueuedRequest:
         return self.deadline is not None and now >= self.deadline
 
     def deliver(self, result: Any) -> None:
-        """Hand a result, or an exception in place of one, to whoever awaits it."""
-        self.results.put_nowait((self, result))
+        """Hand a result, or an exception in place of one, to whoever awaits it: nobody, once it is cancelled."""
+        if not self.cancelled:
+            self.results.put_nowait((self, result))
 
 
 ResultQueue = asyncio.Queue[tuple[QueuedRequest, Any]]
