@@ -107,7 +107,8 @@ def open_regular(path: Path, most: int | None = None) -> io.BufferedReader:
 def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
     """The content of a file that a stranger may have written; FormatError as `open_regular` has it."""
     with open_regular(path, most) as file:
-        return file.read(most)  # it may have grown since
+        size = os.fstat(file.fileno()).st_size  # by which memory is taken; the file may have grown since it was opened
+        return file.read(min(most, size))
 
 
 @contextmanager

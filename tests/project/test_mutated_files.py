@@ -1,12 +1,14 @@
 """Every format that codd reads, damaged at random: what loads is what was saved, or can be used; all else is our error.
 
-CODD_FUZZ=2000 damages about as many files, rather than 150; -s shows what became of them.
+CODD_FUZZ=2000 damages about as many files of each kind, rather than 150; -s shows what became of them.
 """
 
+import functools
 import json
 import os
 import resource
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +16,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import tokenizers
 import torch
@@ -24,10 +27,16 @@ from codd.backbones.config import Config
 from codd.backbones.transformer import initialise
 from codd.circuits import HMM, Factors, Head, HeadConfig, Modulated, load_circuit
 from codd.circuits.pyjuice import read_jpc
+from codd.constraints import Automaton, cache
+from codd.constraints.vocabulary import Vocabulary
+from codd.data.sources import Source
+from codd.data.tokenization import PackingConfig, load_source
 from codd.errors import CoddError
+from codd.training.checkpoints import checkpoints, read_checkpoint, write_checkpoint
 from codd.training.circuit.joint import trainable
+from codd.training.logit_cache.reader import LogitCache
 from codd_lab.pretraining.bpe import train_bpe
-from tests.support import FIXTURES, ROOT
+from tests.support import FIXTURES, ROOT, small_caches
 from tests.support.checkpoints import PUBLISHED
 from tests.support.mutations import mutated
 
@@ -146,11 +155,55 @@ def use_jpc(folder: Path, check: bool) -> Any:
     return {"emission": found.emission}
 
 
+def use_packed_tokens(folder: Path, check: bool) -> Any:
+    """What training keeps of a text."""
+    source, config = Source(kind="text", name="pins", path="constraints.txt"), PackingConfig(32, 8, 0)
+    rows = load_source(source, ROOT, small_tokenizer(), config, folder).take(0, 4)
+    return {name: torch.from_numpy(np.array(array)) for name, array in rows._asdict().items()}
+
+
+@functools.cache
+def small_tokenizer() -> Tokenizer:
+    return train_bpe([README], vocab_size=300)
+
+
+def use_constraint(folder: Path, check: bool) -> Any:
+    """What is kept of a constraint that took long to compile."""
+    cache.forget()
+    automaton = Automaton(torch.tensor([[1, -1, 0], [2, 1, -1], [-1, 2, 2]]), start=0, accepting=[2])
+    found = cache.compiled("a pattern", Vocabulary((b"a", b"b", b"c")), lambda: automaton)
+    return {"table": found.table, "classes": found.classes, "accepting": found.accepting}
+
+
+def use_logit_cache(folder: Path, check: bool) -> Any:
+    """What a network said of some rows."""
+    found = (LogitCache.open(folder) if any(folder.iterdir()) else small_caches.made(folder)).load()
+    return {"tokens": found.tokens, "masked": found.masked, "level": found.level, "begins": found.begins}
+
+
+def use_checkpoint(folder: Path, check: bool) -> Any:
+    """Of a run that can go on."""
+    root = folder / "checkpoints"
+    if not root.exists():
+        write_checkpoint(root, 7, {"weight": torch.arange(300.0), "moment": torch.ones(3, 5)}, {"seed": 1}, keep=2)
+    return read_checkpoint(checkpoints(root)[-1], "cpu")[0]
+
+
+Use = Callable[[Path, bool], Any]
+SIDE_FILES: dict[str, Use] = {
+    "packed tokens": use_packed_tokens,
+    "constraint": use_constraint,
+    "logit cache": use_logit_cache,
+    "checkpoint": use_checkpoint,
+}
+"""Files that codd keeps for itself: each makes them if they are not there, and reads them."""
+
+
 class Format(NamedTuple):
     """A folder, how it is made, and how it is read."""
 
     make: Callable[[Path], object]
-    use: Callable[[Path, bool], Any]
+    use: Use
     sealed: tuple[str, ...] = ()
     """The files whose bytes a digest speaks for, wherever they are read with ``check``."""
 
@@ -206,21 +259,23 @@ def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> boo
     return found.keys() == wanted.keys() and all(torch.equal(x, wanted[name]) for name, x in found.items())
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_damaged_files_load_as_saved_or_are_refused(name, tmp_path):
-    """Half of them unchecked, as if a stranger had written digests that fit the damage."""
-    make, use, sealed = FORMATS[name]
-    make(tmp_path)
-    wanted, outcomes = kept(use(tmp_path, True)), Counter()
-    paths = sorted(tmp_path.iterdir())
-    for number in range(-(-MUTATIONS // len(FORMATS))):
+def damage(name: str, use: Use, folder: Path, sealed: tuple[str, ...], count: int) -> None:
+    """Damage files of a folder, one at a time; half of them are read unchecked.
+
+    ``use`` must refuse them by an error of ours, or make of a sealed file what it made of the whole one. Each in at
+    most 2 s of the processor and `ROOM` bytes.
+    """
+    wanted, outcomes = kept(use(folder, True)), Counter()
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.suffix != ".so")  # which is in use
+    for number in range(count):
         random = Random(f"{name} {number}")
         path, check = random.choice(paths), random.random() < 0.5
         whole = path.read_bytes()
         path.write_bytes(mutated(path, random))
+        begun = time.process_time()
         try:
             with little_memory():
-                found = use(tmp_path, check)
+                found = use(folder, check)
         except CoddError as error:
             outcomes["refused" if len(str(error)) < 5000 else "refused at length"] += 1
         except BaseException as error:
@@ -229,9 +284,27 @@ def test_damaged_files_load_as_saved_or_are_refused(name, tmp_path):
             equal = same(found, wanted)
             assert equal or not check or path.name not in sealed, f"{path.name} of number {number} changed in silence"
             outcomes["as saved" if equal else "usable"] += 1
+        outcomes["slow"] += time.process_time() - begun > 2
+        path.parent.mkdir(exist_ok=True)
         path.write_bytes(whole)
     print(f"\n{name}: {dict(outcomes)}")
     assert not outcomes["refused at length"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_damaged_files_load_as_saved_or_are_refused(name, tmp_path):
+    """Unchecked ones stand for digests of a stranger that fit the damage."""
+    make, use, sealed = FORMATS[name]
+    make(tmp_path)
+    damage(name, use, tmp_path, sealed, -(-MUTATIONS // len(FORMATS)))
+
+
+@pytest.mark.parametrize("name", SIDE_FILES)
+def test_damaged_side_files_are_made_again_or_refused(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    use, _ = SIDE_FILES[name], SIDE_FILES[name](tmp_path, True)
+    every = tuple({path.name for path in tmp_path.rglob("*") if path.is_file()})
+    damage(name, use, tmp_path, every, -(-MUTATIONS // len(SIDE_FILES)) if MUTATIONS > 150 else 20)
 
 
 @pytest.mark.parametrize("name", [name for name, kind in FORMATS.items() if kind.sealed])

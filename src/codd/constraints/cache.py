@@ -17,7 +17,7 @@ from codd.constraints.vocabulary import Vocabulary
 from codd.errors import FormatError, InvalidConstraint
 from codd.files import cache_folder, read_bytes, replacing, sha256_of, write_weights
 
-_VERSION = 2  # of what compiling gives: another one finds nothing of this one
+_VERSION = 3  # of what compiling gives: another one finds nothing of this one
 _IN_MEMORY = 64
 _ON_DISK = 512
 _MOST_BYTES = 1 << 28  # of a file: more than any automaton within the limits takes
@@ -59,7 +59,7 @@ def _write(folder: Path, key: str, automaton: Automaton) -> None:
         "accepting": automaton.accepting,
         "start": torch.tensor([automaton.start]),
     }
-    digest = torch.frombuffer(bytearray.fromhex(sha256_of(key, tensors)), dtype=torch.uint8)
+    digest = torch.frombuffer(bytearray.fromhex(_digest(key, tensors)), dtype=torch.uint8)
     with replacing(folder, f"{key}.safetensors") as (path,):
         write_weights(path, {**tensors, "sha256": digest})
     files = sorted(folder.glob("*.safetensors"), key=lambda file: file.stat().st_mtime)
@@ -77,12 +77,19 @@ def _folder() -> Path:
     return cache_folder() / "constraints"
 
 
+def _digest(key: str, tensors: dict[str, torch.Tensor]) -> str:
+    """That of a key, and of the names, types, shapes and bytes of tensors."""
+    layout = [(name, str(tensor.dtype), list(tensor.shape)) for name, tensor in sorted(tensors.items())]
+    return sha256_of(f"{key} {layout}", tensors)
+
+
 def _read(folder: Path, key: str, vocab_size: int) -> Automaton:
     """The automaton of a key; FormatError unless the file was written for this key and number of tokens."""
     path = folder / f"{key}.safetensors"
     tensors = load(read_bytes(path, _MOST_BYTES))
     digest = tensors.pop("sha256", torch.zeros(0, dtype=torch.uint8))
-    if sha256_of(key, tensors) != digest.numpy().tobytes().hex() or len(tensors["classes"]) != vocab_size:
+    stated = bytes(digest.flatten().view(torch.uint8).numpy()).hex()
+    if _digest(key, tensors) != stated or len(tensors["classes"]) != vocab_size:
         raise FormatError(f"{path}: is damaged, or was written for another constraint.")
     accepting = torch.nonzero(tensors["accepting"]).flatten()
     return Automaton.from_classes(

@@ -32,6 +32,7 @@ FORMAT, VERSION = "codd logit cache", 3
 INDEX, ROWS = "index.json", "rows"
 WITH_ADAPTER = " + "
 """The separator between the digests of a network and of its adapter in `CacheSettings.backbone`."""
+MAKE_ANEW = "Run `codd cache` with the same arguments again: it makes this shard anew and no other."
 
 
 @dataclass(frozen=True)
@@ -198,12 +199,14 @@ def _write(folder: Path, fields: dict[str, Any]) -> None:
 
 
 def records(folder: Path, settings: CacheSettings) -> list[Shard | None]:
-    """The record of each shard; None if it is not finished, or has a record that cannot be read."""
+    """The record of each shard; None if it is not finished, or has a record that cannot be read or be true."""
     known: list[Shard | None] = [None] * settings.shards
     for number in range(settings.shards):
         path = folder / record_name(number)
         with contextlib.suppress(FormatError):
-            known[number] = validation.build(Shard, files.read_json(path), str(path))
+            record = validation.build(Shard, files.read_json(path), str(path))
+            positions = record.windows * settings.window.length  # of at least three bytes each
+            known[number] = record if 0 <= record.masked <= positions <= record.bytes // 3 else None
     return known
 
 
@@ -239,10 +242,11 @@ def read_shard(folder: Path, number: int, record: Shard) -> CachedWindows:
     try:
         tensors = load(checked_content(folder, number, record))
     except FormatError as error:
-        advice = "Run `codd cache` with the same arguments again: it makes this shard anew and no other."
-        raise FormatError(f"{str(error).removesuffix('.')}. {advice}") from error
+        raise FormatError(f"{str(error).removesuffix('.')}. {MAKE_ANEW}") from error
     lists = TopK(*(_signed(tensors[name]) for name in TopK._fields))
     tokens, masked, level = _signed(tensors["tokens"]), tensors["masked"], tensors["level"]
+    if (len(tokens), len(lists.truth)) != (record.windows, record.masked):
+        raise FormatError(f"{folder / record_name(number)}: its record states other numbers than it has. {MAKE_ANEW}")
     return CachedWindows.of(tokens, masked, level, lists, tensors.get("features"))
 
 
