@@ -273,6 +273,11 @@ def test_deep_and_wide_schemas_end_in_an_error(mini):
         JsonSchema(
             {"properties": {f"p{i}": {"type": "array", "minItems": 300, "items": {"$ref": "#"}} for i in range(9)}}
         )
+    with pytest.raises(InvalidConstraint, match="alternatives"):
+        JsonSchema(
+            {"pattern": f"(a|{'|'.join(f'^{i}' for i in range(50))})b({'|'.join(f'{i}$' for i in range(50))}|a)"}
+        )
+    assert JsonSchema({"pattern": "(" * 100 + "^a" + ")" * 100}).compile(mini).num_states < 20
     assert JsonSchema({"properties": many}).compile(mini).num_states > 30
 
 

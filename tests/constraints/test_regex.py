@@ -89,6 +89,7 @@ def test_random_expressions(seed, bundled, mini):
         ("(a", "missing \\)"),
         ("[z-a]", "bad character range"),
         ("(" * 5000 + ")" * 5000, "no regular expression"),
+        ("(" * 350 + "a" + ")" * 350, "nested too deep"),
     ],
 )
 def test_what_is_not_supported_is_named(pattern, part):
@@ -133,7 +134,7 @@ def test_a_choice_is_one_of_its_texts(bundled, mini):
     assert {bundled.decode(walk(automaton, rng)) for _ in range(200)} == set(texts)
 
 
-@pytest.mark.parametrize("texts", [[], "yes", [1]])
+@pytest.mark.parametrize("texts", [[], "yes", [1], None, 5])
 @pytest.mark.usefixtures("as_users_run_it")
 def test_a_choice_needs_texts(texts):
     with pytest.raises(InvalidConstraint, match="a list of texts"):

@@ -237,7 +237,8 @@ class ConstrainedHMM(Recomputing):
 
             if served(self._chain, ev):
                 return DeviceMessages(self._chain, ev)
-        return ProductMessages(self._chain, ev, LogSpace() if backend == "reference" else Linear(self.dtype))
+        algebra = LogSpace() if backend == "reference" else Linear(self.dtype, compiled=backend == "native")
+        return ProductMessages(self._chain, ev, algebra)
 
     @torch.no_grad()
     def _answer(self, ev: Evidence, query: Query) -> tuple[Tensor, ...]:
@@ -273,7 +274,7 @@ class Passages:
     def __init__(self, circuit: ConstrainedHMM, ev: Evidence) -> None:
         """Compute the messages, in float64 or logarithms where float32 loses something."""
         ev, _ = circuit.hmm.centred(ev)
-        self._messages = ProductMessages(circuit._chain, ev, Linear(circuit.dtype))
+        self._messages = circuit._messages(ev)
         for algebra in (Linear(torch.float64), LogSpace()):
             if _any(self._messages.underflow):
                 self._messages = ProductMessages(circuit.to(dtype=torch.float64)._chain, ev, algebra)

@@ -15,7 +15,7 @@ from codd import files
 from codd.cli import console, sampling
 from codd.cli.sampling import Answer
 from codd.constraints import After, Choice, JsonSchema, Regex, Template
-from codd.constraints.languages import Expressed
+from codd.constraints.languages import Language
 from codd.decoding import Options
 from codd.decoding.options import Constraint
 from codd.decoding.prompts import Prompt
@@ -112,7 +112,7 @@ def _constraint(args: argparse.Namespace) -> Constraint | None:
     found = _language(args)
     if args.after is None:
         return found
-    if not isinstance(found, Expressed):
+    if not isinstance(found, Language):
         raise InvalidInput("--after goes with --regex, --json-schema or --choice, which says what follows it.")
     return After(args.after, found)
 

@@ -1,12 +1,14 @@
 """Regular expressions as trees, over Unicode characters; and sets of characters as sorted ranges."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import TypeVar
 
 Ranges = tuple[tuple[int, int], ...]
 """Code points, first and last of each range: sorted, and with gaps between them."""
 LAST = 0x10FFFF
+_Place = TypeVar("_Place")
 _SURROGATES = (0xD800, 0xDFFF)  # no characters, and UTF-8 has no bytes for them
 
 
@@ -51,7 +53,7 @@ class Graph:
     @cached_property
     def size(self) -> int:
         """An upper bound on the states of its nondeterministic automaton."""
-        return 2 + sum(2 + size(part) for _, part, _ in self.edges)
+        return 2 + sum(1 if isinstance(part, Chars) else 2 + size(part) for _, part, _ in self.edges)
 
 
 Expression = Chars | Then | Either | Repeat | Graph
@@ -64,7 +66,9 @@ def size(expression: Expression) -> int:
     if isinstance(expression, Repeat):
         most = expression.least + 1 if expression.most is None else expression.most
         return 1 + most * (1 + size(expression.part))
-    return 1 if isinstance(expression, Chars) else 1 + sum(map(size, expression.parts))
+    if isinstance(expression, Chars):
+        return 1
+    return isinstance(expression, Either) + sum(map(size, expression.parts))
 
 
 def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
@@ -115,12 +119,34 @@ def chars(characters: str) -> Chars:
 
 def then(*parts: Expression | str) -> Then:
     """One after the other; strings stand for themselves."""
-    return Then(tuple(text(part) if isinstance(part, str) else part for part in parts))
+    flat: list[Expression] = []
+    for part in parts:
+        whole = text(part) if isinstance(part, str) else part
+        flat += whole.parts if isinstance(whole, Then) else (whole,)
+    return Then(tuple(flat))
 
 
 def optional(part: Expression) -> Repeat:
     """The expression that matches the part once, or the empty text."""
     return Repeat(part, 0, 1)
+
+
+def graph(
+    start: _Place, moves: Callable[[_Place], Iterable[tuple[Expression, _Place]]], ends: Callable[[_Place], bool]
+) -> Expression:
+    """The texts along the moves from a place to any that ends."""
+    number, todo = {start: 0}, [start]
+    edges: list[tuple[int, Expression, int]] = []
+    while todo:
+        place = todo.pop()
+        for part, target in moves(place):
+            if part is not NOTHING:
+                if target not in number:
+                    number[target] = len(number)
+                    todo.append(target)
+                edges.append((number[place], part, number[target]))
+    accepting = tuple(at for place, at in number.items() if ends(place))
+    return Graph(tuple(edges), accepting) if accepting else NOTHING
 
 
 ANY = Chars(complement(()))

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from codd.constraints.automaton import Automaton
 from codd.constraints.determinism import MAX_STATES, too_large
-from codd.constraints.languages import Choice, Expressed
+from codd.constraints.languages import After, Choice, Language
 from codd.constraints.tables import DFA, trimmed
 from codd.constraints.vocabulary import Vocabulary
 from codd.errors import InvalidConstraint, shown
@@ -33,7 +33,7 @@ class Form:
     values: dict[str, tuple[str, ...]]
     """The values of each field, in the order of the text."""
 
-    def __init__(self, fields: Mapping[str, Expressed], template: str | None = None):
+    def __init__(self, fields: Mapping[str, Language], template: str | None = None):
         """List the values of all fields.
 
         Args:
@@ -214,9 +214,9 @@ def _parsed(template: str) -> tuple[list[str], list[str]]:
     return names, texts
 
 
-def _values(name: str, language: Expressed) -> tuple[str, ...]:
+def _values(name: str, language: Language) -> tuple[str, ...]:
     """The texts of a field; InvalidConstraint for too many, or an empty one."""
-    if not isinstance(language, Expressed):
+    if not isinstance(language, Language) or isinstance(language, After):
         raise InvalidConstraint(f"field {name!r}: a Choice, Regex or JsonSchema, found {shown(language)}.")
     if isinstance(language, Choice):
         values = list(dict.fromkeys(language.texts))

@@ -15,6 +15,7 @@ from codd.constraints.expressions import (
     Ranges,
     Repeat,
     Then,
+    chars,
     complement,
     intersection,
     text,
@@ -155,9 +156,13 @@ def _inside(part: Expression) -> Expression:
 @lru_cache(maxsize=4096)
 def _escaped(part: Chars) -> Expression:
     plain = intersection(part.ranges, _PLAIN)
-    escapes = _ESCAPES if plain else {**_ESCAPES, **_CONTROLS}
-    escaped = tuple(text(escape) for c, escape in escapes.items() if _holds(part.ranges, ord(c)))
-    return Either((Chars(plain), *escaped)) if escaped else part
+    short = "".join(escape[1] for c, escape in _ESCAPES.items() if _holds(part.ranges, ord(c)))
+    ways: list[Expression] = [Chars(plain)] if plain else []
+    if short:
+        ways.append(then("\\", chars(short)))
+    if not plain:
+        ways += [text(escape) for c, escape in _CONTROLS.items() if _holds(part.ranges, ord(c))]
+    return ways[0] if len(ways) == 1 else Either(tuple(ways))
 
 
 def _holds(ranges: Ranges, point: int) -> bool:

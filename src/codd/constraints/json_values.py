@@ -19,6 +19,7 @@ from codd.constraints.expressions import (
     Expression,
     Graph,
     Repeat,
+    graph,
     optional,
     size,
     text,
@@ -187,6 +188,7 @@ class Values:
         says, constants = self._shortened(says), self._constants(says)
 
         def moves(place: _Place) -> Iterator[tuple[Expression, _Place]]:
+            self._step()
             kind, state = place
             if kind != "item":
                 yield (EMPTY if kind == "start" else _COMMA), ("item", state)
@@ -198,7 +200,7 @@ class Values:
             kind, state = place
             return kind != "item" and holds(state, lambda atom: atom[1] in _ARRAY_KEEPS)
 
-        return then("[", self._graph(("start", says), moves, ends), "]")
+        return then("[", graph(("start", says), moves, ends), "]")
 
     def _item(self, constants: list[Part]) -> _Change:
         """What an atom says about the rest of an array, given what holds for its first item."""
@@ -287,6 +289,7 @@ class Values:
             slots, free = [*slots, *free], []
 
         def moves(place: _Place) -> Iterator[tuple[Expression, _Place]]:
+            self._step()
             kind, state, index, *guard = place
             if kind == "value":
                 yield self.of(guard[0]), ("after", state, index)
@@ -305,7 +308,7 @@ class Values:
         def ends(place: _Place) -> bool:
             return place[0] in ("start", "after") and holds(place[1], lambda atom: atom[1] in _OBJECT_KEEPS)
 
-        return then("{", self._graph(("start", says, 0), moves, ends), "}")
+        return then("{", graph(("start", says, 0), moves, ends), "}")
 
     def _closed(self, says: Formula, names: list[str], kinds: list[_Kind], mentions: Mentions) -> Formula:
         """Without the properties that no schema names which holds."""
@@ -400,27 +403,6 @@ class Values:
         if what not in ("length", "count", "below"):
             return None
         return self._formulas.literal(kind, what, count - 1) if count > 1 else FALSE if what == "below" else TRUE
-
-    def _graph(
-        self,
-        start: _Place,
-        moves: Callable[[_Place], Iterator[tuple[Expression, _Place]]],
-        ends: Callable[[_Place], bool],
-    ) -> Expression:
-        """The ways from a place to any that ends."""
-        number, todo = {start: 0}, [start]
-        edges: list[tuple[int, Expression, int]] = []
-        while todo:
-            place = todo.pop()
-            for part, target in moves(place):
-                if part is not NOTHING:
-                    self._step()
-                    if target not in number:
-                        number[target] = len(number)
-                        todo.append(target)
-                    edges.append((number[place], part, number[target]))
-        accepting = tuple(at for place, at in number.items() if ends(place))
-        return Graph(tuple(edges), accepting) if accepting else NOTHING
 
 
 class _Given:

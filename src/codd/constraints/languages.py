@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from codd.constraints import cache, syntax
 from codd.constraints.automaton import Automaton
 from codd.constraints.compilation import over_tokens
-from codd.constraints.determinism import MAX_COPIES, MAX_STATES, SLACK, TooLarge, byte_dfa, too_large
+from codd.constraints.determinism import MAX_COPIES, MAX_STATES, TooLarge, byte_dfa, combined, too_large
 from codd.constraints.expressions import ANY, Either, Expression, Repeat, text, then
 from codd.constraints.json_schema import Schemas
 from codd.constraints.json_values import Values
@@ -26,8 +24,12 @@ class Language(ABC):
     """A set of texts. Equal ones are equal, and can be keys."""
 
     @abstractmethod
+    def expression(self) -> Expression:
+        """The language as a regular expression: a tree of `Chars`, `Then`, `Either`, `Repeat` and `Graph`."""
+
     def dfa(self, max_states: int) -> DFA:
         """The texts as an automaton over the bytes of UTF-8."""
+        return byte_dfa(self.expression(), max_states)
 
     def compile(self, vocabulary: Vocabulary, *, max_states: int = MAX_STATES) -> Automaton:
         """The smallest automaton over a vocabulary's tokens: it accepts every way to write every text of the language.
@@ -50,20 +52,8 @@ class Language(ABC):
             raise InvalidConstraint(f"{shown(self)}: is nested too deep.") from error
 
 
-class Expressed(Language):
-    """A language that is written as a regular expression."""
-
-    @abstractmethod
-    def expression(self) -> Expression:
-        """The language as a tree of `Chars`, `Then`, `Either` and `Repeat`."""
-
-    def dfa(self, max_states: int) -> DFA:
-        """The texts as an automaton over the bytes of UTF-8."""
-        return byte_dfa(self.expression(), max_states)
-
-
 @dataclass(frozen=True)
-class Regex(Expressed):
+class Regex(Language):
     r"""The texts that ``re.fullmatch(pattern, text)`` matches.
 
     \d, \w and \s are ASCII here, which takes far fewer states, and \D, \W and \S leave out what Unicode counts to the
@@ -79,7 +69,10 @@ class Regex(Expressed):
 
     def __post_init__(self) -> None:
         """InvalidConstraint for a pattern that is wrong or not supported."""
-        self.expression()
+        try:
+            self.expression()
+        except RecursionError as error:
+            raise InvalidConstraint(f"{shown(self)}: is nested too deep.") from error
 
     def expression(self) -> Expression:
         """The pattern as a tree; InvalidConstraint for one that is wrong or not supported."""
@@ -87,7 +80,7 @@ class Regex(Expressed):
 
 
 @dataclass(frozen=True, init=False)
-class Choice(Expressed):
+class Choice(Language):
     """One of some texts, exactly.
 
     >>> Choice(["yes", "no"])
@@ -98,12 +91,10 @@ class Choice(Expressed):
 
     def __init__(self, texts: Iterable[str]):
         """``texts``: at least one; InvalidConstraint otherwise, or for a string with half a surrogate pair."""
-        listed = [] if isinstance(texts, str) else list(texts)
+        listed = list(texts) if isinstance(texts, Iterable) and not isinstance(texts, str) else []
         if not listed or not all(isinstance(option, str) for option in listed):
             raise InvalidConstraint(f"a choice is a list of texts, at least one of them, found {shown(texts)}.")
-        for option in listed:
-            if any("\ud800" <= c <= "\udfff" for c in option):
-                raise InvalidConstraint(f"{shown(option)} has half a surrogate pair, which is no text.")
+        syntax.check_text("".join(listed))
         if sum(map(len, listed)) > MAX_COPIES:
             raise too_large("characters", MAX_COPIES)
         object.__setattr__(self, "texts", tuple(listed))
@@ -114,7 +105,7 @@ class Choice(Expressed):
 
 
 @dataclass(frozen=True, init=False)
-class JsonSchema(Expressed):
+class JsonSchema(Language):
     """JSON texts that are valid under a schema, compact, with at most one space after each comma and colon.
 
     Objects have the properties that the schema names, in its order, and no others unless ``additional`` is set. What
@@ -153,7 +144,7 @@ class JsonSchema(Expressed):
         try:
             ignored = _read(source, additional, 0).ignored
         except RecursionError as error:
-            raise InvalidConstraint("the JSON schema is nested too deep.") from error
+            raise InvalidConstraint("the JSON schema is nested too deep, or joins too many schemas.") from error
         if ignored and strict:
             raise InvalidConstraint(f"JSON schema, {ignored[0]}: not supported, and strict refuses to ignore it.")
         if ignored:
@@ -228,7 +219,7 @@ class After(Language):
     """
 
     trigger: str
-    language: Expressed
+    language: Language
     until: str | None = None
 
     def __post_init__(self) -> None:
@@ -236,34 +227,13 @@ class After(Language):
         for name, given in (("trigger", self.trigger), ("until", self.until)):
             if (given is None and name == "trigger") or (given is not None and not (isinstance(given, str) and given)):
                 raise InvalidConstraint(f"{name} is a text that is not empty, found {shown(given)}.")
-        if not isinstance(self.language, Expressed):
+        if not isinstance(self.language, Language):
             raise InvalidConstraint(f"after a trigger: a Regex, JsonSchema or Choice, found {shown(self.language)}.")
 
-    def dfa(self, max_states: int) -> DFA:
-        """The trigger is looked for in free text (Knuth, Morris, Pratt); where it is complete, the language begins."""
-        wanted, anything = self.trigger.encode(), Repeat(ANY, 0, None)
-        rest = self.language.expression()
-        inner = byte_dfa(rest if self.until is None else then(rest, self.until, anything), max_states)
-        free = byte_dfa(anything, max_states)
-        ways, offset = len(free.table), len(wanted) * len(free.table)
-        if offset > SLACK * max_states:
-            raise too_large("states", max_states)
-        prefix = np.full((len(wanted), ways, 256), -1, dtype=np.int32)
-        for seen, row in enumerate(_progress(wanted)):
-            on = np.where(row == len(wanted), offset + inner.start, row * ways + free.table)
-            prefix[seen] = np.where(free.table < 0, -1, on)
-        later = np.where(inner.table < 0, -1, inner.table + offset)
-        accepting = np.append(np.zeros(offset, dtype=bool), inner.accepting)
-        return DFA(np.vstack([prefix.reshape(offset, 256), later]).astype(np.int32), free.start, accepting)
-
-
-def _progress(wanted: bytes) -> "np.ndarray[Any, np.dtype[np.int64]]":
-    """How many bytes of ``wanted`` have been seen, by how many had been before, and the next byte."""
-    table = np.zeros((len(wanted), 256), dtype=np.int64)
-    table[0, wanted[0]] = 1
-    fallback = 0
-    for seen in range(1, len(wanted)):
-        table[seen] = table[fallback]
-        table[seen, wanted[seen]] = seen + 1
-        fallback = table[fallback, wanted[seen]]
-    return table
+    def expression(self) -> Expression:
+        """Texts that end where the trigger first does, and then the language's."""
+        anything, trigger = Repeat(ANY, 0, None), text(self.trigger)
+        again = then(anything, trigger, Repeat(ANY, 1, None))
+        thought = combined([then(anything, trigger), again], lambda matched: not matched[1])
+        rest = () if self.until is None else (self.until, anything)
+        return then(thought, self.language.expression(), *rest)

@@ -3,11 +3,12 @@
 import re
 import re._constants as op  # type: ignore[import-not-found]  # private, and the same since 3.11: the one grammar of re
 import re._parser as parser  # type: ignore[import-not-found]
+from collections.abc import Iterator
 from functools import cache, lru_cache, partial
 from operator import eq
 from typing import Any
 
-from codd.constraints.determinism import combined
+from codd.constraints.determinism import combined, too_large
 from codd.constraints.expressions import (
     ANY,
     EMPTY,
@@ -49,10 +50,16 @@ _CATEGORIES = {
     op.CATEGORY_NOT_WORD: r"\W",
 }
 _TYPES = re.ASCII | re.UNICODE  # of which one holds at a time
-_MAX_PATTERN = 20_000
+_MAX_PATTERN, _MAX_ALTERNATIVES = 20_000, 1_000
 _SURROGATE_COUNT, _SURROGATE_FIRST = 0x800, 0xD800
 _ECMA_NEWLINES = "\n\r\u2028\u2029"
 _ECMA_SPACES = "\ufeff"  # a space to ECMAScript, not to Python
+
+
+def check_text(text: str) -> None:
+    """Raise InvalidConstraint for a string with half a surrogate pair, which UTF-8 cannot write."""
+    if any("\ud800" <= c <= "\udfff" for c in text):
+        raise InvalidConstraint(f"{shown(text)} has half a surrogate pair, which is no text.")
 
 
 def parse(pattern: str, unicode: bool = True) -> Expression:
@@ -77,6 +84,8 @@ def parse_search(pattern: str) -> Expression:
     reader, around = _Reader(pattern, narrow=True, ecma=True), Repeat(ANY, 0, None)
     alternatives = []
     for branch in _apart(list(tree)):
+        if len(alternatives) == _MAX_ALTERNATIVES:
+            raise too_large("alternatives that begin or end with ^ or $", _MAX_ALTERNATIVES)
         begins, ends = (len(branch) > 0 and branch[i][0] is op.AT and branch[i][1] in at for i, at in _EDGES)
         looks = 0  # lookaheads at the beginning of the text, which are other patterns for it
         while begins and 1 + looks < len(branch) and _looks_ahead(branch[1 + looks]):
@@ -94,7 +103,7 @@ def parse_search(pattern: str) -> Expression:
 _EDGES = ((0, _BEGINS), (-1, _ENDS))
 
 
-def _apart(items: list[Any]) -> list[list[Any]]:
+def _apart(items: list[Any]) -> Iterator[list[Any]]:
     """A pattern as alternatives none of which begins or ends with several, so that each has its own ^ and $."""
     for place, at in ((0, _BEGINS), (-1, _ENDS)):
         first: Any = items[place] if items else (None, ())
@@ -104,15 +113,16 @@ def _apart(items: list[Any]) -> list[list[Any]]:
         elif kind is op.SUBPATTERN and not any(value[1:3]):
             options = [value[3]]
         if any(item[0] is op.AT and item[1] in at for option in options for item in _edges(option)):
-            whole = ([*option, *items[1:]] if place == 0 else [*items[:-1], *option] for option in options)
-            return [branch for alternative in whole for branch in _apart(alternative)]
-    return [items]
+            for option in options:
+                yield from _apart([*option, *items[1:]] if place == 0 else [*items[:-1], *option])
+            return
+    yield items
 
 
 def _edges(items: Any) -> list[Any]:
     """The first and last items of a pattern, also of those that begin and end it."""
     found = []
-    for kind, value in (items[0], items[-1]) if len(items) else ():
+    for kind, value in (items[0], items[-1]) if len(items) > 1 else items:  # twice the same would double at each depth
         found.append((kind, value))
         for option in value[1] if kind is op.BRANCH else [value[3]] if kind is op.SUBPATTERN else ():
             found += _edges(option)

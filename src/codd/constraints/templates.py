@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from codd.constraints import cache
+from codd.constraints import cache, syntax
 from codd.constraints.automaton import Automaton, from_dfa
 from codd.constraints.determinism import MAX_COPIES, MAX_STATES, too_large
 from codd.constraints.languages import Language, Regex
@@ -39,8 +39,15 @@ class Template:
     languages: tuple[Language, ...]
     """The language of each slot."""
 
-    def __init__(self, template: str, patterns: Sequence[Language | None] | Mapping[int, Language] = ()):
-        """``patterns``: languages by the number of their slot, from 0, or in order (None: one line)."""
+    def __init__(
+        self, template: str, patterns: Sequence[Language | str | None] | Mapping[int, Language | str | None] = ()
+    ):
+        """``patterns``: by the number of their slot, from 0, or in order: languages or regexes (None: one line)."""
+        if not isinstance(template, str) or isinstance(patterns, str) or not isinstance(patterns, Sequence | Mapping):
+            raise InvalidConstraint(
+                f"a template is a text and a list of languages, found {shown(template)}, {shown(patterns)}."
+            )
+        syntax.check_text(template)
         if len(template) > MAX_COPIES:
             raise too_large("characters", MAX_COPIES)
         pieces = _SLOT.split(template)
@@ -52,7 +59,12 @@ class Template:
             raise InvalidConstraint(f"a template has slots, [MASK:n] of n tokens, at least 1; found {shown(template)}.")
         object.__setattr__(self, "texts", tuple(pieces[::2]))
         object.__setattr__(self, "slots", slots)
-        object.__setattr__(self, "languages", tuple(given.get(slot) or _LINE for slot in range(len(slots))))
+        listed = [given.get(slot) for slot in range(len(slots))]
+        languages = [_LINE if one is None else Regex(one) if isinstance(one, str) else one for one in listed]
+        for one in languages:
+            if not isinstance(one, Language):
+                raise InvalidConstraint(f"the pattern of a slot is a language or a regex, found {shown(one)}.")
+        object.__setattr__(self, "languages", tuple(languages))
 
     def compile(self, vocabulary: Vocabulary, *, max_states: int = MAX_STATES) -> Automaton:
         """The smallest automaton of the template's texts; InvalidConstraint if it needs more than ``max_states``."""

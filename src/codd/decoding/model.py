@@ -20,7 +20,7 @@ from codd.circuits.protocol import ProbabilisticCircuit
 from codd.constraints import Automaton, Vocabulary
 from codd.constraints.determinism import MAX_STATES
 from codd.constraints.forms import Form
-from codd.constraints.languages import Expressed
+from codd.constraints.languages import Language
 from codd.decoding import speculative
 from codd.decoding.decisions import Decider, Decision, check_room, decision
 from codd.decoding.loop import denoise
@@ -230,7 +230,7 @@ class Model:
     def decide(
         self,
         prompt: Prompt,
-        fields: Mapping[str, Expressed],
+        fields: Mapping[str, Language],
         *,
         template: str | None = None,
         top: int = 100,

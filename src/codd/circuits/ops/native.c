@@ -1,5 +1,6 @@
 /* The loops of the engine on a CPU, for float32 and one dense matrix.
  * Compiled on first use by native.py; NumPy does the same where there is no compiler. */
+#include <float.h>
 #include <math.h>
 #include <stdint.h>
 
@@ -509,4 +510,72 @@ int64_t codd_pick(window *w, belief *beliefs, int64_t count, int64_t least, floa
     }
     *complete = 1;
     return picked;
+}
+
+/* Rows of n numbers, each times the exponential of a logarithm. Divide one by its largest entry; whether that is so small
+ * that something may have been lost. */
+static int scaled(float *row, double *log_of, int64_t n, float small) {
+    float top = 0;
+    for (int64_t i = 0; i < n; i++) top = row[i] > top ? row[i] : top;
+    const int lost = top < small && *log_of > -INFINITY;
+    const float factor = 1 / (top > FLT_MIN ? top : FLT_MIN);
+    for (int64_t i = 0; i < n; i++) row[i] *= factor;
+    *log_of = top > 0 ? *log_of + log(top) : -INFINITY;
+    return lost;
+}
+
+/* The sum of rows x[xi] times y[yi] over some pairs, or of x[xi] alone where there is no y. */
+static int sum_of_pairs(const float *x, const double *x_log, const int64_t *xi, const float *y, const double *y_log,
+                        const int64_t *yi, int64_t pairs, int64_t n, float *to, double *to_log, float small) {
+    double top = -INFINITY;
+    for (int64_t p = 0; p < pairs; p++) {
+        const double sum = x_log[xi[p]] + (y ? y_log[yi[p]] : 0);
+        top = sum > top ? sum : top;
+    }
+    for (int64_t i = 0; i < n; i++) to[i] = 0;
+    for (int64_t p = 0; top > -INFINITY && p < pairs; p++) {
+        const float weight = exp(x_log[xi[p]] + (y ? y_log[yi[p]] : 0) - top), *a = x + xi[p] * n;
+        const float *b = y ? y + yi[p] * n : 0;
+        if (y) for (int64_t i = 0; i < n; i++) to[i] += weight * a[i] * b[i];
+        else for (int64_t i = 0; i < n; i++) to[i] += weight * a[i];
+    }
+    *to_log = top;
+    return scaled(to, to_log, n, small);
+}
+
+/* `count` such sums: pairs first[r] to first[r + 1] make row r. Whether something was lost. */
+int64_t codd_pair_sums(const float *x, const double *x_log, const int64_t *xi, const float *y, const double *y_log,
+                       const int64_t *yi, const int64_t *first, int64_t count, int64_t n, float *to, double *to_log,
+                       float small) {
+    int64_t lost = 0;
+    for (int64_t r = 0; r < count; r++)
+        lost |= sum_of_pairs(x, x_log, xi + first[r], y, y_log, yi + first[r], first[r + 1] - first[r], n, to + r * n,
+                             to_log + r, small);
+    return lost;
+}
+
+/* Messages of several positions, one after the other: their sums over pairs of a row of the messages before and one of
+ * the leaf values, and these times the matrix. Rows bounds[k] to bounds[k + 1] are those after k positions; the first
+ * ones are given and have no sums. lost[k] is given for the leaf values, and returned for all up to there. */
+void codd_product_pass(const float *matrix, const float *const *leaf, const double *const *leaf_log, float *sums,
+                       double *sums_log, float *rows, double *rows_log, const int64_t *bounds, const int64_t *first,
+                       const int64_t *xi, const int64_t *yi, int64_t positions, int64_t n, float small, uint8_t *lost) {
+    for (int64_t k = 0; k < positions; k++) {
+        const int64_t given = bounds[k], end = bounds[k + 2];
+        lost[k] |= k ? lost[k - 1] : 0;
+        for (int64_t r = bounds[k + 1]; r < end; r++) {
+            const int64_t s = r - bounds[1], begin = first[s];
+            lost[k] |= sum_of_pairs(rows + given * n, rows_log + given, xi + begin, leaf[k], leaf_log[k], yi + begin,
+                                    first[s + 1] - begin, n, sums + s * n, sums_log + s, small);
+            rows_log[r] = sums_log[s];
+        }
+        for (int64_t r = bounds[k + 1]; r < end; r += 8) {
+            const float *from[8];
+            float *to[8];
+            const int some = end - r < 8 ? end - r : 8;
+            for (int i = 0; i < some; i++) from[i] = sums + (r + i - bounds[1]) * n, to[i] = rows + (r + i) * n;
+            product(from, matrix, to, some, n);
+            for (int i = 0; i < some; i++) lost[k] |= scaled(rows + (r + i) * n, rows_log + r + i, n, small);
+        }
+    }
 }

@@ -130,6 +130,10 @@ def _declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
     loaded.codd_panels.restype = None
     loaded.codd_pick.argtypes = [_DATA, _DATA, _SIZE, _SIZE, _REAL, _SIZE, _REAL, _REAL, *[_DATA] * 4]
     loaded.codd_pick.restype = _SIZE
+    loaded.codd_pair_sums.argtypes = [*[_DATA] * 7, _SIZE, _SIZE, _DATA, _DATA, _REAL]
+    loaded.codd_pair_sums.restype = _SIZE
+    loaded.codd_product_pass.argtypes = [*[_DATA] * 11, _SIZE, _SIZE, _REAL, _DATA]
+    loaded.codd_product_pass.restype = None
     return loaded
 
 

@@ -6,6 +6,7 @@ values that are far apart within a row can, which shows when a product leaves li
 is not checked.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -14,7 +15,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from codd.circuits.ops.constrained.reachable_states import Atoms, Ids, SortedColumns
+from codd.circuits.ops import native
+from codd.circuits.ops.constrained.reachable_states import Atoms, Ids, Pairs, SortedColumns
 from codd.circuits.ops.path.eager import leaving
 from codd.circuits.parameters import Emission, Transition
 from codd.circuits.underflow import either
@@ -68,6 +70,17 @@ def local(ids: Ids, wanted: Ids, device: torch.device) -> Int[Tensor, " P"]:
     return torch.from_numpy(np.searchsorted(ids, wanted)).to(device, non_blocking=True)
 
 
+def _grouped(out: Ids) -> tuple[Ids, Ids, Ids]:
+    """Numbers in order, each once; where each begins among all when sorted, and where the last ends; the sorting."""
+    order = np.argsort(out, kind="stable")
+    ids, first = np.unique(out[order], return_index=True)
+    return ids, np.append(first, len(out)), order
+
+
+def _any(underflow: Tensor | None) -> bool:
+    return underflow is not None and bool(underflow.any())
+
+
 def beside(ids: Ids, parts: list[Rows]) -> Rows:
     """The sequences of several rows next to each other; ids that a part does not have are zero there."""
     if len(parts) == 1 and len(parts[0].ids) == len(ids):
@@ -114,9 +127,10 @@ def unstacked(rows: Rows, count: int, period: int) -> list[Rows]:
 class Linear:
     """The operations on ordinary numbers, in the type of the circuit."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        """``dtype``: the type of the values, float32 or float64; scales are always in float64."""
+    def __init__(self, dtype: torch.dtype, *, compiled: bool = False) -> None:
+        """``dtype``: of the values, float32 or float64; scales are always in float64. ``compiled``: in C if it can."""
         self.dtype = dtype
+        self._library = native.library() if compiled and dtype == torch.float32 else None
 
     def _rows(
         self, ids: Ids, values: Float[Tensor, "n B N"], log: Float[Tensor, "n B"], underflow: Bool[Tensor, " B"] | None
@@ -153,6 +167,8 @@ class Linear:
         Without y it is the sum of x[x_ids]: leaf values by group from those by atom.
         """
         device, (rows, batch, width) = x.values.device, x.values.shape
+        if self._library is not None and batch == 1:
+            return self._compiled_sums(out_ids, x, x_ids, y, y_ids)
         ids, place = np.unique(out_ids, return_inverse=True)
         order = np.argsort(place, kind="stable")
         xi, underflow = local(x.ids, x_ids[order], device), x.underflow
@@ -161,7 +177,7 @@ class Linear:
             yi, underflow = local(y.ids, y_ids[order], device), either(underflow, y.underflow)
             log.add_(y.log.index_select(0, yi))
 
-        def products(some: slice) -> Float[Tensor, "P B N"]:
+        def products(some: slice) -> Tensor:
             product = values.index_select(0, xi[some])
             return product if y is None else product.mul_(y.values.index_select(0, yi[some]))
 
@@ -182,6 +198,92 @@ class Linear:
             some = slice(begin, begin + size)
             total.index_add_(0, out[some], products(some).mul_(weight[some, :, None]))
         return self._rows(ids, total, top, underflow)
+
+    def _compiled_sums(self, out_ids: Ids, x: Rows, x_ids: Ids, y: Rows | None, y_ids: Ids | None) -> Rows:
+        assert self._library is not None
+        ids, first, order = _grouped(out_ids)
+        xi, width = np.searchsorted(x.ids, x_ids[order]), x.values.shape[-1]
+        values, log = torch.empty(len(ids), 1, width), torch.empty(len(ids), 1, dtype=torch.float64)
+        kept = [x.values.contiguous(), x.log.contiguous()]  # while C reads them
+        others: list[int | None] = [None, None, None]
+        if y is not None and y_ids is not None:
+            kept += [y.values.contiguous(), y.log.contiguous()]
+            yi = np.searchsorted(y.ids, y_ids[order])
+            others = [kept[2].data_ptr(), kept[3].data_ptr(), yi.ctypes.data]
+        given = (kept[0].data_ptr(), kept[1].data_ptr(), xi.ctypes.data, *others, first.ctypes.data)
+        out = (values.data_ptr(), log.data_ptr(), _SMALL[torch.float32])
+        lost = torch.tensor([bool(self._library.codd_pair_sums(*given, len(ids), width, *out))])
+        return Rows(ids, values, log, either(lost, x.underflow, None if y is None else y.underflow))
+
+    def sweep(
+        self,
+        transition: Transition,
+        rows: Rows,
+        positions: Sequence[int],
+        pairs: Sequence[Pairs],
+        leaf: Sequence[Rows],
+        reverse: bool,
+    ) -> list[tuple[Rows, Rows]]:
+        """From the messages ``rows`` through some positions: the sums over the pairs of each, and the next messages."""
+        if self._serves(transition, rows):
+            return self._compiled_sweep(transition, rows, positions, pairs, leaf, reverse)
+        out = []
+        for t in positions:
+            to, ids = (pairs[t].source, pairs[t].target) if reverse else (pairs[t].target, pairs[t].source)
+            sums = self.sums(to, rows, ids, leaf[t], pairs[t].group)
+            rows = self.step(transition, t - reverse, sums, reverse)
+            out.append((sums, rows))
+        return out
+
+    def _serves(self, transition: Transition, rows: Rows) -> bool:
+        one_matrix = not (transition.per_position or transition.low_rank or transition.stepwise)
+        return self._library is not None and rows.values.shape[1] == 1 and one_matrix
+
+    def _compiled_sweep(
+        self,
+        transition: Transition,
+        rows: Rows,
+        positions: Sequence[int],
+        pairs: Sequence[Pairs],
+        leaf: Sequence[Rows],
+        reverse: bool,
+    ) -> list[tuple[Rows, Rows]]:
+        ids, firsts, ways, groups, offset = [rows.ids], [np.zeros(1, dtype=np.int64)], [], [], 0
+        for t in positions:
+            to, by = (pairs[t].source, pairs[t].target) if reverse else (pairs[t].target, pairs[t].source)
+            out, first, order = _grouped(to)
+            ways.append(np.searchsorted(ids[-1], by[order]))
+            groups.append(np.searchsorted(leaf[t].ids, pairs[t].group[order]))
+            firsts.append(first[1:] + offset)
+            ids.append(out)
+            offset += len(to)
+        xi, yi, first = (np.concatenate(parts) for parts in (ways, groups, firsts))
+        bounds = np.cumsum([0, *map(len, ids)])
+        width, given = rows.values.shape[-1], bounds[1]
+        values, log = torch.empty(bounds[-1], 1, width), torch.empty(bounds[-1], 1, dtype=torch.float64)
+        values[:given], log[:given] = rows.values, rows.log
+        sums, sums_log = torch.empty_like(values[given:]), torch.empty_like(log[given:])
+        parts = [(leaf[t].values.contiguous(), leaf[t].log.contiguous()) for t in positions]  # while C reads them
+        tables = [np.array([part[i].data_ptr() for part in parts]) for i in (0, 1)]
+        lost = np.array([_any(leaf[t].underflow) for t in positions])
+        lost[:1] |= _any(rows.underflow)
+        matrix = (transition.transposed if reverse else transition.linear)[0]
+        assert self._library is not None
+        self._library.codd_product_pass(
+            matrix.data_ptr(),
+            *(table.ctypes.data for table in tables),
+            *(made.data_ptr() for made in (sums, sums_log, values, log)),
+            *(array.ctypes.data for array in (bounds, first, xi, yi)),
+            *(len(parts), width, _SMALL[torch.float32]),
+            lost.ctypes.data,
+        )
+        out = []
+        for k, (begin, end) in enumerate(pairwise(bounds[1:].tolist())):
+            known = torch.from_numpy(lost[k : k + 1])
+            inner = slice(begin - given, end - given)
+            reached = Rows(ids[k + 1], sums[inner], sums_log[inner], known)
+            out.append((reached, Rows(ids[k + 1], values[begin:end], log[begin:end], known)))
+        return out
 
     def step(self, transition: Transition, t: int, rows: Rows, reverse: bool) -> Rows:
         """Through the transition from position t to t + 1, or backward from t + 1 to t."""

@@ -161,11 +161,13 @@ class ProductMessages:
             start, first = self.chain.log_start, self.reachable.first
             logs = start[torch.from_numpy(first).to(start.device)][:, None, None] + self.chain.initial.detach().double()
             rows = self._forward[0] = self.algebra.from_logs(first, logs.expand(-1, len(self.observed), -1))
-        for at in range(known, t):
-            pairs = self.reachable.pairs[at]
-            reached = self.algebra.sums(pairs.target, rows, pairs.source, self._leaf[at], pairs.group)
-            rows = self._forward[at + 1] = self.algebra.step(self.steps, at, reached, reverse=False)
-        return rows
+        made = self._swept(rows, range(known, t), reverse=False)
+        self._forward[known + 1 : t + 1] = [after for _, after in made]
+        return made[-1][1] if made else rows
+
+    def _swept(self, rows: Rows, positions: range, reverse: bool) -> list[tuple[Rows, Rows]]:
+        pairs = self.reachable.pairs
+        return self.algebra.sweep(self.steps, rows, positions, pairs, self._leaf, reverse) if positions else []
 
     def backward(self, t: int) -> Rows:
         """c_t: a row for each live state after position t."""
@@ -178,9 +180,10 @@ class ProductMessages:
             logs = end[torch.from_numpy(last).to(end.device)][:, None, None]
             shape = -1, len(self.observed), len(self.chain.initial)
             rows = self._backward[known] = self.algebra.from_logs(last, logs.expand(shape))
-        for at in range(known, t, -1):
-            rows = self._backward[at - 1] = self.algebra.step(self.steps, at - 1, self.joint(at), reverse=True)
-        return rows
+        made = self._swept(rows, range(known, t, -1), reverse=True)
+        for at, (joint, before) in zip(range(known, t, -1), made, strict=True):
+            self._joint[at], self._backward[at - 1] = joint, before
+        return made[-1][1] if made else rows
 
     def joint(self, t: int) -> Rows:
         """b_t: a row for each live state before position t."""
@@ -317,6 +320,7 @@ class ProductMessages:
     def _cavities(self, positions: list[int]) -> list[Rows]:
         """a_t times c_t by atom, some positions at once: with latent potentials, E and w_t it is Z p(z_t, x_t)."""
         states, groups, atoms = self.chain.classes.num_states, self.chain.classes.num_groups, self._atoms
+        self.forward(positions[-1]), self.backward(positions[0])  # each in one go
         before = stacked([self.forward(t) for t in positions], states)
         behind = stacked([self.backward(t) for t in positions], states)
         pairs = [self.reachable.pairs[t] for t in positions]
