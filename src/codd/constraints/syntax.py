@@ -82,7 +82,7 @@ def parse_search(pattern: str) -> Expression:
     if flags & ~re.UNICODE:
         raise InvalidConstraint(f"the pattern {shown(pattern)} sets flags, which JSON schemas do not have.")
     reader, around = _Reader(pattern, narrow=True, ecma=True), Repeat(ANY, 0, None)
-    alternatives = []
+    alternatives: list[Expression] = []
     for branch in _apart(list(tree)):
         if len(alternatives) == _MAX_ALTERNATIVES:
             raise too_large("alternatives that begin or end with ^ or $", _MAX_ALTERNATIVES)

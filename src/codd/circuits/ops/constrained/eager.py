@@ -272,18 +272,18 @@ class Linear:
         self._library.codd_product_pass(
             matrix.data_ptr(),
             *(table.ctypes.data for table in tables),
-            *(made.data_ptr() for made in (sums, sums_log, values, log)),
+            *(table.data_ptr() for table in (sums, sums_log, values, log)),
             *(array.ctypes.data for array in (bounds, first, xi, yi)),
             *(len(parts), width, _SMALL[torch.float32]),
             lost.ctypes.data,
         )
-        out = []
+        made = []
         for k, (begin, end) in enumerate(pairwise(bounds[1:].tolist())):
             known = torch.from_numpy(lost[k : k + 1])
             inner = slice(begin - given, end - given)
             reached = Rows(ids[k + 1], sums[inner], sums_log[inner], known)
-            out.append((reached, Rows(ids[k + 1], values[begin:end], log[begin:end], known)))
-        return out
+            made.append((reached, Rows(ids[k + 1], values[begin:end], log[begin:end], known)))
+        return made
 
     def step(self, transition: Transition, t: int, rows: Rows, reverse: bool) -> Rows:
         """Through the transition from position t to t + 1, or backward from t + 1 to t."""
