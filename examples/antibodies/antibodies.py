@@ -95,10 +95,10 @@ def design(model: codd.Model, rows: list[Row], calls: int, seed: int = 0) -> tup
         ids = torch.zeros(len(prompts), max(map(len, prompts)), dtype=torch.long)
         for row, prompt in zip(ids, prompts, strict=True):
             row[: len(prompt)] = torch.tensor(prompt)
-        places = (ids == model.mask_id).nonzero()[:, 1].view(-1, WINDOW)
+        places = ids.eq(model.mask_id).nonzero()[:, 1].view(-1, WINDOW)
         for left in range(calls, 0, -1):
             window = ids.gather(1, places)
-            hidden = window == model.mask_id
+            hidden = window.eq(model.mask_id)
             logits = model.backbone(ids, ids != 0).gather(
                 1, places[..., None].expand(-1, -1, model.backbone.vocab_size)
             )
