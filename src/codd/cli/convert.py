@@ -98,11 +98,11 @@ def _convert_checkpoint(args: argparse.Namespace) -> int:
         raise FormatError(f"{args.source}: has no {PICKLED}. Give a folder with one, or a .jpc file.")
     if args.folder.exists() and (args.folder / CONVERTED).exists() and not args.force:
         raise CoddError(f"{args.folder}: holds {CONVERTED} already; give another folder, or --force to replace")
-    with console.working(f"reading {source}"):
+    with console.working(f"reading {source}"), files.open_regular(source) as file:
         try:
-            tensors = torch.load(source, map_location="cpu", weights_only=True)
+            tensors = torch.load(file, map_location="cpu", weights_only=True)
         except Exception as error:  # whatever reading a damaged file, or one that asks for more than tensors, raises
-            raise FormatError(f"{source}: cannot be read as plain tensors ({files.brief(error)}).") from error
+            raise FormatError(f"{source}: cannot be read as plain tensors ({type(error).__name__}).") from error
     if not isinstance(tensors, dict) or not all(isinstance(x, torch.Tensor) for x in tensors.values()):
         raise FormatError(f"{source}: holds other things than named tensors.")
     args.folder.mkdir(parents=True, exist_ok=True)
