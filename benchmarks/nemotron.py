@@ -160,7 +160,7 @@ def evaluate(model: codd.Model, draw: random.Random, count: int) -> list[dict[st
     found, causal = [], CausalModel(model.backbone.causal)
     for number, ids in enumerate(rows(draw, count)[:, :PROMPT].tolist()):
         for temperature in (0.0, 1.0):
-            common = {"gen_length": NEW, "temperature": temperature, "stop": False}
+            common: dict[str, Any] = {"gen_length": NEW, "temperature": temperature, "stop": False}
             for name, drafter in {"circuit": model, "null": model.with_circuit("null")}.items():
                 steps = list(drafter.denoise([ids], mode="speculative", block_length=BLOCK, seed=number, **common))
                 drafts = [step.accepted for step in steps if step.drafted]
