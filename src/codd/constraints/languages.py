@@ -167,7 +167,9 @@ class JsonSchema(Language):
         """
         for attempt in range(len(_ATTEMPTS)):
             try:
-                return byte_dfa(_read(self.source, self.additional, attempt).expression, max_states)
+                found = byte_dfa(_read(self.source, self.additional, attempt).expression, max_states)
+                if len(found.table) <= max_states or attempt == len(_ATTEMPTS) - 1:
+                    return found
             except TooLarge:
                 if attempt == len(_ATTEMPTS) - 1:
                     raise
