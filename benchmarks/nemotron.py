@@ -96,13 +96,14 @@ def both_modes(backbone: Backbone, ids: Tensor, noisy: Tensor, phase: int) -> tu
     positions = torch.cat((place, place))[None]
     scaling = config.rope_scaling
     angles = rotary_angles(positions, config.head_dim, config.rope_theta or 0, scaling)
-    context = AttentionContext(angles, mask[None, None], query_scale=scaling and scaling.query_scale(positions))
+    query_scale = None if scaling is None else scaling.query_scale(positions)
+    context = AttentionContext(angles, mask[None, None], query_scale=query_scale)
     x = network.embedding(torch.cat((ids, noisy), 1), positions, None)
     for layer in network.blocks:
         x = layer(x, context, None)
     assert network.final_norm is not None
-    causal_logits, filled = network.logits(network.final_norm(x)).split(length, dim=1)
-    return causal_logits, filled
+    logits = network.logits(network.final_norm(x))
+    return logits[:, :length], logits[:, length:]
 
 
 def train_network(backbone: Backbone, draw: random.Random, seconds: float) -> list[list[float]]:
@@ -118,7 +119,7 @@ def train_network(backbone: Backbone, draw: random.Random, seconds: float) -> li
         left_to_right = F.cross_entropy(causal[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
         filling = F.cross_entropy(filled[masked], ids[masked])
         optimizer.zero_grad()
-        (left_to_right + filling).backward()
+        torch.autograd.backward(left_to_right + filling)
         optimizer.step()
         if step % 100 == 0:
             losses.append([step, left_to_right.item(), filling.item()])
@@ -144,7 +145,7 @@ def train_circuit(backbone: Backbone, draw: random.Random, states: int, steps: i
         joint = codd.Coupled(codd.HMM.from_factors(factors), logits=logits, tokens=windows, masked=masked)
         loss = -joint.log_prob(windows).mean() / (BLOCK - 1)
         optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         optimizer.step()
         if step % 100 == 0 or step == steps - 1:
             alone = F.cross_entropy(logits[masked], windows[masked])
