@@ -254,7 +254,8 @@ def summary(engine: str, results: list[Result]) -> str:
 def cost(rows: list[dict[str, Any]], count: int) -> None:
     """Print what a call takes under some of the schemas, over one without."""
     torch.set_num_threads(1)
-    model, room, ratios = codd.load(), 64, []
+    model, room = codd.load(), 64
+    ratios: list[float] = []
     question = (
         "A store sells 26 scarves on Thursday. On Friday it sells 284 more scarves than on Thursday. "
         "How many scarves are sold in all?"
