@@ -93,7 +93,7 @@ def both_modes(backbone: Backbone, ids: Tensor, noisy: Tensor, phase: int) -> tu
     before, own = block[:, None] > block, block[:, None] == block
     causal = place[:, None] >= place
     mask = torch.cat((torch.cat((causal, torch.zeros_like(own)), 1), torch.cat((before, own), 1)))
-    positions = torch.cat((place, place))[None]
+    positions = torch.cat((place, place)).expand(len(ids), -1)
     scaling = config.rope_scaling
     angles = rotary_angles(positions, config.head_dim, config.rope_theta or 0, scaling)
     query_scale = None if scaling is None else scaling.query_scale(positions)

@@ -211,8 +211,8 @@ def commands(code: str) -> Iterator[list[str]]:
 PARSE = argparse.ArgumentParser.parse_args
 
 
-def parse_and_stop(parser: argparse.ArgumentParser) -> None:
-    PARSE(parser)
+def parse_and_stop(parser: argparse.ArgumentParser, arguments: list[str] | None = None) -> None:
+    PARSE(parser, arguments)
     raise Parsed
 
 
@@ -225,9 +225,10 @@ def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
             parser = argparse.ArgumentParser(f"codd {verb}", allow_abbrev=False)
             load(verb).configure(parser)
             parser.parse_args(arguments)
-        case ["python", script, *arguments] if script.startswith("benchmarks/"):
-            module = importlib.import_module(Path(script).stem)
+        case ["python", script, *arguments] if script.startswith(("benchmarks/", "examples/")):
             with monkeypatch.context() as patch:
+                patch.syspath_prepend(ROOT / Path(script).parent)
+                module = importlib.import_module(Path(script).stem)
                 patch.setattr(sys, "argv", [script, *arguments])
                 patch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
                 with pytest.raises(Parsed):
