@@ -57,6 +57,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60, help="of training, in seconds of the processor")
     parser.add_argument("--count", type=int, default=100, help="texts (default: 100)")
     parser.add_argument("--states", type=int, default=32, help="of the circuit (default: 32)")
+    parser.add_argument("--updates", type=int, default=400, help="of the circuit (default: 400)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
@@ -66,7 +67,7 @@ def main() -> None:
     backbone = Backbone(spec, Transformer(spec.transformer))
     initialise(backbone.network, generator=torch.Generator().manual_seed(args.seed))
     losses = train_network(backbone, draw, args.seconds)
-    circuit = train_circuit(backbone, draw, args.states)
+    circuit = train_circuit(backbone, draw, args.states, args.updates)
     model = codd.Model(backbone, circuit, None, MASK)
     results = {"losses": losses, "texts": evaluate(model, draw, args.count)}
     args.out.write_text(json.dumps(results, indent=1) + "\n")
@@ -129,7 +130,7 @@ def train_network(backbone: Backbone, draw: random.Random, seconds: float) -> li
     return losses
 
 
-def train_circuit(backbone: Backbone, draw: random.Random, states: int, steps: int = 400) -> codd.HMM:
+def train_circuit(backbone: Backbone, draw: random.Random, states: int, steps: int) -> codd.HMM:
     """A circuit for blocks of which the first token alone is known."""
     factors = Factors.near_neutral(states, backbone.vocab_size).map(lambda table: table.clone().requires_grad_())
     optimizer = torch.optim.Adam(list(factors), lr=0.05)

@@ -54,7 +54,7 @@ COMMANDS = {
     "int8": ["--tiny --device cpu --out OUT"],
     "json_schemas": ["tests/fixtures/json_schemas.jsonl --every 20"],
     "structured": ["--tiny --seed 2 --out OUT"],
-    "nemotron": ["--seconds 0.01 --count 1 --states 2 --out OUT"],
+    "nemotron": ["--seconds 0.01 --count 1 --states 2 --updates 2 --out OUT"],
     "curves": ["docs/runs/mini.jsonl docs/runs/causal.jsonl docs/runs/anemone.json --out SVG"],
 }
 """The arguments of each script; DATA and OUT stand for paths."""
