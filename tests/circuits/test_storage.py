@@ -280,7 +280,8 @@ def test_a_damaged_folder_is_refused(folder, damage, words):
         read_folder(folder)
 
 
-def test_no_such_folder_and_not_a_hub_id(tmp_path):
+def test_no_such_folder_and_not_a_hub_id(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # a checkout may have a neighbour of the name ../b
     for path in (
         tmp_path / "nothing",
         str(tmp_path / "nothing"),
