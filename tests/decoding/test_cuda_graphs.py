@@ -89,6 +89,8 @@ class TestWindows:
         {"sampler": "any_order"},
         {"sampler": "any_order", "threshold": 0.5, "steps": None},
         {"sampler": "any_order", "threshold": 0.9, "temperature": 0.7, "steps": None},
+        {"sampler": "any_order", "threshold": 0.97, "steps": None, "blocks": "sliding"},
+        {"sampler": "any_order", "threshold": 0.95, "temperature": 1.0, "min_tokens": 4, "steps": None},
         {"sampler": "any_order", "entropy_budget": 0.5, "steps": None},
         {"sampler": "any_order", "temperature": 0.7},
         {"sampler": "any_order", "temperature": 0.7, "top_p": 0.9, "remasking": "entropy"},
