@@ -58,7 +58,7 @@ DENOISE: list[Row] = [
     ({"messages": {"str": 1}}, 422, "messages", "must be a list"),
     ({"messages": []}, 422, "messages", ""),
     ({"messages": [{"role": "user"}]}, 422, "messages.0.content", "is missing"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, 422, "messages.0.role", "'system'"),
+    ({"messages": [{"role": "boss", "content": "x"}]}, 422, "messages.0.role", "'system'"),
     ({"messages": [{"role": LONG, "content": ""}]}, 422, "messages.0.role", ""),
     ({"messages": [{**USER, "content": None}]}, 422, "messages.0.content", ""),
     ({"messages": [{**USER, "content": [{"type": "text"}]}]}, 422, "messages.0.content.0.text", "missing"),

@@ -21,12 +21,12 @@ from starlette.types import ASGIApp
 from codd.decoding import Model
 from codd.decoding.decisions import decision
 from codd.decoding.prompts import can_chat
-from codd.errors import CoddError, InvalidInput
+from codd.errors import InvalidInput
 from codd.serving import prompts, streaming
 from codd.serving.compiler import Compiler
 from codd.serving.encoding import Json, json_response, sse_event
 from codd.serving.engine import Engine
-from codd.serving.errors import RESPONSES, APIError, bad_request, install_handlers
+from codd.serving.errors import RESPONSES, APIError, install_handlers, refusing
 from codd.serving.metrics import CONTENT_TYPE
 from codd.serving.middleware import METRICS, PROBES, Security, with_middleware
 from codd.serving.prompts import Compiled, GenerationRequest, Limits
@@ -212,10 +212,8 @@ class Routes:
         call = ModelCall(ask, _client(request), deadline)
         decider = await self._run([call], call.result(), request)
         choose = partial(decision, decider, form.values, list(body.fields), body.top)
-        try:
+        with refusing("fields"):
             found = await before(deadline, loop.run_in_executor(self._choosers, choose))
-        except CoddError as error:
-            raise bad_request(error, "fields") from None
         return json_response(decision_body(found))
 
     async def inspect(self, body: InspectRequest, request: Request) -> Response:

@@ -20,7 +20,7 @@ from codd.constraints import Automaton
 from codd.decoding import Model
 from codd.errors import CoddError, InvalidConstraint
 from codd.serving import compiler_process
-from codd.serving.errors import APIError, bad_request
+from codd.serving.errors import APIError, refusing
 from codd.serving.prompts import Compiled, Limits
 from codd.serving.requests import before
 from codd.serving.schemas import Constraint
@@ -85,15 +85,13 @@ class Compiler:
 
     def _compile(self, constraint: Constraint) -> Automaton:
         """In the compiler's thread, which waits for the process."""
-        try:
+        with refusing(constraint.field):
             if self._process is None or not self._process.alive:
                 self._process = _Process(self._model, self._limits)
             if self._closed:
                 self._process.stop()
                 raise CoddError("the compiler is closed.")
             return self._process.compile(constraint)
-        except CoddError as error:
-            raise bad_request(error, constraint.field) from None
 
 
 def _bytes(automaton: Automaton) -> int:

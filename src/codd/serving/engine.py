@@ -79,7 +79,6 @@ class Engine:
         exact: bool = False,
         cache_memory: int | None = None,
         cache_length: int = 4096,
-        metrics: Metrics | None = None,
     ):
         """``slots``: maximum batch size; ``queue``: how many more sequences may wait; ``exact``: on a GPU, too,
         evaluate the network for one sequence at a time, so that each is what it is alone, to the bit.
@@ -91,7 +90,7 @@ class Engine:
         self.runner = _runner(model, 2 * slots, cache_memory, cache_length, exact)
         self.model = model
         self.slots = slots
-        self.metrics = metrics or Metrics()
+        self.metrics = Metrics()
         self._waiting: FairQueue[SequenceRequest] = FairQueue(queue)
         self._calls: FairQueue[ModelCall] = FairQueue(queue)
         self._running: list[SequenceRequest] = []

@@ -2,7 +2,8 @@
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
@@ -98,6 +99,15 @@ def bad_request(error: CoddError, param: str | None = None) -> APIError:
     """A 400 for a prompt or an option that codd refuses; by default ``param`` is the first field in the message."""
     named = _FIELD.search(str(error))
     return APIError(400, str(error), param or (named[1] if named else "body"))
+
+
+@contextmanager
+def refusing(param: str | None = None) -> Iterator[None]:
+    """Make a 400 of what codd refuses in the block, as `bad_request` does."""
+    try:
+        yield
+    except CoddError as error:
+        raise bad_request(error, param) from None
 
 
 def to_api_error(error: Exception) -> APIError:

@@ -37,6 +37,8 @@ HEADERS = {
 PROBES = ("/health/live", "/health/ready")
 """Paths for the probes of a cluster, which know neither the key nor a name of the server, and must pass under load."""
 METRICS = "/metrics"
+OPEN = ("/", "/health", "/favicon.ico")
+"""Paths that need no key, like the static files of the playground."""
 _REQUEST_ID = re.compile(r"[!-~]{1,64}")
 
 
@@ -54,10 +56,6 @@ class Security:
     """The largest request body, in bytes."""
     origins: tuple[str, ...] = ()
     """Origins of other sites whose pages may call the server (CORS)."""
-    open_paths: tuple[str, ...] = ("/", "/health", "/favicon.ico")
-    """Paths that need no key."""
-    open_folders: tuple[str, ...] = ("/playground/",)
-    """Folders of static files, which need no key either; each ends in a slash."""
     metrics_port: int | None = None
     """A port of this server that has metrics and probes only, for everybody who can reach it."""
 
@@ -136,7 +134,8 @@ class Checks:
                 "--allow-host NAME if that is a name of the server."
             )
             return APIError(403, message, param="Origin", code="foreign_origin")
-        if not self._is_open(path) and not self._has_key(headers):
+        page = path in OPEN or (path.startswith("/playground/") and "/../" not in path)
+        if not page and not self._has_key(headers):
             return APIError(
                 401,
                 "This server wants an API key, and this request has none that it knows: Authorization: Bearer KEY.",
@@ -174,10 +173,6 @@ class Checks:
             return True
         scheme, _, place = origin.lower().partition("://")
         return scheme in ("http", "https") and (place == host.lower() or self._is_named(place.partition(":")[0]))
-
-    def _is_open(self, path: str) -> bool:
-        security = self.security
-        return path in security.open_paths or (path.startswith(security.open_folders) and "/../" not in path)
 
     def _has_key(self, headers: Headers) -> bool:
         """Whether the request has the key. Digests are compared, so that not even its length can be measured."""

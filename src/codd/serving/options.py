@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AliasChoices, BaseModel, Field, create_model, model_validator
 
 from codd.decoding.options import LARGEST, OPTIONS, OTHER_NAMES, RULE, UNTYPED, OptionInfo, Options, default_in_words
-from codd.errors import InvalidInput
-from codd.serving.errors import bad_request
+from codd.serving.errors import refusing
 from codd.validation import STRICT
 
 MAX_FIELDS = 1000
@@ -57,10 +56,8 @@ class OptionFields(Strict):
 
     def options(self, defaults: Options, **changes: Any) -> Options:
         """What the client chose, over the server's defaults; ``changes`` are worked out from both."""
-        try:
+        with refusing():
             return defaults.changed(**{**self.given(), **changes})
-        except InvalidInput as error:
-            raise bad_request(error) from None
 
 
 def option_field(name: str) -> tuple[Any, Any]:

@@ -19,7 +19,7 @@ from codd.decoding.inspect import Inspection, inspect
 from codd.decoding.prompts import Prompt
 from codd.decoding.sequence import SequenceState, options_for
 from codd.errors import CoddError, InvalidConstraint
-from codd.serving.errors import APIError, bad_request
+from codd.serving.errors import APIError, bad_request, refusing
 from codd.serving.options import SamplingOptions
 from codd.serving.responses_api import ResponsesRequest
 from codd.serving.schemas import (
@@ -193,10 +193,8 @@ class _Planner:
         """The prompt's ids, encoded as `Model.generate` does."""
         self.limits.check_text(_texts(prompt), self.prompt, self.model)
         _, length = self._length()
-        try:
+        with refusing(self.prompt):
             [ids] = self.model.encode([prompt], gen_length=length, chat=chat)
-        except CoddError as error:
-            raise bad_request(error, self.prompt) from None
         return ids
 
     def encode_chat(self, messages: list[dict[str, str]], tools: list[dict[str, Any]]) -> list[int]:
@@ -205,10 +203,8 @@ class _Planner:
         if not tools or tokenizer is None or not tokenizer.takes_tools:
             return self.encode(messages)
         self.limits.check_text([*_texts(messages), json.dumps(tools)], "tools", self.model)
-        try:
+        with refusing(self.prompt):
             return tokenizer.encode_chat(messages, tools=tools)
-        except CoddError as error:
-            raise bad_request(error, self.prompt) from None
 
     def continuation(self, ids: list[int]) -> GenerationRequest:
         """A prompt with masks after it."""
@@ -219,10 +215,8 @@ class _Planner:
         """A prompt, masks, and a suffix: to the loop, all of it is a prompt."""
         assert self.model.tokenizer is not None
         self.limits.check_text([text], "suffix", self.model)
-        try:
+        with refusing("suffix"):
             suffix = self.model.tokenizer.encode(text)
-        except CoddError as error:
-            raise bad_request(error, "suffix") from None
         length = self._fitted(len(ids) + len(suffix), 0)
         whole = [*ids, *[_mask(self.model)] * length, *suffix]
         return self._started(whole, 0, len(ids), len(ids) + length)

@@ -1,7 +1,7 @@
 """Response bodies: OpenAI's objects and chunks, and the events of /v1/denoise."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
@@ -21,31 +21,6 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 @dataclass(frozen=True)
-class Usage:
-    """What a response cost; of several sequences, all together."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    steps: int
-    """Network evaluations."""
-    circuit_steps: int
-    """Network evaluations in which the circuit acted."""
-    computed: int
-    """Positions that the network computed in them."""
-    cached: int
-    """Positions that it found in a KV cache instead."""
-    seconds: float
-    """From the first step on."""
-    queued_seconds: float
-
-    def as_json(self) -> Json:
-        """OpenAI's usage object, with our own figures under "codd"."""
-        own = asdict(self)
-        tokens = {name: own.pop(name) for name in ("prompt_tokens", "completion_tokens")}
-        return {**tokens, "total_tokens": sum(tokens.values()), "codd": own}
-
-
-@dataclass(frozen=True)
 class OpenAIFormat:
     """Builds the objects of one response in OpenAI's format; the fields are what they have in common."""
 
@@ -62,7 +37,7 @@ class OpenAIFormat:
     provisional: bool = False
     """Whether a stream also says the provisional text behind the settled prefix."""
 
-    def full(self, texts: Sequence[tuple[str, FinishReason, Json | None]], usage: Usage) -> Json:
+    def full(self, texts: Sequence[tuple[str, FinishReason, Json | None]], usage: Json) -> Json:
         """A response that is not streamed: one choice for each text, with its log-probabilities if they are wanted."""
         choices = []
         for index, (text, reason, logprobs) in enumerate(texts):
@@ -71,7 +46,7 @@ class OpenAIFormat:
             content = {"message": {"role": "assistant", "refusal": None, **said}} if self.chat else {"text": text}
             finish = "tool_calls" if calls else reason
             choices.append({"index": index, **content, "logprobs": logprobs, "finish_reason": finish})
-        return {**self._head("chat.completion"), "choices": choices, "usage": usage.as_json()}
+        return {**self._head("chat.completion"), "choices": choices, "usage": usage}
 
     def chunk(
         self, index: int, content: Json, reason: FinishReason | None = None, logprobs: Json | None = None
@@ -81,9 +56,9 @@ class OpenAIFormat:
         usage = {"usage": None} if self.include_usage else {}  # a null in every chunk but the last, as OpenAI does
         return {**self._head("chat.completion.chunk"), "choices": [choice], **usage}
 
-    def usage_chunk(self, usage: Usage) -> Json:
+    def usage_chunk(self, usage: Json) -> Json:
         """The chunk after all choices."""
-        return {**self._head("chat.completion.chunk"), "choices": [], "usage": usage.as_json()}
+        return {**self._head("chat.completion.chunk"), "choices": [], "usage": usage}
 
     def text(self, text: str | None = None) -> Json:
         """What a chunk with more text holds, or one without."""

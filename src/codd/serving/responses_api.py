@@ -8,7 +8,7 @@ from pydantic import Field
 from codd.serving.encoding import Json
 from codd.serving.errors import APIError
 from codd.serving.options import Strict
-from codd.serving.responses import FinishReason, Usage
+from codd.serving.responses import FinishReason
 from codd.serving.schemas import (
     Alternatives,
     Constraint,
@@ -158,7 +158,7 @@ class ResponseEvents:
         """Our own event: what follows that text for now."""
         return self._event("response.codd_provisional", **self._place, codd_provisional=pieces)
 
-    def end(self, text: str, logprobs: list[Json], reason: FinishReason, usage: Usage) -> list[tuple[str, Json]]:
+    def end(self, text: str, logprobs: list[Json], reason: FinishReason, usage: Json) -> list[tuple[str, Json]]:
         """The events after the last text."""
         status, part = "completed" if reason == "stop" else "incomplete", _part(text, logprobs)
         item = self._item(status, [part])
@@ -218,14 +218,13 @@ def _part(text: str, logprobs: list[Json]) -> Json:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def _usage(usage: Usage) -> Json:
+def _usage(usage: Json) -> Json:
     """The usage object of this route, with our own figures under "codd"."""
-    found = usage.as_json()
     return {
-        "input_tokens": found["prompt_tokens"],
+        "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-        "output_tokens": found["completion_tokens"],
+        "output_tokens": usage["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": found["total_tokens"],
-        "codd": found["codd"],
+        "total_tokens": usage["total_tokens"],
+        "codd": usage["codd"],
     }

@@ -39,24 +39,17 @@ class Said(Strict):
 class Message(Said):
     """One message of a conversation. Fields of an earlier response that clients send back are accepted if empty."""
 
-    role: Roles
+    role: Roles | Literal["tool"]
     content: str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
     name: str | None = Field(None, description="Ignored: chat templates know roles only.")
     refusal: None = None
     audio: None = None
     function_call: None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-
-
-class ChatMessage(Message):
-    """A message of a conversation in which functions may have been called."""
-
-    role: Roles | Literal["tool"]  # type: ignore[assignment]
     tool_calls: Annotated[list[ToolCall], Field(max_length=128, fail_fast=True)] | None = Field(
         None, description="Calls that an earlier answer made."
     )
     tool_call_id: str | None = Field(None, description="Ignored: chat templates know the order only.")
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -341,7 +334,7 @@ class ConversationFields(Strict):
 class ChatRequest(OpenAIRequest, ConversationFields):
     """The body of /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    messages: Messages
     max_completion_tokens: Length | None = Field(None, description="The same as gen_length.")
     logprobs: bool | None = Field(None, description="Log-probabilities of the tokens.")
     top_logprobs: Alternatives | None = Field(None, description="Of so many others in the place of each, too.")

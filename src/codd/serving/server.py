@@ -140,10 +140,10 @@ def prepare_process() -> None:
     _limit_arenas()
 
 
-def _limit_arenas(most: int = 2) -> None:
+def _limit_arenas() -> None:
     """Keep glibc from giving every thread a heap of its own, each of which holds what its busiest moment took."""
     with contextlib.suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, most)
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 2)
 
 
 def _file_limit() -> int:

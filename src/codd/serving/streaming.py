@@ -18,7 +18,7 @@ from codd.serving.engine import Engine
 from codd.serving.errors import APIError, log, to_api_error
 from codd.serving.prompts import GenerationRequest
 from codd.serving.requests import ModelFailure, QueuedRequest, ResultQueue, SequenceRequest, merged_steps
-from codd.serving.responses import OpenAIFormat, TokenPieces, Usage, step_event
+from codd.serving.responses import OpenAIFormat, TokenPieces, step_event
 from codd.serving.responses_api import ResponseEvents
 
 Result = TypeVar("Result")
@@ -68,18 +68,18 @@ class GeneratedSequence:
         return [*held, *pieces.provisional(self._ids[self.detokenizer.settled : self.generation.end_text])]
 
 
-def usage_of(*sequences: GeneratedSequence) -> Usage:
-    """The usage of a response so far; a prompt counts once, however many choices it has."""
-    return Usage(
-        prompt_tokens=sum(each.prompt_tokens for each in sequences if not each.generation.choice),
-        completion_tokens=sum(each.detokenizer.tokens for each in sequences),
-        steps=sum(each.steps for each in sequences),
-        circuit_steps=sum(each.circuit_steps for each in sequences),
-        computed=sum(each.computed for each in sequences),
-        cached=sum(each.cached for each in sequences),
-        seconds=max(each.request.seconds for each in sequences),
-        queued_seconds=max(each.request.queued_seconds for each in sequences),
-    )
+def usage_of(*sequences: GeneratedSequence) -> Json:
+    """OpenAI's usage object of a response so far, with our own figures under "codd".
+
+    A prompt counts once, however many choices it has. Of the seconds (in the queue, and from the first step on) those
+    of the longest sequence are told; ``steps`` are network evaluations, ``computed`` and ``cached`` positions in them.
+    """
+    prompt = sum(each.prompt_tokens for each in sequences if not each.generation.choice)
+    written = sum(each.detokenizer.tokens for each in sequences)
+    counted = ("steps", "circuit_steps", "computed", "cached")
+    own = {name: sum(getattr(each, name) for each in sequences) for name in counted}
+    own |= {name: max(getattr(each.request, name) for each in sequences) for name in ("seconds", "queued_seconds")}
+    return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written, "codd": own}
 
 
 async def deltas(engine: Engine, sequences: Sequence[GeneratedSequence]) -> AsyncIterator[tuple[int, str]]:
@@ -178,7 +178,7 @@ async def denoise_events(
         sequence.add(step)
         yield "step", step_event(step, pieces)
     text = None if model.tokenizer is None else sequence.detokenizer.text
-    usage = usage_of(sequence).as_json()
+    usage = usage_of(sequence)
     done = {"text": text, "finish_reason": sequence.detokenizer.reason, "tokens": usage["completion_tokens"]}
     yield "done", {**done, **usage["codd"]}
 
