@@ -151,11 +151,10 @@ class TestBidirectional:
             assert [step.computed + step.cached for step in steps] == [length] * 8
         steps = steps_of(net, PROMPTS[:1], cache="dual", refresh=2, **told)
         assert [step.computed for step in steps] == [length, 4, 4, length] * 2
-        told |= {"steps": 4, "remasking": "left_to_right"}
-        sliding = {**told, "steps": None, "threshold": 1.0, "min_tokens": 2, "blocks": "sliding"}
-        for kind, second in (("prefix", 8), ("dual", 6)):  # the window of the step before, and its own
+        sliding = {**told, "remasking": "left_to_right", "threshold": 1.0, "blocks": "sliding"}
+        for kind, first in (("prefix", [8, 7, 6]), ("dual", [5, 5, 5])):  # dual: the last token, and the window
             steps = steps_of(net, PROMPTS[:1], cache=kind, **sliding)
-            assert [step.computed for step in steps] == [length, second, length, 4]
+            assert [step.computed for step in steps] == [length, *first, length, 4, 3, 2]
 
     @pytest.mark.parametrize("kind", ["prefix", "dual"])
     def test_staleness_is_what_was_asked_for(self, kind):

@@ -70,7 +70,7 @@ class TestOptionsObject:
             ({"mode": "full", "remasking": "random", "activation": 0.5}, {"threshold": DEFAULT_THRESHOLD}),
             ({"editing_threshold": 0.9}, {"threshold": DEFAULT_THRESHOLD}),
             ({"min_tokens": 2}, {**DEFAULT_GREEDY, "min_tokens": 2}),
-            ({"blocks": "fixed", "temperature": 0.7}, {"threshold": 0.95, "min_tokens": 4}),
+            ({"blocks": "fixed", "temperature": 0.7}, {"threshold": 0.97, "min_tokens": 5}),
             ({"threshold": None, "entropy_budget": None}, DEFAULT_GREEDY),
             ({"temperature": 0.7}, DEFAULT_SAMPLED),
             ({"sampler": "latent"}, DEFAULT_COUNTED),

@@ -12,7 +12,7 @@ from codd.backbones import mini
 from codd.backbones.config import Config
 from codd.circuits import HMM
 from codd.decoding.loop import advance
-from codd.decoding.options import Options
+from codd.decoding.options import HEAD_START, Options
 from codd.decoding.runner import FullRecompute, HiddenStateRequest, pad_left
 from codd.decoding.sequence import SequenceState, Step, generator_for, start_sequences
 from codd.errors import CircuitSteppedAside, InvalidInput
@@ -215,13 +215,13 @@ class TestHowMany:
             assert step.window == window
             written = dict(zip(step.positions.tolist(), step.scores.tolist(), strict=True))
             own = [position for position in written if position < start + 8]
-            owed = 3 * (step.number + 1) - (24 - ids.count(MASK))
+            owed = 3 * (step.number + 1 - HEAD_START) - (24 - ids.count(MASK))
             assert len(own) >= min(max(1, min(owed, 3)), ids[start : start + 8].count(MASK))
             assert all(written[position] >= 0.2 for position in written.keys() - own)
             assert sum(score < 0.2 for score in written.values()) <= max(1, min(owed, 3))
             ids, beyond = step.ids.tolist(), beyond + len(written) - len(own)
         assert (beyond > 0) == (blocks == "sliding")
-        assert len(run(tiny(), [[1, 2]], threshold=1.0, **told)) == 9
+        assert len(run(tiny(), [[1, 2]], threshold=1.0, **told)) == HEAD_START + 9
 
     def test_a_threshold_of_one_or_zero(self):
         assert len(run(tiny(), [[1]], gen_length=8, block_length=8, threshold=1.0)) == 8

@@ -213,7 +213,7 @@ def test_a_request_says_what_the_text_must_be(evaluate: Evaluate) -> None:
         assert not [key for key in evaluate("settings.js", code, untold) if "guided" in key]
 
 
-BY_DEFAULT = "each call writes every token of the block and the next at least 0.95 probable, and at least 4 on average"
+BY_DEFAULT = "each call writes every token of the block and the next at least 0.97 probable, and at least 5 on average"
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ BY_DEFAULT = "each call writes every token of the block and the next at least 0.
     ],
 )
 def test_the_pace_in_words(evaluate: Evaluate, settings: dict[str, str], said: str) -> None:
-    rule = {"steps": None, "threshold": 0.95, "min_tokens": 4, "blocks": "sliding"}
+    rule = {"steps": None, "threshold": 0.97, "min_tokens": 5, "blocks": "sliding"}
     defaults = {"gen_length": 100, **rule, "temperature": 0, "sampler": "any_order"}
     code = "return it.pace({...it.FIRST, ...given[0]}, given[1], '[M]')"
     assert evaluate("settings.js", code, [settings, defaults]) == said

@@ -54,8 +54,10 @@ DEFAULT_BLOCK = 32
 DEFAULT_THRESHOLD = 0.97
 DEFAULT_GREEDY: Mapping[str, Any] = {"threshold": DEFAULT_THRESHOLD, "blocks": "sliding"}
 """The pace of a run that is told none, at temperature 0; chosen by measurement (docs/results/default.md)."""
-DEFAULT_SAMPLED: Mapping[str, Any] = {"threshold": 0.95, "min_tokens": 4, "blocks": "sliding"}
-"""The pace of a run that is told none, above temperature 0."""
+DEFAULT_SAMPLED: Mapping[str, Any] = {**DEFAULT_GREEDY, "min_tokens": 5}
+"""The pace of a run that is told none, above temperature 0, where few tokens of prose reach any threshold."""
+HEAD_START = 4
+"""Steps for which ``min_tokens`` demands nothing: an answer begins with steps that are sure of few tokens."""
 DEFAULT_COUNTED: Mapping[str, Any] = {"steps": 32}
 """The pace where nobody can tell how sure a token is: the latent sampler and the published implementation."""
 _UNSET: Any = type("Unset", (), {"__repr__": lambda self: "unset"})()
@@ -163,11 +165,11 @@ class Options:
     least one (with the any-order sampler the probability is conditional on the tokens already picked in the step);
     ``entropy_budget``, commit in order while the entropies (nats) sum to less. Two of them at once are an error, and so
     are the last two with the latent sampler: given one path every token looks sure. With the last two steps commit at
-    least ``min_tokens`` on average: one that would fall behind takes the first ones of its block in the order, at most
-    so many. With ``blocks="sliding"`` a step begins at the first mask and also sees as much of the next block, of whose
-    tokens it commits those that the rule lets pass. If no speed is given, it is `DEFAULT_GREEDY` at temperature 0,
-    `DEFAULT_SAMPLED` above, and `DEFAULT_COUNTED` with the latent sampler or the preset; `changed` chooses anew while
-    nobody gave one.
+    least ``min_tokens`` on average, the first `HEAD_START` not counted: one that would fall behind takes the first ones
+    of its block in the order, at most ``min_tokens``. With ``blocks="sliding"`` a step begins at the first mask and
+    also sees as much of the next block, of whose tokens it commits those that the rule lets pass. If no speed is given,
+    it is `DEFAULT_GREEDY` at temperature 0, `DEFAULT_SAMPLED` above, and `DEFAULT_COUNTED` with the latent sampler or
+    the preset; `changed` chooses anew while nobody gave one.
 
     Order: ``remasking`` says which tokens come first; ties go to the leftmost. Under a threshold all that
     reach it are committed whatever the order, which then only says which one is committed where none does.
@@ -265,7 +267,7 @@ class Options:
         None, "commit tokens while their entropies (nats) sum to less", "NATS", optional=True
     )
     min_tokens: int = _count(
-        _UNSET, "by threshold or entropy budget, commit at least so many tokens per step, on average since the first"
+        _UNSET, f"by threshold or entropy budget, tokens per step on average, at least, after the first {HEAD_START}"
     )
     blocks: Blocks = _choice(
         _UNSET,

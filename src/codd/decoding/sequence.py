@@ -16,7 +16,7 @@ from codd.circuits import HMM
 from codd.circuits.protocol import ProbabilisticCircuit
 from codd.constraints import Automaton
 from codd.decoding.constraint import SequenceConstraint, Window, constrain
-from codd.decoding.options import Options
+from codd.decoding.options import HEAD_START, Options
 from codd.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -420,7 +420,7 @@ def plan_steps(state: SequenceState) -> Iterator[StepPlan]:
     starts = [origin + block * size for block in blocks]
     spans = [(max(0, start), min(len(masked), start + size)) for start in starts]
     if not options.fixed_count:
-        most = int(masked.sum())  # masks that may be left, so that a step commits ``min_tokens`` on average
+        most = int(masked.sum()) + HEAD_START * options.min_tokens  # masks that may be left after the step
         for begin, end in spans:
             yield from first_token(state, begin)
             while len(left := state.masked_in((begin, end))):
