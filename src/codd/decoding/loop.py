@@ -310,7 +310,7 @@ def _network_alone(inputs: StepInputs, noise: Noise) -> Ranking:
     """The factorized sampler on the positions of a step, its rows being positions of the sequence."""
     positions, device = inputs.positions, inputs.logits.device
     due_end, of_rows = inputs.plan.due_end, noise.at(positions).to(device)
-    due = None if due_end is None else (positions < due_end).to(device)
+    due = None if due_end is None else (positions < due_end).to(device, non_blocking=True)
     ranking = sample_factorized(inputs.logits, inputs.plan.count, inputs.options, of_rows, due=due)
     return ranking._replace(rows=positions.to(device, non_blocking=True).index_select(0, ranking.rows))
 

@@ -243,7 +243,7 @@ def sample_window(
     joint, noise = window.joint(circuit, logits_temperature(options)), window.noise.to(window.logits.device)
     if options.sampler == "latent":
         return sample_latent(joint, count, options, noise)
-    due = None if window.due is None else window.due.to(joint.masked.device)
+    due = None if window.due is None else window.due.to(joint.masked.device, non_blocking=True)
     return sample_any_order(joint, count, options, noise, dense=dense, due=due)
 
 
