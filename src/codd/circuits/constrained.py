@@ -6,7 +6,6 @@ With the null circuit of one state it is the network alone, given the language.
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -29,13 +28,11 @@ from codd.circuits.ops.constrained.reference import LogSpace
 from codd.circuits.protocol import ProbabilisticCircuit
 from codd.circuits.results import JointStep, Samples
 from codd.circuits.sampling import draw_token
-from codd.circuits.underflow import either
+from codd.circuits.underflow import Answer, Attempt, Select, either, first_sound
 from codd.constraints import Automaton
 from codd.errors import InvalidCircuit, InvalidEvidence
 
-Pick: TypeAlias = Callable[[Tensor], Tensor]
-Answer: TypeAlias = tuple[tuple[Tensor, ...], Tensor | None]
-Query: TypeAlias = Callable[[ProductMessages, Pick], Answer]
+Query: TypeAlias = Callable[[ProductMessages, Select], Answer]
 """From the messages, and what selects the same sequences of any tensor, to results and where they underflow."""
 
 _CANDIDATES = 16
@@ -151,7 +148,7 @@ class ConstrainedHMM(Recomputing):
     def marginals(self, ev: Evidence) -> Float[Tensor, "B L V"]:
         """log p(x_t | evidence, language) of every token."""
 
-        def query(messages: ProductMessages, pick: Pick) -> Answer:
+        def query(messages: ProductMessages, select: Select) -> Answer:
             out, underflow = messages.marginals()
             return (out,), either(underflow, messages.underflow)
 
@@ -160,7 +157,7 @@ class ConstrainedHMM(Recomputing):
     def posterior(self, ev: Evidence) -> Float[Tensor, "B L N"]:
         """log p(z_t | evidence, language) of every state of the HMM; -inf throughout for impossible evidence."""
 
-        def query(messages: ProductMessages, pick: Pick) -> Answer:
+        def query(messages: ProductMessages, select: Select) -> Answer:
             rows = [messages.posterior(t) for t in range(messages.length)]
             log = torch.stack([row.logs().logsumexp(0) for row in rows], 1)
             total = log.logsumexp(-1, keepdim=True)
@@ -182,8 +179,8 @@ class ConstrainedHMM(Recomputing):
             raise InvalidEvidence(f"num_samples must be at least 1, found {num_samples}")
         uniforms = torch.rand(*ev.shape[:1], count, ev.shape[1], 2, generator=generator, device=ev.device)
 
-        def query(messages: ProductMessages, pick: Pick) -> Answer:
-            numbers = pick(uniforms).transpose(0, 1)
+        def query(messages: ProductMessages, select: Select) -> Answer:
+            numbers = select(uniforms).transpose(0, 1)
             paths = messages.paths(numbers[..., 0])
             size = max(1, _BLOCK // (numbers[0, ..., 1].numel() * self.vocab_size))
             parts = []
@@ -217,8 +214,8 @@ class ConstrainedHMM(Recomputing):
         if uniforms is None:
             uniforms = torch.rand(ev.shape, generator=generator, device=ev.device)
 
-        def query(messages: ProductMessages, pick: Pick) -> Answer:
-            paths = messages.paths(pick(uniforms)[None])
+        def query(messages: ProductMessages, select: Select) -> Answer:
+            paths = messages.paths(select(uniforms)[None])
             return (paths[0], messages.scores(paths)[0], messages.log_partition()), messages.underflow
 
         latents, scores, log_z = self._answer(centred, query)
@@ -240,27 +237,22 @@ class ConstrainedHMM(Recomputing):
         algebra = LogSpace() if backend == "reference" else Linear(self.dtype, compiled=backend == "native")
         return ProductMessages(self._chain, ev, algebra)
 
-    @torch.no_grad()
     def _answer(self, ev: Evidence, query: Query) -> tuple[Tensor, ...]:
-        """Answer a query whose results have the batch first.
+        """Answer a query; where float32 may have lost something in float64, then in logarithms."""
 
-        Sequences in which float32 may have lost something are answered in float64, then in logarithms. On a GPU that is
-        not checked.
-        """
-        out, underflow = query(self._messages(ev), lambda x: x)
-        index, wide = torch.arange(ev.shape[0], device=ev.device), None
+        def attempt(messages: Callable[[Evidence], ProductMessages]) -> Attempt:
+            return lambda ev, select: query(messages(ev), select)
+
+        return first_sound(ev, map(attempt, (self._messages, *self._exact_messages())))
+
+    def _exact_messages(self) -> list[Callable[[Evidence], ProductMessages]]:
+        """What answers where the messages may have lost something: each of these loses less than the one before."""
         slower = (Linear(torch.float64), LogSpace())
-        for algebra in slower if self.dtype == torch.float32 else slower[1:]:
-            if not _any(underflow):
-                break
-            wide, index = wide or self.to(dtype=torch.float64), index[underflow]
-            exact, underflow = query(
-                ProductMessages(wide._chain, ev.select(index), algebra),
-                partial(torch.index_select, dim=0, index=index),
-            )
-            for fast, slow in zip(out, exact, strict=True):
-                fast[index] = slow.to(fast.dtype)
-        return out
+
+        def of(algebra: Linear) -> Callable[[Evidence], ProductMessages]:
+            return lambda ev: ProductMessages(self.to(dtype=torch.float64)._chain, ev, algebra)
+
+        return [of(algebra) for algebra in (slower if self.dtype == torch.float32 else slower[1:])]
 
 
 class Passages:
@@ -275,9 +267,9 @@ class Passages:
         """Compute the messages, in float64 or logarithms where float32 loses something."""
         ev, _ = circuit.hmm.centred(ev)
         self._messages = circuit._messages(ev)
-        for algebra in (Linear(torch.float64), LogSpace()):
+        for exact in circuit._exact_messages():
             if _any(self._messages.underflow):
-                self._messages = ProductMessages(circuit.to(dtype=torch.float64)._chain, ev, algebra)
+                self._messages = exact(ev)
         self._log_z = float(self._messages.log_partition())
 
     @torch.no_grad()

@@ -12,10 +12,9 @@ from codd.circuits import gradients, inference, pairwise, storage
 from codd.circuits.evidence import Evidence, check_fits, check_ids, check_possible, log_ratio
 from codd.circuits.factors import Factors
 from codd.circuits.graph import Circuit, leaf, mixture, product
-from codd.circuits.incremental import IncrementalConditioner
 from codd.circuits.ops.backend import backend_for
 from codd.circuits.parameters import Emission, Transition, check_rows, is_whole, seeded
-from codd.circuits.protocol import Unconditioned
+from codd.circuits.protocol import Conditioner, Unconditioned
 from codd.circuits.pyjuice import read_jpc
 from codd.circuits.results import Flows, JointStep, Samples
 from codd.circuits.sampling import draw_token
@@ -272,15 +271,14 @@ class HMM(storage.HubMixin, Unconditioned):
         """
         return pairwise.tables(self, self.centred(ev)[0], candidates.long())
 
-    def incremental(self, ev: Evidence, candidates: int | None = None) -> IncrementalConditioner:
+    def incremental(self, ev: Evidence, candidates: int | None = None) -> Conditioner:
         """Marginals while tokens become known one by one, with what does not change computed once.
 
         With ``candidates`` those of that many tokens of each position, the ones with the largest dense potentials.
         """
         self._check(ev)
         backend = backend_for(ev.device, self.dtype)
-        made: IncrementalConditioner = backend.conditioner(self, ev, candidates, backend)
-        return made
+        return backend.conditioner(self, ev, candidates, backend)
 
     @torch.no_grad()
     def sample(

@@ -21,7 +21,7 @@ from torch import Tensor
 from codd.circuits import inference, pairwise
 from codd.circuits.evidence import EVERYWHERE, Evidence, Index, Kind
 from codd.circuits.inference import Smoothed
-from codd.circuits.ops.backend import EAGER, Backend, use
+from codd.circuits.ops.backend import Backend, use
 from codd.circuits.ops.commit import eager, native
 from codd.circuits.ops.sampling_rule import Committed, SamplingRule
 from codd.circuits.ops.scaled import Scaled, exponentials
@@ -40,8 +40,7 @@ class IncrementalConditioner:
     @torch.no_grad()
     def __init__(self, hmm: "HMM", ev: Evidence, candidates: int | None, backend: Backend) -> None:
         """Compute what no later token changes: leaf values, and which tokens are candidates."""
-        self._exact = backend.name == "reference"  # everything is answered by it
-        self._backend = EAGER if self._exact else backend
+        self._backend = backend
         self._offered, self._centred = ev, ev.centred()
         self._given = ev = self._centred.evidence
         self._hmm, self._steps = hmm, inference.steps_of(hmm, ev)
@@ -196,10 +195,7 @@ class IncrementalConditioner:
     def _passes(self) -> Smoothed:
         """Messages under all that is known; `suspects` are the sequences that the reference has to answer."""
         if self._messages is None:
-            found = inference.passes(self._hmm, self._steps, self._leaf, self._backend)
-            if self._exact:
-                found = replace(found, suspects=torch.ones_like(found.log_partition, dtype=torch.bool))
-            self._messages = found
+            self._messages = inference.passes(self._hmm, self._steps, self._leaf, self._backend)
         return self._messages
 
     def _cavity(self, index: Index) -> Float[Tensor, "B R N"]:

@@ -125,7 +125,7 @@ def _at_once(
 def log_partition(hmm: "HMM", ev: Evidence) -> Float[Tensor, " B"]:
     """log Z of circuit times evidence."""
 
-    def query(ev: Evidence, backend: Backend, select: Select) -> Answer:
+    def query(backend: Backend, ev: Evidence, select: Select) -> Answer:
         if (done := _at_once(hmm, ev, backend, posterior=False)) is not None:
             return done[:1], None
         _, value, found = backward_pass(hmm, ev, backend)
@@ -137,7 +137,7 @@ def log_partition(hmm: "HMM", ev: Evidence) -> Float[Tensor, " B"]:
 def posterior(hmm: "HMM", ev: Evidence) -> Float[Tensor, "B L N"]:
     """log p(z_t | evidence) of every state."""
 
-    def query(ev: Evidence, backend: Backend, select: Select) -> Answer:
+    def query(backend: Backend, ev: Evidence, select: Select) -> Answer:
         done = _at_once(hmm, ev, backend, posterior=True)
         if done is not None and done[1] is not None:
             return (in_place(np.log, done[1]).transpose(0, 1),), None
@@ -150,7 +150,7 @@ def posterior(hmm: "HMM", ev: Evidence) -> Float[Tensor, "B L N"]:
 def marginals(hmm: "HMM", ev: Evidence, candidates: Int[Tensor, "B L K"] | None = None) -> Float[Tensor, "B L V"]:
     """log p(x_t | evidence), for all tokens or for the candidates."""
 
-    def query(ev: Evidence, backend: Backend, select: Select) -> Answer:
+    def query(backend: Backend, ev: Evidence, select: Select) -> Answer:
         smoothed = smooth(hmm, ev, backend)
         wanted = None if candidates is None else select(candidates)
         out = backend.token_marginals(hmm.emission, ev, smoothed.leaf, smoothed.posterior, wanted)
@@ -164,7 +164,7 @@ def sample_latents(
 ) -> tuple[Int[Tensor, "B S L"], Float[Tensor, " B"]]:
     """Latent paths from p(z | evidence), one for each row of uniforms, and log Z."""
 
-    def query(ev: Evidence, backend: Backend, select: Select) -> Answer:
+    def query(backend: Backend, ev: Evidence, select: Select) -> Answer:
         target, value, found = backward_pass(hmm, ev, backend)
         paths = backend.sample_path(steps_of(hmm, ev), hmm.log_initial, target, select(uniforms).transpose(0, 1))
         return (paths.transpose(0, 1), value), found

@@ -7,14 +7,13 @@ evidence, P_t(j | i) = A[i, j] L_{t+1}(j) b_{t+1}(j) / b_t(i),
     p(c_s, c_t) = sum_ij  q_s(i) r_s(c_s | i)  (P_s ... P_{t-1})(j | i)  r_t(c_t | j)
 
 Every factor is a probability, so nothing leaves the range of numbers, and a row that goes through P keeps its sum: if
-it does not, something was lost to underflow, and the reference answers. All rows are propagated at once.
+it does not, something was lost to underflow, and conditioning on each class answers. All rows are propagated at once.
 
 What two classes tell about each other is no more than what the tokens do, so the mutual information of these tables is
 a lower bound of that of the tokens, and equal to it where the candidates are all that is possible.
 """
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int
@@ -24,16 +23,13 @@ from codd.circuits import inference
 from codd.circuits.evidence import Evidence, Kind
 from codd.circuits.inference import Smoothed
 from codd.circuits.ops.backend import REFERENCE, Backend
-from codd.circuits.parameters import Emission
+from codd.circuits.parameters import Emission, Transition
 from codd.circuits.protocol import ProbabilisticCircuit
 from codd.circuits.underflow import Answer, Select, either, with_float64_fallback
 from codd.errors import InvalidEvidence
 
 if TYPE_CHECKING:
     from codd.circuits.hmm import HMM
-
-Propagate: TypeAlias = Callable[[int, Float[Tensor, "B R N"]], Float[Tensor, "B R N"]]
-"""From rows over the states of position t to rows over those of t + 1: (t, rows) -> rows."""
 
 LOST = {torch.float32: 1e-5, torch.float64: 1e-9}
 """How much of its sum a row may lose in a step; more than rounding does, less than counts."""
@@ -53,7 +49,7 @@ def mutual_information(tables: Float[Tensor, "B L L C C"]) -> Float[Tensor, "B L
 def by_conditioning(
     circuit: ProbabilisticCircuit, ev: Evidence, candidates: Int[Tensor, "B L K"]
 ) -> Float[Tensor, "B L L C C"]:
-    """The tables by C marginal queries per position; works for any circuit, and checks the faster ways."""
+    """The tables by C marginal queries per position; works for any circuit, and checks the faster way."""
     check_candidates(candidates, ev, circuit.vocab_size)
     weights = ev.dense_log_weights(circuit.vocab_size)
     classes = torch.full_like(weights, candidates.shape[-1], dtype=torch.int64)
@@ -82,13 +78,13 @@ def tables(hmm: "HMM", ev: Evidence, candidates: Int[Tensor, "B L K"]) -> Float[
     """The tables of an HMM; of impossible evidence all are zero."""
     check_candidates(candidates, ev, hmm.vocab_size)
 
-    def query(ev: Evidence, backend: Backend, select: Select) -> Answer:
+    def query(backend: Backend, ev: Evidence, select: Select) -> Answer:
+        if backend is REFERENCE:
+            return (by_conditioning(hmm.to(dtype=torch.float64), ev, select(candidates)),), None
         smoothed = inference.smooth(hmm, ev, backend)
         dtype = smoothed.leaf.values.dtype
         shares = _class_shares(hmm.emission, ev, backend, select(candidates)).to(dtype)
-        out, lost = _propagated(
-            smoothed.posterior.normalised().to(dtype), shares, _open(ev), _propagator(hmm, ev, backend, smoothed)
-        )
+        out, lost = _propagated(smoothed, shares, _open(ev), inference.steps_of(hmm, ev))
         suspects = smoothed.suspects
         if backend.checked and ev.device.type == "cpu":
             faint = ~(lost <= LOST[dtype])
@@ -146,35 +142,16 @@ def _class_shares(
     return torch.where(ev.rows(Kind.OBSERVED)[..., None, None], hard, shares)
 
 
-def _propagator(hmm: "HMM", ev: Evidence, backend: Backend, smoothed: Smoothed) -> Propagate:
-    """Rows times P_t: with P_t itself from logarithms (the reference), or as products with the transition's factors."""
-    steps, backward = inference.steps_of(hmm, ev), smoothed.backward
-    if backend is REFERENCE:
-        log_target, log_backward = smoothed.target.log(), backward.log()
-        log_backward = torch.where(log_backward > -torch.inf, log_backward, 0)  # such a state leads nowhere
-
-        def exact(t: int, rows: Float[Tensor, "B R N"]) -> Float[Tensor, "B R N"]:
-            step = steps.log_step(t) + log_target[:, t + 1, None, :] - log_backward[:, t, :, None]
-            return rows @ step.exp()
-
-        return exact
-    values = backward.values
-    before = torch.where(values > 0, 1 / values, 0)
-    scale = smoothed.target.log_scale[:, 1:].double() - backward.log_scale[:, :-1].double()
+def _propagated(
+    smoothed: Smoothed, shares: Float[Tensor, "B L C N"], places: list[int], steps: Transition
+) -> tuple[Float[Tensor, "B L L C C"], Float[Tensor, " B"]]:
+    """The tables, and the most that a row lost of its sum in a step; rows go through P_t factor by factor."""
+    backward, target, posterior = smoothed.backward, smoothed.target, smoothed.posterior.normalised()
+    before = torch.where(backward.values > 0, 1 / backward.values, 0)
+    scale = target.log_scale[:, 1:].double() - backward.log_scale[:, :-1].double()
     if steps.gates is not None:
         scale = scale + steps.gates[1][..., None]
-    after = (smoothed.target.values[:, 1:] * scale.exp()).to(values.dtype)
-
-    def fast(t: int, rows: Float[Tensor, "B R N"]) -> Float[Tensor, "B R N"]:
-        return steps.through((rows * before[:, t, None]).transpose(0, 1), t).transpose(0, 1) * after[:, t, None]
-
-    return fast
-
-
-def _propagated(
-    posterior: Float[Tensor, "B L N"], shares: Float[Tensor, "B L C N"], places: list[int], propagate: Propagate
-) -> tuple[Float[Tensor, "B L L C C"], Float[Tensor, " B"]]:
-    """The tables, and the most that a row lost of its sum in a step."""
+    after = (target.values[:, 1:] * scale.exp()).to(shares.dtype)
     alone = (posterior[:, :, None] @ shares.mT)[:, :, 0]
     out = _independent(alone)
     batch, _, classes, states = shares.shape
@@ -182,7 +159,8 @@ def _propagated(
     lost = sums.new_zeros(batch)
     for t in range(places[0], places[-1] + 1) if places else ():
         if t > places[0]:
-            rows = propagate(t - 1, rows)
+            rows = (rows * before[:, t - 1, None]).transpose(0, 1)
+            rows = steps.through(rows, t - 1).transpose(0, 1) * after[:, t - 1, None]
             now = rows.sum(-1)
             lost = torch.maximum(lost, (now - sums).abs().amax(-1))
             rows = rows * torch.where(now > 0, sums / now, 0)[..., None]

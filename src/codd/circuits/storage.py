@@ -64,8 +64,12 @@ class HubMixin(ABC):
         Raises:
             FormatError: the circuit is of another kind, or its files are damaged.
         """
-        stored = read_folder(source, device=device, revision=revision, check=check, kind=cls.kind)
-        return cls.from_stored(*stored, str(source))
+        config, tensors = read_folder(source, device=device, revision=revision, check=check)
+        if (stated := config.get("circuit")) != cls.kind:
+            raise FormatError(
+                f"{source} holds a circuit of type {stated!r:.60}, expected {cls.kind!r}: use codd.load_circuit"
+            )
+        return cls.from_stored(config, tensors, str(source))
 
 
 def write_folder(folder: str | os.PathLike[str], config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
@@ -95,12 +99,11 @@ def read_folder(
     revision: str | None = None,
     device: str | torch.device = "cpu",
     check: bool = True,
-    kind: str | None = None,
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The configuration and the tensors as they were given to ``write_folder``; see `HubMixin.load`.
 
     A PyJuice file, or a folder or repository that holds one and no circuit of ours, is converted; nothing of it is run.
-    FormatError if the circuit is not of this ``kind`` (None: any), or if the files are damaged.
+    FormatError if the files are damaged.
     """
     path = Path(path_or_hub_id)
     if path.suffix == ".jpc" and not path.is_dir():
@@ -110,10 +113,6 @@ def read_folder(
         published = [folder / name for name in PYJUICE_FILES if (folder / name).is_file()]
         ours = not published or (folder / WEIGHTS_FILE).exists()
         given, tensors = _read_circuit(folder, check) if ours else _read_pyjuice(published[0])
-    if kind is not None and (stated := given.get("circuit")) != kind:
-        raise FormatError(
-            f"{path_or_hub_id} holds a circuit of type {stated!r:.60}, expected {kind!r}: use codd.load_circuit"
-        )
     return given, {name: tensor.to(device) for name, tensor in tensors.items()}
 
 

@@ -7,7 +7,8 @@ not, or the sum is zero or not a number, the reference answers. That is looked a
 waiting for the device.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -25,26 +26,37 @@ Suspects: TypeAlias = Bool[Tensor, " B"] | None
 """True for the sequences that may have lost too much; None: there are none."""
 Select: TypeAlias = Callable[[Tensor], Tensor]
 Answer: TypeAlias = tuple[tuple[Tensor, ...], Suspects]
-Query: TypeAlias = Callable[[Evidence, Backend, Select], Answer]
-"""Gets the evidence, the backend, and what selects the same sequences from any other batch-first tensor."""
+Attempt: TypeAlias = Callable[[Evidence, Select], Answer]
+"""Gets the evidence, and what selects the same sequences from any other batch-first tensor."""
 
 TOLERATED = 1e-6
 """The share of Z that may be lost: less than float32 rounds off on the way."""
 
 
 @torch.no_grad()
-def with_float64_fallback(hmm: "HMM", ev: Evidence, query: Query) -> tuple[Tensor, ...]:
-    """Answer a query whose results have the batch first; suspect sequences are answered by the reference.
+def first_sound(ev: Evidence, attempts: Iterable[Attempt]) -> tuple[Tensor, ...]:
+    """The first attempt's results, batch first; suspect sequences are answered by the next attempt, and so on.
 
     Results are in the precision that they were computed in, for more to be added to them.
     """
-    out, suspects = query(ev, backend_for(ev.device, hmm.dtype), lambda x: x)
-    if suspects is not None:
-        index = suspects.nonzero()[:, 0]
-        exact, _ = query(ev.select(index), REFERENCE, lambda x: x[index])
+    first, *others = attempts
+    out, suspects = first(ev, lambda x: x)
+    index: slice | Tensor = slice(None)
+    for attempt in others:
+        if suspects is None or not bool(suspects.any()):
+            break
+        index = torch.arange(ev.shape[0], device=ev.device)[index][suspects]
+        exact, suspects = attempt(ev.select(index), partial(torch.index_select, dim=0, index=index))
         for fast, slow in zip(out, exact, strict=True):
             fast[index] = slow.to(fast.dtype)
     return out
+
+
+def with_float64_fallback(
+    hmm: "HMM", ev: Evidence, query: Callable[[Backend, Evidence, Select], Answer]
+) -> tuple[Tensor, ...]:
+    """Answer a query by the backend of the evidence's device, and by the reference what that may have lost."""
+    return first_sound(ev, [partial(query, x) for x in (backend_for(ev.device, hmm.dtype), REFERENCE)])
 
 
 def all_large(*values: tuple[Float[Tensor, "..."], float]) -> bool:

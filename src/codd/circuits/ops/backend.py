@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from codd.circuits.ops.sampling_rule import Committed
 from codd.circuits.ops.scaled import Scaled
 from codd.circuits.ops.scores import eager as scores_eager
 from codd.errors import MissingDependency
+
+if TYPE_CHECKING:
+    from codd.circuits.protocol import Conditioner
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Backend:
     scores: Callable[..., Tensor]
     joint_step: Callable[..., tuple[Tensor, Tensor, Tensor]]
     """Latents, scores and log Z of a circuit and evidence."""
-    conditioner: Callable[..., Any]
+    conditioner: Callable[..., "Conditioner"]
     """What `HMM.incremental` gives."""
     commit_tokens: Callable[..., Committed]
     """The commit loop of `IncrementalConditioner`; the one on a GPU has its own."""
@@ -56,10 +59,17 @@ def _joint_step(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     return inference.joint_step(*args)
 
 
-def _conditioner(*args: Any) -> Any:
+def _conditioner(*args: Any) -> "Conditioner":
     from codd.circuits.incremental import IncrementalConditioner
 
     return IncrementalConditioner(*args)
+
+
+def _recomputing(circuit: Any, ev: Any, *_: Any) -> "Conditioner":
+    """Ask the circuit again after every token, and so the reference."""
+    from codd.circuits.incremental import RecomputingConditioner
+
+    return RecomputingConditioner(circuit, ev)
 
 
 EAGER = Backend(
@@ -92,6 +102,7 @@ REFERENCE = replace(
     gate_flow=chain_reference.gate_flow,
     sample_path=path_reference.sample_path,
     scores=partial(scores_eager.scores, dtype=torch.float64),
+    conditioner=_recomputing,
 )
 
 _COMPILED = partial(chain_eager.messages, compiled=True)

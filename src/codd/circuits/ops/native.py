@@ -15,6 +15,7 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -119,21 +120,22 @@ def _key(compiler: list[str]) -> str:
     return digest.hexdigest()[:24]
 
 
+_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
+    "codd_pass": (None, [_DATA] * 5 + [_SIZE] * 5 + [_REAL]),
+    "codd_smooth": (_SIZE, [_DATA] * 6 + [_SIZE] * 3 + [_REAL] * 2),
+    "codd_path": (_SIZE, [_DATA] * 6 + [_SIZE] * 4 + [_REAL]),
+    "codd_panels": (None, [_DATA] * 3 + [_SIZE] * 3),
+    "codd_pick": (_SIZE, [_DATA, _DATA, _SIZE, _SIZE, _REAL, _SIZE, _REAL, _REAL, *[_DATA] * 4]),
+    "codd_pair_sums": (_SIZE, [*[_DATA] * 7, _SIZE, _SIZE, _DATA, _DATA, _REAL]),
+    "codd_product_pass": (None, [*[_DATA] * 11, _SIZE, _SIZE, _REAL, _DATA]),
+}
+"""What the functions of native.c return and take."""
+
+
 def _declare(loaded: ctypes.CDLL) -> ctypes.CDLL:
-    loaded.codd_pass.argtypes = [_DATA] * 5 + [_SIZE] * 5 + [_REAL]
-    loaded.codd_pass.restype = None
-    loaded.codd_smooth.argtypes = [_DATA] * 6 + [_SIZE] * 3 + [_REAL] * 2
-    loaded.codd_smooth.restype = _SIZE
-    loaded.codd_path.argtypes = [_DATA] * 6 + [_SIZE] * 4 + [_REAL]
-    loaded.codd_path.restype = _SIZE
-    loaded.codd_panels.argtypes = [_DATA] * 3 + [_SIZE] * 3
-    loaded.codd_panels.restype = None
-    loaded.codd_pick.argtypes = [_DATA, _DATA, _SIZE, _SIZE, _REAL, _SIZE, _REAL, _REAL, *[_DATA] * 4]
-    loaded.codd_pick.restype = _SIZE
-    loaded.codd_pair_sums.argtypes = [*[_DATA] * 7, _SIZE, _SIZE, _DATA, _DATA, _REAL]
-    loaded.codd_pair_sums.restype = _SIZE
-    loaded.codd_product_pass.argtypes = [*[_DATA] * 11, _SIZE, _SIZE, _REAL, _DATA]
-    loaded.codd_product_pass.restype = None
+    for name, (result, arguments) in _FUNCTIONS.items():
+        function = getattr(loaded, name)
+        function.restype, function.argtypes = result, arguments
     return loaded
 
 
