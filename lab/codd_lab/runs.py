@@ -21,7 +21,7 @@ from codd.data.text_files import json_lines
 from codd.errors import FormatError, InvalidInput
 from codd.evaluation.statistics import Paired, paired
 from codd.files import read_json, read_json_object, replacing, write_text
-from codd.folders import is_occupied
+from codd.folders import check_own
 from codd.validation import Section, Whole
 from codd_lab.tasks.configs import NULL, EvalConfig
 
@@ -125,10 +125,7 @@ class Run:
         marked = (self.folder / MARK).is_file()
         if not marked and not create:
             raise FormatError(f"{self.folder}: is no folder of an evaluation (no {MARK}); codd eval --out makes one.")
-        if os.path.exists(self.folder) and not self.folder.is_dir():
-            raise InvalidInput(f"{self.folder}: is a file; an evaluation needs a folder.")
-        if not marked and is_occupied(self.folder):
-            raise InvalidInput(f"{self.folder}: holds something else; give an empty or new folder, or an evaluation's.")
+        check_own(self.folder, MARK, "an evaluation")
         self.folder.mkdir(parents=True, exist_ok=True)
         if not marked:
             write_json(self.folder / MARK, {"format": FORMAT})

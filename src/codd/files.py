@@ -50,24 +50,18 @@ def local_folder(path_or_hub_id: str | os.PathLike[str], wanted: Sequence[str], 
 
 
 def _download(repo_id: str, wanted: Sequence[str], revision: str | None) -> Path:
-    library = hub()
     try:
-        return Path(library.snapshot_download(repo_id, revision=revision, allow_patterns=list(wanted)))
+        import huggingface_hub
+    except ImportError as error:
+        raise MissingDependency("the hub needs the package huggingface_hub: pip install codd-lm[hub]") from error
+    try:
+        return Path(huggingface_hub.snapshot_download(repo_id, revision=revision, allow_patterns=list(wanted)))
     except Exception as error:  # the hub's own errors and, by its version, those of requests or httpx
         at = f" at revision {revision!r}" if revision else ""
         raise FormatError(
             f"{repo_id!r}: there is no such folder here, and the hub gave no such repository{at}: {brief(error)} "
             "Check the name and the connection, or give the path of a local folder."
         ) from error
-
-
-def hub() -> Any:
-    """The hub's library, if it is installed."""
-    try:
-        import huggingface_hub
-    except ImportError as error:
-        raise MissingDependency("the hub needs the package huggingface_hub: pip install codd-lm[hub]") from error
-    return huggingface_hub
 
 
 def brief(error: BaseException) -> str:

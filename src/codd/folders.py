@@ -60,9 +60,12 @@ def _lock(folder: Path) -> int:
         os.close(descriptor)  # whoever had it removed the file after we had opened it
 
 
-def is_occupied(folder: Path) -> bool:
-    """Whether there is anything in it but a lock."""
-    return folder.is_dir() and any(name != LOCK for name in os.listdir(folder))
+def check_own(folder: Path, mark: str, kind: str) -> None:
+    """InvalidInput unless a folder is new, empty but for a lock, or has the file that marks it as one of this kind."""
+    if os.path.exists(folder) and not folder.is_dir():
+        raise InvalidInput(f"{folder}: is a file; {kind} needs a folder.")
+    if folder.is_dir() and not (folder / mark).is_file() and set(os.listdir(folder)) - {LOCK}:
+        raise InvalidInput(f"{folder}: holds something else than {kind}; give an empty or new folder with --out.")
 
 
 def discard_if_bare(folder: Path, mark: str, rows: str) -> None:

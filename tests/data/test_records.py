@@ -12,7 +12,7 @@ import pytest
 
 from codd.data import records
 from codd.data.records import HubDataset, locate, read_records
-from codd.data.sources import QuestionAnswer, Source, find_sources, read_documents, read_pairs
+from codd.data.sources import QuestionAnswer, Source, find_sources, read_chunks, read_pairs
 from codd.errors import MissingDependency
 
 ROWS = [
@@ -53,7 +53,7 @@ def test_documents_of_every_format(tmp_path, name):
     write(tmp_path / name, [{"text": text} for text in texts])
     (source,) = find_sources([tmp_path / name], None)
     assert source.kind == "text"
-    assert list(read_documents(source, Path())) == texts
+    assert [(chunk.text, chunk.ends) for chunk in read_chunks(source, Path())] == [(text, True) for text in texts]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from codd.data.sources import (
     QuestionAnswer,
     Source,
     read_chunks,
-    read_documents,
     read_pairs,
 )
 from codd.data.tokenization import (
@@ -264,7 +263,8 @@ def test_streams_one_after_the_other_and_repetitive_text_are_read(tmp_path):
     parts = [f"{number}\n" * 1000 for number in range(3)]
     content = b"\0\0\0\0".join(lzma.compress(part.encode()) for part in parts)
     (tmp_path / "a.txt.xz").write_bytes(content + bytes(200_000))
-    assert list(read_documents(Source("text", "a", path="a.txt.xz"), tmp_path)) == ["".join(parts)]
+    chunks = read_chunks(Source("text", "a", path="a.txt.xz"), tmp_path)
+    assert "".join(chunk.text for chunk in chunks) == "".join(parts)
 
 
 def test_no_more_is_read_than_is_needed(tmp_path, tokenizer):
@@ -294,12 +294,6 @@ def test_long_texts_are_cut_where_no_token_is(tmp_path, tokenizer, monkeypatch, 
     assert max(len(piece.text) for piece in cut) <= 200
     if " " in text or "\n" in text.strip():
         assert token_stream(TEXT, tmp_path, tokenizer).tolist() == [*tokenizer.encode(text), tokenizer.eos_id]
-
-
-def test_passages_are_not_chosen_from_more_than_fits_the_memory(root, monkeypatch):
-    monkeypatch.setattr(sources, "MOST_CHARACTERS", 500)
-    with pytest.raises(FormatError, match=r"prose\.txt: holds more than 500 characters"):
-        list(read_documents(TEXT, root))
 
 
 @pytest.mark.filterwarnings("ignore::codd.errors.TextsLeftOut")

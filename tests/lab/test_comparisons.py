@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from codd.decoding.options import DEFAULT_THRESHOLD
-from codd.evaluation.statistics import SWAPS, holm, swap_test
-from codd_lab.report.comparisons import Comparison, comparisons, few, findings, unpaired
+from codd_lab.report.comparisons import SWAPS, Comparison, comparisons, few, findings, holm, swap_test, unpaired
 from codd_lab.report.frontier import lines, reached, savings
 from codd_lab.report.labels import budget, kind, p_value, varying
 from codd_lab.report.quality import ACCURACY, NLL

@@ -224,7 +224,7 @@ def test_errors_name_what_is_missing(run, tmp_path, wanted, error, message):
         run_config(wanted, here)
 
 
-def test_passages_are_the_same_for_every_count(root):
+def test_passages_are_the_same_for_every_count(root, monkeypatch):
     few, more = (passages.passages("books", root, count) for count in (3, 6))
     assert more[:3] == few
     assert all(20 <= len(found.prefix.split()) <= 80 for found in more)
@@ -232,6 +232,9 @@ def test_passages_are_the_same_for_every_count(root):
     assert all(found.continuation[0].isspace() for found in more)
     with pytest.raises(FormatError, match="fewer than the 999"):
         passages.passages("books", root, 999)
+    monkeypatch.setattr(passages, "MOST_CHARACTERS", 500)
+    with pytest.raises(FormatError, match=r"books/test\.jsonl\.xz: holds more than 500 characters"):
+        passages.passages("books", root, 3)
 
 
 def test_passages_of_a_file_of_ones_own(run, root):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from codd.errors import InvalidInput
-from codd.folders import LOCK, discard_if_bare, exclusive, is_occupied
+from codd.folders import LOCK, check_own, discard_if_bare, exclusive
 
 HOLDER = """
 import sys, time
@@ -53,9 +53,11 @@ def test_what_was_made_for_nothing_goes_again(tmp_path):
         with contextlib.suppress(KeyboardInterrupt), exclusive(tmp_path / name):
             (tmp_path / name / "mark").touch()
             (tmp_path / name / "rows").mkdir()
-            assert is_occupied(tmp_path / name)
+            check_own(tmp_path / name, "mark", "a run")
+            with pytest.raises(InvalidInput, match="holds something else than a run; give an empty or new folder"):
+                check_own(tmp_path / name, "other", "a run")
             discard_if_bare(tmp_path / name, "mark", "rows")
-            assert not is_occupied(tmp_path / name)
+            check_own(tmp_path / name, "other", "a run")
             raise KeyboardInterrupt
         assert (tmp_path / name).is_dir() == stays
 

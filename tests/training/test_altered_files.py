@@ -16,7 +16,7 @@ from codd.training.circuit.summary import SUMMARY, read_summary
 from codd.training.circuit_recipe import read_circuit_recipe
 from codd.training.curve import read_panels
 from codd.training.logit_cache.reader import LogitCache
-from codd.training.run import Log, read_metrics
+from codd.training.run import cut_metrics, read_metrics
 from codd_lab.pretraining.recipe import SHIPPED, read_recipe
 from tests.support.mutations import failures
 from tests.support.small_caches import made
@@ -95,7 +95,7 @@ def test_metrics_are_read_or_refused(tmp_path):
     def load() -> None:
         assert read_panels(path)
         before = len(list(read_metrics(path)))
-        Log(tmp_path, 3)
+        cut_metrics(tmp_path, 3)
         assert len(list(read_metrics(path))) <= before
 
     assert failures(path, path, load) == []

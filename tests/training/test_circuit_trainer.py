@@ -296,10 +296,9 @@ def test_seconds_end_a_run_as_steps_do(root, tmp_path):
 def test_the_clock_stands_still_while_nothing_is_trained():
     clock = Clock(STEPS, 1000.0, ALONE)
     clock.restore({"step": 3, "seconds": 500.0, "since": (3, 400.0)})
-    clock.pause()
-    stopped = clock.elapsed()
-    assert clock.elapsed() == stopped
-    clock.resume()
+    with clock.paused():
+        stopped = clock.elapsed()
+        assert clock.elapsed() == stopped
     assert clock.elapsed() > stopped >= 500
     assert clock.progress(STEPS // 4) == pytest.approx(0.5, abs=0.1)
     assert clock.progress(STEPS) == 1

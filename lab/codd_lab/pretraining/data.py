@@ -7,7 +7,7 @@ from typing import NamedTuple
 from codd.backbones.loading import BUNDLED
 from codd.backbones.tokenizer import Tokenizer
 from codd.data.packing import Mixture, PackedSequences
-from codd.data.sources import Source, chunk_size, read_chunks, read_pairs
+from codd.data.sources import Source, read_chunks, read_pairs
 from codd.data.tokenization import PackingConfig, load_source
 from codd.distributed import DistributedContext
 from codd.errors import FormatError, InvalidInput
@@ -64,7 +64,7 @@ def sample_texts(sources: Sequence[Source], root: Path, megabytes: int) -> Itera
     for source in sources:
         budget = int(megabytes * 1e6 * source.weight / whole)
         if source.kind == "text":
-            share = min(1.0, budget / max(1, sum(map(chunk_size, read_chunks(source, root)))))
+            share = min(1.0, budget / max(1, sum(len(chunk.text) for chunk in read_chunks(source, root))))
             for chunk in read_chunks(source, root):
                 yield chunk.text[: int(len(chunk.text) * share)]
             continue

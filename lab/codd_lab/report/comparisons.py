@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from codd.errors import InvalidInput
-from codd.evaluation.statistics import Floats, bootstrap_interval, holm, ratio_of_sums, swap_test
+from codd.evaluation.statistics import Floats, bootstrap_interval, ratio_of_sums
 from codd_lab.report.labels import budget, by_task, label, order, p_value, sampler, varying
 from codd_lab.runs import Result, compared, control_of
 from codd_lab.tasks.configs import CONTROLS
@@ -15,6 +15,7 @@ from codd_lab.tasks.configs import CONTROLS
 LEVEL = 0.05
 UNEQUAL = 0.05
 """Network calls that differ by more than this share are mentioned: a threshold commits more where more is sure."""
+SWAPS = 9999
 
 GAIN, LOSS, WEAK_GAIN, WEAK_LOSS, NO_DIFFERENCE = "gain", "loss", "weak gain", "weak loss", "no difference"
 """Verdicts. Weak: p is below `LEVEL` but not after Holm's correction for all comparisons of the run."""
@@ -122,6 +123,28 @@ def _nats_and_tokens(result: Result) -> tuple[Floats, Floats] | None:
     judged = result.judged or {}
     nats, tokens = (np.asarray(judged.get(name) or [], np.float64) for name in ("nats", "tokens"))
     return (nats, tokens) if len(nats) and len(nats) == len(tokens) and tokens.sum() > 0 else None
+
+
+def holm(ps: Sequence[float]) -> list[float]:
+    """P values after Holm's step-down correction: rejecting those below 0.05 keeps the family-wise error below 5%."""
+    adjusted, worst = [0.0] * len(ps), 0.0
+    for rank, index in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
+        worst = max(worst, min(1.0, (len(ps) - rank) * ps[index]))
+        adjusted[index] = worst
+    return adjusted
+
+
+def swap_test(mine: Floats, theirs: Floats, counts: Floats, others: Floats, rng: np.random.Generator) -> float:
+    """Two-sided permutation test of equal nats per token: the two versions of each text are swapped at random.
+
+    ``mine`` and ``theirs`` are nats, ``counts`` and ``others`` their tokens, one of each per text.
+    """
+    observed = abs(mine.sum() / counts.sum() - theirs.sum() / others.sum())
+    swapped = rng.random((SWAPS, len(mine))) < 0.5
+    totals = np.where(swapped, theirs, mine).sum(1), np.where(swapped, mine, theirs).sum(1)
+    lengths = np.where(swapped, others, counts).sum(1), np.where(swapped, counts, others).sum(1)
+    gaps = np.abs(totals[0] / lengths[0] - totals[1] / lengths[1])
+    return float((1 + (gaps >= observed - 1e-12).sum()) / (1 + SWAPS))
 
 
 def findings(pairs: Sequence[Comparison]) -> list[str]:

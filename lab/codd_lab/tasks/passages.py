@@ -5,7 +5,7 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from codd.data.sources import Source, read_documents
+from codd.data.sources import Source, read_chunks
 from codd.errors import FormatError
 
 SOURCES = {
@@ -16,6 +16,8 @@ SOURCES = {
 }
 FEWEST, MOST, CONTINUED = 20, 80, 120
 """The fewest and most words of a prefix, and the words of a continuation."""
+MOST_CHARACTERS = 2**27
+"""The most characters of a corpus, whose documents are in memory together."""
 _WORD = re.compile(r"\S+")
 
 
@@ -33,7 +35,7 @@ def passages(corpus_name: str, root: Path, count: int, *, split: str = "test") -
     the same whatever the count. None overlaps another's paragraph.
     """
     source = SOURCES.get((corpus_name, split)) or Source("text", corpus_name, path=corpus_name, fields=("text",))
-    documents = list(read_documents(source, root))
+    documents = _documents(source, root)
     starts = [(d, m.end()) for d, text in enumerate(documents) for m in re.finditer(r"\n\s*\n|\n (?=[^=\s])", text)]
     rng = Random(f"codd-passages/{corpus_name}/{split}/0")
     rng.shuffle(starts)
@@ -45,6 +47,23 @@ def passages(corpus_name: str, root: Path, count: int, *, split: str = "test") -
         if passage is not None:
             chosen.append(passage)
     raise FormatError(f"{root / str(source.path)}: has only {len(chosen)} passages, fewer than the {count} asked for.")
+
+
+def _documents(source: Source, root: Path) -> list[str]:
+    """Whole documents of a text source; FormatError if they are more than `MOST_CHARACTERS` together."""
+    documents, open_one, taken = list[str](), list[str](), 0
+    for text, ends in read_chunks(source, root):
+        open_one.append(text)
+        taken += len(text)
+        if taken > MOST_CHARACTERS:
+            raise FormatError(
+                f"{root / source.path}: holds more than {MOST_CHARACTERS:,} characters, too many to choose passages "
+                "from. Give a part of it."
+            )
+        if ends:
+            documents.append("".join(open_one))
+            open_one = []
+    return documents
 
 
 def _passage(text: str, place: int, words: int) -> Passage | None:

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import shutil
 from pathlib import Path
+from typing import Any
 
 from codd.cli import console
 from codd.errors import CoddError, FormatError
@@ -54,8 +55,16 @@ examples:
 
 def run(args: argparse.Namespace) -> int:
     """Convert and say what was written."""
-    if args.source.is_dir():
-        return _convert_checkpoint(args)
+    report = _convert_checkpoint(args) if args.source.is_dir() else _convert_circuit(args)
+    if args.json:
+        console.as_json(report)
+    else:
+        console.fields(f"{args.source} -> {args.folder}", report)
+    return 0
+
+
+def _convert_circuit(args: argparse.Namespace) -> dict[str, Any]:
+    """Write the circuit of a .jpc file."""
     import torch  # here, so that --help answers at once
 
     from codd.circuits import HMM
@@ -68,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         hmm = hmm.to(emission=torch.bfloat16)
     with console.working(f"writing {args.folder}"):
         folder = hmm.save(args.folder)
-    report = {
+    return {
         "input": str(args.source),
         "output": str(folder),
         "num_states": hmm.num_states,
@@ -80,14 +89,9 @@ def run(args: argparse.Namespace) -> int:
         "bytes_out": sum((folder / name).stat().st_size for name in (CONFIG_FILE, WEIGHTS_FILE)),
         "pickle_executed": False,
     }
-    if args.json:
-        console.as_json(report)
-    else:
-        console.fields(f"{args.source} -> {folder}", report)
-    return 0
 
 
-def _convert_checkpoint(args: argparse.Namespace) -> int:
+def _convert_checkpoint(args: argparse.Namespace) -> dict[str, Any]:
     """Write the weights of a folder as safetensors, and copy what else `codd.load` reads."""
     import torch
 
@@ -112,13 +116,8 @@ def _convert_checkpoint(args: argparse.Namespace) -> int:
                 shutil.copyfile(path, args.folder / path.name)
         with files.replacing(args.folder, CONVERTED) as (target,):
             files.write_weights(target, files.standalone(tensors))
-    report = {"input": str(source), "output": str(args.folder), "tensors": len(tensors), "pickle_executed": False}
-    report["bytes_out"] = (args.folder / CONVERTED).stat().st_size
-    if args.json:
-        console.as_json(report)
-    else:
-        console.fields(f"{args.source} -> {args.folder}", report)
-    return 0
+    written = {"tensors": len(tensors), "bytes_out": (args.folder / CONVERTED).stat().st_size}
+    return {"input": str(source), "output": str(args.folder), "pickle_executed": False, **written}
 
 
 def _check_target(folder: Path, force: bool) -> None:

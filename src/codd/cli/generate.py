@@ -5,7 +5,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -109,22 +109,20 @@ def _add_constraints(parser: argparse.ArgumentParser) -> None:
 
 def _constraint(args: argparse.Namespace) -> Constraint | None:
     """The one that was given, if any."""
-    found = _language(args)
+    found: Constraint | None = None
+    if args.regex is not None:
+        found = Regex(args.regex)
+    elif args.json_schema is not None:
+        found = JsonSchema(_schema(args.json_schema))
+    elif args.choice is not None:
+        found = Choice(args.choice)
+    elif args.template is not None:
+        found = Template(args.template)
     if args.after is None:
         return found
     if not isinstance(found, Language):
         raise InvalidInput("--after goes with --regex, --json-schema or --choice, which says what follows it.")
     return After(args.after, found)
-
-
-def _language(args: argparse.Namespace) -> Constraint | None:
-    if args.regex is not None:
-        return Regex(args.regex)
-    if args.json_schema is not None:
-        return JsonSchema(_schema(args.json_schema))
-    if args.choice is not None:
-        return Choice(args.choice)
-    return None if args.template is None else Template(args.template)
 
 
 def _schema(given: str) -> str:
@@ -165,24 +163,17 @@ def _read(path: str) -> str:
 def _of_lines(text: str, name: str) -> Iterator[Prompt]:
     """One prompt a line; whether they are JSON is decided by the first."""
     lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
-    as_json = bool(lines) and (name.endswith(".jsonl") or _is_record(lines[0][1]))
+    as_json = bool(lines) and name.endswith(".jsonl")
+    if lines and not as_json:
+        with suppress(FormatError):
+            first = files.parse_json(name, lines[0][1])
+            as_json = isinstance(first, dict) and any(field in first for field in FIELDS)
     for number, line in lines:
         yield _of_json(line, f"{name}, line {number}") if as_json else line.removesuffix("\r")
 
 
-def _is_record(line: str) -> bool:
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(found, dict) and any(field in found for field in FIELDS)
-
-
 def _of_json(line: str, where: str) -> Prompt:
-    try:
-        found = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"{where}: is not JSON ({error}).") from None
+    found = files.parse_json(f"{where}:", line)
     for field, kind in FIELDS.items():
         if isinstance(found, dict) and field in found:
             build(kind, found[field], f'{where}: "{field}"')

@@ -1,7 +1,6 @@
 """What the verbs pretrain and train share: arguments, the folder of a run, its progress."""
 
 import argparse
-import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -11,7 +10,6 @@ from typing import TypeVar
 from codd import folders
 from codd.cli import console
 from codd.distributed import DistributedContext, distributed
-from codd.errors import InvalidInput
 from codd.training.recipe import RunRecipe, find_recipe
 from codd.training.run import CHECKPOINTS, METRICS, Progress, check_recipe
 
@@ -55,10 +53,7 @@ def run_folder(
 
     --fresh throws away nothing that is not a run, and a run that fails before it has done anything leaves nothing.
     """
-    if os.path.exists(out) and not out.is_dir():
-        raise InvalidInput(f"{out}: is a file; --out must be a folder.")
-    if folders.is_occupied(out) and not (out / METRICS).is_file():
-        raise InvalidInput(f"{out}: holds something else than a run; give an empty or new folder with --out.")
+    folders.check_own(out, METRICS, "a run")
     if not args.fresh:
         check_recipe(recipe, out)
     with distributed(args.device) as context, folders.exclusive(out) if context.is_main else nullcontext():

@@ -96,19 +96,15 @@ def is_prose(place: Place) -> bool:
 
 def read_records(place: Place, most: int | None = None) -> Iterator[Record]:
     """The records of a file or dataset, or ``most`` of them; FormatError for one that holds none."""
-    return itertools.islice(_records(place), most)
-
-
-def _records(place: Place) -> Iterator[Record]:
     if isinstance(place, HubDataset):
-        return ((f"{place}: row {number}", row) for number, row in enumerate(place.load(), start=1))
-    if is_prose(place):
+        found = ((f"{place}: row {number}", row) for number, row in enumerate(place.load(), start=1))
+    elif is_prose(place):
         raise FormatError(
             f"{place}: has no fields to find questions and answers in. Give .jsonl, .json, .parquet or a dataset."
         )
-    if ending(place) == PARQUET:
-        return _parquet_rows(place)
-    return text_files.json_lines(place) if ending(place) == LINES else _objects(place)
+    else:
+        found = {PARQUET: _parquet_rows, LINES: text_files.json_lines, ARRAY: _objects}[ending(place)](place)
+    return itertools.islice(found, most)
 
 
 def _objects(path: Path) -> Iterator[Record]:

@@ -19,8 +19,6 @@ CALCULATOR = re.compile(r"<<[^<>]*>>")
 """GSM8K's marks for a calculator, such as <<48/2=24>>: not part of what is said. Code has shifts that look alike."""
 CHUNK_CHARACTERS = 2**20
 """Characters that a text file is read by."""
-MOST_CHARACTERS = 2**27
-"""The most characters of a source whose documents must be in memory together."""
 PARAGRAPH = re.compile(r"(?<=\n\n)(?=\S)")
 LINE = re.compile(r"(?<=\n)(?=[^\S\n]*\S)")
 SURROGATE = re.compile(r"[\ud800-\udfff]")
@@ -86,15 +84,12 @@ def read_chunks(source: Source, root: Path, most: int | None = None) -> Iterator
     """
     place = source_place(source, root)
     if isinstance(place, Path) and is_prose(place):
-        return take_until(_file_chunks(place), chunk_size, most)
-    key = source.fields[0] if len(source.fields) == 1 else "text"
-    entries = read_records(place, source.count)
-    return take_until((TextChunk(_field(entry, key, where), True) for where, entry in entries), chunk_size, most)
-
-
-def chunk_size(chunk: TextChunk) -> int:
-    """How many characters a chunk has."""
-    return len(chunk.text)
+        chunks = _file_chunks(place)
+    else:
+        key = source.fields[0] if len(source.fields) == 1 else "text"
+        entries = read_records(place, source.count)
+        chunks = (TextChunk(_field(entry, key, where), True) for where, entry in entries)
+    return _take_until(chunks, lambda chunk: len(chunk.text), most)
 
 
 def _file_chunks(path: Path) -> Iterator[TextChunk]:
@@ -117,7 +112,7 @@ def _cut_at(text: str) -> int:
     return max(text.rfind(" "), 0) or len(text)
 
 
-def take_until(items: Iterator[Item], size: Callable[[Item], int], most: int | None) -> Iterator[Item]:
+def _take_until(items: Iterator[Item], size: Callable[[Item], int], most: int | None) -> Iterator[Item]:
     """Items up to the one with which their sizes reach ``most``; None: all."""
     taken = 0
     for item in items:
@@ -125,23 +120,6 @@ def take_until(items: Iterator[Item], size: Callable[[Item], int], most: int | N
         taken += size(item)
         if most is not None and taken >= most:
             return
-
-
-def read_documents(source: Source, root: Path) -> Iterator[str]:
-    """Whole documents of a text source; FormatError if they are more than `MOST_CHARACTERS` together."""
-    document: list[str] = []
-    taken = 0
-    for text, ends in read_chunks(source, root):
-        document.append(text)
-        taken += len(text)
-        if taken > MOST_CHARACTERS:
-            raise FormatError(
-                f"{source_place(source, root)}: holds more than {MOST_CHARACTERS:,} characters, too many to choose "
-                "passages from. Give a part of it."
-            )
-        if ends:
-            yield "".join(document)
-            document = []
 
 
 def read_sequences(source: Source, root: Path, most: int | None = None) -> Iterator[tuple[str, int | None]]:
@@ -156,7 +134,8 @@ def read_sequences(source: Source, root: Path, most: int | None = None) -> Itera
         found = _records_of_fasta(file) if ending(place) in FASTA else (line.strip("\r\n") for line in file)
         lines = ((number, line) for number, line in enumerate(found, start=1) if line.strip())
         kept = itertools.islice(lines, source.count)
-        yield from take_until((_sequence(source, f"{place}: entry {n}", x, table) for n, x in kept), _length, most)
+        read = (_sequence(source, f"{place}: entry {n}", x, table) for n, x in kept)
+        yield from _take_until(read, lambda sequence: len(sequence[0]), most)
 
 
 def _records_of_fasta(lines: Iterable[str]) -> Iterator[str]:
@@ -178,24 +157,20 @@ def _sequence(source: Source, where: str, line: str, table: bool) -> tuple[str, 
     return cells[0].strip(), int(cell)
 
 
-def _length(sequence: tuple[str, int | None]) -> int:
-    return len(sequence[0])
-
-
 def read_pairs(source: Source, root: Path, most: int | None = None) -> Iterator[QuestionAnswer]:
     """The pairs of a qa source, up to the one that reaches ``most`` characters."""
     place = source_place(source, root)
     if len(source.fields) != 2:
         raise FormatError(f"source {source.name}: fields must name the question's and the answer's key.")
-    yield from take_until(_pairs(place, source), lambda pair: len(pair.question) + len(pair.answer), most)
+    read = (_pair(source, entry, where) for where, entry in read_records(place, source.count))
+    yield from _take_until(read, lambda pair: len(pair.question) + len(pair.answer), most)
 
 
-def _pairs(place: Place, source: Source) -> Iterator[QuestionAnswer]:
-    for where, entry in read_records(place, source.count):
-        question, answer = (_field(entry, key, where) for key in source.fields)
-        if source.strip == "gsm8k":
-            answer = CALCULATOR.sub("", answer)
-        yield QuestionAnswer(question.strip(), answer.strip())
+def _pair(source: Source, entry: dict[str, Any], where: str) -> QuestionAnswer:
+    question, answer = (_field(entry, key, where) for key in source.fields)
+    if source.strip == "gsm8k":
+        answer = CALCULATOR.sub("", answer)
+    return QuestionAnswer(question.strip(), answer.strip())
 
 
 def _field(entry: dict[str, Any], key: str, where: str) -> str:

@@ -63,8 +63,13 @@ def load_source(
     source: Source, root: Path, tokenizer: Tokenizer, config: PackingConfig, cache: Path | None
 ) -> SequenceDataset:
     """The packed sequences of a source; what took work is kept in the folder ``cache`` for the next time."""
-    make = {"text": _make_stream, "qa": _make_packed, "sequences": _make_sequences}[source.kind]
-    arrays = _cached(cache, source, root, tokenizer, config, lambda: make(source, root, tokenizer, config))
+
+    def make() -> dict[str, NDArray[Any]]:
+        kinds = {"text": _make_stream, "qa": _make_packed, "sequences": _make_sequences}
+        return kinds[source.kind](source, root, tokenizer, config)
+
+    name = f"{source.name}-{dataset_digest(source, root, tokenizer, config)}" if cache else ""
+    arrays = _kept(cache / name, make) if cache else make()
     if source.kind == "text":
         return StreamDataset(arrays["stream"], config.row_length, config.seed)
     return PackedDataset(PackedSequences(**arrays), config.seed)
@@ -184,34 +189,24 @@ def pad_answer(question: Tokens, answer: Tokens, extra: int, eos: int, config: P
     return Example(np.concatenate((question, answer, end)), len(question))
 
 
-def _cached(
-    cache: Path | None,
-    source: Source,
-    root: Path,
-    tokenizer: Tokenizer,
-    config: PackingConfig,
-    make: Callable[[], dict[str, NDArray[Any]]],
-) -> dict[str, NDArray[Any]]:
-    """The arrays of a source: read if they were made from the same things before, and are whole; else made and kept."""
-    if cache is None:
-        return make()
-    name = f"{source.name}-{dataset_digest(source, root, tokenizer, config)}"
-    if (kept := _read_arrays(cache / name)) is not None:
+def _kept(folder: Path, make: Callable[[], dict[str, NDArray[Any]]]) -> dict[str, NDArray[Any]]:
+    """The arrays of a folder: read if they were made before, and are whole; else made and kept."""
+    if (kept := _read_arrays(folder)) is not None:
         return kept
-    arrays, partial = make(), cache / f".{name}.{os.getpid()}"
+    arrays, partial = make(), folder.parent / f".{folder.name}.{os.getpid()}"
     shutil.rmtree(partial, ignore_errors=True)  # of a process with the same number that was killed
     partial.mkdir(parents=True)
     try:
         for key, array in arrays.items():
             np.save(partial / f"{key}.npy", array)
         files.write_text(partial / DIGESTS, _array_digests(partial))
-        if (kept := _read_arrays(cache / name)) is not None:  # another process of the run was faster
+        if (kept := _read_arrays(folder)) is not None:  # another process of the run was faster
             return kept
-        shutil.rmtree(cache / name, ignore_errors=True)
-        os.replace(partial, cache / name)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return _read_arrays(cache / name) or arrays
+    return _read_arrays(folder) or arrays
 
 
 def _read_arrays(folder: Path) -> dict[str, NDArray[Any]] | None:
@@ -231,20 +226,17 @@ def _array_digests(folder: Path) -> str:
 def dataset_digest(source: Source, root: Path, tokenizer: Tokenizer, config: PackingConfig) -> str:
     """12 hex digits that name the rows of a source: the same digest means the same rows."""
     content = content_digest(source_place(source, root))
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(folder)
+        written = "".join(files.sha256(path) for path in sorted(Path(folder).iterdir()))
     fields = {
         **asdict(source),
         "weight": None,
         "layout": list(config),
         "content": content,
-        "tokenizer": _digest(tokenizer),
+        "tokenizer": written,
     }
     return files.sha256_of_json(fields)[:12]
-
-
-def _digest(tokenizer: Tokenizer) -> str:
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save(folder)
-        return "".join(files.sha256(path) for path in sorted(Path(folder).iterdir()))
 
 
 def _required(token: int | None, name: str) -> int:

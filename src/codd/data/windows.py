@@ -130,7 +130,6 @@ def mask_rows(
     ``absolute``: windows begin where the blocks of a block-causal network do, counted from a text's first token.
     """
     size = recipe.length
-    _check_length(segments.shape[1], size)
     anywhere, in_block = (
         add_noise(
             segments,
@@ -146,17 +145,13 @@ def mask_rows(
     hidden = torch.where(blockwise, in_block.hidden, anywhere.hidden)
     weights = torch.where(blockwise, in_block.weights, anywhere.weights)
     asked = weights > 0
+    inside = _inside(segments, scored, asked, size)
     blocks = _block_ends(segments, hidden & ~asked)[:, size - 1 :]
     grid = _grid(segments, scored, size, generator, absolute)
     if absolute:  # the last block of a text may be cut, and its window begin left of it
         blocks = blocks & grid
-    candidates = torch.where(blockwise, blocks, grid) & _inside(segments, scored, asked, size)
+    candidates = torch.where(blockwise, blocks, grid) & inside
     return hidden, candidates, torch.where(asked, 1 / weights, 0)
-
-
-def _check_length(length: int, size: int) -> None:
-    if length < size:
-        raise InvalidInput(f"rows of {length} tokens hold no window of {size}. Use longer rows.")
 
 
 def _inside(
@@ -164,7 +159,8 @@ def _inside(
 ) -> Bool[Tensor, "B n"]:
     """Where a window may begin so that it lies inside the scored tokens of one text and has one that is predicted."""
     length = segments.shape[1]
-    _check_length(length, size)
+    if length < size:
+        raise InvalidInput(f"rows of {length} tokens hold no window of {size}. Use longer rows.")
     one_text = segments[:, : length - size + 1] == segments[:, size - 1 :]
     whole = (scored & (segments != PADDING)).unfold(1, size, 1).all(-1)
     return one_text & whole & asked.unfold(1, size, 1).any(-1)

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from codd.errors import InvalidInput
 
 RESAMPLES = 2000
-SWAPS = 9999
 
 Floats = NDArray[np.floating[Any]]
 
@@ -86,25 +85,3 @@ def paired(scores: Sequence[float | int], others: Sequence[float | int], seed: i
 def ratio_of_sums(totals: Floats, counts: Floats) -> Callable[[NDArray[np.int64]], Floats]:
     """A mean over all tokens of some texts, as a statistic of which texts."""
     return lambda drawn: np.asarray(totals[drawn].sum(-1) / np.maximum(counts[drawn].sum(-1), 1))
-
-
-def holm(ps: Sequence[float]) -> list[float]:
-    """P values after Holm's step-down correction: rejecting those below 0.05 keeps the family-wise error below 5%."""
-    adjusted, worst = [0.0] * len(ps), 0.0
-    for rank, index in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
-        worst = max(worst, min(1.0, (len(ps) - rank) * ps[index]))
-        adjusted[index] = worst
-    return adjusted
-
-
-def swap_test(mine: Floats, theirs: Floats, counts: Floats, others: Floats, rng: np.random.Generator) -> float:
-    """Two-sided permutation test of equal nats per token: the two versions of each text are swapped at random.
-
-    ``mine`` and ``theirs`` are nats, ``counts`` and ``others`` their tokens, one of each per text.
-    """
-    observed = abs(mine.sum() / counts.sum() - theirs.sum() / others.sum())
-    swapped = rng.random((SWAPS, len(mine))) < 0.5
-    totals = np.where(swapped, theirs, mine).sum(1), np.where(swapped, mine, theirs).sum(1)
-    lengths = np.where(swapped, others, counts).sum(1), np.where(swapped, counts, others).sum(1)
-    gaps = np.abs(totals[0] / lengths[0] - totals[1] / lengths[1])
-    return float((1 + (gaps >= observed - 1e-12).sum()) / (1 + SWAPS))

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -66,16 +67,21 @@ def run(trainer: Trainer, recipe: RunRecipe, out: Path, context: DistributedCont
     """Run a recipe to its end, from the last checkpoint in ``out`` if there is one; yields after every step."""
     clock = Clock(recipe.steps, getattr(recipe, "seconds", None), context)
     step = resume(trainer, recipe, out, context, clock)
-    log = Log(out, step) if context.is_main else None
+    if context.is_main:
+        cut_metrics(out, step)
+
+    def logged(step: int, metrics: dict[str, float]) -> Progress:
+        if metrics and context.is_main:
+            with (out / METRICS).open("a") as file:
+                file.write(json.dumps({"step": step, **metrics}) + "\n")
+        return Progress(step, metrics)
+
     progress = clock.progress(step)
     if step == 0:
-        clock.pause()
-        metrics = trainer.validate(0)
-        if metrics and log:
-            log.write(0, metrics)
-        clock.resume()
-        if metrics:
-            yield Progress(0, metrics)
+        with clock.paused():
+            made = logged(0, trainer.validate(0))
+        if made.metrics:
+            yield made
     while progress < 1:
         trainer.step(step, progress)
         step += 1
@@ -85,19 +91,16 @@ def run(trainer: Trainer, recipe: RunRecipe, out: Path, context: DistributedCont
         if step % recipe.log_every == 0 or last:
             metrics = trainer.metrics(step) | clock.read(step, trainer.unit, trainer.per_step)
         validates, keeps = (step % every == 0 or last for every in (recipe.validate_every, recipe.checkpoint_every))
-        if validates or keeps:
-            clock.pause()
-        if validates:
-            metrics |= trainer.validate(step)
-        if metrics and log:  # before the checkpoint: a run that goes on from it does not write this line again
-            log.write(step, metrics)
-        if keeps:
-            state = trainer.state(step)
-            if context.is_main:
-                notes = {"recipe": dataclasses.asdict(recipe), "digest": recipe.digest(), **clock.notes()}
-                write_checkpoint(out / CHECKPOINTS, step, state, notes, keep=recipe.keep)
-        clock.resume()
-        yield Progress(step, metrics)
+        with clock.paused() if validates or keeps else nullcontext():
+            if validates:
+                metrics |= trainer.validate(step)
+            made = logged(step, metrics)  # before the checkpoint: a run that goes on from it does not write it again
+            if keeps:
+                state = trainer.state(step)
+                if context.is_main:
+                    notes = {"recipe": dataclasses.asdict(recipe), "digest": recipe.digest(), **clock.notes()}
+                    write_checkpoint(out / CHECKPOINTS, step, state, notes, keep=recipe.keep)
+        yield made
     if context.is_main:
         trainer.export()
 
@@ -136,21 +139,12 @@ def _check_notes(recipe: RunRecipe, notes: Mapping[str, Any], folder: Path) -> N
     raise InvalidInput(f"{folder}: is of another recipe ({what}). Give another --out, or --fresh to begin again.")
 
 
-class Log:
-    """Writes metrics.jsonl; a run that goes on drops the lines that it will write again."""
-
-    def __init__(self, out: Path, step: int):
-        """``step`` is the one that the run goes on from; 0: a new run."""
-        self.path = out / METRICS
-        lines = read_metrics(self.path) if step and self.path.exists() else ()
-        kept = [line for line in lines if line["step"] <= step]
-        with files.replacing(out, METRICS) as (temporary,):
-            files.write_text(temporary, "".join(json.dumps(line) + "\n" for line in kept))
-
-    def write(self, step: int, metrics: dict[str, float]) -> None:
-        """Append the metrics of a step as one line."""
-        with self.path.open("a") as file:
-            file.write(json.dumps({"step": step, **metrics}) + "\n")
+def cut_metrics(out: Path, step: int) -> None:
+    """Drop the lines of metrics.jsonl that a run which goes on from ``step`` will write again; 0: a new run."""
+    lines = read_metrics(out / METRICS) if step and (out / METRICS).exists() else ()
+    kept = [line for line in lines if line["step"] <= step]
+    with files.replacing(out, METRICS) as (temporary,):
+        files.write_text(temporary, "".join(json.dumps(line) + "\n" for line in kept))
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, float | int]]:
@@ -177,16 +171,14 @@ class Clock:
         """Seconds of training so far."""
         return self.spent + (0.0 if self.since is None else time.perf_counter() - self.since)
 
-    def pause(self) -> None:
-        """Stop the clock, once a GPU has done what it was given so far."""
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stop the clock for a block, once a GPU has done what it was given so far."""
         if self.context.device.type == "cuda":
             torch.cuda.synchronize(self.context.device)
         self.spent, self.since = self.elapsed(), None
-
-    def resume(self) -> None:
-        """Let the clock go on, if it was paused."""
-        if self.since is None:
-            self.since = time.perf_counter()
+        yield
+        self.since = time.perf_counter()
 
     def progress(self, step: int) -> float:
         """The part of the run that is done after ``step`` steps, from 0 to 1; the same in all processes."""

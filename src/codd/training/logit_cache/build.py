@@ -111,7 +111,15 @@ def build(
                 parts.append(made)
                 windows += len(made)
                 yield Progress(min(rows + batch_rows * len(parts), rows + settings.shard_rows), windows)
-            finish_shard(folder, number, parts, settings)
+            whole = join(parts, sum(map(len, parts)), sum(len(part.lists.truth) for part in parts), "cpu")
+            try:
+                storage.write_shard(folder, number, whole, settings)
+            except OSError as error:
+                done = sum(record is not None for record in storage.records(folder, settings))
+                raise OSError(
+                    f"{folder / storage.shard_name(number)}: could not be written ({error.strerror or error}). {done} "
+                    f"of {settings.shards} shards are finished and kept: make room and run the same command to go on."
+                ) from error
         rows += settings.shard_rows
         yield Progress(rows, windows)
     context.barrier()
@@ -211,16 +219,3 @@ def _lists(backbone: Backbone, mask_id: int, states: Float[Tensor, "M d"], truth
         logits = backbone.masked_logits_from_states(states[None, begin : begin + many], mask_id=mask_id)
         parts.append(keep_top_k(logits[0], truth[begin : begin + many], k))
     return TopK(*(torch.cat(column) for column in zip(*parts, strict=True)))
-
-
-def finish_shard(folder: Path, number: int, parts: list[CachedWindows], settings: CacheSettings) -> None:
-    """Write a shard; an error says what is finished nevertheless."""
-    windows = join(parts, sum(map(len, parts)), sum(len(part.lists.truth) for part in parts), "cpu")
-    try:
-        storage.write_shard(folder, number, windows, settings)
-    except OSError as error:
-        done = sum(record is not None for record in storage.records(folder, settings))
-        raise OSError(
-            f"{folder / storage.shard_name(number)}: could not be written ({error.strerror or error}). {done} of "
-            f"{settings.shards} shards are finished and kept: make room and run the same command to go on."
-        ) from error

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from codd import files, folders, validation
 from codd.backbones import adapters
 from codd.data.packing import NARROW
 from codd.data.windows import WindowRecipe
-from codd.errors import FormatError, InvalidInput
+from codd.errors import FormatError
 from codd.training.logit_cache.cached_windows import CachedWindows, TopK
 from codd.validation import List, Section, Whole
 
@@ -129,16 +128,13 @@ def claimed(folder: Path, *, fresh: bool) -> Iterator[None]:
 
     InvalidInput for one that holds something else, so that nothing of it is lost. ``fresh``: remove an older cache.
     """
-    if os.path.exists(folder) and not folder.is_dir():
-        raise InvalidInput(f"{folder}: is a file; a cache is a folder.")
-    if _fields(folder) is None and folders.is_occupied(folder):
-        raise InvalidInput(f"{folder}: holds something else than a cache; give an empty or new folder.")
+    folders.check_own(folder, INDEX, "a cache")
     with folders.exclusive(folder):
+        new = _fields(folder) is None
         for remains in folder.glob(".*.tmp"):  # of processes that were killed while writing
             remains.unlink()
         for remains in (folder / ROWS).glob(".*"):
             shutil.rmtree(remains, ignore_errors=True)
-        new = _fields(folder) is None
         if fresh and not new:
             shutil.rmtree(folder / ROWS, ignore_errors=True)
             for path in folder.glob("shard-*"):
