@@ -125,23 +125,15 @@ def test_text_and_what_is_written(tmp_path, capsys):
     assert (out / "circuit" / "circuit.safetensors").read_bytes() != before
 
 
-@pytest.mark.parametrize(
-    ("more", "kind"),
-    [
-        (SOFT, "latents by 16"),
-        (["--set=head.inner_states=3"], "steps by 16"),
-        ([*SOFT, "--set=head.inner_states=3", "--set=head.hidden=5"], "latents and steps by 16"),
-    ],
-)
-def test_modulated_circuits_decode_like_any_other(tmp_path, capsys, more, kind):
-    assert train(tmp_path, *more, "--json", "--seed", "5") == 0
+def test_modulated_circuits_decode_like_any_other(tmp_path, capsys):
+    assert train(tmp_path, *SOFT, "--set=head.inner_states=3", "--set=head.hidden=5", "--json", "--seed", "5") == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["recipe"], found["step"], found["out"]) == ("small", 4, str(tmp_path))
     assert found["settings"]["seed"] == 5
     assert found["loss"] > 0
     model = codd.load("mini", circuit=tmp_path / "circuit", device="cpu")
     assert isinstance(model.circuit, Modulated)
-    assert kind in repr(model.circuit)
+    assert "latents and steps by 16" in repr(model.circuit)
     assert model.generate("How many?", gen_length=8, steps=2).texts
     assert main(["info", str(tmp_path / "circuit")]) == 0
 
@@ -185,6 +177,9 @@ def test_a_cache_is_of_the_adapter_that_the_recipe_names(tmp_path, capsys, monke
     adapted = [*CACHED, f"--set=cache={tmp_path / 'cache'}"]
     (tmp_path / "a").rename(tmp_path / "moved")  # the weights count, not the folder's name
     assert train(tmp_path / "right", *adapted, f"--set=adapter={tmp_path / 'moved'}") == 0
+    assert train(tmp_path / "plain", *CACHED, "--set=cache=plain") == 0
+    likelihoods = [metrics_of(tmp_path / name)[-1]["factorized"] for name in ("right", "plain")]
+    assert abs(likelihoods[0] - likelihoods[1]) > 0.01  # the network was asked with its adapter
     begin, end = "was made with an adapter (digest ", "set adapter to that of the cache, or make the cache again "
     message = refused(capsys, tmp_path / "out", *adapted)
     assert begin in message
@@ -254,16 +249,6 @@ def test_a_second_process_is_kept_out_of_the_folder(tmp_path, capsys):
         assert os.listdir(tmp_path) == [folders.LOCK]
 
 
-@pytest.mark.parametrize("verb", ["train", "pretrain"])
-def test_a_recipe_named_like_a_path_writes_nowhere(tmp_path, monkeypatch, capsys, verb):
-    (tmp_path / "a" / "b").mkdir(parents=True)
-    (tmp_path / "evil.yaml").write_text("{name: ../../evil, data: [{kind: qa, name: p, path: p.jsonl, count: 400}]}")
-    monkeypatch.chdir(tmp_path / "a" / "b")
-    assert main([verb, "../../evil.yaml", "--device=cpu"]) == 1
-    assert "name must be of letters, digits and . _ -" in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "b", "evil.yaml"]
-
-
 def test_two_processes_speak_with_one_voice(tmp_path):
     stdout, stderr = run_in_two_processes(*arguments(tmp_path / "two", "--set=validation=[]"))
     assert stdout.count("trained: ") == 1
@@ -278,11 +263,7 @@ def test_two_processes_speak_with_one_voice(tmp_path):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--set=stepz=1"], "unknown field stepz"),
-        (["--set=steps=many"], "steps must be a whole number, found 'many'"),
         (["--seed=-1"], "seed must be at least 0, found -1"),
-        (["--set=optimizer.rule=em"], "optimizer.rule must be 'adam', 'ratio' or 'baum-welch', found 'em'"),
-        (["--set=ratios=[2]"], "ratios[0] must be at most 1, found 2"),
         (["--device=tpu9"], "there is no device 'tpu9'"),
         (["--set=backbone=nowhere"], "nowhere: there is no such folder"),
         (["--set=start=nowhere"], "nowhere: there is no such folder"),
@@ -294,24 +275,8 @@ def test_two_processes_speak_with_one_voice(tmp_path):
 def test_errors_are_one_line(tmp_path, capsys, more, message):
     valid = [] if "row_length" in more[0] else ["--set=validation=[]"]
     assert message in refused(capsys, tmp_path / "out", *valid, *more)
-
-
-def test_data_that_cannot_be_used(tmp_path, capsys):
-    (tmp_path / "empty.jsonl").touch()
-    (tmp_path / "empty.txt").touch()
-    (tmp_path / "short.txt").write_text("A few words.")
-    out, data = tmp_path / "out", f"--data={tmp_path}"
-    for name, kind, message in (
-        ("empty.jsonl", "qa", "holds no questions with answers"),
-        ("empty.txt", "text", "do not fill a row of 384"),
-        ("short.txt", "text", "do not fill a row of 384"),
-    ):
-        source = f"[{{kind: {kind}, name: mine, path: {name}}}]"
-        found = refused(capsys, out, f"--set=data={source}", "--set=validation=[]", data)
-        assert message in found
-        assert "source mine" in found
-        assert not out.exists()
-    assert train(out, "--set=validation=[]") == 0  # what failed is no obstacle
+    kept = any(word in more[0] for word in ("start", "windows.length"))  # what was read of the data
+    assert (tmp_path / "out").exists() == kept
 
 
 def test_questions_that_are_longer_than_a_row_are_counted_once(tmp_path, capsys):
@@ -328,14 +293,6 @@ def test_held_out_text_without_a_block_is_refused(tmp_path, capsys):
     data = f"--set=data=[{{kind: text, name: mine, path: {tmp_path}/long.txt}}]"
     message = refused(capsys, tmp_path / "out", "--set=windows.length=380", data)
     assert "no block of 380 tokens fits the held-out text. Give longer texts." in message
-
-
-def test_a_run_that_diverges_says_so_in_one_line(tmp_path, capsys):
-    message = refused(capsys, tmp_path, "--set=optimizer.lr=1e30", "--set=checkpoint_every=1", "--set=validate_every=1")
-    assert "the training has diverged. Lower optimizer.lr" in message
-    assert "are whole" in message
-    assert checkpoints(tmp_path / "checkpoints")
-    assert isinstance(load_circuit(tmp_path / "circuit"), HMM)
 
 
 def test_out_that_holds_something_else_is_left_alone(tmp_path, capsys):

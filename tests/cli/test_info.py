@@ -80,14 +80,6 @@ def test_the_types_of_tables(tmp_path, capsys):
     assert "emission_bias must be (7,), found (6,)" in refused(capsys, tmp_path)
 
 
-def test_a_head_that_is_damaged(tmp_path, capsys):
-    MODULATED.save(tmp_path)
-    config, tensors = storage.read_folder(tmp_path)
-    tensors["head.latents.bias"][1] = float("inf")
-    storage.write_folder(tmp_path, config, tensors)
-    assert "latents.bias holds NaN or infinite" in refused(capsys, tmp_path)
-
-
 def test_a_jpc(capsys):
     path = FIXTURES / "hmm" / "hmm_nonhom.jpc"
     found = described(capsys, path)
@@ -127,13 +119,6 @@ def test_a_hub_id_is_asked_for_its_configuration_first(tmp_path, capsys, monkeyp
     ]
 
 
-def test_a_hub_repository_of_something_else(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(files, "_download", lambda repo_id, wanted, revision: tmp_path / "never made")
-    message = refused(capsys, "someone/data")
-    assert message.startswith("codd: someone/data: ")
-    assert "has no config.json; expected a circuit folder" in message
-
-
 def test_check_of_a_circuit(tmp_path, capsys):
     HMM.random(4, 7).save(tmp_path)
     assert described(capsys, tmp_path, "--check")["checked"] is True
@@ -162,12 +147,6 @@ def test_beside_a_circuit_it_is_said_where_it_is(tmp_path, capsys):
     assert f"give one inside it: codd info {tmp_path / 'inner'}" in refused(capsys, tmp_path)
     file = tmp_path / "inner" / "circuit.safetensors"
     assert f"give the folder: codd info {tmp_path / 'inner'}" in refused(capsys, file)
-
-
-def test_a_damaged_circuit(tmp_path, capsys):
-    HMM.random(4, 7).save(tmp_path)
-    (tmp_path / "circuit.safetensors").write_bytes(b"")
-    assert "circuit.safetensors" in refused(capsys, tmp_path)
 
 
 def test_an_adapter(tmp_path, capsys):

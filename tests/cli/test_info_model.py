@@ -23,40 +23,21 @@ from tests.support.cli import printed_json
 
 ROTARY = "rotary_emb.inv_freq"
 
-# Of each fixture: the fields of config.json that hold family, layers, width, heads and maximal length.
+# Of some families (of all: tests/backbones), the fields of config.json: family, layers, width, heads, maximal length.
 HUB = ("num_hidden_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
 FIELDS = {
-    "llada_mha": ("llada", "n_layers", "d_model", "n_heads", "max_sequence_length"),
     "llada_gqa_sharded": ("llada", "n_layers", "d_model", "n_heads", "max_sequence_length"),
     "dream_tied": ("dream", *HUB),
-    "dream_untied_sharded": ("dream", *HUB),
-    "bert": ("bert", *HUB),
-    "modernbert": ("modernbert", *HUB),
     "mdlm": ("mdlm", "n_blocks", "hidden_dim", "n_heads", "model_length"),
-    "mdlm_timecond": ("mdlm", "n_blocks", "hidden_dim", "n_heads", "model_length"),
     "sedd": ("sedd", "n_blocks", "hidden_size", "n_heads", "length"),
-    "sdar": ("sdar", *HUB),
-    "sdar_sharded": ("sdar", *HUB),
-    "fastdllm_v2": ("fast_dllm", *HUB),
     "fastdllm_v2_tied_sharded": ("fast_dllm", *HUB),
     "llada2_moe": ("llada2", *HUB),
-    "llada_moe_sharded": ("llada_moe", *HUB),
-    "illada": ("illada", *HUB),
-    "a2d_qwen3": ("a2d", *HUB),
-    "sdar_moe_sharded": ("sdar", *HUB),
     "stable_diffcoder_sharded": ("stable_diffcoder", *HUB),
-    "nemotron_diffusion": ("nemotron", *HUB),
 }
-TIED = ("dream_tied", "bert", "modernbert", "fastdllm_v2_tied_sharded", "illada", "a2d_qwen3")
-BLOCKS = {"sdar": 4, "fast_dllm": 32, "llada2": 32, "stable_diffcoder": 4}
+TIED = ("dream_tied", "fastdllm_v2_tied_sharded")
+BLOCKS = {"fast_dllm": 32, "llada2": 32, "stable_diffcoder": 4}
 """The published ones."""
-ASSUMED = {
-    "sdar_sharded": {"block_size": 4},
-    "sdar_moe_sharded": {"block_size": 4},
-    "llada2_moe": {"block_size": 32},
-    "stable_diffcoder_sharded": {"mask_token_id": 5, "block_size": 4},
-    "illada": {"mask_token_id": 5},
-}
+ASSUMED = {"llada2_moe": {"block_size": 32}, "stable_diffcoder_sharded": {"mask_token_id": 5, "block_size": 4}}
 """What the files leave out, if the vocabulary has such a mask."""
 
 
@@ -110,14 +91,14 @@ def sharded(tmp_path):
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_every_family(name, capsys):
+def test_families(name, capsys):
     folder = FIXTURES / name
     config, tensors = config_of(folder), headers(folder)
     family, layers, width, heads, length = FIELDS[name]
     sizes = config["model"] if family == "sedd" else config
     used = {key: header for key, header in tensors.items() if not key.endswith(ROTARY)}
     masks = {"sedd": config.get("tokens"), "mdlm": config.get("vocab_size", 0) - 1}
-    masks |= {"illada": 5, "stable_diffcoder": 5}
+    masks |= {"stable_diffcoder": 5}
     blocks = config.get("block_size") or config.get("bd_size")
     pad = config.get("pad_token_id")
     found = described(capsys, folder)

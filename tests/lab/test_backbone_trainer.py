@@ -11,7 +11,7 @@ from codd.backbones.loading import load_checkpoint
 from codd.cli import main
 from codd.distributed import DistributedContext
 from codd.errors import Diverged, FormatError, InvalidInput
-from codd.training.checkpoints import checkpoints, read_checkpoint, write_checkpoint
+from codd.training.checkpoints import checkpoints, read_checkpoint
 from codd.training.run import Trainer
 from codd_lab.pretraining.data import BackboneData, prepare
 from codd_lab.pretraining.loss import loss_sum
@@ -282,14 +282,3 @@ def test_a_run_that_diverges_stops_before_it_writes_a_checkpoint(tmp_path, every
     for folder in checkpoints(tmp_path / "checkpoints"):
         kept, _ = read_checkpoint(folder, "cpu")
         assert all(bool(torch.isfinite(value).all()) for name, value in kept.items() if name.startswith("weights."))
-
-
-def test_a_checkpoint_of_another_network_is_named(tmp_path):
-    recipe = small()
-    run(recipe, tmp_path, steps=2)
-    (folder,) = checkpoints(tmp_path / "checkpoints")
-    kept, notes = read_checkpoint(folder, "cpu")
-    kept.pop("weights.final_norm.weight")
-    write_checkpoint(tmp_path / "checkpoints", 2, kept, notes, keep=1)
-    with pytest.raises(FormatError, match="does not fit this recipe "):
-        run(recipe, tmp_path)

@@ -83,8 +83,3 @@ def test_data_is_looked_for_where_it_is_said_to_be(tmp_path, capsys):
 )
 def test_errors_are_one_line(tmp_path, capsys, more, message):
     assert message in refused(capsys, tmp_path / "out", *more)
-
-
-def test_a_recipe_that_is_not_there(tmp_path, capsys):
-    message = refused(capsys, tmp_path / "out", recipe="tinny")
-    assert "'tinny': there is no recipe of this name here; there are tiny, mini, blocks. A recipe of your" in message

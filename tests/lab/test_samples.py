@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 
 from codd.backbones import Backbone, mini
 from codd.backbones.causal import CausalModel, load_causal
-from codd.data.sources import Source, read_documents
+from codd.data.sources import Source, read_chunks
 from codd.errors import FormatError, InvalidInput, MissingDependency
 from codd_lab.samples import BATCH, documents, main, marks_of, sample, texts
 from tests.support.checkpoints import random_network
@@ -86,7 +86,7 @@ def test_the_command_writes_what_recipes_read(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["samples", str(tmp_path / "model"), *given])
     main()
     source = Source("text", "samples", path="samples.jsonl", fields=("text",))
-    assert list(read_documents(source, tmp_path)) == drawn(count=3)
+    assert [chunk.text for chunk in read_chunks(source, tmp_path)] == drawn(count=3)
 
 
 def test_our_own_models_are_loaded(tmp_path):

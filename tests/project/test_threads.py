@@ -15,16 +15,14 @@ def spin(program: str, **environment: str) -> str:
     return done.stdout.strip()
 
 
-def test_threads_do_not_spin_for_long():
-    assert spin(SHOW) == "3000"
-
-
 @pytest.mark.parametrize(
-    ("environment", "wanted"), [({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "None")]
+    ("program", "environment", "wanted"),
+    [
+        (SHOW, {"GOMP_SPINCOUNT": "7"}, "7"),
+        (SHOW, {"OMP_WAIT_POLICY": "PASSIVE"}, "None"),
+        (f"import torch; {SHOW}", {}, "None"),
+    ],
 )
-def test_what_the_user_sets_stays(environment, wanted):
-    assert spin(SHOW, **environment) == wanted
-
-
-def test_it_is_too_late_once_pytorch_is_loaded():
-    assert spin(f"import torch; {SHOW}") == "None"
+def test_what_the_user_sets_stays_and_what_is_too_late_is_not_set(program, environment, wanted):
+    """What is set otherwise: test_face."""
+    assert spin(program, **environment) == wanted

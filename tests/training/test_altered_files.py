@@ -3,63 +3,16 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from codd import files
-from codd.data.sources import Source
-from codd.data.tokenization import DIGESTS, PackingConfig, load_source
-from codd.training.checkpoints import read_checkpoint, write_checkpoint
 from codd.training.circuit.summary import SUMMARY, read_summary
 from codd.training.circuit_recipe import read_circuit_recipe
 from codd.training.curve import read_panels
-from codd.training.logit_cache.reader import LogitCache
 from codd.training.run import cut_metrics, read_metrics
 from codd_lab.pretraining.recipe import SHIPPED, read_recipe
 from tests.support.mutations import failures
-from tests.support.small_caches import made
-from tests.support.small_runs import small_tokenizer
-
-
-def cache_of(folder: Path) -> list[Any]:
-    cache = LogitCache.open(folder)
-    entries = cache.load()
-    tensors = [entries.tokens, entries.masked, entries.level, entries.begins, *entries.lists, entries.features]
-    return [cache.index, *(x.tolist() for x in tensors)]
-
-
-def checkpoint_of(folder: Path) -> list[Any]:
-    tensors, notes = read_checkpoint(folder, "cpu")
-    return [{name: x.tolist() for name, x in tensors.items()}, notes]
-
-
-@pytest.mark.parametrize("name", ["index.json", "shard-00001.safetensors"])
-def test_a_cache_is_what_was_written_or_refused(tmp_path, name):
-    folder = made(tmp_path).folder
-    assert failures(folder / name, folder, lambda: cache_of(folder), cache_of(folder)) == []
-
-
-@pytest.mark.parametrize("name", ["state.json", "state.safetensors"])
-def test_a_checkpoint_is_what_was_written_or_refused(tmp_path, name):
-    notes = {"digest": "d", "recipe": {"steps": 4, "name": "x"}, "best": -float("inf"), "seconds": 1.5}
-    folder = write_checkpoint(tmp_path, 10, {"a": torch.arange(12.0), "b": torch.tensor(3)}, notes, keep=2)
-    assert failures(folder / name, folder, lambda: checkpoint_of(folder), checkpoint_of(folder)) == []
-
-
-@pytest.mark.parametrize("name", ["tokens.npy", "segments.npy", DIGESTS])
-def test_kept_rows_are_what_was_written(tmp_path, name):
-    (tmp_path / "a.jsonl").write_text('{"question": "How many?", "answer": "Four."}\n' * 3)
-    source, config = Source("qa", "a", path="a.jsonl"), PackingConfig(row_length=64, block_length=8, seed=0)
-
-    def load() -> list[Any]:
-        rows = load_source(source, tmp_path, small_tokenizer(), config, tmp_path / "cache").take(0, 2)
-        return [column.tolist() for column in rows]
-
-    same = load()
-    (folder,) = (tmp_path / "cache").iterdir()
-    assert failures(folder / name, folder, load, same) == []
 
 
 def test_a_summary_is_what_was_written_or_made_again(tmp_path):

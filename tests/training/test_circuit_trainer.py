@@ -240,11 +240,6 @@ def test_a_circuit_of_a_backbone_with_an_adapter(root, tmp_path):
     assert model.circuit is not None
 
 
-def test_half_precision_is_for_gpus(root, tmp_path):
-    with pytest.raises(InvalidInput, match="dtype bfloat16 is for GPUs, this is cpu: --set dtype=float32"):
-        TrainingData(small(root, "dtype=bfloat16"), Path(), tmp_path, ALONE)
-
-
 def _validation_rows(recipe, out: Path) -> PackedSequences:
     from codd.backbones import load_checkpoint
 
@@ -365,12 +360,22 @@ def test_a_network_that_gives_no_numbers_is_said_before_training(root, tmp_path,
     assert not (tmp_path / "out" / "circuit").exists()
 
 
+LONG = ["windows.length=190", "row_length=200", "validation=[]"]
+
+
 @pytest.mark.filterwarnings("ignore::codd.errors.TextsLeftOut")
-@pytest.mark.parametrize("weights", ["none", "lora"])
-def test_texts_that_are_all_shorter_than_a_window_are_refused(root, tmp_path, weights):
-    long = ["windows.length=190", "row_length=200", "validation=[]", f"joint.weights={weights}"]
-    with pytest.raises(InvalidInput, match=r"none of the texts in its .* rows has the 190 tokens of a window"):
-        TrainingData(small(root, *long), Path(), tmp_path, ALONE)
+@pytest.mark.parametrize(
+    ("changes", "processes", "words"),
+    [
+        (["dtype=bfloat16"], 1, "dtype bfloat16 is for GPUs, this is cpu: --set dtype=float32"),
+        ([], 3, "3 processes cannot share 8 strata: use 1, 2, 4 or 8"),
+        (LONG, 1, "none of the texts in its .* rows has the 190 tokens of a window"),
+        ([*LONG, "joint.weights=lora"], 1, "none of the texts in its .* rows has the 190 tokens of a window"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_refused_at_once(root, tmp_path, changes, processes, words):
+    with pytest.raises(InvalidInput, match=words):
+        TrainingData(small(root, *changes), Path(), tmp_path, DistributedContext(0, processes, CPU))
 
 
 def test_a_full_disk_loses_nothing_that_was_finished(whole, root, tmp_path):
@@ -388,12 +393,6 @@ def test_a_full_disk_loses_nothing_that_was_finished(whole, root, tmp_path):
 
 
 # Several processes.
-
-
-def test_processes_that_cannot_share_are_refused_at_once(root, tmp_path):
-    with pytest.raises(InvalidInput, match="3 processes cannot share 8 strata: use 1, 2, 4 or 8"):
-        TrainingData(small(root), Path(), tmp_path, DistributedContext(0, 3, CPU))
-    assert not list(tmp_path.iterdir())
 
 
 def test_two_processes_train_what_one_trains(whole, root, tmp_path):

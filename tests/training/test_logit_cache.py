@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from codd import files
+from codd import files, folders
 from codd.backbones.loading import load_checkpoint
 from codd.circuits import HMM, Evidence
 from codd.data.packing import PackedSequences, widen
@@ -281,6 +281,8 @@ def test_a_folder_that_holds_something_else_is_left_alone(tmp_path, fresh):
     with pytest.raises(InvalidInput, match="is a file"):
         steps(tmp_path / "thesis.tex", settings_of(), fresh=fresh)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["index.json", "thesis.tex"]
+    with folders.exclusive(tmp_path / "cache"), pytest.raises(InvalidInput, match="is writing into this folder"):
+        steps(tmp_path / "cache", settings_of(), fresh=fresh)
 
 
 def resealed(text: str, name: str, value: object) -> str:

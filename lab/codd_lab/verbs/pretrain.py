@@ -42,12 +42,7 @@ def run(args: argparse.Namespace) -> int:
         with console.working("preparing the data", shown=context.is_main), console.one_line_warnings():
             data = prepare(recipe, args.data, out, context)
         tokens = f"{recipe.steps} steps of {recipe.batch_rows} x {recipe.row_length} tokens"
-        training_command.announce(recipe.name, tokens, context)
-        latest: dict[str, float] = {}
-        with console.bar("loss -", recipe.steps, shown=context.is_main, transient=False) as bar:
-            for made in train(recipe, data, out, context):
-                latest |= made.metrics
-                training_command.show(bar, made, _status(latest), _line(made.step, made.metrics), context)
+        training_command.watch(recipe, tokens, train(recipe, data, out, context), _status, _line, context)
     if context.is_main:
         _report(recipe, out, as_json=args.json)
     return 0

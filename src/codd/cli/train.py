@@ -69,12 +69,8 @@ def run(args: argparse.Namespace) -> int:
         if summary is None:
             with console.working("evaluating the backbone", shown=context.is_main), console.one_line_warnings():
                 data = TrainingData(recipe, args.data, out, context)
-            training_command.announce(recipe.name, _describe(data.recipe), context)
-            latest: dict[str, float] = {}
-            with console.bar("log-likelihood -", recipe.steps, shown=context.is_main, transient=False) as bar:
-                for made in train(recipe, data, out, context):
-                    latest |= made.metrics
-                    training_command.show(bar, made, _status(latest), _line(made.step, made.metrics), context)
+            steps = train(recipe, data, out, context)
+            training_command.watch(recipe, _describe(data.recipe), steps, _status, _line, context)
             if context.is_main:
                 summary = summarize(data, recipe.digest(), _circuit(out), out)
     if context.is_main and summary is not None:

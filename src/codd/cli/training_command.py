@@ -2,7 +2,7 @@
 
 import argparse
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TypeVar
@@ -71,15 +71,25 @@ def run_folder(
             raise
 
 
-def announce(recipe: str, description: str, context: DistributedContext) -> None:
-    """Say what is trained, and where."""
+def watch(
+    recipe: RunRecipe,
+    description: str,
+    run: Iterable[Progress],
+    status: Callable[[Mapping[str, float]], str],
+    line: Callable[[int, Mapping[str, float]], str | None],
+    context: DistributedContext,
+) -> None:
+    """Run to the end, and show it: what is trained, and a progress bar with the ``status`` of the latest metrics.
+
+    Without a terminal, a ``line`` for each step that has metrics, unless it is None.
+    """
+    processes = f", {context.world_size} processes" if context.world_size > 1 else ""
     if context.is_main:
-        processes = f", {context.world_size} processes" if context.world_size > 1 else ""
-        console.say(f"{recipe}: {description}, on {context.device}{processes}")
-
-
-def show(bar: console.Bar, made: Progress, status: str, line: str | None, context: DistributedContext) -> None:
-    """Advance the progress bar; without a terminal, print ``line`` instead, unless it is None."""
-    bar.update(made.step, status)
-    if context.is_main and line and not console.err().is_terminal:
-        console.say(line)
+        console.say(f"{recipe.name}: {description}, on {context.device}{processes}")
+    latest: dict[str, float] = {}
+    with console.bar(recipe.name, recipe.steps, shown=context.is_main, transient=False) as bar:
+        for made in run:
+            latest |= made.metrics
+            bar.update(made.step, status(latest))
+            if context.is_main and not console.err().is_terminal and (said := line(made.step, made.metrics)):
+                console.say(said)

@@ -96,6 +96,7 @@ def is_prose(place: Place) -> bool:
 
 def read_records(place: Place, most: int | None = None) -> Iterator[Record]:
     """The records of a file or dataset, or ``most`` of them; FormatError for one that holds none."""
+    found: Iterator[Record]
     if isinstance(place, HubDataset):
         found = ((f"{place}: row {number}", row) for number, row in enumerate(place.load(), start=1))
     elif is_prose(place):

@@ -34,13 +34,6 @@ class Score(NamedTuple):
     """Whether each token is the most probable one at its position while its block is masked."""
 
 
-class _Block(NamedTuple):
-    request: int
-    shown: list[int]
-    begin: int
-    truth: list[int]
-
-
 @torch.no_grad()
 def score_continuations(
     model: Model,
@@ -48,39 +41,24 @@ def score_continuations(
     options: Options = Options(),  # noqa: B008 frozen
 ) -> list[Score]:
     """Score several continuations in batches; a score does not depend on the others of its batch."""
-    size = min(options.block_length, circuit_length(model.circuit))
-    blocks = [block for i, request in enumerate(requests) for block in _blocks(i, request, size, model.known_mask)]
-    totals, greedy = [0.0] * len(requests), [True] * len(requests)
-    at_once = max(1, len(requests))
-    for begin in range(0, len(blocks), at_once):
-        some = blocks[begin : begin + at_once]
-        for block, score in zip(some, _scored(model, some, options), strict=True):
-            totals[block.request] += score.log_prob
-            greedy[block.request] &= score.greedy
-    return [Score(total, sure) for total, sure in zip(totals, greedy, strict=True)]
-
-
-def _blocks(number: int, request: ScoringRequest, size: int, mask_id: int) -> list[_Block]:
-    context, continuation = list(request.context), list(request.continuation)
-    blocks = []
-    for start in range(0, len(continuation), size):
-        left = context + continuation[:start]
-        shown = left + [mask_id] * (len(continuation) - start)
-        blocks.append(_Block(number, shown, len(left), continuation[start : start + size]))
-    return blocks
-
-
-def _scored(model: Model, blocks: Sequence[_Block], options: Options) -> list[Score]:
     backbone, mask_id = model.backbone, model.known_mask
+    size = min(options.block_length, circuit_length(model.circuit))
     pad = backbone.special.pad if backbone.special.pad is not None else 0
-    ids, valid = pad_left([block.shown for block in blocks], pad, backbone.device)
-    states = backbone.states(ids, valid)
-    scores = []
-    for row, block in enumerate(blocks):
-        at = ids.shape[1] - len(block.shown) + block.begin
-        own = states[row : row + 1, at : at + len(block.truth)]
-        logits = backbone.masked_logits_from_states(own, mask_id=mask_id)
-        scores.append(_score(model, logits, own, torch.tensor([block.truth], device=ids.device), options))
+    blocks = [(i, start) for i, each in enumerate(requests) for start in range(0, len(each.continuation), size)]
+    scores = [Score(0.0, True)] * len(requests)
+    for begin in range(0, len(blocks), max(1, len(requests))):
+        some = blocks[begin : begin + len(requests)]
+        left = [[*requests[i].context, *requests[i].continuation[:start]] for i, start in some]
+        masks = [len(requests[i].continuation) - start for i, start in some]
+        shown = [row + [mask_id] * count for row, count in zip(left, masks, strict=True)]
+        ids, valid = pad_left(shown, pad, backbone.device)
+        states = backbone.states(ids, valid)
+        for row, (i, start) in enumerate(some):
+            truth = torch.tensor([requests[i].continuation[start : start + size]], device=ids.device)
+            at = ids.shape[1] - masks[row]
+            own = states[row : row + 1, at : at + truth.shape[1]]
+            score = _score(model, backbone.masked_logits_from_states(own, mask_id=mask_id), own, truth, options)
+            scores[i] = Score(scores[i].log_prob + score.log_prob, scores[i].greedy and score.greedy)
     return scores
 
 

@@ -209,7 +209,7 @@ def evaluate_shard(
         _check_numbers(lists.truth.isnan(), number)
         features = found.features.clamp(-HALF, HALF).half().cpu() if settings.features else None
         tokens, masked, level, *columns = (x.cpu() for x in (found.tokens, found.masked, found.level, *lists))
-        yield CachedWindows.of(tokens, masked, level, TopK(*columns), features)
+        yield CachedWindows(tokens, masked, level, TopK(*columns), features)
 
 
 def _lists(backbone: Backbone, mask_id: int, states: Float[Tensor, "M d"], truth: Int[Tensor, " M"], k: int) -> TopK:

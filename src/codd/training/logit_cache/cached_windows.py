@@ -6,7 +6,7 @@ other, and a window knows where its own begin.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -46,26 +46,18 @@ class CachedWindows:
     """The true tokens, stored in two or four bytes each; see `codd.data.packing.narrow`."""
     masked: Bool[Tensor, "W S"]
     level: Float[Tensor, " W"]
-    begins: Int[Tensor, " W"]
-    """The number of the first list of each window."""
     lists: TopK
     """The lists of the masked positions, one after the other."""
     features: Float[Tensor, "W S d"] | None = None
     complete: bool = False
     """Whether the lists hold the whole vocabulary, as those of small ones do."""
+    begins: Int[Tensor, " W"] = field(init=False)
+    """The number of the first list of each window."""
 
-    @classmethod
-    def of(
-        cls,
-        tokens: Int[Tensor, "W S"],
-        masked: Bool[Tensor, "W S"],
-        level: Float[Tensor, " W"],
-        lists: TopK,
-        features: Float[Tensor, "W S d"] | None = None,
-    ) -> "CachedWindows":
-        """Build from columns; where the lists of each window begin is counted."""
-        counts = masked.sum(-1)
-        return cls(tokens, masked, level, counts.cumsum(0) - counts, lists, features)
+    def __post_init__(self) -> None:
+        """Count where the lists of each window begin."""
+        counts = self.masked.sum(-1)
+        object.__setattr__(self, "begins", counts.cumsum(0) - counts)
 
     def __len__(self) -> int:
         """How many windows there are."""
@@ -96,7 +88,7 @@ class CachedWindows:
         here, ends = slice(begin, end), [0, *self.masked.sum(-1).cumsum(0).tolist()]
         lists = TopK(*(x[ends[begin] : ends[min(end, len(self))]] for x in self.lists))
         features = None if self.features is None else self.features[here]
-        return CachedWindows.of(self.tokens[here], self.masked[here], self.level[here], lists, features)
+        return CachedWindows(self.tokens[here], self.masked[here], self.level[here], lists, features)
 
 
 def join(parts: Iterable[CachedWindows], windows: int, masked: int, device: torch.device | str) -> CachedWindows:
@@ -122,4 +114,4 @@ def join(parts: Iterable[CachedWindows], windows: int, masked: int, device: torc
         at, listed = at + len(part), listed + len(part.lists.truth)
     assert at == windows
     tokens, hidden, level, *features = columns
-    return CachedWindows.of(tokens, hidden, level, TopK(*(x[:listed] for x in lists)), *features)
+    return CachedWindows(tokens, hidden, level, TopK(*(x[:listed] for x in lists)), *features)

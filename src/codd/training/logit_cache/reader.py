@@ -8,7 +8,7 @@
 import dataclasses
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -54,15 +54,11 @@ class LogitCache:
         part = range(len(self)) if part is None else part
         if part.step != 1 or not 0 <= part.start < part.stop <= len(self):
             raise InvalidInput(f"part must be a range inside the {len(self)} windows, found {part}.")
-        ends = zip(self.shards, self._ends, strict=True)
-        spans = [(n, end - shard.windows, end) for n, (shard, end) in enumerate(ends)]
-        spans = [span for span in spans if span[1] < part.stop and span[2] > part.start]
-
-        def read() -> Iterator[CachedWindows]:
-            for n, begin, end in spans:
-                windows = storage.read_shard(self.folder, n, self.shards[n])
-                inside = begin >= part.start and end <= part.stop
-                yield windows if inside else windows.part(max(part.start - begin, 0), min(part.stop, end) - begin)
-
-        loaded = join(read(), len(part), sum(self.shards[n].masked for n, _, _ in spans), device)
+        spans = [(n, end - self.shards[n].windows, end) for n, end in enumerate(self._ends)]
+        begins = {n: begin for n, begin, end in spans if begin < part.stop and end > part.start}
+        parts = (
+            storage.read_shard(self.folder, n, self.shards[n]).part(max(part.start - begin, 0), part.stop - begin)
+            for n, begin in begins.items()
+        )
+        loaded = join(parts, len(part), sum(self.shards[n].masked for n in begins), device)
         return dataclasses.replace(loaded, complete=self.index.top_k == self.settings.vocab_size)

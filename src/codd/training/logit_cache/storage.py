@@ -243,7 +243,7 @@ def read_shard(folder: Path, number: int, record: Shard) -> CachedWindows:
     tokens, masked, level = _signed(tensors["tokens"]), tensors["masked"], tensors["level"]
     if (len(tokens), len(lists.truth)) != (record.windows, record.masked):
         raise FormatError(f"{folder / record_name(number)}: its record states other numbers than it has. {MAKE_ANEW}")
-    return CachedWindows.of(tokens, masked, level, lists, tensors.get("features"))
+    return CachedWindows(tokens, masked, level, lists, tensors.get("features"))
 
 
 def _unsigned(ids: torch.Tensor, settings: CacheSettings) -> torch.Tensor:

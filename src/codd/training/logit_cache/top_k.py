@@ -52,7 +52,7 @@ def truncated(windows: WindowBatch, k: int) -> WindowBatch:
     truth = windows.tokens[windows.masked]
     lists = keep_top_k(windows.logits[windows.masked], truth, k)
     level = torch.zeros(len(windows.tokens), device=truth.device)
-    kept = CachedWindows.of(narrow(windows.tokens, windows.logits.shape[-1]), windows.masked, level, lists)
+    kept = CachedWindows(narrow(windows.tokens, windows.logits.shape[-1]), windows.masked, level, lists)
     return kept.windows(torch.arange(len(kept), device=truth.device))
 
 
