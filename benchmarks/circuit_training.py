@@ -87,7 +87,7 @@ def synthetic(windows: int, length: int, vocab: int, k: int, device: torch.devic
     log_probs = (torch.randn(count, k, generator=generator, device=device) * 2 - 3).log_softmax(-1) - 0.1
     tail = torch.full((count,), -2.35, device=device)
     lists = TopK(ids, log_probs.half(), log_probs[:, 0].clone(), tail)
-    return CachedWindows.of(narrow(truth, vocab), masked, level, lists)
+    return CachedWindows(narrow(truth, vocab), masked, level, lists)
 
 
 def measure(

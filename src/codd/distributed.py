@@ -30,12 +30,12 @@ class DistributedContext:
         """Whether this process (rank 0) writes files and prints."""
         return self.rank == 0
 
-    def shard(self, rows: int) -> tuple[int, int]:
-        """The first row and the one after the last of a batch that are this process's; InvalidInput if uneven."""
-        if rows % self.world_size:
-            raise InvalidInput(f"batch_rows {rows} is not a multiple of the {self.world_size} processes.")
-        each = rows // self.world_size
-        return self.rank * each, (self.rank + 1) * each
+    def shard(self, count: int, what: str) -> range:
+        """The numbers, of ``count``, that are this process's; InvalidInput, with ``what`` they are, if uneven."""
+        if count % self.world_size:
+            raise InvalidInput(f"{self.world_size} processes cannot share {count} {what}.")
+        each = count // self.world_size
+        return range(self.rank * each, (self.rank + 1) * each)
 
     def all_reduce(self, tensors: Sequence[Tensor]) -> None:
         """Replace each tensor by its sum over the processes, in one exchange."""

@@ -164,8 +164,8 @@ def test_two_processes_train_what_one_trains(tmp_path):
 
 
 def test_rows_that_the_processes_cannot_share_are_refused_at_once(tmp_path):
-    assert [DistributedContext(rank, 3, CPU).shard(12) for rank in range(3)] == [(0, 4), (4, 8), (8, 12)]
-    with pytest.raises(InvalidInput, match="batch_rows 4 is not a multiple of the 3 processes"):
+    assert [[*DistributedContext(rank, 3, CPU).shard(6, "rows")] for rank in range(3)] == [[0, 1], [2, 3], [4, 5]]
+    with pytest.raises(InvalidInput, match="3 processes cannot share 4 rows of a batch: batch_rows must be a multiple"):
         prepare(small(), Path(), tmp_path, DistributedContext(0, 3, CPU))
     assert not list(tmp_path.iterdir())
 

@@ -16,6 +16,8 @@ from codd.training.run import CHECKPOINTS
 from codd_lab.pretraining.bpe import train_bpe
 from codd_lab.pretraining.recipe import Recipe
 
+ROWS = "rows of a batch: batch_rows must be a multiple of the processes"
+
 
 class BackboneData(NamedTuple):
     """What a backbone is trained on."""
@@ -27,7 +29,7 @@ class BackboneData(NamedTuple):
 
 def prepare(recipe: Recipe, root: Path, out: Path, context: DistributedContext) -> BackboneData:
     """Read, tokenize and pack; the main process first, the others then find what it kept."""
-    context.shard(recipe.batch_rows)  # an error now rather than after the work
+    context.shard(recipe.batch_rows, ROWS)  # an error now rather than after the work
     with context.main_first():
         tokenizer = _tokenizer(recipe, root, out, kept=not context.is_main or bool(checkpoints(out / CHECKPOINTS)))
         packing = PackingConfig(recipe.row_length, recipe.noise.block_length, recipe.seed)

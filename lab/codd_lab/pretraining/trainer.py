@@ -20,7 +20,7 @@ from codd.distributed import DistributedContext
 from codd.errors import Diverged, FormatError
 from codd.training.checkpoints import adam_tensors, restore_adam
 from codd.training.run import VALIDATION_SEED, Progress, run
-from codd_lab.pretraining.data import BackboneData
+from codd_lab.pretraining.data import ROWS, BackboneData
 from codd_lab.pretraining.loss import Maker, causal_batch, diffusion_batch, loss_sum, mean_loss
 from codd_lab.pretraining.recipe import OptimizerRecipe, Recipe
 
@@ -75,11 +75,11 @@ class BackboneTrainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         lost = torch.zeros((), device=device)
-        begin, end = self.context.shard(recipe.batch_rows)
-        micro = recipe.micro_rows or (end - begin)
-        for first in range(begin, end, micro):
+        own = self.context.shard(recipe.batch_rows, ROWS)
+        micro = recipe.micro_rows or len(own)
+        for first in own[::micro]:
             with torch.autocast(device.type, torch.bfloat16, enabled=self._half):
-                loss = self._loss_sum(self.network, batch.part(first, min(first + micro, end))) / batch.total
+                loss = self._loss_sum(self.network, batch.part(first, min(first + micro, own.stop))) / batch.total
             torch.autograd.backward(loss)
             lost += loss.detach()
         self.context.all_reduce([*(p.grad for p in parameters if p.grad is not None), lost])

@@ -3,7 +3,8 @@
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,22 +52,29 @@ def checkpoints(root: Path) -> list[Path]:
 
 def read_checkpoint(folder: Path, device: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the notes, checked against their checksums."""
-    notes = read_notes(folder)
-    try:
+    with _readable(folder):
+        notes = files.read_sealed(folder / NOTES)
         if files.sha256(folder / STATE) != notes.pop("state_sha256", None):
             raise FormatError(f"{STATE} does not have its checksum")
         with files.open_safetensors(folder / STATE, device) as file:
             return {name: file.get_tensor(name) for name in file.keys()}, notes  # noqa: SIM118 - the handle is no mapping
-    except FormatError as error:
-        raise _unreadable(folder, str(error)) from error
 
 
 def read_notes(folder: Path) -> dict[str, Any]:
     """The JSON of a checkpoint, checked against its checksum; FormatError if it cannot be read."""
-    try:
+    with _readable(folder):
         return files.read_sealed(folder / NOTES)
+
+
+@contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    """A FormatError inside says what to do with the checkpoint."""
+    try:
+        yield
     except FormatError as error:
-        raise _unreadable(folder, str(error)) from error
+        raise FormatError(
+            f"{folder}: cannot be read ({str(error).removesuffix('.')}). Remove it to go on from the checkpoint before."
+        ) from error
 
 
 def adam_tensors(optimizer: torch.optim.AdamW, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
@@ -93,9 +101,3 @@ def restore_adam(
 def below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors whose names begin with a prefix, under the rest of their names."""
     return {name.removeprefix(prefix): x for name, x in tensors.items() if name.startswith(prefix)}
-
-
-def _unreadable(folder: Path, why: str) -> FormatError:
-    return FormatError(
-        f"{folder}: cannot be read ({why.removesuffix('.')}). Remove it to go on from the checkpoint before."
-    )

@@ -198,10 +198,7 @@ def _check_belongs(
 
 def strata_of(context: DistributedContext) -> range:
     """The strata of the data that are this process's; InvalidInput if they cannot be shared evenly."""
-    if STRATA % context.world_size:
-        raise InvalidInput(f"{context.world_size} processes cannot share {STRATA} strata: use 1, 2, 4 or 8.")
-    each = STRATA // context.world_size
-    return range(context.rank * each, (context.rank + 1) * each)
+    return context.shard(STRATA, "strata: use 1, 2, 4 or 8")
 
 
 def _from_cache(cache: LogitCache, recipe: CircuitRecipe, strata: range, device: torch.device) -> CachedWindows:

@@ -114,4 +114,4 @@ def join(parts: Iterable[CachedWindows], windows: int, masked: int, device: torc
         at, listed = at + len(part), listed + len(part.lists.truth)
     assert at == windows
     tokens, hidden, level, *features = columns
-    return CachedWindows(tokens, hidden, level, TopK(*(x[:listed] for x in lists)), *features)
+    return CachedWindows(tokens, hidden, level, TopK(*(x[:listed] for x in lists)), features[0] if features else None)
