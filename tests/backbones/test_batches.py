@@ -4,7 +4,6 @@ Equal to the bit where both sides are one computation: the same function on tens
 positions change nothing but terms that are multiplied by zero. Everything else has a tolerance.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -73,14 +72,6 @@ def together(net: Backbone, ids: Tensor, mask: Tensor) -> Tensor:
 WAYS = (one_by_one, together)
 
 
-def assert_unchanged(net: Backbone, way: Callable[..., Tensor], found: Tensor, wanted: Tensor) -> None:
-    """To the bit, but where an expert's product has the rows of all sequences at once."""
-    if way is together and net.config.experts is not None:
-        assert_same(found, wanted)
-    else:
-        assert torch.equal(found, wanted)
-
-
 def of_row(logits: Tensor, batch: Batch, i: int) -> Tensor:
     return logits[i][batch.mask[i].bool()][None]
 
@@ -104,31 +95,6 @@ def test_a_padded_sequence_gets_what_it_gets_alone(name, lengths, extra, side, s
         alone = net(row[None])
         assert torch.equal(of_row(logits, batch, i), alone), "to the bit on a CPU"
         assert_same(of_row(at_once, batch, i), alone)
-
-
-@pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize(("side", "way"), list(zip(SIDES, WAYS, strict=True)))
-def test_neighbours_and_padding_change_nothing(name, side, way):
-    """The sides are those of one mask, which both ways of computing are given: one side each."""
-    net, generator = model(name), torch.Generator().manual_seed(3)
-    rows = [draw(net, (length,), generator) for length in (9, 4, 12)]
-    batch = pad(rows, side, draw(net, (3, 12), generator))
-    logits = way(net, batch.ids, batch.mask)
-
-    other_neighbours = [rows[0], *(draw(net, row.shape, generator) for row in rows[1:])]
-    changed = pad(other_neighbours, side, batch.ids)
-    assert_unchanged(net, way, of_row(way(net, changed.ids, changed.mask), changed, 0), of_row(logits, batch, 0))
-
-    for filler in (draw(net, (3, 12), generator), torch.full((3, 12), masked_id(net)), torch.zeros(3, 12).long()):
-        repadded = pad(rows, side, filler)
-        again = way(net, repadded.ids, repadded.mask)
-        for i in range(3):
-            assert_unchanged(net, way, of_row(again, batch, i), of_row(logits, batch, i))
-
-    order = [2, 0, 1]
-    turned = way(net, batch.ids[order], batch.mask[order])
-    for place, i in enumerate(order):
-        assert_same(turned[place][batch.mask[i].bool()], logits[i][batch.mask[i].bool()])
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -1,8 +1,5 @@
 """Attention over a KV cache: the kernels against PyTorch; on a GPU, elsewhere in Triton's interpreter."""
 
-from collections.abc import Iterator
-from types import ModuleType
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,23 +8,9 @@ from torch import Tensor
 from codd.backbones import transformer
 from codd.backbones.kv_cache import CachedPass, KVCache, KVShape
 from codd.backbones.transformer import Transformer, TransformerConfig, initialise
+from tests.support.devices import CUDA, DEVICE, drawn
 
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
 LENGTH = 40
-
-
-@pytest.fixture
-def kernels() -> Iterator[ModuleType]:
-    """Memory that they leave unwritten is NaN."""
-    found = pytest.importorskip("codd.backbones.triton")
-    torch.use_deterministic_algorithms(True)
-    yield found
-    torch.use_deterministic_algorithms(False)
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 def a_pass(cache: KVCache, parts: list[tuple[int, int, int, int]], rows: int) -> CachedPass:
@@ -109,9 +92,8 @@ def test_what_they_do_not_serve(kernels):
     ids=str,
 )
 @torch.no_grad()
-def test_a_batch_is_what_its_sequences_are_alone(parts, monkeypatch):
+def test_a_batch_is_what_its_sequences_are_alone(kernels, parts, monkeypatch):
     """Of unequal lengths and rows, with kernels where they serve, against each without any of them."""
-    kernels = pytest.importorskip("codd.backbones.triton")
     shape = {"vocab_size": 50, "width": 32, "layers": 2, "heads": 2, "kv_heads": 2, "mlp_width": 16}
     network = Transformer(TransformerConfig(**{**shape, **parts}))
     initialise(network, generator=torch.Generator().manual_seed(0), std=0.2)

@@ -12,67 +12,14 @@ TURNS = [
     {"role": "user", "content": "And 2+2?"},
 ]
 SYSTEM = {"role": "system", "content": "Be brief.\n"}
-
-
-def test_llada():
-    header = "<|start_header_id|>{}<|end_header_id|>\n\n"
-    expected = (
-        "<|startoftext|>"
-        + header.format("system")
-        + "Be brief.<|eot_id|>"
-        + header.format("user")
-        + "What is 1+1?<|eot_id|>"
-        + header.format("assistant")
-        + "2<|eot_id|>"
-        + header.format("user")
-        + "And 2+2?<|eot_id|>"
-        + header.format("assistant")
-    )
-    assert chat.render(chat.LLADA, [SYSTEM, *TURNS]) == expected
-    assert chat.render(chat.LLADA, [SYSTEM, *TURNS], add_generation_prompt=False) == expected
-
-
-def test_chatml():
-    assert chat.render(chat.CHATML, "Hi") == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    assert chat.render(chat.CHATML, [SYSTEM, TURNS[1]], add_generation_prompt=False) == (
-        "<|im_start|>system\nBe brief.\n<|im_end|>\n<|im_start|>assistant\n 2 <|im_end|>\n"
-    )
-
-
-def test_mini():
-    rendered = "<|user|>What is 1+1?<|assistant|>2<|eos|><|user|>And 2+2?"
-    assert chat.render(chat.MINI, TURNS) == rendered + "<|assistant|>"
-    assert chat.render(chat.MINI, TURNS, add_generation_prompt=False) == rendered
-    assert chat.render(chat.MINI, [SYSTEM, *TURNS]) == rendered.replace("What", "Be brief.\n\nWhat") + "<|assistant|>"
-    assert chat.render(chat.MINI, [{"role": "system", "content": " "}, TURNS[2]]) == "<|user|>And 2+2?<|assistant|>"
-
-
-@pytest.mark.parametrize(
-    ("messages", "message"),
-    [
-        ([TURNS[0], SYSTEM], "may only come first"),
-        ([SYSTEM], "a user message must follow"),
-        ([SYSTEM, TURNS[1]], "a user message must follow"),
-        ([{"role": "tool", "content": "x"}], "the roles are system, user and assistant, not tool"),
-    ],
+SAID = {"system": "Be brief.", "user": "What is 1+1?", "assistant": "2"}
+LLADA = (
+    "<|startoftext|>"
+    + "".join(f"<|start_header_id|>{role}<|end_header_id|>\n\n{text}<|eot_id|>" for role, text in SAID.items())
+    + "<|start_header_id|>user<|end_header_id|>\n\nAnd 2+2?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
 )
-def test_mini_refuses_what_it_was_not_trained_on(messages, message):
-    with pytest.raises(CoddError, match=message):
-        chat.render(chat.MINI, messages)
-
-
-def test_plain():
-    assert chat.render(chat.PLAIN, "Paris is the [MASK] of France.") == "Paris is the [MASK] of France."
-    assert chat.render(chat.PLAIN, [SYSTEM, TURNS[2]]) == "Be brief.\n\n\nAnd 2+2?"
-
-
-@pytest.mark.parametrize("template", [chat.LLADA, chat.CHATML, chat.MINI, chat.PLAIN])
-def test_contents_are_no_templates(template):
-    assert "{{ 7 * 191 }}{% raw %}" in chat.render(template, "{{ 7 * 191 }}{% raw %}")
-
-
-def test_what_published_templates_expect():
-    template = """{%- if tools is defined and not tools -%}
+MINI = "<|user|>What is 1+1?<|assistant|>2<|eos|><|user|>And 2+2?"
+EXPECTED = """{%- if tools is defined and not tools -%}
     {% for message in messages %}
         {%- if message.tool_calls %}never{% endif %}
         {%- if loop.index > 1 %}{% break %}{% endif %}
@@ -83,85 +30,84 @@ def test_what_published_templates_expect():
     {{- {'text': name ~ 1 ~ none} | tojson }}{{ [1] | tojson(indent=1) }}{{ loud }}{{ undefined_thing }}
     {%- macro twice(x) %}{{ x }}{{ x }}{% endmacro %}{{ twice('ab') }}{{ 'x' * 3 }}{{ 2 * 3 + 2 ** 3 }}{{ [1] + [2] }}
     {%- endif %}{{ strftime_now('%Y') }}"""
-    rendered = chat.render(template, TURNS, special_tokens={"bos_token": "<s>"})
-    assert rendered == (
-        '<s>  What is 1+1?\n{"text": "<é>1None"}[\n 1\n]SHOUTababxxx14[1, 2]' + datetime.now().strftime("%Y")
-    )
+"""What published templates expect to find."""
 
 
 @pytest.mark.parametrize(
-    "template",
+    ("template", "messages", "prompted", "expected"),
     [
-        "{{ ''.__class__.__mro__ }}",
-        "{{ messages.__class__.__base__.__subclasses__() }}",
-        "{{ raise_exception.__globals__['CoddError'] }}",
-        "{{ cycler.__init__.__globals__.os.system('true') }}",
-        "{{ messages | map(attribute='__class__') | map(attribute='__mro__') | list }}{{ ''.__class__.mro() }}",
-        "{{ '{0.__class__.__mro__}'.format('') }}",
-        "{{ messages.append(1) }}",
-        "{{ messages[0].update({'role': 'system'}) }}",
-        "{% include '/etc/passwd' %}",
-        "{% import 'os' as os %}",
+        (chat.LLADA, [SYSTEM, *TURNS], True, LLADA),
+        (chat.LLADA, [SYSTEM, *TURNS], False, LLADA),
+        (chat.CHATML, "Hi", True, "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"),
+        (
+            chat.CHATML,
+            [SYSTEM, TURNS[1]],
+            False,
+            "<|im_start|>system\nBe brief.\n<|im_end|>\n<|im_start|>assistant\n 2 <|im_end|>\n",
+        ),
+        (chat.MINI, TURNS, True, MINI + "<|assistant|>"),
+        (chat.MINI, TURNS, False, MINI),
+        (chat.MINI, [SYSTEM, *TURNS], True, MINI.replace("What", "Be brief.\n\nWhat") + "<|assistant|>"),
+        (chat.MINI, [{"role": "system", "content": " "}, TURNS[2]], True, "<|user|>And 2+2?<|assistant|>"),
+        (chat.PLAIN, "Paris is the [MASK] of France.", True, "Paris is the [MASK] of France."),
+        (chat.PLAIN, [SYSTEM, TURNS[2]], True, "Be brief.\n\n\nAnd 2+2?"),
+        *((each, "{{ 7 * 191 }}{% raw %}", True, None) for each in (chat.LLADA, chat.CHATML, chat.MINI, chat.PLAIN)),
+        (
+            EXPECTED,
+            TURNS,
+            True,
+            '<s>  What is 1+1?\n{"text": "<é>1None"}[\n 1\n]SHOUTababxxx14[1, 2]' + datetime.now().strftime("%Y"),
+        ),
     ],
+    ids=lambda value: str(value)[:20],
 )
-def test_templates_stay_in_the_sandbox(template):
-    with pytest.raises(FormatError, match=r"the chat template: (was stopped|failed)"):
-        chat.render(template, TURNS)
+def test_conversations_as_templates_write_them(template, messages, prompted, expected):
+    """None is expected of contents that would be templates: they are text."""
+    found = chat.render(template, messages, {"bos_token": "<s>"}, add_generation_prompt=prompted)
+    assert found == expected if expected else messages in found
 
 
-@pytest.mark.parametrize(
-    ("template", "words"),
-    [
-        ("{% for a in range(90000) %}" + "text" * 1000 + "{% endfor %}", "writes more than 10,000,000 characters"),
-        ("{{ range(10 ** 9) | list }}", "OverflowError"),  # by Jinja's own limit
-        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "RecursionError"),
-        ("{{ " + "not " * 20000 + "1 }}", "RecursionError"),
-        ("{{ x }}" * 200000, "more than 100,000 characters"),
-        ("{%" * 49000, "is not valid Jinja"),
-    ],
-    ids=lambda value: value[:60],
+STOPPED = r"the chat template: (was stopped|failed)"
+HOSTILE = (
+    "{{ ''.__class__.__mro__ }}",
+    "{{ messages.__class__.__base__.__subclasses__() }}",
+    "{{ raise_exception.__globals__['CoddError'] }}",
+    "{{ cycler.__init__.__globals__.os.system('true') }}",
+    "{{ messages | map(attribute='__class__') | map(attribute='__mro__') | list }}{{ ''.__class__.mro() }}",
+    "{{ '{0.__class__.__mro__}'.format('') }}",
+    "{{ messages.append(1) }}",
+    "{{ messages[0].update({'role': 'system'}) }}",
+    "{% include '/etc/passwd' %}",
+    "{% import 'os' as os %}",
 )
-def test_templates_that_write_too_much_or_nest_too_deep_are_refused(template, words):
-    with pytest.raises(FormatError, match=rf"^the chat template: .*{words}.*another chat_template\.$"):
-        chat.render(template, TURNS)
+"""Templates that would leave the sandbox."""
+REFUSED = [
+    *((template, TURNS, FormatError, STOPPED) for template in HOSTILE),
+    ("{% for a in range(90000) %}" + "text" * 1000 + "{% endfor %}", TURNS, FormatError, "more than 10,000,000 char"),
+    ("{{ range(10 ** 9) | list }}", TURNS, FormatError, "OverflowError"),  # by Jinja's own limit
+    ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", TURNS, FormatError, "RecursionError"),
+    ("{{ " + "not " * 20000 + "1 }}", TURNS, FormatError, "RecursionError"),
+    ("{{ x }}" * 200000, TURNS, FormatError, "more than 100,000 characters"),
+    ("{{ missing.thing }}", TURNS, FormatError, "'missing' is undefined"),
+    ("{{ bos_token + 'x' }}", TURNS, FormatError, "'bos_token' is undefined"),
+    ("{{ 1 / 0 }}", TURNS, FormatError, "ZeroDivisionError"),
+    ("{{ raise_exception('no\n tools.') }}", TURNS, CoddError, r"^the chat template refuses this .*: no tools\.$"),
+    (chat.MINI, [TURNS[0], SYSTEM], CoddError, "may only come first"),
+    (chat.MINI, [SYSTEM], CoddError, "a user message must follow"),
+    (chat.MINI, [SYSTEM, TURNS[1]], CoddError, "a user message must follow"),
+    (chat.MINI, [{"role": "tool", "content": "x"}], CoddError, "the roles are system, user and assistant, not tool"),
+    (chat.PLAIN, [{**TURNS[0], "more": object()}], CoddError, r"expected messages of texts, .* type object"),
+    (chat.PLAIN, [], CoddError, "the conversation is empty"),
+    (chat.PLAIN, [{"role": "user"}], CoddError, 'message 0 has no text under "content"'),
+    (chat.PLAIN, [*TURNS, {"content": "x"}], CoddError, 'message 3 has no text under "role"'),
+]
 
 
-def test_nothing_of_a_template_runs_before_it_is_rendered():
-    chat.compile_template("{% set x = 10 ** (10 ** 9) %}")
-
-
-def test_long_conversations_are_rendered():
-    """A template that gathers 300 messages of 4000 characters in a variable, as some published ones do."""
-    template = (
-        "{% set n = namespace(s='') %}{% for m in messages %}{% set n.s = n.s ~ m.content %}{% endfor %}{{ n.s }}"
-    )
-    contents = [f"{number:4000d}" for number in range(300)]
-    messages = [{"role": "user", "content": content} for content in contents]
-    assert chat.render(template, messages) == "".join(contents)
-
-
-def test_what_is_no_json_is_refused():
-    with pytest.raises(CoddError, match=r"expected messages of texts, .* type object"):
-        chat.render("x", [{"role": "user", "content": "x", "more": object()}])
-
-
-def test_a_refusal_is_one_line():
-    with pytest.raises(CoddError, match=r"^the chat template refuses this conversation: no tools, please\.$") as caught:
-        chat.render("{{ raise_exception('no tools,\n please.') }}", TURNS)
-    assert not isinstance(caught.value, FormatError)
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        ("{{ missing.thing }}", "'missing' is undefined"),
-        ("{{ bos_token + 'x' }}", "'bos_token' is undefined"),
-        ("{{ 1 / 0 }}", "ZeroDivisionError"),
-    ],
-)
-def test_failures_of_a_template_are_one_line(template, message):
-    with pytest.raises(FormatError, match=message) as caught:
-        chat.render(template, TURNS)
+@pytest.mark.parametrize(("template", "messages", "error", "words"), REFUSED, ids=lambda value: str(value)[:20])
+def test_what_is_refused(template, messages, error, words):
+    with pytest.raises(CoddError, match=words) as caught:
+        chat.render(template, messages)
+    assert isinstance(caught.value, FormatError) == (error is FormatError)
     assert "\n" not in str(caught.value)
 
 
@@ -172,9 +118,10 @@ def test_failures_of_a_template_are_one_line(template, message):
         ("{{ messages | no_such_filter }}", "No filter named"),
         ("{% endif %}", "unknown tag 'endif'"),
         ("{{ " + "(" * 3000, "RecursionError"),
+        ("{%" * 49000, "is not valid Jinja"),
     ],
 )
-def test_what_is_not_jinja_is_refused(template, message):
+def test_what_is_not_jinja_is_refused_before_it_is_rendered(template, message):
     with pytest.raises(FormatError, match=re.escape("here.json: ") + ".*" + message) as caught:
         chat.compile_template(template, "here.json")
     assert "\n" not in str(caught.value)
@@ -182,14 +129,5 @@ def test_what_is_not_jinja_is_refused(template, message):
         chat.render(template, TURNS)
 
 
-@pytest.mark.parametrize(
-    ("messages", "message"),
-    [
-        ([], "the conversation is empty"),
-        ([{"role": "user"}], 'message 0 has no text under "content"'),
-        ([*TURNS, {"content": "x"}], 'message 3 has no text under "role"'),
-    ],
-)
-def test_conversations_are_checked(messages, message):
-    with pytest.raises(CoddError, match=message):
-        chat.render(chat.PLAIN, messages)
+def test_nothing_of_a_template_runs_before_it_is_rendered():
+    chat.compile_template("{% set x = 10 ** (10 ** 9) %}")

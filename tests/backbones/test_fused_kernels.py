@@ -5,26 +5,18 @@ import torch
 import torch.nn.functional as F
 
 from codd.backbones.transformer import RMSNorm, Transformer, TransformerConfig, apply_rotary, initialise, rotary_angles
-
-kernels = pytest.importorskip("codd.backbones.triton")
-
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
-
-
-def drawn(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+from tests.support.devices import CUDA, DEVICE, drawn
 
 
 @pytest.mark.parametrize("shape", [(1, 3, 16), (2, 5, 20), (1, 1)], ids=str)
-def test_the_norm(shape):
+def test_the_norm(kernels, shape):
     x, norm = drawn(*shape), RMSNorm(shape[-1], 1e-5).to(DEVICE)
     torch.nn.init.normal_(norm.weight)
     torch.testing.assert_close(kernels.rms_norm(x, norm.weight, 1e-5), norm(x))
 
 
 @pytest.mark.parametrize(("batch", "length", "heads", "half"), [(1, 3, 5, 4), (2, 2, 2, 3)])
-def test_rotary_positions(batch, length, heads, half):
+def test_rotary_positions(kernels, batch, length, heads, half):
     joined = drawn(batch, length, (heads + 1) * 2 * half)
     angles = rotary_angles(torch.arange(length, device=DEVICE)[None], 2 * half, 10.0)
     parts = joined.unflatten(-1, (heads + 1, 2 * half)).transpose(1, 2)
@@ -34,7 +26,7 @@ def test_rotary_positions(batch, length, heads, half):
 
 
 @pytest.mark.parametrize(("width", "turned"), [(8, 8), (12, 6), (10, 2)])
-def test_norms_and_rotary_positions_of_heads(width, turned):
+def test_norms_and_rotary_positions_of_heads(kernels, width, turned):
     joined = drawn(2, 3, 5 * width)
     q_norm, k_norm = (RMSNorm(width, 1e-5).to(DEVICE) for _ in range(2))
     for norm in (q_norm, k_norm):
@@ -48,7 +40,7 @@ def test_norms_and_rotary_positions_of_heads(width, turned):
 
 
 @pytest.mark.parametrize(("batch", "length", "heads", "kv_heads"), [(1, 5, 2, 2), (2, 19, 4, 2)])
-def test_attention(batch, length, heads, kv_heads):
+def test_attention(kernels, batch, length, heads, kv_heads):
     joined = drawn(batch, length, (heads + 2 * kv_heads) * 32)
     angles = rotary_angles(torch.arange(length, device=DEVICE)[None], 32, 10.0)
     parts = joined.unflatten(-1, (-1, 32)).transpose(1, 2).split((heads, kv_heads, kv_heads), 1)
@@ -58,7 +50,7 @@ def test_attention(batch, length, heads, kv_heads):
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 40), (1, 2)], ids=str)
-def test_the_gate(shape):
+def test_the_gate(kernels, shape):
     first, second = drawn(*shape).chunk(2, -1)
     torch.testing.assert_close(kernels.gated_silu(drawn(*shape)), F.silu(first) * second)
 

@@ -1,8 +1,6 @@
 """Int8 weights: the layer, its kernels (on a GPU, elsewhere in Triton's interpreter), and models that have them."""
 
 import functools
-from collections.abc import Iterator
-from types import ModuleType
 
 import pytest
 import torch
@@ -15,15 +13,10 @@ from codd.backbones.loading import BUNDLED, load_checkpoint
 from codd.backbones.quantized import Int8Linear, round_rows
 from codd.errors import InvalidInput
 from tests.support.checkpoints import FIXTURES, PUBLISHED, backbone, cases, stated
+from tests.support.devices import CUDA, DEVICE, drawn
 
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
 DENSE = [name for name in PUBLISHED if "moe" not in name]
 pytestmark = pytest.mark.usefixtures("int8_cpu")
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 def relative(found: Tensor, wanted: Tensor) -> float:
@@ -79,15 +72,6 @@ def test_pairs_of_products_do_not_overflow():
     """As 16-bit sums of two would on a CPU without VNNI, if inputs took all 8 bits."""
     x, weight = torch.ones(2, 64), torch.ones(16, 64)
     torch.testing.assert_close(Int8Linear(weight)(x), torch.full((2, 16), 64.0))
-
-
-@pytest.fixture
-def kernels() -> Iterator[ModuleType]:
-    """Memory that they leave unwritten is NaN."""
-    found = pytest.importorskip("codd.backbones.triton")
-    torch.use_deterministic_algorithms(True)
-    yield found
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize(("rows", "columns", "depth"), [(1, 5, 7), (18, 33, 32), (3, 16, 50)])
