@@ -1,25 +1,17 @@
 """The real OpenAI client gets what `model.generate` gives."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
 from codd.decoding import Options
-from codd.serving.app import Settings
-from tests.support.live import Live, bundled, live
+from tests.support.live import bundled
 
 QUESTION = "Mia has 84 stamps. She gives half of them to Tom. How many does she keep?"
 SAID = [{"role": "user", "content": QUESTION}]
 STORY = "It was a dark night, and the old man"
 SHORT: dict[str, Any] = {"steps": 4, "block_length": 16}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Live]:
-    with live(settings=Settings(name="mini"), slots=4) as found:
-        yield found
 
 
 def generated(prompt: Any, **options: Any) -> str:

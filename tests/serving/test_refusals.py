@@ -1,15 +1,12 @@
 """What each route refuses: one table of (fields of the request, status, the field that is named, words)."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from codd.serving.app import Settings
-from codd.serving.prompts import Limits
 from tests.serving.test_tools import TOOLS, tool
-from tests.support.live import Live, bundled, live
+from tests.support.live import bundled
 
 MASK = bundled().mask_id
 ROOM = bundled().backbone.max_length
@@ -20,6 +17,8 @@ UNSUPPORTED, FORBIDDEN = {"a": {"$ref": "#/nowhere"}}, {"name": "a", "schema": {
 QUICK: dict[str, Any] = {"sampler": "latent", "steps": 4}
 LONG = "x" * 10_000
 JSON = {"Content-Type": "application/json"}
+TOO_LONG = "<|eos|>" * 2000
+"""More bytes than a sequence of the bundled model can have: 384 tokens of at most 16 bytes each."""
 Row = tuple[dict[str, Any], int, str, str]
 
 GUIDED: list[Row] = [
@@ -64,6 +63,9 @@ DENOISE: list[Row] = [
     ({"messages": [{**USER, "content": [{"type": "text"}]}]}, 422, "messages.0.content.0.text", "missing"),
     ({"messages": [{**USER, "content": [{"type": "image_url"}]}]}, 422, "messages.0.content.0", ""),
     ({"messages": [{"role": "assistant", "content": "one", "tool_calls": [{}]}]}, 422, "messages.0.tool_calls", ""),
+    ({"prompt": TOO_LONG}, 400, "prompt", "bytes"),
+    ({"prompt": None, "messages": [{**USER, "content": TOO_LONG}]}, 400, "messages", "bytes"),
+    ({"prompt": None, "messages": [{**USER, "content": ""}] * 2000}, 400, "messages", "bytes"),
     ({"prompt": None}, 400, "prompt", "prompt or messages"),
     ({"messages": [USER]}, 400, "prompt", "prompt or messages"),
     ({"prompt": None, "messages": [SYSTEM] * 2}, 400, "messages", ""),
@@ -102,6 +104,10 @@ COMPLETIONS: list[Row] = [
     ({"prompt": [*[5] * 383, MASK], "max_tokens": None}, 400, "prompt", "give max_tokens 0"),
     ({"max_tokens": 2**31 - 1}, 400, "max_tokens", ""),
     ({"prompt": "one " * 1000}, 400, "prompt", ""),
+    ({"prompt": ["hi", TOO_LONG]}, 400, "prompt", "bytes"),
+    ({"suffix": TOO_LONG}, 400, "suffix", "bytes"),
+    ({f"field{number}": 1 for number in range(5000)}, 422, "body", "5003 fields"),
+    ({"logit_bias": {str(number): "a" for number in range(5000)}}, 400, "logit_bias", "logit_bias is not supported"),
     ({"suffix": "one " * 400}, 400, "prompt", ""),
     ({"max_tokens": 0}, 400, "max_tokens", "nothing is to be written"),
     ({"prompt": [8192]}, 400, "prompt", ""),
@@ -132,6 +138,7 @@ CHAT: list[Row] = [
     ({"top_logprobs": 21}, 422, "top_logprobs", ""),
     ({"top_logprobs": 2}, 400, "top_logprobs", "give logprobs true"),
     ({"logprobs": True, "top_logprobs": 2, **QUICK}, 400, "top_logprobs", "any_order"),
+    ({"messages": [{**SYSTEM, "content": TOO_LONG[:4000]}] * 3}, 400, "messages", "bytes"),
     ({"messages": [SYSTEM] * 2}, 400, "messages", "system message"),
     ({"messages": [{"role": "tool", "content": "4"}]}, 400, "messages", "the roles are"),
     ({"max_completion_tokens": 5, "max_tokens": 6}, 400, "max_completion_tokens", "differ"),
@@ -162,20 +169,27 @@ RESPONSES: list[Row] = [
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, 422, "input.0.content.0", ""),
     ({"input": [{"role": "user", "content": []}]}, 422, "input.0.content", ""),
 ]
+PLACE = {"first": ["New"], "second": ["York"]}
+DECISIONS: list[Row] = [
+    ({"messages": [USER]}, 400, "prompt", "prompt or messages"),
+    ({"fields": {}}, 422, "fields", ""),
+    ({"fields": {"first": ["New"]}}, 400, "fields", ""),
+    ({"fields": {**PLACE, "second": [""]}}, 400, "fields", ""),
+    ({"fields": {**PLACE, "second": ["York" * 40]}}, 400, "fields", ""),
+    ({"fields": {**PLACE, "second": [f"{n:04}" for n in range(999)]}}, 400, "fields", ""),
+    ({"fields": {**PLACE, "second": ["York" * 9000]}}, 400, "fields", "bytes"),
+    ({"prompt": "a " * 3000}, 400, "prompt", ""),
+    ({"top": 21}, 422, "top", ""),
+]
 ROUTES: dict[str, tuple[dict[str, Any], list[Row]]] = {
     "/v1/denoise": ({"prompt": "one"}, DENOISE),
     "/v1/inspect": ({"ids": [3, 4, MASK, MASK], "window": [0, 4]}, INSPECT),
     "/v1/constraint": ({}, [*GUIDED, ({}, 400, "guided_regex", "give one of them")]),
     "/v1/completions": ({"model": "mini", "prompt": [5], "max_tokens": 5}, COMPLETIONS),
     "/v1/chat/completions": ({"model": "mini", "messages": [USER]}, CHAT),
+    "/v1/decisions": ({"prompt": "He came from", "template": " {first} {second}.", "fields": PLACE}, DECISIONS),
     "/v1/responses": ({"model": "mini", "input": "one"}, RESPONSES),
 }
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Live]:
-    with live(settings=Settings(name="mini", limits=Limits(compile_seconds=60.0))) as found:
-        yield found
 
 
 @pytest.mark.parametrize("route", ROUTES)

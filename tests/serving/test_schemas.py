@@ -129,41 +129,6 @@ def test_stop_is_a_switch_or_texts():
     assert chat(stop=None).options(DEFAULTS).stop is True
 
 
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
-
-
-@pytest.mark.parametrize(
-    ("make", "given_fields", "wanted"),
-    [
-        (denoise, {}, None),
-        (denoise, {"guided_regex": ""}, ("guided_regex", "regex", "")),
-        (denoise, {"guided_json": SCHEMA}, ("guided_json", "json", SCHEMA)),
-        (denoise, {"guided_json": "{}"}, ("guided_json", "json", "{}")),
-        (denoise, {"guided_choice": ["a", ""]}, ("guided_choice", "choice", ["a", ""])),
-        (chat, {"response_format": {"type": "text"}}, None),
-        (chat, {"response_format": {"type": "json_object"}}, ("response_format", "json", {"type": "object"})),
-        (
-            completion,
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "a", "strict": True, "schema": SCHEMA},
-                }
-            },
-            ("response_format", "json", SCHEMA),
-        ),
-    ],
-)
-def test_what_a_text_must_be(make, given_fields, wanted):
-    assert make(**given_fields).constraint() == wanted
-
-
-def test_what_is_told_of_probabilities():
-    assert (chat().reported()[1], completion().reported()[1]) == (None, None)
-    assert (chat(logprobs=False, top_logprobs=0).reported()[1], chat(logprobs=True).reported()[1]) == (None, 0)
-    assert (chat(logprobs=True, top_logprobs=5).reported()[1], completion(logprobs=0).reported()[1]) == (5, 0)
-
-
 def test_what_is_ignored():
     chat(
         user="u",

@@ -188,42 +188,6 @@ def test_work_in_another_thread_is_not_waited_for_after_the_deadline():
     asyncio.run(main())
 
 
-LONG = "<|eos|>" * 2000
-"""More bytes than a sequence of the bundled model can have: 384 tokens of at most 16 bytes each."""
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/v1/denoise", {"prompt": LONG}, "prompt"),
-        ("/v1/denoise", {"messages": [{"role": "user", "content": LONG}]}, "messages"),
-        ("/v1/denoise", {"messages": [{"role": "user", "content": ""}] * 2000}, "messages"),
-        ("/v1/completions", {"prompt": ["hi", LONG]}, "prompt"),
-        ("/v1/completions", {"prompt": "hi", "suffix": LONG}, "suffix"),
-        ("/v1/chat/completions", {"messages": [{"role": "system", "content": LONG[:4000]}] * 3}, "messages"),
-    ],
-)
-def test_a_text_that_cannot_fit_is_refused_by_its_bytes(talking, path, body, param):
-    model = {} if path == "/v1/denoise" else {"model": "codd"}
-    found = talking.http.post(path, json={**body, **model})
-    error = found.json()["error"]
-    assert (found.status_code, error["param"], error["code"]) == (400, param, "context_length_exceeded")
-    assert "bytes" in error["message"]
-
-
-@pytest.mark.parametrize(
-    ("body", "said"),
-    [
-        ({"prompt": "hi", **{f"field{number}": 1 for number in range(5000)}}, "body: 5002 fields"),
-        ({"prompt": "hi", "logit_bias": {str(number): "a" for number in range(5000)}}, "logit_bias is not supported"),
-    ],
-)
-def test_a_crowd_of_errors_is_reported_as_one(talking, body, said):
-    found = talking.http.post("/v1/completions", json={"model": "codd", **body})
-    assert found.status_code in (400, 422)
-    assert found.json()["error"]["message"].startswith(said)
-
-
 def test_the_limit_of_a_text_is_the_servers_if_that_is_less():
     assert Limits().max_text(bundled()) == 384 * 16
     assert Limits(text=1000).max_text(bundled()) == 1000

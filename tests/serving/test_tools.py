@@ -19,12 +19,6 @@ QUICK = {"sampler": "latent", "steps": 4}
 ASKED: dict[str, Any] = {"model": "mini", "messages": [{"role": "user", "content": "Is 3 more than 2?"}]}
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Live]:
-    with live(settings=Settings(name="mini", limits=Limits(compile_seconds=60.0))) as found:
-        yield found
-
-
 def tool(name: str, properties: dict[str, Any], **more: Any) -> dict[str, Any]:
     parameters = {"type": "object", "properties": properties, "required": [*properties], **more}
     return {"type": "function", "function": {"name": name, "description": "", "parameters": parameters}}

@@ -46,6 +46,15 @@ def running(test: Test, model: Model | None = None, **settings: Any) -> None:
     asyncio.run(main())
 
 
+def on_engine(**settings: Any) -> Callable[[Test], Callable[[], None]]:
+    """Make a test of a coroutine on an engine; see `running`."""
+
+    def decorate(test: Test) -> Callable[[], None]:
+        return lambda: running(test, **settings)
+
+    return decorate
+
+
 async def written(engine: Engine, one: SequenceRequest) -> list[int]:
     with engine.submit([one]):
         return [step.ids.tolist() async for step in one.steps()][-1]
