@@ -229,26 +229,6 @@ def test_tokens_by_the_scores_of_a_joint_step_follow_the_distribution():
     fits(tokens, truth)
 
 
-def test_an_automaton_that_accepts_everything_changes_nothing():
-    for layout in LAYOUTS:
-        hmm, ev = make_hmm(layout, 3, 4, 4, 2), make_evidence("mixed_all", (3, 4), 3, 4, 5)
-        whole = ConstrainedHMM(hmm, Automaton([[0] * 4], 0, [0]))
-        assert_close(whole.log_partition(ev), hmm.log_partition(ev), **CLOSE)
-        assert_close(whole.marginals(ev), hmm.marginals(ev), **CLOSE)
-        assert_close(whole.posterior(ev), hmm.posterior(ev), **CLOSE)
-        ids = torch.randint(4, (3, 4), generator=generator(0))
-        assert_close(whole.conditional_log_prob(ids, ev), hmm.conditional_log_prob(ids, ev), **CLOSE)
-        ours, theirs = (x.joint_step(ev, generator=generator(3)) for x in (whole, hmm))
-        assert torch.equal(ours.latents, theirs.latents)
-        assert_close(ours.scores, theirs.scores, **CLOSE)
-        ev = make_evidence("mixed_dense", (3, 4), 3, 4, 5)  # of sparse evidence the HMM draws listed tokens first
-        ours, theirs = (x.sample(ev, generator=generator(4), num_samples=5) for x in (whole, hmm))
-        assert torch.equal(ours.tokens, theirs.tokens)
-        assert torch.equal(ours.latents, theirs.latents)
-    candidates = torch.arange(2).expand(3, 4, 2)
-    assert_close(whole.pairwise(ev, candidates), hmm.pairwise(ev, candidates), **CLOSE)
-
-
 def test_numbers_far_apart_are_answered_all_the_same():
     """The only string of the language is one that the network and the circuit all but exclude, in float32."""
     hmm = HMM.random(3, 4, seed=1, scale=30.0)

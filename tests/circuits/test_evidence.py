@@ -110,16 +110,6 @@ def test_a_row_without_any_token_has_no_weight_and_no_nan():
     assert not gradient.isnan().any()
 
 
-def test_temperatures_divide_logits_sequence_by_sequence():
-    logits = torch.randn(B, L, V, generator=generator(0), dtype=torch.float64)
-    each = Evidence(logits=logits, temperature=torch.tensor([0.5, 2.0]))
-    for b, temperature in enumerate((0.5, 2.0)):
-        alone = Evidence(logits=logits[b : b + 1], temperature=temperature)
-        assert_close(each.dense_log_weights(V)[b], alone.dense_log_weights(V)[0], **EXACT)
-    assert each.inverse_temperature().tolist() == [2.0, 0.5]
-    assert Evidence(logits=logits, temperature=4.0).inverse_temperature().tolist() == [0.25, 0.25]
-
-
 # Selection and transport.
 
 

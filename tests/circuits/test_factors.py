@@ -71,18 +71,6 @@ def test_a_chain_of_some_of_the_states(factors):
     assert_close(whole(found[1]), wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_a_chain_of_two_of_three_states_by_hand():
-    def table(*rows: list[float]) -> tuple[Tensor]:
-        return (torch.tensor(rows, dtype=torch.float64).log(),)
-
-    transition = table([0.1, 0.5, 0.4], [0.3, 0.3, 0.4], [0.6, 0.2, 0.2])
-    initial, emission = table([0.2, 0.5, 0.3])[0][0], table([0.9, 0.1], [0.5, 0.5], [0.2, 0.8])
-    made = HMM.from_factors(Factors(initial, transition, emission).restricted(torch.tensor([0, 2])))
-    # begins in the first with 0.4; stays in it with 0.2, in the other with 0.25
-    wanted = 0.4 * 0.9 * (0.2 * 0.1 + 0.8 * 0.8) + 0.6 * 0.2 * (0.75 * 0.1 + 0.25 * 0.8)
-    assert float(made.log_prob(torch.tensor([[0, 1]])).exp()) == pytest.approx(wanted, abs=1e-12)
-
-
 def test_states_that_are_never_reached_can_go():
     """Duplicates of others that nothing leads to: every string keeps its probability."""
     made = Factors.near_neutral(N, V, noise=1.0, seed=3)

@@ -24,7 +24,6 @@ from tests.support.strategies import (
     make_evidence,
     make_hmm,
     shape_checks,
-    token_log_weights,
 )
 
 pytestmark = pytest.mark.numerics
@@ -57,17 +56,6 @@ def fixture_evidence(truth: dict[str, Tensor]) -> Evidence:
     return Evidence(tokens=truth["sequences"], observed=truth["observed"], log_potentials=truth["log_phi"])
 
 
-def test_pyjuice_parameters_are_the_stored_ones(stored):
-    hmm, truth = stored
-    assert hmm.dtype == torch.float32
-    for found, name in (
-        (hmm.log_initial, "initial"),
-        (hmm.log_emission, "emission"),
-        (hmm.log_transition, "transition"),
-    ):
-        assert_close(found, truth[name].log(), rtol=0, atol=1e-6)
-
-
 def test_pyjuice_answers_are_the_stored_ones(stored):
     hmm, truth = stored
     ev, soft = fixture_evidence(truth), Evidence(log_potentials=truth["log_phi"])
@@ -93,10 +81,6 @@ def test_rounded_parameters_become_a_circuit(emission):
     assert_close(hmm.as_circuit(3).log_prob(ids), hmm.log_prob(ids).double(), rtol=0, atol=1e-2)
 
 
-def test_a_circuit_has_the_length_of_its_tables():
-    assert HMM.random(2, 3, length=4).as_circuit().length == 4
-
-
 # Properties.
 
 
@@ -119,16 +103,6 @@ def test_a_sequence_does_not_depend_on_its_neighbours(case, random):
     uniforms = torch.rand(ev.shape, generator=generator(0))
     latents = hmm.joint_step(ev, uniforms=uniforms).latents[b]
     assert torch.equal(hmm.joint_step(alone, uniforms=uniforms[b : b + 1]).latents[0], latents)
-
-
-@given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 6), st.integers(0, 1000))
-@settings(max_examples=25, deadline=None)
-def test_the_neutral_circuit_changes_nothing(states, vocab, length, seed):
-    hmm = HMM.neutral(states, vocab, dtype=torch.float64)
-    logits = torch.randn(2, length, vocab, generator=generator(seed), dtype=torch.float64)
-    ev = Evidence(logits=logits, temperature=0.8)
-    assert_close(hmm.marginals(ev), (logits / 0.8).log_softmax(-1), **EXACT)
-    assert_close(hmm.log_partition(ev), torch.full((2,), -length * math.log(vocab), dtype=torch.float64), **EXACT)
 
 
 # Sampling.
@@ -232,16 +206,6 @@ def test_draw_token_never_picks_a_token_without_weight(vocab, seed, scale):
     for uniform in (torch.zeros(64), torch.ones(64), torch.rand(64, generator=g)):
         picked = draw_token(weights, uniform)
         assert bool((weights.gather(-1, picked[:, None]) > 0).all())
-
-
-@pytest.mark.parametrize("kind", ["logits", "sparse_tail", "missing"])
-def test_tokens_of_a_large_vocabulary_follow_their_distribution(kind):
-    hmm = HMM.random(2, 333, seed=2)
-    ev = make_evidence(kind, (1, 1), 2, 333, seed=3, dtype=torch.float32)
-    found = hmm.sample(replicated(ev, 0, 60_000), generator=generator(1))
-    counts = torch.bincount(found.tokens[:, 0], minlength=333)
-    joint = hmm.log_emission.double() + hmm.log_initial.double()[:, None] + token_log_weights(ev, 333)[0, 0]
-    assert chi_square_p_value(counts, joint.logsumexp(0).log_softmax(-1)) > 1e-3
 
 
 # Construction.

@@ -57,14 +57,6 @@ def test_gradients_in_the_log_parameters(layout, kind):
     assert_gradient(lambda *tables: rebuilt(tables).log_partition(ev), *tables_of(hmm))
 
 
-@pytest.mark.parametrize("kind", ["missing", "mixed_all"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_through_normalised_parameters(layout, kind):
-    """Missing tokens and sparse tails count on rows that sum to one: parameters move as softmaxes do."""
-    hmm, ev = make_hmm(layout, N, V, L), make_evidence(kind, (B, L), N, V)
-    assert_gradient(lambda *raw: normalised(raw).log_partition(ev), *tables_of(hmm))
-
-
 EVIDENCE: dict[str, tuple[Callable[..., Evidence], tuple[Tensor, ...]]] = {
     "log_potentials": (lambda x: Evidence(log_potentials=x), (normal(0, B, L, V),)),
     "logits": (lambda x: Evidence(logits=x), (normal(1, B, L, V),)),
@@ -239,15 +231,6 @@ def test_gradients_in_the_gates_and_all_else(name, layout, backend):
         assert_gradient(f, GATES, *tables, *inputs)
 
 
-@pytest.mark.parametrize("name", ["logits_temperatures", "mixed"])
-def test_gradients_of_the_conditional_log_prob_in_the_gates(name):
-    make, inputs = EVIDENCE[name]
-    hmm, ids = make_hmm("low_rank", N, V, L), torch.tensor([[0, 1, 2], [3, 3, 3], [1, 0, 3]])
-    assert_gradient(
-        lambda gates, *x: hmm.conditional_log_prob(ids, replace(make(*x), step_log_gates=gates)), GATES, *inputs
-    )
-
-
 @pytest.mark.parametrize("kind", ["observed", "mixed_all"])
 @pytest.mark.parametrize("inner", [0, 3])
 @pytest.mark.parametrize("rank", [None, 1])
@@ -263,15 +246,6 @@ def test_gradients_in_the_factors(rank, inner, kind):
         return hmm.log_partition(replace(ev, step_log_gates=x[-1]) if inner else ev)
 
     assert_gradient(f, *free.values(), *gates)
-
-
-def test_gradients_of_gates_are_probabilities_of_inner_states():
-    """So they sum to one at each step, and what all gates of a step share is a factor of Z."""
-    ev = make_evidence("mixed_all", (B, L), N, V)
-    (gates,) = wants(GATES * 20)
-    value = make_hmm("low_rank", N, V, L).log_partition(replace(ev, step_log_gates=gates))
-    (found,) = torch.autograd.grad((value * WEIGHTS).sum(), gates)
-    assert_close(found.sum(-1), WEIGHTS[:, None].expand(B, L - 1), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)

@@ -108,22 +108,6 @@ def test_the_numbers_by_hand():
     assert_close(found[1][b, t], head.gates.weight @ both + head.gates.bias, rtol=1e-4, atol=1e-4)
 
 
-def test_the_head_sees_flags_and_the_share_of_masks(circuit):
-    x = features()
-    before = outputs(circuit.head, x)
-    swapped = MASKED.clone()
-    swapped[0, [0, 1]] = swapped[0, [1, 0]]  # as many masks in other places
-    fewer = MASKED.clone()
-    fewer[0, 0] = False
-    for other, touched in ((swapped, (0, 1)), (fewer, range(L))):
-        after = outputs(circuit.head, x, other)
-        for a, b, places in zip(before, after, (L, L - 1) if len(after) == 2 else (len(before[0][0]),), strict=True):
-            assert torch.equal(a[1], b[1])  # the other sequence
-            span = 1 if places == L else 2
-            changed = (a[0] != b[0]).any(-1).tolist()
-            assert changed == [any(t + k in touched for k in range(span)) for t in range(places)]
-
-
 def test_dropout_acts_in_training_only():
     head = shaken(Head(SIZES["deep"])).train()
     torch.manual_seed(0)

@@ -2,6 +2,7 @@
 
 import io
 import pickle
+import pickletools
 import struct
 import tracemalloc
 
@@ -62,7 +63,6 @@ FROM_BUFFER = named("numpy._core.numeric", "_frombuffer")
 REBUILD = named("numpy._core.multiarray", "_reconstruct")
 DTYPE = named("numpy", "dtype")
 TRAP = named(__name__, "Trap")
-EVIL = text("__import__('os').abort()")
 
 
 def dtype(code: str = "f4", order: str = "<") -> bytes:
@@ -81,77 +81,62 @@ def array(shape: tuple[int, ...], data: bytes, kind: bytes = b"") -> bytes:
     return EMPTY_ARRAY + b"(K\x01" + size + (kind or dtype()) + b"\x89" + content + b"tb"
 
 
+KNOWN = {"MARK", "STOP", "PROTO", "FRAME", "GLOBAL", *pickles._PUT, *pickles._GET}
+KNOWN |= pickles._CONSTANTS.keys() | pickles._ARGUMENTS | pickles._TAKEN.keys()
+OPERANDS = {"INST": b"builtins\neval\n", "PERSID": b"1\n", "EXT1": b"\x01", "EXT2": b"\x01\x01"}
+OPERANDS |= {"EXT4": b"\x01\x01\x00\x00", "STRING": b"'abc'\n", "SHORT_BINSTRING": b"\x01x"}
+OPERANDS |= {"BINSTRING": b"\x01\x00\x00\x00x"}
+NAMES = (
+    *(("builtins", "eval"), ("__builtin__", "eval"), ("builtins", "getattr"), ("builtins", "object")),
+    *(
+        (__name__, "Trap"),
+        ("os\ud800", "system\n"),
+        ("os", "path.os.system"),
+        ("", ""),
+        ("codd.circuits.pickles.np", "load"),
+    ),
+    *(("numpy", "ndarray.__class__.__base__"), ("numpy", "ndarray.__reduce_ex__"), ("numpy", "load")),
+    *(("numpy.testing._private.utils", "runstring"), ("numpy._core.multiarray", "scalar"), ("numpy", "_reconstruct")),
+    *(("torch.storage", "_load_from_bytes"), ("copyreg", "_reconstructor"), ("_codecs", "decode")),
+    ("pyjuice.nodes.distributions", "categorical.Categorical"),
+)
 UNSAFE = {
-    "REDUCE of a builtin": named("builtins", "eval") + EVIL + b"\x85R",
-    "REDUCE of a builtin by its old name": b"c__builtin__\neval\n" + EVIL + b"\x85R",
-    "REDUCE of a class that is here": TRAP + b")R",
+    **{
+        op.name: CATEGORICAL + b")}(K\x01" + op.code.encode("latin-1") + OPERANDS.get(op.name, b"")
+        for op in pickletools.opcodes
+        if op.name not in KNOWN
+    },
+    **{f"{module}.{name}": named(module, name) + b")R" for module, name in NAMES},
+    "GLOBAL": b"cos\npath.os.system\n",
+    "GLOBAL of nothing": b"c\n\n",
+    "STACK_GLOBAL of numbers": b"K\x01K\x02\x93",
+    "STACK_GLOBAL of a list": b"]" + text("ndarray") + b"\x93",
     "REDUCE of what a call gave": EMPTY_ARRAY + b")R",
-    "NEWOBJ of a class that is here": TRAP + b")\x81",
     "NEWOBJ of what a call gave": EMPTY_ARRAY + b")\x81",
-    "NEWOBJ_EX": CATEGORICAL + b")}\x92",
-    "INST": b"(i" + __name__.encode() + b"\nTrap\n",
-    "INST of an allowed class": b"(inumpy\nndarray\n",
-    "OBJ": b"(" + TRAP + b"o",
-    "OBJ of an allowed class": b"(" + CATEGORICAL + b"o",
     "BUILD with a trap's __setstate__": TRAP + b")\x81}b",
     "BUILD on an allowed class": CATEGORICAL + b"}" + text("num_cats") + b"K\x05sb",
     "BUILD with slots on an allowed class": CATEGORICAL + b"N}" + text("__new__") + b"K\x05s\x86b",
     "BUILD of a dict's attributes": b"}}" + text("__class__") + b"K\x01sb",
-    "EXT1": b"\x82\x01",
-    "EXT2": b"\x83\x01\x01",
-    "EXT4": b"\x84\x01\x01\x00\x00",
-    "PERSID": b"P1\n",
-    "BINPERSID": b"K\x01Q",
-    "NEXT_BUFFER": b"\x97",
-    "READONLY_BUFFER": b"\x97\x98",
-    "sets": b"\x8f(K\x01\x90",
-    "frozen sets": b"(K\x01\x91",
-    "POP": b"K\x01K\x020",
-    "POP_MARK": b"K\x01(K\x021",
-    "DUP": b"K\x012\x86",
-    "STRING": b"S'abc'\n",
-    "STACK_GLOBAL with a dotted name": named("numpy", "ndarray.__class__.__base__"),
-    "STACK_GLOBAL with a dotted module": named("codd.circuits.pickles.np", "load"),
-    "STACK_GLOBAL of numbers": b"K\x01K\x02\x93",
-    "STACK_GLOBAL of a list": b"]" + text("ndarray") + b"\x93",
-    "GLOBAL with a dotted name": b"cos\npath.os.system\n",
-    "GLOBAL of nothing": b"c\n\n",
+    "build on a list": b"]}b",
     "a key that is a tuple": b"})K\x01s",
     "a key that is an array": b"}" + EMPTY_ARRAY + b"K\x01s",
     "keys of a DICT that are numbers": b"(K\x01K\x02d",
     "keys of SETITEMS that are numbers": b"}(" + text("x") + b"K\x01K\x02K\x03u",
     "APPEND to bytes that can grow": b"\x96" + struct.pack("<Q", 1) + b"x" + b"K\x01a",
+    "append to an array": EMPTY_ARRAY + b"K\x01a",
     "SETITEM of a list by number": b"]K\x01aK\x00K\x02s",
-    "getattr": named("builtins", "getattr") + NDARRAY + text("tofile") + b"\x86R",
-    "dotted name behind an allowed one": named("numpy", "ndarray.__reduce_ex__") + b")R",
-    "dotted leaf": named("pyjuice.nodes.distributions", "categorical.Categorical") + b")\x81",
-    "a submodule of numpy": named("numpy.testing._private.utils", "runstring") + text("1") + b"}\x86R",
-    "numpy's loader": named("numpy", "load") + text("x") + b"\x85R",
-    "numpy scalar": named("numpy._core.multiarray", "scalar") + dtype() + b"C\x04abcd\x86R",
-    "torch": named("torch.storage", "_load_from_bytes") + b"C\x01x\x85R",
-    "copyreg": named("copyreg", "_reconstructor") + NDARRAY + NDARRAY + b"N\x87R",
-    "object": named("builtins", "object") + b")\x81",
-    "surrogates in a name": named("os\ud800", "system\n") + b")R",
-    "module of allowed name of another": named("numpy", "_reconstruct") + b")R",
+    "items of an array": EMPTY_ARRAY + text("__class__") + b"K\x01s",
     "call of text": text("os.system") + b")R",
-    "call of a list": b"])R",
     "call with a list": REBUILD + b"]R",
     "call with an array": REBUILD + EMPTY_ARRAY + b"R",
     "call of ndarray": NDARRAY + b"K\x05\x85R",
     "new object of ndarray": NDARRAY + b")\x81",
-    "new object of text": text("x") + b")\x81",
     "reconstruct of another class": REBUILD + DTYPE + b"K\x00\x85C\x01b\x87R",
     "reconstruct with a shape": REBUILD + NDARRAY + b"K\x09\x85C\x01b\x87R",
     "reconstruct of nothing": REBUILD + b")R",
     "encode by another codec": named("_codecs", "encode") + text("x") + text("zip") + b"\x86R",
     "encode of bytes": named("_codecs", "encode") + b"C\x01x" + text("latin1") + b"\x86R",
     "encode without codec": named("_codecs", "encode") + text("x") + b"\x85R",
-    "decode": named("_codecs", "decode") + b"C\x01x" + text("latin1") + b"\x86R",
-    "build on a list": b"]}b",
-    "build on text": text("x") + b"}b",
-    "append to an array": EMPTY_ARRAY + b"K\x01a",
-    "items of an array": EMPTY_ARRAY + text("__class__") + b"K\x01s",
-    "items of a list": b"]" + text("x") + b"K\x01s",
 }
 
 

@@ -144,20 +144,6 @@ class TestJointStepOfAGeneralCircuit:
             assert torch.equal(step.scores, graph.conditional_scores(ev, step.latents))
             assert torch.equal(step.log_partition, graph.log_partition(ev))
 
-    def test_or_by_a_generator(self):
-        graph, ev = chain().as_circuit(L), evidence()
-        one, two = (graph.joint_step(ev, generator=torch.Generator().manual_seed(7)) for _ in range(2))
-        assert torch.equal(one.latents, two.latents)
-
-    def test_latents_have_the_posterior(self):
-        graph, ev = chain().as_circuit(L), evidence()
-        many = Evidence(
-            tokens=ev.tokens.repeat(5000, 1), observed=ev.observed.repeat(5000, 1), logits=ev.logits.repeat(5000, 1, 1)
-        )
-        latents = graph.joint_step(many, generator=torch.Generator().manual_seed(5)).latents.reshape(5000, B, L)
-        shares = torch.stack([(latents == k).double().mean(0) for k in range(N)], -1)
-        assert_close(shares, graph.posterior(ev).exp(), atol=0.03, rtol=0)  # four standard errors of a share of 5000
-
     def test_impossible_evidence_does_not_raise(self):
         graph, ev = chain().as_circuit(L), evidence()
         nothing = ev.logits.clone()

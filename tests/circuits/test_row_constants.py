@@ -1,6 +1,5 @@
 """A constant in a row of log-weights is a factor of Z and of nothing else: probabilities keep their digits."""
 
-import math
 import os
 from dataclasses import replace
 
@@ -115,13 +114,3 @@ def test_gradients_keep_their_digits():
     for found, wanted in zip(gradients(hmm, given), exact, strict=True):
         torch.testing.assert_close(found.double(), wanted, atol=5e-6, rtol=0)
         assert bool(found.isfinite().all())
-
-
-def test_the_sum_of_all_completions_with_a_common_constant():
-    """The figures of the report: 0.9993 at 1e4, 1.023 at 1e6, 64 at 1e8 before."""
-    hmm, strings = HMM.random(N, V, seed=1), torch.cartesian_prod(*[torch.arange(V)] * L)
-    logits = torch.randn(1, L, V, generator=torch.Generator().manual_seed(0)).expand(len(strings), L, V)
-    for name in ("logits", "log_potentials"):
-        for constant in (0, 1e4, 1e6, 1e8):
-            p = hmm.conditional_log_prob(strings, Evidence(**{name: logits + constant})).double().exp()
-            assert math.isclose(float(p.sum()), 1, abs_tol=1e-5)

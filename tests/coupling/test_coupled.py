@@ -17,7 +17,6 @@ from codd.errors import ImpossibleEvidence, InvalidEvidence
 
 pytestmark = pytest.mark.numerics
 V, L = 4, 5
-TRIALS = 20_000
 
 
 def tree() -> Circuit:
@@ -74,16 +73,16 @@ def enumerate_all(
     return strings, circuit.log_prob(strings) + of_masked
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.3])
+@pytest.mark.parametrize("temperature", [1.0, 0.3, torch.tensor([0.5, 2.0])], ids=str)
 def test_probabilities_of_all_completions(circuit, temperature):
     given = window()
-    joint = Coupled(circuit, **given, temperature=temperature)
+    joint, each = Coupled(circuit, **given, temperature=temperature), torch.as_tensor(temperature).expand(2).tolist()
     for row in range(2):
-        strings, weights = enumerate_all(circuit, given, temperature, row)
+        strings, weights = enumerate_all(circuit, given, each[row], row)
         assert len(strings) == V ** int(given["masked"][row].sum())
-        assert float(joint.log_partition()[row]) == pytest.approx(float(weights.logsumexp(0)), abs=1e-9)
+        assert float(joint.log_partition()[row]) == pytest.approx(float(weights.logsumexp(0)), abs=1e-6)
         one = {name: value[row : row + 1].expand(len(strings), *value.shape[1:]) for name, value in given.items()}
-        found = Coupled(circuit, **one, temperature=temperature).log_prob(strings)
+        found = Coupled(circuit, **one, temperature=each[row]).log_prob(strings)
         torch.testing.assert_close(found, weights - weights.logsumexp(0), atol=1e-9, rtol=0)
         assert float(found.exp().sum()) == pytest.approx(1.0, abs=1e-9)
 
@@ -133,29 +132,6 @@ def test_two_cities_know_of_each_other():
         joint.mutual_information(0)
 
 
-def drawn_many(circuit: HMM | Circuit, given: dict[str, Tensor], seed: int):
-    """Many samples of the first sequence: as many sequences, which is a hundred times faster than one after another."""
-    rows = {name: x[:1].expand(TRIALS, *x.shape[1:]).contiguous() for name, x in given.items()}
-    return Coupled(circuit, **rows).sample(generator=torch.Generator().manual_seed(seed))
-
-
-def test_samples_pass_a_chi_square_test(circuit):
-    given = window()
-    drawn = drawn_many(circuit, given, seed=5).tokens
-    strings, weights = enumerate_all(circuit, given, 1.0, 0)
-    observed = ~given["masked"][0]
-    assert bool((drawn[:, observed] == given["tokens"][0, observed]).all())
-    counts = (drawn[:, None] == strings).all(-1).sum(0).double()
-    assert int(counts.sum()) == TRIALS
-    expected = weights.softmax(0) * TRIALS
-    often = expected >= 5
-    seen = torch.cat([counts[often], counts[~often].sum()[None]])
-    wanted = torch.cat([expected[often], expected[~often].sum()[None]])
-    statistic = ((seen - wanted) ** 2 / wanted).sum()
-    freedom = torch.tensor((len(wanted) - 1) / 2, dtype=torch.float64)
-    assert float(torch.special.gammaincc(freedom, statistic / 2)) > 1e-3
-
-
 def test_conditioning_is_division(circuit):
     """log p(all) = log p(some) + log p(the rest | some)."""
     given = window()
@@ -198,14 +174,6 @@ def test_the_null_circuit_changes_nothing(seed, states, tokens, length, temperat
     torch.testing.assert_close(joint.posterior().exp(), torch.full((3, length, states), 1 / states), atol=1e-5, rtol=0)
     wanted = torch.full((3,), -length * math.log(tokens))
     torch.testing.assert_close(joint.log_partition(), wanted, atol=1e-4, rtol=0)
-
-
-def test_temperature_may_differ_between_sequences(circuit):
-    given, temperatures = window(), (0.5, 2.0)
-    joint = Coupled(circuit, **given, temperature=torch.tensor(temperatures))
-    for row, temperature in enumerate(temperatures):
-        _, weights = enumerate_all(circuit, given, temperature, row)
-        assert float(joint.log_partition()[row]) == pytest.approx(float(weights.logsumexp(0)), abs=1e-6)
 
 
 def test_factors_that_exclude_each_other():
@@ -290,31 +258,6 @@ def test_what_a_head_says_is_evidence(states, inner):
     assert_same(joint, by_hand)
     alone = Coupled(circuit.hmm, **given)
     assert float((joint.marginals().exp() - alone.marginals().exp()).abs().max()) > 1e-2  # it says something
-
-
-@torch.no_grad()
-def test_modulated_probabilities_of_all_completions():
-    """Summed over latent paths and over both ways of every step."""
-    circuit, given = modulated(), window()
-    hmm, (latents, gates) = circuit.hmm, circuit.modulate(states_of_network(), given["masked"])
-    paths = torch.tensor(list(itertools.product(range(N), repeat=L)))
-    left, right = (x.exp() for x in hmm.log_transition)
-    for row in range(2):
-        strings, network = enumerate_all(hmm, given, 1.0, row)
-        weights = hmm.log_initial[paths[:, 0]]
-        for t in range(L - 1):
-            step = (left * gates[row, t].double().exp()) @ right
-            weights = weights + step.log()[paths[:, t], paths[:, t + 1]]
-        for t in range(L):
-            weights = weights + latents[row, t].double()[paths[:, t]]
-        emitted = sum(hmm.log_emission[paths[:, t]][:, strings[:, t]] for t in range(L))
-        circuits = (weights[:, None] + emitted).logsumexp(0)
-        wanted = circuits + network - hmm.log_prob(strings)  # what enumerate_all adds of the unmodulated one
-        one = {name: value[row : row + 1].expand(len(strings), *value.shape[1:]) for name, value in given.items()}
-        features = states_of_network()[row : row + 1].expand(len(strings), -1, -1)
-        joint = Coupled(circuit, **one, features=features)
-        torch.testing.assert_close(joint.log_prob(strings), wanted - wanted.logsumexp(0), atol=1e-5, rtol=0)
-        assert float(joint.log_partition()[0]) == pytest.approx(float(wanted.logsumexp(0)), abs=1e-5)
 
 
 def test_other_potentials_are_added_to_the_heads():

@@ -208,7 +208,7 @@ class Truth:
         return self.ev.shape[1]
 
     def observing(self, tokens: Tensor, known: Tensor) -> "Truth":
-        return Truth(self.hmm, observing(self.ev, tokens, known), self.reading)
+        return replace(self, ev=observing(self.ev, tokens, known))
 
     @cached_property
     def strings(self) -> Tensor:
@@ -216,7 +216,7 @@ class Truth:
 
     @cached_property
     def paths(self) -> Tensor:
-        return all_strings(self.hmm.num_states, self.length)
+        return all_strings(self.hmm.num_latents, self.length)
 
     @cached_property
     def weights(self) -> Tensor:
@@ -225,7 +225,7 @@ class Truth:
     @cached_property
     def latent(self) -> Tensor:
         given = self.ev.latent_log_potentials
-        return torch.zeros(*self.ev.shape, self.hmm.num_states).double() if given is None else given.double()
+        return torch.zeros(*self.ev.shape, self.hmm.num_latents).double() if given is None else given.double()
 
     @cached_property
     def ways(self) -> Tensor:
@@ -268,7 +268,7 @@ class Truth:
         return log_normalise(self.joint.flatten(1)).reshape(self.joint.shape)
 
     def _by_state(self, log_table: Tensor, t: int) -> Tensor:
-        states = range(self.hmm.num_states)
+        states = range(self.hmm.num_latents)
         return torch.stack([log_table[:, :, self.paths[:, t] == i].flatten(1).logsumexp(-1) for i in states], -1)
 
     @cached_property
