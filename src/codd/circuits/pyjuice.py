@@ -112,9 +112,6 @@ def _parse_node(index: int, entry: dict[str, object], total: int, leaves: dict[b
     if source is not None and not (is_int(source) and 0 <= source < total and source != index):
         raise FormatError(f"{where}: 'source_node' must be the index of another entry.")
     params = _array(entry, "params", where, "f") if kind != "Product" and source is None else None
-    if params is not None and entry.get("zero_param_mask") is not None:
-        same = _array(entry, "zero_param_mask", where, "b").shape == params.shape
-        _require(same, f"{where}: 'zero_param_mask' has not the shape of 'params'.")
     blocks, block_size = _sizes(entry, where)
     edges = None if kind == "Input" else _array(entry, "edge_ids", where, "i")
     variable, leaf = (_variable(entry, where, total), _leaf(entry, where, leaves)) if kind == "Input" else (None, None)
@@ -137,7 +134,7 @@ def _array(entry: dict[str, object], key: str, where: str, kind: str) -> NDArray
     value = entry.get(key)
     if not isinstance(value, Array):
         raise FormatError(f"{where}: {key!r} is missing or is not an array.")
-    array, wanted = value.numpy(), {"f": "float32", "i": "int64", "b": "bool"}[kind]
+    array, wanted = value.numpy(), {"f": "float32", "i": "int64"}[kind]
     _require(array.dtype.kind == kind, f"{where}: {key!r} has dtype {array.dtype}; expected {wanted}.")
     return array
 

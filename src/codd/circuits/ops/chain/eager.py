@@ -115,20 +115,16 @@ def transition_flow(
 
     ``source`` is forward message times leaf, ``target`` leaf times backward message.
     """
-    left, right = source.values[:, :-1], target.values[:, 1:]
-    log_ratio = source.log_scale[:, :-1] + target.log_scale[:, 1:] - log_partition[:, None, None]
-    gates, gate_scale = (None, None) if transition.gates is None else transition.gates
-    if gate_scale is not None:
-        log_ratio = log_ratio + gate_scale[..., None]
-    left, right = _shares(left, right, log_ratio, log_partition, weights)
+    left, right = _shares(transition, source, target, log_partition, weights)
+    gates = 1 if transition.gates is None else transition.gates[0]
     out = []
     factors = transition.linear
     for k, factor in enumerate(factors):
         before, after = left, right
         for f in factors[:k]:
-            before = _apply(before, f) if gates is None else _apply(before, f) * gates
+            before = _apply(before, f) * gates
         for f in reversed(factors[k + 1 :]):
-            after = _apply(after, f.transpose(-1, -2)) if gates is None else _apply(after, f.transpose(-1, -2)) * gates
+            after = _apply(after, f.transpose(-1, -2)) * gates
         if transition.per_position:
             out.append(factor * torch.einsum("bti,btj->tij", before, after))
         else:
@@ -137,9 +133,9 @@ def transition_flow(
 
 
 def _shares(
-    left: Float[Tensor, "B T N"],
-    right: Float[Tensor, "B T N"],
-    log_ratio: Float[Tensor, "B T 1"],
+    transition: Transition,
+    source: Scaled,
+    target: Scaled,
     log_partition: Float[Tensor, " B"],
     weights: Float[Tensor, " B"] | None,
 ) -> tuple[Float[Tensor, "B T N"], Float[Tensor, "B T N"]]:
@@ -147,6 +143,10 @@ def _shares(
 
     The two messages carry scales of their own; their product is normalised, so neither overflows after the split.
     """
+    left, right = source.values[:, :-1], target.values[:, 1:]
+    log_ratio = source.log_scale[:, :-1] + target.log_scale[:, 1:] - log_partition[:, None, None]
+    if transition.gates is not None:
+        log_ratio = log_ratio + transition.gates[1][..., None]
     left_top, right_top = _top(left), _top(right)
     share = (log_ratio + left_top.log() + right_top.log()).exp()
     share = torch.where(log_partition[:, None, None] > -torch.inf, share, 0).to(left.dtype)
@@ -165,12 +165,9 @@ def gate_flow(
 ) -> Float[Tensor, "B T R"]:
     """The probability of each inner state at each step, times the sequence's weight."""
     assert transition.gates is not None
-    gates, gate_scale = transition.gates
-    log_ratio = source.log_scale[:, :-1] + target.log_scale[:, 1:] - log_partition[:, None, None]
-    sides = (source.values[:, :-1], target.values[:, 1:])
-    left, right = _shares(*sides, log_ratio + gate_scale[..., None], log_partition, weights)
+    left, right = _shares(transition, source, target, log_partition, weights)
     first, second = transition.linear
-    return _apply(left, first) * gates * _apply(right, second.transpose(-1, -2))
+    return _apply(left, first) * transition.gates[0] * _apply(right, second.transpose(-1, -2))
 
 
 def _top(x: Float[Tensor, "B T N"]) -> Float[Tensor, "B T 1"]:

@@ -8,7 +8,7 @@ Written once, for ordinary numbers (`eager.Linear`) and for logarithms (`referen
 """
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -153,37 +153,34 @@ class ProductMessages:
 
     def forward(self, t: int) -> Rows:
         """a_t: a row for each live state before position t."""
-        known = t
-        while known > 0 and self._forward[known] is None:
-            known -= 1
-        rows = self._forward[known]
-        if rows is None:
-            start, first = self.chain.log_start, self.reachable.first
-            logs = start[torch.from_numpy(first).to(start.device)][:, None, None] + self.chain.initial.detach().double()
-            rows = self._forward[0] = self.algebra.from_logs(first, logs.expand(-1, len(self.observed), -1))
-        made = self._swept(rows, range(known, t), reverse=False)
-        self._forward[known + 1 : t + 1] = [after for _, after in made]
-        return made[-1][1] if made else rows
+        made = self._forward
+        if made[0] is None:
+            made[0] = self._end(self.reachable.first, self.chain.log_start, self.chain.initial.detach().double())
+        known = next(at for at in range(t, -1, -1) if made[at] is not None)
+        made[known + 1 : t + 1] = [after for _, after in self._swept(made[known], range(known, t), reverse=False)]
+        return cast(Rows, made[t])
 
-    def _swept(self, rows: Rows, positions: range, reverse: bool) -> list[tuple[Rows, Rows]]:
+    def _end(self, states: Ids, log_weights: Float[Tensor, " S"], latents: Float[Tensor, " N"]) -> Rows:
+        """The message at one end of the window, from log-weights of the automaton's states and of latents."""
+        logs = log_weights[torch.from_numpy(states).to(log_weights.device)][:, None, None] + latents
+        return self.algebra.from_logs(states, logs.expand(-1, len(self.observed), -1))
+
+    def _swept(self, rows: Rows | None, positions: range, reverse: bool) -> list[tuple[Rows, Rows]]:
+        assert rows is not None
         pairs = self.reachable.pairs
         return self.algebra.sweep(self.steps, rows, positions, pairs, self._leaf, reverse) if positions else []
 
     def backward(self, t: int) -> Rows:
         """c_t: a row for each live state after position t."""
-        known = t
-        while known < self.length - 1 and self._backward[known] is None:
-            known += 1
-        rows = self._backward[known]
-        if rows is None:
-            end, last = self.chain.log_end, self.reachable.last
-            logs = end[torch.from_numpy(last).to(end.device)][:, None, None]
-            shape = -1, len(self.observed), len(self.chain.initial)
-            rows = self._backward[known] = self.algebra.from_logs(last, logs.expand(shape))
-        made = self._swept(rows, range(known, t, -1), reverse=True)
-        for at, (joint, before) in zip(range(known, t, -1), made, strict=True):
-            self._joint[at], self._backward[at - 1] = joint, before
-        return made[-1][1] if made else rows
+        made, last = self._backward, self.length - 1
+        if made[last] is None:
+            nothing = torch.zeros_like(self.chain.initial, dtype=torch.float64)
+            made[last] = self._end(self.reachable.last, self.chain.log_end, nothing)
+        known = next(at for at in range(t, self.length) if made[at] is not None)
+        places = range(known, t, -1)
+        for at, swept in zip(places, self._swept(made[known], places, reverse=True), strict=True):
+            self._joint[at], made[at - 1] = swept
+        return cast(Rows, made[t])
 
     def joint(self, t: int) -> Rows:
         """b_t: a row for each live state before position t."""

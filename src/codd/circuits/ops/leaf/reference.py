@@ -34,16 +34,18 @@ def leaf_values(emission: Emission, ev: Evidence) -> Scaled:
     return replace(leaf, values=leaf.values.masked_fill(~(log < torch.inf), torch.nan))  # +inf and NaN are errors
 
 
+def _log_cavity(ev: Evidence, leaf: Scaled, posterior: Scaled) -> Float[Tensor, "B L N"]:
+    """log q_t(i) - log L_t(i), L without the latent potential, which belongs to both alike."""
+    pots = 0.0 if ev.latent_log_potentials is None else ev.latent_log_potentials.double()
+    bare, q = leaf.log(), posterior.log_normalised()
+    return torch.where(q > -torch.inf, q - torch.where(bare > -torch.inf, bare, 0) + pots, -torch.inf)
+
+
 def token_marginals(
     emission: Emission, ev: Evidence, leaf: Scaled, posterior: Scaled, candidates: Int[Tensor, "B L K"] | None = None
 ) -> Float[Tensor, "B L V"]:
     """log p(x_t = v | evidence) = log w_t(v) + logsumexp_i (log q_t(i) - log L_t(i) + log E[i, v])."""
-    vocab = emission.stored.shape[-1]
-    weights = ev.dense_log_weights(vocab)
-    pots = 0.0 if ev.latent_log_potentials is None else ev.latent_log_potentials.double()
-    bare = leaf.log()  # the latent potential belongs to q and to L alike
-    q = posterior.log_normalised()
-    cavity = torch.where(q > -torch.inf, q - torch.where(bare > -torch.inf, bare, 0) + pots, -torch.inf)
+    weights, cavity = ev.dense_log_weights(emission.stored.shape[-1]), _log_cavity(ev, leaf, posterior)
     out = torch.empty_like(weights)
     for t in range(ev.shape[1]):
         table = emission.at(t).log.detach().double()
@@ -57,12 +59,7 @@ def emission_flow(
     emission: Emission, ev: Evidence, leaf: Scaled, posterior: Scaled, weights: Float[Tensor, " B"] | None
 ) -> Float[Tensor, "*L N V"]:
     """Expected number of times that each state emits each token, summed over the batch with the given weights."""
-    vocab = emission.stored.shape[-1]
-    log_w = ev.dense_log_weights(vocab)
-    pots = 0.0 if ev.latent_log_potentials is None else ev.latent_log_potentials.double()
-    bare = leaf.log()
-    q = posterior.log_normalised()
-    ratio = torch.where(q > -torch.inf, q - torch.where(bare > -torch.inf, bare, 0) + pots, -torch.inf)
+    log_w, ratio = ev.dense_log_weights(emission.stored.shape[-1]), _log_cavity(ev, leaf, posterior)
     share = torch.ones(ev.shape[0], dtype=torch.float64, device=ev.device) if weights is None else weights.double()
     out = torch.zeros(emission.stored.shape, dtype=torch.float64, device=ev.device)
     for b in range(ev.shape[0]):
