@@ -15,7 +15,6 @@ from codd.circuits import HMM, Evidence, Head, HeadConfig, Modulated, ops
 from codd.circuits.constrained import ConstrainedHMM, WindowConstraint
 from codd.circuits.factors import Factors
 from codd.circuits.ops.constrained.eager import Linear
-from codd.circuits.protocol import Conditioner, ProbabilisticCircuit
 from codd.constraints import Automaton
 from codd.coupling import Coupled
 from codd.decoding.options import Options
@@ -268,12 +267,6 @@ def test_what_cannot_be_is_said():
     assert circuit.incremental(ev).log_partition.tolist() == [-math.inf] * 2
     with pytest.raises(InvalidEvidence, match="NaN"):
         circuit.log_partition(Evidence(log_potentials=torch.full((1, 3, 3), math.nan).double()))
-
-
-def test_it_is_a_circuit_like_any_other():
-    circuit = sampled_case().circuit
-    assert isinstance(circuit, ProbabilisticCircuit)
-    assert isinstance(circuit.incremental(sampled_case().plain.ev), Conditioner)
 
 
 class TestCoupled:

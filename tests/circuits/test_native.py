@@ -200,10 +200,3 @@ def test_a_damaged_build_is_made_anew(cache, tmp_path):
     (folder / f"native-{native._key(native._compiler())}.so").write_bytes(b"half")
     assert native.library() is not None
     assert [path.stat().st_size > 1000 for path in cache()] == [True]
-
-
-@needs_compiler
-def test_the_compiler_may_be_named_with_arguments(cache, fresh):
-    fresh.setenv("CC", "cc -pipe")
-    assert native.library() is not None
-    assert len(cache()) == 1

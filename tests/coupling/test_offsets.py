@@ -159,26 +159,6 @@ def follow_the_chain_rule(joint: Coupled, best: Tensor, probability: float) -> N
 
 @pytest.mark.parametrize("name", CIRCUITS)
 @pytest.mark.parametrize("temperature", [1.0, 0.3])
-@pytest.mark.parametrize("wrong", [math.nan, math.inf])
-def test_what_is_no_number_is_refused(name, temperature, wrong):
-    logits = torch.zeros(1, L, V)
-    logits[0, 1, 0] = wrong
-    joint = coupled(CIRCUITS[name](), logits, temperature)
-    queries = (
-        lambda: joint.log_prob(STRINGS[:1]),
-        joint.marginals,
-        joint.sample,
-        joint.mutual_information,
-        lambda: joint.joint_step(torch.rand(1, L)),
-        lambda: joint.conditionals().log_marginals(),
-    )
-    for query in queries:
-        with pytest.raises(InvalidEvidence, match=r"NaN or \+inf|below \+inf"):
-            query()
-
-
-@pytest.mark.parametrize("name", CIRCUITS)
-@pytest.mark.parametrize("temperature", [1.0, 0.3])
 def test_a_position_without_any_token_is_impossible(name, temperature):
     logits = torch.full((1, L, V), 1e8)
     logits[0, 1] = -math.inf

@@ -27,8 +27,8 @@ from codd.circuits.ops.constrained.reachable_states import TokenClasses
 from codd.circuits.ops.constrained.reference import LogSpace
 from codd.circuits.protocol import ProbabilisticCircuit
 from codd.circuits.results import JointStep, Samples
-from codd.circuits.sampling import draw_token
-from codd.circuits.underflow import Answer, Attempt, Select, either, first_sound
+from codd.circuits.sampling import as_asked, draw_token, sample_uniforms
+from codd.circuits.underflow import Answer, Attempt, Select, either, first_sound, lost_some
 from codd.constraints import Automaton
 from codd.errors import InvalidCircuit, InvalidEvidence
 
@@ -174,17 +174,14 @@ class ConstrainedHMM(Recomputing):
     ) -> Samples:
         """Exact joint samples; with ``num_samples`` they get a leading axis. `ImpossibleEvidence` if there are none."""
         ev, offset = self.hmm.centred(ev)
-        count = 1 if num_samples is None else num_samples
-        if count < 1:
-            raise InvalidEvidence(f"num_samples must be at least 1, found {num_samples}")
-        uniforms = torch.rand(*ev.shape[:1], count, ev.shape[1], 2, generator=generator, device=ev.device)
+        uniforms = sample_uniforms(ev, num_samples, generator)
 
         def query(messages: ProductMessages, select: Select) -> Answer:
             numbers = select(uniforms).transpose(0, 1)
             paths = messages.paths(numbers[..., 0])
             size = max(1, _BLOCK // (numbers[0, ..., 1].numel() * self.vocab_size))
             parts = []
-            for m in range(0, count, size):
+            for m in range(0, len(paths), size):
                 weights = messages.scores(paths[m : m + size]).softmax(-1).nan_to_num_(0.0)
                 parts.append(draw_token(weights.flatten(0, 2), numbers[m : m + size, ..., 1].flatten()))
             tokens = torch.cat(parts).view(paths.shape)
@@ -192,8 +189,7 @@ class ConstrainedHMM(Recomputing):
 
         latents, tokens, log_z = self._answer(ev, query)
         check_possible(log_z, None)
-        latents, tokens, log_z = latents.transpose(0, 1), tokens.transpose(0, 1), (log_z + offset).to(self.dtype)
-        return Samples(tokens, latents, log_z) if num_samples is not None else Samples(tokens[0], latents[0], log_z)
+        return as_asked(tokens, latents, (log_z + offset).to(self.dtype), num_samples)
 
     @torch.no_grad()
     def conditional_scores(self, ev: Evidence, latents: Int[Tensor, "B L"]) -> Float[Tensor, "B L V"]:
@@ -268,7 +264,7 @@ class Passages:
         ev, _ = circuit.hmm.centred(ev)
         self._messages = circuit._messages(ev)
         for exact in circuit._exact_messages():
-            if _any(self._messages.underflow):
+            if lost_some(self._messages.underflow):
                 self._messages = exact(ev)
         self._log_z = float(self._messages.log_partition())
 
@@ -340,7 +336,7 @@ class ConstrainedConditioner:
     @torch.no_grad()
     def log_partition(self) -> Float[Tensor, " B"]:
         """log Z of the evidence, the language and all committed tokens; -inf where they are impossible together."""
-        if _any(self._messages.underflow):
+        if lost_some(self._messages.underflow):
             return self._circuit.log_partition(self.evidence)
         observed = self._messages.observed.to(self._taken.tokens.device)
         taken = torch.where(observed, 0, self._taken.tokens).sum(-1) + self._taken.latents
@@ -366,7 +362,7 @@ class ConstrainedConditioner:
         if self.candidates is None:
             return self.dense_log_marginals()
         out, underflow = self._messages.candidate_marginals()
-        if _any(either(underflow, self._messages.underflow)):
+        if lost_some(either(underflow, self._messages.underflow)):
             return self.dense_log_marginals().gather(-1, self.candidates)
         return out.to(self._circuit.dtype)
 
@@ -375,14 +371,10 @@ class ConstrainedConditioner:
         """Log-probabilities of all tokens: (B, L, V), or (B, V) at one position of each sequence."""
         wanted = None if positions is None else torch.tensor(sorted(set(positions.tolist())), device=positions.device)
         out, underflow = self._messages.marginals(wanted)
-        if _any(either(underflow, self._messages.underflow)):
+        if lost_some(either(underflow, self._messages.underflow)):
             out = self._circuit.marginals(self.evidence)
             out = out if wanted is None else out[:, wanted]
         out = out.to(self._circuit.dtype)
         if positions is None or wanted is None:
             return out
         return out[torch.arange(len(out), device=out.device), torch.searchsorted(wanted, positions.contiguous())]
-
-
-def _any(underflow: Tensor | None) -> bool:
-    return underflow is not None and bool(underflow.any())

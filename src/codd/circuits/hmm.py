@@ -17,7 +17,7 @@ from codd.circuits.parameters import Emission, Transition, check_rows, is_whole,
 from codd.circuits.protocol import Conditioner, Unconditioned
 from codd.circuits.pyjuice import read_jpc
 from codd.circuits.results import Flows, JointStep, Samples
-from codd.circuits.sampling import draw_token
+from codd.circuits.sampling import as_asked, draw_token, sample_uniforms
 from codd.errors import FormatError, InvalidCircuit, InvalidEvidence, shown
 
 LogTransition = Float[Tensor, "*steps N N"] | tuple[Float[Tensor, "*steps N R"], Float[Tensor, "*steps R N"]]
@@ -302,18 +302,14 @@ class HMM(storage.HubMixin, Unconditioned):
             ImpossibleEvidence: the evidence has probability zero.
         """
         ev, offset = self.centred(ev)
-        count = 1 if num_samples is None else num_samples
-        if count < 1:
-            raise InvalidEvidence(f"num_samples must be at least 1, found {num_samples}")
-        uniforms = torch.rand(*ev.shape[:1], count, ev.shape[1], 2, generator=generator, device=ev.device)
+        uniforms = sample_uniforms(ev, num_samples, generator)
         latents, log_z = inference.sample_latents(self, ev, uniforms[..., 0])
         check_possible(log_z, check)
         tokens, scores = torch.empty_like(latents), backend_for(ev.device, self.dtype).scores
-        for s in range(count):
+        for s in range(uniforms.shape[1]):
             weights = scores(self.emission, ev, latents[:, s]).flatten(0, 1).softmax(-1).nan_to_num_(0.0)
             tokens[:, s] = draw_token(weights, uniforms[:, s, :, 1].flatten()).view(ev.shape)
-        tokens, paths, log_z = tokens.transpose(0, 1), latents.transpose(0, 1), (log_z + offset).to(self.dtype)
-        return Samples(tokens, paths, log_z) if num_samples is not None else Samples(tokens[0], paths[0], log_z)
+        return as_asked(tokens, latents, (log_z + offset).to(self.dtype), num_samples)
 
     def conditional_scores(self, ev: Evidence, latents: Int[Tensor, "B L"]) -> Float[Tensor, "B L V"]:
         """log w_t(v) + log E[z_t, v]: the scores of all tokens once the latents are known, not normalised.

@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from codd.circuits import inference, pairwise
-from codd.circuits.evidence import EVERYWHERE, Evidence, Index, Kind
+from codd.circuits.evidence import EVERYWHERE, Evidence, Index, Kind, check_ids
 from codd.circuits.inference import Smoothed
 from codd.circuits.ops.backend import Backend, use
 from codd.circuits.ops.commit import eager, native
@@ -179,9 +179,7 @@ class IncrementalConditioner:
         if given.device != self._given.device:
             raise InvalidEvidence(f"{name} are on {given.device}, the evidence on {self._given.device}: move them")
         if given.device.type == "cpu":  # elsewhere, looking at values would wait for the device
-            wrong = given[(given < 0) | (given >= limit)]
-            if len(wrong):
-                raise InvalidEvidence(f"{name} must be in 0..{limit - 1}, found {int(wrong[0])}")
+            check_ids(name, given, limit)
 
     @cached_property
     def _prepared(self) -> tuple[Float[Tensor, "B L K N"], Float[Tensor, "B L K"]]:

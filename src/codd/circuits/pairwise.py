@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from codd.circuits import inference
-from codd.circuits.evidence import Evidence, Kind
+from codd.circuits.evidence import Evidence, Kind, check_ids
 from codd.circuits.inference import Smoothed
 from codd.circuits.ops.backend import REFERENCE, Backend
 from codd.circuits.parameters import Emission, Transition
@@ -103,11 +103,8 @@ def check_candidates(candidates: Int[Tensor, "B L K"], ev: Evidence, vocab_size:
         raise InvalidEvidence(
             f"candidates must be int64 on {ev.device}, found {candidates.dtype} on {candidates.device}"
         )
-    ordered = candidates.sort(-1).values
-    wrong = ordered[(ordered < 0) | (ordered >= vocab_size)]
-    if len(wrong):
-        raise InvalidEvidence(f"candidates must be in 0..{vocab_size - 1}, found {int(wrong[0])}")
-    if bool((ordered.diff(dim=-1) == 0).any()):
+    check_ids("candidates", candidates, vocab_size)
+    if bool((candidates.sort(-1).values.diff(dim=-1) == 0).any()):
         raise InvalidEvidence("the candidates of a position must differ from each other: a token is listed twice")
 
 

@@ -1,12 +1,34 @@
-"""Tokens by inverse CDF from explicit uniform numbers."""
+"""Samples of chains, tokens by inverse CDF from explicit uniform numbers."""
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from codd.circuits.evidence import Evidence
 from codd.circuits.ops.path.reference import draw
+from codd.circuits.results import Samples
+from codd.errors import InvalidEvidence
 
 _BLOCK = 64
+
+
+def sample_uniforms(
+    ev: Evidence, num_samples: int | None, generator: torch.Generator | None
+) -> Float[Tensor, "B S L 2"]:
+    """Two numbers for every position of every sample: one decides its latent, one its token."""
+    if num_samples is not None and num_samples < 1:
+        raise InvalidEvidence(f"num_samples must be at least 1, found {num_samples}")
+    batch, length = ev.shape
+    return torch.rand(batch, num_samples or 1, length, 2, generator=generator, device=ev.device)
+
+
+def as_asked(
+    tokens: Int[Tensor, "B S L"], latents: Int[Tensor, "B S L"], log_z: Float[Tensor, " B"], num_samples: int | None
+) -> Samples:
+    """The samples with their axis in front, or the only one without it."""
+    if num_samples is None:
+        return Samples(tokens[:, 0], latents[:, 0], log_z)
+    return Samples(tokens.transpose(0, 1), latents.transpose(0, 1), log_z)
 
 
 def draw_token(weights: Float[Tensor, "R V"], uniform: Float[Tensor, " R"]) -> Int[Tensor, " R"]:

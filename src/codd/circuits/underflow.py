@@ -85,6 +85,11 @@ def lost_share(
     return torch.where(total > 0, lost / total, torch.inf).amax(-1)
 
 
+def lost_some(suspects: Suspects) -> bool:
+    """Whether some sequence is suspect."""
+    return suspects is not None and bool(suspects.any())
+
+
 def either(*parts: Suspects) -> Suspects:
     """The sequences that are suspect for any of these reasons; None if every one of them is None."""
     out: Suspects = None

@@ -19,7 +19,7 @@ from codd.circuits.ops import native
 from codd.circuits.ops.constrained.reachable_states import Atoms, Ids, Pairs, SortedColumns
 from codd.circuits.ops.path.eager import leaving
 from codd.circuits.parameters import Emission, Transition
-from codd.circuits.underflow import either
+from codd.circuits.underflow import either, lost_some
 
 _SMALL = {torch.float32: 1e-18, torch.float64: 1e-150}
 """Where the largest value of a product of rows is below this, values that matter may have been lost."""
@@ -77,10 +77,6 @@ def _grouped(out: Ids) -> tuple[Ids, Ids, Ids]:
     return ids, np.append(first, len(out)), order
 
 
-def _any(underflow: Tensor | None) -> bool:
-    return underflow is not None and bool(underflow.any())
-
-
 def beside(ids: Ids, parts: list[Rows]) -> Rows:
     """The sequences of several rows next to each other; ids that a part does not have are zero there."""
     if len(parts) == 1 and len(parts[0].ids) == len(ids):
@@ -100,10 +96,9 @@ def beside(ids: Ids, parts: list[Rows]) -> Rows:
 
 def numbered(parts: list[Rows], which: Ids) -> Rows:
     """Some rows of several tensors, numbered as if these were concatenated."""
-    ids = np.concatenate([part.ids for part in parts])[which]
-    at = torch.from_numpy(which).to(parts[0].values.device)
-    values, log = (torch.cat([getattr(part, name) for part in parts])[at] for name in ("values", "log"))
-    return replace(parts[0], ids=ids, values=values, log=log, underflow=either(*(part.underflow for part in parts)))
+    every = stacked(parts, 0)
+    at = torch.from_numpy(which).to(every.values.device)
+    return replace(every, ids=every.ids[which], values=every.values[at], log=every.log[at])
 
 
 def stacked(parts: list[Rows], period: int) -> Rows:
@@ -265,8 +260,8 @@ class Linear:
         sums, sums_log = torch.empty_like(values[given:]), torch.empty_like(log[given:])
         parts = [(leaf[t].values.contiguous(), leaf[t].log.contiguous()) for t in positions]  # while C reads them
         tables = [np.array([part[i].data_ptr() for part in parts]) for i in (0, 1)]
-        lost = np.array([_any(leaf[t].underflow) for t in positions])
-        lost[:1] |= _any(rows.underflow)
+        lost = np.array([lost_some(leaf[t].underflow) for t in positions])
+        lost[:1] |= lost_some(rows.underflow)
         matrix = (transition.transposed if reverse else transition.linear)[0]
         assert self._library is not None
         self._library.codd_product_pass(
