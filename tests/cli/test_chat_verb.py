@@ -147,16 +147,16 @@ def test_commands_that_are_none(ask, line):
 
 
 def test_a_wrong_setting_changes_nothing(bundled):
-    chosen, conversation = {"top_p": 0.5}, Conversation(bundled, chat=True)
+    conversation = Conversation(bundled, True, {"top_p": 0.5})
     with pytest.raises(InvalidInput):
-        chat.command("/set temperature -2", conversation, chosen, print)
-    assert chosen == {"top_p": 0.5}
-    chat.command("/set top-p none", conversation, chosen, print)
-    assert chosen == {}
+        chat.command("/set temperature -2", conversation, print)
+    assert conversation.chosen == {"top_p": 0.5}
+    chat.command("/set top-p none", conversation, print)
+    assert conversation.chosen == {}
 
 
 def test_the_oldest_exchanges_are_forgotten(bundled, ask):
-    conversation = Conversation(bundled, chat=True, exchanges=[("old " * 150, "answer"), ("new", "answer")])
+    conversation = Conversation(bundled, True, {}, exchanges=[("old " * 150, "answer"), ("new", "answer")])
     ids, dropped = conversation.encode("word " * 150, gen_length=128)
     assert dropped == 1
     assert conversation.exchanges == [("new", "answer")]
@@ -184,15 +184,15 @@ def test_a_model_without_a_tokenizer(capsys):
     assert "has no tokenizer" in refused(capsys, "chat", "--model", FIXTURES / "decode_llada")
 
 
-def shown_on_a_terminal(conversation: Conversation, lines, chosen=None) -> str:
+def shown_on_a_terminal(conversation: Conversation, lines) -> str:
     written = io.StringIO()
     terminal = Console(file=written, force_terminal=True, width=80, color_system="standard", highlight=False)
-    chat.talk(conversation, {"gen_length": 8, "steps": 2} if chosen is None else chosen, lines, terminal)
+    chat.converse(conversation, lines, terminal)
     return written.getvalue()
 
 
 def test_on_a_terminal_the_answer_resolves_in_place(bundled):
-    conversation = Conversation(bundled, chat=True)
+    conversation = Conversation(bundled, True, {"gen_length": 8, "steps": 2})
     shown = shown_on_a_terminal(conversation, ["What is 7 + 8?", "/set top_p 7", "/quit", "never"])
     assert chat.BLOCK in shown
     assert "\x1b[2K" in shown
@@ -216,7 +216,7 @@ def test_a_greeting_says_what_to_expect_if_that_is_known(bundled, monkeypatch, a
 
 
 def test_an_interrupt_stops_the_answer_only(bundled, monkeypatch):
-    conversation = Conversation(bundled, chat=True)
+    conversation = Conversation(bundled, True, {"gen_length": 8, "steps": 2})
     steps = []
 
     def interrupt(model: codd.Model, options: Options, step: Step, *rest):

@@ -7,7 +7,8 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import groupby, takewhile
+from functools import partial
+from itertools import groupby
 from typing import Any
 
 from rich.console import Console
@@ -62,18 +63,22 @@ examples:
 def run(args: argparse.Namespace) -> int:
     """Talk until there is nothing more to say."""
     chosen = sampling.given(args)
-    sampling.options_of(chosen)
+    sampling.options_of(chosen)  # whether that makes sense
     model = sampling.model_from(args)
     if model.tokenizer is None:
         raise InvalidInput("this checkpoint has no tokenizer, so it cannot converse: codd generate takes ids.")
     chat = can_chat(model.tokenizer) if args.chat is None else args.chat
     about = sampling.about(args)
     single = chat and about is not None
-    conversation = Conversation(model, chat, single, f"{about} {SINGLE}" if single else about)
+    conversation = Conversation(model, chat, chosen, single)
     if args.json or not (sys.stdin.isatty() and sys.stdout.isatty()):
-        _piped(conversation, chosen, sys.stdin, as_json=args.json)
-    else:
-        talk(conversation, chosen, _typed(), console.out())
+        converse(conversation, sys.stdin, None, as_json=args.json)
+        return 0
+    terminal = console.out()
+    if about is not None:
+        terminal.print(f"{about} {SINGLE}" if single else about, style="dim")
+    terminal.print("/help lists the commands; Ctrl-D ends.", style="dim")
+    converse(conversation, _typed(), terminal)
     return 0
 
 
@@ -84,10 +89,10 @@ class Conversation:
     model: Model
     chat: bool
     """Whether it goes through the chat template, or is one text."""
+    chosen: dict[str, Any]
+    """The options that were typed, as `sampling.options_of` takes them."""
     single: bool = False
     """Whether every question is asked without those before it."""
-    about: str | None = None
-    """What to expect of the model, for those who are new to it."""
     exchanges: list[tuple[str, str]] = field(default_factory=list)
 
     def prompt(self, question: str) -> Prompt:
@@ -163,67 +168,56 @@ def pieces(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
     return found
 
 
-def talk(conversation: Conversation, chosen: dict[str, Any], lines: Iterable[str], terminal: Console) -> None:
-    """On a terminal."""
-    if conversation.about is not None:
-        terminal.print(conversation.about, style="dim")
-    terminal.print("/help lists the commands; Ctrl-D ends.", style="dim")
-    for line in takewhile(_goes_on, lines):
+def converse(
+    conversation: Conversation, lines: Iterable[str], terminal: Console | None, *, as_json: bool = False
+) -> None:
+    """Answer the lines: in place on a terminal; without one, nothing but answers goes to stdout."""
+    say = partial((terminal or console.err()).print, style="dim", soft_wrap=True)
+    for line in lines:
+        question = line.rstrip("\r\n")
+        if question.split()[:1] == ["/quit"]:
+            return
         try:
-            if not command(line, conversation, chosen, lambda text: terminal.print(text, style="dim", soft_wrap=True)):
-                _show(conversation, line, sampling.options_of(chosen), terminal)
-        except KeyboardInterrupt:
-            terminal.print("stopped; the conversation goes on without this question.", style="dim")
-        except CoddError as error:
-            terminal.print(console.one_line(error), style="red", soft_wrap=True)
+            if not command(question, conversation, say):
+                _answer(conversation, question, terminal, say, as_json=as_json)
+        except (CoddError, KeyboardInterrupt) as error:
+            if terminal is None:
+                raise
+            if isinstance(error, CoddError):
+                terminal.print(console.one_line(error), style="red", soft_wrap=True)
+            else:
+                say("stopped; the conversation goes on without this question.")
 
 
-def _show(conversation: Conversation, question: str, options: Options, terminal: Console) -> None:
-    model, begun = conversation.model, time.perf_counter()
-    with Live(console=terminal, auto_refresh=False, transient=True) as live:
+def _answer(
+    conversation: Conversation, question: str, terminal: Console | None, say: Callable[[str], None], *, as_json: bool
+) -> None:
+    model, options, begun = conversation.model, sampling.options_of(conversation.chosen), time.perf_counter()
+    with Live(console=terminal, auto_refresh=False, transient=True) if terminal else contextlib.nullcontext() as live:
 
         def watch(step: Step, prompt_length: int) -> None:
-            live.update(frame(model, options, step, prompt_length, time.perf_counter() - begun), refresh=True)
+            if live is not None:
+                live.update(frame(model, options, step, prompt_length, time.perf_counter() - begun), refresh=True)
 
         found, dropped = conversation.ask(question, options, watch)
-    terminal.print(Text(sampling.printable(found.text or "")))
-    terminal.print(sampling.summary([found], model, found.seconds), style="dim", soft_wrap=True)
-    if dropped:
-        terminal.print(_notice(dropped), style="dim", soft_wrap=True)
-
-
-def _piped(conversation: Conversation, chosen: dict[str, Any], lines: Iterable[str], *, as_json: bool) -> None:
-    """Without a terminal: nothing but answers on stdout."""
-    for line in takewhile(_goes_on, lines):
-        question = line.rstrip("\r\n")
-        if command(question, conversation, chosen, _say):
-            continue
-        options = options_for(conversation.model.backbone, sampling.options_of(chosen))
-        found, dropped = conversation.ask(question, options, lambda step, prompt_length: None)
-        if as_json:
-            record = {"question": question, **vars(found), "dropped": dropped}
-            print(json.dumps({**record, "settings": options.as_json()}, allow_nan=False), flush=True)
-            continue
+    if as_json:
+        settings = options_for(model.backbone, options).as_json()
+        record = {"question": question, **vars(found), "dropped": dropped, "settings": settings}
+        print(json.dumps(record, allow_nan=False), flush=True)
+        return
+    if terminal is None:
         print(sampling.printable(found.text or ""), flush=True)
-        if dropped:
-            _say(_notice(dropped))
+    else:
+        terminal.print(Text(sampling.printable(found.text or "")))
+        say(sampling.summary([found], model, found.seconds))
+    if dropped:
+        more = "s" * (dropped != 1)
+        say(f"the model has no room for all that was said: forgot the oldest {dropped} exchange{more}.")
 
 
-def _say(text: str) -> None:
-    console.err().print(text, style="dim", soft_wrap=True)
-
-
-def _notice(dropped: int) -> str:
-    return f"the model has no room for all that was said: forgot the oldest {dropped} exchange{'s' * (dropped != 1)}."
-
-
-def _goes_on(line: str) -> bool:
-    return line.split()[:1] != ["/quit"]
-
-
-def command(line: str, conversation: Conversation, chosen: dict[str, Any], say: Callable[[str], None]) -> bool:
+def command(line: str, conversation: Conversation, say: Callable[[str], None]) -> bool:
     """Run a line with a slash, and skip an empty one; False if it is a question."""
-    words = line.split()
+    words, chosen = line.split(), conversation.chosen
     if not words or not words[0].startswith("/"):
         return not words
     if words == ["/reset"]:
