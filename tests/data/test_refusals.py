@@ -87,6 +87,12 @@ def test_sources(tmp_path):
     refused(Source("qa", "a", path="qa.jsonl", fields=("q",)), tmp_path, "fields must name the question's and")
     bare = Tokenizer(train_bpe(["Some words."], vocab_size=300).backend, special={"mask_token": "<|mask|>"})
     refused(Source("text", "a", path="prose.txt"), tmp_path, "the tokenizer has no eos token", bare)
+    (tmp_path / "loop.txt").symlink_to("loop.txt")
+    (source,) = find_sources([tmp_path / "loop.txt"], None)
+    refused(source, tmp_path, "loop.txt: there is no such file")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FormatError, match=r"holds no \.jsonl"):
+        find_sources([tmp_path / "empty"], None)
 
 
 @pytest.mark.parametrize(
@@ -105,14 +111,3 @@ def test_files_whose_kind_is_to_be_found(tmp_path, name, content, words):
         find_sources([tmp_path / name], None)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_a_link_to_itself(tmp_path):
-    (tmp_path / "a.txt").symlink_to("a.txt")
-    (source,) = find_sources([tmp_path / "a.txt"], None)
-    refused(source, tmp_path, "a.txt: there is no such file")
-
-
-def test_folders_without_data(tmp_path):
-    with pytest.raises(FormatError, match=r"holds no \.jsonl"):
-        find_sources([tmp_path], None)

@@ -10,6 +10,8 @@ from codd.backbones.causal import CausalModel, load_causal
 from codd.data.sources import Source, read_chunks
 from codd.errors import FormatError, InvalidInput, MissingDependency
 from codd_lab.samples import BATCH, documents, main, marks_of, sample, texts
+from tests.lab.test_published_causal import WORDS
+from tests.lab.test_published_causal import gpt2 as tiny_gpt2
 from tests.support.checkpoints import random_network
 from tests.support.small_runs import CPU, small_tokenizer
 from tests.support.tiny_models import biased
@@ -115,14 +117,7 @@ def test_models_that_cannot_be_drawn_from(tmp_path):
 
 @pytest.fixture
 def gpt2(tmp_path):
-    transformers = pytest.importorskip("transformers", reason="it is no dependency")
-    config = transformers.GPT2Config(
-        vocab_size=TOKENIZER.vocab_size, n_positions=32, n_embd=16, n_layer=1, n_head=2, eos_token_id=TOKENIZER.eos_id
-    )
-    config.bos_token_id = TOKENIZER.eos_id
-    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path)
-    TOKENIZER.save(tmp_path)
-    return tmp_path
+    return tiny_gpt2(tmp_path, WORDS)
 
 
 def test_weights_that_are_missing_are_no_noise_to_draw_from(gpt2):
@@ -135,4 +130,4 @@ def test_weights_that_are_missing_are_no_noise_to_draw_from(gpt2):
 
 def test_a_model_of_transformers(gpt2):
     found = load_causal(gpt2, CPU)
-    assert list(texts(found, count=4, length=40, seed=0)) == list(texts(found, count=4, length=32, seed=0))
+    assert list(texts(found, count=4, length=600, seed=0)) == list(texts(found, count=4, length=512, seed=0))

@@ -57,9 +57,7 @@ def test_every_panel_is_drawn_and_an_older_picture_replaced(tmp_path):
         ('{"loss": 2}\n', "line 1: is not an object with a step"),
         ("[1]\n", "line 1 is not a JSON object"),
         ('{"step": 1, "loss": "low"}\n', "line 1: 'loss' is 'low', not a number of a run"),
-        ('{"step": 1, "loss": true}\n', "line 1: 'loss' is True, not a number"),
         ('{"step": 1, "loss": 1' + "0" * 400 + "}", "line 1: 'loss' is 1000"),
-        ("[" * 5000 + "\n", "line 1 is not JSON"),
         (None, r"metrics\.jsonl: cannot be read \(No such file"),
     ],
 )
