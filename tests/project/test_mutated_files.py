@@ -305,21 +305,3 @@ def test_damaged_side_files_are_made_again_or_refused(name, tmp_path, monkeypatc
     use, _ = SIDE_FILES[name], SIDE_FILES[name](tmp_path, True)
     every = tuple({path.name for path in tmp_path.rglob("*") if path.is_file()})
     damage(name, use, tmp_path, every, -(-MUTATIONS // len(SIDE_FILES)) if MUTATIONS > 150 else 20)
-
-
-@pytest.mark.parametrize("name", [name for name, kind in FORMATS.items() if kind.sealed])
-def test_every_flipped_bit_of_the_weights_is_refused(name, tmp_path):
-    """One bit each, evenly over the file."""
-    make, use, sealed = FORMATS[name]
-    make(tmp_path)
-    path = tmp_path / sealed[0]
-    whole, wanted = path.read_bytes(), kept(use(tmp_path, True))
-    for number in range(max(8, MUTATIONS // 20)):
-        random = Random(number)
-        content = bytearray(whole)
-        content[random.randrange(len(content))] ^= 1 << random.randrange(8)
-        path.write_bytes(content)
-        with pytest.raises(CoddError):
-            use(tmp_path, True)
-    path.write_bytes(whole)
-    assert same(use(tmp_path, True), wanted)

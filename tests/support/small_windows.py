@@ -2,10 +2,12 @@
 
 import copy
 import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from codd.backbones import Backbone
 from codd.circuits import HMM
@@ -78,6 +80,21 @@ def random_windows(
     features = torch.randn(count, size, WIDTH, generator=generator, dtype=dtype)
     level = torch.rand(count, generator=generator, dtype=dtype).clamp(min=0.1)
     return WindowBatch(tokens, masked, logits=logits, features=features, level=level)
+
+
+def check_gradients(parameters: Mapping[str, Tensor], found: Mapping[str, Tensor], loss: Callable[[], float]) -> int:
+    """Gradients along random directions are central differences of the loss; how many are not zero everywhere."""
+    generator, step = torch.Generator().manual_seed(0), 1e-5
+    for name, parameter in parameters.items():
+        direction, kept = torch.randn(parameter.shape, generator=generator, dtype=torch.float64), parameter.data.clone()
+        values = []
+        for sign in (1, -1):
+            parameter.data = kept + sign * step * direction
+            values.append(loss())
+        parameter.data = kept
+        wanted = (values[0] - values[1]) / (2 * step)
+        assert abs(float((found[name] * direction).sum()) - wanted) <= 1e-5 * abs(wanted) + 1e-6, name
+    return sum(bool(found[name].any()) for name in parameters)
 
 
 def some(windows: WindowBatch, part: slice) -> WindowBatch:
