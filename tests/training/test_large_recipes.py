@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import codd
-from codd.circuits import HMM, Modulated
+from codd.circuits import Modulated
 from codd.cli import main
 from codd.training.circuit_recipe import read_circuit_recipe
 from codd.training.logit_cache.reader import LogitCache
@@ -60,24 +60,6 @@ def run_train(recipe: str, *changes: str) -> Path:
     sets = [f"--set={change}" for change in (*SMALL, *changes)]
     assert main([*command, *sets, "--device", "cpu"]) == 0
     return Path("runs") / recipe
-
-
-def finite(circuit: HMM) -> bool:
-    return bool(circuit.log_emission.exp().isfinite().all()) and bool(circuit.log_initial.exp().isfinite().all())
-
-
-def test_the_circuit_of_the_paper(model):
-    shipped = read_circuit_recipe(SHIPPED / f"paper-{model}.yaml")
-    assert (shipped.backbone, shipped.circuit.num_states, shipped.windows.length) == (MODELS[model], 1024, 32)
-    assert (shipped.weighting, shipped.optimizer.rule) == ("elbo", "baum-welch")
-    cache = run_cache(f"paper-{model}")
-    assert cache.settings.window.length == 32
-    assert cache.settings.window.block_share == 0
-    out = run_train(f"paper-{model}", "circuit.num_states=8")
-    loaded = codd.load("tiny", circuit=out / "circuit", device="cpu")
-    assert isinstance(loaded.circuit, HMM)
-    assert (loaded.circuit.num_states, loaded.circuit.window, loaded.circuit.vocab_size) == (8, 32, 400)
-    assert finite(loaded.circuit)
 
 
 def test_a_modulated_circuit_and_lora_along_with_it(model):

@@ -90,6 +90,10 @@ def test_shipped_recipes_are_valid():
     assert small.start == f"runs/{large.name}/circuit"
     assert small.keep_states == bundled["num_states"] < large.circuit.num_states
     assert (small.windows, small.validation, small.tails) == (large.windows, large.validation, large.tails)
+    for name, backbone in (("llada", "GSAI-ML/LLaDA-8B-Instruct"), ("dream", "Dream-org/Dream-v0-Instruct-7B")):
+        paper = read_circuit_recipe(SHIPPED / f"paper-{name}.yaml")
+        assert (paper.backbone, paper.circuit.num_states, paper.windows.length) == (backbone, 1024, 32)
+        assert (paper.weighting, paper.optimizer.rule) == ("elbo", "baum-welch")
     lines = (lab.SHIPPED / "circuit.yaml").read_text().splitlines()
     changes = [word for line in lines if "--set name" in line for word in line.split() if "=" in word]
     static = read_circuit_recipe(lab.SHIPPED / "circuit.yaml", changes)

@@ -10,7 +10,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from codd.backbones import adapters, mini
-from codd.circuits import HMM, Modulated
 from codd.data.datasets import STRATA
 from codd.data.packing import numbered_seed
 from codd.distributed import DistributedContext
@@ -117,11 +116,8 @@ class CircuitTrainer:
         if step and (not scores or mean > self.best):  # without held-out text the last circuit is kept
             self.best.fill_(mean)
             if self.context.is_main and self.data.spec.backbone is None:
-                self._save(circuit, self.out / CIRCUIT)
+                circuit.save(self.out / CIRCUIT, half=self.recipe.half)
         return figures
-
-    def _save(self, circuit: HMM | Modulated, folder: Path) -> None:
-        circuit.save(folder, half=self.recipe.half)
 
     def state(self, step: int) -> dict[str, Tensor]:
         """Parameters, the optimizer's state, the best validation, and the sums that were not logged yet."""
@@ -138,13 +134,13 @@ class CircuitTrainer:
         backbone, recipe = self.data.spec.backbone, self.recipe
         if backbone is not None and recipe.joint.weights == "lora":
             adapters.save(backbone, self.out / ADAPTER, recipe.backbone)
-            self._save(self.updater.circuit(), self.out / ADAPTER / CIRCUIT)
+            self.updater.circuit().save(self.out / ADAPTER / CIRCUIT, half=recipe.half)
         if backbone is not None and backbone.family == mini.NAME:
             joint.merge(backbone)
             mini.save(backbone, self.out / MODEL, notes={"recipe": recipe.name, "recipe_digest": recipe.digest()})
             if self.data.tokenizer is not None:
                 self.data.tokenizer.save(self.out / MODEL)
-            self._save(self.updater.circuit(), self.out / MODEL / CIRCUIT)
+            self.updater.circuit().save(self.out / MODEL / CIRCUIT, half=recipe.half)
         if (self.out / METRICS).stat().st_size:
             write_curve(self.out / METRICS, self.out / CURVE)
 
