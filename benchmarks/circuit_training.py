@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from codd.data.packing import narrow
+from codd.distributed import DistributedContext
 from codd.training.circuit.initial import CircuitSpec
 from codd.training.circuit.updaters import CapturedUpdater, GradientUpdater, make_updater
 from codd.training.circuit_recipe import CircuitRecipe, RuleRecipe, TablesRecipe
@@ -105,14 +106,13 @@ def measure(
         circuit=TablesRecipe(num_states=args.states, **way["circuit"]),
         optimizer=RuleRecipe(**way["optimizer"]),
     )
-    updater = make_updater(recipe, CircuitSpec(args.vocab, 0, device))
-    alone = lambda tensors: None  # noqa: E731  # one process: there is nothing to add
+    updater = make_updater(recipe, CircuitSpec(args.vocab, 0, DistributedContext(0, 1, device)))
     step: Callable[[Tensor], Tensor]
     if isinstance(updater, GradientUpdater) and device.type == "cuda":
         captured = CapturedUpdater(updater, entries, args.batch)
-        step = lambda index: captured.update(index, 0.5, alone)  # noqa: E731
+        step = lambda index: captured.update(index, 0.5)  # noqa: E731
     else:
-        step = lambda index: updater.update(entries.windows(index), 0.5, alone)  # noqa: E731
+        step = lambda index: updater.update(entries.windows(index), 0.5)  # noqa: E731
     generator = torch.Generator(device).manual_seed(1)
     first = last = torch.zeros(3, device=device)
     for number in range(steps + 3):

@@ -14,11 +14,13 @@ from codd.circuits import HMM
 from codd.data.packing import Example, PackedSequences, pack
 from codd.data.sources import Source
 from codd.data.windows import WindowBatch, WindowRecipe
+from codd.distributed import DistributedContext
 from codd.training.circuit_recipe import CircuitRecipe
 from tests.support.checkpoints import random_network
 from tests.support.small_runs import packed
 
 CPU = torch.device("cpu")
+ALONE = DistributedContext(0, 1, CPU)
 PAIRS = 4
 VOCAB, MASK = 2 * PAIRS + 1, 2 * PAIRS
 WINDOW, WIDTH = 8, 16

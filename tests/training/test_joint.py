@@ -11,7 +11,7 @@ from codd.training.circuit.joint import LowRank, merge, trainable
 from codd.training.circuit.updaters import GradientUpdater
 from codd.training.circuit_recipe import CircuitRecipe, HeadRecipe, JointRecipe
 from tests.support.small_windows import (
-    CPU,
+    ALONE,
     MASK,
     VOCAB,
     WIDTH,
@@ -23,10 +23,6 @@ from tests.support.small_windows import (
 )
 
 IDS = torch.tensor([[0, 3, MASK, 5, MASK, 1, 2, 7, 6, MASK, MASK, 4]])
-
-
-def alone(tensors):
-    """One process has nothing to add."""
 
 
 def wide_awake(backbone: Backbone) -> Backbone:
@@ -103,7 +99,7 @@ def test_gradients_are_those_of_finite_differences(weights, listens, monkeypatch
         parameter.data.normal_(0, 0.5, generator=generator)
     factors = Factors.near_neutral(4, VOCAB, inner_states=2, noise=1.5).map(torch.Tensor.double)
     backbone = own_network().double()
-    updater = GradientUpdater(recipe, factors, head, CircuitSpec(VOCAB, WIDTH, CPU, backbone))
+    updater = GradientUpdater(recipe, factors, head, CircuitSpec(VOCAB, WIDTH, ALONE, backbone))
     wide_awake(backbone)
 
     def loss() -> float:

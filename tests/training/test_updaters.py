@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import pytest
@@ -5,13 +6,16 @@ import torch
 
 from codd.circuits import HMM, Factors, Head, HeadConfig, Modulated
 from codd.data.windows import WindowBatch, WindowRecipe, draw_windows
+from codd.distributed import DistributedContext
 from codd.errors import InvalidInput
+from codd.training.circuit import initial
 from codd.training.circuit.initial import CircuitSpec, state_usage
 from codd.training.circuit.trainer import cosine_rate
 from codd.training.circuit.updaters import FlowUpdater, GradientUpdater, make_updater
 from codd.training.circuit.validation import HeldOut
 from codd.training.circuit_recipe import HeadRecipe, RuleRecipe, TablesRecipe
 from tests.support.small_windows import (
+    ALONE,
     CPU,
     MASK,
     PAIRS,
@@ -28,7 +32,7 @@ from tests.support.small_windows import (
 )
 
 TOKENS = 6
-SPEC = CircuitSpec(TOKENS, WIDTH, CPU)
+SPEC = CircuitSpec(TOKENS, WIDTH, ALONE)
 STATIC = TablesRecipe(num_states=3)
 THIN = TablesRecipe(num_states=3, transition_rank=2, emission_rank=2)
 WAYS = {
@@ -41,8 +45,18 @@ WAYS = {
 }
 
 
-def alone(tensors):
-    """One process has nothing to add."""
+@dataclasses.dataclass(frozen=True)
+class OneOfTwo(DistributedContext):
+    """A process that leaves its sums to the other one, or adds what that left."""
+
+    sums: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    sends: bool = False
+
+    def all_reduce(self, tensors):
+        if self.sends:
+            self.sums[:] = [x.clone() for x in tensors]
+        for mine, other in zip(tensors, () if self.sends else self.sums, strict=not self.sends):
+            mine += other
 
 
 def windows_of(seed: int, **options) -> WindowBatch:
@@ -114,7 +128,7 @@ def test_gradients_are_those_of_finite_differences(way, weighting, in_double):
     )
     found = {name: parameter.grad.clone() for name, parameter in updater.parameters.items()}
     assert check_gradients(updater.parameters, found, loss) == len(found)
-    updater.move(sums, 0.0, alone)
+    updater.move(sums, 0.0)
     for name, parameter in updater.parameters.items():
         torch.testing.assert_close(parameter.grad, found[name] / sums[2])  # per masked token
 
@@ -123,14 +137,14 @@ def test_gradients_are_those_of_finite_differences(way, weighting, in_double):
 def test_states_are_kept_to_the_bit(way):
     first, second = learner_of(way), learner_of(way, seed=1)
     for step in range(3):
-        first.update(windows_of(step), 1.0, alone)
+        first.update(windows_of(step), 1.0)
     kept = {name: x.clone() for name, x in first.tensors().items()}
     second.restore(kept)
     unlike = learner_of(way)
     unlike.restore({name: x for name, x in kept.items() if not name.startswith("optimizer.") or "updates" in name})
     for updater in (first, second, unlike):
         for step in (3, 4):
-            updater.update(windows_of(step), 0.5, alone)
+            updater.update(windows_of(step), 0.5)
     found = second.tensors()
     assert found.keys() == first.tensors().keys()
     assert all(torch.equal(x, found[name]) for name, x in first.tensors().items())
@@ -140,21 +154,15 @@ def test_states_are_kept_to_the_bit(way):
 @pytest.mark.parametrize("weighting", ["token", "elbo"])
 @pytest.mark.parametrize("way", WAYS)
 def test_halves_of_a_batch_add_up(way, weighting):
-    whole, half, rest = (learner_of(way, weighting=weighting) for _ in range(3))
+    first = OneOfTwo(0, 2, CPU)
+    contexts = (ALONE, first, dataclasses.replace(first, sends=True))
+    recipe = small_recipe(way, weighting=weighting)
+    whole, half, rest = (make_updater(recipe, SPEC._replace(context=context)) for context in contexts)
     for step in range(3):
         windows = windows_of(step, count=9)
-        theirs: list[torch.Tensor] = []
-
-        def send(tensors, theirs=theirs):
-            theirs.extend(x.clone() for x in tensors)
-
-        def add(tensors, theirs=theirs):
-            for mine, other in zip(tensors, theirs, strict=True):
-                mine += other
-
-        rest.update(some(windows, slice(4, None)), 1.0, send)
-        shared = half.update(some(windows, slice(4)), 1.0, add)
-        torch.testing.assert_close(shared, whole.update(windows, 1.0, alone), rtol=1e-5, atol=1e-4)
+        rest.update(some(windows, slice(4, None)), 1.0)
+        shared = half.update(some(windows, slice(4)), 1.0)
+        torch.testing.assert_close(shared, whole.update(windows, 1.0), rtol=1e-5, atol=1e-4)
         rest.restore({name: x.clone() for name, x in half.tensors().items()})
     for found, wanted in zip(half.tensors().values(), whole.tensors().values(), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
@@ -163,7 +171,7 @@ def test_halves_of_a_batch_add_up(way, weighting):
 @pytest.mark.parametrize("way", WAYS)
 def test_the_circuit_is_a_finished_copy(way):
     updater = learner_of(way)
-    updater.update(windows_of(0), 1.0, alone)
+    updater.update(windows_of(0), 1.0)
     circuit = updater.circuit()
     hmm = circuit.hmm if isinstance(circuit, Modulated) else circuit
     assert isinstance(circuit, Modulated) == (way in ("latents", "gates", "both"))
@@ -175,7 +183,7 @@ def test_the_circuit_is_a_finished_copy(way):
         assert updater.head.training
     before = hmm.log_emission.clone()
     weights = [x.clone() for x in circuit.head.parameters()] if isinstance(circuit, Modulated) else []
-    updater.update(windows_of(1), 1.0, alone)
+    updater.update(windows_of(1), 1.0)
     assert torch.equal(hmm.log_emission, before)
     if isinstance(circuit, Modulated):
         assert all(map(torch.equal, circuit.head.parameters(), weights))
@@ -197,10 +205,10 @@ def test_the_neutral_circuit_has_the_networks_loss():
     windows, neutral = windows_of(2), HMM.neutral(3, TOKENS)
     factors = Factors(neutral.log_initial, (neutral.log_transition,), (neutral.log_emission,))
     for updater in (
-        FlowUpdater(small_recipe("anemone"), factors),
+        FlowUpdater(small_recipe("anemone"), factors, SPEC),
         GradientUpdater(small_recipe("static"), factors, None, SPEC),
     ):
-        coupled, network_alone, tokens = updater.update(windows, 1.0, alone).tolist()
+        coupled, network_alone, tokens = updater.update(windows, 1.0).tolist()
         wanted = windows.logits.log_softmax(-1).gather(-1, windows.tokens[..., None])[..., 0][windows.masked].sum()
         assert coupled == pytest.approx(network_alone, abs=1e-4)
         assert network_alone == pytest.approx(float(wanted), abs=1e-4)
@@ -213,13 +221,13 @@ def test_windows_without_masks_count_nothing():
     more.masked[6:] = False
     for way in ("anemone", "both"):
         updaters = [learner_of(way) for _ in range(2)]
-        sums = [x.update(found, 1.0, alone) for x, found in zip(updaters, (windows, more), strict=True)]
+        sums = [x.update(found, 1.0) for x, found in zip(updaters, (windows, more), strict=True)]
         torch.testing.assert_close(*sums)
         for a, b in zip(*(x.tensors().values() for x in updaters), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
     nothing = gradient_learner("both")
     before = {name: x.clone() for name, x in nothing.tensors().items()}
-    nothing.update(windows._replace(masked=torch.zeros_like(windows.masked)), 1.0, alone)
+    nothing.update(windows._replace(masked=torch.zeros_like(windows.masked)), 1.0)
     assert all(torch.equal(nothing.tensors()[name], x) for name, x in before.items())
 
 
@@ -234,11 +242,11 @@ def test_what_the_network_misses_is_learned(way):
     optimizer, changes = PAIR_WAYS[way]
     backbone = network(std=0.0)
     recipe = recipe_of(**{"circuit": TablesRecipe(4 * PAIRS), "optimizer": optimizer, **changes})
-    updater, steps, seen = make_updater(recipe, CircuitSpec(VOCAB, WIDTH, CPU)), 100, []
+    updater, steps, seen = make_updater(recipe, CircuitSpec(VOCAB, WIDTH, ALONE)), 100, []
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
         windows = draw_windows(backbone, MASK, rows_of_pairs(step), recipe.windows, generator)
-        coupled, factorized, tokens = updater.update(windows, cosine_rate(step, step / steps, 5), alone).tolist()
+        coupled, factorized, tokens = updater.update(windows, cosine_rate(step, step / steps, 5)).tolist()
         assert factorized / tokens == pytest.approx(-math.log(2 * PAIRS), abs=1e-4)
         seen.append(coupled / tokens)
     assert sum(seen[-10:]) > sum(seen[:10]) + 5
@@ -272,7 +280,7 @@ def test_a_saved_circuit_is_trained_on(way, tmp_path):
     windows = windows_of(4)
     torch.testing.assert_close(again.log_prob(windows), first.log_prob(windows))
     assert again.parameters.keys() == first.parameters.keys()
-    again.update(windows, 1.0, alone)
+    again.update(windows, 1.0)
 
 
 @pytest.mark.parametrize("way", ["static", "latents"])
@@ -287,11 +295,11 @@ def test_states_that_are_not_used_go_first(tmp_path, way):
         assert head is not None
         start = Modulated(hmm, head)
     start.save(tmp_path / "circuit")
-    shares = state_usage(start, windows_of, alone)
+    shares = state_usage(start, windows_of, ALONE)
     assert shares[[1, 4]].tolist() == [0, 0]
     assert float(shares.sum()) == pytest.approx(1)
     recipe = small_recipe(way, start=str(tmp_path / "circuit"), keep_states=3)
-    made = make_updater(recipe, SPEC, lambda circuit: state_usage(circuit, windows_of, alone)).circuit()
+    made = make_updater(recipe, SPEC, windows_of).circuit()
     windows = windows_of(7)
     hmm, modulation = start.condition_on(windows.features, windows.masked)
     smaller, modulation_of_it = made.condition_on(windows.features, windows.masked)
@@ -300,10 +308,11 @@ def test_states_that_are_not_used_go_first(tmp_path, way):
     torch.testing.assert_close(found, hmm.conditional_log_prob(windows.tokens, windows.evidence(*modulation)))
 
 
-def test_of_states_that_are_used_alike_the_first_stay(tmp_path):
+def test_of_states_that_are_used_alike_the_first_stay(tmp_path, monkeypatch):
     start = HMM.random(4, TOKENS)
     recipe = small_recipe("static", start=str(start.save(tmp_path / "circuit")), keep_states=2)
-    made = make_updater(recipe, SPEC, lambda circuit: torch.tensor([0.3, 0.1, 0.3, 0.3])).circuit()
+    monkeypatch.setattr(initial, "state_usage", lambda *_: torch.tensor([0.3, 0.1, 0.3, 0.3]))
+    made = make_updater(recipe, SPEC, windows_of).circuit()
     assert isinstance(made, HMM)
     torch.testing.assert_close(made.log_emission, start.log_emission[[0, 2]])
     with pytest.raises(InvalidInput, match=r"has 4 states, fewer than the 5 that are to be kept: lower keep_states"):
@@ -324,4 +333,4 @@ def test_what_does_not_fit_is_refused(tmp_path):
         ("latents", listens, (TOKENS, 4), "hidden states of 16 numbers, there are 4"),
     ):
         with pytest.raises(InvalidInput, match=words):
-            make_updater(small_recipe(way, **begin), CircuitSpec(vocab, width, CPU))
+            make_updater(small_recipe(way, **begin), CircuitSpec(vocab, width, ALONE))

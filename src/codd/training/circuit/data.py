@@ -49,7 +49,7 @@ class TrainingData:
             if not recipe.validation:  # the network is not needed
                 folder = BUNDLED if recipe.backbone == "bundled" else Path(recipe.backbone)
                 self.recipe = begun_from(recipe, folder)
-                self.spec = CircuitSpec(cache.settings.vocab_size, width, context.device)
+                self.spec = CircuitSpec(cache.settings.vocab_size, width, context)
                 return
         backbone, self.tokenizer, folder, self._mask_id = _open_network(recipe, context)
         self._backbone = backbone
@@ -58,7 +58,7 @@ class TrainingData:
         self.recipe = begun_from(recipe, folder)
         joint = recipe.joint.weights != "none"
         width = backbone.config.width if cache is None else width
-        self.spec = CircuitSpec(backbone.vocab_size, width, context.device, backbone if joint else None)
+        self.spec = CircuitSpec(backbone.vocab_size, width, context, backbone if joint else None)
         self._validation = self._read(recipe.validation)
         sources = self._read(recipe.data)
         for source, rows in zip(recipe.data, sources, strict=True):

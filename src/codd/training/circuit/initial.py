@@ -4,39 +4,41 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from codd.backbones.backbone import Backbone
 from codd.circuits import HMM, Circuit, Factors, Head, HeadConfig, Modulated, load_circuit
 from codd.data.windows import WindowBatch
+from codd.distributed import DistributedContext
 from codd.errors import InvalidInput
 from codd.training.circuit_recipe import AUTO, CircuitRecipe
 
 USAGE_BATCHES = 22
 """How many batches, those of the first steps, usage is measured on: 8,448 windows where a batch has 384."""
 
-AllReduce = Callable[[list[Tensor]], None]
-"""Replaces each tensor by its sum over the processes."""
-Usage = Callable[[HMM | Modulated], Float[Tensor, " N"]]
-"""How much each state of a circuit is used."""
+Draw = Callable[[int], WindowBatch]
+"""Gives the windows of a step."""
 
 
 class CircuitSpec(NamedTuple):
-    """Sizes and device of a new circuit, as its backbone or cache gives them."""
+    """Sizes of a new circuit, as its backbone or cache gives them, and who trains it."""
 
     vocab_size: int
     features: int
     """Numbers in a hidden state; 0 if there are none that a head could take."""
-    device: torch.device
+    context: DistributedContext
     backbone: Backbone | None = None
     """The backbone, if it is trained jointly with the circuit."""
 
+    @property
+    def device(self) -> torch.device:
+        """Where the circuit is."""
+        return self.context.device
+
 
 @torch.no_grad()
-def state_usage(
-    circuit: HMM | Modulated, draw: Callable[[int], WindowBatch], all_reduce: AllReduce
-) -> Float[Tensor, " N"]:
+def state_usage(circuit: HMM | Modulated, draw: Draw, context: DistributedContext) -> Float[Tensor, " N"]:
     """The share of positions that each state has by its posterior; the same in all processes.
 
     Each position emits once, so that is the flow of a state's emissions. (The posteriors themselves take minutes on a
@@ -47,15 +49,15 @@ def state_usage(
         windows = draw(step)
         hmm, modulation = circuit.condition_on(windows.features, windows.masked)
         total += hmm.flows(windows.evidence(*modulation)).emission.sum(-1, dtype=torch.float64)
-    all_reduce([total])
+    context.all_reduce([total])
     return total / total.sum()
 
 
-def initial_circuit(recipe: CircuitRecipe, spec: CircuitSpec, usage: Usage | None) -> tuple[Factors, Head | None]:
+def initial_circuit(recipe: CircuitRecipe, spec: CircuitSpec, draw: Draw | None) -> tuple[Factors, Head | None]:
     """Factors and head at step 0: near the null circuit, or those of the recipe's ``start``."""
     sizes = recipe.circuit
     if recipe.start not in (None, AUTO):
-        return _from_saved(load_circuit(recipe.start, device=spec.device), recipe, spec, usage)
+        return _from_saved(load_circuit(recipe.start, device=spec.device), recipe, spec, draw)
     factors = Factors.near_neutral(
         sizes.num_states,
         spec.vocab_size,
@@ -82,7 +84,7 @@ def _new_head(recipe: CircuitRecipe, spec: CircuitSpec, num_states: int) -> Head
 
 
 def _from_saved(
-    circuit: HMM | Modulated | Circuit, recipe: CircuitRecipe, spec: CircuitSpec, usage: Usage | None
+    circuit: HMM | Modulated | Circuit, recipe: CircuitRecipe, spec: CircuitSpec, draw: Draw | None
 ) -> tuple[Factors, Head | None]:
     """Factors and head of a saved circuit; a static one may be given a head, which starts at zero."""
     if isinstance(circuit, Circuit):
@@ -113,19 +115,15 @@ def _from_saved(
             f"{spec.features} (0: a cache made without --features)."
         )
     if recipe.keep_states is not None:
-        kept = _most_used(circuit, recipe.keep_states, recipe.start, usage)
+        if recipe.keep_states > circuit.num_states:
+            raise InvalidInput(
+                f"keep_states: the circuit {recipe.start} has {circuit.num_states} states, fewer than the "
+                f"{recipe.keep_states} that are to be kept: lower keep_states, or leave it out."
+            )
+        assert draw is not None
+        used = state_usage(circuit, draw, spec.context).argsort(descending=True, stable=True)  # of equals the first
+        kept = used[: recipe.keep_states].sort().values
         factors, head = factors.restricted(kept), None if head is None else head.restricted(kept)
     if head is None:
         head = _new_head(recipe, spec, factors.num_states)
     return factors, None if head is None else head.to(spec.device)
-
-
-def _most_used(circuit: HMM | Modulated, count: int, start: str | None, usage: Usage | None) -> Int[Tensor, " K"]:
-    """The numbers of the most used states, in increasing order; of equally used ones the first."""
-    if count > circuit.num_states:
-        raise InvalidInput(
-            f"keep_states: the circuit {start} has {circuit.num_states} states, fewer than the {count} that are to be "
-            "kept: lower keep_states, or leave it out."
-        )
-    assert usage is not None
-    return usage(circuit).argsort(descending=True, stable=True)[:count].sort().values

@@ -70,10 +70,11 @@ def _control(data: TrainingData) -> HMM | Modulated:
         head=HeadRecipe(),
         optimizer=RuleRecipe(lr=CONTROL_RATE),
     )
-    updater = make_updater(recipe, data.spec)
+    alone = dataclasses.replace(data.spec.context, rank=0, world_size=1)  # the others are done
+    updater = make_updater(recipe, data.spec._replace(context=alone))
     for step in range(recipe.steps):
         rate = cosine_rate(step, step / recipe.steps, recipe.optimizer.warmup)
-        updater.update(data.draw(step), rate, lambda _: None)
+        updater.update(data.draw(step), rate)
     return updater.circuit()
 
 

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -15,8 +15,7 @@ from codd.data.packing import numbered_seed
 from codd.distributed import DistributedContext
 from codd.errors import Diverged, InvalidCircuit, InvalidEvidence
 from codd.training.circuit import joint
-from codd.training.circuit.data import TrainingData, batch_index, strata_of
-from codd.training.circuit.initial import state_usage
+from codd.training.circuit.data import TrainingData, batch_index
 from codd.training.circuit.updaters import CapturedUpdater, GradientUpdater, make_updater
 from codd.training.circuit_recipe import CircuitRecipe
 from codd.training.curve import write_curve
@@ -49,8 +48,7 @@ class CircuitTrainer:
         """Start at step 0, from the recipe's initial circuit."""
         self.recipe, self.data, self.out, self.context = recipe, data, out, context
         self.per_step, self.rate = recipe.batch_windows, 0.0
-        usage = functools.partial(state_usage, draw=data.draw, all_reduce=context.all_reduce)
-        self.updater = make_updater(data.recipe, data.spec, usage)
+        self.updater = make_updater(data.recipe, data.spec, data.draw)
         self.best = torch.tensor(-math.inf, dtype=torch.float64)
         """The best validation so far."""
         self.sums = torch.zeros(3, device=context.device)
@@ -60,27 +58,25 @@ class CircuitTrainer:
         """One update; Diverged if the chain refuses the parameters."""
         self.rate = cosine_rate(step, progress, self.recipe.optimizer.warmup)
         try:
-            self.sums += self._update(step, self.rate)
+            self.sums += self._update(step)
         except (InvalidEvidence, InvalidCircuit) as error:  # what a chain says of parameters that are no numbers
             raise Diverged(f"step {step + 1}: {error}: the training has diverged. {LOWER}") from error
 
+    def _update(self, step: int) -> Float[Tensor, " 3"]:
+        recipe, data = self.recipe, self.data
+        if self._captured is not None and data.dataset is not None:
+            return self._captured.update(batch_index(recipe, step, data.strata, len(data.dataset)), self.rate)
+        with torch.random.fork_rng(devices=[]):  # of dropout; no two processes drop alike
+            torch.manual_seed(numbered_seed(recipe.seed, step) * STRATA + data.strata.start)
+            return self.updater.update(data.draw(step), self.rate)
+
     @functools.cached_property
-    def _update(self) -> Callable[[int, float], Float[Tensor, " 3"]]:
-        """One update. On a GPU its first half is a CUDA graph, if the windows lie there."""
-        recipe, dataset, updater, context = self.recipe, self.data.dataset, self.updater, self.context
-        strata = strata_of(context)
-        if isinstance(updater, GradientUpdater) and dataset is not None and context.device.type == "cuda":
-            captured = CapturedUpdater(updater, dataset, recipe.batch_windows // context.world_size)
-            return lambda step, rate: captured.update(
-                batch_index(recipe, step, strata, len(dataset)), rate, context.all_reduce
-            )
-
-        def update(step: int, rate: float) -> Float[Tensor, " 3"]:
-            with torch.random.fork_rng(devices=[]):  # of dropout; no two processes drop alike
-                torch.manual_seed(numbered_seed(recipe.seed, step) * STRATA + strata.start)
-                return updater.update(self.data.draw(step), rate, context.all_reduce)
-
-        return update
+    def _captured(self) -> CapturedUpdater | None:
+        """The first half of an update as a CUDA graph, if it has gradients and the windows lie on a GPU."""
+        dataset, on_gpu = self.data.dataset, self.context.device.type == "cuda"
+        if not isinstance(self.updater, GradientUpdater) or dataset is None or not on_gpu:
+            return None
+        return CapturedUpdater(self.updater, dataset, self.recipe.batch_windows // self.context.world_size)
 
     def metrics(self, step: int) -> dict[str, float]:
         """Since the last call: the loss and that of the network alone, in nats per masked token; the learning rate."""

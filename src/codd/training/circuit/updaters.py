@@ -19,17 +19,15 @@ from codd.data.windows import WindowBatch
 from codd.errors import InvalidInput
 from codd.training.checkpoints import adam_tensors, below, restore_adam
 from codd.training.circuit import joint
-from codd.training.circuit.initial import AllReduce, CircuitSpec, Usage, initial_circuit
+from codd.training.circuit.initial import CircuitSpec, Draw, initial_circuit
 from codd.training.circuit.objectives import signed_flows, weights_of
 from codd.training.circuit.optimizers import Anemone
 from codd.training.circuit_recipe import AUTO, CircuitRecipe
 
 
-def make_updater(
-    recipe: CircuitRecipe, spec: CircuitSpec, usage: Usage | None = None
-) -> "FlowUpdater | GradientUpdater":
-    """The updater of a recipe, at step 0; with ``keep_states``, ``usage`` says how much each state is used."""
-    factors, head = initial_circuit(recipe, spec, usage)
+def make_updater(recipe: CircuitRecipe, spec: CircuitSpec, draw: Draw | None = None) -> "FlowUpdater | GradientUpdater":
+    """The updater of a recipe, at step 0; ``keep_states`` keeps the states that the windows of ``draw`` use most."""
+    factors, head = initial_circuit(recipe, spec, draw)
     if recipe.optimizer.rule == "adam":
         return GradientUpdater(recipe, factors, head, spec)
     if head is not None or not _is_free(factors):
@@ -37,7 +35,7 @@ def make_updater(
             f"start: the circuit {recipe.start} is modulated or factored; the rule {recipe.optimizer.rule!r} is for "
             "static circuits of free logits: use 'adam'."
         )
-    return FlowUpdater(recipe, factors)
+    return FlowUpdater(recipe, factors, spec)
 
 
 def _is_free(factors: Factors) -> bool:
@@ -49,15 +47,15 @@ def _is_free(factors: Factors) -> bool:
 class FlowUpdater:
     """For a static circuit of free logits: flows, then EM, without autograd."""
 
-    def __init__(self, recipe: CircuitRecipe, factors: Factors):
+    def __init__(self, recipe: CircuitRecipe, factors: Factors, spec: CircuitSpec):
         """Start from the circuit that the factors stand for."""
         chosen = recipe.optimizer
         assert chosen.rule != "adam"
-        self.recipe = recipe
+        self.recipe, self.context = recipe, spec.context
         self.optimizer = Anemone(chosen.step_size, chosen.momentum, chosen.pseudocount, chosen.rule)
         self.hmm = HMM(*factors.tables(), window=recipe.windows.length, validate=False)
 
-    def update(self, windows: WindowBatch, rate: float, all_reduce: AllReduce) -> Float[Tensor, " 3"]:
+    def update(self, windows: WindowBatch, rate: float) -> Float[Tensor, " 3"]:
         """Flows, summed over processes, and an update; a mini-batch EM has no learning rate.
 
         Gives the sums of log-likelihood, the network's own, and tokens.
@@ -65,7 +63,7 @@ class FlowUpdater:
         weights = weights_of(windows, self.recipe.weighting)
         signed = signed_flows(self.hmm, windows, weights)
         alone = (windows.factorized_log_prob() * weights).sum()
-        all_reduce([*signed.tensors(), alone])
+        self.context.all_reduce([*signed.tensors(), alone])
         self.hmm = self.optimizer.update(self.hmm, signed)
         return torch.stack([x.float() for x in (signed.value, alone, signed.tokens)])
 
@@ -92,7 +90,7 @@ class GradientUpdater:
 
     def __init__(self, recipe: CircuitRecipe, factors: Factors, head: Head | None, spec: CircuitSpec):
         """Start from the circuit that the factors stand for."""
-        self.recipe, self.device = recipe, spec.device
+        self.recipe, self.context, self.device = recipe, spec.context, spec.device
         self.factors = {name: nn.Parameter(x.clone()) for name, x in factors.named().items()}
         self.head = None if head is None else head.train().requires_grad_(True)
         self.network: dict[str, nn.Parameter] = {}
@@ -151,15 +149,15 @@ class GradientUpdater:
     def _gradients(self) -> list[Tensor]:
         return [p.grad for p in self.parameters.values() if p.grad is not None]
 
-    def update(self, windows: WindowBatch, rate: float, all_reduce: AllReduce) -> Float[Tensor, " 3"]:
+    def update(self, windows: WindowBatch, rate: float) -> Float[Tensor, " 3"]:
         """Gradients, summed over processes, and Adam's update at ``rate`` times the full learning rates."""
         with fast_matmul(self.device):
-            return self.move(self.differentiate(windows), rate, all_reduce)
+            return self.move(self.differentiate(windows), rate)
 
-    def move(self, sums: Float[Tensor, " 3"], rate: float, all_reduce: AllReduce) -> Float[Tensor, " 3"]:
+    def move(self, sums: Float[Tensor, " 3"], rate: float) -> Float[Tensor, " 3"]:
         """The second half of an update: sum over processes, normalise, step."""
         gradients = self._gradients()
-        all_reduce([*gradients, sums])
+        self.context.all_reduce([*gradients, sums])
         torch._foreach_div_(gradients, sums[2].clamp(min=1e-12))
         for group, full in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = full * rate
@@ -228,8 +226,8 @@ class CapturedUpdater:
     def _differentiate(self) -> Float[Tensor, " 3"]:
         return self.updater.differentiate(self.dataset.windows(self.index))
 
-    def update(self, index: Int[Tensor, " n"], rate: float, all_reduce: AllReduce) -> Float[Tensor, " 3"]:
+    def update(self, index: Int[Tensor, " n"], rate: float) -> Float[Tensor, " 3"]:
         """As `GradientUpdater.update`, from the numbers of the windows."""
         self.index.copy_(index, non_blocking=True)
         self.graph.replay()
-        return self.updater.move(self.sums.clone(), rate, all_reduce)
+        return self.updater.move(self.sums.clone(), rate)
