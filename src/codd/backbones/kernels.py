@@ -17,5 +17,5 @@ def _triton() -> ModuleType | None:
 
 def kernels_for(x: Tensor, weight: Tensor | None = None) -> ModuleType | None:
     """`codd.backbones.triton` where its kernels serve: on a GPU, without gradients, in one precision."""
-    served = x.device.type == "cuda" and not torch.is_grad_enabled() and (weight is None or weight.dtype == x.dtype)
+    served = x.is_cuda and not torch.is_grad_enabled() and (weight is None or weight.dtype == x.dtype)
     return _triton() if served and not torch.compiler.is_compiling() else None

@@ -49,9 +49,8 @@ class Detokenizer:
         """Text that is settled and held back: it may be the beginning of a stop string."""
         self.settled = -1
         """One beyond the last position that does not change any more; of the text's own, if a suffix follows."""
-        ids, begin = generation.ids, generation.begin_text
-        first_mask = next((p for p, token in enumerate(ids) if p >= begin and token == model.mask_id), begin)
-        self._given = len(self._decode(ids[begin:first_mask]).rstrip(INCOMPLETE))
+        given = generation.ids[generation.begin_text : self._first_mask(generation.ids)]
+        self._given = len(self._decode(given).rstrip(INCOMPLETE))
         """Characters at the beginning that the client gave: stop strings in them do not count."""
 
     def add(self, ids: Int[Tensor, " L"], finished: bool, settled: int | None = None) -> str:
