@@ -75,13 +75,10 @@ class Compiler:
         async with turn:
             if key not in self._kept:
                 loop = asyncio.get_running_loop()
-                self._keep(key, await loop.run_in_executor(self._thread, self._compile, constraint))
+                self._kept[key] = await loop.run_in_executor(self._thread, self._compile, constraint)
+                while len(self._kept) > 1 and sum(map(_bytes, self._kept.values())) > KEPT:
+                    self._kept.popitem(last=False)
             return self._kept[key]
-
-    def _keep(self, key: str, automaton: Automaton) -> None:
-        self._kept[key] = automaton
-        while len(self._kept) > 1 and sum(map(_bytes, self._kept.values())) > KEPT:
-            self._kept.popitem(last=False)
 
     def _compile(self, constraint: Constraint) -> Automaton:
         """In the compiler's thread, which waits for the process."""

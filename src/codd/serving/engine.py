@@ -21,7 +21,7 @@ from codd.backbones.kv_cache import default_memory
 from codd.decoding import Model
 from codd.decoding.loop import advance
 from codd.decoding.runner import CachedRunner
-from codd.decoding.sequence import SequenceState, Step
+from codd.decoding.sequence import Step
 from codd.errors import CoddError, InvalidInput
 from codd.serving.metrics import Metrics
 from codd.serving.requests import (
@@ -160,8 +160,11 @@ class Engine:
     def _enqueue(self, requests: Sequence[QueuedRequest]) -> None:
         sequences = [r for r in requests if isinstance(r, SequenceRequest) and not r.state.finished]
         calls = [r for r in requests if isinstance(r, ModelCall)]
-        for sequence in sequences:
-            self._check_cache(sequence.state)
+        try:
+            for sequence in sequences:
+                self.runner.lacking(sequence.state)
+        except InvalidInput as error:
+            raise InvalidInput(f"{error} Leave it out, or give the server more (codd serve --cache-memory).") from None
         with self._condition:
             if self.draining:
                 raise ShuttingDown
@@ -173,12 +176,6 @@ class Engine:
             for call in calls:
                 call.ahead = self._calls.push(call)
             self._condition.notify()
-
-    def _check_cache(self, state: SequenceState) -> None:
-        try:
-            self.runner.lacking(state)
-        except InvalidInput as error:
-            raise InvalidInput(f"{error} Leave it out, or give the server more (codd serve --cache-memory).") from None
 
     def _free_places(self) -> int:
         """How many sequences fit. Free slots count: they are filled at once, so that an idle engine never refuses."""

@@ -19,41 +19,30 @@ class Metrics:
 
     def __init__(self) -> None:
         """Everything starts at zero."""
-        self.registry = registry = CollectorRegistry()
-        ProcessCollector(registry=registry)
-        self.requests = Counter("codd_requests", "Answered HTTP requests.", ("route", "status"), registry=registry)
-        self.request_seconds = Histogram(
-            "codd_request_seconds", "From request to end of answer.", ("route",), buckets=_SECONDS, registry=registry
-        )
-        self.queue_seconds = Histogram(
-            "codd_queue_seconds", "How long sequences waited for a slot.", buckets=_SECONDS, registry=registry
-        )
-        self.refused = Counter("codd_refused", "Requests refused because the queue was full.", registry=registry)
-        self.evicted = Counter(
-            "codd_dropped",
-            "Sequences and model calls given up: cancelled, late (deadline) or closing.",
-            ("reason",),
-            registry=registry,
-        )
-        self.failures = Counter(
-            "codd_failures", "Sequences and model calls that ended in an unforeseen exception.", registry=registry
-        )
-        self.steps = Counter("codd_steps", "Denoising steps, counted for each sequence.", registry=registry)
-        self.circuit_steps = Counter("codd_circuit_steps", "Steps in which the circuit acted.", registry=registry)
-        self.tokens = Counter("codd_tokens", "Tokens committed.", registry=registry)
-        self.positions = Counter(
-            "codd_positions",
-            "Positions that the network saw in these steps: computed, or found in the KV cache.",
-            ("source",),
-            registry=registry,
-        )
-        self.finished = Counter("codd_sequences", "Sequences finished.", registry=registry)
-        self.step_seconds = Histogram(
-            "codd_step_seconds", "One step of all sequences in the slots.", buckets=_SECONDS, registry=registry
-        )
-        self.batch = Histogram(
-            "codd_batch_size", "Sequences that share a step.", buckets=(1, 2, 4, 8, 16, 32, 64, 128), registry=registry
-        )
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        counter, histogram = self._counter, self._histogram
+        self.requests = counter("requests", "Answered HTTP requests.", "route", "status")
+        self.request_seconds = histogram("request_seconds", "From request to end of answer.", "route")
+        self.queue_seconds = histogram("queue_seconds", "How long sequences waited for a slot.")
+        self.refused = counter("refused", "Requests refused because the queue was full.")
+        given_up = "Sequences and model calls given up: cancelled, late (deadline) or closing."
+        self.evicted = counter("dropped", given_up, "reason")
+        self.failures = counter("failures", "Sequences and model calls that ended in an unforeseen exception.")
+        self.steps = counter("steps", "Denoising steps, counted for each sequence.")
+        self.circuit_steps = counter("circuit_steps", "Steps in which the circuit acted.")
+        self.tokens = counter("tokens", "Tokens committed.")
+        seen = "Positions that the network saw in these steps: computed, or found in the KV cache."
+        self.positions = counter("positions", seen, "source")
+        self.finished = counter("sequences", "Sequences finished.")
+        self.step_seconds = histogram("step_seconds", "One step of all sequences in the slots.")
+        self.batch = histogram("batch_size", "Sequences that share a step.", buckets=(1, 2, 4, 8, 16, 32, 64, 128))
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"codd_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, *labels: str, buckets: Sequence[float] = _SECONDS) -> Histogram:
+        return Histogram(f"codd_{name}", text, labels, buckets=buckets, registry=self.registry)
 
     def track_load(self, load: Callable[[], "Load"]) -> None:
         """Export the engine's load as gauges, read at every scrape."""

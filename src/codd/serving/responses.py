@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Literal
 
 import numpy as np
@@ -85,8 +85,9 @@ class TokenPieces:
     def __init__(self, model: Model):
         """Without a tokenizer, tokens are shown as their ids."""
         self._mask_id, self._tokenizer, self._model = model.mask_id, model.tokenizer, model
-        self._known: dict[int, str] = {}
         self._context = None if self._tokenizer is None else _plain_token(self._tokenizer)
+        self.of = cache(self._decode)
+        """The text of one id."""
 
     def __call__(self, ids: Sequence[int]) -> list[str | None]:
         """The text of each id: special tokens by their names, incomplete characters as U+FFFD, None for the mask."""
@@ -99,12 +100,6 @@ class TokenPieces:
             "" if token in special and token != self._mask_id else piece
             for token, piece in zip(ids, self(ids), strict=True)
         ]
-
-    def of(self, token: int) -> str:
-        """The text of one id."""
-        if token not in self._known:
-            self._known[token] = self._decode(token)
-        return self._known[token]
 
     def bytes_of(self, token: int) -> bytes:
         """What one id writes, in bytes: nothing if it is special, all of them where a character takes several ids."""
