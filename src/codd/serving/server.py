@@ -5,13 +5,11 @@ import contextlib
 import ctypes
 import logging
 import os
-import signal
 import socket
 import sys
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -24,7 +22,6 @@ from codd.serving.engine import MAX_RETRY_AFTER, Engine
 from codd.serving.protocol import OncePerMinute, bounded_protocol
 
 _log = logging.getLogger("codd.serving")
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _BACKLOG = 128
 """Connections that wait to be accepted; asyncio accepts as many at once, before any of them is counted."""
 _LAST_WORDS = 1
@@ -53,8 +50,11 @@ class Server(uvicorn.Server):
             self.on_ready(url_of(self.servers[0].sockets[0].getsockname()))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Refuse new requests and finish the others within the drain time; a second signal ends at once."""
-        self.engine.drain()
+        """Refuse new requests and finish the others within the drain time; a second signal ends at once.
+
+        Unlike uvicorn's, it does not have the signal raised again at the end: it is the ordinary way to stop.
+        """
+        self.engine.drain()  # whose lock a thread can take twice: this may interrupt one that holds it
         self.force_exit = self.should_exit
         self.should_exit = True
 
@@ -74,21 +74,6 @@ class Server(uvicorn.Server):
             count - len(left),
             len(left),
         )
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Handle signals while serving. Unlike uvicorn, do not raise them again: they are the ordinary way to stop."""
-        if threading.current_thread() is not threading.main_thread():  # only there can signals be listened to
-            yield
-            return
-        loop = asyncio.get_running_loop()
-        for each in _SIGNALS:
-            loop.add_signal_handler(each, self.handle_exit, each, None)
-        try:
-            yield
-        finally:
-            for each in _SIGNALS:
-                loop.remove_signal_handler(each)
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, 
 from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
-from starlette.responses import Response
+from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from codd.decoding import Model, Step
@@ -214,7 +214,7 @@ async def _cancelled(*futures: "asyncio.Future[Any]") -> None:
             future.exception()  # marks it as read, so that asyncio does not log it
 
 
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """A stream of server-sent events; its requests are queued only while the client is connected.
 
     What goes wrong before the first event is an ordinary error response; later it is the last event of the stream.
@@ -231,21 +231,15 @@ class EventStream(Response):
         failed: Callable[[APIError], bytes],
     ):
         """``failed``: makes an event of an error."""
-        super().__init__(headers=SSE_HEADERS)
-        del self.headers["content-length"]
         self.engine, self.requests, self.events, self.failed = engine, requests, events, failed
+        self.sent = with_keep_alive(self._with_error_event(), self.keep_alive)
+        super().__init__(self.sent, headers=SSE_HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Submit the requests and send their events, until they are finished or the client disconnects."""
         with self.engine.submit(self.requests), suppress(ClientDisconnected):
-            await until_disconnect(receive, self._stream(send))
-
-    async def _stream(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async with aclosing(self._with_error_event()) as events:
-            async for data in with_keep_alive(events, self.keep_alive):
-                await send({"type": "http.response.body", "body": data, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            async with aclosing(self.sent):
+                await until_disconnect(receive, self.stream_response(send))
 
     async def _with_error_event(self) -> AsyncGenerator[bytes]:
         """The events; an exception becomes the last of them, and is logged if nobody expected it."""
@@ -259,7 +253,7 @@ class EventStream(Response):
             yield self.failed(reported)
 
 
-async def with_keep_alive(events: AsyncIterator[bytes], seconds: float) -> AsyncIterator[bytes]:
+async def with_keep_alive(events: AsyncGenerator[bytes], seconds: float) -> AsyncGenerator[bytes]:
     """The events, and a comment after each period of seconds without one: proxies cut connections that are silent."""
     following: asyncio.Future[bytes] | None = None
     try:
@@ -274,3 +268,4 @@ async def with_keep_alive(events: AsyncIterator[bytes], seconds: float) -> Async
     finally:
         if following is not None:
             await _cancelled(following)
+        await events.aclose()
