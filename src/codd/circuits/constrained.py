@@ -234,21 +234,21 @@ class ConstrainedHMM(Recomputing):
         return ProductMessages(self._chain, ev, algebra)
 
     def _answer(self, ev: Evidence, query: Query) -> tuple[Tensor, ...]:
-        """Answer a query; where float32 may have lost something in float64, then in logarithms."""
+        """Answer a query whose results have the batch first."""
 
         def attempt(messages: Callable[[Evidence], ProductMessages]) -> Attempt:
             return lambda ev, select: query(messages(ev), select)
 
-        return first_sound(ev, map(attempt, (self._messages, *self._exact_messages())))
+        return first_sound(ev, map(attempt, self._ways()))
 
-    def _exact_messages(self) -> list[Callable[[Evidence], ProductMessages]]:
-        """What answers where the messages may have lost something: each of these loses less than the one before."""
+    def _ways(self) -> list[Callable[[Evidence], ProductMessages]]:
+        """What gives the messages: the fastest backend, then float64 and logarithms, for what float32 may have lost."""
         slower = (Linear(torch.float64), LogSpace())
 
-        def of(algebra: Linear) -> Callable[[Evidence], ProductMessages]:
+        def exact(algebra: Linear) -> Callable[[Evidence], ProductMessages]:
             return lambda ev: ProductMessages(self.to(dtype=torch.float64)._chain, ev, algebra)
 
-        return [of(algebra) for algebra in (slower if self.dtype == torch.float32 else slower[1:])]
+        return [self._messages, *map(exact, slower if self.dtype == torch.float32 else slower[1:])]
 
 
 class Passages:
@@ -262,10 +262,10 @@ class Passages:
     def __init__(self, circuit: ConstrainedHMM, ev: Evidence) -> None:
         """Compute the messages, in float64 or logarithms where float32 loses something."""
         ev, _ = circuit.hmm.centred(ev)
-        self._messages = circuit._messages(ev)
-        for exact in circuit._exact_messages():
-            if lost_some(self._messages.underflow):
-                self._messages = exact(ev)
+        for messages in circuit._ways():
+            self._messages = messages(ev)
+            if not lost_some(self._messages.underflow):
+                break
         self._log_z = float(self._messages.log_partition())
 
     @torch.no_grad()

@@ -67,7 +67,7 @@ def by_conditioning(
     alone = by_class(weights)
     out = _independent(alone)
     for s in _open(ev):
-        for c in range(alone.shape[-1]):
+        for c in (alone[:, s] > 0).any(0).nonzero()[:, 0].tolist():  # of the others all tables are zero already
             given = weights.clone()
             given[:, s].masked_fill_(classes[:, s] != c, -torch.inf)
             out[:, s, :, c] = alone[:, s, None, None, c] * by_class(given)
