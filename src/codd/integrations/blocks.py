@@ -53,17 +53,15 @@ class BlockDecoder:
             raise InvalidInput(f"the circuit {source} has {circuit.length} positions, but a block has {block_size}.")
         return cls(circuit, Options.of(**given, gen_length=0, block_length=block_size, stop=False), mask_id=mask_id)
 
-    def start(
-        self, ids: Int[Tensor, " S"], given: Bool[Tensor, " S"], generator: torch.Generator | None = None
-    ) -> SequenceState:
+    def start(self, ids: Int[Tensor, " S"], given: Bool[Tensor, " S"], options: Options | None = None) -> SequenceState:
         """A block with its first step planned; masks at ``given`` positions are the prompt's, and stay. On the host.
 
-        ``generator``: of its draws, on the host; by default one of the options' seed.
+        ``options``: its own, whose seed its draws are of; None: those of all blocks.
         """
-        if generator is None:
-            generator = torch.Generator().manual_seed(self.options.seed if isinstance(self.options.seed, int) else 0)
+        options = options or self.options
+        generator = torch.Generator().manual_seed(options.seed if isinstance(options.seed, int) else 0)
         open_ids = torch.where((ids == self.mask_id) & ~given, UNWRITTEN, ids.long())
-        state = SequenceState(open_ids, given, 0, UNWRITTEN, self.options, generator)
+        state = SequenceState(open_ids, given, 0, UNWRITTEN, options, generator)
         state.begin(plan_steps(state))
         return state
 

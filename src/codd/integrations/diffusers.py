@@ -90,7 +90,7 @@ class CoDDScheduler(BlockRefinementScheduler):  # type: ignore[misc] # diffusers
         for ids, logits in zip(host, model_output, strict=True):
             seed = int(torch.randint(2**31, (), generator=generator, device=generator.device if generator else None))
             given = fixed & (ids != decoder.mask_id)
-            steps.append(self._row(decoder, options, ids, given, logits, due, threshold, seed))
+            steps.append(self._row(decoder, options.changed(seed=seed), ids, given, logits, due, threshold))
         return self._output(model_output, sample, steps, return_dict)
 
     def _due(self, step_index: int, minimal: int) -> int:
@@ -117,32 +117,29 @@ class CoDDScheduler(BlockRefinementScheduler):  # type: ignore[misc] # diffusers
         logits: Tensor,
         due: int,
         threshold: float,
-        seed: int,
     ) -> tuple[Writes, Writes]:
         """What is written into one block, and what is edited."""
         masks = int((ids == decoder.mask_id).sum())
         step = None
         if threshold <= 1 and options.sampler == "any_order" and masks:
-            step = self._advance(decoder, options.changed(threshold=threshold), ids, given, logits, seed)
+            step = self._advance(decoder, options.changed(threshold=threshold), ids, given, logits)
         if step is None or len(step.positions) < min(due, masks):
             steps = max(1, -(-masks // max(due, 1)))
-            step = self._advance(decoder, options.changed(steps=steps), ids, given, logits, seed)
+            step = self._advance(decoder, options.changed(steps=steps), ids, given, logits)
         if step is None:
             return Writes.none(), Writes.none()
         return Writes(step.positions, step.tokens, step.scores), step.edits
 
     def _advance(
-        self, decoder: BlockDecoder, options: Options, ids: Tensor, given: Tensor, logits: Tensor, seed: int
+        self, decoder: BlockDecoder, options: Options, ids: Tensor, given: Tensor, logits: Tensor
     ) -> Step | None:
         """One step of one block by these options; None if there is nothing to do."""
-        mine = BlockDecoder(decoder.circuit, options, mask_id=decoder.mask_id)
-        state = mine.start(ids, given, torch.Generator().manual_seed(seed))
+        state = decoder.start(ids, given, options)
         if state.finished and options.editing_threshold is None:
             return None
         if state.finished:
             state.plan = StepPlan(0, len(ids), 0, last=True)  # nothing is masked: only edit
-        [step] = mine.step([state], logits[None])
-        decoder.circuit = mine.circuit  # on the logits' device from now on
+        [step] = decoder.step([state], logits[None])
         if isinstance(step, CoddError):
             raise step
         return step
