@@ -1,3 +1,4 @@
+import functools
 import itertools
 import os
 import random
@@ -145,19 +146,24 @@ MUTUAL = {
     "$defs": {str(i): {"properties": {str(j): {"$ref": f"#/$defs/{j}"} for j in range(9)}} for i in range(9)},
     "$ref": "#/$defs/0",
 }
+DOUBLED: dict = functools.reduce(lambda inner, _: {"anyOf": [inner, inner]}, range(60), {})
+"""Sixty dicts, which as JSON would be longer than any memory."""
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: After("x" * 200_000, Regex("a")),
+        lambda: After("x" * 40_000, Regex("a")),
+        lambda: After("x", Regex("a"), until="x" * 40_000),
         lambda: Choice(["x" * 3_000_000]),
         lambda: Regex("a" * 3_000_000),
         lambda: Template("x" * 90_000 + "[MASK:2]"),
         lambda: Template("[MASK:2]" * 500_000),
         lambda: JsonSchema(MUTUAL),
+        lambda: JsonSchema(DOUBLED),
+        lambda: JsonSchema("[" * 3_000_000),
     ],
-    ids=["After", "Choice", "Regex", "Template", "slots", "definitions"],
+    ids=["After", "until", "Choice", "Regex", "Template", "slots", "definitions", "doubled", "text"],
 )
 def test_what_is_too_large_is_refused_before_the_work(make, single_bytes):
     tracemalloc.start()

@@ -113,7 +113,7 @@ def test_decisions_are_those_of_the_model(server):
 
 def test_a_decision_among_too_many_alike_is_given_up(server, monkeypatch):
     """Fifteen fields of twenty letters: the beginnings that are as probable as the best whole have no end."""
-    monkeypatch.setattr("codd.decoding.decisions.MOST_TRIED", 40)
+    monkeypatch.setattr("codd.decoding.decisions.MOST_STATES", 20_000)
     fields = {f"f{i}": list("abcdefghijklmnopqrst") for i in range(15)}
     body = {
         "prompt": "Say some letters:",
@@ -123,7 +123,7 @@ def test_a_decision_among_too_many_alike_is_given_up(server, monkeypatch):
     }
     refused = server.http.post("/v1/decisions", json=body)
     assert (refused.status_code, error(refused)["param"]) == (400, "fields")
-    assert "40 beginnings" in error(refused)["message"]
+    assert "beginnings of assignments of the 15 fields" in error(refused)["message"]
 
 
 def test_a_full_queue_says_when_to_come_again(held, clients):

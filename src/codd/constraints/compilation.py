@@ -15,6 +15,8 @@ def over_tokens(dfa: DFA, vocabulary: Vocabulary, max_states: int) -> Automaton:
 
     Every sequence of tokens that writes such a text is accepted. EmptyLanguage if there is none.
     """
+    if len(dfa.table) > max_states and vocabulary.has_all_bytes:  # which tell all states apart
+        raise too_large("states", max_states)
     if vocabulary.strips_space:
         dfa = _after_a_space(dfa)
     columns, classes = _token_columns(dfa.table, vocabulary)

@@ -18,7 +18,7 @@ MAX_STATES = 16_384
 """The largest number of states of a compiled automaton, unless the caller gives another."""
 MAX_COPIES = 60_000
 """The largest number of states of a nondeterministic automaton, and of characters that a constraint is written in."""
-_MAX_WORK = 10_000_000  # moves looked at while subsets are built: some seconds
+_MAX_WORK = 5_000_000  # moves looked at while subsets are built: about a second
 _MAX_ENTRIES = 8_000_000  # of a table over characters: 32 MB
 _MAX_INNER = 16_384  # states of a part of an expression
 SLACK = 2

@@ -1,10 +1,13 @@
 """Statements about a JSON value, joined by and, or and not: interned, so that equal ones are the same object."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from codd.constraints.determinism import MAX_COPIES, too_large
+from codd.constraints.determinism import combined, too_large
+from codd.constraints.expressions import Expression
 
+_MAX_STATEMENTS = 20_000
+_MAX_WORK = 300_000  # parts of statements looked at while they are joined: most of a second
 Atom = tuple[Any, ...]
 """The type of values that it refers to (it holds for all others), what it says, and its arguments."""
 ANYTHING = "*"
@@ -41,6 +44,7 @@ class Formulas:
         """None but true and false."""
         self._known: dict[Any, Formula] = {}
         self._negated: dict[int, Formula] = {0: FALSE, 1: TRUE}
+        self._work = 0
 
     def literal(self, *atom: Any, positive: bool = True) -> Formula:
         """An atom, or its negation."""
@@ -49,8 +53,8 @@ class Formulas:
     def _made(self, key: Any, joins: str, parts: tuple[Formula, ...], atom: Atom, positive: bool) -> Formula:
         known = self._known.get(key)
         if known is None:
-            if len(self._known) > MAX_COPIES:
-                raise too_large("statements", MAX_COPIES)
+            if len(self._known) > _MAX_STATEMENTS:
+                raise too_large("statements", _MAX_STATEMENTS)
             known = self._known[key] = Formula(len(self._known) + 2, joins, parts, atom, positive)
         return known
 
@@ -69,6 +73,9 @@ class Formulas:
                 return decided
             for inner in part.parts if part.joins == joins else (part,):
                 flat[inner.number] = inner
+        self._work += len(flat)
+        if self._work > _MAX_WORK:
+            raise too_large("steps to join statements", _MAX_WORK)
         flat.pop(none.number, None)
         if any(self.negation(part).number in flat for part in flat.values() if not part.joins):
             return decided
@@ -148,6 +155,17 @@ def holds(formula: Formula, truth: Callable[[Atom], bool]) -> bool:
     if not formula.joins:
         return formula.atom[0] != "deep" and truth(formula.atom) == formula.positive
     return (all if formula.joins == "and" else any)(holds(part, truth) for part in formula.parts)
+
+
+def fulfilling(formula: Formula, universe: Expression, expression: Callable[[Atom], Expression]) -> Expression:
+    """The texts of an expression for which a formula holds, by the texts for which each of its atoms does."""
+    said = list(atoms(formula))
+
+    def accepts(matched: Sequence[bool]) -> bool:
+        truth = dict(zip(said, matched[1:], strict=True))
+        return holds(formula, truth.__getitem__)
+
+    return combined([universe, *map(expression, said)], accepts)
 
 
 def needs(formula: Formula, what: str) -> bool:

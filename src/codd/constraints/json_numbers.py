@@ -1,9 +1,9 @@
 """Numbers of JSON: what formulas over bounds and multiples allow, digit by digit."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
 
-from codd.constraints.determinism import combined, too_large
+from codd.constraints.determinism import too_large
 from codd.constraints.expressions import (
     EMPTY,
     NOTHING,
@@ -16,7 +16,7 @@ from codd.constraints.expressions import (
     text,
     then,
 )
-from codd.constraints.formulas import TRUE, Atom, Formula, atoms, holds, needs
+from codd.constraints.formulas import TRUE, Atom, Formula, atoms, fulfilling, holds, needs
 
 _DIGIT = chars("0123456789")
 _DIGITS = Repeat(_DIGIT, 0, None)
@@ -49,11 +49,7 @@ def written(formula: Formula, texts: Mapping[Fraction, str]) -> Expression:
     if whole and len(said) == 1:
         return _INTEGER
 
-    def accepts(matched: Sequence[bool]) -> bool:
-        truth = dict(zip(said, matched[1:], strict=True))
-        return holds(formula, truth.__getitem__)
-
-    return combined([_WITHOUT_MINUS_ZERO if whole else _PLAIN, *map(_expression, said)], accepts)
+    return fulfilling(formula, _WITHOUT_MINUS_ZERO if whole else _PLAIN, _expression)
 
 
 def _true(atom: Atom, value: Fraction) -> bool:

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterator
 from fractions import Fraction
+from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
@@ -182,21 +183,19 @@ class Schemas:
         return said if most is None else [*said, self.formulas.literal(kind, "below", most + 1)]
 
     def _all_of(self, schema: Any, path: str, opened: Any) -> tuple[Formula, Mentions]:
-        mentions = Mentions()
-        said = []
-        for i, branch in enumerate(_list(schema["allOf"], path)):
-            says, names = self._of(branch, f"{path}/{i}", opened)
-            said.append(says)
-            self._mention(mentions, names, TRUE)
+        said, mentions = self._branches(schema["allOf"], path, opened, certain=True)
         return self.formulas.all(said), mentions
 
-    def _branches(self, branches: Any, path: str, opened: Any) -> tuple[list[Formula], Mentions]:
+    def _branches(
+        self, branches: Any, path: str, opened: Any, *, certain: bool = False
+    ) -> tuple[list[Formula], Mentions]:
+        """What each branch says, and the properties that they name: where a branch holds, or all do for certain."""
         mentions = Mentions()
         said = []
         for i, branch in enumerate(_list(branches, path)):
             says, names = self._of(branch, f"{path}/{i}", opened)
             said.append(says)
-            self._mention(mentions, names, says)
+            self._mention(mentions, names, TRUE if certain else says)
         return said, mentions
 
     def _any_of(self, schema: Any, path: str, opened: Any) -> tuple[Formula, Mentions]:
@@ -251,8 +250,9 @@ class Schemas:
             found: set[str] = set()
             todo = [reference]
             while todo:
-                for inner in _references(self._resolved(todo.pop(), path)[0]):
-                    if inner not in found:
+                for node in _objects(self._resolved(todo.pop(), path)[0]):
+                    inner = node.get("$ref")
+                    if isinstance(inner, str) and inner not in found:
                         found.add(inner)
                         todo.append(inner)
             self._reached[reference] = frozenset(found)
@@ -300,19 +300,10 @@ class Schemas:
             raise wrong(path, f"expected a number above 0, found {shown(value)}")
         return self.formulas.literal("number", "multiple", exact(value)), {}
 
-    def _lengths(self, schema: Any, path: str, kind: str, what: str, least: str, most: str) -> Formula:
-        low, high = (_count(schema, path, name) for name in (least, most))
-        return self.formulas.all(self._counted(kind, what, low or 0, high))
-
-    def _length(self, schema: Any, path: str, opened: Any) -> tuple[Formula, Mentions]:
-        return self._lengths(schema, path.rpartition("/")[0], "string", "length", "minLength", "maxLength"), {}
-
-    def _item_counts(self, schema: Any, path: str, opened: Any) -> tuple[Formula, Mentions]:
-        return self._lengths(schema, path.rpartition("/")[0], "array", "length", "minItems", "maxItems"), {}
-
-    def _property_counts(self, schema: Any, path: str, opened: Any) -> tuple[Formula, Mentions]:
-        counted = self._lengths(schema, path.rpartition("/")[0], "object", "count", "minProperties", "maxProperties")
-        return counted, {}
+    def _counts(self, schema: Any, path: str, opened: Any, *, kind: str, what: str) -> tuple[Formula, Mentions]:
+        base, _, keyword = path.rpartition("/")
+        low, high = (_count(schema, base, side + keyword[3:]) for side in ("min", "max"))
+        return self.formulas.all(self._counted(kind, what, low or 0, high)), {}
 
     def _pattern(self, schema: Any, path: str, opened: Any) -> tuple[Formula, Mentions]:
         return self.formulas.literal("string", "pattern", _checked_pattern(schema["pattern"], path)), {}
@@ -407,11 +398,11 @@ _KEYWORDS: dict[str, Any] = {
     **{"type": Schemas._type, "enum": Schemas._enum, "const": Schemas._const},
     **dict.fromkeys(("properties", "patternProperties", "additionalProperties"), Schemas._properties),
     **{"required": Schemas._required, "propertyNames": Schemas._property_names},
-    **dict.fromkeys(("minProperties", "maxProperties"), Schemas._property_counts),
+    **dict.fromkeys(("minProperties", "maxProperties"), partial(Schemas._counts, kind="object", what="count")),
     **dict.fromkeys(("items", "prefixItems"), Schemas._items),
     **{"contains": Schemas._contains, "uniqueItems": Schemas._unique},
-    **dict.fromkeys(("minItems", "maxItems"), Schemas._item_counts),
-    **dict.fromkeys(("minLength", "maxLength"), Schemas._length),
+    **dict.fromkeys(("minItems", "maxItems"), partial(Schemas._counts, kind="array", what="length")),
+    **dict.fromkeys(("minLength", "maxLength"), partial(Schemas._counts, kind="string", what="length")),
     **{"pattern": Schemas._pattern, "format": Schemas._format},
     **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), Schemas._bound),
     **dict.fromkeys(("multipleOf", "divisibleBy"), Schemas._multiple),
@@ -435,35 +426,22 @@ def exact(value: Any) -> Fraction:
 
 def _identified(root: Any) -> Iterator[tuple[str, Any]]:
     """Schemas by the names that they give themselves; "" is the name of the root."""
-    todo = [root]
-    while todo:
-        node = todo.pop()
-        if isinstance(node, dict):
-            for word in ("$id", "id", "$anchor"):
-                name = node.get(word)
-                if isinstance(name, str):
-                    plain = name.removesuffix("#")
-                    yield (
-                        ("", plain)
-                        if node is root and word != "$anchor"
-                        else (
-                            f"#{name}" if word == "$anchor" else plain,
-                            node,
-                        )
-                    )
-            todo.extend(node.values())
-        elif isinstance(node, list):
-            todo.extend(node)
+    for node in _objects(root):
+        for word in ("$id", "id", "$anchor"):
+            name = node.get(word)
+            if isinstance(name, str) and node is root and word != "$anchor":
+                yield "", name.removesuffix("#")
+            elif isinstance(name, str):
+                yield f"#{name}" if word == "$anchor" else name.removesuffix("#"), node
 
 
-def _references(schema: Any) -> Iterator[str]:
-    """The references within a schema."""
+def _objects(schema: Any) -> Iterator[dict[str, Any]]:
+    """A schema and all objects within it."""
     todo = [schema]
     while todo:
         node = todo.pop()
         if isinstance(node, dict):
-            if isinstance(node.get("$ref"), str):
-                yield node["$ref"]
+            yield node
             todo.extend(node.values())
         elif isinstance(node, list):
             todo.extend(node)

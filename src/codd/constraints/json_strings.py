@@ -1,7 +1,6 @@
 """Strings of JSON: what formulas over lengths, patterns and formats allow, and how it is written."""
 
 import json
-from collections.abc import Sequence
 from functools import lru_cache
 
 from codd.constraints.determinism import combined
@@ -21,7 +20,7 @@ from codd.constraints.expressions import (
     text,
     then,
 )
-from codd.constraints.formulas import FALSE, TRUE, Atom, Formula, atoms, holds, needs
+from codd.constraints.formulas import FALSE, TRUE, Atom, Formula, atoms, fulfilling, holds, needs
 from codd.constraints.syntax import parse, parse_search
 
 _DATE = (
@@ -92,15 +91,9 @@ def plain(formula: Formula) -> Expression:
         return NOTHING if most is not None and most < least else Repeat(ANY, least, most)
     if not formula.joins and formula.positive:
         return _expression(formula.atom)
-    said = list(atoms(formula))
-    stated = dict.fromkeys(value for atom in said if atom[1] == "among" for value in atom[2])
+    stated = dict.fromkeys(value for atom in atoms(formula) if atom[1] == "among" for value in atom[2])
     universe = Either(tuple(map(text, stated))) if needs(formula, "among") else Repeat(ANY, 0, None)
-
-    def accepts(matched: Sequence[bool]) -> bool:
-        truth = dict(zip(said, matched[1:], strict=True))
-        return holds(formula, truth.__getitem__)
-
-    return combined([universe, *map(_expression, said)], accepts)
+    return fulfilling(formula, universe, _expression)
 
 
 def literal(value: str) -> Expression:

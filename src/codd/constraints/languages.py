@@ -12,12 +12,15 @@ from codd.constraints import cache, syntax
 from codd.constraints.automaton import Automaton
 from codd.constraints.compilation import over_tokens
 from codd.constraints.determinism import MAX_COPIES, MAX_STATES, TooLarge, byte_dfa, combined, too_large
-from codd.constraints.expressions import ANY, Either, Expression, Repeat, text, then
+from codd.constraints.expressions import ANY, Either, Expression, Repeat, size, text, then
 from codd.constraints.json_schema import Schemas
 from codd.constraints.json_values import Values
 from codd.constraints.tables import DFA
 from codd.constraints.vocabulary import Vocabulary
 from codd.errors import EmptyLanguage, InvalidConstraint, shown
+
+_MAX_SCHEMA = 1_000_000  # characters
+_MAX_TRIGGER = 1_000  # characters: what is written before it is compared with all of its beginnings
 
 
 class Language(ABC):
@@ -131,13 +134,17 @@ class JsonSchema(Language):
                 that it names.
 
         Raises:
-            InvalidConstraint: if it is wrong, or asks for what is not supported.
+            InvalidConstraint: if it is wrong, too large, or asks for what is not supported.
         """
+        too_long = InvalidConstraint(f"a JSON schema has at most {_MAX_SCHEMA:,} characters.")
+        if isinstance(schema, str) and len(schema) > _MAX_SCHEMA:
+            raise too_long
         try:
-            parsed = json.loads(schema) if isinstance(schema, str) else schema
-            source = json.dumps(parsed, ensure_ascii=False, allow_nan=False)
+            source = _as_json(json.loads(schema) if isinstance(schema, str) else schema)
         except (ValueError, TypeError, RecursionError) as error:
             raise InvalidConstraint(f"the schema is no JSON: {error}.") from error
+        if len(source) > _MAX_SCHEMA:
+            raise too_long
         object.__setattr__(self, "source", source)
         object.__setattr__(self, "strict", strict)
         object.__setattr__(self, "additional", additional)
@@ -165,24 +172,44 @@ class JsonSchema(Language):
 
         Where no value is left without properties that the schema does not name, they are allowed.
         """
+        found: DFA | TooLarge | None = None
+        positions = 0
         for attempt in range(len(_ATTEMPTS)):
+            expression = _read(self.source, self.additional, attempt).expression
+            if found is not None and size(expression) == positions:
+                continue  # there is nothing more to leave out
+            positions = size(expression)
             try:
-                found = byte_dfa(_read(self.source, self.additional, attempt).expression, max_states)
-                if len(found.table) <= max_states or attempt == len(_ATTEMPTS) - 1:
-                    return found
-            except TooLarge:
-                if attempt == len(_ATTEMPTS) - 1:
-                    raise
+                found = byte_dfa(expression, max_states)
+            except TooLarge as error:
+                found = error
+                continue
             except EmptyLanguage:
                 if self.additional:
                     raise
                 return byte_dfa(_read(self.source, self.additional, attempt, True).expression, max_states)
-        raise AssertionError
+            if len(found.table) <= max_states:
+                break
+        if isinstance(found, TooLarge):
+            raise found
+        assert found is not None
+        return found
 
 
 _ATTEMPTS = ((3, 3, 10**6), (2, 2, 200), (1, 0, 60))
 """How often a definition contains itself, how deep arrays and objects nest that the schema leaves open, and how long
 strings and arrays with a maximum are: less of it where the automaton would be too large."""
+
+
+def _as_json(schema: Any) -> str:
+    """A schema as JSON, cut where it becomes too long: a part that a dict holds many times is written each time."""
+    pieces, left = [], _MAX_SCHEMA
+    for piece in json.JSONEncoder(ensure_ascii=False, allow_nan=False).iterencode(schema):
+        pieces.append(piece)
+        left -= len(piece)
+        if left < 0:
+            break
+    return "".join(pieces)
 
 
 class _Schema(NamedTuple):
@@ -214,7 +241,8 @@ def _read(source: str, additional: bool, attempt: int, opened: bool = False) -> 
 class After(Language):
     """Free text, then a trigger, then a text of a language: thinking first, the answer after ``####``.
 
-    The language begins where the trigger first ends. With ``until`` that text follows it, and after it anything.
+    The language begins where the trigger first ends. With ``until`` that text follows it, and after it anything. Both
+    have at most 1,000 characters.
 
     >>> After("#### ", Regex(r"-?[0-9]+")).trigger
     '#### '
@@ -229,6 +257,8 @@ class After(Language):
         for name, given in (("trigger", self.trigger), ("until", self.until)):
             if (given is None and name == "trigger") or (given is not None and not (isinstance(given, str) and given)):
                 raise InvalidConstraint(f"{name} is a text that is not empty, found {shown(given)}.")
+            if given is not None and len(given) > _MAX_TRIGGER:
+                raise InvalidConstraint(f"{name} has at most {_MAX_TRIGGER:,} characters, found {len(given):,}.")
         if not isinstance(self.language, Language):
             raise InvalidConstraint(f"after a trigger: a Regex, JsonSchema or Choice, found {shown(self.language)}.")
 

@@ -65,6 +65,11 @@ class Vocabulary:
         lengths = np.array([len(token) for token in self.tokens], dtype=np.int64)
         return np.frombuffer(b"".join(self.tokens), np.uint8), np.cumsum(lengths) - lengths, lengths
 
+    @cached_property
+    def has_all_bytes(self) -> bool:
+        """Whether there is a token for each single byte."""
+        return {token[0] for token in self.tokens if len(token) == 1} == set(range(256))
+
     def text_of(self, ids: Sequence[int]) -> bytes:
         """What ids write, as the tokenizer decodes them."""
         written = b"".join(self.tokens[id] for id in ids)

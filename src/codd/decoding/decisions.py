@@ -24,8 +24,8 @@ from codd.coupling import Coupled
 from codd.decoding.options import DEFAULTS
 from codd.errors import InvalidConstraint, InvalidInput
 
-MOST_TRIED = 1 << 13
-"""Beginnings of assignments that are gone on with, one to ten milliseconds each, beside those of what was found."""
+MOST_STATES = 1 << 18
+"""States of the form, some microseconds each, in all beginnings of assignments that are gone on with."""
 
 
 @dataclass(frozen=True)
@@ -92,21 +92,22 @@ class Decider:
         """Assignments by the numbers of their values, and their log-probabilities: the most probable one first.
 
         Best first: no assignment is more probable than the values that it begins with are together. Where a great many
-        of these are as probable as any assignment, InvalidConstraint is raised after `MOST_TRIED` of them.
+        of these are as probable as any assignment, InvalidConstraint is raised after `MOST_STATES`.
         """
-        read, passages, left = self._form.read, self._passages, MOST_TRIED
+        read, passages, tried = self._form.read, self._passages, 0
+        most = MOST_STATES // self._form.automaton.num_states
         heap: list[tuple[float, tuple[int, ...], Any]] = [(0.0, (), passages.begin())]
         while heap:
             cost, chosen, reached = heapq.heappop(heap)
             if len(chosen) == len(read):
                 yield chosen, -cost
-                left += len(read)
+                most += len(read)
                 continue
-            left -= 1
-            if left < 0:
+            tried += 1
+            if tried > most:
                 raise InvalidConstraint(
-                    f"{MOST_TRIED:,} beginnings of assignments of the {len(read)} fields are as probable as the best "
-                    "whole one, which is not found in time: decide on fewer fields or values at once."
+                    f"{most:,} beginnings of assignments of the {len(read)} fields are as probable as the best whole "
+                    "one, which is not found in time: decide on fewer fields or values at once."
                 )
             behind = passages.at(reached, int(read[len(chosen) - 1][chosen[-1]])) if chosen else reached
             reached = passages.onward(behind, read[len(chosen)])
