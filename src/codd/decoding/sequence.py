@@ -219,13 +219,16 @@ class SequenceState:
     @property
     def settled(self) -> int:
         """How many positions from the first one on will not change any more."""
-        masks = self.masked.nonzero()
-        first = int(masks[0]) if len(masks) else len(self.ids)
         if self.plan is None:
-            return first
-        if self.options.editing_threshold is not None:
-            return min(first, self.plan.begin)
-        return first if self.plan.settled is None else min(first, self.plan.settled)
+            return self.first_mask
+        begun = self.plan.begin if self.options.editing_threshold is not None else self.plan.settled
+        return self.first_mask if begun is None else min(self.first_mask, begun)
+
+    @property
+    def first_mask(self) -> int:
+        """The first position that is still to be written; beyond the end if there is none."""
+        masks = self.masked.nonzero()
+        return int(masks[0]) if len(masks) else len(self.ids)
 
     def mask_ratio(self, window: Window) -> float:
         """The share of a window's positions that are masked."""

@@ -69,18 +69,24 @@ def never_written(backbone: Backbone) -> set[int]:
 
 def check(backbone: Backbone, options: Options, circuit: ProbabilisticCircuit | None) -> None:
     """Raise InvalidInput for options that a family's published loop does not know, or a family that has none."""
-    family, size = backbone.family, backbone.block_size
-    if backbone.causal is not None and options.mode != "full":
-        _check_causal_context(options, family, circuit)
+    family, size, fixed = backbone.family, backbone.block_size, None if circuit is None else circuit.length
+    causal = backbone.causal is not None and options.mode != "full"
+    if causal:
+        _check_causal_context(options, family)
     elif size is None:
-        _check_bidirectional(options, family, circuit)
+        _check_bidirectional(options, family, fixed)
     elif family not in block_causal.LOOPS:
         raise InvalidInput(f"{family} has no published loop with block-causal attention: leave the preset out.")
     else:
-        _check_block_causal(options, family, size, circuit)
+        _check_block_causal(options, family, size)
+    alone = causal or size is not None or family == "esm"
+    if alone and circuit is not None and options.sampler != "factorized":
+        raise InvalidInput(
+            f'the published loop of {family} knows no circuit: give sampler="factorized", or leave the preset out.'
+        )
 
 
-def _check_bidirectional(options: Options, family: str, circuit: ProbabilisticCircuit | None) -> None:
+def _check_bidirectional(options: Options, family: str, circuit_length: int | None) -> None:
     """Raise InvalidInput for what the published loop of a bidirectional family cannot do.
 
     LLaDA's loop divides gen_length and steps into blocks without remainder, and knows fewer orders than Dream's.
@@ -90,8 +96,6 @@ def _check_bidirectional(options: Options, family: str, circuit: ProbabilisticCi
     known = ("logit",) if family == "esm" else dreams
     if options.remasking in PUBLISHED_ORDERS and options.remasking not in known:
         raise InvalidInput(f"the published loop of {family} knows no remasking={options.remasking!r} in block mode.")
-    if family == "esm":
-        _refuse_circuit(family, options, circuit)
     if options.mode == "full" or family == "esm":
         return
     dream = family == "dream"
@@ -102,14 +106,14 @@ def _check_bidirectional(options: Options, family: str, circuit: ProbabilisticCi
             f"the published implementation needs gen_length ({options.gen_length}) to be a multiple of block_length "
             f"({options.block_length}), and steps ({steps}) of the number of blocks. Without the preset any will do."
         )
-    fixed = None if circuit is None else circuit.length
-    if fixed is not None and options.block_length < fixed:
+    if circuit_length is not None and options.block_length < circuit_length:
         raise InvalidInput(
-            f"the published implementation needs block_length to be the circuit's {fixed}, not {options.block_length}."
+            f"the published implementation needs block_length to be the circuit's {circuit_length}, not "
+            f"{options.block_length}."
         )
 
 
-def _check_block_causal(options: Options, family: str, size: int, circuit: ProbabilisticCircuit | None) -> None:
+def _check_block_causal(options: Options, family: str, size: int) -> None:
     """Raise InvalidInput for what the published loop of a block-causal family cannot do, or is not known to do here."""
     orders: Mapping[str, tuple[str, ...]] = {"sdar": ("low_confidence", "left_to_right")}
     by_threshold = family == "fast_dllm" or options.editing_threshold is not None
@@ -122,9 +126,17 @@ def _check_block_causal(options: Options, family: str, size: int, circuit: Proba
         threshold=options.remasking == "left_to_right",
         cache=family != "fast_dllm" or options.cache != "dual",
     )
-    _refuse_circuit(family, options, circuit)
-    if family == "stable_diffcoder":
-        _check_stable_diffcoder(options, size)
+    blocks, rest = divmod(options.gen_length, size)
+    if family == "stable_diffcoder" and (rest or not blocks or (options.steps or 0) % blocks):
+        raise InvalidInput(
+            f"the published loop of stable_diffcoder needs gen_length ({options.gen_length}) to be a multiple of {size}"
+            f", and steps ({options.steps}) of the number of blocks."
+        )
+    if family == "stable_diffcoder" and options.threshold is not None and options.steps != options.gen_length:
+        raise InvalidInput(
+            "with a threshold the published loop of stable_diffcoder may leave a block before it is whole: give steps "
+            f"{options.gen_length}, as many as tokens, not {options.steps}."
+        )
     if family == "fast_dllm" and options.gen_length < size:
         raise InvalidInput(
             f"the published loop of fast_dllm writes whole blocks of {size}, found gen_length {options.gen_length}."
@@ -135,37 +147,14 @@ def _check_block_causal(options: Options, family: str, size: int, circuit: Proba
         )
 
 
-def _check_causal_context(options: Options, family: str, circuit: ProbabilisticCircuit | None) -> None:
+def _check_causal_context(options: Options, family: str) -> None:
     """Raise InvalidInput for what Nemotron's published loops cannot do, or are not known to do here."""
     unknown = ("temperature", "cfg_scale", "editing_threshold", "steps", "cache")
     _refuse(options, *unknown, remasking=options.remasking != "low_confidence")
-    _refuse_circuit(family, options, circuit)
     if options.mode == "block" and options.gen_length % options.block_length:
         raise InvalidInput(
             f"the published loop of {family} writes whole blocks: give a gen_length that is a multiple of "
             f"{options.block_length}, not {options.gen_length}."
-        )
-
-
-def _check_stable_diffcoder(options: Options, size: int) -> None:
-    """Raise InvalidInput for what does not divide, and for blocks that would be left before they are whole."""
-    blocks, rest = divmod(options.gen_length, size)
-    if rest or not blocks or (options.steps or 0) % blocks:
-        raise InvalidInput(
-            f"the published loop of stable_diffcoder needs gen_length ({options.gen_length}) to be a multiple of {size}"
-            f", and steps ({options.steps}) of the number of blocks."
-        )
-    if options.threshold is not None and options.steps != options.gen_length:
-        raise InvalidInput(
-            "with a threshold the published loop of stable_diffcoder may leave a block before it is whole: give steps "
-            f"{options.gen_length}, as many as tokens, not {options.steps}."
-        )
-
-
-def _refuse_circuit(family: str, options: Options, circuit: ProbabilisticCircuit | None) -> None:
-    if circuit is not None and options.sampler != "factorized":
-        raise InvalidInput(
-            f'the published loop of {family} knows no circuit: give sampler="factorized", or leave the preset out.'
         )
 
 

@@ -41,18 +41,13 @@ def _speculation(state: SequenceState) -> Iterator[StepPlan]:
     size, asked = state.options.block_length, len(state.ids)
     block_causal.resize(state, asked + size)
     yield StepPlan(state.prompt_length, state.prompt_length + 1, 1, last=False, causal=True)
-    while (known := _first_mask(state)) < asked:
+    while (known := state.first_mask) < asked:
         begin, end = known - 1, known - 1 + size
         at_once = None if state.options.threshold else size
         while bool(state.masked[begin:end].any()):
             yield StepPlan(begin, end, at_once or 1, last=False, settled=known)
         yield StepPlan(known, end + 1, size, last=False, causal=True, settled=known)
     state.ids = state.ids[:known]
-
-
-def _first_mask(state: SequenceState) -> int:
-    masks = state.masked.nonzero()
-    return int(masks[0]) if len(masks) else len(state.ids)
 
 
 def positions(state: SequenceState) -> Int[Tensor, " R"]:
