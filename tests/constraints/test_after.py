@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from codd.constraints import After, Choice, Regex, Vocabulary
-from codd.errors import InvalidConstraint
 
 LETTERS = Vocabulary((*(bytes([byte]) for byte in range(256)), b"ab", b"aab", b"b1", "é".encode(), b""))
 
@@ -43,15 +42,3 @@ def test_what_follows_the_language():
     assert automaton.accepts(ids("so <12> it is < > 3"))
     assert not automaton.accepts(ids("so <12"))
     assert not automaton.accepts(ids("so <a>"))
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: After("", Regex("a")),
-        lambda: After("a", Regex("a"), until=""),
-    ],
-)
-def test_errors(make):
-    with pytest.raises(InvalidConstraint):
-        make()

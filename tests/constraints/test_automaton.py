@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from codd.constraints import Automaton
-from codd.errors import EmptyLanguage, InvalidConstraint
+from codd.errors import EmptyLanguage
 
 
 def random_table(rng: np.random.Generator) -> tuple[np.ndarray, int, list[int]]:
@@ -97,36 +97,3 @@ def test_classes_that_no_state_takes_are_allowed():
     assert automaton.accepts([0, 2])
     assert not automaton.accepts([1])
     assert automaton.trimmed().num_classes == 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (([[0, 1]],), "next states are from -1 to 0, found 1"),
-        (([[-2]],), "from -1 to 0, found -2"),
-        (([[0.5]],), "whole numbers, found shape"),
-        (([0, 1],), "2 dimension"),
-        (([[0], [0, 1]],), "next_states"),
-        ((np.zeros((0, 3), int),), "a state and a token, found 0"),
-        ((np.zeros((1, 0), int),), "a state and a token, found 1 and 0"),
-        (([[0]], 1), "start are from 0 to 0, found 1"),
-        (([[0]], "a"), "start is a whole number"),
-        (([[0]], 0, [3]), "accepting states are from 0 to 0, found 3"),
-    ],
-)
-@pytest.mark.usefixtures("as_users_run_it")
-def test_wrong_tables_say_what_is_wrong(arguments, message):
-    with pytest.raises(InvalidConstraint, match=message):
-        Automaton(*arguments)
-
-
-def test_wrong_tokens_and_ends_say_what_is_wrong():
-    automaton = Automaton([[0]], accepting=[0])
-    with pytest.raises(InvalidConstraint, match="tokens are from 0 to 0, found 1"):
-        automaton.accepts([1])
-    with pytest.raises(InvalidConstraint, match="end_ids is empty"):
-        automaton.with_end([])
-    with pytest.raises(InvalidConstraint, match="pad_ids are from 0 to 0, found 7"):
-        automaton.with_end([0], [7])
-    with pytest.raises(InvalidConstraint, match="classes of tokens are from 0 to 0, found 2"):
-        Automaton.from_classes([[0]], [2])

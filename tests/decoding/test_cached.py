@@ -89,22 +89,18 @@ class TestBlockCausal:
             assert computed + sum(step.cached for step in with_cache) >= sum(step.computed for step in without)
             assert computed < 0.9 * sum(step.computed for step in without) or length == 1
 
-    def test_masks_in_the_prompt(self):
-        net = backbone("decode_sdar", 4)
+    def test_masks_in_the_prompt_and_a_conditioned_circuit(self):
+        """Which sees the states that the network gave, and reaches back into the block before."""
+        net, circuit = backbone("decode_sdar", 4), modulated(random_hmm(length=6), scale=0.5)
         prompt = random_ids(net, 23, slice(5, 7)).tolist()
         prompt[14] = mask_of(net)
-        told = {"gen_length": 9, "threshold": 0.3}
-        assert written(steps_of(net, [prompt], **told)) == written(
-            steps_of(net, [prompt], runner=FullRecompute(net), **told)
-        )
-
-    def test_a_conditioned_circuit_sees_the_states_that_the_network_gave(self):
-        net = tiny(block_size=4)
-        circuit = modulated(random_hmm(length=6), scale=0.5)  # reaches back into the block before
-        told = {"gen_length": 11, "steps": 6, "circuit": circuit, "block_length": 4}
-        assert written(steps_of(net, [[1, 2, 3], [4]], **told)) == written(
-            steps_of(net, [[1, 2, 3], [4]], runner=FullRecompute(net), **told)
-        )
+        conditioned = {"gen_length": 11, "steps": 6, "circuit": circuit, "block_length": 4}
+        for own, prompts, told in (
+            (net, [prompt], {"gen_length": 9, "threshold": 0.3}),
+            (tiny(block_size=4), [[1, 2, 3], [4]], conditioned),
+        ):
+            found, wanted = (steps_of(own, prompts, runner=each, **told) for each in (None, FullRecompute(own)))
+            assert written(found) == written(wanted)
 
     def test_a_finished_block_is_computed_once_more_and_then_no_more(self):
         net = backbone("decode_sdar", 4)
@@ -223,7 +219,7 @@ class TestMemory:
         with pytest.raises(InvalidInput, match="one sequence of 18 positions takes"):
             runner_for(net, sequences, memory=1000)
         exact = start_sequences(tiny(block_size=4), [[1, 2, 3]], Options(gen_length=8), mask_id=MASK)
-        assert isinstance(runner_for(tiny(block_size=4), exact, memory=1000), FullRecompute)
+        assert type(runner_for(tiny(block_size=4), exact, memory=1000)) is FullRecompute
         with pytest.raises(InvalidInput, match="a sequence of 15 positions that takes 1 slots does not fit"):
             CachedRunner(net, slots=1, length=12).admit(sequences[0])
 

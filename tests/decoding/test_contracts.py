@@ -14,6 +14,7 @@ from codd.decoding import Options, Step
 from codd.decoding.loop import advance
 from codd.decoding.runner import CachedRunner, FullRecompute
 from codd.decoding.sequence import SequenceState
+from tests.support import small_denoisers
 from tests.support.tiny_models import MASK, VOCAB, fixture, modulated, of, random_hmm, tiny
 
 ORDERS = ("low_confidence", "margin", "entropy", "random", "left_to_right")
@@ -24,7 +25,10 @@ AUTOMATON = Automaton(
     accepting=[1],
 )
 
+DRAFTS = {"mode": "speculative", "verifier": small_denoisers.network(causal=True, vocab=VOCAB, mask=MASK)}
+
 NULL: list[tuple[str, dict[str, Any]]] = [
+    ("tiny", DRAFTS),
     *(
         ("tiny", {"remasking": order, **pace})
         for order, pace in itertools.product(ORDERS, ({"steps": 4}, {"threshold": 0.2}))
@@ -92,6 +96,7 @@ def test_the_null_circuit_writes_what_the_network_writes_alone(name, way):
             wanted, found = (list(each.denoise(prompts, sampler=sampler, **options)) for each in (alone, null))
             assert not any(step.circuit for step in wanted)
             assert answers(found) == answers(wanted)
+            assert any(step.circuit for step in found)
 
 
 REQUESTS: list[tuple[list[int], dict[str, Any]]] = [
@@ -111,11 +116,13 @@ REQUESTS: list[tuple[list[int], dict[str, Any]]] = [
     ([5, 2], {"threshold": 0.1, "cache": "dual", **SLIDING}),
     ([5, 1], {"threshold": 0.1, **SLIDING}),
     ([1, 5], {"steps": 6, "cache": "prefix", "refresh": 2, "cfg_scale": 0.5}),
+    ([2, 4, 1], {**DRAFTS, "temperature": 1.0, "seed": 6}),
+    ([7, 3], DRAFTS),
 ]
 
 
-EXCLUDED = {"blocks": {"mode", "blocks"}, "mdlm": {"cache", "constraint"}}
-"""What a network cannot do; and the automaton is over the tiny network's tokens."""
+EXCLUDED = {"blocks": {"mode", "blocks"}, "mdlm": {"cache", "constraint", "verifier"}}
+"""What a network cannot do; and the automaton and the verifier are of the tiny network's tokens."""
 
 
 @pytest.mark.parametrize("one_by_one", [False, True])
@@ -126,7 +133,7 @@ def test_sequences_of_all_kinds_share_their_steps_and_are_as_if_alone(name, one_
     mask = backbone.special.mask
     hmm = random_hmm(5, backbone.vocab_size, window=6)
     model = codd.Model(backbone, modulated(hmm, scale=0.5) if name in ("tiny", "blocks") else hmm, None, mask)
-    excluded = EXCLUDED.get(name, {"constraint"} if name.startswith("decode") else set())
+    excluded = EXCLUDED.get(name, {"constraint", "verifier"} if name.startswith("decode") else set())
     kept = [
         ([mask if token == MASK else token for token in prompt], {**SIZES, **way})
         for prompt, way in REQUESTS

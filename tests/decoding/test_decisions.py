@@ -160,57 +160,40 @@ FLAT = Circuit(mixture([product([leaf(t, probs=[1 / VOCAB] * VOCAB) for t in ran
 LONG = Choice(["".join("ab"[i >> bit & 1] for bit in range(12)) for i in range(1100)])
 
 
+FIELD = {"f": Choice(["a", "b"])}
+
+
 @pytest.mark.parametrize(
-    ("fields", "template", "error", "words"),
+    ("words", "fields", "template", "told"),
     [
-        ({}, None, InvalidConstraint, "at least one"),
-        ([Choice(["a"])], None, InvalidConstraint, "maps names to languages"),
-        ({"f": After("a", Regex("b"))}, None, InvalidConstraint, "field 'f': a Choice, Regex or JsonSchema"),
-        ({"f": Choice(["a", ""])}, None, InvalidConstraint, "one value is the empty text"),
-        ({"f": Regex("a+")}, None, InvalidConstraint, "more than 1000 values"),
-        ({"f": LONG}, None, InvalidConstraint, "more than 1000 values"),
-        ({"f": Choice(["a"])}, "{g}", InvalidConstraint, "each of f once"),
-        ({"f": Choice(["a"])}, "{f}{f}", InvalidConstraint, "each of f once"),
-        ({"f": Choice(["a"])}, "{f", InvalidConstraint, "braces of the text are doubled"),
-        ({"f": Choice(["a"])}, "{f:3}", InvalidConstraint, "a field is a name in braces"),
-        ({"f": Choice(["a", "ab"]), "g": Choice(["x"])}, "{f}{g}", InvalidConstraint, "'a' begins another one"),
-        ({"f": Choice(["a", "a:x"]), "g": Choice(["x"])}, "{f}:{g}", InvalidConstraint, "'a' begins another one"),
-        ({"f": Choice(["z"])}, "{f}", InvalidConstraint, "no tokens of this vocabulary write"),
-        ({"f": Choice(["a", "abab"])}, "{f}", InvalidConstraint, "a token that ends a text"),
-        (
-            {"f": Choice(["a"])},
-            "-" * 40 + "{f}",
-            InvalidConstraint,
-            "take up to 41 tokens, but one block has room for 32",
-        ),
+        ("at least one", {}, None, {}),
+        ("maps names to languages", [Choice(["a"])], None, {}),
+        ("field 'f': a Choice, Regex or JsonSchema", {"f": After("a", Regex("b"))}, None, {}),
+        ("one value is the empty text", {"f": Choice(["a", ""])}, None, {}),
+        ("more than 1000 values", {"f": Regex("a+")}, None, {}),
+        ("more than 1000 values", {"f": LONG}, None, {}),
+        ("each of f once", FIELD, "{g}", {}),
+        ("each of f once", FIELD, "{f}{f}", {}),
+        ("braces of the text are doubled", FIELD, "{f", {}),
+        ("a field is a name in braces", FIELD, "{f:3}", {}),
+        ("'a' begins another one", {"f": Choice(["a", "ab"]), "g": Choice(["x"])}, "{f}{g}", {}),
+        ("'a' begins another one", {"f": Choice(["a", "a:x"]), "g": Choice(["x"])}, "{f}:{g}", {}),
+        ("no tokens of this vocabulary write", {"f": Choice(["z"])}, "{f}", {}),
+        ("a token that ends a text", {"f": Choice(["a", "abab"])}, "{f}", {}),
+        ("take up to 41 tokens, but one block has room for 32", FIELD, "-" * 40 + "{f}", {}),
+        ("room for 4", FIELD, "{f}----", {"block_size": 8}),
+        ("the prompt has masks", FIELD, "{f}", {"prompt": [*PROMPT, MASK]}),
+        ("top must be at least 1", FIELD, "{f}", {"top": 0}),
+        ("was made for 64", FIELD, "{f}", {"prompt": [1] * 64}),
+        ("no tokenizer", FIELD, "{f}", {"prompt": "text", "vocabulary": None}),
+        ("a constraint needs an HMM", FIELD, "{f}:-x", {"circuit": FLAT}),
     ],
 )
-def test_what_cannot_be_decided_is_refused(fields, template, error, words, monkeypatch):
+def test_what_cannot_be_decided_is_refused(words, fields, template, told, monkeypatch):
     monkeypatch.setattr(config, "jaxtyping_disable", True)  # as users run it
-    model = codd.Model(tiny(), HIDDEN, None, MASK)
-    model.__dict__["vocabulary"] = VOCABULARY
-    with pytest.raises(error, match=words):
-        model.decide(PROMPT, fields, template=template)
-
-
-def test_what_the_model_cannot_do_is_refused():
-    model = codd.Model(tiny(), HIDDEN, None, MASK)
-    field = {"f": Choice(["a", "b"])}
-    for one, prompt, options, error, words in (
-        (model, [*PROMPT, MASK], {}, InvalidInput, "the prompt has masks"),
-        (model, PROMPT, {"top": 0}, InvalidInput, "top must be at least 1"),
-        (model, [1] * 64, {}, InvalidInput, "was made for 64"),
-        (codd.Model(tiny(), HIDDEN, None, MASK), "text", {}, InvalidInput, "no tokenizer"),
-        (model.with_circuit(FLAT), PROMPT, {"template": "{f}:-x"}, InvalidCircuit, "a constraint needs an HMM"),
-        (
-            codd.Model(tiny(block_size=8), HIDDEN, None, MASK),
-            PROMPT,
-            {"template": "{f}----"},
-            InvalidConstraint,
-            "room for 4",
-        ),
-    ):
-        if prompt != "text":
-            one.__dict__["vocabulary"] = VOCABULARY
-        with pytest.raises(error, match=words):
-            one.decide(prompt, field, **{"template": "{f}", **options})
+    model = codd.Model(tiny(block_size=told.get("block_size")), told.get("circuit", HIDDEN), None, MASK)
+    if "vocabulary" not in told:
+        model.__dict__["vocabulary"] = VOCABULARY
+    error = InvalidInput if told.keys() & {"prompt", "top"} else InvalidConstraint
+    with pytest.raises(InvalidCircuit if "circuit" in told else error, match=words):
+        model.decide(told.get("prompt", PROMPT), fields, template=template, top=told.get("top", 100))

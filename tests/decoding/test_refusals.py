@@ -80,6 +80,13 @@ TOGETHER: list[dict[str, Any]] = [
 """Options that contradict each other: the error names the first of them."""
 
 
+SPECULATIVE: dict[str, object] = {
+    **{"threshold": 0.9, "steps": 4, "hooks": [lambda logits, *_: logits], "cfg_scale": 1.0, "editing_threshold": 0.9},
+    **{"sampler": "latent", "remasking": "entropy", "gen_length": 0, "constraint": PAIRS},
+}
+"""What does not go with drafts that a causal model checks."""
+
+
 def option(**given: object) -> tuple[Callable[[], object], str]:
     return lambda: Options.of(**given), rf"\b{next(iter(given))}\b"
 
@@ -145,6 +152,10 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     options("no option 'alg': there are gen_length.*circuit_temperature.*seed", alg=1),
     options("gen_length and max_new_tokens are one option: give one", gen_length=7, max_new_tokens=7),
     options("max_new_tokens and gen_length are one option: give one", max_new_tokens=7, gen_length=7),
+    *(
+        options(rf"^{name}=.* does not go with mode=", mode="speculative", **{name: value})
+        for name, value in SPECULATIVE.items()
+    ),
     # runs
     decoding("3 steps are not enough for 4 blocks", gen_length=16, block_length=4, steps=3),
     *(decoding("ban", ban=ban) for ban in ([VOCAB], [-1], range(VOCAB))),
