@@ -84,6 +84,8 @@ def test_all_of_a_chain_in_one_call(batch, length, states, fresh):
         assert torch.equal(alone[1], posterior[:, b : b + 1])
     assert native.smooth(*tables, numbers, True, 2.0, 1e-30) is None  # too small to be sure
     assert native.smooth(*tables, numbers, True, 0.0, float(states + 1)) is None
+    fresh.setattr(native, "MAX_PRODUCT", 0)  # too many products for one core
+    assert native.smooth(*tables, numbers, True, 1e-36, 1e-30) is None
 
 
 @needs_compiler

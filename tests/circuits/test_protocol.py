@@ -121,6 +121,11 @@ class TestJointStepOfAGeneralCircuit:
             assert torch.equal(step.scores, graph.conditional_scores(ev, step.latents))
             assert torch.equal(step.log_partition, graph.log_partition(ev))
 
+    def test_or_by_a_generator(self):
+        graph, ev = chain().as_circuit(L), evidence()
+        one, two = (graph.joint_step(ev, generator=torch.Generator().manual_seed(7)) for _ in range(2))
+        assert torch.equal(one.latents, two.latents)
+
     def test_impossible_evidence_does_not_raise(self):
         graph, ev = chain().as_circuit(L), evidence()
         nothing = ev.logits.clone()
