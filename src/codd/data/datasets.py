@@ -6,7 +6,6 @@ keep than the logits themselves, and costs less than to run its layers again.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -31,17 +30,6 @@ LONGEST_SEARCH = 200
 """Batches of rows in a row without a single window, after which there are none."""
 
 
-@runtime_checkable
-class WindowDataset(Protocol):
-    """Windows by number, from hidden states in memory or from a logit cache."""
-
-    def __len__(self) -> int:
-        """How many windows there are."""
-
-    def windows(self, index: Int[Tensor, " n"]) -> WindowBatch:
-        """The windows of these numbers. Nothing here waits for the device if ``index`` is on it."""
-
-
 @dataclass(frozen=True, eq=False)
 class HiddenStateDataset:
     """W windows of S positions, on the network's device."""
@@ -61,7 +49,7 @@ class HiddenStateDataset:
         return len(self.tokens)
 
     def windows(self, index: Int[Tensor, " n"]) -> WindowBatch:
-        """The windows of these numbers, with logits over the whole vocabulary."""
+        """The windows of these numbers, with logits over the whole vocabulary. Nothing here waits for the device."""
         tokens, masked, features = widen(self.tokens[index]), self.masked[index], self.features[index]
         features = features.to(self.backbone.dtype)
         with torch.no_grad():

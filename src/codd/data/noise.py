@@ -80,20 +80,14 @@ def add_noise(
 
     t = level.gather(1, segments)
     blockwise = in_blocks.gather(1, segments)
-    block = (_rank(segments, scored) + phase.gather(1, segments)) // recipe.block_length
+    rank = positions_in(2 * segments + scored)  # of a scored token among those of its text, which stand side by side
+    block = (rank + phase.gather(1, segments)) // recipe.block_length
     at = chosen.gather(1, segments)
     scored = scored & (segments != PADDING)
     noised = scored & (~blockwise | (block == at))
     hidden = (noised & (coins < t)) | (scored & blockwise & (block > at))
     importance = torch.where(blockwise, recipe.block_weight, 1.0) * noised
     return Noise(hidden, importance * hidden / t, importance.sum())
-
-
-def _rank(segments: Int[Tensor, "B L"], scored: Bool[Tensor, "B L"]) -> Int[Tensor, "B L"]:
-    """How many scored tokens of the same text precede each position."""
-    before = scored.long().cumsum(dim=1) - scored.long()
-    starts = segment_starts(segments)
-    return before - before.gather(1, starts)
 
 
 def segment_starts(segments: Int[Tensor, "B L"]) -> Int[Tensor, "B L"]:

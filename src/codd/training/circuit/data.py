@@ -12,7 +12,7 @@ from torch import Tensor
 from codd.backbones import Tokenizer, load_checkpoint, mini
 from codd.backbones.backbone import Backbone
 from codd.backbones.loading import BUNDLED
-from codd.data.datasets import STRATA, WindowDataset, build_hidden_states
+from codd.data.datasets import STRATA, HiddenStateDataset, build_hidden_states
 from codd.data.packing import MAX_TEXTS_PER_ROW, SequenceDataset, concatenate, numbered_seed
 from codd.data.sources import Source
 from codd.data.tokenization import PackingConfig, load_source
@@ -36,7 +36,7 @@ class TrainingData:
         self.root, self.out, self.context, self.strata = root, out, context, strata_of(context)
         self.recipe = recipe
         """The recipe, once this is made with the circuit that it starts from."""
-        self.dataset: WindowDataset | None = None
+        self.dataset: HiddenStateDataset | CachedWindows | None = None
         """None: the network is evaluated at each step, since it changes."""
         self.tokenizer: Tokenizer | None = None
         self._held_out: dict[str, HeldOut] = {}

@@ -80,19 +80,19 @@ class CircuitTrainer:
 
     def metrics(self, step: int) -> dict[str, float]:
         """Since the last call: the loss and that of the network alone, in nats per masked token; the learning rate."""
-        coupled, factorized, tokens = self.sums.tolist()
-        self._check_loss(step)
+        loss, factorized = self._losses(step)
         self.sums = torch.zeros_like(self.sums)
-        return {"loss": -coupled / max(tokens, 1), "factorized": -factorized / max(tokens, 1), "rate": self.rate}
+        return {"loss": loss, "factorized": factorized, "rate": self.rate}
 
-    def _check_loss(self, step: int) -> None:
-        coupled, _, tokens = self.sums.tolist()
+    def _losses(self, step: int) -> tuple[float, float]:
+        coupled, factorized, tokens = self.sums.tolist()
         loss = -coupled / max(tokens, 1)
         if not loss < WORST:
             raise Diverged(f"the loss is {loss:g} nats per token at step {step}: the training has diverged. {LOWER}")
+        return loss, -factorized / max(tokens, 1)
 
     def _check(self, step: int) -> None:
-        self._check_loss(step)
+        self._losses(step)
         if any(bool(x.isnan().any()) for x in self.updater.tensors().values()):
             raise Diverged(f"parameters are no numbers after step {step}: the training has diverged. {LOWER}")
 
@@ -104,7 +104,10 @@ class CircuitTrainer:
         scores = []
         for name, held_out in self.data.held_out().items():
             for ratio, score in held_out.scores(circuit).items():
-                figures |= _figures(name, ratio, score)
+                start = f"held_out/{name}@{ratio:g}"
+                if not math.isnan(score["gap_closed"]):  # there is a gap to close
+                    figures[f"{start}/gap_closed"] = score["gap_closed"]
+                figures[f"{start}/log_likelihood"] = score["coupled"]
                 scores.append(score["coupled"])
         if not all(map(math.isfinite, scores)):
             raise Diverged(f"held-out text has no probability after step {step}: the training has diverged. {LOWER}")
@@ -139,13 +142,6 @@ class CircuitTrainer:
             self.updater.circuit().save(self.out / MODEL / CIRCUIT, half=recipe.half)
         if (self.out / METRICS).stat().st_size:
             write_curve(self.out / METRICS, self.out / CURVE)
-
-
-def _figures(name: str, ratio: float, score: Mapping[str, float]) -> dict[str, float]:
-    """Figures for the log; where there is no gap to close, no share of it."""
-    start = f"held_out/{name}@{ratio:g}"
-    closed = {} if math.isnan(score["gap_closed"]) else {f"{start}/gap_closed": score["gap_closed"]}
-    return {**closed, f"{start}/log_likelihood": score["coupled"]}
 
 
 def cosine_rate(step: int, progress: float, warmup: int) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from codd.circuits import HMM, Factors, Head, Modulated
 from codd.circuits.modulated import widened
 from codd.circuits.ops.backend import use
-from codd.data.datasets import WindowDataset
+from codd.data.datasets import HiddenStateDataset
 from codd.data.windows import WindowBatch
 from codd.errors import InvalidInput
 from codd.training.checkpoints import adam_tensors, below, restore_adam
@@ -23,6 +23,7 @@ from codd.training.circuit.initial import CircuitSpec, Draw, initial_circuit
 from codd.training.circuit.objectives import signed_flows, weights_of
 from codd.training.circuit.optimizers import Anemone
 from codd.training.circuit_recipe import AUTO, CircuitRecipe
+from codd.training.logit_cache.cached_windows import CachedWindows
 
 
 def make_updater(recipe: CircuitRecipe, spec: CircuitSpec, draw: Draw | None = None) -> "FlowUpdater | GradientUpdater":
@@ -208,7 +209,7 @@ class CapturedUpdater:
 
     WARMUP = 3
 
-    def __init__(self, updater: GradientUpdater, dataset: WindowDataset, windows: int):
+    def __init__(self, updater: GradientUpdater, dataset: HiddenStateDataset | CachedWindows, windows: int):
         """Capture the gradients of batches of this many windows."""
         self.updater, self.dataset = updater, dataset
         self.index = torch.zeros(windows, dtype=torch.long, device=updater.device)
