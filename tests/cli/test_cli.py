@@ -159,6 +159,12 @@ def test_a_closed_pipe_is_quiet(options):
     assert (done.returncode, done.stderr) == (1, "")
 
 
+def test_a_broken_pipe_is_no_success(verb, capsys, monkeypatch):
+    monkeypatch.setattr(cli, "_discard_stdout", lambda: None)
+    assert main([verb(fails(BrokenPipeError()))]) == 1
+    assert capsys.readouterr().err == ""
+
+
 def test_colour_is_for_terminals_and_not_with_no_color(capsys, monkeypatch):
     def shown(**environment: str) -> tuple[str, str]:
         with monkeypatch.context() as patch:

@@ -129,6 +129,11 @@ def changed_table(folder: Path, name: str, change: Callable[[torch.Tensor], torc
             lambda at: changed_table(at, "log_emission", lambda x: x.index_fill(0, torch.tensor([2]), torch.nan)),
             "circuit.safetensors: row 2 of log_emission holds NaN",
         ),
+        (
+            MODULATED,
+            lambda at: changed_table(at, "head.latents.bias", lambda x: x + torch.inf),
+            "latents.bias holds NaN or infinite",
+        ),
         (HMM.random(4, 7), lambda at: (at / "circuit.safetensors").write_bytes(b""), "circuit.safetensors"),
     ],
 )

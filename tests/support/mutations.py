@@ -103,16 +103,6 @@ def edit_header(content: bytes, random: Random) -> bytes:
     return struct.pack("<Q", len(text)) + text + content[8 + size :]
 
 
-def mutated(path: Path, random: Random) -> bytes:
-    """The content of a file, damaged in a way that suits it."""
-    whole = path.read_bytes()
-    if random.random() < 0.5 and path.suffix in (".json", ".safetensors"):
-        return (edit_json if path.suffix == ".json" else edit_header)(whole, random)
-    content = bytearray(whole)
-    random.choice(BYTES)(content, random)
-    return bytes(content)
-
-
 def substitute(content: bytearray, random: Random) -> None:
     """A value of text is another."""
     if found := list(_VALUE.finditer(content[:100_000])):
@@ -120,31 +110,31 @@ def substitute(content: bytearray, random: Random) -> None:
         content[begin:end] = random.choice(ODD_TEXTS).encode()
 
 
-def _altered(path: Path) -> Iterator[str]:
-    """Change a file several times, each time from what it was; yields how, and puts it back at the end."""
-    original = path.read_bytes()
-    try:
-        for number in range(COUNT):
-            random, content = Random(f"{path.name}/{number}"), bytearray(original)
-            way = random.choice([*BYTES, *[substitute] * len(BYTES)])
-            way(content, random)
-            path.write_bytes(content)
-            yield f"{path.name}: {way.__name__} {number}"
-    finally:
-        path.write_bytes(original)
+def mutated(path: Path, random: Random) -> bytes:
+    """The content of a file, damaged in a way that suits it."""
+    whole = path.read_bytes()
+    if random.random() < 0.5 and path.suffix in (".json", ".safetensors"):
+        return (edit_json if path.suffix == ".json" else edit_header)(whole, random)
+    content = bytearray(whole)
+    text = [substitute] * len(BYTES) if path.suffix in (".jsonl", ".yaml") else []
+    random.choice([*BYTES, *text])(content, random)
+    return bytes(content)
 
 
 def failures(path: Path, named: Path, load: Callable[[], Any], same: Any = None) -> list[str]:
     """Of mutations that are neither refused by an error that names the file nor harmless."""
-    found = []
-    for how in _altered(path):
+    whole, found = path.read_bytes(), []
+    for number in range(COUNT):
+        path.write_bytes(mutated(path, Random(f"{path.name}/{number}")))
         try:
             if load() != same and same is not None:
-                found.append(f"{how}: loads as something else")
+                found.append(f"number {number}: loads as something else")
         except CoddError as error:
             text = str(error)
             if str(named) not in text or "\n" in text or len(text) > 2000:
-                found.append(f"{how}: {text[:300]}")
+                found.append(f"number {number}: {text[:300]}")
         except Exception as error:
-            found.append(f"{how}: {type(error).__name__}: {str(error)[:300]}")
+            found.append(f"number {number}: {type(error).__name__}: {str(error)[:300]}")
+        finally:
+            path.write_bytes(whole)
     return found
