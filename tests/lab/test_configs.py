@@ -107,7 +107,7 @@ def test_options_are_checked_before_anything_is_computed(options, message):
     ("options", "budget"),
     [
         ({}, f"sliding threshold {DEFAULT_THRESHOLD:g}"),
-        ({"temperature": 1.0}, "sliding threshold 0.95 and at least 4"),
+        ({"temperature": 1.0}, "sliding threshold 0.97 and at least 5"),
         ({"sampler": "latent"}, "32 steps"),
         ({"steps": 8}, "8 steps"),
         ({"threshold": 0.9}, "threshold 0.9"),

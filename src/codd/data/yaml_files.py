@@ -14,7 +14,13 @@ LONGEST = 2**17
 
 
 class _Loader(yaml.SafeLoader):
-    """Plain values, of which 1e-3 is a number."""
+    """Plain values alone. With aliases, a few lines stand for billions of values."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """As of the base class, but an alias is an error."""
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("aliases such as *name are not taken: write the value out")
+        return super().compose_node(parent, index)
 
 
 _Loader.add_implicit_resolver(  # before YAML 1.2 a number needed a point, and 1e-3 was a text
@@ -30,9 +36,6 @@ def read_yaml(path: Path) -> Any:
 def parse_yaml(text: str, wrong: str) -> Any:
     """The value of a YAML text; ``wrong`` begins the message of a FormatError."""
     try:
-        # With aliases, a few lines stand for billions of values.
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, _Loader)):
-            raise yaml.YAMLError("aliases such as *name are not taken: write the value out")
         return yaml.load(text, _Loader)
     except Exception as error:  # of a value that is no date, number or base64 this parser raises whatever it met
         message = "it is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())
