@@ -102,14 +102,14 @@ def test_a_batch_is_what_its_sequences_are_alone(kernels, parts, monkeypatch):
     cache.memory.copy_(drawn(*cache.memory.shape))
     other.memory.copy_(cache.memory)
     ids, parts = torch.arange(20, device=DEVICE).view(2, 10), [(2, 5, 6, 17), (0, 4, 8, 10)]
-    monkeypatch.setattr(transformer, "kernels_for", lambda *_: None)
+    monkeypatch.setattr(transformer, "gpu_kernels", lambda *_: None)
     alone = []
     for row, part in enumerate(parts):
         own = ids[row : row + 1, part[1] : part[2]]
         past = a_pass(other, [part], own.shape[1])._replace(ends=None, seen=part[3])
         alone.append(network.states(own, past.positions, past=past)[0])
     past = a_pass(cache, parts, 5)
-    monkeypatch.setattr(transformer, "kernels_for", lambda *_: kernels)
+    monkeypatch.setattr(transformer, "gpu_kernels", lambda *_: kernels)
     together = network.states(ids.gather(1, past.positions.clamp(min=0)), past.positions, past=past)
     for row, wanted in enumerate(alone):
         torch.testing.assert_close(together[row, : len(wanted)], wanted, rtol=1e-4, atol=1e-4)

@@ -7,6 +7,7 @@ Projections that read the same input are one matrix: ``qkv`` (queries, then keys
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Literal, NamedTuple, cast
 
 import torch
@@ -131,6 +132,11 @@ class AttentionContext(NamedTuple):
     """What queries are multiplied with; None: they stay as they are."""
 
 
+def gpu_kernels(x: Tensor, weight: Tensor | None = None) -> ModuleType | None:
+    """What `kernels_for` says about tensors on a GPU; None on a CPU, where no operation need ask it."""
+    return kernels_for(x, weight) if x.is_cuda else None
+
+
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last axis, computed in float32."""
 
@@ -142,7 +148,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Float[Tensor, "*b d"]) -> Float[Tensor, "*b d"]:
         """x scaled to root mean square 1, times the weight; in the dtype of x."""
-        if (kernels := kernels_for(x, self.weight)) is not None:
+        if (kernels := gpu_kernels(x, self.weight)) is not None:
             normed: Tensor = kernels.rms_norm(x, self.weight, self.eps)
             return normed
         return F.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype) * self.weight
@@ -205,7 +211,7 @@ class Attention(nn.Module):
         config, rotary = self.config, context.rotary
         plain = not config.qk_norm and config.clip_qkv is None and config.rotary_width is None
         if rotary is not None and plain and context.mask is None and context.past is None and not context.causal:
-            kernels = kernels_for(joined)
+            kernels = gpu_kernels(joined)
             if kernels is not None and kernels.attends(joined, config.head_dim):
                 whole: Tensor = kernels.attend(joined, config.heads, config.kv_heads, *rotary)
                 return whole
@@ -240,7 +246,7 @@ class Attention(nn.Module):
         """Norms and rotary positions of queries and keys, in place, if a kernel of ours serves; whether it did."""
         config, heads = self.config, self.config.heads
         weight = None if self.q_norm is None else self.q_norm.weight
-        kernels = None if config.clip_qkv is not None else kernels_for(joined, weight)
+        kernels = None if config.clip_qkv is not None else gpu_kernels(joined, weight)
         if kernels is not None and self.q_norm is not None and self.k_norm is not None:
             norms = self.q_norm.weight, self.k_norm.weight
             kernels.norm_rotate_(joined, norms, config.norm_eps, heads, config.kv_heads, cos, sin)
@@ -254,7 +260,7 @@ class Attention(nn.Module):
         self, joined: Float[Tensor, "B R qkv"], context: AttentionContext
     ) -> Float[Tensor, "B R h"] | None:
         """Store keys and values, and attend to all that are seen, if kernels of ours serve; None: they do not."""
-        config, past, kernels = self.config, context.past, kernels_for(joined)
+        config, past, kernels = self.config, context.past, gpu_kernels(joined)
         if past is None or past.ends is None or context.causal or config.local is not None or kernels is None:
             return None
         memory = past.cache.memory[self.layer]
@@ -274,7 +280,7 @@ def project(x: Float[Tensor, "B L h"], layer: nn.Module, onto: Float[Tensor, "B 
         return cast(Tensor, layer(x))
     weight = layer.weight if isinstance(layer, nn.Linear) else None
     plain = getattr(layer, "bias", None) is None and onto.is_contiguous()
-    if weight is None or not plain or onto.dtype != x.dtype or kernels_for(x, weight) is None:
+    if weight is None or not plain or onto.dtype != x.dtype or gpu_kernels(x, weight) is None:
         return onto + cast(Tensor, layer(x))
     onto.flatten(0, 1).addmm_(x.flatten(0, 1), weight.T)
     return onto
@@ -318,7 +324,7 @@ class MLP(nn.Module):
     def forward(self, x: Float[Tensor, "B L d"], onto: Float[Tensor, "B L d"] | None = None) -> Float[Tensor, "B L d"]:
         """Transform each position by itself; ``onto``: what the result is added to."""
         inner = self.up(x)
-        if self.gated and self.activation == "silu" and (kernels := kernels_for(inner)) is not None:
+        if self.gated and self.activation == "silu" and (kernels := gpu_kernels(inner)) is not None:
             inner = kernels.gated_silu(inner)
         elif self.gated:
             gate, inner = inner.chunk(2, dim=-1)
