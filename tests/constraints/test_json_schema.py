@@ -2,6 +2,7 @@ import itertools
 import json
 import os
 import random
+from decimal import Decimal
 
 import jsonschema_rs
 import pytest
@@ -116,6 +117,16 @@ def test_small_ranges_of_integers_are_exact(single_bytes):
 def test_exclusive_bounds_of_integers(single_bytes):
     schema = {"type": "integer", "exclusiveMinimum": 2, "exclusiveMaximum": 5}
     assert accepted(schema, single_bytes, "2", "3", "4", "5") == [False, True, True, False]
+
+
+@pytest.mark.parametrize("step", ["1", "3", "7", "0.5", "0.25", "1.5", "0.07"])
+def test_multiples(step, single_bytes):
+    texts = [str(n) for n in range(-30, 31)] + [
+        f"{n}.{end}" for n in (0, 1, 12) for end in ("0", "5", "50", "25", "05", "07")
+    ]
+    right = [Decimal(text) % Decimal(step) == 0 for text in texts]
+    assert accepted({"type": "number", "multipleOf": float(step)}, single_bytes, *texts) == right
+    assert 0 < sum(right) < len(right)
 
 
 def test_what_is_no_json_is_refused(single_bytes):
