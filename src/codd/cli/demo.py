@@ -183,8 +183,7 @@ def _scores(found: Mapping[str, Any]) -> Section:
             "Checked: network and circuit draft, and a causal model writes what it would write alone, in fewer calls "
             '(mode="speculative"; docs/results/speculative.md).',
             "codd's default lets each call write all tokens that are certain enough, from the first mask on. Beside "
-            "the network's best rule of that kind (threshold 0.97, or an entropy budget of 0.3), the circuit needs 1.4 "
-            "times fewer calls for as many right answers, within noise (1,087 problems, in fixed blocks: "
-            "docs/results/default.md).",
+            "the network's best rule of that kind (threshold 0.97), the circuit needs 1.65 times fewer calls for "
+            "as many right answers, within noise (1,000 problems: docs/results/default.md).",
         ],
     )
