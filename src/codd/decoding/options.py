@@ -521,9 +521,9 @@ def default_in_words(name: str) -> str:
         value = getattr(DEFAULTS, name)
         return "none" if value is None or value == () else str(value)
     cases = {
-        "at temperature 0": DEFAULT_GREEDY,
-        "above temperature 0": DEFAULT_SAMPLED,
+        "where no pace is given": DEFAULT_GREEDY,
+        "above temperature 0": {k: v for k, v in DEFAULT_SAMPLED.items() if DEFAULT_GREEDY.get(k) != v},
         "with sampler latent": DEFAULT_COUNTED,
     }
     said = ", ".join(f"{pace[name]} {case}" for case, pace in cases.items() if name in pace) or "none"
-    return {"min_tokens": f"{said}, else 1", "blocks": "sliding where no pace is given, else fixed"}.get(name, said)
+    return said + {"min_tokens": ", else 1", "blocks": ", else fixed"}.get(name, "")
